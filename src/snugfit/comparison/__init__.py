@@ -1,0 +1,1 @@
+"""Foreseen beside seen."""

@@ -1,0 +1,91 @@
+"""Every error a user can meet, with the exit code of the command that met it.
+
+    SnugfitError                 1   something went wrong that is nobody's typing mistake
+    +-- UsageError               2   what was asked for cannot be: the message says what was given,
+    |   |                            what is allowed and what to try
+    |   +-- ModelError           2   the model: its name, its folder, its config.json
+    |   +-- JobError             2   task, lengths, batch
+    |   +-- RecipeError          2   a technique's name, its settings, or a pair that cannot go together
+    |   +-- GpuError             2   the GPU's name or its memory
+    +-- NothingFits              3   a lawful answer, and the answer is no
+    +-- OutOfMemory              4   a measured run ran out of GPU memory
+    +-- OutsideBand              5   a prediction and its measurement part by more than the stated band
+    +-- RehearsalError           1   the step could not be rehearsed (an operator without shapes, or a
+    |                                torch whose inside is not what the policies assume)
+    +-- MeasurementError         1   a measurement's process died, or the GPU was not clean
+
+A command prints the message alone: no traceback is a message to a user.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class SnugfitError(Exception):
+    """The root: anything snugfit raises on purpose."""
+
+    exit_code = 1
+
+
+class UsageError(SnugfitError):
+    """What was asked for cannot be."""
+
+    exit_code = 2
+
+
+class ModelError(UsageError):
+    """The model's name, folder or configuration."""
+
+
+class JobError(UsageError):
+    """Task, lengths or batch."""
+
+
+class RecipeError(UsageError):
+    """A technique's name, its settings, or a pair of techniques that cannot go together."""
+
+
+class GpuError(UsageError):
+    """The GPU's name or its memory."""
+
+
+class NothingFits(SnugfitError):
+    """A lawful question whose answer is no."""
+
+    exit_code = 3
+
+
+class OutOfMemory(SnugfitError):
+    """A measured run ran out of GPU memory."""
+
+    exit_code = 4
+
+
+class OutsideBand(SnugfitError):
+    """A prediction and its measurement part by more than the stated band."""
+
+    exit_code = 5
+
+
+class RehearsalError(SnugfitError):
+    """The step could not be rehearsed."""
+
+
+class MeasurementError(SnugfitError):
+    """A measurement's process died, or the GPU was not clean."""
+
+
+def nearest(word: str, legal: Iterable[str], *, count: int = 3) -> list[str]:
+    """The legal words most like `word`, best first; empty when nothing is near."""
+    choices = list(legal)
+    lowered = {choice.lower(): choice for choice in choices}
+    found = difflib.get_close_matches(word.lower(), lowered, n=count, cutoff=0.5)
+    return [lowered[name] for name in found]
+
+
+def did_you_mean(word: str, legal: Iterable[str]) -> str:
+    """` Did you mean a or b?`, or nothing when no legal word is near."""
+    found = nearest(word, legal)
+    return f" Did you mean {' or '.join(repr(name) for name in found)}?" if found else ""

@@ -1,0 +1,123 @@
+"""The job: what must be trained, and nothing about how.
+
+Everything here is what no recipe may change: the model, the task, the lengths and the padding, the global
+batch, what is clipped and which parameters decay. The GPU is no part of it: one job, many GPUs. A recipe may
+cut the global batch into micro-batches, but their sum is the job's batch, always.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any, Self
+
+from snugfit.errors import JobError, did_you_mean
+from snugfit.job.model import Model
+
+LARGEST_BATCH = 1 << 20
+LARGEST_LENGTH = 1 << 24
+
+
+class Task(StrEnum):
+    """What the model's head computes; named as the hub names them."""
+
+    SEQUENCE_CLASSIFICATION = "sequence-classification"
+    TOKEN_CLASSIFICATION = "token-classification"
+    CAUSAL_LM = "causal-lm"
+    MASKED_LM = "masked-lm"
+    SEQ2SEQ_LM = "seq2seq-lm"
+    IMAGE_CLASSIFICATION = "image-classification"
+    SPEECH_TO_TEXT = "speech-to-text"
+    CUSTOM = "custom"
+    """An `nn.Module` of the user's own, from Python, with an example batch."""
+
+    @classmethod
+    def parse(cls, text: str) -> Task:
+        """The task called `text`; raises `JobError` with the legal names."""
+        legal = [task.value for task in cls if task is not cls.CUSTOM]
+        if text not in legal:
+            raise JobError(f"Unknown task {text!r}.{did_you_mean(text, legal)} Tasks: {', '.join(legal)}.")
+        return cls(text)
+
+
+class Phase(StrEnum):
+    """Which part of a model's life is asked about."""
+
+    TRAIN = "train"
+    EVALUATE = "evaluate"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What must be trained: model, task, lengths, global batch, clipping, decay groups."""
+
+    model: Model
+    """The architecture, from a preset, a config, a directory, the hub's cache, or Python."""
+
+    task: Task
+    """The head on top of it, and so the shapes of a batch."""
+
+    phase: Phase = Phase.TRAIN
+    """`train` takes optimizer steps; `evaluate` runs the forward pass without gradients."""
+
+    batch_size: int = 4
+    """The global batch of one optimizer step, in samples; a recipe may cut it, never change it."""
+
+    sequence_length: int = 512
+    """Tokens of one input sequence (encoder side); not used by images and speech."""
+
+    target_length: int = 128
+    """Tokens of one target sequence, for models with a decoder of their own (T5, Whisper)."""
+
+    padding: float = 0.0
+    """Fraction of each sequence that is padding, in [0, 1); at 0 no attention mask is passed."""
+
+    labels: int = 2
+    """Classes of a classification head."""
+
+    clip: float | None = None
+    """Largest global gradient norm, or None when the job does not clip."""
+
+    decay_groups: bool = False
+    """True when biases and norms are kept out of weight decay: two parameter groups instead of one."""
+
+    learning_rate: float = 5e-5
+    """Of the optimizer; changes no byte, but a run needs one."""
+
+    build_on: str = "device"
+    """`device`: the model is built where it trains. `host`: built on the CPU, then moved."""
+
+    def __post_init__(self) -> None:
+        _in_range("batch size", self.batch_size, 1, LARGEST_BATCH)
+        _in_range("sequence length", self.sequence_length, 1, LARGEST_LENGTH)
+        _in_range("target length", self.target_length, 1, LARGEST_LENGTH)
+        _in_range("labels", self.labels, 1, LARGEST_LENGTH)
+        if isinstance(self.padding, bool) or not 0 <= self.padding < 1:
+            raise JobError(f"padding is {self.padding!r}; it is a fraction of each sequence, from 0 up to 1.")
+        if self.clip is not None and not self.clip > 0:
+            raise JobError(f"clip is {self.clip!r}; it is a gradient norm above 0, or nothing.")
+        if self.build_on not in ("device", "host"):
+            raise JobError(f"build_on is {self.build_on!r}; a model is built on the 'device' or on the 'host'.")
+        self.model.refuse(self)
+
+    @property
+    def trains(self) -> bool:
+        """Whether the job takes optimizer steps."""
+        return self.phase is Phase.TRAIN
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object; `Job.from_json` reads it back."""
+        document = {name: value for name, value in asdict(self).items() if name != "model"}
+        return {"model": self.model.to_json(), **document}
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any]) -> Self:
+        """The job that `to_json` wrote. Raises `JobError` when the model lived only in Python."""
+        fields = dict(document)
+        fields["model"] = Model.from_json(fields["model"])
+        return cls(**fields | {"task": Task(fields["task"]), "phase": Phase(fields["phase"])})
+
+
+def _in_range(what: str, value: object, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise JobError(f"{what} is {value!r}; allowed are whole numbers from {low} to {high:,}.")

@@ -1,0 +1,125 @@
+"""What a step takes: bytes at the worst moment, and seconds. One shape, whether foreseen or seen.
+
+A prediction and a measurement hold the same `Footprint` and `Timing`, so that they can be laid side by side
+without translating one into the other. What one of them cannot know is None: a measurement knows no kinds,
+a prediction on a CPU no NVML.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any, Self
+
+
+class Kind(StrEnum):
+    """What bytes are for."""
+
+    WEIGHTS = "weights"
+    GRADIENTS = "gradients"
+    OPTIMIZER_STATES = "optimizer states"
+    ACTIVATIONS = "activations"
+    TEMPORARIES = "temporaries"
+    CACHES = "caches"
+    INPUTS = "inputs"
+    WORKSPACES = "workspaces"
+    CONTEXT = "context"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """When something happened in a step."""
+
+    phase: str
+    """`build`, `load`, `forward`, `backward`, `clip`, `update`."""
+
+    module: str
+    """Dotted name of the module that ran, `` for the loop itself."""
+
+    operator: str
+    """The operator that ran, by torch's name."""
+
+    step: int = 0
+    """Which step of the run, from 0."""
+
+    def __str__(self) -> str:
+        place = f" in {self.module}" if self.module else ""
+        return f"{self.phase}{place} ({self.operator})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """Bytes at the worst moment of a run, from building the model to the last step."""
+
+    requested_bytes: int | None
+    """What tensors and kernels asked for: `requested_bytes.all.peak`."""
+
+    allocated_bytes: int | None
+    """What they were handed, after rounding and unsplit blocks: `allocated_bytes.all.peak`."""
+
+    reserved_bytes: int | None
+    """What the allocator took from the device: `reserved_bytes.all.peak`."""
+
+    nvml_bytes: int | None
+    """What the device counts as used by this process, the driver's own reserve apart."""
+
+    context_bytes: int | None = None
+    """Of `nvml_bytes`: the CUDA context and the libraries loaded into it."""
+
+    host_bytes: int | None = None
+    """Largest resident memory of the process on the host."""
+
+    at: Moment | None = None
+    """The moment of the requested peak; None when a measurement cannot tell."""
+
+    kinds: Mapping[str, int] = field(default_factory=dict)
+    """Bytes by kind at that moment; they add up to `requested_bytes`."""
+
+    retries: int = 0
+    """How often the allocator had to give back its cache to go on."""
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object; `Footprint.from_json` reads it back."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Self:
+        """The footprint that `to_json` wrote."""
+        fields = dict(document)
+        fields["at"] = Moment(**fields["at"]) if fields.get("at") else None
+        return cls(**fields)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """Seconds of one optimizer step in the steady state."""
+
+    step_seconds: float
+    """Median over the steady steps."""
+
+    spread: float
+    """(90th percentile - 10th percentile) / median of the steady steps."""
+
+    samples_per_second: float
+    """Global batch over `step_seconds`."""
+
+    steps: int
+    """How many steady steps were timed."""
+
+    unstable: bool = False
+    """True when the spread is too large for the median to be trusted."""
+
+    seconds: tuple[float, ...] = ()
+    """Every timed step."""
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object; `Timing.from_json` reads it back."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Self:
+        """The timing that `to_json` wrote."""
+        fields = dict(document)
+        fields["seconds"] = tuple(fields.get("seconds", ()))
+        return cls(**fields)

@@ -1,0 +1,71 @@
+"""The Step: the real model class, the real optimizer and the real loop body, ready to run.
+
+One Step is rehearsed (on tensors with shapes and no data), performed (on a device, measured) or trained, and
+is the same object each time: only its device and its observer differ. The loops are told apart by name:
+
+- `plain`: the loop every figure of ours refers to (`plain_loop.py`);
+- `accelerate`: the guide's hand-written loop on the installed accelerate (`accelerate_loop.py`);
+- `trainer`: the installed `transformers.Trainer`, its own step and none of its logic copied
+  (`trainer_loop.py`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Protocol
+
+from snugfit.errors import UsageError, did_you_mean
+
+if TYPE_CHECKING:
+    import torch
+
+    from snugfit.job.job import Job
+    from snugfit.techniques.setup import Setup
+
+PHASES = ("build", "load", "forward", "backward", "clip", "update")
+LOOPS = ("plain", "accelerate", "trainer")
+
+
+class Observer(Protocol):
+    """Whoever watches a step: a tape that is being written, or a stopwatch."""
+
+    def step_begins(self, index: int) -> None:
+        """Optimizer step `index` (from 0) begins."""
+
+    def step_ends(self, index: int) -> None:
+        """Optimizer step `index` has ended; gradients are dropped."""
+
+    def phase(self, name: str) -> None:
+        """From here on everything belongs to this phase, one of `PHASES`."""
+
+    def built(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        """Model and optimizer stand, before the first step."""
+
+
+class Step(ABC):
+    """A job and a Setup on a device, ready to run optimizer steps."""
+
+    def __init__(self, job: Job, setup: Setup, device: torch.device) -> None:
+        self.job, self.setup, self.device = job, setup, device
+
+    @abstractmethod
+    def run(self, steps: int, observer: Observer) -> list[float]:
+        """Builds everything, runs `steps` optimizer steps, and gives each step's loss (mean over the
+        global batch). Rehearsed losses are 0."""
+
+
+def open_step(job: Job, setup: Setup, loop: str, device: torch.device) -> Step:
+    """The Step of this loop; nothing is built yet. Raises `UsageError` for an unknown loop."""
+    if loop == "plain":
+        from snugfit.step.plain_loop import PlainStep
+
+        return PlainStep(job, setup, device)
+    if loop == "accelerate":
+        from snugfit.step.accelerate_loop import AccelerateStep
+
+        return AccelerateStep(job, setup, device)
+    if loop == "trainer":
+        from snugfit.step.trainer_loop import TrainerStep
+
+        return TrainerStep(job, setup, device)
+    raise UsageError(f"Unknown loop {loop!r}.{did_you_mean(loop, LOOPS)} Loops: {', '.join(LOOPS)}.")

@@ -1,0 +1,141 @@
+"""The Setup: what a recipe asks of a training loop, as plain data.
+
+It is the closed set of wishes that every loop knows: a loop honours each of them or refuses it by name.
+No wish is named after a technique, and no wish holds code: what must run is given as an import path
+(`package.module:name`) with arguments, so a Setup prints, compares, and goes through JSON unchanged.
+
+Installing has one order, with its reasons (`Setup.ORDER`):
+
+1. build: the model is born in its working dtype, with its attention implementation chosen at birth, because
+   both are arguments of its constructor and cost bytes when changed later;
+2. adapt: adapters freeze weights and add small ones, so they come before anything that asks which
+   parameters train;
+3. checkpoint: layers are wrapped when the modules they wrap are final;
+4. optimizer: it is handed the parameters that train, when no module changes any more;
+5. loop: autocast, gradient scaling, micro-batches and clipping surround all that;
+6. loader: last, it depends on nothing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar, Self
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """A callable by its import path, with keyword arguments: code as data."""
+
+    path: str
+    """`package.module:name`."""
+
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments, JSON values only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerWish:
+    """Which optimizer, and how a foreign trainer calls the same one."""
+
+    factory: Call
+    """`factory(parameters, lr=..., weight_decay=..., **arguments)` gives a `torch.optim.Optimizer`."""
+
+    prepare: Call | None = None
+    """`prepare(model, **arguments)` runs once before the factory, e.g. to keep some modules' states wide."""
+
+    trainer_name: str | None = None
+    """`TrainingArguments.optim` for the same optimizer, or None when the HF Trainer has no name for it."""
+
+    weight_decay: bool = True
+    """Whether the factory takes `weight_decay`."""
+
+    shapes: Call | None = None
+    """For optimizers that call compiled code directly: `shapes()` is a context manager, entered for a
+    rehearsal, in which a step does on shapes what the compiled code does on data."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointWish:
+    """Which layers keep only their input: `spans` of consecutive layers, each recomputed as one."""
+
+    layers_per_span: int = 1
+    """Consecutive layers that are recomputed together; 0 means all spans together number `spans`."""
+
+    spans: int | None = None
+    """How many spans the whole stack is cut into, when given; then `layers_per_span` is not used."""
+
+    every: int = 1
+    """Of the spans, each `every`-th is recomputed; the others keep their activations."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderWish:
+    """How batches reach the device."""
+
+    workers: int = 0
+    """Processes that prepare batches; 0 prepares them in the training process."""
+
+    pinned: bool = True
+    """Batches in page-locked host memory, so that copies run beside the computation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What a recipe asks of a training loop. The defaults are the plain loop's."""
+
+    ORDER: ClassVar[tuple[str, ...]] = ("build", "adapt", "checkpoint", "optimizer", "loop", "loader")
+
+    weights_dtype: str = "float32"
+    """build: dtype of the model's floating-point weights, by torch's name."""
+
+    attention: str = "sdpa"
+    """build: transformers' `attn_implementation`."""
+
+    matmul: str = "ieee"
+    """build: torch's `fp32_precision` of matrix products and convolutions: `ieee` or `tf32`."""
+
+    adapt: Call | None = None
+    """adapt: `adapt(model, **arguments)` gives the model to train instead."""
+
+    checkpoint: CheckpointWish | None = None
+    """checkpoint: which layers keep only their inputs (non-reentrant); None keeps everything."""
+
+    optimizer: OptimizerWish = field(
+        default_factory=lambda: OptimizerWish(
+            factory=Call(path="torch.optim:AdamW"), trainer_name="adamw_torch"
+        )
+    )
+    """optimizer: which one."""
+
+    autocast: str | None = None
+    """loop: dtype of autocast regions, by torch's name; None runs in the weights' dtype."""
+
+    scale_gradients: bool = False
+    """loop: scale the loss against underflow and skip steps with non-finite gradients (GradScaler)."""
+
+    micro_batches: int = 1
+    """loop: pieces the global batch is cut into, one after the other."""
+
+    loader: LoaderWish = field(default_factory=LoaderWish)
+    """loader: how batches reach the device."""
+
+    expandable_segments: bool = False
+    """process: the CUDA allocator grows segments in place instead of taking new ones."""
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object; `Setup.from_json` reads it back."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Self:
+        """The Setup that `to_json` wrote."""
+        fields = dict(document)
+        wish = dict(fields["optimizer"])
+        for name in ("factory", "prepare", "shapes"):
+            wish[name] = Call(**wish[name]) if wish[name] else None
+        fields["optimizer"] = OptimizerWish(**wish)
+        fields["adapt"] = Call(**fields["adapt"]) if fields["adapt"] else None
+        fields["checkpoint"] = CheckpointWish(**fields["checkpoint"]) if fields["checkpoint"] else None
+        fields["loader"] = LoaderWish(**fields["loader"])
+        return cls(**fields)

@@ -1,0 +1,104 @@
+"""What a technique is: one way to make a job fit or run faster, in one slot of the recipe.
+
+A technique is written once, as what it really does: `install` takes the `Setup` of a training loop and gives
+back a changed one. Nothing about its cost stands anywhere; the cost is what a rehearsal of that Setup shows.
+This file holds the small vocabulary every technique shares: the slots in the order in which a recipe is
+written, the three degrees of fidelity, and the base class.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+    from snugfit.techniques.recipe import Recipe
+    from snugfit.techniques.setup import Setup
+
+
+class Slot(StrEnum):
+    """A recipe's places, in the order in which it is written. One technique each."""
+
+    ADAPTERS = "adapters"
+    ATTENTION = "attention"
+    PRECISION = "precision"
+    MATMUL = "matmul"
+    CHECKPOINTING = "checkpointing"
+    BATCHING = "batching"
+    OPTIMIZER = "optimizer"
+    ALLOCATOR = "allocator"
+    LOADING = "loading"
+
+
+class Fidelity(StrEnum):
+    """How true a technique stays to the plain recipe's mathematics."""
+
+    SAME = "same"
+    """The same sums: equal up to the order of floating-point additions."""
+
+    ROUNDS = "rounds"
+    """The same formula, rounded differently somewhere."""
+
+    LEARNS = "learns"
+    """Another algorithm, which also learns."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Technique(ABC):
+    """One way to make a job fit or run faster. Settings are its fields; one file each."""
+
+    name: ClassVar[str]
+    """The word in a recipe; by default the file's name. The roster sets it and the slot."""
+
+    slot: ClassVar[Slot]
+    """The recipe's place it takes; by default the folder's name."""
+
+    fidelity: ClassVar[Fidelity]
+    """How true it stays to the plain recipe."""
+
+    plain: ClassVar[bool] = False
+    """Whether this is the slot's default: what a plain PyTorch user gets."""
+
+    needs: ClassVar[tuple[str, ...]] = ()
+    """Packages beyond the core, as requirement strings: `bitsandbytes>=0.50`."""
+
+    extra: ClassVar[str] = ""
+    """snugfit's extra that installs `needs`."""
+
+    source: ClassVar[str]
+    """Where the technique comes from: a paper, a library's class."""
+
+    @abstractmethod
+    def install(self, setup: Setup) -> Setup:
+        """The same Setup with this technique's wishes in it."""
+
+    def objections(self, job: Job, recipe: Recipe) -> Iterator[str]:
+        """Why it cannot go with this job or recipe, in words a user can act on; nothing when it can."""
+        return iter(())
+
+    def warnings(self, compute_capability: tuple[int, int] | None) -> Iterator[str]:
+        """What the user should know on a GPU of this compute capability, though it runs."""
+        return iter(())
+
+    @classmethod
+    def settings(cls, job: Job) -> Iterator[Self]:
+        """What a planner may try: by default the technique as it stands."""
+        yield cls()
+
+    def __str__(self) -> str:
+        """As it stands in a recipe: the name, and the settings that differ from their defaults."""
+        shown = [
+            f"{field.name}={show_setting(value)}"
+            for field in fields(self)
+            if (value := getattr(self, field.name)) != field.default
+        ]
+        return f"{self.name}({', '.join(shown)})" if shown else self.name
+
+
+def show_setting(value: Any) -> str:
+    """A setting as the recipe's notation writes it: a bare word, a number, or a|b for several."""
+    return "|".join(value) if isinstance(value, tuple) else str(value)
