@@ -18,8 +18,10 @@ Installing has one order, with its reasons (`Setup.ORDER`):
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from typing import Any, ClassVar, Self
 
 
@@ -57,16 +59,37 @@ class OptimizerWish:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointWish:
-    """Which layers keep only their input: `spans` of consecutive layers, each recomputed as one."""
+    """Which layers keep only their input: spans of consecutive layers, each recomputed as one.
+
+    The stack is cut in one of two ways, by the length of a span or by the number of spans; `cut` does it,
+    so that every loop cuts alike.
+    """
 
     layers_per_span: int = 1
-    """Consecutive layers that are recomputed together; 0 means all spans together number `spans`."""
+    """Consecutive layers that are recomputed together; 0 cuts the stack by `spans` instead."""
 
     spans: int | None = None
-    """How many spans the whole stack is cut into, when given; then `layers_per_span` is not used."""
+    """With `layers_per_span` 0: how many spans the stack is cut into; None takes round(sqrt(layers)), the
+    optimum of Chen et al. (arXiv 1604.06174, section 4.1) for layers that are alike."""
 
     every: int = 1
-    """Of the spans, each `every`-th is recomputed; the others keep their activations."""
+    """Of the spans, each `every`-th is recomputed, from the first; the others keep their activations."""
+
+    def cut(self, layers: int) -> tuple[range, ...]:
+        """The spans of a stack of this many layers that are recomputed, in order.
+
+        Spans cut by number differ in length by one layer at most, the longer ones first.
+        """
+        if layers < 1:
+            return ()
+        if self.layers_per_span:
+            starts = [*range(0, layers, self.layers_per_span), layers]
+        else:
+            count = min(layers, self.spans or max(1, round(math.sqrt(layers))))
+            short, longer = divmod(layers, count)
+            starts = [index * short + min(index, longer) for index in range(count + 1)]
+        spans = [range(start, end) for start, end in pairwise(starts)]
+        return tuple(spans[:: self.every])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +99,7 @@ class LoaderWish:
     workers: int = 0
     """Processes that prepare batches; 0 prepares them in the training process."""
 
-    pinned: bool = True
+    pinned: bool = False
     """Batches in page-locked host memory, so that copies run beside the computation."""
 
 
@@ -103,7 +126,7 @@ class Setup:
 
     optimizer: OptimizerWish = field(
         default_factory=lambda: OptimizerWish(
-            factory=Call(path="torch.optim:AdamW"), trainer_name="adamw_torch"
+            factory=Call(path="torch.optim:AdamW", arguments={"foreach": True}), trainer_name="adamw_torch"
         )
     )
     """optimizer: which one."""

@@ -8,11 +8,15 @@ written, the three degrees of fidelity, and the base class.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from snugfit.errors import RecipeError
+from snugfit.techniques.setting import check_setting, setting_types, show_setting
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
@@ -72,6 +76,20 @@ class Technique(ABC):
     source: ClassVar[str]
     """Where the technique comes from: a paper, a library's class."""
 
+    elsewhere: ClassVar[tuple[str, ...]] = ()
+    """What other libraries call it; a recipe that uses such a word is told ours."""
+
+    least_capability: ClassVar[tuple[int, int] | None] = None
+    """The compute capability below which the GPU cannot do this at all."""
+
+    def __post_init__(self) -> None:
+        """Refuses a setting of the wrong type or outside its range, at birth."""
+        kinds = setting_types(type(self))
+        for declared in fields(self):
+            value = getattr(self, declared.name)
+            if wrong := check_setting(declared, kinds[declared.name], value):
+                raise RecipeError(f"{self.name}: {declared.name} is {show_setting(value)}; {wrong}.")
+
     @abstractmethod
     def install(self, setup: Setup) -> Setup:
         """The same Setup with this technique's wishes in it."""
@@ -89,16 +107,27 @@ class Technique(ABC):
         """What a planner may try: by default the technique as it stands."""
         yield cls()
 
+    @classmethod
+    def summary(cls) -> str:
+        """The first sentence of the docstring."""
+        return first_sentence(cls.__doc__ or "")
+
     def __str__(self) -> str:
-        """As it stands in a recipe: the name, and the settings that differ from their defaults."""
+        """As it stands in a recipe: the name, and the settings that differ from their defaults.
+
+        A setting that has no default is what the technique is about, and is written by position:
+        `micro_batches(4)`; the others by name: `sgd(momentum=0.5)`.
+        """
         shown = [
-            f"{field.name}={show_setting(value)}"
-            for field in fields(self)
-            if (value := getattr(self, field.name)) != field.default
+            show_setting(value) if declared.default is MISSING else f"{declared.name}={show_setting(value)}"
+            for declared in fields(self)
+            if (value := getattr(self, declared.name)) != declared.default
         ]
         return f"{self.name}({', '.join(shown)})" if shown else self.name
 
 
-def show_setting(value: Any) -> str:
-    """A setting as the recipe's notation writes it: a bare word, a number, or a|b for several."""
-    return "|".join(value) if isinstance(value, tuple) else str(value)
+def first_sentence(text: str) -> str:
+    """Up to the first full stop that ends a sentence, on one line; empty when there is none."""
+    paragraph = " ".join(text.split("\n\n", maxsplit=1)[0].split())
+    end = re.search(r"\.(\s|$)", paragraph)
+    return paragraph[: end.start() + 1] if end else ""

@@ -1,0 +1,1 @@
+"""Which weights train: all of them, or small ones added beside the frozen model."""

@@ -1,0 +1,91 @@
+"""LoRA through peft: frozen weights, and beside some of them a product of two thin matrices that trains.
+
+W' = W + (alpha / r) B A with A (r x in) and B (out x r); Hu et al., arXiv 2106.09685, section 4.1. Gradients
+and optimizer states exist for A and B only. The activations that the frozen weights' neighbours need are kept
+as before, so memory falls by states and gradients and not by activations.
+
+Defaults are peft's own (`LoraConfig`): rank 8, alpha 8, no dropout, and for each architecture the modules of
+peft's table (BERT: query and value). An architecture that the table lacks needs `targets`. Adapters of a
+model in half precision are fp32, as peft makes them (`autocast_adapter_dtype`). The heads of classification
+models train whole, as peft's task types do it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from snugfit.errors import RecipeError
+from snugfit.techniques.hub_kernels import no_hub_kernels
+from snugfit.techniques.setting import between
+from snugfit.techniques.setup import Call, Setup
+from snugfit.techniques.technique import Fidelity, Technique
+
+if TYPE_CHECKING:
+    import torch
+
+    from snugfit.job.job import Job
+    from snugfit.techniques.recipe import Recipe
+
+_PEFT_TASKS = {
+    "ForSequenceClassification": "SEQ_CLS",
+    "ForTokenClassification": "TOKEN_CLS",
+    "ForCausalLM": "CAUSAL_LM",
+    "LMHeadModel": "CAUSAL_LM",
+    "ForConditionalGeneration": "SEQ_2_SEQ_LM",
+}
+"""peft's task type by the end of a transformers class name; the type says which head trains whole."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora(Technique):
+    """Freezes the model and trains low-rank updates of some of its matrices."""
+
+    fidelity: ClassVar = Fidelity.LEARNS
+    needs: ClassVar = ("peft>=0.19",)
+    extra: ClassVar = "peft"
+    source: ClassVar = "Hu et al., arXiv 2106.09685; peft.LoraConfig"
+    elsewhere: ClassVar = ("peft",)
+
+    r: int = between(1, 4096, default=8)
+    """Rank of the updates: columns of B and rows of A."""
+
+    targets: tuple[str, ...] | None = None
+    """Ends of the names of the modules to adapt, or `all-linear`; by default peft's choice for the model."""
+
+    def install(self, setup: Setup) -> Setup:
+        """The model is replaced by peft's wrapper around it."""
+        call = Call(path=f"{__name__}:adapt", arguments={"r": self.r, "targets": list(self.targets or ())})
+        return replace(setup, adapt=call)
+
+    def objections(self, job: Job, recipe: Recipe) -> Iterator[str]:
+        """A module of the user's own is in no table of peft's."""
+        if job.task == "custom" and not self.targets:
+            yield "peft knows no targets in a module of your own. Name them: lora(targets=q_proj|v_proj)."
+
+    @classmethod
+    def settings(cls, job: Job) -> Iterator[Self]:
+        """Ranks in use."""
+        yield from (cls(r=rank) for rank in (8, 16, 64))
+
+
+def adapt(model: torch.nn.Module, *, r: int, targets: Sequence[str]) -> torch.nn.Module:
+    """`model` wrapped by peft, its own weights frozen. Raises `RecipeError` when no module is a target."""
+    with no_hub_kernels():
+        from peft import LoraConfig, get_peft_model
+
+    name = type(model).__name__
+    config = LoraConfig(
+        r=r,
+        target_modules="all-linear" if list(targets) == ["all-linear"] else list(targets) or None,
+        task_type=next((task for end, task in _PEFT_TASKS.items() if name.endswith(end)), None),
+        modules_to_save=["classifier"] if name.endswith("ForImageClassification") else None,
+    )
+    try:
+        return get_peft_model(model, config)  # type: ignore[no-any-return]
+    except ValueError as error:
+        raise RecipeError(
+            f"lora: peft finds nothing to adapt in {name}: {error} "
+            "Name the modules, lora(targets=q_proj|v_proj), or take lora(targets=all-linear)."
+        ) from error

@@ -1,0 +1,1 @@
+"""How torch's CUDA allocator grows."""

@@ -1,0 +1,22 @@
+"""torch's caching allocator as it comes: segments of fixed size, taken when a block fits in none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from snugfit.techniques.setup import Setup
+from snugfit.techniques.technique import Fidelity, Technique
+
+
+@dataclass(frozen=True, kw_only=True)
+class Default(Technique):
+    """Lets torch's allocator take segments of fixed size."""
+
+    fidelity: ClassVar = Fidelity.SAME
+    plain: ClassVar = True
+    source: ClassVar = "torch's c10/cuda/CUDACachingAllocator.cpp"
+
+    def install(self, setup: Setup) -> Setup:
+        """Nothing is configured."""
+        return replace(setup, expandable_segments=False)

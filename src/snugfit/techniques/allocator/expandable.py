@@ -1,0 +1,22 @@
+"""Expandable segments: one address range per pool, mapped page by page, so free pieces join and fit again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from snugfit.techniques.setup import Setup
+from snugfit.techniques.technique import Fidelity, Technique
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expandable(Technique):
+    """Grows the allocator's segments in place, which leaves less memory in unusable pieces."""
+
+    fidelity: ClassVar = Fidelity.SAME
+    source: ClassVar = "PYTORCH_ALLOC_CONF=expandable_segments:True"
+    elsewhere: ClassVar = ("expandable_segments",)
+
+    def install(self, setup: Setup) -> Setup:
+        """The allocator's switch; it must be set before the process first allocates."""
+        return replace(setup, expandable_segments=True)

@@ -1,0 +1,1 @@
+"""How softmax(QK^T)V is computed."""

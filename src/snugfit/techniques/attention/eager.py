@@ -1,0 +1,26 @@
+"""Attention as the formula reads: scores, softmax, dropout and product, each a tensor of its own.
+
+The score matrix takes batch x heads x length x length elements, several times over; this is what models had
+before fused attention, and what figures published then were measured with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from snugfit.techniques.setup import Setup
+from snugfit.techniques.technique import Fidelity, Technique
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eager(Technique):
+    """Computes attention step by step, with the score matrix in memory."""
+
+    fidelity: ClassVar = Fidelity.SAME
+    source: ClassVar = "Vaswani et al., arXiv 1706.03762; transformers' eager_attention_forward"
+    elsewhere: ClassVar = ("math_attention", "vanilla_attention")
+
+    def install(self, setup: Setup) -> Setup:
+        """transformers' eager implementation."""
+        return replace(setup, attention="eager")

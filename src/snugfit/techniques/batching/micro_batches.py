@@ -1,0 +1,62 @@
+"""Gradient accumulation: the global batch in n equal pieces, gradients added up, one update.
+
+Activations fall to 1/n; the sums are those of the whole batch, because each piece's loss weighs as much as
+its share of what the whole batch's mean is taken over. The job's batch never changes, so n must divide it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from snugfit.techniques.setting import between
+from snugfit.techniques.setup import Setup
+from snugfit.techniques.technique import Fidelity, Technique
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+    from snugfit.techniques.recipe import Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatches(Technique):
+    """Runs the global batch in n equal pieces and updates once, with their gradients added up."""
+
+    fidelity: ClassVar = Fidelity.SAME
+    source: ClassVar = (
+        "gradient accumulation, as accelerate's and the HF Trainer's gradient_accumulation_steps"
+    )
+    elsewhere: ClassVar = (
+        "gradient_accumulation",
+        "gradient_accumulation_steps",
+        "accumulation",
+        "accumulate_grad_batches",
+    )
+
+    n: int = between(1, 1 << 20)
+    """Pieces; a divisor of the global batch."""
+
+    def install(self, setup: Setup) -> Setup:
+        """n pieces."""
+        return replace(setup, micro_batches=self.n)
+
+    def objections(self, job: Job, recipe: Recipe) -> Iterator[str]:
+        """The pieces must be equal, and none of them empty."""
+        if job.batch_size % self.n:
+            near = nearest_divisors(job.batch_size, self.n)
+            tries = " or ".join(f"{self.name}({divisor})" for divisor in near)
+            yield f"a batch of {job.batch_size} has no {self.n} equal pieces. Try {tries}."
+
+    @classmethod
+    def settings(cls, job: Job) -> Iterator[Self]:
+        """Every way to cut the job's batch."""
+        yield from (cls(n=n) for n in range(2, job.batch_size + 1) if job.batch_size % n == 0)
+
+
+def nearest_divisors(whole: int, n: int) -> list[int]:
+    """The largest divisor of `whole` below `n` and the smallest above, where there are such."""
+    divisors = sorted({d for i in range(1, int(whole**0.5) + 1) if whole % i == 0 for d in (i, whole // i)})
+    below = [divisor for divisor in divisors if divisor < n]
+    above = [divisor for divisor in divisors if divisor > n]
+    return [*below[-1:], *above[:1]]

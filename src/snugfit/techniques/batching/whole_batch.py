@@ -1,0 +1,22 @@
+"""The global batch passes through the model in one piece."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from snugfit.techniques.setup import Setup
+from snugfit.techniques.technique import Fidelity, Technique
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeBatch(Technique):
+    """Runs the global batch in one piece."""
+
+    fidelity: ClassVar = Fidelity.SAME
+    plain: ClassVar = True
+    source: ClassVar = "the textbook loop"
+
+    def install(self, setup: Setup) -> Setup:
+        """One piece."""
+        return replace(setup, micro_batches=1)

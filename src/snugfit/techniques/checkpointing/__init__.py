@@ -1,0 +1,1 @@
+"""Which activations are kept for the backward pass, and which are computed again."""

@@ -1,0 +1,38 @@
+"""Every n-th layer is computed again in the backward pass; the others keep their activations.
+
+For a job that almost fits: memory and time lie between keeping everything and recomputing every layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from snugfit.techniques.setting import between
+from snugfit.techniques.setup import CheckpointWish, Setup
+from snugfit.techniques.technique import Fidelity, Technique
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+
+
+@dataclass(frozen=True, kw_only=True)
+class EveryNthLayer(Technique):
+    """Computes every n-th layer again in the backward pass, and keeps the others' activations."""
+
+    fidelity: ClassVar = Fidelity.SAME
+    source: ClassVar = "transformers' activation_checkpointing_enable(every_n_layers=n): layers 0, n, 2n, ..."
+    elsewhere: ClassVar = ("every_n_layers",)
+
+    n: int = between(1, 10_000, default=2)
+    """One layer in n is recomputed, the first among them; 1 is every layer."""
+
+    def install(self, setup: Setup) -> Setup:
+        """Spans of one layer, every n-th of them recomputed."""
+        return replace(setup, checkpoint=CheckpointWish(every=self.n))
+
+    @classmethod
+    def settings(cls, job: Job) -> Iterator[Self]:
+        """A half, a third, a quarter."""
+        yield from (cls(n=n) for n in (2, 3, 4))

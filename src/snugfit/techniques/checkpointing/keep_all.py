@@ -1,0 +1,22 @@
+"""Every activation that the backward pass needs is kept: autograd's default."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from snugfit.techniques.setup import Setup
+from snugfit.techniques.technique import Fidelity, Technique
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeepAll(Technique):
+    """Keeps every activation that the backward pass needs."""
+
+    fidelity: ClassVar = Fidelity.SAME
+    plain: ClassVar = True
+    source: ClassVar = "torch.autograd's saved tensors"
+
+    def install(self, setup: Setup) -> Setup:
+        """Nothing is recomputed."""
+        return replace(setup, checkpoint=None)

@@ -1,0 +1,31 @@
+"""Imports of packages that would fetch compiled kernels from the hub while they are imported.
+
+bitsandbytes 0.50 does so on CPUs with AVX512-BF16 when the package `kernels` is installed (for 4-bit
+products, which snugfit does not use), and logs a warning when it is not; peft imports bitsandbytes.
+Predicting runs no foreign code and opens no socket, so for the time of such an import `kernels` is not to be
+found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def no_hub_kernels() -> Iterator[None]:
+    """Within it, `import kernels` fails; bitsandbytes' warning that it did is not logged."""
+    logger = logging.getLogger("bitsandbytes")
+    level, absent = logger.level, object()
+    before: object = sys.modules.get("kernels", absent)
+    sys.modules["kernels"] = None  # type: ignore[assignment]
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        del sys.modules["kernels"]
+        if before is not absent:
+            sys.modules["kernels"] = before  # type: ignore[assignment]

@@ -1,0 +1,22 @@
+"""The training process prepares each batch itself, in ordinary memory: torch's DataLoader by default."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from snugfit.techniques.setup import LoaderWish, Setup
+from snugfit.techniques.technique import Fidelity, Technique
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inline(Technique):
+    """Prepares batches in the training process."""
+
+    fidelity: ClassVar = Fidelity.SAME
+    plain: ClassVar = True
+    source: ClassVar = "torch.utils.data.DataLoader(num_workers=0, pin_memory=False)"
+
+    def install(self, setup: Setup) -> Setup:
+        """No workers."""
+        return replace(setup, loader=LoaderWish())

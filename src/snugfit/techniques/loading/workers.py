@@ -1,0 +1,35 @@
+"""Worker processes prepare the batches in page-locked memory, and copies run beside the computation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from snugfit.techniques.setting import between
+from snugfit.techniques.setup import LoaderWish, Setup
+from snugfit.techniques.technique import Fidelity, Technique
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workers(Technique):
+    """Prepares batches in n processes, in page-locked memory that the device copies from directly."""
+
+    fidelity: ClassVar = Fidelity.SAME
+    source: ClassVar = "torch.utils.data.DataLoader(num_workers=n, pin_memory=True)"
+    elsewhere: ClassVar = ("dataloader_num_workers", "num_workers", "pin_memory", "dataloader_pin_memory")
+
+    n: int = between(1, 256, default=2)
+    """Processes that prepare batches."""
+
+    def install(self, setup: Setup) -> Setup:
+        """n workers, and pinned memory."""
+        return replace(setup, loader=LoaderWish(workers=self.n, pinned=True))
+
+    @classmethod
+    def settings(cls, job: Job) -> Iterator[Self]:
+        """Few: synthetic batches are cheap to prepare."""
+        yield from (cls(n=n) for n in (2, 4))

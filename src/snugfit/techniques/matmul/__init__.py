@@ -1,0 +1,1 @@
+"""How products of 32-bit matrices use the tensor cores."""

@@ -1,0 +1,23 @@
+"""Products of 32-bit matrices in full 32-bit precision: torch's default for matrix products."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from snugfit.techniques.setup import Setup
+from snugfit.techniques.technique import Fidelity, Technique
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ieee(Technique):
+    """Multiplies 32-bit matrices with all 24 significant bits."""
+
+    fidelity: ClassVar = Fidelity.SAME
+    plain: ClassVar = True
+    source: ClassVar = "torch.backends.cuda.matmul.fp32_precision = 'ieee'"
+    elsewhere: ClassVar = ("highest",)
+
+    def install(self, setup: Setup) -> Setup:
+        """torch's default."""
+        return replace(setup, matmul="ieee")

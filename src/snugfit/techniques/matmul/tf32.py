@@ -1,0 +1,25 @@
+"""TF32: tensor cores read 32-bit inputs with 11 significant bits and add up in 32. It changes no byte."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from snugfit.techniques.setup import Setup
+from snugfit.techniques.technique import Fidelity, Technique
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tf32(Technique):
+    """Multiplies 32-bit matrices on tensor cores, reading 11 of their 24 significant bits."""
+
+    fidelity: ClassVar = Fidelity.ROUNDS
+    source: ClassVar = (
+        "NVIDIA A100 architecture whitepaper; torch.backends.cuda.matmul.fp32_precision = 'tf32'"
+    )
+    elsewhere: ClassVar = ("allow_tf32",)
+    least_capability: ClassVar = (8, 0)
+
+    def install(self, setup: Setup) -> Setup:
+        """torch's switch."""
+        return replace(setup, matmul="tf32")

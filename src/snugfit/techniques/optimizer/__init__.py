@@ -1,0 +1,1 @@
+"""How gradients become updates, and what state that takes."""

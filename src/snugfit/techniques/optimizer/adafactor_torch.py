@@ -1,0 +1,27 @@
+"""Adafactor as torch has it: row and column means in place of a second moment, one parameter at a time.
+
+(Unlike torch's other optimizers it does not choose lists by itself.) It scales each update by the parameter's
+own size, which transformers' can but, as the HF Trainer calls it, does not: the two have the same state and
+are not the same algorithm.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from snugfit.techniques.setup import Call, OptimizerWish, Setup
+from snugfit.techniques.technique import Fidelity, Technique
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdafactorTorch(Technique):
+    """Adafactor of torch, which keeps row and column means in place of a second moment."""
+
+    fidelity: ClassVar = Fidelity.LEARNS
+    source: ClassVar = "Shazeer and Stern, arXiv 1804.04235; torch.optim.Adafactor"
+
+    def install(self, setup: Setup) -> Setup:
+        """torch's Adafactor as it comes."""
+        factory = Call(path="torch.optim:Adafactor")
+        return replace(setup, optimizer=OptimizerWish(factory=factory))

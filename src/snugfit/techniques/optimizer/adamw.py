@@ -1,0 +1,29 @@
+"""AdamW as torch runs it by default on a GPU: all parameters at once, in lists (foreach).
+
+State: two fp32 moments, 8 bytes an element of fp32 weights. The lists make few kernels, and one temporary as
+large as all weights together (the square roots of the second moments), which is the peak when activations
+are few. torch picks foreach by itself on CUDA; it is asked for by name so that every device does the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from snugfit.techniques.setup import Call, OptimizerWish, Setup
+from snugfit.techniques.technique import Fidelity, Technique
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW(Technique):
+    """AdamW over all parameters at once, as torch does it by default."""
+
+    fidelity: ClassVar = Fidelity.SAME
+    plain: ClassVar = True
+    source: ClassVar = "Loshchilov and Hutter, arXiv 1711.05101; torch.optim.AdamW(foreach=True)"
+    elsewhere: ClassVar = ("adamw_torch", "adamw_hf", "adam", "adamw_foreach")
+
+    def install(self, setup: Setup) -> Setup:
+        """torch's AdamW."""
+        factory = Call(path="torch.optim:AdamW", arguments={"foreach": True})
+        return replace(setup, optimizer=OptimizerWish(factory=factory, trainer_name="adamw_torch"))

@@ -1,0 +1,98 @@
+"""AdamW of bitsandbytes: both moments in 8 bits, in blocks of 256 that share one scale.
+
+State of a parameter of 4,096 elements or more: 2 bytes an element and 8 bytes a block, 2.03 in all against
+AdamW's 8; smaller ones (biases, norms) keep two 32-bit moments. Two code books of 1 KiB are shared by all.
+`embeddings=32` keeps the moments of embedding tables at 32 bits, because their gradients are sparse and
+uneven and 8 bits make them unstable (Dettmers et al., section 2.3, who change the layer itself); the HF
+Trainer does it for every `nn.Embedding`, and so does this technique unless told otherwise.
+
+bitsandbytes holds such overrides in one global manager by the *position* of a parameter in its optimizer, and
+never forgets them: an earlier model's would change a later one's states in the same process. So `prepare`
+gives each run a manager of its own, and leaves the earlier one to the optimizers that hold it.
+
+On shapes: bitsandbytes registers shape functions for both of its update kernels, and the rest of its step is
+ordinary torch, so it runs on meta tensors as it is and gives birth to the same tensors in the same order
+(`tests/test_techniques.py` compares it with a real step). All that `shapes` does is to leave the manager of
+the user's process as it was. Not foreseen: the wait for the device after each parameter, which costs time
+and no byte.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+from snugfit.techniques.hub_kernels import no_hub_kernels
+from snugfit.techniques.setup import Call, OptimizerWish, Setup
+from snugfit.techniques.technique import Fidelity, Technique
+
+if TYPE_CHECKING:
+    import torch
+
+    from snugfit.job.job import Job
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW8bit(Technique):
+    """AdamW with both moments in 8 bits, block by block: a quarter of the state."""
+
+    fidelity: ClassVar = Fidelity.ROUNDS
+    needs: ClassVar = ("bitsandbytes>=0.50",)
+    extra: ClassVar = "bnb"
+    source: ClassVar = "Dettmers et al., arXiv 2110.02861; bitsandbytes.optim.AdamW8bit"
+    elsewhere: ClassVar = ("adamw_bnb_8bit", "adamw_bnb", "adam8bit", "adamw8bit", "adam_8bit")
+
+    embeddings: Literal[32, 8] = 32
+    """Bits of the moments of embedding tables."""
+
+    def install(self, setup: Setup) -> Setup:
+        """bitsandbytes' AdamW, and its overrides before it is made."""
+        wish = OptimizerWish(
+            factory=Call(path="bitsandbytes.optim:AdamW8bit"),
+            prepare=Call(path=f"{__name__}:prepare", arguments={"embeddings": self.embeddings}),
+            trainer_name="adamw_bnb_8bit" if self.embeddings == 32 else None,
+            shapes=Call(path=f"{__name__}:shapes"),
+        )
+        return replace(setup, optimizer=wish)
+
+    @classmethod
+    def settings(cls, job: Job) -> Iterator[Self]:
+        """As the HF Trainer, and everything in 8 bits."""
+        yield from (cls(), cls(embeddings=8))
+
+
+def prepare(model: torch.nn.Module, *, embeddings: int) -> None:
+    """Sets the width of the embedding tables' moments, for the optimizer that is made next."""
+    import torch
+
+    managers = _managers()
+    managers._instance = None
+    if embeddings == 8:
+        return
+    manager = managers.get_instance()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding):
+            manager.register_module_override(module, "weight", {"optim_bits": embeddings})
+
+
+@contextlib.contextmanager
+def shapes() -> Iterator[None]:
+    """For the time of a rehearsal: overrides of its own, the process's manager back afterwards."""
+    managers = _managers()
+    before = managers._instance
+    managers._instance = None
+    try:
+        yield
+    finally:
+        managers._instance = before
+
+
+def _managers() -> Any:
+    """bitsandbytes' class of the one manager, which it keeps in `_instance`."""
+    with no_hub_kernels():
+        from bitsandbytes.optim import GlobalOptimManager
+
+    assert hasattr(GlobalOptimManager, "_instance"), "bitsandbytes keeps its manager elsewhere now"
+    return GlobalOptimManager

@@ -1,0 +1,23 @@
+"""AdamW in one kernel per list of parameters: the same state, and no temporaries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from snugfit.techniques.setup import Call, OptimizerWish, Setup
+from snugfit.techniques.technique import Fidelity, Technique
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWFused(Technique):
+    """AdamW in fused kernels, without temporaries."""
+
+    fidelity: ClassVar = Fidelity.SAME
+    source: ClassVar = "Loshchilov and Hutter, arXiv 1711.05101; torch.optim.AdamW(fused=True)"
+    elsewhere: ClassVar = ("adamw_torch_fused", "fused_adam", "fused_adamw")
+
+    def install(self, setup: Setup) -> Setup:
+        """torch's AdamW, fused."""
+        factory = Call(path="torch.optim:AdamW", arguments={"fused": True})
+        return replace(setup, optimizer=OptimizerWish(factory=factory, trainer_name="adamw_torch_fused"))

@@ -1,0 +1,25 @@
+"""AdamW one parameter at a time: the same state, temporaries of one parameter, and many small kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from snugfit.techniques.setup import Call, OptimizerWish, Setup
+from snugfit.techniques.technique import Fidelity, Technique
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWLoop(Technique):
+    """AdamW one parameter after the other."""
+
+    fidelity: ClassVar = Fidelity.SAME
+    source: ClassVar = (
+        "Loshchilov and Hutter, arXiv 1711.05101; torch.optim.AdamW(foreach=False, fused=False)"
+    )
+    elsewhere: ClassVar = ("adamw_for_loop", "adamw_single_tensor")
+
+    def install(self, setup: Setup) -> Setup:
+        """torch's AdamW, neither fused nor in lists."""
+        factory = Call(path="torch.optim:AdamW", arguments={"foreach": False, "fused": False})
+        return replace(setup, optimizer=OptimizerWish(factory=factory))

@@ -1,0 +1,27 @@
+"""Stochastic gradient descent with momentum: 4 bytes of state an element, none without momentum."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from snugfit.techniques.setting import between
+from snugfit.techniques.setup import Call, OptimizerWish, Setup
+from snugfit.techniques.technique import Fidelity, Technique
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sgd(Technique):
+    """Stochastic gradient descent, with one momentum buffer."""
+
+    fidelity: ClassVar = Fidelity.LEARNS
+    source: ClassVar = "Sutskever et al., ICML 2013; torch.optim.SGD(foreach=True)"
+
+    momentum: float = between(0.0, 1.0, default=0.9)
+    """Share of the last update in the next one; 0 keeps no state at all."""
+
+    def install(self, setup: Setup) -> Setup:
+        """torch's SGD; the HF Trainer's own has no momentum."""
+        factory = Call(path="torch.optim:SGD", arguments={"momentum": self.momentum, "foreach": True})
+        name = None if self.momentum else "sgd"
+        return replace(setup, optimizer=OptimizerWish(factory=factory, trainer_name=name))

@@ -1,0 +1,1 @@
+"""In which number formats weights live and products are computed."""

@@ -1,0 +1,32 @@
+"""Mixed precision with bfloat16: weights, gradients and states in 32 bits, products in 16.
+
+bfloat16 has the exponent of fp32, so nothing underflows and no gradient is scaled. Autocast keeps a 16-bit
+copy of each weight through the forward pass, so weights cost 6 bytes an element there instead of 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from snugfit.techniques.setup import Setup
+from snugfit.techniques.technique import Fidelity, Technique
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bf16(Technique):
+    """Computes products in bfloat16 under autocast; weights and updates stay in 32 bits."""
+
+    fidelity: ClassVar = Fidelity.ROUNDS
+    source: ClassVar = "Kalamkar et al., arXiv 1905.12322; torch.autocast"
+    elsewhere: ClassVar = ("bfloat16", "bf16_mixed", "bf16-mixed", "amp_bf16")
+
+    def install(self, setup: Setup) -> Setup:
+        """Autocast around forward and loss."""
+        return replace(setup, weights_dtype="float32", autocast="bfloat16", scale_gradients=False)
+
+    def warnings(self, compute_capability: tuple[int, int] | None) -> Iterator[str]:
+        """Before Ampere bfloat16 is emulated."""
+        if compute_capability and compute_capability < (8, 0):
+            yield "this GPU has no bfloat16 of its own and emulates it slowly; 'fp16' is native there."

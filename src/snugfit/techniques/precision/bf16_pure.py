@@ -1,0 +1,32 @@
+"""Everything in bfloat16: weights, activations, gradients and optimizer states, half of fp32 throughout.
+
+bfloat16 has 8 significant bits, so an update smaller than about 1/256 of a weight is lost in the addition:
+small learning rates stall where fp32 weights would move. It learns, but it is another algorithm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from snugfit.techniques.setup import Setup
+from snugfit.techniques.technique import Fidelity, Technique
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bf16Pure(Technique):
+    """Keeps weights, activations, gradients and states in bfloat16."""
+
+    fidelity: ClassVar = Fidelity.LEARNS
+    source: ClassVar = "torch.nn.Module.to(torch.bfloat16); Zamirai et al., arXiv 2010.06192, on its limits"
+    elsewhere: ClassVar = ("bf16_true", "bf16-true", "pure_bf16", "bf16_full")
+
+    def install(self, setup: Setup) -> Setup:
+        """Weights born in bfloat16, and no autocast."""
+        return replace(setup, weights_dtype="bfloat16", autocast=None, scale_gradients=False)
+
+    def warnings(self, compute_capability: tuple[int, int] | None) -> Iterator[str]:
+        """Before Ampere bfloat16 is emulated."""
+        if compute_capability and compute_capability < (8, 0):
+            yield "this GPU has no bfloat16 of its own and emulates it slowly."

@@ -1,0 +1,127 @@
+"""The recipe: one technique per slot, written as text.
+
+    bf16 + tf32 + every_layer + micro_batches(4) + adamw_8bit(embeddings=8)
+
+What is not named is plain, and the recipe in which nothing is named is written `plain`. Techniques are joined
+by `+` in any order and printed in the order of the slots; settings stand in parentheses, by name or by
+position. The text is parsed once into this immutable value, and `Recipe.parse(str(r)) == r` always (law 4).
+An error shows the whole text, marks the word that failed, and names the nearest legal ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+from snugfit.errors import RecipeError
+from snugfit.techniques import roster
+from snugfit.techniques.notation import parse
+from snugfit.techniques.setup import Setup
+from snugfit.techniques.technique import Slot, Technique
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+
+PLAIN = "plain"
+"""The word for the recipe in which every slot is plain."""
+
+_ONLY_TRAINING = (Slot.CHECKPOINTING, Slot.OPTIMIZER)
+"""Slots that an evaluation leaves unused: it keeps nothing for a backward pass and updates nothing."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One technique per slot. `Recipe()` is the plain one; the techniques given replace the plain ones."""
+
+    techniques: tuple[Technique, ...] = ()
+    """One per slot, in the slots' order; what was not given is filled in."""
+
+    def __post_init__(self) -> None:
+        chosen: dict[Slot, Technique] = {}
+        for technique in self.techniques:
+            if other := chosen.get(technique.slot):
+                raise RecipeError(_clash(other, technique))
+            chosen[technique.slot] = technique
+        filled = tuple(chosen.get(slot) or roster.plain(slot) for slot in Slot)
+        object.__setattr__(self, "techniques", filled)
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The recipe that `text` writes. Raises `RecipeError` with the text and the word that failed."""
+        if text.strip() in ("", PLAIN):
+            return cls()
+        chosen: dict[Slot, Technique] = {}
+        for word in parse(text):
+            if word.name == PLAIN:
+                word.refuse(f"{PLAIN!r} is the recipe in which nothing is named, and stands alone.")
+            technique = word.technique()
+            if other := chosen.get(technique.slot):
+                word.refuse(_clash(other, technique))
+            chosen[technique.slot] = technique
+        return cls(tuple(chosen.values()))
+
+    def __str__(self) -> str:
+        named = [str(technique) for technique in self if technique != roster.plain(technique.slot)]
+        return " + ".join(named) or PLAIN
+
+    def __iter__(self) -> Iterator[Technique]:
+        """The techniques in the slots' order, plain ones too."""
+        return iter(self.techniques)
+
+    def __getitem__(self, slot: Slot | str) -> Technique:
+        """The technique in this slot."""
+        return self.techniques[list(Slot).index(Slot(slot))]
+
+    def with_(self, technique: Technique) -> Recipe:
+        """This recipe with `technique` in its slot."""
+        return Recipe(tuple(technique if old.slot is technique.slot else old for old in self))
+
+    def setup(self) -> Setup:
+        """What the recipe asks of a training loop."""
+        setup = Setup()
+        for technique in self:
+            setup = technique.install(setup)
+        return setup
+
+    def check(
+        self, job: Job, compute_capability: tuple[int, int] | None = None, *, installed: bool = True
+    ) -> tuple[str, ...]:
+        """What the user should know before running `job` this way on such a GPU, though it runs.
+
+        Raises `RecipeError` with all objections together; with `installed`, packages that a technique needs
+        and that are missing are among them. No package is imported for that.
+        """
+        from snugfit.techniques.packages import missing
+
+        objections: list[str] = []
+        for technique in self:
+            objections += [f"{technique}: {text}" for text in technique.objections(job, self)]
+            objections += _too_old(technique, compute_capability)
+            if installed and (text := missing(technique)):
+                objections.append(text)
+        if objections:
+            raise RecipeError("\n".join([f"{self} cannot run this job:", *objections]))
+        return tuple(self._warnings(job, compute_capability))
+
+    def _warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
+        for technique in self:
+            yield from (f"{technique}: {text}" for text in technique.warnings(compute_capability))
+            if not job.trains and technique.slot in _ONLY_TRAINING and not technique.plain:
+                yield f"{technique}: an evaluation takes no optimizer step, so this changes nothing."
+
+
+def _clash(first: Technique, second: Technique) -> str:
+    if first.name == second.name:
+        return f"{first.name!r} is named twice, and a recipe has one {first.slot} technique."
+    both = f"{first.name!r} and {second.name!r} are both {first.slot} techniques"
+    return f"{both}, and a recipe has one of each slot. Keep one of them."
+
+
+def _too_old(technique: Technique, compute_capability: tuple[int, int] | None) -> Iterator[str]:
+    least = technique.least_capability
+    if least and compute_capability and compute_capability < least:
+        yield (
+            f"{technique}: it needs compute capability {least[0]}.{least[1]} or newer, and this GPU has "
+            f"{compute_capability[0]}.{compute_capability[1]}. Try {roster.plain(technique.slot).name!r}."
+        )

@@ -1,0 +1,205 @@
+"""The roster: which techniques there are, found by walking the slots' folders. Everyone asks here.
+
+A folder is a slot, a file in it is a technique, and the file's name is the word in a recipe. So a new
+technique is one new file, and no list anywhere grows with it. The roster holds each file to the few rules
+that the rest of the house relies on, and speaks to the file's author when one is broken (`RosterError`, a
+programming error and no user's). Listing names imports no torch: a technique file imports it, if at all,
+inside functions.
+
+Techniques from elsewhere come through the entry point group `snugfit.techniques` (the entry point's name is
+the word, its value the class, which says its slot itself) and only when `load_plugins` is called: predicting
+runs no foreign code unasked.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import inspect
+import pkgutil
+import textwrap
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from types import ModuleType
+
+from snugfit.errors import RecipeError, did_you_mean
+from snugfit.techniques.foreign import advice
+from snugfit.techniques.setting import describe, setting_types, show_setting
+from snugfit.techniques.technique import Fidelity, Slot, Technique, first_sentence
+
+GROUP = "snugfit.techniques"
+
+_plugins: dict[str, type[Technique]] = {}
+"""Techniques from elsewhere that were asked for; the one thing here that changes while a process lives."""
+
+
+class RosterError(Exception):
+    """A technique's file breaks a rule of the roster; the message is for its author."""
+
+
+def techniques() -> tuple[type[Technique], ...]:
+    """All techniques, by slot in the order of a recipe; in a slot the plain one first, then by name."""
+    order = list(Slot)
+    known = [*_own(), *_plugins.values()]
+    return tuple(sorted(known, key=lambda found: (order.index(found.slot), not found.plain, found.name)))
+
+
+def find(word: str) -> type[Technique]:
+    """The technique called `word`; raises `RecipeError` with the nearest legal names."""
+    named = {technique.name: technique for technique in techniques()}
+    if word in named:
+        return named[word]
+    for technique in named.values():
+        if word.lower() in technique.elsewhere:
+            raise RecipeError(f"{word!r} is called {technique.name!r} here.")
+    if hint := advice(word):
+        raise RecipeError(f"{word!r}: {hint}")
+    guess = did_you_mean(word, named) or f" Techniques: {', '.join(named)}."
+    raise RecipeError(f"Unknown technique {word!r}.{guess}")
+
+
+@functools.cache
+def plain(slot: Slot) -> Technique:
+    """The slot's default: what a plain PyTorch user gets."""
+    return next(technique for technique in _own() if technique.plain and technique.slot is slot)()
+
+
+def load_plugins() -> tuple[str, ...]:
+    """Imports the techniques that installed packages offer, and gives their names.
+
+    Raises `RosterError` for one that breaks the rules or takes a name that is taken.
+    """
+    from importlib.metadata import entry_points
+
+    for entry in entry_points(group=GROUP):
+        technique = entry.load()
+        taken = {own.name for own in _own()}
+        if entry.name in taken:
+            raise RosterError(f"{entry.value}: the name {entry.name!r} is taken by snugfit's own technique.")
+        if not (inspect.isclass(technique) and issubclass(technique, Technique)):
+            raise RosterError(f"{entry.value}: not a subclass of snugfit.techniques.technique.Technique.")
+        technique.name = entry.name
+        check(technique, slot=getattr(technique, "slot", None))
+        if technique.plain:
+            raise RosterError(f"{entry.value}: a technique from elsewhere cannot be a slot's plain one.")
+        _plugins[entry.name] = technique
+    return tuple(_plugins)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SettingLine:
+    """One setting of a technique, as help and documentation print it."""
+
+    name: str
+    """The word before the equals sign."""
+
+    kind: str
+    """Its type in words."""
+
+    default: str | None
+    """As the notation writes it; None when the setting must be given."""
+
+    sentence: str
+    """What it does."""
+
+
+def setting_lines(technique: type[Technique]) -> tuple[SettingLine, ...]:
+    """A technique's settings in the order in which they are written by position."""
+    kinds, sentences = setting_types(technique), _field_docs(technique)
+    return tuple(
+        SettingLine(
+            name=declared.name,
+            kind=describe(kinds[declared.name]),
+            default=None if declared.default is MISSING else show_setting(declared.default),
+            sentence=sentences[declared.name],
+        )
+        for declared in fields(technique)
+    )
+
+
+@functools.cache
+def _own() -> tuple[type[Technique], ...]:
+    """snugfit's own techniques; walked and checked once a process."""
+    root = Path(__file__).parent
+    found = [
+        _read(importlib.import_module(f"{__package__}.{slot}.{entry.name}"), Slot(slot), entry.name)
+        for slot in _slots(root)
+        for entry in pkgutil.iter_modules([str(root / slot)])
+    ]
+    for slot in Slot:
+        defaults = [technique.name for technique in found if technique.slot is slot and technique.plain]
+        if len(defaults) != 1:
+            raise RosterError(f"Slot {slot}: exactly one technique is plain, found {defaults or 'none'}.")
+    names = [technique.name for technique in found]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise RosterError(f"Names must differ across slots; found twice: {sorted(twice)}.")
+    return tuple(found)
+
+
+def _slots(root: Path) -> list[str]:
+    folders = sorted(entry.name for entry in pkgutil.iter_modules([str(root)]) if entry.ispkg)
+    legal = [slot.value for slot in Slot]
+    if strange := [name for name in folders if name not in legal]:
+        raise RosterError(f"Folders that are no slot: {strange}. Slots: {legal}.")
+    return folders
+
+
+def _read(module: ModuleType, slot: Slot, name: str) -> type[Technique]:
+    """The one technique of a file, named and checked."""
+    classes = [
+        value
+        for value in vars(module).values()
+        if inspect.isclass(value) and issubclass(value, Technique) and value.__module__ == module.__name__
+    ]
+    if len(classes) != 1:
+        raise RosterError(f"{module.__name__}: one technique a file, found {len(classes)}.")
+    technique = classes[0]
+    technique.name, technique.slot = name, slot
+    check(technique, slot=slot)
+    return technique
+
+
+def check(technique: type[Technique], *, slot: Slot | None) -> None:
+    """Raises `RosterError` when a technique breaks a rule that the rest of the house relies on."""
+    where = f"{technique.__module__}.{technique.__qualname__}"
+    if slot not in list(Slot):
+        raise RosterError(f"{where}: its slot is {slot!r}; slots: {[known.value for known in Slot]}.")
+    if not technique.__doc__ or technique.__doc__.startswith(f"{technique.__name__}("):
+        raise RosterError(f"{where}: the class needs a docstring.")
+    if not technique.summary():
+        raise RosterError(f"{where}: the docstring's first sentence must end in a full stop.")
+    if not isinstance(getattr(technique, "fidelity", None), Fidelity):
+        raise RosterError(
+            f"{where}: it must say its fidelity, one of {[degree.name for degree in Fidelity]}."
+        )
+    if not getattr(technique, "source", "").strip():
+        raise RosterError(f"{where}: it must say its source: a paper, or a library's class.")
+    if bool(technique.needs) != bool(technique.extra):
+        raise RosterError(
+            f"{where}: `needs` and `extra` are given together: the extra installs what it needs."
+        )
+    if technique.plain and any(declared.default is MISSING for declared in fields(technique)):
+        raise RosterError(f"{where}: a plain technique has a default for each setting.")
+    docs = _field_docs(technique)
+    if silent := [declared.name for declared in fields(technique) if not docs.get(declared.name)]:
+        raise RosterError(f"{where}: each setting has its sentence directly under it; missing: {silent}.")
+
+
+def _field_docs(technique: type[Technique]) -> dict[str, str]:
+    """The first sentence of the string literal directly under each annotated field."""
+    if not fields(technique):
+        return {}
+    body = ast.parse(textwrap.dedent(inspect.getsource(technique))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    docs = {}
+    for field, below in zip(body.body, body.body[1:], strict=False):
+        if (
+            isinstance(field, ast.AnnAssign)
+            and isinstance(field.target, ast.Name)
+            and isinstance(below, ast.Expr)
+            and isinstance(below.value, ast.Constant)
+            and isinstance(below.value.value, str)
+        ):
+            docs[field.target.id] = first_sentence(inspect.cleandoc(below.value.value))
+    return docs

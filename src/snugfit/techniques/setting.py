@@ -1,0 +1,113 @@
+"""A technique's settings: how they are declared, checked, read from text and written back.
+
+A setting is a field of the technique's dataclass; its annotation is its type and its metadata its range, so
+nothing about it stands twice. Five kinds are enough for a recipe that a person types: whole numbers, numbers,
+words, several words joined by `|`, and a choice of listed values; each may also be `None`, written `none`.
+Every written setting reads back equal (law 4): words are limited to characters the notation does not use.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import types
+import typing
+from dataclasses import MISSING, Field, field, fields
+from typing import Any, Literal
+
+from snugfit.errors import RecipeError, did_you_mean
+
+_WORD = re.compile(r"[A-Za-z_][\w.*-]*", re.ASCII)
+_WHOLE = re.compile(r"[+-]?\d{1,18}", re.ASCII)
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
+
+
+def between(low: float, high: float, default: Any = MISSING) -> Any:
+    """A setting whose value lies from `low` to `high`, both included."""
+    return field(default=default, metadata={"low": low, "high": high})
+
+
+def setting_types(technique: type[Any]) -> dict[str, Any]:
+    """The annotation of each setting, in the order in which they are written by position."""
+    hints = typing.get_type_hints(technique)
+    return {declared.name: hints[declared.name] for declared in fields(technique)}
+
+
+def show_setting(value: Any) -> str:
+    """A setting as the notation writes it: a word, a number, a|b for several, `none`."""
+    if value is None:
+        return "none"
+    return "|".join(value) if isinstance(value, tuple) else str(value)
+
+
+def read_setting(annotation: Any, text: str) -> Any:
+    """The value that `text` writes for a setting of this type; raises `RecipeError` for what it cannot be."""
+    kinds = _alternatives(annotation)
+    if text.lower() == "none" and type(None) in kinds:
+        return None
+    kind = kinds[0]
+    if typing.get_origin(kind) is Literal:
+        return _read_choice(typing.get_args(kind), text)
+    if kind is int and _WHOLE.fullmatch(text):
+        return int(text)
+    if kind is float and _NUMBER.fullmatch(text):
+        return float(text)
+    if kind is str and _WORD.fullmatch(text):
+        return text
+    if typing.get_origin(kind) is tuple:
+        words = tuple(text.split("|"))
+        if all(_WORD.fullmatch(word) for word in words):
+            return words
+    raise RecipeError(f"{text!r} is not {describe(annotation)}.")
+
+
+def check_setting(declared: Field[Any], annotation: Any, value: Any) -> str | None:
+    """What is wrong with a setting's value, as the end of a sentence; None when nothing is."""
+    if value is None and type(None) in _alternatives(annotation):
+        return None
+    if not _fits(_alternatives(annotation)[0], value):
+        return f"it is {describe(annotation)}"
+    low, high = declared.metadata.get("low", -math.inf), declared.metadata.get("high", math.inf)
+    if isinstance(value, int | float) and not low <= value <= high:
+        return f"allowed is {describe(annotation)} from {low:,} to {high:,}"
+    return None
+
+
+def describe(annotation: Any) -> str:
+    """A setting's type in words: `a whole number`, `8 or 32`."""
+    kind = _alternatives(annotation)[0]
+    if typing.get_origin(kind) is Literal:
+        return " or ".join(show_setting(choice) for choice in typing.get_args(kind))
+    if typing.get_origin(kind) is tuple:
+        return "one name, or several joined by |"
+    return {int: "a whole number", float: "a number", str: "a name"}[kind]
+
+
+def _alternatives(annotation: Any) -> tuple[Any, ...]:
+    """`int | None` as (int, NoneType); anything else alone."""
+    if typing.get_origin(annotation) in (types.UnionType, typing.Union):
+        return typing.get_args(annotation)
+    return (annotation,)
+
+
+def _read_choice(choices: tuple[Any, ...], text: str) -> Any:
+    written = {show_setting(choice): choice for choice in choices}
+    if text not in written:
+        raise RecipeError(f"{text!r} is not {' or '.join(written)}.{did_you_mean(text, written)}")
+    return written[text]
+
+
+def _fits(kind: Any, value: Any) -> bool:
+    if typing.get_origin(kind) is Literal:
+        return any(value == choice and type(value) is type(choice) for choice in typing.get_args(kind))
+    if typing.get_origin(kind) is tuple:
+        return (
+            isinstance(value, tuple)
+            and value != ()
+            and all(isinstance(word, str) and _WORD.fullmatch(word) for word in value)
+        )
+    if kind is str:
+        return isinstance(value, str) and bool(_WORD.fullmatch(value))
+    if isinstance(value, bool):
+        return False
+    return isinstance(value, int) if kind is int else isinstance(value, int | float) and math.isfinite(value)
