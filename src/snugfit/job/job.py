@@ -7,7 +7,7 @@ cut the global batch into micro-batches, but their sum is the job's batch, alway
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any, Self
 
@@ -97,7 +97,9 @@ class Job:
         if self.clip is not None and not self.clip > 0:
             raise JobError(f"clip is {self.clip!r}; it is a gradient norm above 0, or nothing.")
         if self.build_on not in ("device", "host"):
-            raise JobError(f"build_on is {self.build_on!r}; a model is built on the 'device' or on the 'host'.")
+            raise JobError(
+                f"build_on is {self.build_on!r}; a model is built on the 'device' or on the 'host'."
+            )
         self.model.refuse(self)
 
     @property
@@ -107,15 +109,14 @@ class Job:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object; `Job.from_json` reads it back."""
-        document = {name: value for name, value in asdict(self).items() if name != "model"}
-        return {"model": self.model.to_json(), **document}
+        document = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {**document, "model": self.model.to_json()}
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Self:
         """The job that `to_json` wrote. Raises `JobError` when the model lived only in Python."""
-        fields = dict(document)
-        fields["model"] = Model.from_json(fields["model"])
-        return cls(**fields | {"task": Task(fields["task"]), "phase": Phase(fields["phase"])})
+        values = {**document, "task": Task(document["task"]), "phase": Phase(document["phase"])}
+        return cls(**values | {"model": Model.from_json(document["model"])})
 
 
 def _in_range(what: str, value: object, low: int, high: int) -> None:

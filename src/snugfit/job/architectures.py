@@ -1,0 +1,94 @@
+"""Which architectures the installed transformers knows, and with which heads, without importing it.
+
+A job is refused early, before anything heavy is imported, when its architecture has no such head. The truth
+is transformers' own tables of names, but importing them imports torch, which takes two seconds. They are
+literals, so they are read as such: the source files are parsed, nothing in them runs. `tests/test_model.py`
+holds the tables read here against the imported ones.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+from snugfit.errors import ModelError
+
+HEADS: Mapping[str, tuple[str, str]] = {
+    "sequence-classification": (
+        "AutoModelForSequenceClassification",
+        "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+    ),
+    "token-classification": (
+        "AutoModelForTokenClassification",
+        "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
+    ),
+    "causal-lm": ("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),
+    "masked-lm": ("AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING_NAMES"),
+    "seq2seq-lm": ("AutoModelForSeq2SeqLM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"),
+    "image-classification": (
+        "AutoModelForImageClassification",
+        "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+    ),
+    "speech-to-text": ("AutoModelForSpeechSeq2Seq", "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES"),
+}
+"""For each task: transformers' auto class, and its table of model types."""
+
+
+@cache
+def model_types() -> frozenset[str]:
+    """Every `model_type` that the installed transformers can configure."""
+    written = ("auto_mappings.py", "configuration_auto.py")
+    return frozenset().union(*(_table(file, "CONFIG_MAPPING_NAMES") for file in written))
+
+
+def tasks_of(model_type: str) -> tuple[str, ...]:
+    """The tasks for which transformers has a head on this architecture."""
+    return tuple(
+        task for task, (_, table) in HEADS.items() if model_type in _table("modeling_auto.py", table)
+    )
+
+
+def transformers_version() -> str:
+    """The installed version, for messages."""
+    return version("transformers")
+
+
+@cache
+def _table(file: str, name: str) -> frozenset[str]:
+    """The model types in the table `name`: keys of its literal pairs and dicts, updates included."""
+    keys: list[ast.expr | None] = []
+    for statement in _source(file).body:
+        if name not in _written(statement):
+            continue
+        for node in ast.walk(statement):
+            if isinstance(node, ast.List):
+                keys += [pair.elts[0] for pair in node.elts if isinstance(pair, ast.Tuple)]
+            elif isinstance(node, ast.Dict):
+                keys += node.keys
+    return frozenset(
+        key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)
+    )
+
+
+def _written(statement: ast.stmt) -> set[str]:
+    """Names that a top-level statement assigns, or calls a method of."""
+    if isinstance(statement, ast.Assign):
+        return {target.id for target in statement.targets if isinstance(target, ast.Name)}
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+        function = statement.value.func
+        if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name):
+            return {function.value.id}
+    return set()
+
+
+@cache
+def _source(file: str) -> ast.Module:
+    spec = find_spec("transformers")
+    if spec is None or spec.origin is None:
+        raise ModelError("transformers is not installed. Try: pip install snugfit")
+    path = Path(spec.origin).parent / "models" / "auto" / file
+    return ast.parse(path.read_text(encoding="utf-8"))

@@ -1,0 +1,209 @@
+"""Synthetic batches, as the guide makes them: random token ids in [100, 30000), random labels.
+
+What is in a batch is decided by the task, how large it is by the job and the architecture. Memory and time
+depend on shapes and dtypes only, so random content is as good as text. Everything is made on the CPU, as a
+data loader would.
+
+Shapes: B samples, S sequence length, T target length, C channels, H x W pixels, M mel bins, F frames.
+
+| task                    | inputs                              | labels                         |
+|-------------------------|-------------------------------------|--------------------------------|
+| sequence-classification | input_ids (B, S)                    | (B), class; a number for 1 label |
+| token-classification    | input_ids (B, S)                    | (B, S), class                  |
+| causal-lm               | input_ids (B, S)                    | (B, S), a copy of the input ids |
+| masked-lm               | input_ids (B, S)                    | (B, S), random ids everywhere  |
+| seq2seq-lm              | input_ids (B, S)                    | (B, T), random ids             |
+| image-classification    | pixel_values (B, C, H, W) float32   | (B), class                     |
+| speech-to-text          | input_features (B, M, F) float32    | (B, T), random ids             |
+
+With padding, the last part of every sequence is padding: `attention_mask` is 0 there (it is passed only then),
+ids are the pad token, and labels of tokens are -100, which losses leave out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from snugfit.errors import JobError
+from snugfit.job.job import Job, Task
+
+if TYPE_CHECKING:
+    import torch
+
+Batch = dict[str, "torch.Tensor"]
+
+LOWEST_ID, HIGHEST_ID = 100, 30_000
+"""The guide's range of token ids; special tokens of most vocabularies lie below it."""
+
+IGNORED = -100
+"""The label that torch's cross-entropy leaves out."""
+
+TOKEN_LABELS = (Task.CAUSAL_LM, Task.MASKED_LM, Task.SEQ2SEQ_LM, Task.SPEECH_TO_TEXT)
+
+
+def synthetic(job: Job, samples: int, *, seed: int = 0) -> Batch:
+    """`samples` random samples of the job on the CPU; the same seed gives the same batch."""
+    return _Maker.of(job).make(samples, seed)
+
+
+def label_items(job: Job, batch: Mapping[str, Any]) -> int:
+    """How many items the model's loss is a mean over in this batch (on the CPU).
+
+    Samples for classification of sequences and images; labels that are not -100 for tasks with a label per
+    token, after the shift by one for decoders (the first token is never predicted). A module from Python is
+    taken to average over samples.
+    """
+    if job.task is Task.CUSTOM:
+        return max((len(value) for value in batch.values() if _has_rows(value)), default=1)
+    labels = batch["labels"]
+    if labels.dim() == 1:
+        return int(labels.shape[0])
+    counted = labels[..., 1:] if job.task is Task.CAUSAL_LM else labels
+    return int((counted != IGNORED).sum())
+
+
+class SyntheticDataset:
+    """A map-style dataset of random samples for torch's `DataLoader`, with its default collator.
+
+    Each sample is made when it is asked for, from its own seed, so that pictures and sound of a whole
+    dataset never lie in memory, and so that workers agree on them.
+    """
+
+    def __init__(self, job: Job, samples: int = 512, *, seed: int = 0) -> None:
+        self.job, self.samples, self.seed = job, samples, seed
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> Batch:
+        if not 0 <= index < self.samples:
+            raise IndexError(index)
+        batch = self._maker.make(1, self.seed * self.samples + index)
+        return {name: value[0] if _has_rows(value) else value for name, value in batch.items()}
+
+    @cached_property
+    def _maker(self) -> _Maker:
+        return _Maker.of(self.job)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Maker:
+    """A job's shapes, read once from its complete config."""
+
+    job: Job
+    vocabulary: int = 0
+    pad_token: int = 0
+    pixels: tuple[int, ...] = ()
+    """(C, H, W)."""
+    features: tuple[int, ...] = ()
+    """(M, F)."""
+
+    @classmethod
+    def of(cls, job: Job) -> _Maker:
+        if job.task is Task.CUSTOM:
+            return cls(job=job)
+        config = job.model.settings(job)
+        text = config.get_text_config()
+        return cls(
+            job=job,
+            vocabulary=getattr(text, "vocab_size", 0) or 0,
+            pad_token=getattr(text, "pad_token_id", None) or 0,
+            pixels=_pixels(config) if job.task is Task.IMAGE_CLASSIFICATION else (),
+            features=_features(config, job) if job.task is Task.SPEECH_TO_TEXT else (),
+        )
+
+    def make(self, samples: int, seed: int) -> Batch:
+        if self.job.task is Task.CUSTOM:
+            return _repeated(self.job.model.example or {}, samples)
+        import torch
+
+        generator = torch.Generator(device="cpu").manual_seed(seed)
+        inputs = self._inputs(samples, generator)
+        labels = self._labels(samples, inputs, generator)
+        return {**inputs, "labels": labels}
+
+    def _inputs(self, samples: int, generator: torch.Generator) -> Batch:
+        import torch
+
+        if shape := self.pixels or self.features:
+            name = "pixel_values" if self.pixels else "input_features"
+            return {name: torch.randn(samples, *shape, generator=generator, device="cpu")}
+        ids = self._ids(samples, self.job.sequence_length, generator)
+        if not self.job.padding:
+            return {"input_ids": ids}
+        mask = torch.ones_like(ids)
+        mask[:, self._kept(ids)] = 0
+        ids[:, self._kept(ids)] = self.pad_token
+        return {"input_ids": ids, "attention_mask": mask}
+
+    def _labels(self, samples: int, inputs: Batch, generator: torch.Generator) -> torch.Tensor:
+        import torch
+
+        job = self.job
+        if job.task in (Task.SEQUENCE_CLASSIFICATION, Task.IMAGE_CLASSIFICATION):
+            if job.labels == 1:  # transformers takes one label for a regression
+                return torch.rand(samples, generator=generator, device="cpu")
+            return torch.randint(job.labels, (samples,), generator=generator, device="cpu")
+        if job.task is Task.CAUSAL_LM:
+            labels = inputs["input_ids"].clone()
+        elif job.task is Task.TOKEN_CLASSIFICATION:
+            shape = (samples, job.sequence_length)
+            labels = torch.randint(job.labels, shape, generator=generator, device="cpu")
+        elif job.task is Task.MASKED_LM:
+            labels = self._ids(samples, job.sequence_length, generator)
+        else:
+            labels = self._ids(samples, job.target_length, generator)
+        if job.padding:
+            labels[:, self._kept(labels)] = IGNORED
+        return labels
+
+    def _ids(self, samples: int, length: int, generator: torch.Generator) -> torch.Tensor:
+        import torch
+
+        high = min(HIGHEST_ID, self.vocabulary)
+        low = LOWEST_ID if high > LOWEST_ID else high // 2
+        return torch.randint(low, high, (samples, length), generator=generator, device="cpu")
+
+    def _kept(self, ids: torch.Tensor) -> slice:
+        """Columns that are padding: the job's fraction of them, at the end, but never all."""
+        length = ids.shape[1]
+        padded = min(round(self.job.padding * length), length - 1)
+        return slice(length - padded, length)
+
+
+def _pixels(config: Any) -> tuple[int, int, int]:
+    size = config.image_size
+    height, width = size if isinstance(size, list | tuple) else (size, size)
+    return config.num_channels, height, width
+
+
+def _features(config: Any, job: Job) -> tuple[int, int]:
+    """Whisper's input: two frames a position, for its first convolutions halve them."""
+    bins, positions = getattr(config, "num_mel_bins", None), getattr(config, "max_source_positions", None)
+    if not bins or not positions:
+        raise JobError(
+            f"{job.model.name}: synthetic sound is known for models with num_mel_bins and"
+            " max_source_positions (Whisper) only."
+        )
+    return bins, 2 * positions
+
+
+def _repeated(example: Mapping[str, Any], samples: int) -> Batch:
+    """The example's rows over and over until there are `samples`; what has no rows is passed on."""
+    import torch
+
+    batch: Batch = {}
+    for name, value in example.items():
+        if _has_rows(value):
+            rows = torch.arange(samples, device="cpu") % value.shape[0]
+            batch[name] = value.detach().to("cpu")[rows]
+        else:
+            batch[name] = value
+    return batch
+
+
+def _has_rows(value: Any) -> bool:
+    return bool(getattr(value, "ndim", 0))

@@ -1,0 +1,238 @@
+"""A config.json as facts: read within limits, checked before any library sees it.
+
+A config.json comes from anywhere. transformers trusts it: a key may name code on the hub, a size may be
+10**12, a file may be a pipe that never ends. So it is read here first, with one error type, in three steps:
+
+1. the file: a regular file of at most 4 MiB, opened without blocking, UTF-8;
+2. the text: one JSON object, no key twice, no NaN or infinity, nested at most 32 deep;
+3. the facts: every size is a whole number in its range, the architecture is known, and nothing in it chooses
+   code, weights or kernels. What a recipe decides (dtype, attention and expert kernels) and what names things
+   without changing a byte (labels, versions, paths) is left out of the facts.
+
+Anchors: CVE-2026-4372 (`_attn_implementation_internal` led to code from the hub), CVE-2026-5241 (a nested
+config switched remote code on).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from snugfit.errors import ModelError, did_you_mean
+from snugfit.job.architectures import model_types, transformers_version
+
+LARGEST_FILE = 4 << 20
+DEEPEST = 32
+MOST_LAYERS = 10_000
+LARGEST_SIZE = 1 << 24
+
+LAYERS = frozenset(
+    "num_hidden_layers n_layer n_layers num_layers num_decoder_layers encoder_layers decoder_layers"
+    " num_encoder_layers".split()
+)
+"""Keys that count layers, over all architectures."""
+
+SIZES = frozenset(
+    "hidden_size d_model n_embd embedding_size intermediate_size d_ff n_inner encoder_ffn_dim decoder_ffn_dim"
+    " ffn_dim head_dim d_kv vocab_size type_vocab_size max_position_embeddings n_positions n_ctx"
+    " max_source_positions max_target_positions num_mel_bins image_size patch_size num_channels"
+    " num_attention_heads num_key_value_heads n_head num_heads encoder_attention_heads decoder_attention_heads"
+    " num_local_experts num_experts num_experts_per_tok moe_intermediate_size hidden_dim dim".split()
+)
+"""Keys that are sizes or counts of at least 1."""
+
+HEADS_OF = (
+    ("num_attention_heads", "hidden_size"),
+    ("n_head", "n_embd"),
+    ("encoder_attention_heads", "d_model"),
+    ("decoder_attention_heads", "d_model"),
+    ("n_heads", "dim"),
+)
+"""Heads, and the width they divide when the architecture has no key for the width of one head."""
+
+HEAD_WIDTHS = ("head_dim", "d_kv", "kv_channels", "qk_nope_head_dim", "attention_head_size", "embedding_size")
+
+DTYPES = frozenset(
+    "float16 bfloat16 float32 float64 half float double float8_e4m3fn float8_e4m3fnuz float8_e5m2"
+    " float8_e5m2fnuz float8_e8m0fnu".split()
+)
+"""Names of torch's floating-point dtypes."""
+
+RECIPE_DECIDES = ("dtype", "torch_dtype", "attn_implementation", "experts_implementation")
+NAMES_ONLY = frozenset(
+    "_name_or_path _commit_hash transformers_version architectures id2label label2id num_labels problem_type"
+    " finetuning_task task_specific_params tokenizer_class pipeline_tag".split()
+)
+
+Facts = dict[str, Any]
+
+
+def read_config(path: Path) -> Facts:
+    """The facts of the config.json at `path`. Raises `ModelError`, whatever the file is."""
+    return parse_config(read_limited(path), where=str(path))
+
+
+def read_limited(path: Path) -> bytes:
+    """The bytes of a regular file of at most 4 MiB; never waits on a pipe or a device."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read ({_cause(path, error)}).") from None
+    with os.fdopen(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ModelError(
+                f"{path}: not a regular file. A model is a config.json or a folder that holds one."
+            )
+        content = file.read(LARGEST_FILE + 1)
+    if len(content) > LARGEST_FILE:
+        raise ModelError(f"{path}: larger than 4 MiB, so not a config.json.")
+    return content
+
+
+def parse_config(content: bytes, *, where: str) -> Facts:
+    """The facts in `content`; `where` begins every error message."""
+    try:
+        document = json.loads(
+            content.decode("utf-8"),
+            object_pairs_hook=_object_without_repeats,
+            parse_constant=_refuse_constant,
+        )
+    except UnicodeDecodeError:
+        raise ModelError(f"{where}: not UTF-8 text. A config.json is JSON in UTF-8.") from None
+    except RecursionError:
+        raise ModelError(f"{where}: nested more than {DEEPEST} deep.") from None
+    except ValueError as error:
+        raise ModelError(f"{where}: not a config.json: {error}.") from None
+    if not isinstance(document, dict):
+        raise ModelError(f"{where}: holds {_kind(document)}; a config.json is one JSON object.")
+    return check_facts(document, where=where)
+
+
+def check_facts(document: Mapping[str, Any], *, where: str) -> Facts:
+    """The facts that decide a model's sizes, everything in them checked, the rest left out."""
+    model_type = document.get("model_type")
+    if not isinstance(model_type, str):
+        raise ModelError(f'{where}: has no "model_type", the name of an architecture such as "bert".')
+    if _depth(document) > DEEPEST:
+        raise ModelError(f"{where}: nested more than {DEEPEST} deep.")
+    for config in _configs(document):
+        for complaint in _complaints(config):
+            raise ModelError(f"{where}: {complaint}")
+    if model_type not in model_types():
+        raise ModelError(
+            f"{where}: the installed transformers {transformers_version()} knows no architecture"
+            f" {model_type!r}.{did_you_mean(model_type, model_types())}"
+        )
+    return _kept(document)
+
+
+def _complaints(config: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with one config or nested config, most dangerous first."""
+    yield from _foreign(config)
+    for key in sorted(LAYERS & config.keys()):
+        yield from _outside(key, config[key], MOST_LAYERS)
+    for key in sorted(SIZES & config.keys()):
+        yield from _outside(key, config[key], LARGEST_SIZE)
+    yield from _uneven_heads(config)
+    for key in ("dtype", "torch_dtype"):
+        dtype = config.get(key)
+        if dtype is not None and str(dtype).removeprefix("torch.") not in DTYPES:
+            yield f'"{key}" is {_show(dtype)}, which is no floating-point dtype of torch, such as "bfloat16".'
+
+
+def _foreign(config: Mapping[str, Any]) -> Iterator[str]:
+    """Wishes for code, weights or kernels that are not in the installed transformers."""
+    if config.get("auto_map") or config.get("trust_remote_code"):
+        yield '"auto_map": this model is code of its own from the hub, and snugfit runs no code from a config.'
+    if config.get("quantization_config"):
+        yield '"quantization_config": quantized weights cannot be built yet; give the unquantized model\'s config.'
+    if config.get("use_pretrained_backbone"):
+        yield '"use_pretrained_backbone" would download weights; set it to false.'
+    for key, value in config.items():
+        if _chooses_kernels(key) and "/" in json.dumps(value):
+            yield f'"{key}" is {_show(value)}: snugfit runs no kernels from the hub. Remove the key.'
+
+
+def _outside(key: str, value: object, limit: int) -> Iterator[str]:
+    """Complains unless `value` is absent (null), a whole number in [1, limit], or a list of such."""
+    for number in value if isinstance(value, list) else (value,):
+        if number is None:
+            continue
+        if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number <= limit:
+            yield f'"{key}" is {_show(value)}; allowed are whole numbers from 1 to {limit:,}.'
+            return
+
+
+def _uneven_heads(config: Mapping[str, Any]) -> Iterator[str]:
+    if any(config.get(key) for key in HEAD_WIDTHS):
+        return
+    for heads_key, width_key in HEADS_OF:
+        heads, width = config.get(heads_key), config.get(width_key)
+        if isinstance(heads, int) and isinstance(width, int) and width % heads:
+            yield f'"{heads_key}" is {heads}, which does not divide "{width_key}", {width}.'
+
+
+def _configs(document: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The config itself and every object nested in it."""
+    yield document
+    for value in document.values():
+        for item in value if isinstance(value, list) else (value,):
+            if isinstance(item, dict):
+                yield from _configs(item)
+
+
+def _kept(config: Mapping[str, Any]) -> Facts:
+    return {
+        key: _kept(value) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if key not in NAMES_ONLY and key not in RECIPE_DECIDES and not _chooses_kernels(key)
+    }
+
+
+def _chooses_kernels(key: str) -> bool:
+    return key.startswith(("_attn", "_experts")) or key in ("attn_implementation", "experts_implementation")
+
+
+def _object_without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {key!r} stands in it twice")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{key!r} is infinite")
+        found[key] = value
+    return found
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _depth(value: Any) -> int:
+    if isinstance(value, dict):
+        return 1 + max(map(_depth, value.values()), default=0)
+    if isinstance(value, list):
+        return 1 + max(map(_depth, value), default=0)
+    return 0
+
+
+def _kind(value: object) -> str:
+    return {list: "a list", str: "a text", type(None): "null", bool: "true or false"}.get(
+        type(value), "a number"
+    )
+
+
+def _show(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _cause(path: Path, error: OSError) -> str:
+    if isinstance(error, FileNotFoundError) and path.is_symlink():
+        return "a link that leads nowhere"
+    return (error.strerror or type(error).__name__).lower()

@@ -1,0 +1,126 @@
+"""Where a model's facts are found: presets, folders, the hub's local cache, the hub. See `model.py`."""
+
+from __future__ import annotations
+
+import os
+import re
+from functools import cache
+from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any
+
+from snugfit.errors import ModelError, did_you_mean
+from snugfit.job.config import parse_config, read_config
+
+Found = tuple[str, str, dict[str, Any]]
+"""Full name, origin, facts."""
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
+LONGEST_NAME = 4096
+
+
+def find_facts(name: str, *, online: bool) -> Found:
+    """The facts that `name` stands for. Raises `ModelError`."""
+    if not name.strip() or "\0" in name or len(name) > LONGEST_NAME:
+        raise ModelError(f"{name[:80]!r} is no name of a model. {_ALLOWED}")
+    if _written_as_a_path(name):
+        return name, "path", read_config(_config_file(Path(name).expanduser()))
+    full_name = _preset_named(name)
+    if full_name:
+        _refuse_two_meanings(name, full_name)
+        return full_name, "preset", read_preset(full_name)
+    if os.path.lexists(name):
+        return name, "path", read_config(_config_file(Path(name)))
+    return _from_hub(name, online=online)
+
+
+_ALLOWED = (
+    "A model is a preset's name, a folder with a config.json, the path of a config.json,"
+    " or a hub id (with --online, or from the local cache)."
+)
+
+
+@cache
+def preset_names() -> tuple[str, ...]:
+    """Full names of the bundled presets, as the hub writes them."""
+    owners = [owner for owner in _presets().iterdir() if owner.is_dir()]
+    names = [
+        f"{owner.name}/{file.name.removesuffix('.json')}"
+        for owner in owners
+        for file in owner.iterdir()
+        if file.name.endswith(".json")
+    ]
+    return tuple(sorted(names, key=str.lower))
+
+
+def read_preset(full_name: str) -> dict[str, Any]:
+    """The facts of a bundled preset."""
+    owner, bare = full_name.split("/")
+    content = _presets().joinpath(owner, f"{bare}.json").read_bytes()
+    return parse_config(content, where=f"preset {full_name}")
+
+
+def _presets() -> Traversable:
+    return resources.files("snugfit.job").joinpath("presets")
+
+
+def _preset_named(name: str) -> str | None:
+    """The preset of this name, with or without its owner, in any case of letters."""
+    lowered = name.lower()
+    for full_name in preset_names():
+        if lowered in (full_name.lower(), full_name.lower().split("/")[1]):
+            return full_name
+    return None
+
+
+def _written_as_a_path(name: str) -> bool:
+    return name.startswith((".", "/", "~")) or name.endswith(".json")
+
+
+def _refuse_two_meanings(name: str, full_name: str) -> None:
+    if Path(name, "config.json").is_file():
+        raise ModelError(
+            f"{name!r} is a bundled preset and also a folder here. Write ./{name} for the folder, or run"
+            f" somewhere else for the preset {full_name}."
+        )
+
+
+def _config_file(path: Path) -> Path:
+    """The config.json that `path` means: itself, or the one in the folder."""
+    return path / "config.json" if path.is_dir() else path
+
+
+def _from_hub(name: str, *, online: bool) -> Found:
+    if not _HUB_ID.fullmatch(name):
+        raise ModelError(f"No model {name!r}. {_ALLOWED}")
+    cached = _cached(name)
+    if cached:
+        return name, "hub cache", read_config(cached)
+    if online:
+        return name, "hub", read_config(_downloaded(name))
+    bare = [full_name.split("/")[1] for full_name in preset_names()]
+    raise ModelError(
+        f"No preset, folder or cached hub model {name!r}.{did_you_mean(name, [*bare, *preset_names()])}"
+        f" {_ALLOWED} Presets: {', '.join(bare)}."
+    )
+
+
+def _cached(name: str) -> Path | None:
+    """The config.json of a hub model that was downloaded before; opens no socket."""
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(name, "config.json")
+    return Path(found) if isinstance(found, str) else None
+
+
+def _downloaded(name: str) -> Path:
+    """The config.json of a hub model, and nothing else of it."""
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(name, "config.json"))
+    except Exception as error:
+        raise ModelError(
+            f"{name}: the hub gave no config.json: {str(error).strip().splitlines()[0]}"
+        ) from None

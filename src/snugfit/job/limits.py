@@ -1,0 +1,99 @@
+"""How long a sequence an architecture can take, decided from its config.
+
+Learned (or tabulated) positions end: token `max_position_embeddings` has no row. Rotary, relative and ALiBi
+positions go on; for those `max_position_embeddings` only says what the model was trained with. A config tells
+which it is: rotary ones hold `rope_parameters` (older files: `rope_theta`, `rope_scaling`, `rotary_pct`),
+relative ones `relative_attention_num_buckets` without a table of positions (T5) or `position_biased_input:
+false` (DeBERTa-v2 and later), ALiBi ones `alibi`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from snugfit.errors import JobError
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+    from snugfit.job.model import Model
+
+Limit = tuple[str, int]
+"""A config key and the longest sequence it allows."""
+
+NO_SEQUENCE = ("image-classification", "speech-to-text")
+WITH_TARGET = ("seq2seq-lm", "speech-to-text")
+OFFSET_BY_PADDING = frozenset(
+    "roberta xlm-roberta xlm-roberta-xl camembert roberta-prelayernorm xmod data2vec-text longformer mpnet"
+    " ibert luke".split()
+)
+"""Architectures whose positions begin after the padding token's id, so that many rows are never used."""
+
+
+def refuse_lengths(model: Model, job: Job, *, complete: Mapping[str, Any] | None = None) -> None:
+    """Raises `JobError` when a sequence of the job is longer than the positions of the model.
+
+    The facts as given decide; only when they say no, and `complete` was not given, is the architecture's
+    complete config asked (which imports transformers), for old files leave out what their class implies.
+    """
+    config = complete if complete is not None else model.config
+    problem = _too_long(config, job)
+    if problem and complete is None:
+        problem = _too_long(model.settings(job).to_dict(), job)
+    if problem:
+        raise JobError(f"{model.name}: {problem}")
+
+
+def _too_long(config: Mapping[str, Any], job: Job) -> str | None:
+    text = config.get("text_config") or config
+    if job.task not in NO_SEQUENCE:
+        limit = input_limit(text)
+        if limit and job.sequence_length > limit[1]:
+            return _complaint("sequence length", job.sequence_length, limit)
+    if job.task in WITH_TARGET:
+        limit = target_limit(text)
+        if limit and job.target_length > limit[1]:
+            return _complaint("target length", job.target_length, limit)
+    return None
+
+
+def _complaint(what: str, length: int, limit: Limit) -> str:
+    key, longest = limit
+    return f"{what} {length} is more than its {longest} positions (from {key}). Try {longest} or less."
+
+
+def input_limit(config: Mapping[str, Any]) -> Limit | None:
+    """The key that limits an input sequence and the longest it allows; None when nothing does."""
+    if _endless(config):
+        return None
+    for key in ("max_encoder_position_embeddings", "max_position_embeddings", "n_positions"):
+        rows = config.get(key)
+        if isinstance(rows, int) and rows > 0:
+            return key, rows - _unused_rows(config)
+    return None
+
+
+def target_limit(config: Mapping[str, Any]) -> Limit | None:
+    """The same for the decoder's sequence."""
+    for key in ("max_target_positions", "max_decoder_position_embeddings"):
+        rows = config.get(key)
+        if isinstance(rows, int) and rows > 0:
+            return key, rows
+    return input_limit(config)
+
+
+def _endless(config: Mapping[str, Any]) -> bool:
+    """Whether positions are computed for any length."""
+    rotary = any(
+        key.startswith(("rope_", "global_rope_", "rotary_")) for key in config if key != "rotary_dim"
+    )
+    relative = "relative_attention_num_buckets" in config and "max_position_embeddings" not in config
+    biased = config.get("position_biased_input") is False
+    named = config.get("position_embedding_type") == "rotary"
+    return rotary or relative or biased or named or bool(config.get("alibi"))
+
+
+def _unused_rows(config: Mapping[str, Any]) -> int:
+    if config.get("model_type") in OFFSET_BY_PADDING:
+        return int(config.get("pad_token_id") or 1) + 1
+    return 0

@@ -1,0 +1,174 @@
+"""The model: an architecture as a frozen value, and how to build it.
+
+A model is its facts, the sizes and switches of a config.json, kept as canonical text inside the value: what
+was found once can be predicted anywhere, without the files it came from. Or it is a module of the user's own,
+from Python, together with an example batch; such a model lives in one process only.
+
+`Model.find` looks in this order, and the first that applies decides:
+
+1. text written as a path (begins with `.`, `/` or `~`, or ends in `.json`): that file, or the config.json in
+   that folder;
+2. the name of a bundled preset, with or without its owner, in any case of letters. When a folder of that name
+   with a config.json also stands in the working directory, the two could be meant: it is refused, and the
+   message says how to write each;
+3. an existing folder or file;
+4. a hub id: in the local cache, or from the hub when `online` is asked for. Otherwise no socket is opened.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Self
+
+from snugfit.errors import JobError, ModelError, RecipeError
+from snugfit.job.architectures import HEADS, tasks_of, transformers_version
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from snugfit.job.job import Job
+
+CUSTOM = "custom"
+CLASSIFICATION = ("sequence-classification", "token-classification", "image-classification")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """An architecture: facts from a config.json, or a module from Python."""
+
+    name: str
+    """As the hub, the path or the class calls it."""
+
+    origin: str
+    """`preset`, `path`, `hub cache`, `hub` or `python`."""
+
+    facts: str = "{}"
+    """The checked config as canonical JSON text; `{}` for a module from Python."""
+
+    module: nn.Module | None = None
+    """The user's own module; None for models that are built from facts."""
+
+    example: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
+    """A batch that `module` takes as keyword arguments."""
+
+    @classmethod
+    def find(cls, name: str, *, online: bool = False) -> Self:
+        """The model that `name` stands for. Raises `ModelError` with what is allowed."""
+        from snugfit.job.find import find_facts
+
+        full_name, origin, facts = find_facts(name, online=online)
+        return cls.from_config(facts, name=full_name, origin=origin)
+
+    @classmethod
+    def from_config(cls, facts: Mapping[str, Any], *, name: str, origin: str = "path") -> Self:
+        """The model of a config's keys; they must have passed `check_facts`."""
+        return cls(name=name, origin=origin, facts=json.dumps(facts, sort_keys=True))
+
+    @classmethod
+    def from_module(cls, module: nn.Module, example: Mapping[str, Any]) -> Self:
+        """Any module, with a batch it takes as keyword arguments; it gives an output with a `loss`."""
+        if not example:
+            raise ModelError(
+                "The example batch is empty; it holds the keyword arguments of the module's forward."
+            )
+        return cls(name=type(module).__name__, origin="python", module=module, example=dict(example))
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The facts as a fresh dict."""
+        document: dict[str, Any] = json.loads(self.facts)
+        return document
+
+    @property
+    def architecture(self) -> str:
+        """transformers' `model_type`, or `python`."""
+        return str(self.config.get("model_type", "python"))
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object; `Model.from_json` reads it back, except for a module from Python."""
+        return {"name": self.name, "origin": self.origin, "config": self.config}
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Self:
+        """The model that `to_json` wrote. Raises `JobError` when it lived only in Python."""
+        if document["origin"] == "python":
+            raise JobError(
+                f"The model {document['name']!r} lived only in Python; give the module itself again."
+            )
+        from snugfit.job.config import check_facts
+
+        facts = check_facts(document["config"], where=str(document["name"]))
+        return cls.from_config(facts, name=document["name"], origin=document["origin"])
+
+    def refuse(self, job: Job) -> None:
+        """Raises `JobError` for a job that this model cannot do; imports nothing heavy when it can."""
+        if (self.module is None) is (job.task == CUSTOM):
+            raise JobError(
+                f"The task {CUSTOM!r} is for modules from Python, and only that; {self.name} is none."
+            )
+        if self.module is not None:
+            return
+        possible = tasks_of(self.architecture)
+        if job.task not in possible:
+            raise JobError(
+                f"{self.name} ({self.architecture}) has no head for {job.task} in transformers"
+                f" {transformers_version()}. Tasks it has: {', '.join(possible) or 'none'}."
+            )
+        from snugfit.job.limits import refuse_lengths
+
+        refuse_lengths(self, job)
+
+    def settings(self, job: Job) -> Any:
+        """A fresh transformers config for the job: the facts, with the architecture's own defaults."""
+        from transformers import AutoConfig
+
+        facts = self.config
+        labels = {"num_labels": job.labels} if job.task in CLASSIFICATION else {}
+        try:
+            config = AutoConfig.for_model(facts.pop("model_type"), **facts, **labels)
+        except Exception as error:
+            raise ModelError(f"{self.name}: transformers cannot use this config: {error}") from error
+        if job.task == "sequence-classification":
+            _name_a_pad_token(config.get_text_config())
+        return config
+
+    def build(self, job: Job, *, dtype: str, attention: str) -> nn.Module:
+        """The real model under the ambient `torch.device`, its weights born in `dtype`, ready for the job."""
+        from snugfit.job.twin import twin
+
+        model = twin(self.module) if self.module is not None else self._build(job, dtype, attention)
+        return model.train(job.trains)
+
+    def _build(self, job: Job, dtype: str, attention: str) -> nn.Module:
+        import torch
+        import transformers
+
+        from snugfit.job.limits import refuse_lengths
+
+        config = self.settings(job)
+        refuse_lengths(self, job, complete=config.to_dict())
+        auto_class = getattr(transformers, HEADS[job.task][0])
+        wishes = {"dtype": getattr(torch, dtype), "trust_remote_code": False}
+        try:
+            model: nn.Module = auto_class.from_config(config, attn_implementation=attention, **wishes)
+        except (ValueError, ImportError) as error:
+            if "attn_implementation" not in str(error):
+                raise ModelError(f"{self.name}: transformers cannot build it: {error}") from error
+            if attention != "sdpa":
+                raise RecipeError(f"{self.name} cannot use the attention {attention!r}: {error}") from None
+            # As transformers itself chooses when nothing is asked for: some architectures (Gemma 2) have
+            # no scaled_dot_product_attention. The model says so: `model.config._attn_implementation`.
+            model = auto_class.from_config(self.settings(job), attn_implementation="eager", **wishes)
+        return model
+
+
+def _name_a_pad_token(config: Any) -> None:
+    """Decoders find a sequence's last token by the pad token; without one they take batches of 1 only.
+
+    What every user of GPT-2 or Llama as a classifier writes: the end token pads, or token 0.
+    """
+    if config.pad_token_id is None:
+        end = getattr(config, "eos_token_id", None)
+        config.pad_token_id = (end[0] if isinstance(end, list) else end) or 0
