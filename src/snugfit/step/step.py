@@ -45,27 +45,35 @@ class Observer(Protocol):
 class Step(ABC):
     """A job and a Setup on a device, ready to run optimizer steps."""
 
-    def __init__(self, job: Job, setup: Setup, device: torch.device) -> None:
-        self.job, self.setup, self.device = job, setup, device
+    keep_gradients = False
+    """Zero gradients in place after a step instead of dropping them (torch's habit before 2.0)."""
+
+    def __init__(self, job: Job, setup: Setup, device: torch.device, *, keep_losses: bool = False) -> None:
+        self.job, self.setup, self.device, self.keep_losses = job, setup, device, keep_losses
+        self.model: torch.nn.Module | None = None
+        self.optimizer: torch.optim.Optimizer | None = None
 
     @abstractmethod
     def run(self, steps: int, observer: Observer) -> list[float]:
-        """Builds everything, runs `steps` optimizer steps, and gives each step's loss (mean over the
-        global batch). Rehearsed losses are 0."""
+        """Builds everything, runs `steps` optimizer steps, and gives each step's loss (mean over the global
+        batch) when losses are kept: keeping them holds a few bytes on the device. Afterwards `model` and
+        `optimizer` are what was trained."""
 
 
-def open_step(job: Job, setup: Setup, loop: str, device: torch.device) -> Step:
+def open_step(
+    job: Job, setup: Setup, loop: str, device: torch.device, *, keep_losses: bool = False
+) -> Step:
     """The Step of this loop; nothing is built yet. Raises `UsageError` for an unknown loop."""
     if loop == "plain":
         from snugfit.step.plain_loop import PlainStep
 
-        return PlainStep(job, setup, device)
+        return PlainStep(job, setup, device, keep_losses=keep_losses)
     if loop == "accelerate":
         from snugfit.step.accelerate_loop import AccelerateStep
 
-        return AccelerateStep(job, setup, device)
+        return AccelerateStep(job, setup, device, keep_losses=keep_losses)
     if loop == "trainer":
         from snugfit.step.trainer_loop import TrainerStep
 
-        return TrainerStep(job, setup, device)
+        return TrainerStep(job, setup, device, keep_losses=keep_losses)
     raise UsageError(f"Unknown loop {loop!r}.{did_you_mean(loop, LOOPS)} Loops: {', '.join(LOOPS)}.")

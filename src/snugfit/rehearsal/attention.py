@@ -1,0 +1,171 @@
+"""Which attention kernel `scaled_dot_product_attention` runs, decided as torch decides it.
+
+The choice settles the memory of attention: the math path materialises S x S scores, the others do not, and
+each fused kernel has its own saved tensors and workspaces. torch asks the device; here the device is a
+policy. The conditions are those of `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` (torch 2.11 to
+2.13), for dense tensors: order flash, efficient, math, with cuDNN first on sm_90 and sm_100 when its
+version is above 9.15.0. Two observations on an H200 (torch 2.11) stand beside the sources: a mask that
+requires a gradient (T5's position bias) ran in math, and so did operands whose last stride is not 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+CUDNN_PREFERRED_ABOVE = 91500
+HALVES = ("torch.float16", "torch.bfloat16")
+
+
+def chosen_on_cuda(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    needs_grad: bool,
+    grouped: bool,
+    capability: tuple[int, int],
+    cudnn_version: int,
+) -> str:
+    """`cudnn`, `flash`, `efficient` or `math`, for operands (B, H, S, D) on a GPU of this capability."""
+    half = str(query.dtype) in HALVES
+    width, value_width = query.size(-1), value.size(-1)
+    mask_learns = mask is not None and mask.requires_grad
+    strided = any(operand.stride(-1) != 1 for operand in (query, key, value))
+    if mask is not None and mask.stride(-1) != 1 and mask.size(-1) != 1:
+        strided = True
+    if strided:
+        return "math"
+    if (
+        cudnn_version > CUDNN_PREFERRED_ABOVE
+        and capability in ((9, 0), (10, 0))
+        and half
+        and not mask_learns
+        and width == value_width
+        and width % 8 == 0
+        and width <= _widest_for_cudnn(capability, needs_grad)
+    ):
+        return "cudnn"
+    if mask is None and half and (8, 0) <= capability <= (12, 1) and width == value_width and width <= 256:
+        return "flash"
+    aligned = 8 if half else 4
+    if (
+        (str(query.dtype) != "torch.bfloat16" or capability >= (8, 0))
+        and str(query.dtype) != "torch.float64"
+        and width % aligned == 0
+        and value_width % aligned == 0
+        and not grouped
+        and not mask_learns
+    ):
+        return "efficient"
+    return "math"
+
+
+def _widest_for_cudnn(capability: tuple[int, int], needs_grad: bool) -> int:
+    return 256 if capability[0] == 9 and not needs_grad else 128 if needs_grad else 256
+
+
+def chosen_on_cpu(query: torch.Tensor, dropout: float, mask: torch.Tensor | None) -> str:
+    """`flash_for_cpu` or `math`: `native/transformers/sdp_utils_cpp.cpp`, dense operands."""
+    if dropout > 0 or query.dim() != 4 or (mask is not None and mask.requires_grad):
+        return "math"
+    return "flash_for_cpu"
+
+
+def run_chosen(
+    choice: str,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    causal: bool,
+    scale: float | None,
+    grouped: bool,
+    needs_grad: bool,
+) -> torch.Tensor:
+    """The concrete operator that torch calls for this choice, with the tensors it saves for backward."""
+    run: Callable[..., Any] = _RUNNERS[choice]
+    out: torch.Tensor = run(query, key, value, mask, dropout, causal, scale, grouped, needs_grad)
+    return out
+
+
+def _flash(q: Any, k: Any, v: Any, mask: Any, p: float, causal: bool, scale: Any, *_: Any) -> Any:
+    import torch
+
+    width = q.size(-1)
+    padding = -width % 8  # flash wants a head width that is a multiple of 8
+    if padding:
+        q, k, v = (torch.constant_pad_nd(operand, (0, padding)) for operand in (q, k, v))
+        scale = scale if scale is not None else float(width) ** -0.5
+    out = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, p, causal, False, scale=scale)[0]
+    return out[..., :width] if padding else out
+
+
+def _flash_for_cpu(q: Any, k: Any, v: Any, mask: Any, p: float, causal: bool, scale: Any, *_: Any) -> Any:
+    import torch
+
+    bias = additive(mask, q.dtype)
+    operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return operator(q, k, v, p, causal, attn_mask=bias, scale=scale)[0]
+
+
+def _cudnn(
+    q: Any, k: Any, v: Any, mask: Any, p: float, causal: bool, scale: Any, grouped: bool, grad: bool
+) -> Any:
+    import torch
+
+    bias = _expanded(additive(mask, q.dtype), q, k)
+    operator = torch.ops.aten._scaled_dot_product_cudnn_attention
+    return operator(q, k, v, bias, grad, p, causal, False, scale=scale)[0]
+
+
+def _efficient(
+    q: Any, k: Any, v: Any, mask: Any, p: float, causal: bool, scale: Any, grouped: bool, grad: bool
+) -> Any:
+    import torch
+
+    bias = additive(mask, q.dtype)
+    if bias is not None and bias.size(-1) % 16:  # pad_bias: rows of the mask are stored in sixteens
+        columns = bias.size(-1)
+        bias = torch.constant_pad_nd(bias, (0, 16 - columns % 16))[..., :columns]
+    operator = torch.ops.aten._scaled_dot_product_efficient_attention
+    return operator(q, k, v, _expanded(bias, q, k), grad, p, causal, scale=scale)[0]
+
+
+def _math(
+    q: Any, k: Any, v: Any, mask: Any, p: float, causal: bool, scale: Any, grouped: bool, grad: bool
+) -> Any:
+    import torch
+
+    operator = torch.ops.aten._scaled_dot_product_attention_math
+    bias = additive(mask, q.dtype)
+    return operator(q, k, v, bias, p, causal, scale=scale, enable_gqa=grouped)[0]
+
+
+_RUNNERS: dict[str, Callable[..., Any]] = {
+    "flash": _flash,
+    "flash_for_cpu": _flash_for_cpu,
+    "cudnn": _cudnn,
+    "efficient": _efficient,
+    "math": _math,
+}
+
+
+def additive(mask: Any, dtype: torch.dtype) -> Any:
+    """A boolean mask as one that is added, in the query's dtype: one new tensor, as on the device."""
+    import torch
+
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.empty_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
+
+
+def _expanded(mask: Any, query: torch.Tensor, key: torch.Tensor) -> Any:
+    if mask is None:
+        return None
+    return mask.expand(query.size(0), query.size(1), query.size(-2), key.size(-2))

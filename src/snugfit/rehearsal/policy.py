@@ -1,0 +1,209 @@
+"""A device's decisions: the only place that knows what a kind of device does differently.
+
+torch decides much of a step by asking the tensor's device: which attention kernel runs, what autocast casts,
+whether dropout is one kernel, which optimizers are fused, what a kernel takes as scratch. A rehearsal's
+tensors live on `meta`, which would answer for itself. A `Policy` answers for the device that is meant.
+
+Two exist: `CudaPolicy` for a GPU by its compute capability, and `CpuPolicy`, with which law 1 compares a
+rehearsal with the allocator's own reports of a real run.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from snugfit.rehearsal import attention, autocast_lists
+from snugfit.rehearsal.scratch import Scratch, cuda_scratch
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy(ABC):
+    """What a kind of device decides."""
+
+    softmax_saves_input: bool = False
+    """True for torch before 1.11, whose softmax kept its input for backward beside its output."""
+
+    @abstractmethod
+    def choose_attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        dropout: float,
+        grouped: bool,
+        needs_grad: bool,
+    ) -> str:
+        """The attention kernel for these operands."""
+
+    @property
+    @abstractmethod
+    def autocast(self) -> autocast_lists.AutocastLists:
+        """What autocast casts on this device."""
+
+    @property
+    @abstractmethod
+    def fuses_dropout(self) -> bool:
+        """Whether dropout is one kernel with a boolean mask."""
+
+    @property
+    @abstractmethod
+    def softmax_widens(self) -> bool:
+        """Whether softmax reads fp16 and writes fp32 in one kernel."""
+
+    @property
+    @abstractmethod
+    def fuses_rms_norm(self) -> bool:
+        """Whether `rms_norm` is one kernel."""
+
+    @abstractmethod
+    def scratch(self, operator: str, overload: str, arguments: Sequence[Any], out: Any) -> Scratch:
+        """What the kernel of this operator allocates for itself while it runs."""
+
+    @abstractmethod
+    def workspaces(self, operator: str) -> tuple[tuple[str, int], ...]:
+        """Workspaces that a thread takes once, at its first use of this operator: name and bytes."""
+
+    def births(self, operator: str, outputs: Sequence[Any]) -> Sequence[Any]:
+        """The operator's new tensors in the order in which the device's kernel allocates them."""
+        reorder = _BIRTHS.get(operator) if self.fuses_dropout else None
+        return reorder(outputs) if reorder else outputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class CudaPolicy(Policy):
+    """A CUDA GPU."""
+
+    capability: tuple[int, int] = (9, 0)
+    """Compute capability."""
+
+    multiprocessors: int = 132
+    """How many it has: reductions size their buffers by it."""
+
+    threads_per_multiprocessor: int = 2048
+    """Resident threads of one multiprocessor."""
+
+    cudnn_version: int = 91900
+    """As `torch.backends.cudnn.version()` gives it on a CUDA build."""
+
+    tf32: bool = False
+    """Whether fp32 matrix products run in tf32."""
+
+    def choose_attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        dropout: float,
+        grouped: bool,
+        needs_grad: bool,
+    ) -> str:
+        return attention.chosen_on_cuda(
+            query,
+            key,
+            value,
+            mask,
+            needs_grad=needs_grad,
+            grouped=grouped,
+            capability=self.capability,
+            cudnn_version=self.cudnn_version,
+        )
+
+    @property
+    def autocast(self) -> autocast_lists.AutocastLists:
+        return autocast_lists.CUDA
+
+    @property
+    def fuses_dropout(self) -> bool:
+        return True
+
+    @property
+    def softmax_widens(self) -> bool:
+        return True
+
+    @property
+    def fuses_rms_norm(self) -> bool:
+        return True
+
+    def scratch(self, operator: str, overload: str, arguments: Sequence[Any], out: Any) -> Scratch:
+        sizes = (self.multiprocessors, self.threads_per_multiprocessor)
+        return cuda_scratch(operator, overload, arguments, out, sizes)
+
+    def workspaces(self, operator: str) -> tuple[tuple[str, int], ...]:
+        if operator not in _GEMMS:
+            return ()
+        cublas = ("cuBLAS workspace", 33_554_432 if self.capability >= (9, 0) else 8_519_680)
+        if operator == "aten::addmm":
+            return (("cuBLASLt workspace", 1_048_576), cublas)
+        return (cublas,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CpuPolicy(Policy):
+    """The CPU, for which `meta` already answers mostly right."""
+
+    def choose_attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        dropout: float,
+        grouped: bool,
+        needs_grad: bool,
+    ) -> str:
+        return attention.chosen_on_cpu(query, dropout, mask)
+
+    @property
+    def autocast(self) -> autocast_lists.AutocastLists:
+        return autocast_lists.CPU
+
+    @property
+    def fuses_dropout(self) -> bool:
+        return False
+
+    @property
+    def softmax_widens(self) -> bool:
+        return False
+
+    @property
+    def fuses_rms_norm(self) -> bool:
+        return False
+
+    def scratch(self, operator: str, overload: str, arguments: Sequence[Any], out: Any) -> Scratch:
+        return ()
+
+    def workspaces(self, operator: str) -> tuple[tuple[str, int], ...]:
+        return ()
+
+
+_GEMMS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::addmv", "aten::mv"})
+
+
+def _mask_first(outputs: Sequence[Any]) -> Sequence[Any]:
+    return (outputs[1], outputs[0])
+
+
+def _without_philox(outputs: Sequence[Any]) -> Sequence[Any]:
+    """Efficient attention keeps its random seed and offset on the host in eager mode."""
+    return outputs[:2]
+
+
+def _philox_first(outputs: Sequence[Any]) -> Sequence[Any]:
+    """cuDNN attention: seed and offset, then output and log-sum-exp (recorded on an H200)."""
+    return (outputs[6], outputs[7], outputs[0], outputs[1])
+
+
+_BIRTHS: dict[str, Callable[[Sequence[Any]], Sequence[Any]]] = {
+    "aten::native_dropout": _mask_first,
+    "aten::_scaled_dot_product_efficient_attention": _without_philox,
+    "aten::_scaled_dot_product_cudnn_attention": _philox_first,
+}
+

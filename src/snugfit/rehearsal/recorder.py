@@ -1,0 +1,278 @@
+"""The recorder: a dispatch mode that writes births, deaths and kernels of a rehearsed run onto a tape.
+
+Every operator of the run passes `__torch_dispatch__` once, below autograd and autocast, so what is seen is
+what a device would be asked to run. A storage's birth is the first operator that returns it; its death is
+the moment Python's and autograd's last reference goes (a weak reference's callback). Three things differ
+between `meta` and a device, and are set right here:
+
+- the autograd engine adds gradients in place when it alone holds the first one, but not while a dispatch
+  mode is active (`isTensorSubclassLike`); so an addition that the engine would do in place returns its first
+  operand (`accumulates.py`);
+- `.item()` and `bool()` have no value to give: `_scalar` answers by meaning;
+- some kernels allocate in another order than they return, and take scratch: the policy knows.
+
+The garbage collector is off during a rehearsal: cycles would otherwise die at a moment of its choosing.
+"""
+
+from __future__ import annotations
+
+import bisect
+import weakref
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from snugfit.rehearsal.accumulation import SoleOwner
+from snugfit.rehearsal.kernels import describe
+from snugfit.rehearsal.kinds import kinds
+from snugfit.rehearsal.tape import Block, Kernel, Mark, Tape
+from snugfit.step.footprint import Kind
+
+if TYPE_CHECKING:
+    from snugfit.rehearsal.policy import Policy
+
+aten = torch.ops.aten
+
+
+class Recorder(TorchDispatchMode):
+    """Writes a run on `meta` tensors onto a tape; it is the run's observer too."""
+
+    def __init__(self, policy: Policy, steps: int, *, padded: bool) -> None:
+        super().__init__()
+        self.policy, self.steps, self.padded = policy, steps, padded
+        self.blocks: list[list[Any]] = []  # nbytes, operator, module, phase, step, kind
+        self.events: list[int] = []
+        self.marks: list[Mark] = [Mark(0, -1, "build")]
+        self.kernels: list[Kernel] = []
+        self.syncs = 0
+        self.current_phase, self.current_step = "build", -1
+        self._living: dict[int, tuple[int, Any]] = {}  # storage's address -> block, weak reference
+        self._sole_owner = SoleOwner()
+        self._workspaces: set[tuple[str, str]] = set()
+        self._paths: list[str] = []
+        self._names: dict[int, str] = {}
+        self._sequence: list[int] = []
+        self._sequence_path: list[str] = []
+        self._any_results: set[int] = set()
+        self._model: torch.nn.Module | None = None
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._recomputed: set[int] = set()
+        self._hooks: list[Any] = []
+
+    # ---- the observer's side -------------------------------------------------------------------------
+
+    def step_begins(self, index: int) -> None:
+        """Optimizer step `index` begins."""
+        self.current_step = index
+        self.phase("load")
+
+    def step_ends(self, index: int) -> None:
+        """Optimizer step `index` has ended."""
+
+    def phase(self, name: str) -> None:
+        """Everything from here on belongs to this phase."""
+        if name == "update" and self._model is not None:
+            self._claim_gradients()
+        self.current_phase = name
+        self.marks.append(Mark(len(self.events), self.current_step, name))
+
+    def built(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        """Model and optimizer stand: their storages get names and kinds."""
+        self._model, self._optimizer = model, optimizer
+        self._names = {id(module): name for name, module in model.named_modules()}
+        for tensor in (*model.parameters(), *model.buffers()):
+            self.claim(tensor, Kind.WEIGHTS)
+
+    def __enter__(self) -> Recorder:
+        from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+        self._hooks = [
+            register_module_forward_pre_hook(self._enters),
+            register_module_forward_hook(self._leaves, always_call=True),
+        ]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *arguments: Any) -> None:
+        super().__exit__(*arguments)
+        for hook in self._hooks:
+            hook.remove()
+
+    def tape(self, attention: Iterable[str], doubts: Iterable[str] = ()) -> Tape:
+        """What was written, with the kinds that only the end of a run shows."""
+        self._claim_states()
+        claimed = [block[5] for block in self.blocks]
+        phases = [block[3] for block in self.blocks]
+        decided = kinds(claimed, phases, frozenset(self._recomputed), self.events, self.marks)
+        return Tape(
+            tuple(Block(*block[:5], kind) for block, kind in zip(self.blocks, decided, strict=True)),
+            tuple(self.events),
+            tuple(self.marks),
+            tuple(self.kernels),
+            self.syncs,
+            tuple(sorted(set(attention))),
+            tuple(doubts),
+        )
+
+    # ---- dispatch --------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is aten._local_scalar_dense.default:
+            return self._scalar(func, args, kwargs)
+        if func is aten.equal.default and args[0].device.type == "meta":
+            self._sync()
+            return True
+        if func is aten.add.Tensor and self.current_phase == "backward" and not kwargs:
+            if self._sole_owner.may_add_in_place(args):
+                return args[0]
+        out = func(*args, **kwargs)
+        operator = func._schema.name
+        self._born(operator, out)
+        if operator in ("aten::any", "aten::isinf", "aten::isnan") and isinstance(out, torch.Tensor):
+            self._any_results.add(id(out))
+            weakref.finalize(out, self._any_results.discard, id(out)).atexit = False
+        scratch = self.policy.scratch(operator, func._schema.overload_name, args, out)
+        workspaces = self.policy.workspaces(operator)
+        if scratch or workspaces:
+            self._take(operator, scratch, workspaces)
+        if self.current_step == self.steps - 1:
+            kernel = describe(func, args, kwargs, out)
+            if kernel is not None:
+                self.kernels.append(Kernel(operator, self._path(), self.current_phase, *kernel))
+        return out
+
+    def _scalar(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The value of a one-element tensor. Real host tensors have theirs. A device's are unknown: numbers
+        are 0; of truths, `any` and its kind are False and the rest True (what ordinary data gives), except
+        that a mask is not all True when the job pads."""
+        tensor = args[0]
+        if tensor.device.type != "meta":
+            return func(*args, **kwargs)
+        self._sync()
+        if tensor.dtype == torch.bool:
+            return id(tensor) not in self._any_results and not self.padded
+        return 0.0 if tensor.is_floating_point() else 0
+
+    def _sync(self) -> None:
+        if self.current_step == self.steps - 1:
+            self.syncs += 1
+
+    # ---- births and deaths ---------------------------------------------------------------------------
+
+    def _born(self, operator: str, out: Any) -> None:
+        if isinstance(out, torch.Tensor):
+            self._see(operator, out)
+        elif isinstance(out, (list, tuple)):
+            for item in self.policy.births(operator, out):
+                if isinstance(item, torch.Tensor):
+                    self._see(operator, item)
+                elif isinstance(item, (list, tuple)):
+                    self._born(operator, item)
+
+    def _see(self, operator: str, tensor: torch.Tensor) -> int | None:
+        """The block of this tensor's storage, born now if it was not known."""
+        if tensor.device.type != "meta":
+            return None
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        found = self._living.get(address)
+        if found is not None:
+            return found[0]
+        index = self._birth(operator, storage.nbytes())
+        callback = self._death_of(address, index)
+        self._living[address] = (index, weakref.ref(storage, callback))
+        return index
+
+    def _birth(self, operator: str, nbytes: int, kind: str = "") -> int:
+        index = len(self.blocks)
+        self.blocks.append([nbytes, operator, self._path(), self.current_phase, self.current_step, kind])
+        if self.current_phase == "backward" and torch.is_grad_enabled():
+            self._recomputed.add(index)
+        if nbytes:
+            self.events.append(index + 1)
+        return index
+
+    def _death_of(self, address: int, index: int) -> Callable[[Any], None]:
+        def dies(_: Any) -> None:
+            if self._living.get(address, (None,))[0] == index:
+                del self._living[address]
+            if self.blocks[index][0]:
+                self.events.append(-(index + 1))
+
+        return dies
+
+    def _take(
+        self, operator: str, scratch: Iterable[tuple[str, int]], workspaces: Iterable[tuple[str, int]]
+    ) -> None:
+        thread = "backward" if self.current_phase == "backward" else "main"
+        for name, nbytes in workspaces:
+            if (name, thread) not in self._workspaces:
+                self._workspaces.add((name, thread))
+                self._birth(name, nbytes, Kind.WORKSPACES)
+        held: dict[str, int] = {}
+        for name, nbytes in scratch:
+            if nbytes > 0:
+                held[name] = self._birth(f"{operator}: {name}", nbytes, Kind.WORKSPACES)
+            else:
+                self.events.append(-(held.pop(name) + 1))
+
+    # ---- where: modules ----------------------------------------------------------------------------------
+
+    def _enters(self, module: torch.nn.Module, arguments: Any) -> None:
+        name = self._names.get(id(module), type(module).__name__)
+        self._paths.append(name)
+        self._note(name)
+
+    def _leaves(self, module: torch.nn.Module, arguments: Any, out: Any) -> None:
+        if self._paths:
+            self._paths.pop()
+        self._note(self._paths[-1] if self._paths else "")
+
+    def _note(self, path: str) -> None:
+        """Autograd nodes made from now on belong to `path`."""
+        self._sequence.append(torch._C._autograd._get_sequence_nr())
+        self._sequence_path.append(path)
+
+    def _path(self) -> str:
+        """The module that runs: in backward, the one whose forward made the running autograd node."""
+        if self._paths:
+            return self._paths[-1]
+        if self.current_phase == "backward":
+            node = torch._C._current_autograd_node()
+            if node is not None:
+                place = bisect.bisect_right(self._sequence, node._sequence_nr()) - 1
+                if place >= 0:
+                    return self._sequence_path[place]
+        return ""
+
+    # ---- what for: kinds -------------------------------------------------------------------------------
+
+    def claim(self, tensor: torch.Tensor, kind: str) -> None:
+        """This tensor's bytes are of this kind."""
+        found = self._living.get(tensor.untyped_storage()._cdata) if tensor.device.type == "meta" else None
+        if found is not None and not self.blocks[found[0]][5]:
+            self.blocks[found[0]][5] = kind
+
+    def _claim_gradients(self) -> None:
+        assert self._model is not None
+        for parameter in self._model.parameters():
+            if parameter.grad is not None:
+                self.claim(parameter.grad, Kind.GRADIENTS)
+
+    def _claim_states(self) -> None:
+        if self._optimizer is None:
+            return
+        for state in self._optimizer.state.values():
+            for value in state.values():
+                for tensor in value if isinstance(value, (list, tuple)) else (value,):
+                    if isinstance(tensor, torch.Tensor):
+                        self.claim(tensor, Kind.OPTIMIZER_STATES)

@@ -1,0 +1,85 @@
+"""Rehearse: run a Step on tensors that have shapes and no data, and write its tape."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import warnings
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from snugfit.errors import RehearsalError, SnugfitError
+from snugfit.step.footprint import Kind
+from snugfit.step.install import call
+from snugfit.step.step import open_step
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+    from snugfit.rehearsal.policy import Policy
+    from snugfit.rehearsal.tape import Tape
+    from snugfit.techniques.setup import Setup
+
+STEPS = 3
+"""Optimizer steps of a rehearsal. States are born at the end of the first, so the second is the first with
+all of them; the third is the steady state that every figure of ours means."""
+
+
+def rehearse(
+    job: Job,
+    setup: Setup,
+    policy: Policy,
+    *,
+    loop: str = "plain",
+    steps: int = STEPS,
+    keep_gradients: bool = False,
+) -> Tape:
+    """The tape of `steps` optimizer steps of this job, as they would run on the policy's device.
+
+    Raises `RehearsalError` when an operator of the step has no shapes to give (its output depends on data,
+    or it is not known), or when this torch does not take the overrides.
+    """
+    import torch
+
+    from snugfit.rehearsal.overrides import in_force
+    from snugfit.rehearsal.recorder import Recorder
+
+    recorder = Recorder(policy, steps, padded=job.padding > 0)
+    step = open_step(job, setup, loop, torch.device("meta"))
+    step.keep_gradients = keep_gradients
+    with _without_collector(), contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        cached = stack.enter_context(
+            in_force(policy, lambda tensor: recorder.claim(tensor, Kind.CACHES))
+        )
+        if setup.optimizer.shapes:
+            stack.enter_context(call(setup.optimizer.shapes))
+        try:
+            with recorder:
+                step.run(steps, recorder)
+        except SnugfitError:
+            raise
+        except (NotImplementedError, RuntimeError, TypeError) as error:
+            raise RehearsalError(_explain(job, error)) from error
+        return recorder.tape(cached)
+
+
+@contextlib.contextmanager
+def _without_collector() -> Iterator[None]:
+    """Cycles die when the collector comes by; without it, never: a rehearsal must not depend on when."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _explain(job: Job, error: Exception) -> str:
+    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return (
+        f"{job.model} could not be rehearsed: {first} ({type(error).__name__}). A step whose shapes depend "
+        "on its data, or that needs a library's compiled code, has no tape; measure it instead."
+    )

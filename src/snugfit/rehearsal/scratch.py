@@ -1,0 +1,165 @@
+"""What CUDA kernels allocate for themselves while they run: invisible to dispatch, visible to the allocator.
+
+Each rule gives the births and deaths in the recorded order, between the operator's own outputs and its end.
+They were read in torch's sources where a source says so, and laid beside allocator histories recorded on one
+H200 (sm_90, 132 multiprocessors, torch 2.11); what neither covers is left out and moves reserved bytes only.
+
+- Sums over rows (gradients of biases and norms) split the reduction over thread blocks when it is long, and
+  then hold partial results and semaphores: `setReduceConfig` of `aten/src/ATen/native/cuda/Reduce.cuh`.
+- Softmax backward holds `grad * output`: `softmax_backward_cuda_out`, `native/cuda/SoftMax.cu`.
+- cuDNN and flash attention backward hold fp32 accumulators of the query's gradient and one fp32 row each;
+  with grouped queries also the ungrouped gradients of key and value. Exact on three recorded shapes.
+- Efficient attention backward: a product and a row sum for delta, then its workspace. Exact at S = 512.
+- Embedding backward sorts its indices above 3072 of them: `EmbeddingBackwardKernel.cu`. The number of
+  distinct tokens depends on the data; here it is the expectation for uniform random ids (about 1 % off).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+Scratch = tuple[tuple[str, int], ...]
+"""Births (`name, bytes`) and deaths (`name, -bytes`), in order."""
+
+SORTED_ABOVE = 3072
+"""Indices above which embedding backward sorts instead of adding atomically (Embedding.cu)."""
+
+
+def cuda_scratch(
+    operator: str, overload: str, arguments: Sequence[Any], out: Any, sizes: tuple[int, int]
+) -> Scratch:
+    """The scratch of one kernel; `sizes` are the GPU's multiprocessors and threads per multiprocessor."""
+    rule = _RULES.get(operator)
+    return rule(arguments, out, sizes) if rule else ()
+
+
+def _within(name: str, nbytes: int) -> Scratch:
+    return ((name, nbytes), (name, -nbytes)) if nbytes else ()
+
+
+def _sum(arguments: Sequence[Any], out: Any, sizes: tuple[int, int]) -> Scratch:
+    operand = arguments[0]
+    results, inputs = out.numel(), operand.numel()
+    if results == 0 or inputs == results:
+        return ()
+    over = arguments[1] if len(arguments) > 1 else None
+    over = [over] if isinstance(over, int) else list(over) if over else list(range(operand.dim()))
+    dims = {dim % operand.dim() for dim in over}
+    strides = [
+        (operand.stride(dim), dim)
+        for dim in range(operand.dim())
+        if operand.size(dim) > 1 and operand.stride(dim) > 0
+    ]
+    if not strides:
+        return ()
+    buffer, semaphores = reduction(inputs // results, results, min(strides)[1] in dims, sizes)
+    if not buffer:
+        return ()
+    return (
+        ("partial sums", buffer),
+        ("semaphores", semaphores),
+        ("semaphores", -semaphores),
+        ("partial sums", -buffer),
+    )
+
+
+def reduction(inputs: int, outputs: int, inner: bool, sizes: tuple[int, int]) -> tuple[int, int]:
+    """Bytes of partial results and of semaphores for reducing `inputs` values to each of `outputs`.
+
+    `inner` says that the reduced dimension is the fastest moving one. (0, 0) when one block per output is
+    enough. Source: `setReduceConfig`, `ReduceConfig::global_memory_size`, Reduce.cuh.
+    """
+    multiprocessors, threads = sizes
+    vector = 4
+    if inner:
+        vector, dim0, dim1 = 1, inputs, outputs
+    else:
+        while vector > 1 and outputs % vector:
+            vector //= 2
+        dim0, dim1 = outputs // vector, inputs
+    most = 512 // vector
+    power0, power1 = min(_power(dim0), most), min(_power(dim1), most)
+    width = min(power0, 32)
+    height = min(power1, most // width)
+    width = min(power0, most // height)
+    step_in, step_out = (width, 1) if inner else (1, width)
+    per_thread = -(-inputs // step_in)
+    tall = per_thread >= height * 16 or per_thread >= 256
+    if tall:
+        step_in *= height
+    else:
+        step_out *= height
+    per_thread = -(-inputs // step_in)
+    grid = -(-(outputs // vector) // step_out)
+    target = multiprocessors * (threads // (width * height))
+    if not (tall and per_thread >= 256 and grid <= target):
+        return 0, 0
+    blocks = max(min(-(-target // grid), -(-per_thread // 16)), -(-per_thread // 256))
+    if blocks <= 1:
+        return 0, 0
+    size = 4 * outputs * blocks * (1 if inner else width * vector)
+    return size, 4 * grid
+
+
+def _power(number: int) -> int:
+    """The largest power of two that is not above `number`."""
+    return 1 << (max(number, 1).bit_length() - 1)
+
+
+def _softmax_backward(arguments: Sequence[Any], out: Any, sizes: tuple[int, int]) -> Scratch:
+    gradient = arguments[0]
+    return _within("grad * output", gradient.numel() * gradient.element_size())
+
+
+def _cudnn_forward(arguments: Sequence[Any], out: Any, sizes: tuple[int, int]) -> Scratch:
+    return _within("cuDNN workspace", 256)
+
+
+def _fused_attention_backward(arguments: Sequence[Any], out: Any, sizes: tuple[int, int]) -> Scratch:
+    query, key = arguments[1], arguments[2]
+    batch, heads, length, width = query.shape
+    size = 4 * batch * heads * length * width + 4 * batch * heads * length + 256
+    if key.size(1) != heads:
+        size += 2 * batch * heads * key.size(2) * width * query.element_size()
+    return _within("attention workspace", size)
+
+
+def _efficient_backward(arguments: Sequence[Any], out: Any, sizes: tuple[int, int]) -> Scratch:
+    gradient, query = arguments[0], arguments[1]
+    batch, heads, length, width = query.shape
+    product = gradient.numel() * gradient.element_size()
+    row = 4 * batch * heads * length
+    workspace = batch * heads * -(-length // 64) * (64 * 64 * -(-width // 64) * 4 + 16)
+    return (
+        ("grad * out", product),
+        ("delta", row),
+        ("delta, contiguous", row),
+        ("delta", -row),
+        ("grad * out", -product),
+        ("attention workspace", workspace),
+        ("delta, contiguous", -row),
+        ("attention workspace", -workspace),
+    )
+
+
+def _embedding_backward(arguments: Sequence[Any], out: Any, sizes: tuple[int, int]) -> Scratch:
+    gradient, indices, rows = arguments[0], arguments[1], int(arguments[2])
+    count, width = indices.numel(), gradient.size(-1)
+    if count <= SORTED_ABOVE:
+        return ()
+    distinct = int(rows * (1 - (1 - 1 / rows) ** count))
+    segments = (distinct + -(-count // 10)) * -(-width // 32) * 32 * 4
+    return _within("sorted segments", segments + 4 * 8 * count + 8 * distinct)
+
+
+_RULES: dict[str, Callable[[Sequence[Any], Any, tuple[int, int]], Scratch]] = {
+    "aten::sum": _sum,
+    "aten::mean": _sum,
+    "aten::_softmax_backward_data": _softmax_backward,
+    "aten::_scaled_dot_product_cudnn_attention": _cudnn_forward,
+    "aten::_scaled_dot_product_cudnn_attention_backward": _fused_attention_backward,
+    "aten::_scaled_dot_product_flash_attention_backward": _fused_attention_backward,
+    "aten::_scaled_dot_product_efficient_attention_backward": _efficient_backward,
+    "aten::embedding_dense_backward": _embedding_backward,
+}

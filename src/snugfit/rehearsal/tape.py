@@ -1,0 +1,101 @@
+"""The tape: every allocation, free and kernel of a rehearsed run, in order, each with its origin.
+
+A tape is plain data. `blocks[i]` says what was born; `events` holds the order: `i + 1` is the birth of block
+`i`, `-(i + 1)` its death. Blocks that outlive the run (weights, states) have no death. Everything snugfit
+says about bytes is a pure function of these two lists.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Block(NamedTuple):
+    """One allocation."""
+
+    nbytes: int
+    """What was asked for."""
+    operator: str
+    """Which operator asked, by torch's name (`aten::addmm`), or what for (`cuBLAS workspace`)."""
+    module: str
+    """Dotted name of the module that ran."""
+    phase: str
+    step: int
+    """Optimizer step; -1 before the first."""
+    kind: str
+    """A `Kind`, decided when the run was over."""
+
+
+class Mark(NamedTuple):
+    """From event `event` on, the run is in this step and phase."""
+
+    event: int
+    step: int
+    phase: str
+
+
+class Kernel(NamedTuple):
+    """One operator of the steady step that runs on the device."""
+
+    operator: str
+    module: str
+    phase: str
+    flops: int
+    nbytes: int
+    """Read and written."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Of its tensor inputs."""
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Tape:
+    """What a rehearsal wrote."""
+
+    blocks: tuple[Block, ...]
+    events: tuple[int, ...]
+    marks: tuple[Mark, ...]
+    kernels: tuple[Kernel, ...]
+    """Of the last step only: the steady one."""
+    syncs: int
+    """How often the last step waits for the device."""
+    attention: tuple[str, ...]
+    """Which attention kernels were chosen."""
+    doubts: tuple[str, ...] = ()
+    """What the rehearsal could not know."""
+
+    def live(self) -> Iterator[int]:
+        """Requested bytes alive after each event."""
+        current = 0
+        for event in self.events:
+            current += self.blocks[event - 1].nbytes if event > 0 else -self.blocks[-event - 1].nbytes
+            yield current
+
+    def peak(self) -> tuple[int, int]:
+        """The largest requested bytes, and the position of the event that first reached them."""
+        best, where = 0, -1
+        for position, current in enumerate(self.live()):
+            if current > best:
+                best, where = current, position
+        return best, where
+
+    def alive_at(self, position: int) -> list[int]:
+        """Indices of the blocks alive after event `position`."""
+        alive: dict[int, None] = {}
+        for event in self.events[: position + 1]:
+            if event > 0:
+                alive[event - 1] = None
+            else:
+                del alive[-event - 1]
+        return list(alive)
+
+    def digest(self) -> str:
+        """A short fingerprint of sizes and order: equal digests are equal footprints."""
+        sizes = ",".join(
+            f"+{self.blocks[event - 1].nbytes}" if event > 0 else f"-{self.blocks[-event - 1].nbytes}"
+            for event in self.events
+        )
+        return hashlib.sha256(sizes.encode()).hexdigest()[:16]

@@ -1,0 +1,50 @@
+"""Where a step's batches come from: synthetic samples through torch's own DataLoader, cut into micro-batches.
+
+A rehearsal needs no workers and no pinned memory: its batches never travel. Everything else goes through the
+loader that the Setup wishes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from snugfit.job.batch import SyntheticDataset
+
+if TYPE_CHECKING:
+    import torch
+
+    from snugfit.job.job import Job
+    from snugfit.techniques.setup import Setup
+
+SAMPLES = 512
+"""Size of the synthetic dataset, as in the guide (512 sequences)."""
+
+
+def loader(job: Job, setup: Setup, device: torch.device) -> torch.utils.data.DataLoader[Any]:
+    """A DataLoader of host micro-batches, over at least one global batch of synthetic samples."""
+    import torch
+
+    rehearsed = device.type == "meta"
+    count = max(SAMPLES, job.batch_size) if not rehearsed else job.batch_size
+    made: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
+        SyntheticDataset(job, samples=count),
+        batch_size=job.batch_size // setup.micro_batches,
+        drop_last=True,
+        num_workers=0 if rehearsed else setup.loader.workers,
+        pin_memory=setup.loader.pinned and device.type == "cuda",
+        persistent_workers=False,
+    )
+    return made
+
+
+def micro_batches(job: Job, setup: Setup, device: torch.device) -> Iterator[list[dict[str, Any]]]:
+    """For ever: the host micro-batches of one optimizer step."""
+    batches = loader(job, setup, device)
+    pieces: list[dict[str, Any]] = []
+    while True:
+        for batch in batches:
+            pieces.append(batch)
+            if len(pieces) == setup.micro_batches:
+                yield pieces
+                pieces = []

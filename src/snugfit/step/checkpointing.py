@@ -1,0 +1,153 @@
+"""Activation checkpointing: layers that keep their input and compute the rest again in the backward pass.
+
+Non-reentrant throughout (`torch.utils.checkpoint`, `use_reentrant=False`): it keeps hooks, keyword arguments
+and unused inputs right, and peft needs no input that requires a gradient.
+
+Single layers are recomputed by transformers' own switch where the model has one, because that is what its
+users get; any other module's layers are wrapped by torch's own checkpoint wrapper. Spans of several layers
+have no library behind them: a model calls its layers one by one, each with arguments of its own (a sliding
+layer's mask differs from its neighbour's). So the first layers of a span only note how they were called and
+hand their input on; the last one runs all noted calls inside one checkpoint. That is right exactly when a
+layer hands on one tensor and nothing else, and a layer that hands on more is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from snugfit.errors import RecipeError
+
+if TYPE_CHECKING:
+    import torch
+
+    from snugfit.techniques.setup import CheckpointWish
+
+
+def checkpoint_layers(model: torch.nn.Module, wish: CheckpointWish) -> None:
+    """Makes the wished layers of `model` keep only their inputs, in place.
+
+    Raises `RecipeError` when the model has no stack of layers, or its layers cannot be joined into spans.
+    """
+    stacks = layer_stacks(model)
+    if not stacks:
+        raise RecipeError(
+            f"{type(model).__name__} has no stack of repeated layers, so nothing can be checkpointed. "
+            "Try 'keep_all'."
+        )
+    for stack in stacks:
+        chosen = _spans(stack, wish)[:: wish.every]
+        if all(len(span) == 1 for span in chosen):
+            _checkpoint_single(model, [span[0] for span in chosen])
+        else:
+            for span in chosen:
+                _checkpoint_span(span)
+
+
+def layer_stacks(model: torch.nn.Module) -> list[list[torch.nn.Module]]:
+    """The model's stacks of layers: lists of at least two modules of one class, outermost only, and of
+    these the ones that hold a worthwhile share (a tenth) of the largest stack's parameters."""
+    import torch
+
+    found: list[tuple[int, list[torch.nn.Module]]] = []
+    inside: set[int] = set()
+    for module in model.modules():
+        if id(module) in inside or not isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential)):
+            continue
+        layers = list(module)
+        if len(layers) < 2 or len({type(layer) for layer in layers}) != 1:
+            continue
+        inside.update(id(child) for layer in layers for child in layer.modules())
+        found.append((sum(parameter.numel() for parameter in module.parameters()), layers))
+    largest = max((size for size, _ in found), default=0)
+    return [layers for size, layers in found if size and size * 10 >= largest]
+
+
+def _spans(stack: Sequence[torch.nn.Module], wish: CheckpointWish) -> list[list[torch.nn.Module]]:
+    layers = list(stack)
+    if wish.layers_per_span:
+        size = wish.layers_per_span
+        return [layers[start : start + size] for start in range(0, len(layers), size)]
+    count = min(wish.spans or max(round(len(layers) ** 0.5), 1), len(layers))
+    edges = [round(index * len(layers) / count) for index in range(count + 1)]
+    return [layers[start:end] for start, end in zip(edges, edges[1:], strict=False)]
+
+
+def _checkpoint_single(model: torch.nn.Module, layers: list[torch.nn.Module]) -> None:
+    if all(hasattr(layer, "gradient_checkpointing") for layer in layers):
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        chosen = {id(layer) for layer in layers}
+        before = {id(module) for module in model.modules() if getattr(module, "gradient_checkpointing", False)}
+        enable({"use_reentrant": False})  # type: ignore[operator]
+        own = {id(layer) for stack in layer_stacks(model) for layer in stack}
+        for module in model.modules():
+            if id(module) in own and id(module) not in chosen | before:
+                module.gradient_checkpointing = False  # type: ignore[assignment]
+        return
+    for layer in layers:
+        layer.forward = _checkpointed(layer.forward)
+
+
+def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*arguments: Any, **keywords: Any) -> Any:
+        import torch
+        from torch.utils.checkpoint import checkpoint
+
+        if not torch.is_grad_enabled():
+            return forward(*arguments, **keywords)
+        return checkpoint(forward, *arguments, use_reentrant=False, **keywords)
+
+    return run
+
+
+def _checkpoint_span(layers: Sequence[torch.nn.Module]) -> None:
+    span = _Span([layer.forward for layer in layers], type(layers[0]).__name__)
+    for index, layer in enumerate(layers):
+        layer.forward = span.member(index)
+
+
+class _Span:
+    """Consecutive layers that run as one, inside one checkpoint, when the last of them is called."""
+
+    def __init__(self, forwards: list[Callable[..., Any]], name: str) -> None:
+        self.forwards, self.name = forwards, name
+        self.noted: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def member(self, index: int) -> Callable[..., Any]:
+        """What layer `index` of the span does when it is called."""
+
+        def run(hidden: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
+            if index == 0:
+                self.noted.clear()
+            self.noted.append((arguments, {**keywords, **self._without_cache(keywords)}))
+            if index < len(self.forwards) - 1:
+                return hidden
+            calls = list(self.noted)
+            self.noted.clear()
+            return self._run(hidden, calls)
+
+        return run
+
+    @staticmethod
+    def _without_cache(keywords: dict[str, Any]) -> dict[str, Any]:
+        """A cache of keys and values would be written a second time by the recomputation."""
+        off = {"use_cache": False, "past_key_values": None, "past_key_value": None, "layer_past": None}
+        return {name: value for name, value in off.items() if name in keywords}
+
+    def _run(self, hidden: torch.Tensor, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> Any:
+        import torch
+        from torch.utils.checkpoint import checkpoint
+
+        def all_layers(value: torch.Tensor) -> torch.Tensor:
+            for forward, (arguments, keywords) in zip(self.forwards, calls, strict=True):
+                value = forward(value, *arguments, **keywords)
+                if not isinstance(value, torch.Tensor):
+                    raise RecipeError(
+                        f"{self.name} hands on more than its hidden states, so its layers cannot be "
+                        "recomputed in spans. Try 'every_layer' or 'every_nth_layer(2)'."
+                    )
+            return value
+
+        if not torch.is_grad_enabled():
+            return all_layers(hidden)
+        return checkpoint(all_layers, hidden, use_reentrant=False)

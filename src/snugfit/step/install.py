@@ -1,0 +1,101 @@
+"""From Setup to model and optimizer, in the Setup's order: build, adapt, checkpoint, optimizer.
+
+Every loop builds through these functions, so a technique does to the model what it does, whoever runs it.
+The order and its reasons stand in `techniques/setup.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from snugfit.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+    from snugfit.job.job import Job
+    from snugfit.techniques.setup import Call, Setup
+
+
+def resolve(path: str) -> Callable[..., Any]:
+    """The callable at `package.module:name`."""
+    module, _, name = path.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return found
+
+
+def call(wish: Call, *arguments: Any, **more: Any) -> Any:
+    """What the wished callable gives; its own arguments win over `more`."""
+    return resolve(wish.path)(*arguments, **{**more, **wish.arguments})
+
+
+def build_model(job: Job, setup: Setup, device: torch.device) -> torch.nn.Module:
+    """The model, adapted and checkpointed as the Setup wishes, on `device`."""
+    import torch
+
+    from snugfit.step.checkpointing import checkpoint_layers
+
+    born_on = torch.device("cpu") if job.build_on == "host" and device.type == "cuda" else device
+    with born_on:
+        model = job.model.build(job, dtype=setup.weights_dtype, attention=setup.attention)
+        if setup.adapt:
+            model = call(setup.adapt, model)
+    model.to(device)
+    model.train(job.trains)
+    if setup.checkpoint and job.trains:
+        checkpoint_layers(model, setup.checkpoint)
+    return model
+
+
+def build_optimizer(job: Job, setup: Setup, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """The optimizer over the parameters that train, in one group or in the job's decay groups."""
+    wish = setup.optimizer
+    if wish.prepare:
+        call(wish.prepare, model)
+    groups: Any = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not groups:
+        raise UsageError("No parameter of this model trains. Choose the adapters 'full', or other targets.")
+    if job.decay_groups and wish.weight_decay:
+        groups = decay_groups(model)
+    made: torch.optim.Optimizer = call(wish.factory, groups, lr=job.learning_rate)
+    return made
+
+
+def decay_groups(model: torch.nn.Module, weight_decay: float = 0.01) -> list[dict[str, Any]]:
+    """Two parameter groups: with decay, and without it for biases and normalisations.
+
+    Which is which is the HF Trainer's own rule (`transformers.trainer_pt_utils.get_parameter_names`).
+    """
+    import torch
+    from transformers.trainer_pt_utils import get_parameter_names
+
+    decaying = set(get_parameter_names(model, [torch.nn.LayerNorm], ["bias", "layernorm", "rmsnorm", "norm"]))
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return [
+        {"params": [p for name, p in named if name in decaying], "weight_decay": weight_decay},
+        {"params": [p for name, p in named if name not in decaying], "weight_decay": 0.0},
+    ]
+
+
+@contextlib.contextmanager
+def matmul_precision(precision: str) -> Iterator[None]:
+    """Matrix products and convolutions of fp32 tensors in this precision (`ieee`, `tf32`), then as before."""
+    import torch
+
+    places = (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn)  # type: ignore[attr-defined]
+    before = [place.fp32_precision for place in places]
+    for place in places:
+        place.fp32_precision = precision
+    try:
+        yield
+    finally:
+        for place, value in zip(places, before, strict=True):
+            place.fp32_precision = value
+
+
+def place(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """The batch on the device, copied beside the computation when its memory is pinned."""
+    return {name: value.to(device, non_blocking=True) for name, value in batch.items()}

@@ -1,0 +1,145 @@
+"""The plain loop: the definition that every figure of snugfit refers to.
+
+Per optimizer step, for each micro-batch: place it on the device; under autocast (when wished) run the model
+and take its loss, scaled to the global batch; backward. Then unscale and clip (when the job clips), step the
+optimizer, and drop the gradients (`set_to_none=True`). fp16 goes through a GradScaler.
+
+The loss is scaled by the micro-batch's share of the items that the loss is a mean over (samples, or tokens
+that carry a label), counted on the host before the batch is placed, so that micro-batches equal the whole
+batch also when padding is uneven. A batch that is not cut is not scaled: one kernel less, as in any tutorial.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from snugfit.job.batch import label_items
+from snugfit.step.batches import micro_batches
+from snugfit.step.install import build_model, build_optimizer, matmul_precision, place
+from snugfit.step.step import Step
+
+if TYPE_CHECKING:
+    import torch
+
+    from snugfit.step.step import Observer
+
+
+class PlainStep(Step):
+    """The plain loop over one job and Setup."""
+
+    def run(self, steps: int, observer: Observer) -> list[float]:
+        """Builds, runs `steps` optimizer steps, and gives their losses."""
+        with matmul_precision(self.setup.matmul):
+            if self.job.trains:
+                return self._train(steps, observer)
+            return self._evaluate(steps, observer)
+
+    def _train(self, steps: int, observer: Observer) -> list[float]:
+        import torch
+
+        observer.phase("build")
+        model = build_model(self.job, self.setup, self.device)
+        optimizer = build_optimizer(self.job, self.setup, model)
+        scaler = torch.amp.GradScaler(self.device.type) if self.setup.scale_gradients else None
+        observer.built(model, optimizer)
+        losses: list[torch.Tensor] = []
+        with contextlib.closing(micro_batches(self.job, self.setup, self.device)) as batches:
+            for index in range(steps):
+                observer.step_begins(index)
+                loss = self._accumulate(model, batches, scaler, observer)
+                self._clip(model, optimizer, scaler, observer)
+                observer.phase("update")
+                if scaler is None:
+                    optimizer.step()
+                else:
+                    scaler.step(optimizer)
+                    scaler.update()
+                optimizer.zero_grad(set_to_none=not self.keep_gradients)
+                observer.step_ends(index)
+                if self.keep_losses and loss is not None:
+                    losses.append(loss)
+        self.model, self.optimizer = model, optimizer
+        return [float(loss) for loss in losses]
+
+    def _accumulate(
+        self,
+        model: torch.nn.Module,
+        batches: Iterator[list[dict[str, Any]]],
+        scaler: torch.amp.GradScaler | None,
+        observer: Observer,
+    ) -> torch.Tensor | None:
+        observer.phase("load")
+        pieces = next(batches)
+        items = [label_items(self.job, piece) for piece in pieces] if len(pieces) > 1 else [1]
+        total: torch.Tensor | None = None
+        for piece, share in zip(pieces, items, strict=True):
+            observer.phase("load")
+            batch = place(piece, self.device)
+            observer.phase("forward")
+            with self._autocast():
+                loss = model(**batch)[0] if not self.job.model.is_module else self._module_loss(model, batch)
+            if len(pieces) > 1:
+                loss = loss * (share / sum(items))
+            if self.keep_losses:
+                total = loss.detach() if total is None else total + loss.detach()
+            observer.phase("backward")
+            (loss if scaler is None else scaler.scale(loss)).backward()
+            del loss
+        return total
+
+    @staticmethod
+    def _module_loss(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+        """A user's own module gives its loss as a tensor, as `.loss`, or first of a tuple."""
+        import torch
+
+        out = model(**batch)
+        if isinstance(out, torch.Tensor):
+            return out
+        loss: torch.Tensor = out.loss if hasattr(out, "loss") else out[0]
+        return loss
+
+    def _clip(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scaler: torch.amp.GradScaler | None,
+        observer: Observer,
+    ) -> None:
+        import torch
+
+        if self.job.clip is None:
+            return
+        observer.phase("clip")
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), self.job.clip)
+
+    def _evaluate(self, steps: int, observer: Observer) -> list[float]:
+        import torch
+
+        observer.phase("build")
+        model = build_model(self.job, self.setup, self.device)
+        observer.built(model, None)
+        losses: list[float] = []
+        with contextlib.closing(micro_batches(self.job, self.setup, self.device)) as batches:
+            for index in range(steps):
+                observer.step_begins(index)
+                for piece in next(batches):
+                    observer.phase("load")
+                    batch = place(piece, self.device)
+                    observer.phase("forward")
+                    with torch.no_grad(), self._autocast():
+                        out = model(**batch)
+                    del out
+                observer.step_ends(index)
+        self.model = model
+        return losses
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        import torch
+
+        if self.setup.autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=getattr(torch, self.setup.autocast))
