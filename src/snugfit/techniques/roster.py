@@ -20,6 +20,7 @@ import inspect
 import pkgutil
 import textwrap
 from dataclasses import MISSING, dataclass, fields
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
@@ -187,19 +188,25 @@ def check(technique: type[Technique], *, slot: Slot | None) -> None:
 
 
 def _field_docs(technique: type[Technique]) -> dict[str, str]:
-    """The first sentence of the string literal directly under each annotated field."""
-    if not fields(technique):
-        return {}
-    body = ast.parse(textwrap.dedent(inspect.getsource(technique))).body[0]
-    assert isinstance(body, ast.ClassDef)
-    docs = {}
-    for field, below in zip(body.body, body.body[1:], strict=False):
-        if (
-            isinstance(field, ast.AnnAssign)
-            and isinstance(field.target, ast.Name)
-            and isinstance(below, ast.Expr)
-            and isinstance(below.value, ast.Constant)
-            and isinstance(below.value.value, str)
-        ):
-            docs[field.target.id] = first_sentence(inspect.cleandoc(below.value.value))
+    """The first sentence directly under each field, of the class and of those it inherits fields from."""
+    docs: dict[str, str] = {}
+    names = {declared.name for declared in fields(technique)}
+    for owner in reversed(technique.__mro__):
+        if names & set(vars(owner).get("__annotations__", ())):
+            docs |= _class_field_docs(owner)
     return docs
+
+
+def _class_field_docs(owner: type) -> dict[str, str]:
+    """The first sentence of the string literal directly under each field annotated in this class's body."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    return {
+        field.target.id: first_sentence(inspect.cleandoc(below.value.value))
+        for field, below in pairwise(body.body)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and isinstance(below, ast.Expr)
+        and isinstance(below.value, ast.Constant)
+        and isinstance(below.value.value, str)
+    }

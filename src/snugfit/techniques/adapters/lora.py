@@ -12,6 +12,7 @@ models train whole, as peft's task types do it.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Self
@@ -83,9 +84,12 @@ def adapt(model: torch.nn.Module, *, r: int, targets: Sequence[str]) -> torch.nn
         modules_to_save=["classifier"] if name.endswith("ForImageClassification") else None,
     )
     try:
-        return get_peft_model(model, config)  # type: ignore[no-any-return]
+        with warnings.catch_warnings():
+            # GPT-2's Conv1D stores its weight transposed; peft sees that, does the right thing, and warns.
+            warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False", category=UserWarning)
+            return get_peft_model(model, config)  # type: ignore[no-any-return]
     except ValueError as error:
         raise RecipeError(
-            f"lora: peft finds nothing to adapt in {name}: {error} "
+            f"lora: peft finds nothing to adapt in {name} ({str(error).rstrip('.')}). "
             "Name the modules, lora(targets=q_proj|v_proj), or take lora(targets=all-linear)."
         ) from error

@@ -1,0 +1,52 @@
+"""Random techniques and recipes over the whole roster, from a seed: what the laws are tried on."""
+
+from __future__ import annotations
+
+import random
+import types
+import typing
+from dataclasses import MISSING, fields
+from typing import Any, Literal
+
+from snugfit.techniques import roster
+from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.setting import setting_types
+from snugfit.techniques.technique import Slot, Technique
+
+WORDS = ("q_proj", "all-linear", "attention.self.query", "v", "w_1", "layer.*.fc")
+
+
+def any_technique(technique: type[Technique], rng: random.Random) -> Technique:
+    """This technique with random lawful settings; each default is kept half of the time."""
+    kinds = setting_types(technique)
+    given = {
+        declared.name: any_value(kinds[declared.name], declared.metadata, rng)
+        for declared in fields(technique)
+        if declared.default is MISSING or rng.random() < 0.5
+    }
+    return technique(**given)
+
+
+def any_recipe(rng: random.Random) -> Recipe:
+    """A random technique in each slot."""
+    by_slot = {slot: [found for found in roster.techniques() if found.slot is slot] for slot in Slot}
+    return Recipe(tuple(any_technique(rng.choice(found), rng) for found in by_slot.values()))
+
+
+def any_value(kind: Any, limits: typing.Mapping[str, float], rng: random.Random) -> Any:
+    """A random value of a setting's type, inside its range."""
+    if isinstance(kind, types.UnionType):
+        return any_value(rng.choice(typing.get_args(kind)), limits, rng)
+    if typing.get_origin(kind) is Literal:
+        return rng.choice(typing.get_args(kind))
+    if typing.get_origin(kind) is tuple:
+        return tuple(rng.sample(WORDS, rng.randint(1, len(WORDS))))
+    if kind is str:
+        return rng.choice(WORDS)
+    if kind is type(None):
+        return None
+    low, high = limits["low"], limits["high"]
+    if kind is int:
+        return rng.choice([int(low), int(high), rng.randint(int(low), int(high))])
+    assert kind is float, f"no random value of {kind}: teach any_value"
+    return rng.choice([low, high, rng.uniform(low, high), 10 ** rng.uniform(-12, 0) * high])

@@ -1,0 +1,173 @@
+"""Law 6, the techniques' part: every file in a slot's folder keeps the roster's rules, and broken ones speak."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+
+from snugfit.errors import RecipeError
+from snugfit.techniques import roster
+from snugfit.techniques.setting import between
+from snugfit.techniques.setup import Setup
+from snugfit.techniques.technique import Fidelity, Slot, Technique
+
+NAMED_IN_THE_ISSUE = (
+    "full lora sdpa eager fp32 bf16 fp16 bf16_pure ieee tf32 keep_all every_layer every_nth_layer segments "
+    "whole_batch micro_batches adamw adamw_fused adamw_loop sgd adafactor adafactor_torch adamw_8bit "
+    "default expandable inline workers"
+).split()
+
+
+def test_every_promised_technique_is_found() -> None:
+    assert {technique.name for technique in roster.techniques()} >= set(NAMED_IN_THE_ISSUE)
+
+
+def test_listing_goes_by_slot_and_plain_comes_first() -> None:
+    found = roster.techniques()
+    slots = [technique.slot for technique in found]
+    assert slots == sorted(slots, key=list(Slot).index)
+    assert [technique.name for technique in found if technique.plain] == [
+        roster.plain(slot).name for slot in Slot
+    ]
+
+
+@pytest.mark.parametrize("technique", roster.techniques(), ids=lambda technique: technique.name)
+def test_technique_keeps_the_rules(technique: type[Technique]) -> None:
+    roster.check(technique, slot=technique.slot)
+    assert roster.find(technique.name) is technique
+    assert f".{technique.slot}.{technique.name}" in technique.__module__
+    for line in roster.setting_lines(technique):
+        assert line.sentence
+        assert line.kind
+
+
+@pytest.mark.parametrize("technique", roster.techniques(), ids=lambda technique: technique.name)
+def test_names_elsewhere_lead_here_and_clash_with_nothing(technique: type[Technique]) -> None:
+    names = {other.name for other in roster.techniques()}
+    for word in technique.elsewhere:
+        assert word not in names
+        with pytest.raises(RecipeError, match=repr(technique.name)):
+            roster.find(word)
+
+
+def test_listing_imports_neither_torch_nor_a_technique_s_package() -> None:
+    code = (
+        "import sys; from snugfit.techniques import roster; roster.techniques();"
+        "heavy = {'torch', 'transformers', 'peft', 'bitsandbytes', 'numpy'} & set(sys.modules);"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [
+        ("adamw_8bits", "'adamw_8bit'"),
+        ("BF16", "'bf16'"),
+        ("adamw_hf", "'adamw'"),
+        ("gradient_accumulation_steps", "'micro_batches'"),
+        ("apollo_adamw", "CC BY-NC"),
+        ("evaluation_strategy", "eval_strategy"),
+        ("no_cuda", "use_cpu"),
+        ("qqqqq", "every_layer"),
+    ],
+)
+def test_unknown_word_is_answered_with_what_to_write(word: str, hint: str) -> None:
+    with pytest.raises(RecipeError, match=hint):
+        roster.find(word)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sound(Technique):
+    """Does nothing, and says so."""
+
+    fidelity: ClassVar = Fidelity.SAME
+    source: ClassVar = "this file"
+    slot: ClassVar = Slot.LOADING
+
+    k: int = between(1, 9, default=3)
+    """How often."""
+
+    def install(self, setup: Setup) -> Setup:
+        return setup
+
+
+def _broken(**changes: object) -> type[Technique]:
+    return type("Broken", (Sound,), {"__module__": __name__, "__doc__": Sound.__doc__, **changes})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Silent(Technique):
+    """Has a setting without a sentence."""
+
+    fidelity: ClassVar = Fidelity.SAME
+    source: ClassVar = "this file"
+
+    k: int = 3
+
+    def install(self, setup: Setup) -> Setup:
+        return setup
+
+
+@pytest.mark.parametrize(
+    ("technique", "complaint"),
+    [
+        (_broken(__doc__=None), "needs a docstring"),
+        (_broken(__doc__="no full stop"), "full stop"),
+        (_broken(fidelity="same-ish"), "fidelity"),
+        (_broken(source=" "), "source"),
+        (_broken(needs=("nothing>=1",)), "extra"),
+        (Silent, "missing: \\['k'\\]"),
+    ],
+)
+def test_broken_technique_is_refused_to_its_author(technique: type[Technique], complaint: str) -> None:
+    with pytest.raises(roster.RosterError, match=complaint):
+        roster.check(technique, slot=Slot.LOADING)
+
+
+def test_a_technique_needs_a_slot_that_exists() -> None:
+    with pytest.raises(roster.RosterError, match="slots:"):
+        roster.check(Sound, slot=None)
+
+
+@pytest.fixture
+def offered(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[SimpleNamespace]]:
+    """Entry points that an installed package is made to offer."""
+    entries: list[SimpleNamespace] = []
+    monkeypatch.setattr(
+        "importlib.metadata.entry_points", lambda group: entries if group == roster.GROUP else []
+    )
+    yield entries
+    roster._plugins.clear()
+
+
+def test_plugin_is_foreign_until_asked_for(offered: list[SimpleNamespace]) -> None:
+    offered.append(SimpleNamespace(name="sound", value="package:Sound", load=lambda: Sound))
+    with pytest.raises(RecipeError, match="Unknown technique 'sound'"):
+        roster.find("sound")
+    assert roster.load_plugins() == ("sound",)
+    assert roster.find("sound") is Sound
+    assert str(roster.find("sound")(k=4)) == "sound(k=4)"  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "complaint"),
+    [
+        ("adamw", Sound, "taken"),
+        ("sound", dict, "not a subclass"),
+        ("sound", _broken(plain=True, __doc__="Plain, from elsewhere."), "plain"),
+    ],
+)
+def test_bad_plugin_is_refused(
+    offered: list[SimpleNamespace], name: str, value: type, complaint: str
+) -> None:
+    offered.append(SimpleNamespace(name=name, value="package:It", load=lambda: value))
+    with pytest.raises(roster.RosterError, match=complaint):
+        roster.load_plugins()
+    assert name not in roster._plugins
