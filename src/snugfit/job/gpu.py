@@ -1,0 +1,244 @@
+"""The table of GPUs: what a device is, as facts with sources, and how its name is found.
+
+The facts stand in `gpus.json`. Three sizes of memory are told apart, because they are often mixed up: what
+nvidia-smi shows (`nvml_total_bytes`), what the driver keeps for itself (`driver_reserved_bytes`), and what is
+left for processes, which is torch's total (`memory_bytes`). Drivers before R510 hid their reserve from
+nvidia-smi: a V100 of 16,384 MiB then read 16,160.
+
+Names forgive. Vendor words, case, spaces and punctuation do not count; `a100-80gb` means the model A100 with
+80 GB. What is then still more than one entry:
+
+- entries that differ in their form factor only (SXM, PCIe, NVL): the SXM one is meant, for it is the one that
+  training machines have; `a100-80gb-pcie` finds the other;
+- entries that differ in memory (`a100`, `v100`): refused, with the choices.
+
+A name that fits no entry is refused with the nearest ones. No figure is ever guessed: what is not known is
+None, and what was estimated says so in `doubts`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from importlib import resources
+from typing import Any, Self
+
+from snugfit.errors import GpuError, nearest
+
+_VENDOR_WORDS = frozenset(
+    {"nvidia", "geforce", "tesla", "amd", "instinct", "intel", "r", "tm", "apple", "gpu"}
+)
+_MEMORY = re.compile(r"(?<![a-z0-9])(\d{1,3})\s*(?:g|gb|gib)(?![a-z0-9])")
+_FORM = re.compile(r"(?<![a-z])(sxm|pcie|nvl)\d?(?![a-z0-9])")
+PREFERRED_FORM = "SXM"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One model of GPU. None means that it is not known."""
+
+    key: str
+    """Short name, unique in the table: `H200-SXM`."""
+
+    names: tuple[str, ...]
+    """What the driver calls it."""
+
+    vendor: str
+    """`NVIDIA`, `AMD`, `Intel` or `Apple`."""
+
+    model: str
+    """Marketing name without vendor, form factor and memory: `A100`."""
+
+    form: str | None
+    """`SXM`, `PCIe` or `NVL`, for models that come in several."""
+
+    marketed_gb: int | None
+    """The memory in the product's name or data sheet, in GB."""
+
+    architecture: str
+    """`Hopper`, `CDNA3` and the like."""
+
+    chip: str | None
+    """The die: `GH100`."""
+
+    platform: str
+    """Of torch: `cuda`, `rocm`, `xpu` or `mps`."""
+
+    compute_capability: tuple[int, int] | None
+    """CUDA's, (9, 0) for Hopper; None on other platforms."""
+
+    target: str | None
+    """What other platforms have instead: `gfx942`."""
+
+    release_year: int | None
+    """Year of release."""
+
+    sm_count: int | None
+    """Streaming multiprocessors, or compute units, or cores, as the vendor counts."""
+
+    nvml_total_bytes: int | None
+    """What nvidia-smi shows as the total, with a current driver."""
+
+    memory_bytes: int | None
+    """What processes can use: torch's total."""
+
+    driver_reserved_bytes: int | None
+    """What the driver keeps for itself."""
+
+    memory_type: str | None
+    """`HBM3e`, `GDDR6` and the like."""
+
+    bandwidth: int | None
+    """Of the memory, bytes per second, data sheet."""
+
+    l2_cache_bytes: int | None
+    """Second-level cache."""
+
+    boost_clock_hz: int | None
+    """Of the data sheet."""
+
+    peak_dense: Mapping[str, int] = field(default_factory=dict)
+    """Operations per second without sparsity, by `fp32 tf32 fp16 fp16_accumulate_fp16 bf16 fp8 int8`."""
+
+    bf16_native: bool
+    """Whether bfloat16 is computed by hardware; False where it is emulated."""
+
+    tf32: bool
+    """Whether float32 matrix products can run as TensorFloat-32."""
+
+    fp8: bool
+    """Whether 8-bit floating point is computed by hardware."""
+
+    tensor_cores: bool
+    """Whether it has matrix units for float16."""
+
+    host_link: Mapping[str, Any] | None
+    """Connection to the host: `type`, `bytes_per_second` in one direction."""
+
+    gpu_link: Mapping[str, Any] | None
+    """Connection to other GPUs, the same way."""
+
+    power_watts: float | None
+    """Thermal design power."""
+
+    context_bytes: int | None
+    """Taken by a process that has put one tiny tensor on it, with a current torch; measured, or None."""
+
+    libraries_bytes: int | None
+    """Taken further while training loads its kernels and libraries; measured, or None."""
+
+    context_source: str | None
+    """Where both were measured, and with which software."""
+
+    achieved: Mapping[str, Any] = field(default_factory=dict)
+    """Rates that others measured, each with its source."""
+
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Where the figures come from, by what they are about."""
+
+    doubts: tuple[str, ...] = ()
+    """Which figures are estimates, unverified or spread, in words."""
+
+    notes: tuple[str, ...] = ()
+    """What else to know."""
+
+    @property
+    def name(self) -> str:
+        """What the driver calls it first."""
+        return self.names[0]
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object; `Gpu.from_json` reads it back."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Self:
+        """The GPU that `to_json` wrote."""
+        capability = document["compute_capability"]
+        return cls(
+            **{
+                **document,
+                "names": tuple(document["names"]),
+                "compute_capability": tuple(capability) if capability else None,
+                "doubts": tuple(document["doubts"]),
+                "notes": tuple(document["notes"]),
+            }
+        )
+
+
+@cache
+def all_gpus() -> tuple[Gpu, ...]:
+    """Every GPU of the table, oldest architecture first."""
+    content = resources.files("snugfit.job").joinpath("gpus.json").read_text(encoding="utf-8")
+    return tuple(Gpu.from_json(entry) for entry in json.loads(content)["gpus"])
+
+
+def find_gpu(text: str) -> Gpu:
+    """The one GPU that `text` means. Raises `GpuError` with the choices when it is none or several."""
+    exact = [gpu for gpu in all_gpus() if _squashed(text) in _exact_names(gpu)]
+    found = exact or _preferred(_described(text))
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise GpuError(f"{text!r} can be {_listed(found)}. Say which, by its key or with its memory.")
+    raise GpuError(f"No GPU {text!r} in the table.{_nearest(text)} All of them: snugfit gpus.")
+
+
+def _described(text: str) -> list[Gpu]:
+    """Entries whose model is named, and whose memory and form factor are the ones named, if any."""
+    lowered = text.lower().replace("_", " ")
+    memory, form = _MEMORY.search(lowered), _FORM.search(lowered)
+    model = _squashed(_FORM.sub(" ", _MEMORY.sub(" ", lowered)))
+    return [
+        gpu
+        for gpu in all_gpus()
+        if model in _model_names(gpu)
+        and (memory is None or int(memory[1]) in _memory_names(gpu))
+        and (form is None or form[1].upper() == (gpu.form or "").upper())
+    ]
+
+
+def _preferred(found: list[Gpu]) -> list[Gpu]:
+    """Only the SXM one of entries that differ in nothing but their form factor."""
+    if len({(gpu.model, gpu.marketed_gb) for gpu in found}) == 1:
+        return [gpu for gpu in found if gpu.form == PREFERRED_FORM] or found
+    return found
+
+
+def _squashed(text: str) -> str:
+    """Lower-case letters and digits only, without vendor words: `NVIDIA GeForce RTX 4090` -> `rtx4090`."""
+    words = re.findall(r"[a-z0-9]+", text.lower())
+    return "".join(word for word in words if word not in _VENDOR_WORDS)
+
+
+def _exact_names(gpu: Gpu) -> set[str]:
+    return {_squashed(name) for name in (gpu.key, *gpu.names)}
+
+
+def _model_names(gpu: Gpu) -> set[str]:
+    """The model's name, and without its family: `4090`, `a6000`."""
+    model = _squashed(gpu.model)
+    return {model, model.removeprefix("rtx")} if re.fullmatch(r"rtx(a?\d{4}).*", model) else {model}
+
+
+def _memory_names(gpu: Gpu) -> set[int]:
+    """Gigabytes that people say: the marketed ones, and what nvidia-smi shows in GiB."""
+    shown = (gpu.nvml_total_bytes or 0) / (1 << 30)
+    return {gpu.marketed_gb or 0, int(shown), round(shown)}
+
+
+def _nearest(text: str) -> str:
+    names: dict[str, Gpu] = {}
+    for gpu in all_gpus():
+        for name in (*_exact_names(gpu), *_model_names(gpu)):
+            names.setdefault(name, gpu)
+    found = dict.fromkeys(names[name].key for name in nearest(_squashed(text), names, count=6))
+    near = [gpu for gpu in all_gpus() if gpu.key in found]
+    return f" Near it: {_listed(near)}." if near else ""
+
+
+def _listed(gpus: Iterable[Gpu]) -> str:
+    return ", ".join(f"{gpu.key} ({gpu.name}, {gpu.marketed_gb or '?'} GB)" for gpu in gpus)
