@@ -1,0 +1,37 @@
+# Two commands: `make demo` and `make test`. Each is complete from a bare clone, through `make install`.
+#
+# Installing goes into a .venv of its own, with the versions of constraints.txt. torch comes first, so that a
+# machine with another build of it (CUDA, ROCm) can put its own there before: see README, "Another torch".
+
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+GUIDE := snugfit-guide
+
+.PHONY: install demo test lint types clean
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install -q -c constraints.txt torch==2.13.0
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev,bnb,peft]'
+	touch $@
+
+demo: install
+	$(BIN)/snugfit predict bert-large-uncased --task sequence-classification --gpu v100-16gb \
+	  --recipe 'fp16 + every_layer + micro_batches(4)'
+	$(BIN)/snugfit guide --gpu v100-16gb --output $(GUIDE)
+
+test: install
+	$(BIN)/python -m pytest -n 2
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv $(GUIDE) .mypy_cache .ruff_cache .pytest_cache

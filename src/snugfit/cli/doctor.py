@@ -1,0 +1,22 @@
+"""`snugfit doctor`: what is installed here, and what is missing and why."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+
+
+def doctor(as_json: AsJson = False) -> None:
+    """Examine this machine: versions, extras, GPU, NVML."""
+    from snugfit.measurement.doctor import examine
+    from snugfit.report.doctor import render
+    from snugfit.report.terminal import show, show_json
+
+    findings = examine()
+    if as_json:
+        show_json(findings.to_json())
+    else:
+        show(render(findings))

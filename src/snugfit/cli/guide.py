@@ -1,0 +1,83 @@
+"""`snugfit guide`: the guide's experiments as one suite, in tables, files and one plot."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from snugfit.cli import arguments as given
+
+if TYPE_CHECKING:
+    from snugfit.comparison.result import GuideResult
+
+Gpu = Annotated[
+    str | None, typer.Option(metavar="NAME", help="The GPU to predict for. [this machine's, or the guide's]")
+]
+Measure = Annotated[bool, typer.Option("--measure", help="Also run every experiment here.")]
+Output = Annotated[Path, typer.Option(help="Folder for the tables and the plot.", file_okay=False)]
+Format = Annotated[str, typer.Option("--format", help="What to print: terminal, markdown, csv or json.")]
+
+FORMATS = ("terminal", "markdown", "csv", "json")
+
+
+def guide(
+    *,
+    gpu: Gpu = None,
+    measure: Measure = False,
+    output: Output = Path("snugfit-guide"),
+    form: Format = "terminal",
+    as_json: given.AsJson = False,
+) -> None:
+    """Predict (and measure) the experiments of the Hugging Face single-GPU guide."""
+    from snugfit.cli.progress import telling
+    from snugfit.errors import GpuError, UsageError, did_you_mean
+    from snugfit.job.gpu import find_gpu
+    from snugfit.report.files import writable_folder
+
+    form = "json" if as_json else form
+    if form not in FORMATS:
+        raise UsageError(f"--format {form!r}: {', '.join(FORMATS)}.{did_you_mean(form, FORMATS)}")
+    here = None if gpu and not measure else _gpu_here()
+    if measure and here is None:
+        raise GpuError("--measure: there is no GPU here to run the suite on. Leave it out to predict.")
+    wanted = find_gpu(gpu or here or _guides_gpu())
+    folder = writable_folder(output)
+
+    from snugfit.comparison.guide import run
+    from snugfit.report.guide import write
+
+    with telling() as tell:
+        result = run(wanted, measure=measure, ledger=folder / "runs" if measure else None, tell=tell)
+    paths = write(result, folder)
+    _print(result, form)
+    typer.echo("\n".join(f"Written: {path}" for path in paths), err=form != "terminal")
+
+
+def _print(result: GuideResult, form: str) -> None:
+    from snugfit.report import guide as report
+    from snugfit.report.terminal import show, show_json
+
+    if form == "terminal":
+        show(report.render(result))
+    elif form == "json":
+        show_json(result.to_json())
+    else:
+        text = report.csv(result) if form == "csv" else report.markdown(result, plot="guide.png")
+        typer.echo(text, nl=False)
+
+
+def _gpu_here() -> str | None:
+    """The name of this machine's GPU, when it has one that NVML knows."""
+    from snugfit.measurement.place import find_place
+
+    with find_place(None, 0, environment=os.environ) as place:
+        return place.card.name if place.card else None
+
+
+def _guides_gpu() -> str:
+    from snugfit.comparison.suite import own_gpu
+
+    return own_gpu()

@@ -1,0 +1,221 @@
+"""Job files: the command line's arguments, written down in YAML.
+
+    model: bert-large-uncased
+    task: sequence-classification
+    batch_size: 32
+    recipe: bf16 + micro_batches(8)
+    gpu: rtx 4090
+
+A job file is flat and holds words and numbers only, so most of YAML is refused rather than understood: tags
+(they can name code), anchors and aliases (a few lines of them unfold to gigabytes), nesting, a key that
+stands twice, and more than a mebibyte. Numbers follow YAML 1.2, as people write them today: `1e-5` is a
+number (YAML 1.1 reads a word) and `010` is nobody's number (YAML 1.1 reads eight).
+
+Keys that other trainers use are told apart from typing mistakes: `foreign_names.json` says what to write
+instead.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import types
+import typing
+from collections.abc import Hashable
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from snugfit.errors import SnugfitError, UsageError, did_you_mean, nearest
+from snugfit.job.job import Job
+
+LARGEST_FILE = 1 << 20
+DEEPEST = 3
+_OUTSIDE_THE_JOB = {"recipe": str, "gpu": str, "memory": str, "loop": str, "software": str}
+_OCTAL = re.compile(r"[-+]?0[0-9_]+")
+
+
+def read_job_file(path: Path) -> dict[str, Any]:
+    """The settings in a job file, each of its key's type; raises `UsageError` that names file and line."""
+    document = _load(_read(path), str(path))
+    if document is None:
+        raise UsageError(f"{path}: the file is empty. Write lines such as `model: bert-large-uncased`.")
+    if not isinstance(document, dict):
+        raise UsageError(f"{path}: a job file is lines of `key: value`, not {_kind_of(document)}.")
+    return settings_from(document, str(path))
+
+
+def read_setting(text: str) -> tuple[str, Any]:
+    """The key and the value of `--set key=value`."""
+    key, equals, value = text.partition("=")
+    key = key.strip()
+    if not equals or not key:
+        raise UsageError(f"--set {text!r}: write key=value, for example --set batch_size=8.")
+    head = key.split(".")[0]
+    if "." in key and head in kinds():
+        raise UsageError(f"--set {text!r}: {head} is a single value and has no parts. Write --set {head}=...")
+    return next(iter(settings_from({key: _load(value, "--set")}, "--set").items()))
+
+
+@cache
+def kinds() -> dict[str, type]:
+    """Every legal key with the type of its value: the job's fields, and what stands beside a job."""
+    found: dict[str, type] = {}
+    for name, hint in typing.get_type_hints(Job).items():
+        plain = typing.get_args(hint)[0] if isinstance(hint, types.UnionType) else hint
+        found[name] = plain if plain in (int, float, bool) else str
+    return found | _OUTSIDE_THE_JOB
+
+
+def settings_from(document: dict[Any, Any], where: str) -> dict[str, Any]:
+    """Keys and values checked; one error names everything that is wrong with the keys."""
+    names = _foreign_names()
+    document = {names["same"].get(key, key): value for key, value in document.items()}
+    wrong = [_unknown(key, value, names["advice"]) for key, value in document.items() if key not in kinds()]
+    if wrong:
+        raise UsageError(f"{where}: " + "\n".join(wrong) + f"\nKeys: {', '.join(sorted(kinds()))}.")
+    return {key: _of_kind(kinds()[key], key, value, where) for key, value in document.items()}
+
+
+def _of_kind(kind: type, key: str, value: Any, where: str) -> Any:
+    if value is None and _may_be_none(key):
+        return None
+    if isinstance(value, str) and kind is not str and _OCTAL.fullmatch(value):
+        raise UsageError(f"{where}: {key} is {value}: is that octal? Write {int(value.replace('_', ''))}.")
+    if kind is str and isinstance(value, str | int | float) and not isinstance(value, bool):
+        return str(value)
+    if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
+        if math.isfinite(value):
+            return float(value)
+    elif kind in (int, bool) and type(value) is kind:
+        return value
+    wanted = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}[kind]
+    shown = f"{value!r}" if isinstance(value, str | int | float) else _kind_of(value)
+    raise UsageError(f"{where}: {key} is {shown[:80]}; it takes {wanted}.")
+
+
+def _may_be_none(key: str) -> bool:
+    return type(None) in typing.get_args(typing.get_type_hints(Job).get(key))
+
+
+def _unknown(key: Any, value: Any, advice: dict[str, str]) -> str:
+    """One line about a key that is not ours: another trainer's, a typing mistake, or neither."""
+    if not isinstance(key, str):
+        return f"the key {key!r} is not a word."
+    if key in advice:
+        return f"{key} is another trainer's name: {advice[key]}.{_about_value(key, value)}"
+    near = nearest(key, [*kinds(), *advice], count=1)
+    if near and near[0] in advice:
+        return f"unknown key {key!r}. Did you mean {near[0]!r}? Here: {advice[near[0]]}."
+    return f"unknown key {key!r}.{did_you_mean(key, kinds())}"
+
+
+def _about_value(key: str, value: Any) -> str:
+    """For another trainer's optimizer: what our recipes say to that word."""
+    if key not in ("optim", "optimizer") or not isinstance(value, str):
+        return ""
+    from snugfit.techniques.recipe import Recipe
+
+    try:
+        return f" Here: recipe: {Recipe.parse(value)}."
+    except SnugfitError as error:
+        return f" {error}"
+
+
+@cache
+def _foreign_names() -> dict[str, dict[str, str]]:
+    text = files("snugfit.cli").joinpath("foreign_names.json").read_text(encoding="utf-8")
+    return typing.cast("dict[str, dict[str, str]]", json.loads(text))
+
+
+def _read(path: Path) -> str:
+    try:
+        if not path.exists():
+            raise UsageError(f"{path}: no such job file.")
+        if not path.is_file():
+            raise UsageError(f"{path}: a job file is a regular file, and this is not one.")
+        if path.stat().st_size > LARGEST_FILE:
+            raise UsageError(
+                f"{path}: {path.stat().st_size:,} bytes; a job file has at most {LARGEST_FILE:,}."
+            )
+        return path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise UsageError(f"{path}: this is not UTF-8 text. Save it as UTF-8.") from None
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read ({error.strerror}).") from None
+
+
+def _load(text: str, where: str) -> Any:
+    loader = _Loader(text)
+    try:
+        return loader.get_single_data()
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise UsageError(f"{where}{line}: {_in_words(error)}.") from None
+    except yaml.YAMLError as error:
+        raise UsageError(f"{where}: {' '.join(str(error).split())}") from None
+    finally:
+        loader.dispose()
+
+
+def _in_words(error: yaml.MarkedYAMLError) -> str:
+    if "'\\t'" in str(error.problem):
+        return "a tab begins the line. YAML is indented with spaces, and a job file not at all"
+    return " ".join(f"{error.context or ''} {error.problem or ''}".split())
+
+
+def _kind_of(value: Any) -> str:
+    return {dict: "a mapping", list: "a list", type(None): "nothing"}.get(type(value), f"{value!r}"[:80])
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2's plain scalars in flat documents, and nothing that can name code or unfold."""
+
+    yaml_implicit_resolvers: typing.ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {}  # type: ignore[misc]
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self.depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """Refuses what a job file does not need, before anything is built from it."""
+        event: Any = self.peek_event()
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
+            raise yaml.MarkedYAMLError(
+                problem="anchors and aliases are not allowed", problem_mark=event.start_mark
+            )
+        if tag := getattr(event, "tag", None):
+            raise yaml.MarkedYAMLError(
+                problem=f"the tag {tag!r} is not allowed, only plain words and numbers are",
+                problem_mark=event.start_mark,
+            )
+        if self.depth >= DEEPEST:
+            raise yaml.MarkedYAMLError(problem="nested too deep", problem_mark=event.start_mark)
+        self.depth += 1
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self.depth -= 1
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        """A mapping in which no key stands twice."""
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if str(key.value) in seen:
+                problem = f"the key {key.value!r} stands twice"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)
+
+
+for _tag, _pattern, _first in (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?(0|[1-9][0-9]{0,18})", list("-+0123456789")),
+    ("float", r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?", list("-+.0123456789")),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first)

@@ -1,0 +1,112 @@
+"""The `snugfit` command: it finds the subcommand, and turns every ending into a message and an exit code.
+
+Commands return by themselves (exit 0) or raise. What they raise becomes one message on stderr and the exit
+code that `errors.py` documents; a typing mistake is 2, Ctrl-C is 130, and a reader that goes away (`| head`)
+ends the command without a word. A traceback is shown only for what nobody foresaw, because there it is the
+report that somebody needs.
+
+Two things are done here for speed, both about torch's and transformers' many Python objects:
+
+- while those packages are imported, the cyclic garbage collector walks through a growing heap again and again
+  and frees nothing (about a second); `foreseeing` below turns it off for that time;
+- when the work is done, the interpreter would take the whole heap down object by object (about a second).
+  The command has flushed its output and closed its files by then, so it ends the process at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from snugfit.cli.doctor import doctor
+from snugfit.cli.gpus import gpus
+from snugfit.cli.guide import guide
+from snugfit.cli.measure import measure
+from snugfit.cli.predict import predict
+from snugfit.cli.techniques import techniques
+from snugfit.errors import SnugfitError
+
+_TypingMistake = typer.BadParameter.__bases__[0]
+"""Typer's root of all usage errors. It carries click with it under a private name, so the class is reached
+through the one public member of its family."""
+
+app = typer.Typer(
+    name="snugfit",
+    help="Will this training step fit that GPU? Predict it without one, measure it on one, compare the two.",
+    epilog="Exit codes: 0 ok, 1 error, 2 usage, 3 does not fit, 4 measured out of memory, 130 interrupted.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for command in (predict, measure, guide, gpus, techniques, doctor):
+    app.command()(command)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from snugfit import __version__
+
+        typer.echo(f"snugfit {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Will this training step fit that GPU? Predict it without one, measure it on one, compare the two."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs one command line and gives its exit code; every foreseen error is told on stderr."""
+    try:
+        code = app(args=list(arguments), prog_name="snugfit", standalone_mode=False)
+        sys.stdout.flush()
+    except SnugfitError as error:
+        return _tell(str(error), error.exit_code)
+    except _TypingMistake as mistake:
+        return _tell_mistake(mistake)
+    except (KeyboardInterrupt, typer.Abort):
+        return _tell("interrupted", 130)
+    except BrokenPipeError:
+        return _forget_reader()
+    return code if isinstance(code, int) else 0
+
+
+def main() -> None:
+    """The console entry: `run`, then out of the process without taking the heap apart."""
+    code = run(sys.argv[1:])
+    try:
+        sys.stdout.flush()
+    except (BrokenPipeError, ValueError):
+        code = _forget_reader()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _tell(message: str, code: int) -> int:
+    print(f"snugfit: {message}", file=sys.stderr)
+    return code
+
+
+def _tell_mistake(mistake: Exception) -> int:
+    """A mistake in the command line, with the help that would have prevented it."""
+    context = getattr(mistake, "ctx", None)
+    path = context.command_path if context else "snugfit"
+    message = mistake.format_message() if isinstance(mistake, typer.BadParameter.__mro__[2]) else str(mistake)
+    if not message:  # no arguments at all: typer has printed the help already
+        return 2
+    return _tell(f"{message} Try: {path} --help", 2)
+
+
+def _forget_reader() -> int:
+    """Whoever read our output has gone: point stdout at nothing, so that no later flush complains."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0

@@ -1,0 +1,107 @@
+"""`snugfit measure`: the same question as `predict`, answered by running it in a process of its own.
+
+Exit code 4 when the run ran out of GPU memory, 1 when it died of anything else.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from snugfit.cli import arguments as given
+from snugfit.errors import OutOfMemory, UsageError
+
+if TYPE_CHECKING:
+    from snugfit.cli.request import Request
+    from snugfit.measurement.measurement import Measurement
+    from snugfit.prediction.prediction import Prediction
+
+RUN = "The run"
+
+Steps = Annotated[int, typer.Option(help="Steady steps that are timed.", rich_help_panel=RUN)]
+Warmup = Annotated[int, typer.Option(help="Steps before them.", rich_help_panel=RUN)]
+Device = Annotated[
+    str | None, typer.Option(help="cuda, cuda:1 or cpu. [a GPU if there is one]", rich_help_panel=RUN)
+]
+Deadline = Annotated[float, typer.Option(help="Seconds after which the run is ended.", rich_help_panel=RUN)]
+Ledger = Annotated[Path, typer.Option(help="Folder in which the run is kept.", rich_help_panel=RUN)]
+Predict = Annotated[
+    bool, typer.Option("--predict", help="Also predict it, and show both side by side.", rich_help_panel=RUN)
+]
+
+
+def measure(
+    model: given.Model = None,
+    *,
+    context: typer.Context,
+    task: given.Task = None,
+    sequence_length: given.SequenceLength = None,
+    target_length: given.TargetLength = None,
+    padding: given.Padding = None,
+    batch_size: given.BatchSize = None,
+    labels: given.Labels = None,
+    clip: given.Clip = None,
+    phase: given.Phase = None,
+    job_file: given.JobFile = None,
+    settings: given.Settings = None,
+    online: given.Online = False,
+    recipe: given.RecipeText = None,
+    loop: given.Loop = None,
+    gpu: given.GpuName = None,
+    steps: Steps = 10,
+    warmup: Warmup = 3,
+    device: Device = None,
+    deadline: Deadline = 600.0,
+    ledger: Ledger = Path("snugfit-runs"),
+    predict: Predict = False,
+    as_json: given.AsJson = False,
+) -> int:
+    """Measure a training step here: its memory, its time, and how it ended."""
+    from snugfit.cli.request import Request
+
+    request = Request.read(context.params)
+    from snugfit.measurement.measure import measure as run
+
+    seen = run(
+        request.job,
+        request.recipe,
+        loop=request.loop,
+        device=device,
+        warmup=warmup,
+        steps=steps,
+        deadline_seconds=deadline,
+        ledger=ledger,
+    )
+    _print(seen, _foresee(request, seen) if predict else None, as_json=as_json)
+    if seen.ok:
+        return 0
+    return OutOfMemory.exit_code if seen.outcome.startswith("oom") else 1
+
+
+def _foresee(request: Request, seen: Measurement) -> Prediction:
+    """The prediction for the GPU that was measured on, or for the one that was named."""
+    from snugfit.job.gpu import find_gpu
+    from snugfit.prediction.predict import predict
+
+    if request.gpu is None and seen.device.type == "cpu":
+        raise UsageError("--predict: this was measured on the CPU. Name a GPU to predict for with --gpu.")
+    gpu = request.gpu or find_gpu(seen.device.name)
+    return predict(request.job, request.recipe, gpu=gpu, loop=request.loop)
+
+
+def _print(seen: Measurement, foreseen: Prediction | None, *, as_json: bool) -> None:
+    from snugfit.report import compare, measurement
+    from snugfit.report.terminal import show, show_json
+
+    if as_json and foreseen:
+        show_json(
+            {"schema": 1, "what": "both", "measurement": seen.to_json(), "prediction": foreseen.to_json()}
+        )
+    elif as_json:
+        show_json(seen.to_json())
+    else:
+        show(measurement.render(seen))
+        if foreseen:
+            show(compare.beside(foreseen, seen))

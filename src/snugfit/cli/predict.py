@@ -1,0 +1,124 @@
+"""`snugfit predict`: bytes before anything runs.
+
+Exit code 3 when it does not fit, so that a script can ask.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from snugfit.cli import arguments as given
+from snugfit.errors import UsageError, did_you_mean
+
+if TYPE_CHECKING:
+    from snugfit.cli.request import Request
+    from snugfit.prediction.prediction import Prediction
+
+DOES_NOT_FIT = 3
+LARGEST = ("batch", "sequence-length")
+
+Software = Annotated[
+    str | None,
+    typer.Option(
+        help="installed, or a profile such as published-2022. [installed]", rich_help_panel=given.HOW
+    ),
+]
+Largest = Annotated[
+    str | None,
+    typer.Option(help="Find the largest that fits: batch or sequence-length.", rich_help_panel=given.WHERE),
+]
+Compare = Annotated[
+    list[str] | None,
+    typer.Option(metavar="RECIPE", help="Another recipe beside it; repeatable.", rich_help_panel=given.HOW),
+]
+Operators = Annotated[bool, typer.Option("--operators", help="FLOPs, bytes and kernels by operator group.")]
+
+
+def predict(
+    model: given.Model = None,
+    *,
+    context: typer.Context,
+    task: given.Task = None,
+    sequence_length: given.SequenceLength = None,
+    target_length: given.TargetLength = None,
+    padding: given.Padding = None,
+    batch_size: given.BatchSize = None,
+    labels: given.Labels = None,
+    clip: given.Clip = None,
+    phase: given.Phase = None,
+    job_file: given.JobFile = None,
+    settings: given.Settings = None,
+    online: given.Online = False,
+    recipe: given.RecipeText = None,
+    compare: Compare = None,
+    loop: given.Loop = None,
+    software: Software = None,
+    gpu: given.GpuName = None,
+    memory: given.Memory = None,
+    largest: Largest = None,
+    operators: Operators = False,
+    as_json: given.AsJson = False,
+) -> int:
+    """Predict the memory of a training step, without a GPU."""
+    from snugfit.cli.request import Request
+
+    request = Request.read(context.params)
+    if largest and compare:
+        raise UsageError("--largest and --compare are two questions. Ask one at a time.")
+    found = [_largest(request, largest, quiet=as_json)] if largest else _predict_all(request, compare or [])
+    _print(found, operators=operators, as_json=as_json)
+    return DOES_NOT_FIT if all(one.fits is False for one in found) else 0
+
+
+def _predict_all(request: Request, others: list[str]) -> list[Prediction]:
+    from snugfit.prediction.predict import predict as foresee
+    from snugfit.techniques.recipe import Recipe
+
+    recipes = [request.recipe, *(Recipe.parse(text) for text in others)]
+    return [
+        foresee(
+            request.job,
+            recipe,
+            gpu=request.gpu,
+            memory_bytes=request.memory_bytes,
+            loop=request.loop,
+            software=request.software,
+        )
+        for recipe in recipes
+    ]
+
+
+def _largest(request: Request, of: str, *, quiet: bool) -> Prediction:
+    if of not in LARGEST:
+        raise UsageError(f"--largest {of!r}: batch or sequence-length.{did_you_mean(of, LARGEST)}")
+    if request.gpu is None and request.memory_bytes is None:
+        raise UsageError("--largest needs a bound: add --gpu NAME or --memory 24GiB.")
+    if request.software != "installed":
+        raise UsageError("--largest asks about the installed software. Leave --software out.")
+    from snugfit.prediction.largest import largest as search
+
+    size, prediction = search(
+        request.job,
+        request.recipe,
+        gpu=request.gpu,
+        memory_bytes=request.memory_bytes,
+        loop=request.loop,
+        of=of,
+    )
+    if not quiet:
+        typer.echo(f"Largest {of.replace('-', ' ')} that fits: {size:,}\n")
+    return prediction
+
+
+def _print(found: list[Prediction], *, operators: bool, as_json: bool) -> None:
+    from snugfit.report import compare, prediction
+    from snugfit.report.terminal import show, show_json
+
+    if as_json:
+        show_json(found[0].to_json() if len(found) == 1 else compare.document(found))
+    elif len(found) == 1:
+        show(prediction.render(found[0], operators=operators))
+    else:
+        show(compare.render(found))

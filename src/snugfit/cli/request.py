@@ -1,0 +1,104 @@
+"""What `predict` and `measure` are asked: flags, `--set` and a job file, put together and checked.
+
+The nearer to the user's hand, the stronger: a job file says what holds in general, `--set` changes one key of
+it, a flag changes it too. What none of them says is the job's own default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Self
+
+from snugfit.errors import UsageError, did_you_mean
+
+if TYPE_CHECKING:
+    from snugfit.job.gpu import Gpu
+    from snugfit.job.job import Job
+    from snugfit.techniques.recipe import Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A job, a recipe, and where it must fit."""
+
+    job: Job
+    """What must be trained."""
+
+    recipe: Recipe
+    """How."""
+
+    gpu: Gpu | None
+    """The GPU that was named."""
+
+    memory_bytes: int | None
+    """The memory that was named; it goes before the GPU's own."""
+
+    loop: str
+    """Which training loop."""
+
+    software: str
+    """Which software profile."""
+
+    @classmethod
+    def read(cls, flags: Mapping[str, Any]) -> Self:
+        """The request in a command's parameters; every mistake in it raises a `UsageError`."""
+        from snugfit.job.gpu import find_gpu
+        from snugfit.techniques.recipe import Recipe
+        from snugfit.units import parse_bytes
+
+        settings = _settings(flags)
+        return cls(
+            recipe=Recipe.parse(settings.get("recipe", "plain")),
+            gpu=find_gpu(settings["gpu"]) if "gpu" in settings else None,
+            memory_bytes=parse_bytes(settings["memory"], what="memory") if "memory" in settings else None,
+            loop=_known_loop(settings.get("loop", "plain")),
+            software=settings.get("software", "installed"),
+            job=_job(settings, online=bool(flags.get("online"))),
+        )
+
+
+def _settings(flags: Mapping[str, Any]) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
+    if flags.get("job_file") or flags.get("settings"):
+        from snugfit.cli.jobfile import read_job_file, read_setting
+
+        if flags.get("job_file"):
+            settings |= read_job_file(flags["job_file"])
+        settings |= dict(read_setting(text) for text in flags.get("settings") or ())
+    return settings | {
+        name: value for name, value in flags.items() if value is not None and name != "settings"
+    }
+
+
+def _job(settings: Mapping[str, Any], *, online: bool) -> Job:
+    from snugfit.job.job import Job, Phase, Task
+    from snugfit.job.model import Model
+
+    if "model" not in settings:
+        raise UsageError(
+            "No model. Name one: snugfit predict bert-large-uncased --task sequence-classification"
+        )
+    if "task" not in settings:
+        tasks = ", ".join(task.value for task in Task if task is not Task.CUSTOM)
+        raise UsageError(f"No task: add --task. Tasks: {tasks}.")
+    given = {field.name: settings[field.name] for field in fields(Job) if field.name in settings}
+    given["task"] = Task.parse(given["task"])
+    if "phase" in given:
+        phases = [phase.value for phase in Phase]
+        if given["phase"] not in phases:
+            raise UsageError(
+                f"Unknown phase {given['phase']!r}.{did_you_mean(given['phase'], phases)} "
+                f"Phases: {', '.join(phases)}."
+            )
+        given["phase"] = Phase(given["phase"])
+    given["model"] = Model.find(given["model"], online=online)
+    return Job(**given)
+
+
+def _known_loop(loop: str) -> str:
+    from snugfit.step.step import LOOPS
+
+    if loop not in LOOPS:
+        raise UsageError(f"Unknown loop {loop!r}.{did_you_mean(loop, LOOPS)} Loops: {', '.join(LOOPS)}.")
+    return loop

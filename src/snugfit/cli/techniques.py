@@ -1,0 +1,22 @@
+"""`snugfit techniques`: what a recipe may be written of."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+
+
+def techniques(as_json: AsJson = False) -> None:
+    """List the techniques by slot, each with its settings, its fidelity and what it needs."""
+    from snugfit.report.techniques import document, render
+    from snugfit.report.terminal import show, show_json
+    from snugfit.techniques.roster import techniques as everyone
+
+    roster = list(everyone())
+    if as_json:
+        show_json(document(roster))
+    else:
+        show(render(roster))

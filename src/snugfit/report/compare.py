@@ -1,0 +1,104 @@
+"""Predictions side by side, and a prediction beside its measurement.
+
+Every difference is told twice, in bytes and in per cent: per cent tells whether it matters, bytes whether it
+is enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from snugfit.measurement.measurement import Measurement
+from snugfit.prediction.prediction import Prediction
+from snugfit.report.prediction import job_line
+from snugfit.report.terminal import table, words
+from snugfit.units import show_bytes, show_mib, show_per_cent
+
+
+def render(predictions: Sequence[Prediction]) -> RenderableType:
+    """Recipes for one job side by side; differences are to the first."""
+    first = predictions[0]
+    where = first.gpu.name if first.gpu else "no GPU named"
+    head = words(f"{job_line(first)} · {first.loop} loop · {where}", "bold")
+    doubts = dict.fromkeys(doubt for prediction in predictions for doubt in prediction.doubts)
+    return Group(
+        head, _totals(predictions), _kinds(predictions), *(words(f"Doubt: {doubt}") for doubt in doubts)
+    )
+
+
+def document(predictions: Sequence[Prediction]) -> dict[str, Any]:
+    """The same as JSON: every prediction whole, and its difference to the first."""
+    first = predictions[0]
+    return {
+        "schema": 1,
+        "what": "predictions",
+        "predictions": [prediction.to_json() for prediction in predictions],
+        "difference_bytes": [prediction.needed_bytes - first.needed_bytes for prediction in predictions],
+    }
+
+
+def _totals(predictions: Sequence[Prediction]) -> Table:
+    base = predictions[0].needed_bytes
+    rows = [
+        (
+            str(prediction.recipe),
+            show_mib(prediction.needed_bytes),
+            *_difference(prediction.needed_bytes, base),
+            _fits(prediction),
+            str(prediction.footprint.at or ""),
+        )
+        for prediction in predictions
+    ]
+    return table(("Recipe", "MiB>", "Difference MiB>", "%>", "Fits", "Peak"), rows)
+
+
+def _kinds(predictions: Sequence[Prediction]) -> Table:
+    """Each kind of bytes at the recipes' own peaks: where the difference comes from."""
+    names = list(dict.fromkeys(line.kind for prediction in predictions for line in prediction.anatomy.kinds))
+    found = [{line.kind: line.bytes for line in prediction.anatomy.kinds} for prediction in predictions]
+    rows = [(name, *(show_mib(kinds.get(name, 0)) for kinds in found)) for name in names]
+    heads = [f"{number}>" for number in range(1, len(predictions) + 1)]
+    return table(("MiB at the peak of recipe", *heads), rows)
+
+
+def _difference(size: int, base: int) -> tuple[str, str]:
+    return (f"{'+' if size > base else ''}{show_mib(size - base)}", show_per_cent(size, base))
+
+
+def _fits(prediction: Prediction) -> Text:
+    spare = prediction.spare_bytes
+    if spare is None:
+        return words("?")
+    return (
+        words(f"yes, {show_bytes(spare)} spare", "green")
+        if spare >= 0
+        else words(f"no, {show_bytes(-spare)} over", "red")
+    )
+
+
+def beside(prediction: Prediction, measurement: Measurement) -> RenderableType:
+    """A prediction beside its measurement, with the errors; what either does not know is left out."""
+    foreseen, seen = prediction.footprint, measurement.footprint
+    if seen is None:
+        return words(f"Nothing to compare: the run ended with {measurement.outcome}.", "red")
+    pairs = (
+        ("requested", foreseen.requested_bytes, seen.requested_bytes),
+        ("allocated", foreseen.allocated_bytes, seen.allocated_bytes),
+        ("reserved", foreseen.reserved_bytes, seen.reserved_bytes),
+        ("on the GPU", foreseen.nvml_bytes, seen.nvml_bytes),
+        ("of it context", foreseen.context_bytes, seen.context_bytes),
+    )
+    rows = [
+        (name, show_mib(one), show_mib(other), *_difference(one, other))
+        for name, one, other in pairs
+        if one is not None and other is not None
+    ]
+    heads = ("At the peak", "Predicted MiB>", "Measured MiB>", "Error MiB>", "%>")
+    return table(
+        heads, rows, title=f"{job_line(prediction)} · {prediction.recipe} · {measurement.device.name}"
+    )

@@ -1,0 +1,46 @@
+"""Writing a report's files so that each is either whole or not there."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from snugfit.errors import UsageError
+
+
+def write_atomically(path: Path, content: bytes) -> Path:
+    """Writes through a file beside it that is renamed when it is complete; gives the path back.
+
+    Raises `UsageError` when the place cannot be written.
+    """
+    try:
+        handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as error:
+        raise UsageError(f"{path.parent}: cannot be written ({error.strerror}).") from None
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.chmod(beside, 0o644)
+        os.replace(beside, path)
+    except BaseException as error:
+        Path(beside).unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise UsageError(f"{path}: cannot be written ({error.strerror}).") from None
+        raise
+    return path
+
+
+def writable_folder(folder: Path) -> Path:
+    """`folder`, when files could be written into it; nothing is created. Asked before long work begins.
+
+    Raises `UsageError` when it could not.
+    """
+    nearest = folder
+    while not nearest.exists() and nearest != nearest.parent:
+        nearest = nearest.parent
+    if not nearest.is_dir():
+        raise UsageError(f"{folder}: {nearest} is a file. Name a folder.")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise UsageError(f"{folder}: {nearest} cannot be written. Name another folder with --output.")
+    return folder

@@ -1,0 +1,66 @@
+"""The device table in a terminal, and one device with the sources of its figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import Group, RenderableType
+
+from snugfit.job.gpu import Gpu
+from snugfit.report.terminal import table, words
+from snugfit.units import show_bytes
+
+TERA = 10**12
+
+
+def render(gpus: Sequence[Gpu]) -> RenderableType:
+    """One line a GPU; what is not known is an empty cell."""
+    rows = [
+        (
+            gpu.key,
+            gpu.name,
+            gpu.architecture,
+            gpu.release_year or "",
+            _capability(gpu),
+            show_bytes(gpu.memory_bytes) if gpu.memory_bytes else "",
+            f"{gpu.bandwidth / 1e9:,.0f}" if gpu.bandwidth else "",
+            *(_tera(gpu, kind) for kind in ("fp32", "tf32", "fp16", "bf16")),
+        )
+        for gpu in gpus
+    ]
+    heads = ("Key", "Driver's name", "Architecture", "Year>", "CC>", "For processes>", "GB/s>")
+    heads += ("fp32>", "tf32>", "fp16>", "bf16>")
+    note = "fp32 to bf16: dense TFLOP/s of the data sheet. One GPU with its sources: snugfit gpus NAME"
+    return Group(table(heads, rows), words(note))
+
+
+def render_one(gpu: Gpu) -> RenderableType:
+    """Everything about one GPU, with sources and doubts."""
+    return Group(table(("", gpu.name), _facts(gpu)), table(("Figure", "Source"), gpu.sources.items()))
+
+
+def _facts(gpu: Gpu) -> Iterator[tuple[str, str]]:
+    sizes = (
+        ("nvidia-smi's total", gpu.nvml_total_bytes),
+        ("of it the driver's own", gpu.driver_reserved_bytes),
+        ("for processes", gpu.memory_bytes),
+        ("context of one process", gpu.context_bytes),
+        ("libraries of training", gpu.libraries_bytes),
+    )
+    yield "key", gpu.key
+    yield "architecture", f"{gpu.architecture} {gpu.chip or ''} {_capability(gpu)}".strip()
+    yield from ((what, show_bytes(size)) for what, size in sizes if size is not None)
+    if gpu.context_source:
+        yield "context measured on", gpu.context_source
+    yield from ((f"{kind}, TFLOP/s", _tera(gpu, kind)) for kind in gpu.peak_dense)
+    yield from (("doubt", doubt) for doubt in gpu.doubts)
+    yield from (("note", note) for note in gpu.notes)
+
+
+def _capability(gpu: Gpu) -> str:
+    return ".".join(map(str, gpu.compute_capability)) if gpu.compute_capability else (gpu.target or "")
+
+
+def _tera(gpu: Gpu, kind: str) -> str:
+    rate = gpu.peak_dense.get(kind)
+    return f"{rate / TERA:,.1f}" if rate else ""

@@ -1,0 +1,141 @@
+"""A prediction in a terminal: what it takes, whether it fits, and what the bytes are for."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from operator import attrgetter
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from snugfit.prediction.prediction import Anatomy, CurvePoint, Prediction
+from snugfit.report.sketch import bars, legend, sample
+from snugfit.report.terminal import table, words
+from snugfit.step.footprint import Footprint
+from snugfit.units import show_bytes, show_mib
+
+LARGEST_SHOWN = 12
+CURVE_COLUMNS = 72
+_PHASE_ORDER = ("build", "load", "forward", "backward", "clip", "update")
+
+
+def render(prediction: Prediction, *, operators: bool = False) -> RenderableType:
+    """The whole report of one prediction."""
+    anatomy = prediction.anatomy
+    parts: list[RenderableType] = [heading(prediction), footprint_table(prediction.footprint)]
+    parts += [verdict(prediction), Text(), *_peak(prediction), kinds_table(prediction)]
+    parts += [_largest_table(anatomy)] if anatomy.largest else []
+    parts += _curve(anatomy.curve) if anatomy.curve else []
+    parts += [operators_table(anatomy)] if operators else []
+    parts += [words(f"Doubt: {doubt}", "yellow") for doubt in prediction.doubts]
+    return Group(*parts)
+
+
+def heading(prediction: Prediction) -> Text:
+    """The question, on two lines."""
+    where = prediction.gpu.name if prediction.gpu else "no GPU named"
+    text = words(job_line(prediction), "bold").append("\n")
+    text.append(words(f"recipe {prediction.recipe} · {prediction.loop} loop · {where}"))
+    return text.append("" if prediction.software == "installed" else f" · software {prediction.software}")
+
+
+def job_line(prediction: Prediction) -> str:
+    """The job in one line: model, task, batch and length."""
+    job = prediction.job
+    return f"{job.model.name} · {job.task} · {job.phase} · batch {job.batch_size} × {job.sequence_length}"
+
+
+def footprint_table(footprint: Footprint) -> Table:
+    """The five numbers of a footprint, each with what it means; what is not known is left out."""
+    lines = (
+        ("requested", footprint.requested_bytes, "what tensors and kernels ask for"),
+        ("allocated", footprint.allocated_bytes, "what the allocator hands them, rounded up"),
+        ("reserved", footprint.reserved_bytes, "what the allocator takes from the GPU"),
+        ("on the GPU", footprint.nvml_bytes, "reserved, and the CUDA context: what NVML counts"),
+        ("of it context", footprint.context_bytes, "CUDA, and the libraries loaded into it"),
+        ("host", footprint.host_bytes, "resident memory of the process"),
+    )
+    known = [(name, show_mib(size), show_bytes(size), why) for name, size, why in lines if size is not None]
+    return table(("At the peak", "MiB>", ">", "Meaning"), known)
+
+
+def verdict(prediction: Prediction) -> Text:
+    """Whether it fits, and by how much."""
+    spare, memory = prediction.spare_bytes, prediction.memory_bytes
+    if spare is None or memory is None:
+        return words("Whether it fits: name a GPU with --gpu, or an amount with --memory.")
+    if spare >= 0:
+        return words(f"Fits: {show_bytes(spare)} of {show_bytes(memory)} to spare.", "bold green")
+    return words(
+        f"Does not fit: {show_bytes(-spare)} more than the {show_bytes(memory)} there are.", "bold red"
+    )
+
+
+def _peak(prediction: Prediction) -> list[RenderableType]:
+    moment = prediction.footprint.at
+    return [words(f"The peak is in step {moment.step + 1}: {moment}.")] if moment else []
+
+
+def kinds_table(prediction: Prediction) -> Table:
+    """Bytes by kind at the peak, each with its reason."""
+    lines = prediction.anatomy.kinds
+    total = sum(line.bytes for line in lines) or 1
+    rows = [
+        (line.kind, show_mib(line.bytes), f"{100 * line.bytes / total:.1f} %", line.reason)
+        for line in sorted(lines, key=attrgetter("bytes"), reverse=True)
+    ]
+    return table(("At the peak, by kind", "MiB>", "Share>", "Reason"), rows)
+
+
+def _largest_table(anatomy: Anatomy) -> Table:
+    rows = [
+        (
+            line.module or "(the loop)",
+            line.operator,
+            line.phase,
+            line.kind,
+            f"{line.count:,}",
+            show_mib(line.bytes),
+        )
+        for line in anatomy.largest[:LARGEST_SHOWN]
+    ]
+    return table(("Largest at the peak, by module", "Operator", "Born in", "Kind", "Tensors>", "MiB>"), rows)
+
+
+def _curve(curve: tuple[CurvePoint, ...]) -> list[RenderableType]:
+    """Live bytes through the steady step, with the phases under them."""
+    top = max(point.live_bytes for point in curve) or 1
+    heights = sample([(point.position, point.live_bytes / top) for point in curve], CURVE_COLUMNS)
+    spans = []
+    for phase, points in groupby(curve, key=attrgetter("phase")):
+        positions = [point.position for point in points]
+        start, end = round(positions[0] * CURVE_COLUMNS), round(positions[-1] * CURVE_COLUMNS)
+        spans.append((phase, start, max(start + 1, min(CURVE_COLUMNS, end + 1))))
+    head = words(f"Live bytes through one steady step (top {show_bytes(top)})", "bold")
+    drawing = "\n".join([*bars(heights), legend(spans, CURVE_COLUMNS)])
+    return [head, words(drawing), Text()]
+
+
+def operators_table(anatomy: Anatomy) -> Table:
+    """FLOPs, bytes and kernels of each operator group in each phase, with shares of the step's totals."""
+    flops = sum(line.flops for line in anatomy.operators) or 1
+    moved = sum(line.bytes for line in anatomy.operators) or 1
+    rows = [
+        (
+            line.group,
+            line.phase,
+            f"{line.kernels:,}",
+            f"{line.flops / 1e9:,.1f}",
+            f"{100 * line.flops / flops:.1f} %",
+            show_mib(line.bytes),
+            f"{100 * line.bytes / moved:.1f} %",
+        )
+        for line in sorted(anatomy.operators, key=lambda line: (_place(line.phase), -line.flops, -line.bytes))
+    ]
+    heads = ("Operator group", "Phase", "Kernels>", "GFLOP>", "Share>", "MiB moved>", "Share>")
+    return table(heads, rows, title=f"One steady step; it waits for the GPU {anatomy.syncs:,} times")
+
+
+def _place(phase: str) -> int:
+    return _PHASE_ORDER.index(phase) if phase in _PHASE_ORDER else len(_PHASE_ORDER)

@@ -1,0 +1,64 @@
+"""The techniques in a terminal, slot by slot: what a recipe may be written of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+
+from snugfit.report.terminal import table, words
+from snugfit.techniques.packages import missing
+from snugfit.techniques.roster import setting_lines
+from snugfit.techniques.technique import Technique
+
+
+def render(roster: Sequence[type[Technique]]) -> RenderableType:
+    """One line a technique; the plain one of each slot, which a recipe need not name, is marked."""
+    rows = []
+    slot = None
+    for technique in roster:
+        name = f"{technique.name}{_settings(technique)}{' *' if technique.plain else ''}"
+        first = "" if technique.slot is slot else str(technique.slot)
+        lacking = missing(technique) or ""
+        rows.append((first, name, str(technique.fidelity), technique.summary(), lacking))
+        slot = technique.slot
+    legend = (
+        "* what a plain recipe has. Fidelity to the plain recipe: same sums, same formula but it rounds "
+        "elsewhere, or another algorithm that also learns."
+    )
+    return Group(
+        table(("Slot", "Technique", "Fidelity", "What it does", "Missing here"), rows), words(legend)
+    )
+
+
+def _settings(technique: type[Technique]) -> str:
+    shown = [
+        f"{line.name}={line.default}" if line.default else line.name for line in setting_lines(technique)
+    ]
+    return f"({', '.join(shown)})" if shown else ""
+
+
+def document(roster: Sequence[type[Technique]]) -> dict[str, Any]:
+    """The same as JSON, with every setting and source."""
+    return {
+        "schema": 1,
+        "what": "techniques",
+        "techniques": [
+            {
+                "name": technique.name,
+                "slot": str(technique.slot),
+                "plain": technique.plain,
+                "fidelity": str(technique.fidelity),
+                "summary": technique.summary(),
+                "source": technique.source,
+                "needs": list(technique.needs),
+                "missing": missing(technique),
+                "settings": [
+                    {"name": line.name, "kind": line.kind, "default": line.default, "sentence": line.sentence}
+                    for line in setting_lines(technique)
+                ],
+            }
+            for technique in roster
+        ],
+    }
