@@ -47,14 +47,16 @@ def model_types() -> frozenset[str]:
 
 def tasks_of(model_type: str) -> tuple[str, ...]:
     """The tasks for which transformers has a head on this architecture."""
-    return tuple(
-        task for task, (_, table) in HEADS.items() if model_type in _table("modeling_auto.py", table)
-    )
+    return tuple(task for task, (_, table) in HEADS.items() if model_type in _heads(table))
 
 
 def transformers_version() -> str:
     """The installed version, for messages."""
     return version("transformers")
+
+
+def _heads(table: str) -> frozenset[str]:
+    return _table("modeling_auto.py", table)
 
 
 @cache
@@ -69,9 +71,11 @@ def _table(file: str, name: str) -> frozenset[str]:
                 keys += [pair.elts[0] for pair in node.elts if isinstance(pair, ast.Tuple)]
             elif isinstance(node, ast.Dict):
                 keys += node.keys
-    return frozenset(
-        key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)
-    )
+    constants = [key.value for key in keys if isinstance(key, ast.Constant)]
+    names = frozenset(text for text in constants if isinstance(text, str))
+    if not names:
+        raise ModelError(f"transformers {transformers_version()} has no table {name} in {file}.")
+    return names
 
 
 def _written(statement: ast.stmt) -> set[str]:

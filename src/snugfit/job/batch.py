@@ -16,8 +16,9 @@ Shapes: B samples, S sequence length, T target length, C channels, H x W pixels,
 | image-classification    | pixel_values (B, C, H, W) float32   | (B), class                     |
 | speech-to-text          | input_features (B, M, F) float32    | (B, T), random ids             |
 
-With padding, the last part of every sequence is padding: `attention_mask` is 0 there (it is passed only then),
-ids are the pad token, and labels of tokens are -100, which losses leave out.
+With padding, the last part of every sequence is padding: `attention_mask` is 0 there (it is passed only
+then), ids are the pad token, and labels of tokens are -100, which losses leave out. Encoder-decoder
+classifiers (BART, T5) look for the end token, so each of their sequences ends in one.
 """
 
 from __future__ import annotations
@@ -40,8 +41,6 @@ LOWEST_ID, HIGHEST_ID = 100, 30_000
 
 IGNORED = -100
 """The label that torch's cross-entropy leaves out."""
-
-TOKEN_LABELS = (Task.CAUSAL_LM, Task.MASKED_LM, Task.SEQ2SEQ_LM, Task.SPEECH_TO_TEXT)
 
 
 def synthetic(job: Job, samples: int, *, seed: int = 0) -> Batch:
@@ -96,6 +95,8 @@ class _Maker:
     job: Job
     vocabulary: int = 0
     pad_token: int = 0
+    end_token: int | None = None
+    """Ends every sequence, for the classifiers that look for it."""
     pixels: tuple[int, ...] = ()
     """(C, H, W)."""
     features: tuple[int, ...] = ()
@@ -107,10 +108,12 @@ class _Maker:
             return cls(job=job)
         config = job.model.settings(job)
         text = config.get_text_config()
+        looks_for_end = config.is_encoder_decoder and job.task is Task.SEQUENCE_CLASSIFICATION
         return cls(
             job=job,
             vocabulary=getattr(text, "vocab_size", 0) or 0,
             pad_token=getattr(text, "pad_token_id", None) or 0,
+            end_token=config.eos_token_id if looks_for_end else None,
             pixels=_pixels(config) if job.task is Task.IMAGE_CLASSIFICATION else (),
             features=_features(config, job) if job.task is Task.SPEECH_TO_TEXT else (),
         )
@@ -132,11 +135,14 @@ class _Maker:
             name = "pixel_values" if self.pixels else "input_features"
             return {name: torch.randn(samples, *shape, generator=generator, device="cpu")}
         ids = self._ids(samples, self.job.sequence_length, generator)
+        padding = self._padding(ids)
+        if self.end_token is not None:
+            ids[:, padding.start - 1] = self.end_token
         if not self.job.padding:
             return {"input_ids": ids}
         mask = torch.ones_like(ids)
-        mask[:, self._kept(ids)] = 0
-        ids[:, self._kept(ids)] = self.pad_token
+        mask[:, padding] = 0
+        ids[:, padding] = self.pad_token
         return {"input_ids": ids, "attention_mask": mask}
 
     def _labels(self, samples: int, inputs: Batch, generator: torch.Generator) -> torch.Tensor:
@@ -157,7 +163,7 @@ class _Maker:
         else:
             labels = self._ids(samples, job.target_length, generator)
         if job.padding:
-            labels[:, self._kept(labels)] = IGNORED
+            labels[:, self._padding(labels)] = IGNORED
         return labels
 
     def _ids(self, samples: int, length: int, generator: torch.Generator) -> torch.Tensor:
@@ -167,7 +173,7 @@ class _Maker:
         low = LOWEST_ID if high > LOWEST_ID else high // 2
         return torch.randint(low, high, (samples, length), generator=generator, device="cpu")
 
-    def _kept(self, ids: torch.Tensor) -> slice:
+    def _padding(self, ids: torch.Tensor) -> slice:
         """Columns that are padding: the job's fraction of them, at the end, but never all."""
         length = ids.shape[1]
         padded = min(round(self.job.padding * length), length - 1)

@@ -31,19 +31,21 @@ DEEPEST = 32
 MOST_LAYERS = 10_000
 LARGEST_SIZE = 1 << 24
 
-LAYERS = frozenset(
-    "num_hidden_layers n_layer n_layers num_layers num_decoder_layers encoder_layers decoder_layers"
-    " num_encoder_layers".split()
-)
+LAYERS = frozenset({
+    "num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "num_encoder_layers",
+    "encoder_layers", "decoder_layers",
+})  # fmt: skip
 """Keys that count layers, over all architectures."""
 
-SIZES = frozenset(
-    "hidden_size d_model n_embd embedding_size intermediate_size d_ff n_inner encoder_ffn_dim decoder_ffn_dim"
-    " ffn_dim head_dim d_kv vocab_size type_vocab_size max_position_embeddings n_positions n_ctx"
-    " max_source_positions max_target_positions num_mel_bins image_size patch_size num_channels"
-    " num_attention_heads num_key_value_heads n_head num_heads encoder_attention_heads decoder_attention_heads"
-    " num_local_experts num_experts num_experts_per_tok moe_intermediate_size hidden_dim dim".split()
-)
+SIZES = frozenset({
+    "hidden_size", "d_model", "n_embd", "dim", "embedding_size", "embed_dim", "intermediate_size",
+    "moe_intermediate_size", "d_ff", "n_inner", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_dim",
+    "hidden_dim", "num_attention_heads", "num_key_value_heads", "n_head", "n_heads", "num_heads",
+    "encoder_attention_heads", "decoder_attention_heads", "head_dim", "d_kv", "vocab_size",
+    "type_vocab_size", "max_position_embeddings", "n_positions", "n_ctx", "max_source_positions",
+    "max_target_positions", "num_mel_bins", "image_size", "patch_size", "num_channels",
+    "num_local_experts", "num_experts", "num_experts_per_tok",
+})  # fmt: skip
 """Keys that are sizes or counts of at least 1."""
 
 HEADS_OF = (
@@ -55,21 +57,25 @@ HEADS_OF = (
 )
 """Heads, and the width they divide when the architecture has no key for the width of one head."""
 
-HEAD_WIDTHS = ("head_dim", "d_kv", "kv_channels", "qk_nope_head_dim", "attention_head_size", "embedding_size")
+HEAD_WIDTHS = ("head_dim", "d_kv", "kv_channels", "qk_nope_head_dim", "attention_head_size")
 
-DTYPES = frozenset(
-    "float16 bfloat16 float32 float64 half float double float8_e4m3fn float8_e4m3fnuz float8_e5m2"
-    " float8_e5m2fnuz float8_e8m0fnu".split()
-)
+DTYPES = frozenset({
+    "float16", "bfloat16", "float32", "float64", "half", "float", "double", "float8_e4m3fn",
+    "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu",
+})  # fmt: skip
 """Names of torch's floating-point dtypes."""
 
-RECIPE_DECIDES = ("dtype", "torch_dtype", "attn_implementation", "experts_implementation")
-NAMES_ONLY = frozenset(
-    "_name_or_path _commit_hash transformers_version architectures id2label label2id num_labels problem_type"
-    " finetuning_task task_specific_params tokenizer_class pipeline_tag".split()
-)
+RECIPE_DECIDES = ("dtype", "torch_dtype")
+NAMES_ONLY = frozenset({
+    "_name_or_path", "_commit_hash", "transformers_version", "architectures", "id2label", "label2id",
+    "num_labels", "problem_type", "finetuning_task", "task_specific_params", "tokenizer_class",
+    "pipeline_tag",
+})  # fmt: skip
 
 Facts = dict[str, Any]
+
+_READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+"""Windows has neither of the two."""
 
 
 def read_config(path: Path) -> Facts:
@@ -80,15 +86,16 @@ def read_config(path: Path) -> Facts:
 def read_limited(path: Path) -> bytes:
     """The bytes of a regular file of at most 4 MiB; never waits on a pipe or a device."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = os.open(path, _READ)
     except OSError as error:
         raise ModelError(f"{path}: cannot be read ({_cause(path, error)}).") from None
-    with os.fdopen(descriptor, "rb") as file:
+    try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ModelError(
-                f"{path}: not a regular file. A model is a config.json or a folder that holds one."
-            )
-        content = file.read(LARGEST_FILE + 1)
+            raise ModelError(f"{path}: not a regular file. A model is a config.json or its folder.")
+        with open(descriptor, "rb", closefd=False) as file:
+            content = file.read(LARGEST_FILE + 1)
+    finally:
+        os.close(descriptor)
     if len(content) > LARGEST_FILE:
         raise ModelError(f"{path}: larger than 4 MiB, so not a config.json.")
     return content
@@ -148,9 +155,12 @@ def _complaints(config: Mapping[str, Any]) -> Iterator[str]:
 def _foreign(config: Mapping[str, Any]) -> Iterator[str]:
     """Wishes for code, weights or kernels that are not in the installed transformers."""
     if config.get("auto_map") or config.get("trust_remote_code"):
-        yield '"auto_map": this model is code of its own from the hub, and snugfit runs no code from a config.'
+        yield (
+            '"auto_map" names code of the model\'s own, and snugfit runs no code from a config.'
+            " Remove the key to use the architecture that transformers has under this model_type."
+        )
     if config.get("quantization_config"):
-        yield '"quantization_config": quantized weights cannot be built yet; give the unquantized model\'s config.'
+        yield '"quantization_config": give the config of the unquantized model; this one cannot be built yet.'
     if config.get("use_pretrained_backbone"):
         yield '"use_pretrained_backbone" would download weights; set it to false.'
     for key, value in config.items():
@@ -222,9 +232,8 @@ def _depth(value: Any) -> int:
 
 
 def _kind(value: object) -> str:
-    return {list: "a list", str: "a text", type(None): "null", bool: "true or false"}.get(
-        type(value), "a number"
-    )
+    kinds = {list: "a list", str: "a text", type(None): "null", bool: "true or false"}
+    return kinds.get(type(value), "a number")
 
 
 def _show(value: object) -> str:
@@ -233,6 +242,6 @@ def _show(value: object) -> str:
 
 
 def _cause(path: Path, error: OSError) -> str:
-    if isinstance(error, FileNotFoundError) and path.is_symlink():
+    if isinstance(error, FileNotFoundError) and os.path.islink(path):
         return "a link that leads nowhere"
     return (error.strerror or type(error).__name__).lower()

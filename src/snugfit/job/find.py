@@ -25,13 +25,13 @@ def find_facts(name: str, *, online: bool) -> Found:
     if not name.strip() or "\0" in name or len(name) > LONGEST_NAME:
         raise ModelError(f"{name[:80]!r} is no name of a model. {_ALLOWED}")
     if _written_as_a_path(name):
-        return name, "path", read_config(_config_file(Path(name).expanduser()))
+        return name, "path", read_config(_config_file(os.path.expanduser(name)))
     full_name = _preset_named(name)
     if full_name:
         _refuse_two_meanings(name, full_name)
         return full_name, "preset", read_preset(full_name)
     if os.path.lexists(name):
-        return name, "path", read_config(_config_file(Path(name)))
+        return name, "path", read_config(_config_file(name))
     return _from_hub(name, online=online)
 
 
@@ -79,16 +79,16 @@ def _written_as_a_path(name: str) -> bool:
 
 
 def _refuse_two_meanings(name: str, full_name: str) -> None:
-    if Path(name, "config.json").is_file():
+    if os.path.isfile(os.path.join(name, "config.json")):
         raise ModelError(
             f"{name!r} is a bundled preset and also a folder here. Write ./{name} for the folder, or run"
             f" somewhere else for the preset {full_name}."
         )
 
 
-def _config_file(path: Path) -> Path:
+def _config_file(path: str) -> Path:
     """The config.json that `path` means: itself, or the one in the folder."""
-    return path / "config.json" if path.is_dir() else path
+    return Path(path, "config.json") if os.path.isdir(path) else Path(path)
 
 
 def _from_hub(name: str, *, online: bool) -> Found:
@@ -100,8 +100,9 @@ def _from_hub(name: str, *, online: bool) -> Found:
     if online:
         return name, "hub", read_config(_downloaded(name))
     bare = [full_name.split("/")[1] for full_name in preset_names()]
+    names = preset_names() if "/" in name else bare
     raise ModelError(
-        f"No preset, folder or cached hub model {name!r}.{did_you_mean(name, [*bare, *preset_names()])}"
+        f"No preset, folder or cached hub model {name!r}.{did_you_mean(name, names)}"
         f" {_ALLOWED} Presets: {', '.join(bare)}."
     )
 
@@ -110,7 +111,10 @@ def _cached(name: str) -> Path | None:
     """The config.json of a hub model that was downloaded before; opens no socket."""
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(name, "config.json")
+    try:
+        found = try_to_load_from_cache(name, "config.json")
+    except ValueError as error:
+        raise ModelError(f"{name!r} is no hub id: {_first_line(error)} {_ALLOWED}") from None
     return Path(found) if isinstance(found, str) else None
 
 
@@ -121,6 +125,8 @@ def _downloaded(name: str) -> Path:
     try:
         return Path(hf_hub_download(name, "config.json"))
     except Exception as error:
-        raise ModelError(
-            f"{name}: the hub gave no config.json: {str(error).strip().splitlines()[0]}"
-        ) from None
+        raise ModelError(f"{name}: the hub gave no config.json: {_first_line(error)}") from None
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -196,7 +196,7 @@ def _described(text: str) -> list[Gpu]:
         gpu
         for gpu in all_gpus()
         if model in _model_names(gpu)
-        and (memory is None or int(memory[1]) in _memory_names(gpu))
+        and (memory is None or _has_memory(gpu, int(memory[1])))
         and (form is None or form[1].upper() == (gpu.form or "").upper())
     ]
 
@@ -224,10 +224,10 @@ def _model_names(gpu: Gpu) -> set[str]:
     return {model, model.removeprefix("rtx")} if re.fullmatch(r"rtx(a?\d{4}).*", model) else {model}
 
 
-def _memory_names(gpu: Gpu) -> set[int]:
-    """Gigabytes that people say: the marketed ones, and what nvidia-smi shows in GiB."""
+def _has_memory(gpu: Gpu, gigabytes: int) -> bool:
+    """Whether people would say so: the marketed size, or what nvidia-smi shows, to the next GiB."""
     shown = (gpu.nvml_total_bytes or 0) / (1 << 30)
-    return {gpu.marketed_gb or 0, int(shown), round(shown)}
+    return gigabytes == gpu.marketed_gb or abs(gigabytes - shown) <= 1
 
 
 def _nearest(text: str) -> str:

@@ -23,11 +23,14 @@ Limit = tuple[str, int]
 
 NO_SEQUENCE = ("image-classification", "speech-to-text")
 WITH_TARGET = ("seq2seq-lm", "speech-to-text")
-OFFSET_BY_PADDING = frozenset(
-    "roberta xlm-roberta xlm-roberta-xl camembert roberta-prelayernorm xmod data2vec-text longformer mpnet"
-    " ibert luke".split()
-)
-"""Architectures whose positions begin after the padding token's id, so that many rows are never used."""
+OFFSET_BY_PADDING = frozenset({
+    "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "camembert", "xmod",
+    "data2vec-text", "longformer", "mpnet", "ibert", "luke", "esm",
+})  # fmt: skip
+"""Architectures whose positions begin after the padding token's id, so that its rows are never used."""
+
+GROWING = frozenset({"m2m_100", "nllb-moe", "xglm", "fsmt", "speech_to_text"})
+"""Architectures whose table of sine positions grows with the sequence."""
 
 
 def refuse_lengths(model: Model, job: Job, *, complete: Mapping[str, Any] | None = None) -> None:
@@ -84,12 +87,11 @@ def target_limit(config: Mapping[str, Any]) -> Limit | None:
 
 def _endless(config: Mapping[str, Any]) -> bool:
     """Whether positions are computed for any length."""
-    rotary = any(
-        key.startswith(("rope_", "global_rope_", "rotary_")) for key in config if key != "rotary_dim"
-    )
+    computed = ("rope_", "global_rope_", "rotary_pct", "rotary_emb_")
+    rotary = any(key.startswith(computed) for key in config)
     relative = "relative_attention_num_buckets" in config and "max_position_embeddings" not in config
     biased = config.get("position_biased_input") is False
-    named = config.get("position_embedding_type") == "rotary"
+    named = config.get("position_embedding_type") == "rotary" or config.get("model_type") in GROWING
     return rotary or relative or biased or named or bool(config.get("alibi"))
 
 

@@ -70,9 +70,7 @@ class Model:
     def from_module(cls, module: nn.Module, example: Mapping[str, Any]) -> Self:
         """Any module, with a batch it takes as keyword arguments; it gives an output with a `loss`."""
         if not example:
-            raise ModelError(
-                "The example batch is empty; it holds the keyword arguments of the module's forward."
-            )
+            raise ModelError("The example batch is empty; it holds the keyword arguments of `forward`.")
         return cls(name=type(module).__name__, origin="python", module=module, example=dict(example))
 
     @property
@@ -95,7 +93,7 @@ class Model:
         """The model that `to_json` wrote. Raises `JobError` when it lived only in Python."""
         if document["origin"] == "python":
             raise JobError(
-                f"The model {document['name']!r} lived only in Python; give the module itself again."
+                f"The model {document['name']!r} lived in Python only; give the module itself again."
             )
         from snugfit.job.config import check_facts
 
@@ -104,11 +102,13 @@ class Model:
 
     def refuse(self, job: Job) -> None:
         """Raises `JobError` for a job that this model cannot do; imports nothing heavy when it can."""
-        if (self.module is None) is (job.task == CUSTOM):
-            raise JobError(
-                f"The task {CUSTOM!r} is for modules from Python, and only that; {self.name} is none."
-            )
+        if job.padding and job.task in (CUSTOM, "image-classification"):
+            raise JobError(f"padding is {job.padding}; the batches of the task {job.task} have none.")
         if self.module is not None:
+            if job.task != CUSTOM:
+                raise JobError(
+                    f"{self.name} is a module from Python; its task is {CUSTOM!r}, not {job.task}."
+                )
             return
         possible = tasks_of(self.architecture)
         if job.task not in possible:
@@ -147,21 +147,28 @@ class Model:
 
         from snugfit.job.limits import refuse_lengths
 
-        config = self.settings(job)
-        refuse_lengths(self, job, complete=config.to_dict())
+        refuse_lengths(self, job, complete=self.settings(job).to_dict())
         auto_class = getattr(transformers, HEADS[job.task][0])
-        wishes = {"dtype": getattr(torch, dtype), "trust_remote_code": False}
+
+        def born(attention: str) -> nn.Module:
+            model: nn.Module = auto_class.from_config(
+                self.settings(job),
+                dtype=getattr(torch, dtype),
+                attn_implementation=attention,
+                trust_remote_code=False,
+            )
+            return model
+
         try:
-            model: nn.Module = auto_class.from_config(config, attn_implementation=attention, **wishes)
+            return born(attention)
         except (ValueError, ImportError) as error:
             if "attn_implementation" not in str(error):
                 raise ModelError(f"{self.name}: transformers cannot build it: {error}") from error
             if attention != "sdpa":
                 raise RecipeError(f"{self.name} cannot use the attention {attention!r}: {error}") from None
-            # As transformers itself chooses when nothing is asked for: some architectures (Gemma 2) have
-            # no scaled_dot_product_attention. The model says so: `model.config._attn_implementation`.
-            model = auto_class.from_config(self.settings(job), attn_implementation="eager", **wishes)
-        return model
+        # As transformers itself chooses when nothing is asked for: some architectures (Gemma 2) have no
+        # scaled_dot_product_attention. The model says which it has: `model.config._attn_implementation`.
+        return born("eager")
 
 
 def _name_a_pad_token(config: Any) -> None:

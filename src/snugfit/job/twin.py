@@ -2,7 +2,7 @@
 
 On `meta` no weight may be copied: every parameter and buffer is given a twin without data before
 `copy.deepcopy` starts, through its memo. Deepcopy then carries over everything else: ties (one tensor, one
-twin), hooks, `requires_grad`, and plain attributes.
+twin), the modules' hooks, `requires_grad`, and plain attributes.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ def _tensors(module: nn.Module) -> list[torch.Tensor]:
 
 
 def _meta_twin(tensor: torch.Tensor) -> torch.Tensor:
+    import torch
     from torch import nn
 
-    empty = tensor.detach().to("meta")
+    empty = torch.empty_like(tensor, device="meta", requires_grad=False)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(empty, requires_grad=tensor.requires_grad)
     return empty.requires_grad_(tensor.requires_grad)
