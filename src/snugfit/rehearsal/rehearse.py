@@ -32,6 +32,7 @@ def rehearse(
     loop: str = "plain",
     steps: int = STEPS,
     keep_gradients: bool = False,
+    always_mask: bool = False,
 ) -> Tape:
     """The tape of `steps` optimizer steps of this job, as they would run on the policy's device.
 
@@ -45,7 +46,7 @@ def rehearse(
 
     recorder = Recorder(policy, steps, padded=job.padding > 0)
     step = open_step(job, setup, loop, torch.device("meta"))
-    step.keep_gradients = keep_gradients
+    step.keep_gradients, step.always_mask = keep_gradients, always_mask
     with _without_collector(), contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")

@@ -38,12 +38,17 @@ def loader(job: Job, setup: Setup, device: torch.device) -> torch.utils.data.Dat
     return made
 
 
-def micro_batches(job: Job, setup: Setup, device: torch.device) -> Iterator[list[dict[str, Any]]]:
-    """For ever: the host micro-batches of one optimizer step."""
+def micro_batches(
+    job: Job, setup: Setup, device: torch.device, *, always_mask: bool = False
+) -> Iterator[list[dict[str, Any]]]:
+    """For ever: the host micro-batches of one optimizer step. With `always_mask` an attention mask of ones
+    goes along where nothing is padded."""
     batches = loader(job, setup, device)
     pieces: list[dict[str, Any]] = []
     while True:
         for batch in batches:
+            if always_mask and "input_ids" in batch:
+                batch.setdefault("attention_mask", (batch["input_ids"] >= 0).long())
             pieces.append(batch)
             if len(pieces) == setup.micro_batches:
                 yield pieces

@@ -36,7 +36,7 @@ def checkpoint_layers(model: torch.nn.Module, wish: CheckpointWish) -> None:
             "Try 'keep_all'."
         )
     for stack in stacks:
-        chosen = _spans(stack, wish)[:: wish.every]
+        chosen = [[stack[index] for index in span] for span in wish.cut(len(stack))]
         if all(len(span) == 1 for span in chosen):
             _checkpoint_single(model, [span[0] for span in chosen])
         else:
@@ -61,16 +61,6 @@ def layer_stacks(model: torch.nn.Module) -> list[list[torch.nn.Module]]:
         found.append((sum(parameter.numel() for parameter in module.parameters()), layers))
     largest = max((size for size, _ in found), default=0)
     return [layers for size, layers in found if size and size * 10 >= largest]
-
-
-def _spans(stack: Sequence[torch.nn.Module], wish: CheckpointWish) -> list[list[torch.nn.Module]]:
-    layers = list(stack)
-    if wish.layers_per_span:
-        size = wish.layers_per_span
-        return [layers[start : start + size] for start in range(0, len(layers), size)]
-    count = min(wish.spans or max(round(len(layers) ** 0.5), 1), len(layers))
-    edges = [round(index * len(layers) / count) for index in range(count + 1)]
-    return [layers[start:end] for start, end in zip(edges, edges[1:], strict=False)]
 
 
 def _checkpoint_single(model: torch.nn.Module, layers: list[torch.nn.Module]) -> None:

@@ -45,7 +45,7 @@ class PlainStep(Step):
         scaler = torch.amp.GradScaler(self.device.type) if self.setup.scale_gradients else None
         observer.built(model, optimizer)
         losses: list[torch.Tensor] = []
-        with contextlib.closing(micro_batches(self.job, self.setup, self.device)) as batches:
+        with contextlib.closing(micro_batches(self.job, self.setup, self.device, always_mask=self.always_mask)) as batches:
             for index in range(steps):
                 observer.step_begins(index)
                 loss = self._accumulate(model, batches, scaler, observer)
@@ -79,7 +79,7 @@ class PlainStep(Step):
             batch = place(piece, self.device)
             observer.phase("forward")
             with self._autocast():
-                loss = model(**batch)[0] if not self.job.model.is_module else self._module_loss(model, batch)
+                loss = model(**batch)[0] if self.job.model.module is None else self._module_loss(model, batch)
             if len(pieces) > 1:
                 loss = loss * (share / sum(items))
             if self.keep_losses:
@@ -123,7 +123,7 @@ class PlainStep(Step):
         model = build_model(self.job, self.setup, self.device)
         observer.built(model, None)
         losses: list[float] = []
-        with contextlib.closing(micro_batches(self.job, self.setup, self.device)) as batches:
+        with contextlib.closing(micro_batches(self.job, self.setup, self.device, always_mask=self.always_mask)) as batches:
             for index in range(steps):
                 observer.step_begins(index)
                 for piece in next(batches):

@@ -48,6 +48,9 @@ class Step(ABC):
     keep_gradients = False
     """Zero gradients in place after a step instead of dropping them (torch's habit before 2.0)."""
 
+    always_mask = False
+    """Pass an attention mask also when nothing is padded (transformers' habit before 5.0)."""
+
     def __init__(self, job: Job, setup: Setup, device: torch.device, *, keep_losses: bool = False) -> None:
         self.job, self.setup, self.device, self.keep_losses = job, setup, device, keep_losses
         self.model: torch.nn.Module | None = None

@@ -1,0 +1,133 @@
+"""The anatomy of a tape: where the bytes are at the peak, how they come and go, and what the step does."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+
+from snugfit.prediction.prediction import Anatomy, CurvePoint, KindLine, OperatorLine, TensorLine
+from snugfit.rehearsal.tape import Block, Tape
+from snugfit.step.footprint import Kind
+from snugfit.techniques.setup import Setup
+
+LARGEST = 12
+"""Lines of the table of largest tensors."""
+
+POINTS = 240
+"""Points of the curve."""
+
+
+def anatomy(tape: Tape, peak: int, reserved: Sequence[int], setup: Setup) -> Anatomy:
+    """What `tape` shows at event `peak`; `reserved` are the allocator's bytes after each event."""
+    alive = [tape.blocks[index] for index in tape.alive_at(peak)]
+    return Anatomy(
+        kinds=tuple(_kinds(alive, setup)),
+        largest=tuple(_largest(alive)),
+        curve=tuple(_curve(tape, reserved)),
+        operators=tuple(_operators(tape)),
+        syncs=tape.syncs,
+    )
+
+
+def by_kind(tape: Tape, peak: int) -> dict[str, int]:
+    """Bytes by kind at event `peak`, largest first; they add up to the requested bytes there."""
+    total: Counter[str] = Counter()
+    for index in tape.alive_at(peak):
+        total[tape.blocks[index].kind] += tape.blocks[index].nbytes
+    return dict(total.most_common())
+
+
+def _kinds(alive: Iterable[Block], setup: Setup) -> Iterable[KindLine]:
+    blocks = defaultdict(list)
+    for block in alive:
+        blocks[block.kind].append(block)
+    for kind, members in sorted(blocks.items(), key=lambda item: -sum(b.nbytes for b in item[1])):
+        yield KindLine(
+            kind=kind, bytes=sum(block.nbytes for block in members), reason=_reason(kind, members, setup)
+        )
+
+
+def _reason(kind: str, blocks: Sequence[Block], setup: Setup) -> str:
+    if kind == Kind.WEIGHTS:
+        return f"parameters and buffers, born in {setup.weights_dtype}"
+    if kind == Kind.GRADIENTS:
+        return "from the first backward until the optimizer has used them"
+    if kind == Kind.OPTIMIZER_STATES:
+        return f"kept by {setup.optimizer.factory.path.split(':')[-1]} from step to step"
+    if kind == Kind.ACTIVATIONS:
+        if any(block.phase == "backward" for block in blocks):
+            return "saved for backward; some computed again by checkpointing"
+        return "saved in the forward pass for the backward pass"
+    if kind == Kind.CACHES:
+        return f"copies of weights that autocast cast to {setup.autocast} once"
+    if kind == Kind.INPUTS:
+        return "the batch"
+    if kind == Kind.WORKSPACES:
+        names = Counter(block.operator.split(": ")[-1] for block in blocks)
+        return ", ".join(f"{count} x {name}" if count > 1 else name for name, count in names.most_common(3))
+    sizes: Counter[str] = Counter()
+    for block in blocks:
+        sizes[f"{_short(block.operator)} in {block.phase}"] += block.nbytes
+    return "mostly " + ", ".join(name for name, _ in sizes.most_common(2))
+
+
+def _largest(alive: Iterable[Block]) -> Iterable[TensorLine]:
+    sizes: Counter[tuple[str, str, str, str]] = Counter()
+    counts: Counter[tuple[str, str, str, str]] = Counter()
+    for block in alive:
+        key = (_folded(block.module), _short(block.operator), block.phase, block.kind)
+        sizes[key] += block.nbytes
+        counts[key] += 1
+    for key, nbytes in sizes.most_common(LARGEST):
+        module, operator, phase, kind = key
+        yield TensorLine(
+            module=module, operator=operator, phase=phase, kind=kind, bytes=nbytes, count=counts[key]
+        )
+
+
+def _folded(module: str) -> str:
+    """Layers of one stack as one: `encoder.layer.3.output` is `encoder.layer.*.output`."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", module)
+
+
+def _short(operator: str) -> str:
+    return operator.removeprefix("aten::").strip("_")
+
+
+def _curve(tape: Tape, reserved: Sequence[int]) -> Iterable[CurvePoint]:
+    """The last step, thinned out to the highest point of each of `POINTS` equal stretches."""
+    last = max((mark.step for mark in tape.marks), default=-1)
+    marks = [mark for mark in tape.marks if mark.step == last]
+    if not marks:
+        return
+    start, live = marks[0].event, list(tape.live())
+    stretch = max(1, (len(live) - start) // POINTS)
+    place = 0
+    for low in range(start, len(live), stretch):
+        high = min(low + stretch, len(live))
+        top = max(range(low, high), key=live.__getitem__)
+        while place + 1 < len(marks) and marks[place + 1].event <= top:
+            place += 1
+        yield CurvePoint(
+            position=(top - start) / max(1, len(live) - start),
+            phase=marks[place].phase,
+            live_bytes=live[top],
+            reserved_bytes=reserved[top],
+        )
+
+
+def _operators(tape: Tape) -> Iterable[OperatorLine]:
+    from snugfit.rehearsal.kernels import GROUPS, group_of
+
+    totals: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
+    for kernel in tape.kernels:
+        line = totals[(group_of(kernel.operator), kernel.phase)]
+        line[0] += 1
+        line[1] += kernel.flops
+        line[2] += kernel.nbytes
+    order = ("load", "forward", "backward", "clip", "update")
+    for (group, phase), (kernels, flops, nbytes) in sorted(
+        totals.items(), key=lambda item: (GROUPS.index(item[0][0]), order.index(item[0][1]))
+    ):
+        yield OperatorLine(group=group, phase=phase, kernels=kernels, flops=flops, bytes=nbytes)

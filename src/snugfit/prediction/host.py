@@ -1,0 +1,39 @@
+"""Host bytes: what the training process holds in the machine's own memory.
+
+Most of it is not the job's: Python, torch and CUDA's libraries. The job adds its host tensors (a model that is
+built on the host before it moves, batches in the loader's hands).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from snugfit.step.footprint import Kind
+from snugfit.units import MIB
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+    from snugfit.rehearsal.tape import Tape
+    from snugfit.techniques.setup import Setup
+
+PROCESS = 2000 * MIB
+"""Resident memory of a process that has imported torch and transformers and holds a CUDA context."""
+
+WORKER = 450 * MIB
+"""Resident memory of one loader worker that its parent's pages do not share."""
+
+PREFETCH = 2
+"""Batches that a worker holds ready (DataLoader's `prefetch_factor`)."""
+
+
+def host_bytes(job: Job, setup: Setup, tape: Tape) -> int:
+    """Largest resident memory of the process and its workers, roughly: within a tenth of a GiB or so."""
+    weights = sum(block.nbytes for block in tape.blocks if block.kind == Kind.WEIGHTS)
+    batch = sum(block.nbytes for block in tape.blocks if block.kind == Kind.INPUTS and block.step == 0)
+    workers = setup.loader.workers
+    return (
+        PROCESS
+        + (weights if job.build_on == "host" else 0)
+        + workers * (WORKER + PREFETCH * batch)
+        + (2 * batch if setup.loader.pinned else 0)
+    )

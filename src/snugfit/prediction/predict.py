@@ -1,0 +1,78 @@
+"""Predict: rehearse the step, replay its tape through the allocator, and add what lies outside both."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from snugfit.prediction.allocator import replay
+from snugfit.prediction.anatomy import anatomy, by_kind
+from snugfit.prediction.device import context_of, doubts_about, policy_for
+from snugfit.prediction.host import host_bytes
+from snugfit.prediction.prediction import Prediction
+from snugfit.prediction.profile import INSTALLED, find_software, installed_versions
+from snugfit.rehearsal.rehearse import rehearse
+from snugfit.step.footprint import Footprint, Moment
+
+if TYPE_CHECKING:
+    from snugfit.job.gpu import Gpu
+    from snugfit.job.job import Job
+    from snugfit.rehearsal.tape import Tape
+    from snugfit.techniques.recipe import Recipe
+
+
+def predict(
+    job: Job,
+    recipe: Recipe,
+    *,
+    gpu: Gpu | None = None,
+    memory_bytes: int | None = None,
+    loop: str = "plain",
+    software: str = INSTALLED,
+) -> Prediction:
+    """What `job` under `recipe` will take on `gpu`, found without one.
+
+    `memory_bytes` is what may be used, when it is not all of the GPU's. `loop` is `plain`, `accelerate` or
+    `trainer`. Raises `UsageError` for what cannot be, `RehearsalError` for a step without a tape.
+    """
+    profile = find_software(software)
+    recipe = profile.of_the_time(recipe)
+    warnings = recipe.check(job, gpu.compute_capability if gpu else None)
+    setup = recipe.setup()
+    tape = rehearse(
+        job,
+        setup,
+        policy_for(gpu, profile),
+        loop=loop,
+        keep_gradients=profile.keep_gradients,
+        always_mask=profile.always_mask,
+    )
+    after = replay(tape, expandable=setup.expandable_segments)
+    context, about_context = context_of(gpu, profile)
+    _, peak = tape.peak()
+    footprint = Footprint(
+        requested_bytes=after.requested_peak,
+        allocated_bytes=after.allocated_peak,
+        reserved_bytes=after.reserved_peak,
+        nvml_bytes=context + after.reserved_peak,
+        context_bytes=context,
+        host_bytes=host_bytes(job, setup, tape),
+        at=_moment(tape, peak),
+        kinds=by_kind(tape, peak),
+    )
+    return Prediction(
+        job=job,
+        recipe=recipe,
+        loop=loop,
+        gpu=gpu,
+        memory_bytes=memory_bytes if memory_bytes is not None else gpu.memory_bytes if gpu else None,
+        footprint=footprint,
+        anatomy=anatomy(tape, peak, after.reserved, setup),
+        versions=installed_versions(),
+        doubts=(*warnings, *tape.doubts, *about_context, *doubts_about(gpu)),
+        software=software,
+    )
+
+
+def _moment(tape: Tape, peak: int) -> Moment:
+    block = tape.blocks[abs(tape.events[peak]) - 1]
+    return Moment(phase=block.phase, module=block.module, operator=block.operator, step=block.step)

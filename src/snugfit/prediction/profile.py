@@ -1,0 +1,73 @@
+"""The software that a prediction is for: what is installed, or a time's, given as data.
+
+A profile says how the software of a time differed from today's: what a context took, whether gradients were
+kept between steps, what softmax saved, which techniques were the only ones there were. It never depends on a
+GPU's name; the same profile serves any GPU of the time.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from importlib import metadata, resources
+
+from snugfit.errors import UsageError, did_you_mean
+from snugfit.techniques.recipe import Recipe
+
+INSTALLED = "installed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Software:
+    """How the software of a time differs from what is installed."""
+
+    name: str = INSTALLED
+    """As `--software` calls it."""
+
+    context_bytes: int | None = None
+    """NVML bytes of context and libraries, when the software and not the GPU decides them."""
+
+    recipe: str = "plain"
+    """Techniques that stood where a recipe of today is plain."""
+
+    keep_gradients: bool = False
+    """Gradients were zeroed in place between steps, not dropped."""
+
+    softmax_saves_input: bool = False
+    """Softmax kept its input for backward beside its output."""
+
+    always_mask: bool = False
+    """An attention mask was built and added also when nothing was padded."""
+
+    def of_the_time(self, recipe: Recipe) -> Recipe:
+        """The recipe with the time's techniques in the slots where it is plain."""
+        plain = Recipe()
+        for technique in Recipe.parse(self.recipe):
+            if recipe[technique.slot] == plain[technique.slot]:
+                recipe = recipe.with_(technique)
+        return recipe
+
+
+def find_software(name: str) -> Software:
+    """The profile called `name`; raises `UsageError` with the known ones."""
+    folder = resources.files("snugfit.prediction") / "software"
+    known = {file.name.removesuffix(".json"): file for file in folder.iterdir() if file.name.endswith(".json")}
+    if name == INSTALLED:
+        return Software()
+    if name not in known:
+        legal = [INSTALLED, *sorted(known)]
+        raise UsageError(f"Unknown software {name!r}.{did_you_mean(name, legal)} Known: {', '.join(legal)}.")
+    facts = json.loads(known[name].read_text())
+    fields = {key: value for key, value in facts.items() if key not in ("about", "sources")}
+    return Software(name=name, **fields)
+
+
+def installed_versions() -> dict[str, str]:
+    """Versions of the packages that a rehearsal runs on."""
+    versions = {}
+    for package in ("torch", "transformers", "accelerate", "peft", "bitsandbytes"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return {"snugfit": metadata.version("snugfit"), **versions}
