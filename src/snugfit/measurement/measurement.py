@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from snugfit.job.job import Job
+from snugfit.measurement.findings import finite_or_null, null_to_nan
 from snugfit.step.footprint import Footprint, Timing
 from snugfit.techniques.recipe import Recipe
 
@@ -78,7 +79,7 @@ class Measurement:
             "smi_bytes": self.smi_bytes,
             "smi_nvml_bytes": self.smi_nvml_bytes,
             "contaminated": self.contaminated,
-            "losses": list(self.losses),
+            "losses": finite_or_null(self.losses),
             "message": self.message,
         }
 
@@ -91,5 +92,5 @@ class Measurement:
         fields["device"] = Device(**fields["device"])
         fields["footprint"] = Footprint.from_json(fields["footprint"]) if fields["footprint"] else None
         fields["timing"] = Timing.from_json(fields["timing"]) if fields["timing"] else None
-        fields["losses"] = tuple(fields["losses"])
+        fields["losses"] = null_to_nan(fields["losses"])
         return cls(**fields)

@@ -1,0 +1,197 @@
+"""The measured process: `python -m snugfit.measurement.child REQUEST RESULT`.
+
+It reads one request, runs one experiment, writes one result and ends. Everything before the Step is arranged
+so that the allocator's peaks are the Step's own: the context is made by one tiny tensor whose memory is given
+back, and the peaks count from there. After the last step the device is quiet, and that is the one moment when
+NVML and nvidia-smi are laid side by side.
+
+Whatever is raised becomes a cause in the result, with the allocator's peaks so far, and exit code 1.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from snugfit.measurement import causes
+from snugfit.measurement.exchange import read_document, write_document
+from snugfit.measurement.findings import Findings
+from snugfit.measurement.host import peak_resident_bytes
+from snugfit.measurement.nvml import Card, NvmlSilent, open_nvml
+from snugfit.measurement.process import die_with_parent
+from snugfit.measurement.versions import versions
+from snugfit.units import MIB
+
+if TYPE_CHECKING:
+    import torch
+
+SEED = 0
+"""Weights and data are random but the same in every run."""
+
+HISTORY_STEP = 2
+"""The step after which a recorded history is written: the first steady one."""
+
+HISTORY_ENTRIES = 1_000_000
+"""Allocations and frees kept; three steps of a large model make about fifty thousand."""
+
+
+def main() -> None:
+    """Runs the request, writes the result, and ends the process without taking the heap apart."""
+    request_path, result_path = Path(sys.argv[1]), Path(sys.argv[2])
+    request = read_document(request_path)
+    die_with_parent(request["parent"])
+    findings = run(request, result_path.with_name("history.pickle"))
+    write_document(result_path, findings.to_json())
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0 if findings.outcome == causes.OK else 1)
+
+
+def run(request: Mapping[str, Any], history: Path) -> Findings:
+    """The experiment of one request; never raises what an experiment may raise."""
+    try:
+        return _perform(request, history)
+    except Exception as error:
+        traceback.print_exc()
+        cause = causes.of_exception(error)
+        text = str(error) if cause == causes.REFUSED else f"{type(error).__name__}: {error}"
+    return replace(_peaks(), outcome=cause, message=text[:4000], versions=_versions())
+
+
+def _perform(request: Mapping[str, Any], history: Path) -> Findings:
+    import torch
+
+    from snugfit.job.job import Job
+    from snugfit.measurement.stopwatch import Stopwatch
+    from snugfit.step.step import open_step
+    from snugfit.techniques.setup import Setup
+
+    job, setup = Job.from_json(request["job"]), Setup.from_json(request["setup"])
+    device = torch.device(request["device"])
+    context = _make_context(device, request) if device.type == "cuda" else None
+    torch.manual_seed(SEED)
+    records = bool(request["history"])
+    if records:
+        torch.cuda.memory._record_memory_history(max_entries=HISTORY_ENTRIES)
+    stopwatch = Stopwatch(
+        device, request["warmup"], after_step=(lambda index: _dump(index, history)) if records else None
+    )
+    # A recorded history is compared event by event, so nothing of ours may stay on the device there.
+    step = open_step(job, setup, request["loop"], device, keep_losses=not records)
+    losses = step.run(request["warmup"] + request["steps"], stopwatch)
+    seconds = stopwatch.seconds()
+    found = _peaks()
+    smi, nvml = _quiet_moment(request["uuid"]) if device.type == "cuda" else (None, None)
+    return replace(
+        found,
+        outcome=causes.OK,
+        seconds=tuple(seconds),
+        losses=tuple(losses),
+        first_context_bytes=context,
+        smi_bytes=smi,
+        smi_nvml_bytes=nvml,
+        versions=_versions(),
+    )
+
+
+def _make_context(device: torch.device, request: Mapping[str, Any]) -> int | None:
+    """Makes the CUDA context with one tiny tensor, and gives what the device's used bytes grew by."""
+    import torch
+
+    torch.cuda.set_device(device)
+    tiny = torch.empty(1, device=device)
+    torch.cuda.synchronize(device)
+    used = _used_bytes(request["uuid"])
+    del tiny
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    if used is None or request["ground_bytes"] is None:
+        return None
+    return max(0, used - int(request["ground_bytes"]))
+
+
+def _peaks() -> Findings:
+    """The peaks so far, of the allocator where there is one and of the host."""
+    found = Findings(outcome=causes.OK, host_bytes=peak_resident_bytes())
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return found
+    try:
+        stats = torch.cuda.memory_stats()
+        properties = torch.cuda.get_device_properties()
+    except Exception as fault:  # after a device-side fault the context answers nothing any more
+        print(f"The allocator's peaks are lost: {fault}", file=sys.stderr)
+        return found
+    return replace(
+        found,
+        requested_bytes=stats.get("requested_bytes.all.peak"),
+        allocated_bytes=stats.get("allocated_bytes.all.peak"),
+        reserved_bytes=stats.get("reserved_bytes.all.peak"),
+        retries=stats.get("num_alloc_retries"),
+        device_name=properties.name,
+        total_bytes=properties.total_memory,
+    )
+
+
+def _dump(index: int, history: Path) -> None:
+    if index == HISTORY_STEP:
+        import torch
+
+        torch.cuda.synchronize()
+        torch.cuda.memory._dump_snapshot(str(history))  # type: ignore[no-untyped-call]
+        torch.cuda.memory._record_memory_history(None)
+
+
+def _card(uuid: str) -> Card:
+    return open_nvml().card(uuid)
+
+
+def _used_bytes(uuid: str | None) -> int | None:
+    try:
+        return _card(uuid).memory().used_bytes if uuid else None
+    except NvmlSilent as reason:
+        print(f"NVML: {reason}", file=sys.stderr)
+        return None
+
+
+def _quiet_moment(uuid: str | None) -> tuple[int | None, int | None]:
+    """nvidia-smi's and NVML's used bytes while the device rests."""
+    nvml = _used_bytes(uuid)
+    return (smi_used_bytes(uuid), nvml) if uuid and nvml is not None else (None, None)
+
+
+def smi_used_bytes(uuid: str, command: str = "nvidia-smi") -> int | None:
+    """What nvidia-smi shows as used on this GPU (whole MiB); None where it is not there or does not tell."""
+    try:
+        shown = subprocess.run(
+            [command, f"--id={uuid}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    text = shown.stdout.strip()
+    return int(text) * MIB if shown.returncode == 0 and text.isascii() and text.isdigit() else None
+
+
+def _versions() -> dict[str, str]:
+    """Of the packages, and of the CUDA libraries that torch loaded."""
+    found = versions()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.version.cuda:
+        found["cuda"] = str(torch.version.cuda)
+        found["cudnn"] = str(torch.backends.cudnn.version())
+    return found
+
+
+if __name__ == "__main__":
+    main()

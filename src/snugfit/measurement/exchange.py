@@ -1,0 +1,75 @@
+"""Documents between processes and on disk: JSON files that are whole or not there.
+
+Written to a temporary file in the same folder, flushed to the disk, then renamed: a reader sees the old
+document or the new one, never half of one. Read with suspicion: at most a few MiB, a plain file, strict JSON
+(no NaN, no Infinity, no number beyond a double), an object at the top. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+import stat
+from pathlib import Path
+from typing import Any
+
+LARGEST_DOCUMENT = 8 << 20
+"""Bytes; a real one has a few kilobytes, with a thousand timed steps fifty."""
+
+
+class BadDocument(Exception):
+    """The file is no document of ours; the message says what is wrong with it."""
+
+
+def write_document(path: Path, document: dict[str, Any]) -> None:
+    """Writes the whole document or nothing. Raises `OSError` when the disk refuses."""
+    write_whole(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes the whole text or nothing, through a temporary file beside it."""
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with open(draft, "x", encoding="utf-8", errors="replace") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def read_document(path: Path, *, limit: int = LARGEST_DOCUMENT) -> dict[str, Any]:
+    """The object in the file. Raises `FileNotFoundError`, or `BadDocument` for anything but an object."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a FIFO must not block us
+    except FileNotFoundError:
+        raise
+    except OSError as refusal:
+        raise BadDocument(f"{path.name} cannot be read: {refusal.strerror}") from None
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise BadDocument(f"{path.name} is not a plain file")
+        text = file.read(limit + 1)
+    if len(text) > limit:
+        raise BadDocument(f"{path.name} is larger than {limit} bytes")
+    try:
+        document = json.loads(text, parse_constant=_no_constant, parse_float=_finite)
+    except (ValueError, RecursionError) as fault:
+        raise BadDocument(f"{path.name} is not strict JSON: {fault}") from None
+    if not isinstance(document, dict):
+        raise BadDocument(f"{path.name} holds a {type(document).__name__}, not an object")
+    return document
+
+
+def _no_constant(word: str) -> float:
+    raise ValueError(f"{word} is no number")
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if not math.isfinite(number):
+        raise ValueError(f"{digits} is no finite number")
+    return number

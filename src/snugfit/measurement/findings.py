@@ -1,0 +1,121 @@
+"""What a measured child tells its parent: one typed document, checked field by field.
+
+The child writes it, the parent believes nothing that has the wrong type: a number that is no number makes the
+whole result a `bad-result`. Only a loss may be missing (null): a loss can be NaN, and JSON has no NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Self
+
+from snugfit.measurement.exchange import BadDocument
+
+_COUNTS = (
+    "requested_bytes",
+    "allocated_bytes",
+    "reserved_bytes",
+    "host_bytes",
+    "retries",
+    "first_context_bytes",
+    "smi_bytes",
+    "smi_nvml_bytes",
+    "total_bytes",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """What one run found out about itself; what it could not find is None."""
+
+    outcome: str
+    """`ok`, or the cause of its end, as far as the child could tell."""
+
+    message: str = ""
+    """For a cause other than `ok`: the exception in one line."""
+
+    seconds: tuple[float, ...] = ()
+    """Each steady step."""
+
+    losses: tuple[float, ...] = ()
+    """Each step's loss, warm-up included."""
+
+    requested_bytes: int | None = None
+    """`requested_bytes.all.peak` of the CUDA allocator."""
+
+    allocated_bytes: int | None = None
+    """`allocated_bytes.all.peak`."""
+
+    reserved_bytes: int | None = None
+    """`reserved_bytes.all.peak`."""
+
+    retries: int | None = None
+    """`num_alloc_retries`."""
+
+    host_bytes: int | None = None
+    """Largest resident memory."""
+
+    first_context_bytes: int | None = None
+    """Growth of the device's used bytes by the first tiny tensor."""
+
+    smi_bytes: int | None = None
+    """nvidia-smi's used memory at one quiet moment."""
+
+    smi_nvml_bytes: int | None = None
+    """NVML's used memory at that moment."""
+
+    device_name: str | None = None
+    """The device as torch names it."""
+
+    total_bytes: int | None = None
+    """The GPU's memory as torch sees it."""
+
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Of what took part."""
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object without NaN; `Findings.from_json` reads it back."""
+        return asdict(self) | {"losses": finite_or_null(self.losses)}
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Self:
+        """The findings that `to_json` wrote; raises `BadDocument` for anything else."""
+        names = {each.name for each in fields(cls)}
+        if set(document) != names:
+            odd = ", ".join(sorted(set(document) ^ names))
+            raise BadDocument(f"a result with unknown or missing fields: {odd[:200]}")
+        _all_of(document, ("outcome", "message"), lambda value: isinstance(value, str))
+        _all_of(document, ("device_name",), lambda value: value is None or isinstance(value, str))
+        _all_of(document, _COUNTS, lambda value: value is None or (type(value) is int and value >= 0))
+        _all_of(document, ("seconds",), lambda value: _numbers(value) and all(each >= 0 for each in value))
+        _all_of(document, ("losses",), lambda value: _numbers(value, null=True))
+        _all_of(document, ("versions",), _texts)
+        lists = {"seconds": tuple(document["seconds"]), "losses": null_to_nan(document["losses"])}
+        return cls(**dict(document) | lists)
+
+
+def finite_or_null(numbers: Sequence[float]) -> list[float | None]:
+    """Numbers for JSON: what is not finite becomes null."""
+    return [number if math.isfinite(number) else None for number in numbers]
+
+
+def null_to_nan(numbers: Sequence[float | None]) -> tuple[float, ...]:
+    """The numbers that `finite_or_null` wrote, as far as JSON could hold them."""
+    return tuple(math.nan if number is None else float(number) for number in numbers)
+
+
+def _all_of(document: Mapping[str, Any], names: Sequence[str], lawful: Any) -> None:
+    for name in names:
+        if not lawful(document[name]):
+            raise BadDocument(f"a result with {name} = {str(document[name])[:80]}")
+
+
+def _numbers(value: Any, *, null: bool = False) -> bool:
+    kinds = (int, float, type(None)) if null else (int, float)
+    return isinstance(value, list) and all(type(each) in kinds for each in value)
+
+
+def _texts(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(each, str) for each in value.values())

@@ -1,0 +1,228 @@
+"""A child process that cannot outlive or block its parent.
+
+It runs in a session of its own, so that one `killpg` reaches it and all its descendants. The parent sleeps in
+`poll` on two file descriptors, the child's death (a pidfd) and the child's words (a pipe), and uses no CPU
+while nothing happens. Of the words only the last 64 KiB are kept. When the deadline passes the group is told
+to end (TERM) and then made to (KILL); whatever happens here, also Ctrl-C, the group is killed and reaped.
+
+The child's half is `die_with_parent`: the kernel kills it when the parent dies, however it dies, and each
+process it forks does the same one floor down.
+
+The group is killed *before* its leader is reaped: until then the leader's zombie holds the group's number,
+and it can belong to nobody else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from snugfit.measurement.host import oom_kills
+
+TAIL_BYTES = 64 * 1024
+"""Of what a child says, the end is kept: enough for a long traceback."""
+
+GRACE_SECONDS = 5.0
+"""From the request to end (SIGTERM) to the end (SIGKILL)."""
+
+REAP_SECONDS = 2.0
+"""How long to wait for killed descendants to be gone: the kernel frees a GPU within that time."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """How a child's life ended."""
+
+    returncode: int
+    """Exit code, or minus the signal's number."""
+
+    timed_out: bool
+    """Whether it was still running at its deadline."""
+
+    tail: str
+    """The last it wrote to stdout and stderr."""
+
+    oom_kills: int
+    """How many processes the kernel killed for memory meanwhile, as far as can be seen from here."""
+
+
+class Child:
+    """One child process with its group; a context manager that leaves nothing of it behind."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        grace_seconds: float = GRACE_SECONDS,
+        count_oom_kills: Callable[[], int] = oom_kills,
+    ) -> None:
+        self._command, self._environment = list(command), dict(environment)
+        self._grace, self._count = grace_seconds, count_oom_kills
+        self._tail = bytearray()
+
+    def __enter__(self) -> Self:
+        self._kills_before = self._count()
+        self._process = subprocess.Popen(
+            self._command,
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        assert self._process.stdout is not None
+        self._words: int | None = self._process.stdout.fileno()
+        os.set_blocking(self._words, False)
+        try:
+            self._death: int | None = os.pidfd_open(self.pid)
+        except (AttributeError, OSError):  # an old kernel, a sandbox without pidfd, or not Linux
+            self._death = None
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+
+    @property
+    def pid(self) -> int:
+        """The child's process id, and its session's and group's."""
+        return self._process.pid
+
+    def owns(self, pid: int) -> bool:
+        """Whether a process belongs to the child's session."""
+        try:
+            return os.getsid(pid) == self.pid
+        except OSError:
+            return False
+
+    def wait(self, deadline_seconds: float) -> Ending:
+        """Sleeps until the child has ended, or ends it at its deadline."""
+        timed_out = not self._sleep_until(time.monotonic() + deadline_seconds)
+        if timed_out:
+            self._signal_group(signal.SIGTERM)
+            self._sleep_until(time.monotonic() + self._grace)
+        self._end()
+        return Ending(
+            returncode=self._process.returncode,
+            timed_out=timed_out,
+            tail=self._tail.decode(errors="replace"),
+            oom_kills=self._count() - self._kills_before,
+        )
+
+    def _sleep_until(self, moment: float) -> bool:
+        """True when the child has died, False when the moment has come first."""
+        poller = select.poll()
+        for descriptor in (self._words, self._death):
+            if descriptor is not None:
+                poller.register(descriptor, select.POLLIN)
+        while not self._has_died():
+            left = moment - time.monotonic()
+            if left <= 0:
+                return False
+            nap = left if self._death is not None else min(left, 0.05)
+            ready = poller.poll(min(nap, 3600) * 1000)
+            if any(descriptor == self._words for descriptor, _ in ready) and not self._listen():
+                poller.unregister(self._process.stdout)  # type: ignore[arg-type]
+        return True
+
+    def _has_died(self) -> bool:
+        """Looks without reaping, so that the group's number stays ours."""
+        if self._process.returncode is not None:
+            return True
+        try:
+            found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:  # SIGCHLD is ignored here: the kernel reaped it
+            return True
+        return found is not None
+
+    def _listen(self) -> bool:
+        """Takes what the child has said by now; False when nobody holds the other end any more."""
+        if self._words is None:
+            return False
+        try:
+            said = os.read(self._words, TAIL_BYTES)
+        except BlockingIOError:
+            return True
+        self._tail += said
+        del self._tail[:-TAIL_BYTES]
+        if not said:
+            self._words = None
+        return bool(said)
+
+    def _signal_group(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
+
+    def _end(self) -> None:
+        """Kills what is left of the group, reaps it, and takes the last words. Safe to call twice."""
+        if self._process.returncode is None:
+            self._signal_group(signal.SIGKILL)
+            self._process.wait()
+            self._reap_group()
+        for _ in range(TAIL_BYTES):  # bounded: a descendant that fled the group may talk for ever
+            if self._words is None or not select.select([self._words], [], [], 0)[0]:
+                break
+            self._listen()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+            self._words = None
+        if self._death is not None:
+            os.close(self._death)
+            self._death = None
+
+    def _reap_group(self) -> None:
+        """Waits until no member of the group is left; those that became our children are reaped here
+        (where we are process 1 of a container)."""
+        deadline = time.monotonic() + REAP_SECONDS
+        while time.monotonic() < deadline:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(-self.pid, os.WNOHANG)
+            try:
+                os.killpg(self.pid, 0)
+            except (ProcessLookupError, PermissionError):
+                return
+            time.sleep(0.01)
+
+
+def die_with_parent(parent: int) -> None:
+    """Asks the kernel to kill this process when its parent dies, and the same for whatever it forks.
+
+    To be called first thing. When the parent died before the request reached the kernel nobody would tell, so
+    the parent's number is compared afterwards. Only Linux knows the request; elsewhere nothing happens.
+    """
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    forker: list[int | None] = [None]
+
+    def ask(expected: int) -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != expected:
+            os._exit(128 + signal.SIGTERM)
+
+    def remember() -> None:
+        # The kernel means the parent *thread*: a fork from a thread that ends is left alone.
+        in_main = threading.current_thread() is threading.main_thread()
+        forker[0] = os.getpid() if in_main else None
+
+    def ask_again() -> None:
+        if forker[0] is not None:
+            ask(forker[0])
+
+    ask(parent)
+    os.register_at_fork(before=remember, after_in_child=ask_again)

@@ -1,0 +1,50 @@
+"""Versions of what takes part in a measurement, read from the packages' metadata: no package is imported."""
+
+from __future__ import annotations
+
+import platform
+import re
+from importlib import metadata, util
+from pathlib import Path
+
+from snugfit import __version__
+
+CORE = ("torch", "transformers", "accelerate", "safetensors", "numpy", "psutil", "nvidia-ml-py")
+"""What snugfit cannot do without, in the order in which it is shown."""
+
+OPTIONAL = ("bitsandbytes", "peft", "triton", "datasets")
+"""What takes part when it is there."""
+
+
+def version_of(package: str) -> str | None:
+    """The installed version of a package, or None."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def versions() -> dict[str, str]:
+    """`python`, `snugfit` and every package of `CORE` and `OPTIONAL` that is installed."""
+    found = {"python": platform.python_version(), "snugfit": __version__}
+    for package in (*CORE, *OPTIONAL):
+        version = version_of(package)
+        if version is not None:
+            found[package] = version
+    return found
+
+
+def torch_cuda() -> str | None:
+    """The CUDA version that the installed torch was built with, or None for a build without CUDA.
+
+    Read from torch/version.py, because importing torch takes seconds.
+    """
+    spec = util.find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    try:
+        text = (Path(next(iter(spec.submodule_search_locations))) / "version.py").read_text()
+    except OSError:
+        return None
+    found = re.search(r"^cuda(?:: [^=]+)? = '([^']+)'", text, re.MULTILINE)
+    return found[1] if found else None

@@ -1,0 +1,107 @@
+"""Which physical GPU CUDA means by an index: CUDA_VISIBLE_DEVICES, read as CUDA reads it.
+
+NVML numbers all GPUs of the machine; CUDA numbers those that CUDA_VISIBLE_DEVICES shows, in its order. The
+parent of a measurement must know the physical GPU without touching CUDA, so the variable is read here, by
+CUDA's rules (CUDA Programming Guide, "CUDA Environment Variables"; torch.cuda._parse_visible_devices agrees):
+
+- a list of indices, or of UUIDs (which may be cut short, as long as one GPU is meant);
+- the list ends at the first entry that names no GPU, -1 by custom; an entry named twice empties the list;
+- indices count GPUs by speed unless CUDA_DEVICE_ORDER=PCI_BUS_ID. NVML does not know CUDA's order of speed,
+  so where GPUs of different kinds are counted that way we ask for the variable: no wrong GPU is measured;
+- of a GPU cut into MIG parts CUDA shows the first part.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from snugfit.errors import GpuError
+from snugfit.measurement.nvml import Card, Nvml, NvmlSilent
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+ORDER = "CUDA_DEVICE_ORDER"
+
+
+def hides_all(environment: Mapping[str, str]) -> bool:
+    """Whether the user hid every GPU on purpose: an empty CUDA_VISIBLE_DEVICES, or -1 first."""
+    value = environment.get(VISIBLE)
+    return value is not None and (not value.strip() or value.strip().startswith("-"))
+
+
+def choose(nvml: Nvml, environment: Mapping[str, str], index: int = 0) -> Card:
+    """The card that CUDA calls `index`. Raises `GpuError` when there is none or it cannot be told."""
+    cards = visible(nvml, environment)
+    if 0 <= index < len(cards):
+        return cards[index]
+    value = environment.get(VISIBLE)
+    machine = ", ".join(f"{number}: {card}" for number, card in enumerate(nvml.cards())) or "none"
+    if value is not None and not cards:
+        raise GpuError(f"{VISIBLE}={value!r} shows no GPU. This machine has {machine}.")
+    shown = f"{VISIBLE}={value!r} shows" if value is not None else "This machine has"
+    raise GpuError(f"GPU index {index}: {shown} {len(cards)}, numbered from 0. All GPUs: {machine}.")
+
+
+def visible(nvml: Nvml, environment: Mapping[str, str]) -> list[Card]:
+    """The cards that CUDA shows, in CUDA's numbering."""
+    value = environment.get(VISIBLE)
+    if value is not None and value.strip().startswith(("GPU-", "MIG-")):
+        return _by_uuid(nvml, [entry.strip() for entry in value.split(",")])
+    every = nvml.cards()
+    numbers = list(range(len(every))) if value is None else _numbers(value, len(every))
+    if numbers:
+        _refuse_unknown_order(every, environment)
+    return [_first_part(every[number]) for number in numbers]
+
+
+def _numbers(value: str, count: int) -> list[int]:
+    """The indices of the list, up to the first that names no GPU; none when one stands twice."""
+    numbers: list[int] = []
+    for entry in value.split(","):
+        digits = re.match(r"\s*\+?(\d+)", entry)
+        if not digits or int(digits[1]) >= count:
+            break
+        if int(digits[1]) in numbers:
+            return []
+        numbers.append(int(digits[1]))
+    return numbers
+
+
+def _by_uuid(nvml: Nvml, entries: list[str]) -> list[Card]:
+    """The cards of a list of UUIDs, up to the first that names none; none when one stands twice."""
+    every = nvml.cards()
+    found: list[Card] = []
+    for entry in entries:
+        card = _named(nvml, every, entry)
+        if card is None:
+            break
+        if card.uuid in [other.uuid for other in found]:
+            return []
+        found.append(card)
+    return found
+
+
+def _named(nvml: Nvml, every: list[Card], entry: str) -> Card | None:
+    if entry.startswith("GPU-"):
+        meant = [card for card in every if card.uuid.lower().startswith(entry.lower())]
+        return _first_part(meant[0]) if len(meant) == 1 else None
+    try:
+        return nvml.card(entry) if entry.startswith("MIG-") else None
+    except NvmlSilent:
+        return None
+
+
+def _first_part(card: Card) -> Card:
+    try:
+        return card.first_part()
+    except NvmlSilent as reason:
+        raise GpuError(str(reason)) from None
+
+
+def _refuse_unknown_order(cards: list[Card], environment: Mapping[str, str]) -> None:
+    if len({card.name for card in cards}) > 1 and environment.get(ORDER) != "PCI_BUS_ID":
+        listed = ", ".join(str(card) for card in cards)
+        raise GpuError(
+            f"This machine's GPUs differ ({listed}), and CUDA counts them by speed, which cannot be known"
+            f" without starting CUDA. Set {ORDER}=PCI_BUS_ID, or {VISIBLE} to a UUID."
+        )
