@@ -41,10 +41,8 @@ def any_value(kind: Any, limits: typing.Mapping[str, float], rng: random.Random)
         return rng.choice(typing.get_args(kind))
     if typing.get_origin(kind) is tuple:
         return tuple(rng.sample(WORDS, rng.randint(1, len(WORDS))))
-    if kind is str:
-        return rng.choice(WORDS)
-    if kind is type(None):
-        return None
+    if kind in (str, type(None)):
+        return rng.choice(WORDS) if kind is str else None
     low, high = limits["low"], limits["high"]
     if kind is int:
         return rng.choice([int(low), int(high), rng.randint(int(low), int(high))])

@@ -6,8 +6,8 @@ import json
 import random
 
 import pytest
-from any_recipe import any_recipe
 
+from any_recipe import any_recipe
 from snugfit.errors import RecipeError
 from snugfit.job.job import Job, Phase, Task
 from snugfit.job.model import Model

@@ -87,6 +87,8 @@ def adapt(model: torch.nn.Module, *, r: int, targets: Sequence[str]) -> torch.nn
         with warnings.catch_warnings():
             # GPT-2's Conv1D stores its weight transposed; peft sees that, does the right thing, and warns.
             warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False", category=UserWarning)
+            # peft asks transformers 5 by the name of version 4.
+            warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
             return get_peft_model(model, config)  # type: ignore[no-any-return]
     except ValueError as error:
         raise RecipeError(

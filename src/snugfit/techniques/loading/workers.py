@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import ClassVar
 
 from snugfit.techniques.setting import between
 from snugfit.techniques.setup import LoaderWish, Setup
 from snugfit.techniques.technique import Fidelity, Technique
-
-if TYPE_CHECKING:
-    from snugfit.job.job import Job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +24,3 @@ class Workers(Technique):
     def install(self, setup: Setup) -> Setup:
         """n workers, and pinned memory."""
         return replace(setup, loader=LoaderWish(workers=self.n, pinned=True))
-
-    @classmethod
-    def settings(cls, job: Job) -> Iterator[Self]:
-        """Few: synthetic batches are cheap to prepare."""
-        yield from (cls(n=n) for n in (2, 4))

@@ -1,0 +1,229 @@
+"""Law 3: a technique's fidelity is true. Over the whole roster, on the CPU, through the plain loop.
+
+Every setting that a planner may try is run beside the plain recipe: same seed, same batches, no dropout.
+
+- SAME runs in 64 bits, where "the same sums in another order" means agreement to many digits, and where a
+  gradient that is zero by symmetry (a key's bias in attention) is zero and not noise that Adam blows up to a
+  full step;
+- ROUNDS runs as it is: losses stay within the tolerance's bound and the parameters move the same way;
+- LEARNS must learn a small real task: to tell high tokens from low ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from snugfit.job.config import check_facts
+from snugfit.job.job import Job, Task
+from snugfit.job.model import Model
+from snugfit.step.step import Step, open_step
+from snugfit.techniques import roster
+from snugfit.techniques.packages import missing
+from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.setup import Setup
+from snugfit.techniques.technique import Fidelity, Technique
+from tolerance import ROUNDS, same_losses, same_parameters
+
+STEPS = 3
+VOCABULARY = 96
+STEPS_TO_LEARN = 80
+LEARNED = 0.3
+"""Mean loss of the last five steps of one who has learned to tell two classes; guessing gives 0.69."""
+
+ALIKE = 0.98
+"""Least cosine between the moves of a ROUNDS technique's parameters and the plain recipe's."""
+
+BERT = {
+    "model_type": "bert",
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "intermediate_size": 128,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 32,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+GPT2 = {
+    "model_type": "gpt2",
+    "n_embd": 64,
+    "n_layer": 4,
+    "n_head": 2,
+    "n_positions": 32,
+    "vocab_size": VOCABULARY,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+JOBS = {
+    "bert": (BERT, Task.SEQUENCE_CLASSIFICATION),
+    "bert padded": (BERT, Task.MASKED_LM),
+    "gpt2": (GPT2, Task.CAUSAL_LM),
+}
+
+
+def job(name: str, **changes: Any) -> Job:
+    facts, task = JOBS[name]
+    model = Model.from_config(check_facts(facts, where=name), name=name)
+    fields: dict[str, Any] = {"batch_size": 4, "sequence_length": 16, "learning_rate": 1e-3}
+    if name.endswith("padded"):
+        fields["padding"] = 0.3
+    return Job(model=model, task=task, **fields | changes)
+
+
+def candidates(fidelity: Fidelity) -> list[Technique]:
+    """Every technique of this fidelity that is not plain, at each setting a planner may try."""
+    found = [technique for technique in roster.techniques() if technique.fidelity is fidelity]
+    settings = [setting for technique in found for setting in technique.settings(job("bert"))]
+    return [setting for setting in settings if setting != roster.plain(setting.slot)]
+
+
+class Silent:
+    """Watches a step and says nothing."""
+
+    def step_begins(self, index: int) -> None: ...
+
+    def step_ends(self, index: int) -> None: ...
+
+    def phase(self, name: str) -> None: ...
+
+    def built(self, model: Any, optimizer: Any) -> None: ...
+
+
+@dataclass
+class Run:
+    """What a run of the plain loop left behind."""
+
+    losses: list[float]
+    parameters: dict[str, torch.Tensor]
+
+
+def run(this: Job, setup: Setup, *, steps: int = STEPS) -> Run:
+    torch.manual_seed(7)
+    step: Step = open_step(this, setup, "plain", torch.device("cpu"), keep_losses=True)
+    losses = step.run(steps, Silent())
+    assert step.model is not None
+    return Run(losses, {name: value.detach() for name, value in step.model.named_parameters()})
+
+
+def installed(technique: Technique) -> Recipe:
+    if lacking := missing(technique):
+        pytest.skip(lacking)
+    return Recipe((technique,))
+
+
+def wide(setup: Setup) -> Setup:
+    """The same in 64 bits."""
+    return replace(setup, weights_dtype="float64")
+
+
+@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("technique", candidates(Fidelity.SAME), ids=str)
+def test_same_is_the_plain_recipe_s_mathematics(technique: Technique, name: str) -> None:
+    this = job(name)
+    plain, other = run(this, wide(Recipe().setup())), run(this, wide(installed(technique).setup()))
+    same_losses(plain.losses, other.losses)
+    same_parameters(plain.parameters, other.parameters)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_the_law_would_notice_another_mathematics(name: str) -> None:
+    """Planted wrongs that SAME must not pass: another learning rate by 1 %, other data, other momentum."""
+    plain = run(job(name), wide(Recipe().setup()))
+    for wrong in (
+        run(job(name, learning_rate=1.01e-3), wide(Recipe().setup())),
+        run(job(name), wide(Recipe.parse("sgd").setup())),
+        run(job(name, clip=1e-3), wide(Recipe().setup())),
+    ):
+        with pytest.raises(AssertionError):
+            same_parameters(plain.parameters, wrong.parameters)
+
+
+@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("technique", candidates(Fidelity.ROUNDS), ids=str)
+def test_rounds_stays_within_its_bound(technique: Technique, name: str) -> None:
+    this = job(name)
+    start = run(this, Recipe().setup(), steps=0)
+    plain, other = run(this, Recipe().setup()), run(this, installed(technique).setup())
+    same_losses(plain.losses, other.losses, ROUNDS)
+    assert cosine(moves(start, plain), moves(start, other)) > ALIKE
+
+
+def moves(start: Run, end: Run) -> torch.Tensor:
+    """How far each parameter moved, as one vector."""
+    return torch.cat(
+        [(end.parameters[name] - value).flatten().double() for name, value in start.parameters.items()]
+    )
+
+
+def cosine(left: torch.Tensor, right: torch.Tensor) -> float:
+    return float(torch.nn.functional.cosine_similarity(left, right, dim=0))
+
+
+class HighOrLow:
+    """A task that can be learned: whether a sequence's tokens are from the upper half of the vocabulary."""
+
+    def __init__(self, this: Job, samples: int) -> None:
+        self.length, self.samples = this.sequence_length, samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if not 0 <= index < self.samples:
+            raise IndexError(index)
+        half, generator = VOCABULARY // 2, torch.Generator().manual_seed(index)
+        ids = torch.randint(half, (self.length,), generator=generator) + half * (index % 2)
+        return {"input_ids": ids, "labels": torch.tensor(index % 2)}
+
+
+@pytest.mark.parametrize("technique", candidates(Fidelity.LEARNS), ids=str)
+def test_learns_reduces_the_loss(technique: Technique, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At one of three usual learning rates: which one is the user's affair, and differs by optimizer."""
+    monkeypatch.setattr("snugfit.step.batches.SyntheticDataset", HighOrLow)
+    setup = installed(technique).setup()
+    reached = []
+    for rate in (1e-2, 1e-3, 1e-1):
+        losses = run(job("bert", batch_size=8, learning_rate=rate), setup, steps=STEPS_TO_LEARN).losses
+        reached.append(sum(losses[-5:]) / 5)
+        if reached[-1] < LEARNED:
+            return
+    pytest.fail(f"{technique}: losses {reached}, not below {LEARNED}")
+
+
+class Uneven(HighOrLow):
+    """Sequences of every length: sample i keeps 2 + (5 i mod 14) tokens, the rest is padding."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        kept = torch.arange(self.length) < 2 + 5 * index % 14
+        ids = super().__getitem__(index)["input_ids"] * kept
+        labels = torch.where(kept, ids, torch.full_like(ids, -100))
+        return {"input_ids": ids, "attention_mask": kept.long(), "labels": labels}
+
+
+@pytest.mark.parametrize("precision", ["", " + fp16"])
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("pieces", [2, 4, 8])
+@pytest.mark.parametrize("name", ["gpt2", "bert padded"])
+def test_micro_batches_equal_the_whole_batch_when_padding_is_uneven(
+    monkeypatch: pytest.MonkeyPatch, name: str, pieces: int, clip: float | None, precision: str
+) -> None:
+    """A mean over tokens: pieces with few tokens weigh less. SGD, which does not hide a wrong scale."""
+    monkeypatch.setattr("snugfit.step.batches.SyntheticDataset", Uneven)
+    this = job(name, batch_size=8, clip=clip, learning_rate=0.1)
+    rounding = ROUNDS if precision else None
+    widen = (lambda setup: setup) if precision else wide
+    plain = run(this, widen(Recipe.parse(f"sgd{precision}").setup()))
+    cut = run(this, widen(Recipe.parse(f"sgd + micro_batches({pieces}){precision}").setup()))
+    if rounding:
+        same_losses(plain.losses, cut.losses, rounding)
+        same_parameters(plain.parameters, cut.parameters, rounding)
+    else:
+        same_losses(plain.losses, cut.losses)
+        same_parameters(plain.parameters, cut.parameters)

@@ -1,0 +1,275 @@
+"""What single techniques ask for, and that what they ask for does on shapes what it does on data."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from snugfit.errors import RecipeError
+from snugfit.techniques import roster
+from snugfit.techniques.hub_kernels import no_hub_kernels
+from snugfit.techniques.packages import missing
+from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.setup import Call, OptimizerWish, Setup
+from snugfit.techniques.technique import Slot
+
+QMAP_BYTES = 256 * 4
+"""bitsandbytes' code book: 256 fp32 values."""
+
+
+def callables(setup: Setup) -> list[Call]:
+    wish = setup.optimizer
+    return [call for call in (setup.adapt, wish.factory, wish.prepare, wish.shapes) if call]
+
+
+def resolve(call: Call) -> Callable[..., Any]:
+    module, _, name = call.path.partition(":")
+    return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
+
+
+def optimizers() -> list[str]:
+    """Every optimizer of the roster, at each setting that a planner may try."""
+    found = [technique for technique in roster.techniques() if technique.slot is Slot.OPTIMIZER]
+    return [str(setting) for technique in found for setting in technique.settings(None)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("technique", roster.techniques(), ids=lambda technique: technique.name)
+def test_wished_callables_exist_and_take_their_arguments_by_name(technique: type) -> None:
+    if lacking := missing(technique):
+        pytest.skip(lacking)
+    setup = any_setting(technique).install(Setup())
+    for call in callables(setup):
+        assert callable(resolve(call))
+        assert all(isinstance(name, str) for name in call.arguments)
+
+
+def any_setting(technique: type) -> Any:
+    import random
+
+    from any_recipe import any_technique
+
+    return any_technique(technique, random.Random(0))
+
+
+@pytest.mark.parametrize("name", optimizers())
+def test_the_hf_trainer_means_the_same_optimizer_by_its_name(name: str) -> None:
+    """A wish's `trainer_name` gives, in transformers, a class and arguments equal to the factory's."""
+    from transformers import TrainingArguments
+    from transformers.trainer_optimizer import _OPTIMIZER_HANDLERS, OptimizerContext
+
+    wish = Recipe.parse(name).setup().optimizer
+    if wish.trainer_name is None:
+        pytest.skip(f"the HF Trainer has no name for {name}")
+    if lacking := missing(Recipe.parse(name)["optimizer"]):
+        pytest.skip(lacking)
+    import inspect
+
+    known = set(inspect.signature(OptimizerContext).parameters)
+    values = {
+        "args": TrainingArguments(output_dir="unused", optim=wish.trainer_name, report_to=[]),
+        "model": None,
+        "optimizer_kwargs": {},
+        "adam_kwargs": {},
+        "optim_args": {},
+    }
+    context = OptimizerContext(**{key: value for key, value in values.items() if key in known})
+    cls, theirs = _OPTIMIZER_HANDLERS[wish.trainer_name](context)
+    parameter = torch.nn.Parameter(torch.ones(64, 64))
+    ours = resolve(wish.factory)([parameter], lr=1e-3, **wish.factory.arguments)
+    named = cls([parameter], lr=1e-3, **theirs)
+    assert ours.__class__.__name__.startswith(cls.__name__)
+    ignored = {"params", "foreach", "betas", "weight_decay"}
+    left, right = ours.param_groups[0], named.param_groups[0]
+    assert {k: v for k, v in left.items() if k not in ignored} == {
+        k: v for k, v in right.items() if k not in ignored
+    }
+    for key in ("optim_bits", "min_8bit_size"):
+        assert getattr(getattr(ours, "args", None), key, None) == getattr(
+            getattr(named, "args", None), key, None
+        )
+
+
+class Births(TorchDispatchMode):
+    """Storages that operators give birth to, as (operator, bytes), in order; reads of a value give 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.born: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return 1.0
+        known = {
+            leaf.untyped_storage()._cdata
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, torch.Tensor)
+        }
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in known:
+                self.born.append((str(func), leaf.untyped_storage().nbytes()))
+        if func.namespace == "bitsandbytes":
+            self.born.append((str(func), 0))
+        return out
+
+
+@contextmanager
+def shapes_of(wish: OptimizerWish) -> Iterator[None]:
+    if wish.shapes is None:
+        yield
+        return
+    with resolve(wish.shapes)(**wish.shapes.arguments):
+        yield
+
+
+def small_model(device: str) -> torch.nn.Module:
+    """Tables and matrices on both sides of bitsandbytes' 4,096 elements, with blocks that are not full."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        return torch.nn.ModuleDict(
+            {
+                "table": torch.nn.Embedding(101, 67),
+                "small_table": torch.nn.Embedding(4, 8),
+                "wide": torch.nn.Linear(67, 129),
+                "edge": torch.nn.Linear(64, 64),
+                "below": torch.nn.Linear(63, 65),
+                "norm": torch.nn.LayerNorm(67),
+            }
+        )
+
+
+def three_steps(text: str, device: str) -> tuple[list[list[tuple[str, int]]], dict[str, Any]]:
+    """Births of three optimizer steps, and the state afterwards: shape and dtype by parameter and name."""
+    wish = Recipe.parse(text).setup().optimizer
+    model = small_model(device)
+    if wish.prepare:
+        resolve(wish.prepare)(model, **wish.prepare.arguments)
+    optimizer = resolve(wish.factory)(list(model.parameters()), lr=1e-3, **wish.factory.arguments)
+    steps = []
+    for _ in range(3):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        with Births() as births:
+            optimizer.step()
+        steps.append(births.born)
+    state = {
+        f"{name}.{key}": (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else type(value)
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state[parameter].items()
+    }
+    return steps, state
+
+
+@pytest.mark.parametrize("text", [name for name in optimizers() if name != "adamw_fused"])
+def test_an_optimizer_on_shapes_keeps_the_state_it_keeps_on_data(text: str) -> None:
+    if lacking := missing(Recipe.parse(text)["optimizer"]):
+        pytest.skip(lacking)
+    _, real = three_steps(text, "cpu")
+    with shapes_of(Recipe.parse(text).setup().optimizer):
+        _, on_shapes = three_steps(text, "meta")
+    assert on_shapes == real
+    assert real or text.startswith("sgd")
+
+
+@pytest.mark.parametrize("embeddings", [32, 8])
+def test_adamw_8bit_on_shapes_gives_birth_as_on_data(embeddings: int) -> None:
+    """Step by step and in order. A device gets its code books by a copy; a CPU has them there already."""
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    text = f"adamw_8bit({embeddings})"
+    real, state = three_steps(text, "cpu")
+    with shapes_of(Recipe.parse(text).setup().optimizer):
+        on_shapes, _ = three_steps(text, "meta")
+    copies = [("aten._to_copy.default", QMAP_BYTES)] * 2
+    first = [birth for birth in on_shapes[0] if birth != copies[0]]
+    assert [birth for birth in on_shapes[0] if birth == copies[0]] == copies
+    assert [first, *on_shapes[1:]] == real
+    assert all(size == 0 for step in real[1:] for _, size in step), "later steps give birth to nothing"
+    table = torch.float32 if embeddings == 32 else torch.uint8
+    assert state["table.weight.state1"] == ((101, 67), table)
+    assert state["wide.weight.state2"] == ((129, 67), torch.uint8)
+    assert state["wide.weight.absmax1"] == ((-(-129 * 67 // 256),), torch.float32)
+    assert state["edge.weight.state1"] == ((64, 64), torch.uint8)
+    assert state["below.weight.state1"] == ((65, 63), torch.float32)
+    assert state["small_table.weight.state1"] == ((4, 8), torch.float32)
+
+
+def test_adamw_8bit_leaves_nothing_behind() -> None:
+    """Overrides of one run do not reach the next, and a rehearsal's none of the process's own."""
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    from bitsandbytes.optim import GlobalOptimManager
+
+    three_steps("adamw_8bit", "cpu")
+    _, state = three_steps("adamw_8bit(8)", "cpu")
+    assert state["table.weight.state1"][1] is torch.uint8
+    own = GlobalOptimManager.get_instance()
+    with shapes_of(Recipe.parse("adamw_8bit").setup().optimizer):
+        three_steps("adamw_8bit", "meta")
+        assert GlobalOptimManager.get_instance() is not own
+    assert GlobalOptimManager.get_instance() is own
+    with pytest.raises(ZeroDivisionError), shapes_of(Recipe.parse("adamw_8bit").setup().optimizer):
+        raise ZeroDivisionError
+    assert GlobalOptimManager.get_instance() is own
+
+
+def test_no_hub_kernels_hides_the_package_and_gives_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    marker = object()
+    monkeypatch.setitem(sys.modules, "kernels", marker)
+    with no_hub_kernels(), pytest.raises(ImportError):
+        import kernels  # noqa: F401
+    assert sys.modules["kernels"] is marker
+    monkeypatch.delitem(sys.modules, "kernels")
+    with no_hub_kernels():
+        pass
+    assert "kernels" not in sys.modules
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("targets", [None, ("all-linear",), ("query", "key")])
+def test_lora_trains_the_adapters_and_the_head_alone(device: str, targets: tuple[str, ...] | None) -> None:
+    pytest.importorskip("peft", reason="peft is not installed")
+    model = adapted("BertForSequenceClassification", device, r=4, targets=targets)
+    training = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert {parameter.device.type for parameter in model.parameters()} == {device}
+    assert [name for name in training if "lora_" not in name and "classifier" not in name] == []
+    assert any("classifier" in name for name in training)
+    layers, hidden, wide, rank = 2, 32, 48, 4
+    square, up = rank * 2 * hidden, rank * (hidden + wide)
+    per_layer = {None: 2 * square, ("query", "key"): 2 * square, ("all-linear",): 4 * square + 2 * up}[
+        targets
+    ]
+    pooler = square if targets == ("all-linear",) else 0
+    adapters = sum(
+        parameter.numel()
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and "lora_" in name
+    )
+    assert adapters == layers * per_layer + pooler
+
+
+def test_lora_says_when_there_is_nothing_to_adapt() -> None:
+    pytest.importorskip("peft", reason="peft is not installed")
+    with pytest.raises(RecipeError, match=r"lora\(targets=all-linear\)"):
+        adapted("ViTForImageClassification", "meta", r=4, targets=None)
+    with pytest.raises(RecipeError, match="BertForSequenceClassification"):
+        adapted("BertForSequenceClassification", "meta", r=4, targets=("q_proj",))
+
+
+def adapted(class_name: str, device: str, *, r: int, targets: tuple[str, ...] | None) -> torch.nn.Module:
+    import transformers
+
+    cls = getattr(transformers, class_name)
+    config = cls.config_class(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, vocab_size=100
+    )
+    lora: Any = roster.find("lora")
+    call = lora(r=r, targets=targets).install(Setup()).adapt
+    with torch.device(device):
+        return resolve(call)(cls(config), **call.arguments)  # type: ignore[no-any-return]
