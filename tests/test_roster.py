@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import pytest
 
-from snugfit.errors import RecipeError
+from snugfit.errors import RecipeError, SnugfitError
 from snugfit.techniques import roster
 from snugfit.techniques.setting import between
 from snugfit.techniques.setup import Setup
@@ -90,6 +90,7 @@ class Sound(Technique):
     fidelity: ClassVar = Fidelity.SAME
     source: ClassVar = "this file"
     slot: ClassVar = Slot.LOADING
+    name: ClassVar = "sound"
 
     k: int = between(1, 9, default=3)
     """How often."""
@@ -108,6 +109,7 @@ class Silent(Technique):
 
     fidelity: ClassVar = Fidelity.SAME
     source: ClassVar = "this file"
+    name: ClassVar = "silent"
 
     k: int = 3
 
@@ -122,6 +124,7 @@ class Silent(Technique):
         (_broken(__doc__="no full stop"), "full stop"),
         (_broken(fidelity="same-ish"), "fidelity"),
         (_broken(source=" "), "source"),
+        (_broken(name="So und"), "small letters"),
         (_broken(needs=("nothing>=1",)), "extra"),
         (Silent, "missing: \\['k'\\]"),
     ],
@@ -161,6 +164,7 @@ def test_plugin_is_foreign_until_asked_for(offered: list[SimpleNamespace]) -> No
     [
         ("adamw", Sound, "taken"),
         ("sound", dict, "not a subclass"),
+        ("so-und", Sound, "small letters"),
         ("sound", _broken(plain=True, __doc__="Plain, from elsewhere."), "plain"),
     ],
 )
@@ -171,3 +175,22 @@ def test_bad_plugin_is_refused(
     with pytest.raises(roster.RosterError, match=complaint):
         roster.load_plugins()
     assert name not in roster._plugins
+
+
+def test_plugin_that_breaks_at_import_is_one_clear_error(offered: list[SimpleNamespace]) -> None:
+    def load() -> type:
+        raise ImportError("no such module")
+
+    offered.append(SimpleNamespace(name="sound", value="package:Sound", load=load))
+    with pytest.raises(SnugfitError, match="package:Sound cannot be loaded: ImportError: no such module"):
+        roster.load_plugins()
+
+
+def test_two_plugins_cannot_share_a_name(offered: list[SimpleNamespace]) -> None:
+    other = _broken(__doc__="Another one.")
+    offered.append(SimpleNamespace(name="sound", value="package:Sound", load=lambda: Sound))
+    assert roster.load_plugins() == roster.load_plugins() == ("sound",)
+    offered.append(SimpleNamespace(name="sound", value="other:Sound", load=lambda: other))
+    with pytest.raises(roster.RosterError, match="taken"):
+        roster.load_plugins()
+    assert roster.find("sound") is Sound

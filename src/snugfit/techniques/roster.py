@@ -3,7 +3,7 @@
 A folder is a slot, a file in it is a technique, and the file's name is the word in a recipe. So a new
 technique is one new file, and no list anywhere grows with it. The roster holds each file to the few rules
 that the rest of the house relies on, and speaks to the file's author when one is broken (`RosterError`, a
-programming error and no user's). Listing names imports no torch: a technique file imports it, if at all,
+programming error, and no user's). Listing names imports no torch: a technique file imports it, if at all,
 inside functions.
 
 Techniques from elsewhere come through the entry point group `snugfit.techniques` (the entry point's name is
@@ -18,24 +18,26 @@ import functools
 import importlib
 import inspect
 import pkgutil
+import re
 import textwrap
 from dataclasses import MISSING, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
-from snugfit.errors import RecipeError, did_you_mean
+from snugfit.errors import RecipeError, SnugfitError, did_you_mean
 from snugfit.techniques.foreign import advice
 from snugfit.techniques.setting import describe, setting_types, show_setting
 from snugfit.techniques.technique import Fidelity, Slot, Technique, first_sentence
 
 GROUP = "snugfit.techniques"
+_NAME = re.compile(r"[a-z][a-z0-9_]*", re.ASCII)
 
 _plugins: dict[str, type[Technique]] = {}
 """Techniques from elsewhere that were asked for; the one thing here that changes while a process lives."""
 
 
-class RosterError(Exception):
+class RosterError(SnugfitError):
     """A technique's file breaks a rule of the roster; the message is for its author."""
 
 
@@ -74,10 +76,15 @@ def load_plugins() -> tuple[str, ...]:
     from importlib.metadata import entry_points
 
     for entry in entry_points(group=GROUP):
-        technique = entry.load()
-        taken = {own.name for own in _own()}
+        try:
+            technique = entry.load()
+        except Exception as error:
+            raise RosterError(f"{entry.value} cannot be loaded: {type(error).__name__}: {error}") from error
+        taken = {own.name for own in _own()} | (
+            set(_plugins) if technique not in _plugins.values() else set()
+        )
         if entry.name in taken:
-            raise RosterError(f"{entry.value}: the name {entry.name!r} is taken by snugfit's own technique.")
+            raise RosterError(f"{entry.value}: the name {entry.name!r} is taken by another technique.")
         if not (inspect.isclass(technique) and issubclass(technique, Technique)):
             raise RosterError(f"{entry.value}: not a subclass of snugfit.techniques.technique.Technique.")
         technique.name = entry.name
@@ -166,6 +173,8 @@ def check(technique: type[Technique], *, slot: Slot | None) -> None:
     where = f"{technique.__module__}.{technique.__qualname__}"
     if slot not in list(Slot):
         raise RosterError(f"{where}: its slot is {slot!r}; slots: {[known.value for known in Slot]}.")
+    if not _NAME.fullmatch(technique.name):
+        raise RosterError(f"{where}: the name {technique.name!r} is not small letters, digits and '_'.")
     if not technique.__doc__ or technique.__doc__.startswith(f"{technique.__name__}("):
         raise RosterError(f"{where}: the class needs a docstring.")
     if not technique.summary():
