@@ -12,7 +12,6 @@ goes on without the answer and keeps the reason. The library is a parameter, so 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -59,9 +58,9 @@ class Card:
     def __init__(self, library: Any, handle: Any) -> None:
         self._library, self._handle = library, handle
         self._version: int | None = None
-        self.uuid = _text(_ask(library.nvmlDeviceGetUUID, handle))
+        self.uuid = _text(_ask(library, "nvmlDeviceGetUUID", handle))
         try:
-            self.name = _text(_ask(library.nvmlDeviceGetName, handle))
+            self.name = _text(_ask(library, "nvmlDeviceGetName", handle))
         except NvmlSilent:
             self.name = "unnamed GPU"
 
@@ -69,14 +68,14 @@ class Card:
         """Its memory now; raises `NvmlSilent` when NVML does not tell or tells nonsense."""
         if self._version != 1:
             try:
-                answer = _ask(self._library.nvmlDeviceGetMemoryInfo, self._handle, version=MEMORY_V2)
+                answer = _ask(self._library, "nvmlDeviceGetMemoryInfo", self._handle, version=MEMORY_V2)
                 memory = _checked(answer.total, answer.used, answer.reserved)
                 self._version = 2
                 return memory
             except (NvmlSilent, AttributeError) as refusal:
                 if self._version == 2:  # a version that answered once is kept: the two count differently
                     raise NvmlSilent(str(refusal)) from None
-        answer = _ask(self._library.nvmlDeviceGetMemoryInfo, self._handle)
+        answer = _ask(self._library, "nvmlDeviceGetMemoryInfo", self._handle)
         memory = _checked(answer.total, answer.used, None)
         self._version = 1
         return memory
@@ -88,19 +87,19 @@ class Card:
 
     def computing(self) -> list[GpuProcess]:
         """Processes with a compute context here; raises `NvmlSilent` where the driver hides them."""
-        return _processes(_ask(self._library.nvmlDeviceGetComputeRunningProcesses, self._handle))
+        return _processes(_ask(self._library, "nvmlDeviceGetComputeRunningProcesses", self._handle))
 
     def drawing(self) -> list[GpuProcess]:
         """Processes that draw on a display through this GPU; none where the driver does not tell."""
         try:
-            return _processes(_ask(self._library.nvmlDeviceGetGraphicsRunningProcesses, self._handle))
+            return _processes(_ask(self._library, "nvmlDeviceGetGraphicsRunningProcesses", self._handle))
         except NvmlSilent:
             return []
 
     def capability(self) -> tuple[int, int] | None:
         """Its CUDA compute capability, where the driver tells."""
         try:
-            major, minor = _ask(self._library.nvmlDeviceGetCudaComputeCapability, self._handle)
+            major, minor = _ask(self._library, "nvmlDeviceGetCudaComputeCapability", self._handle)
         except NvmlSilent:
             return None
         return int(major), int(minor)
@@ -108,15 +107,17 @@ class Card:
     def first_part(self) -> Card:
         """The first MIG part when the GPU is cut into parts (all that CUDA shows of it), else the GPU."""
         try:
-            current, _ = _ask(self._library.nvmlDeviceGetMigMode, self._handle)
+            current, _ = _ask(self._library, "nvmlDeviceGetMigMode", self._handle)
         except NvmlSilent:
             return self
         if not current:
             return self
         library = self._library
-        for index in range(_ask(library.nvmlDeviceGetMaxMigDeviceCount, self._handle)):
+        for index in range(_ask(library, "nvmlDeviceGetMaxMigDeviceCount", self._handle)):
             try:
-                return Card(library, _ask(library.nvmlDeviceGetMigDeviceHandleByIndex, self._handle, index))
+                return Card(
+                    library, _ask(library, "nvmlDeviceGetMigDeviceHandleByIndex", self._handle, index)
+                )
             except NvmlSilent:
                 continue
         raise NvmlSilent(f"{self.name} ({self.uuid}) is in MIG mode and has no MIG part yet.")
@@ -142,34 +143,34 @@ class Nvml:
     def close(self) -> None:
         """Gives NVML back. Cards of this NVML answer no more."""
         try:
-            _ask(self._library.nvmlShutdown)
+            _ask(self._library, "nvmlShutdown")
         except NvmlSilent:
             return
 
     def driver(self) -> str | None:
         """The driver's version, where it tells."""
         try:
-            return _text(_ask(self._library.nvmlSystemGetDriverVersion))
+            return _text(_ask(self._library, "nvmlSystemGetDriverVersion"))
         except NvmlSilent:
             return None
 
     def cards(self) -> list[Card]:
         """Every GPU of this machine in NVML's order, which is the order of the PCI bus."""
-        count = _ask(self._library.nvmlDeviceGetCount)
+        count = _ask(self._library, "nvmlDeviceGetCount")
         return [
-            Card(self._library, _ask(self._library.nvmlDeviceGetHandleByIndex, index))
+            Card(self._library, _ask(self._library, "nvmlDeviceGetHandleByIndex", index))
             for index in range(count)
         ]
 
     def card(self, uuid: str) -> Card:
         """The GPU or MIG part with this UUID."""
-        return Card(self._library, _ask(self._library.nvmlDeviceGetHandleByUUID, uuid))
+        return Card(self._library, _ask(self._library, "nvmlDeviceGetHandleByUUID", uuid))
 
 
 def open_nvml(library: Any | None = None) -> Nvml:
     """NVML, opened; raises `NvmlSilent` with the reason where there is none."""
     used = library if library is not None else _binding()
-    _ask(used.nvmlInit)
+    _ask(used, "nvmlInit")
     return Nvml(used)
 
 
@@ -181,14 +182,13 @@ def _binding() -> Any:
     return pynvml
 
 
-def _ask(question: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+def _ask(library: Any, question: str, *arguments: Any, **named: Any) -> Any:
     """One call into NVML. Broad on purpose: a binding in front of a foreign driver raises its own errors,
     but also AttributeError, UnicodeDecodeError or OSError when driver and binding do not match."""
     try:
-        return question(*arguments, **named)
+        return getattr(library, question)(*arguments, **named)
     except Exception as refusal:
-        call = getattr(question, "__name__", "NVML")
-        raise NvmlSilent(f"{call}: {refusal or type(refusal).__name__}") from None
+        raise NvmlSilent(f"{question}: {refusal or type(refusal).__name__}") from None
 
 
 def _checked(total: Any, used: Any, reserve: Any) -> DeviceMemory:

@@ -1,0 +1,150 @@
+"""What a watched block took, as a value that prints itself in a terminal and in a notebook."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from snugfit.errors import UsageError
+from snugfit.units import show_bytes, show_seconds
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeenGpu:
+    """What was seen of one GPU; None is what could not be."""
+
+    index: int
+    """As CUDA counts in this process."""
+
+    name: str | None = None
+    """As the driver calls it."""
+
+    uuid: str | None = None
+    """By which NVML was asked."""
+
+    requested_bytes: int | None = None
+    """Peak of what this process's tensors asked for."""
+
+    allocated_bytes: int | None = None
+    """Peak of what they were handed."""
+
+    reserved_bytes: int | None = None
+    """Peak of what the allocator took from the device."""
+
+    retries: int | None = None
+    """How often the allocator gave its cache back to go on."""
+
+    nvml_bytes: int | None = None
+    """Peak of what everybody used on the device, the driver's reserve apart where NVML tells it."""
+
+    process_bytes: int | None = None
+    """Of that, this process's share, where the driver tells it."""
+
+    reserve_bytes: int | None = None
+    """The driver's own reserve."""
+
+    total_bytes: int | None = None
+    """The whole framebuffer."""
+
+    doubt: str | None = None
+    """Why something is missing."""
+
+
+class Seen:
+    """What a watched block took. Filled when the block ends; `samples` may be set inside or after it."""
+
+    def __init__(self, samples: int | None = None) -> None:
+        self.samples = samples
+        """Samples processed in the block, when the user says so."""
+        self.seconds: float | None = None
+        """Wall time of the block; None while it runs."""
+        self.host_bytes: int | None = None
+        """Largest resident memory of this process, its past included: the kernel's counter starts there."""
+        self.gpus: tuple[SeenGpu, ...] = ()
+        """The watched GPUs."""
+        self.without_gpu: str | None = None
+        """Why no GPU was watched."""
+
+    @property
+    def samples(self) -> int | None:
+        """Samples processed in the block."""
+        return self._samples
+
+    @samples.setter
+    def samples(self, count: int | None) -> None:
+        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+            raise UsageError(f"samples is {count!r}; it is a whole number above 0, or None.")
+        self._samples = count
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """Samples over seconds, when both are known."""
+        return self.samples / self.seconds if self.samples and self.seconds else None
+
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """What was seen as pairs of a name and a value."""
+        if self.seconds is None:
+            yield "watching", "the block has not ended yet"
+            return
+        yield "time", show_seconds(self.seconds)
+        if self.samples_per_second is not None:
+            yield "samples/s", f"{self.samples_per_second:.2f} ({self.samples} samples)"
+        for gpu in self.gpus:
+            yield f"GPU {gpu.index}", f"{gpu.name or 'unnamed'}{f' ({gpu.uuid})' if gpu.uuid else ''}"
+            yield from _gpu_lines(gpu)
+        if self.without_gpu:
+            yield "GPU", f"none watched: {self.without_gpu}"
+        if self.host_bytes is not None:
+            yield "host memory", f"{show_bytes(self.host_bytes)} (largest of this process so far)"
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name:<14}{value}" for name, value in self.lines())
+
+    def __repr__(self) -> str:
+        return f"<Seen: {'running' if self.seconds is None else show_seconds(self.seconds)}>"
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><th style='text-align:left'>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>"
+            for name, value in self.lines()
+        )
+        return f"<table>{rows}</table>"
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object."""
+        return {
+            "schema": SCHEMA,
+            "what": "seen",
+            "seconds": self.seconds,
+            "samples": self.samples,
+            "samples_per_second": self.samples_per_second,
+            "host_bytes": self.host_bytes,
+            "gpus": [asdict(gpu) for gpu in self.gpus],
+            "without_gpu": self.without_gpu,
+        }
+
+
+def _gpu_lines(gpu: SeenGpu) -> Iterator[tuple[str, str]]:
+    peaks = (
+        ("requested", gpu.requested_bytes),
+        ("allocated", gpu.allocated_bytes),
+        ("reserved", gpu.reserved_bytes),
+    )
+    for name, peak in peaks:
+        if peak is not None:
+            yield f"  {name}", f"{show_bytes(peak)} at its peak"
+    if gpu.retries:
+        yield "  retries", f"{gpu.retries}: the allocator gave its cache back to go on"
+    if gpu.nvml_bytes is not None:
+        apart = (
+            f", the driver's {show_bytes(gpu.reserve_bytes)} apart" if gpu.reserve_bytes is not None else ""
+        )
+        yield "  NVML", f"{show_bytes(gpu.nvml_bytes)} at its peak, all processes{apart}"
+    if gpu.process_bytes is not None:
+        yield "  this process", show_bytes(gpu.process_bytes)
+    if gpu.doubt:
+        yield "  but", gpu.doubt

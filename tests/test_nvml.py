@@ -1,0 +1,361 @@
+"""NVML and CUDA's numbering of GPUs, on made-up machines (F31 to F34, H5)."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import threading
+
+import pytest
+
+from fake_nvml import H200_RESERVE, H200_TOTAL, FakeGpu, FakeNvml
+from snugfit.errors import GpuError
+from snugfit.measurement import clean
+from snugfit.measurement.clean import Ground
+from snugfit.measurement.nvml import Card, GpuProcess, NvmlSilent, open_nvml
+from snugfit.measurement.place import find_place
+from snugfit.measurement.sampler import Census, Sampler
+from snugfit.measurement.visible import choose, hides_all, visible
+from snugfit.units import MIB
+
+A, B, C = (f"GPU-{digit * 8}-aaaa-bbbb-cccc-000000000000" for digit in "123")
+GROUND = Ground(used_bytes=3 * MIB, pids=frozenset(), reason=None)
+
+
+def card_of(library: FakeNvml) -> Card:
+    return open_nvml(library).cards()[0]
+
+
+def three() -> FakeNvml:
+    return FakeNvml(FakeGpu(uuid=A), FakeGpu(uuid=B), FakeGpu(uuid=C))
+
+
+def test_version_two_keeps_the_reserve_apart() -> None:
+    memory = card_of(FakeNvml(FakeGpu(used=750 * MIB))).memory()
+    assert (memory.total_bytes, memory.used_bytes, memory.reserve_bytes) == (
+        H200_TOTAL,
+        750 * MIB,
+        H200_RESERVE,
+    )
+
+
+def test_old_driver_falls_back_to_version_one_and_says_so() -> None:
+    card = card_of(FakeNvml(FakeGpu(used=750 * MIB), version_two=False))
+    memory = card.memory()
+    assert memory.reserve_bytes is None
+    assert memory.used_bytes == 750 * MIB + H200_RESERVE
+    assert card.counts_reserve
+
+
+def test_a_version_that_answered_once_is_kept() -> None:
+    """The two versions count differently: mixed, one hiccup would look like 615 MiB of somebody else's."""
+    library = FakeNvml(FakeGpu())
+    card = card_of(library)
+    card.memory()
+    library.version_two = False
+    with pytest.raises(NvmlSilent):
+        card.memory()
+
+
+def test_no_library_is_a_reason() -> None:
+    with pytest.raises(NvmlSilent, match="Shared Library Not Found"):
+        open_nvml(FakeNvml(absent=True))
+
+
+def test_a_binding_without_the_function_is_a_reason() -> None:
+    with pytest.raises(NvmlSilent, match="nvmlInit"):
+        open_nvml(object())
+
+
+@pytest.mark.parametrize(
+    "gpu",
+    [
+        FakeGpu(used=None),
+        FakeGpu(used=-H200_TOTAL),
+        FakeGpu(total=0),
+        FakeGpu(total="24 GiB"),
+        FakeGpu(used=2 * H200_TOTAL),
+        FakeGpu(lost=True),
+    ],
+)
+def test_garbage_is_a_reason(gpu: FakeGpu) -> None:
+    with pytest.raises(NvmlSilent):
+        card_of(FakeNvml(gpu)).memory()
+
+
+def test_a_process_without_bytes_is_still_a_process() -> None:
+    library = FakeNvml(FakeGpu(processes=[(7, None), (8, 0), (9, 1 << 63), (10, 5 * MIB)]))
+    assert [(found.pid, found.bytes) for found in card_of(library).computing()] == [
+        (7, None),
+        (8, None),
+        (9, None),
+        (10, 5 * MIB),
+    ]
+
+
+def test_names_in_bytes() -> None:
+    assert card_of(FakeNvml(FakeGpu(name=b"Tesla T4"))).name == "Tesla T4"
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (None, [A, B, C]),
+        ("0", [A]),
+        ("2,0", [C, A]),
+        (" 1 , 2", [B, C]),
+        ("1gpu,2", [B, C]),
+        ("0,7,1", [A]),
+        ("0,-1,1", [A]),
+        ("0,0", []),
+        ("", []),
+        ("-1", []),
+        ("none", []),
+        (B, [B]),
+        ("GPU-3", [C]),
+        (f"{C},{A}", [C, A]),
+        (f"{C},{C}", []),
+        (f"{C},1", [C]),
+        ("GPU-", []),
+        ("GPU-9", []),
+    ],
+)
+def test_visible_devices_as_cuda_reads_them(value: str | None, shown: list[str]) -> None:
+    environment = {} if value is None else {"CUDA_VISIBLE_DEVICES": value}
+    with open_nvml(three()) as nvml:
+        assert [card.uuid for card in visible(nvml, environment)] == shown
+
+
+@pytest.mark.parametrize("value", ["-1", "7", "", "GPU-9", "0,0"])
+def test_a_gpu_that_is_not_shown_is_an_error_that_names_the_variable(value: str) -> None:
+    with open_nvml(three()) as nvml, pytest.raises(GpuError, match=r"CUDA_VISIBLE_DEVICES='.*NVIDIA H200"):
+        choose(nvml, {"CUDA_VISIBLE_DEVICES": value}, 0)
+
+
+def test_an_index_beyond_what_is_shown_is_an_error() -> None:
+    with open_nvml(three()) as nvml, pytest.raises(GpuError, match=r"GPU index 2: .*shows 2"):
+        choose(nvml, {"CUDA_VISIBLE_DEVICES": "2,0"}, 2)
+
+
+def test_unlike_gpus_are_not_counted_by_an_order_that_nvml_does_not_know() -> None:
+    library = FakeNvml(FakeGpu(uuid=A, name="NVIDIA T400"), FakeGpu(uuid=B, name="NVIDIA GeForce RTX 4090"))
+    with open_nvml(library) as nvml:
+        with pytest.raises(GpuError, match="CUDA_DEVICE_ORDER=PCI_BUS_ID"):
+            choose(nvml, {}, 0)
+        assert choose(nvml, {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, 1).uuid == B
+        assert choose(nvml, {"CUDA_VISIBLE_DEVICES": B}, 0).uuid == B
+
+
+def test_mig_parts() -> None:
+    parts = [FakeGpu(uuid="MIG-aaaa", total=20 << 30), FakeGpu(uuid="MIG-bbbb", total=20 << 30)]
+    library = FakeNvml(FakeGpu(uuid=A, parts=parts))
+    with open_nvml(library) as nvml:
+        assert choose(nvml, {}, 0).uuid == "MIG-aaaa"
+        assert choose(nvml, {"CUDA_VISIBLE_DEVICES": "MIG-bbbb"}, 0).uuid == "MIG-bbbb"
+        with pytest.raises(GpuError):
+            choose(nvml, {"CUDA_VISIBLE_DEVICES": "MIG-cccc"}, 0)
+
+
+def test_a_gpu_in_mig_mode_without_parts_is_an_error() -> None:
+    with open_nvml(FakeNvml(FakeGpu(parts=[]))) as nvml, pytest.raises(GpuError, match="no MIG part"):
+        choose(nvml, {}, 0)
+
+
+def test_hiding_on_purpose() -> None:
+    shown = {
+        value: hides_all({"CUDA_VISIBLE_DEVICES": value}) for value in ("", " ", "-1", "0", "7", "GPU-9")
+    }
+    assert shown == {"": True, " ": True, "-1": True, "0": False, "7": False, "GPU-9": False}
+    assert not hides_all({})
+
+
+@pytest.fixture
+def cuda_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the installed torch were built with CUDA."""
+    monkeypatch.setattr("snugfit.measurement.place.torch_cuda", lambda: "13.0")
+
+
+@pytest.mark.usefixtures("cuda_build")
+class TestPlace:
+    def test_the_child_sees_one_gpu_by_uuid(self) -> None:
+        environment = {"CUDA_VISIBLE_DEVICES": "2,0"}
+        with find_place(None, 1, environment=environment, library=three()) as place:
+            assert place.card is not None
+            assert place.card.uuid == A
+            assert place.visibility == {"CUDA_VISIBLE_DEVICES": A}
+            assert place.torch_device == "cuda:0"
+            assert place.describe(None, None).reserve_bytes == H200_RESERVE
+
+    def test_nvml_is_given_back(self) -> None:
+        library = three()
+        with find_place("cuda:2", 0, environment={}, library=library) as place:
+            assert place.card is not None
+            assert (place.card.uuid, library.open) == (C, 1)
+        assert library.open == 0
+
+    @pytest.mark.parametrize("value", ["", "-1"])
+    def test_hidden_on_purpose_means_the_cpu(self, value: str) -> None:
+        with find_place(None, 0, environment={"CUDA_VISIBLE_DEVICES": value}, library=three()) as place:
+            assert place.type == "cpu"
+            assert place.visibility == {"CUDA_VISIBLE_DEVICES": ""}
+
+    def test_hidden_by_mistake_is_an_error(self) -> None:
+        with (
+            pytest.raises(GpuError),
+            find_place(None, 0, environment={"CUDA_VISIBLE_DEVICES": "7"}, library=three()),
+        ):
+            pass
+
+    def test_without_nvml_a_gpu_is_used_only_when_asked_for(self) -> None:
+        absent = FakeNvml(absent=True)
+        with find_place(None, 0, environment={}, library=absent) as place:
+            assert place.type == "cpu"
+        with find_place("cuda", 0, environment={}, library=absent) as place:
+            assert (place.type, place.card) == ("cuda", None)
+            assert place.doubt is not None
+            assert "Not Found" in place.doubt
+
+    @pytest.mark.parametrize("device", ["tpu", "cuda:x", "cuda:-1", "CUDA", ""])
+    def test_an_unknown_device_is_an_error(self, device: str) -> None:
+        with (
+            pytest.raises(GpuError, match="Devices: cpu, cuda"),
+            find_place(device, 0, environment={}, library=three()),
+        ):
+            pass
+
+
+def test_asking_a_cpu_build_for_a_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("snugfit.measurement.place.torch_cuda", lambda: None)
+    with (
+        pytest.raises(GpuError, match="built without CUDA"),
+        find_place("cuda", 0, environment={}, library=three()),
+    ):
+        pass
+
+
+def test_clean_before() -> None:
+    ground = clean.before(card_of(FakeNvml(FakeGpu())), patience=0)
+    assert (ground.used_bytes, ground.reason) == (3 * MIB, None)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "words"),
+    [
+        (FakeGpu(processes=[(17, 512 * MIB)]), r"process 17 \(512 MiB\)"),
+        (FakeGpu(processes=[(17, None)]), "process 17 used"),
+        (FakeGpu(processes=[(os.getpid(), None)]), "this process"),
+        (FakeGpu(used=900 * MIB, drawers=[(5, 700 * MIB)]), r"900 MiB were used by a display \(process 5"),
+        (FakeGpu(used=900 * MIB), "900 MiB were used by processes that NVML does not list"),
+        (FakeGpu(used=900 * MIB, processes=None), "900 MiB"),
+        (FakeGpu(lost=True), "not proven clean"),
+    ],
+)
+def test_not_clean_before(gpu: FakeGpu, words: str) -> None:
+    reason = clean.before(card_of(FakeNvml(gpu)), patience=0).reason
+    assert reason is not None
+    assert re.search(words, reason)
+
+
+def test_clean_before_is_waited_for() -> None:
+    gpu = FakeGpu(script=[9000 * MIB, 400 * MIB, 3 * MIB])
+    assert clean.before(card_of(FakeNvml(gpu)), patience=5).reason is None
+    assert gpu.used == 3 * MIB
+
+
+def test_version_one_cannot_tell_idle_from_reserve() -> None:
+    """Under version 1 an idle H200 shows 618 MiB; that is no stranger."""
+    assert clean.before(card_of(FakeNvml(FakeGpu(), version_two=False)), patience=0).reason is None
+
+
+def test_clean_after_is_waited_for() -> None:
+    gpu = FakeGpu(script=[9000 * MIB, 400 * MIB, 5 * MIB])
+    assert clean.after(card_of(FakeNvml(gpu)), GROUND, patience=5) is None
+
+
+def test_memory_that_is_not_given_back_is_told() -> None:
+    reason = clean.after(card_of(FakeNvml(FakeGpu(used=2003 * MIB))), GROUND, patience=0)
+    assert reason is not None
+    assert "2,000 MiB were not given back" in reason
+
+
+def test_a_process_that_stays_is_told() -> None:
+    card = card_of(FakeNvml(FakeGpu(processes=[(23, None)])))
+    assert "process 23" in str(clean.after(card, GROUND, patience=0))
+    there_before = Ground(used_bytes=3 * MIB, pids=frozenset({23}), reason="process 23")
+    assert clean.after(card, there_before, patience=0) is None
+
+
+def census(used: int, ours: dict[int, int | None], others: dict[int, int | None]) -> Census:
+    both = [tuple(GpuProcess(pid=pid, bytes=size) for pid, size in each.items()) for each in (ours, others)]
+    return Census(used_bytes=used * MIB, ours=both[0], others=both[1])
+
+
+@pytest.mark.parametrize(
+    ("censuses", "words"),
+    [
+        ([], None),
+        ([census(8003, {7: 8000 * MIB}, {})], None),
+        ([census(8003, {7: None}, {})], None),
+        ([census(8003, {}, {4242: None})], None),  # ours, by the host's number
+        ([census(8003, {7: None}, {}), census(9000, {7: None}, {8: 900 * MIB})], "process 8"),
+        ([census(8003, {}, {4242: None, 4243: None})], "2 processes"),
+        ([census(10003, {7: 8000 * MIB}, {})], "2,000 MiB"),  # somebody whom NVML does not list
+    ],
+)
+def test_strangers_during_the_run(censuses: list[Census], words: str | None) -> None:
+    reason = clean.during(censuses, GROUND)
+    assert (words in reason) if words and reason else reason is words
+
+
+def test_those_who_were_there_before_are_told_once() -> None:
+    ground = Ground(used_bytes=500 * MIB, pids=frozenset({8}), reason="process 8")
+    assert clean.during([census(9000, {7: None}, {8: None})], ground) is None
+
+
+def test_unexplained_growth() -> None:
+    """On an H200: context at first 621 MiB, 751 to 767 MiB at the end."""
+    reserved = 6894 * MIB
+    usual = clean.unexplained(
+        grown_bytes=reserved + 767 * MIB, reserved_bytes=reserved, first_context_bytes=621 * MIB
+    )
+    stranger = clean.unexplained(
+        grown_bytes=reserved + 2767 * MIB, reserved_bytes=reserved, first_context_bytes=621 * MIB
+    )
+    assert usual is None
+    assert stranger is not None
+    assert "2,146 MiB" in stranger
+
+
+def test_the_sampler_keeps_the_peak() -> None:
+    gpu = FakeGpu(script=[3 * MIB, 3 * MIB, 900 * MIB, 8000 * MIB, 500 * MIB])
+    library, read = FakeNvml(gpu), threading.Event()
+    library.before_reading = lambda: read.set() if not gpu.script else None
+    with Sampler(card_of(library), interval=0.001) as sampler:
+        assert read.wait(30)
+    assert sampler.peak_bytes == 8000 * MIB
+    assert sampler.refusal is None
+
+
+def test_the_sampler_sees_who_comes_during_the_run() -> None:
+    gpu = FakeGpu(processes=[(7, None)])
+    library, readings, late = FakeNvml(gpu), itertools.count(), threading.Event()
+
+    def come() -> None:
+        if next(readings) > 5 and gpu.processes is not None and len(gpu.processes) == 1:
+            gpu.processes.append((666, 4000 * MIB))
+        if len(sampler.censuses) > 1:
+            late.set()
+
+    with Sampler(card_of(library), belongs=lambda pid: pid == 7, interval=0.0005) as sampler:
+        library.before_reading = come
+        assert late.wait(30)
+    assert "process 666" in str(clean.during(sampler.censuses.values(), GROUND))
+
+
+def test_the_sampler_survives_a_lost_gpu() -> None:
+    gpu = FakeGpu()
+    with Sampler(card_of(FakeNvml(gpu)), interval=0.0005) as sampler:
+        gpu.lost = True
+    assert sampler.peak_bytes == 3 * MIB
+    assert sampler.refusal is not None
