@@ -76,7 +76,8 @@ class Job:
     """Classes of a classification head."""
 
     clip: float | None = None
-    """Largest global gradient norm, or None when the job does not clip."""
+    """Largest global gradient norm. None leaves it to the loop: the plain and the accelerate loop do not clip,
+    the HF Trainer clips at 1.0. 0 never clips."""
 
     decay_groups: bool = False
     """True when biases and norms are kept out of weight decay: two parameter groups instead of one."""
@@ -94,8 +95,8 @@ class Job:
         _in_range("labels", self.labels, 1, LARGEST_LENGTH)
         if isinstance(self.padding, bool) or not 0 <= self.padding < 1:
             raise JobError(f"padding is {self.padding!r}; it is a fraction of each sequence, from 0 up to 1.")
-        if self.clip is not None and not self.clip > 0:
-            raise JobError(f"clip is {self.clip!r}; it is a gradient norm above 0, or nothing.")
+        if self.clip is not None and not self.clip >= 0:
+            raise JobError(f"clip is {self.clip!r}; it is a gradient norm, 0 for no clipping, or nothing.")
         if self.build_on not in ("device", "host"):
             raise JobError(
                 f"build_on is {self.build_on!r}; a model is built on the 'device' or on the 'host'."

@@ -21,14 +21,18 @@ SAMPLES = 512
 """Size of the synthetic dataset, as in the guide (512 sequences)."""
 
 
+def dataset_size(job: Job, device: torch.device, steps: int = 1) -> int:
+    """Samples to go through: the guide's, at least one global batch; a rehearsal makes no more than it uses."""
+    return job.batch_size * steps if device.type == "meta" else max(SAMPLES, job.batch_size * steps)
+
+
 def loader(job: Job, setup: Setup, device: torch.device) -> torch.utils.data.DataLoader[Any]:
     """A DataLoader of host micro-batches, over at least one global batch of synthetic samples."""
     import torch
 
     rehearsed = device.type == "meta"
-    count = max(SAMPLES, job.batch_size) if not rehearsed else job.batch_size
     made: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
-        SyntheticDataset(job, samples=count),
+        SyntheticDataset(job, samples=dataset_size(job, device)),
         batch_size=job.batch_size // setup.micro_batches,
         drop_last=True,
         num_workers=0 if rehearsed else setup.loader.workers,

@@ -32,22 +32,55 @@ def call(wish: Call, *arguments: Any, **more: Any) -> Any:
     return resolve(wish.path)(*arguments, **{**more, **wish.arguments})
 
 
-def build_model(job: Job, setup: Setup, device: torch.device) -> torch.nn.Module:
-    """The model, adapted and checkpointed as the Setup wishes, on `device`."""
-    import torch
+def build_model(
+    job: Job, setup: Setup, device: torch.device, *, on_host: bool = False
+) -> torch.nn.Module:
+    """The model, adapted and checkpointed as the Setup wishes, on `device`.
 
+    A model that is built on the host and then moved makes its device tensors in the order of its modules. A
+    rehearsal has no host to build on: it builds out of its recorder's sight, and then moves.
+    """
     from snugfit.step.checkpointing import checkpoint_layers
 
-    born_on = torch.device("cpu") if job.build_on == "host" and device.type == "cuda" else device
-    with born_on:
-        model = job.model.build(job, dtype=setup.weights_dtype, attention=setup.attention)
-        if setup.adapt:
-            model = call(setup.adapt, model)
-    model.to(device)
+    if on_host or job.build_on == "host":
+        with _host(device):
+            model = _born(job, setup)
+        model = _moved(model, device)
+    else:
+        with device:
+            model = _born(job, setup)
     model.train(job.trains)
     if setup.checkpoint and job.trains:
         checkpoint_layers(model, setup.checkpoint)
     return model
+
+
+def _born(job: Job, setup: Setup) -> torch.nn.Module:
+    model = job.model.build(job, dtype=setup.weights_dtype, attention=setup.attention)
+    return call(setup.adapt, model) if setup.adapt else model  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def _host(device: torch.device) -> Iterator[None]:
+    import torch
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    if device.type != "meta":
+        with torch.device("cpu"):
+            yield
+        return
+    with _disable_current_modes(), torch.device("meta"):
+        yield
+
+
+def _moved(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+    """`model.to(device)`. On `meta`, where that would be nothing, each tensor is made anew in the order in
+    which `Module._apply` goes."""
+    import torch
+
+    if device.type != "meta":
+        return model.to(device)
+    return model._apply(torch.empty_like)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def build_optimizer(job: Job, setup: Setup, model: torch.nn.Module) -> torch.optim.Optimizer:

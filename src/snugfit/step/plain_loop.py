@@ -109,7 +109,7 @@ class PlainStep(Step):
     ) -> None:
         import torch
 
-        if self.job.clip is None:
+        if not self.job.clip:
             return
         observer.phase("clip")
         if scaler is not None:

@@ -1,0 +1,86 @@
+"""The guide's hand-written loop on the installed accelerate: prepare, backward, step, zero_grad.
+
+As Hugging Face's "Efficient training on a single GPU" writes it: the loss of each micro-batch is divided by
+their number, the optimizer steps after the last one. Clipping is accelerate's own, when the job clips. What
+`Accelerator.prepare` does to the model (autocast around forward, outputs back to fp32), to the optimizer and
+to the loader is accelerate's, in a rehearsal too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from snugfit.errors import UsageError
+from snugfit.step.batches import loader
+from snugfit.step.install import build_model, build_optimizer, matmul_precision
+from snugfit.step.placement import placed_on, settle
+from snugfit.step.step import Step
+
+if TYPE_CHECKING:
+    import torch
+
+    from snugfit.step.step import Observer
+
+MIXED = {None: "no", "bfloat16": "bf16", "float16": "fp16"}
+"""accelerate's word for an autocast dtype."""
+
+
+class AccelerateStep(Step):
+    """The guide's hand-written loop over one job and Setup."""
+
+    def run(self, steps: int, observer: Observer) -> list[float]:
+        """Builds, runs `steps` optimizer steps, and gives their losses."""
+        if not self.job.trains:
+            raise UsageError("The accelerate loop only trains. Evaluate with --loop plain.")
+        with placed_on(self.device), matmul_precision(self.setup.matmul):
+            from accelerate import Accelerator
+
+            accelerator = Accelerator(
+                mixed_precision=MIXED[self.setup.autocast], cpu=self.device.type == "cpu"
+            )
+            settle(accelerator, self.device)
+            return self._train(accelerator, steps, observer)
+
+    def _train(self, accelerator: Any, steps: int, observer: Observer) -> list[float]:
+        import torch
+
+        observer.phase("build")
+        model = build_model(self.job, self.setup, self.device)
+        optimizer = build_optimizer(self.job, self.setup, model)
+        model, optimizer, batches = accelerator.prepare(
+            model, optimizer, loader(self.job, self.setup, self.device)
+        )
+        observer.built(model, optimizer)
+        pieces = self.setup.micro_batches
+        losses: list[torch.Tensor] = []
+        following = _without_end(batches)
+        for index in range(steps):
+            observer.step_begins(index)
+            total: Any = 0.0
+            for _ in range(pieces):
+                observer.phase("load")
+                batch = next(following)
+                observer.phase("forward")
+                loss = model(**batch).loss
+                loss = loss / pieces
+                if self.keep_losses:
+                    total = total + loss.detach()
+                observer.phase("backward")
+                accelerator.backward(loss)
+            if self.job.clip:
+                observer.phase("clip")
+                accelerator.clip_grad_norm_(model.parameters(), self.job.clip)
+            observer.phase("update")
+            optimizer.step()
+            optimizer.zero_grad()
+            observer.step_ends(index)
+            if self.keep_losses:
+                losses.append(total)
+        self.model, self.optimizer = accelerator.unwrap_model(model), optimizer.optimizer
+        return [float(loss) for loss in losses]
+
+
+def _without_end(batches: Any) -> Iterator[Any]:
+    while True:
+        yield from batches

@@ -1,0 +1,162 @@
+"""The installed `transformers.Trainer`: its `train()` itself, with the batches synthetic.
+
+Nothing of its logic is copied: a subclass with no more than an observer in it runs the Trainer's own loop,
+`training_step`, clipping, step and logging, whatever the installed version does there. A user's own subclass
+can stand in for `Trainer`, and its `compute_loss` is then what runs.
+
+As its users do, the model is built on the host and handed to the Trainer, which moves it. Clipping is the
+Trainer's default (a norm of 1.0) unless the job says otherwise; 0 never clips.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from typing import TYPE_CHECKING, Any
+
+from snugfit.errors import UsageError
+from snugfit.job.batch import SyntheticDataset
+from snugfit.step.batches import dataset_size
+from snugfit.step.install import build_model, build_optimizer, matmul_precision
+from snugfit.step.placement import placed_on, settle
+from snugfit.step.step import Step
+
+if TYPE_CHECKING:
+    import torch
+
+    from snugfit.step.step import Observer
+
+
+class TrainerStep(Step):
+    """The HF Trainer over one job and Setup."""
+
+    trainer_class: type[Any] | None = None
+    """A subclass of `transformers.Trainer` to run instead of it."""
+
+    def run(self, steps: int, observer: Observer) -> list[float]:
+        """Builds, runs `steps` optimizer steps, and gives their losses."""
+        if not self.job.trains:
+            raise UsageError("The trainer loop only trains. Evaluate with --loop plain.")
+        with (
+            placed_on(self.device),
+            matmul_precision(self.setup.matmul),
+            tempfile.TemporaryDirectory(prefix="snugfit-trainer-") as folder,
+        ):
+            return self._train(folder, steps, observer)
+
+    def _train(self, folder: str, steps: int, observer: Observer) -> list[float]:
+        import transformers
+
+        observer.phase("build")
+        model = build_model(self.job, self.setup, self.device, on_host=True)
+        wish = self.setup.optimizer
+        optimizer = None
+        if wish.trainer_name is None:
+            optimizer = build_optimizer(self.job, self.setup, model)
+        elif wish.prepare:
+            pass  # the Trainer prepares this optimizer's model itself
+        trainer_class = watched(self.trainer_class or transformers.Trainer)
+        trainer = trainer_class(
+            model=model,
+            args=_arguments(self.device)(**self._training_arguments(folder, steps)),
+            train_dataset=SyntheticDataset(
+                self.job, samples=dataset_size(self.job, self.device, steps)
+            ),
+            optimizers=(optimizer, None),
+            data_collator=transformers.default_data_collator,
+            callbacks=[_callback(observer)],
+        )
+        trainer.observer, trainer.losses = observer, [] if self.keep_losses else None
+        for unwanted in (transformers.PrinterCallback, transformers.ProgressCallback):
+            trainer.remove_callback(unwanted)
+        settle(trainer.accelerator, self.device)
+        trainer.train()
+        self.model, self.optimizer = model, trainer.optimizer.optimizer
+        pieces = self.setup.micro_batches
+        losses = [float(loss) for loss in trainer.losses or ()]
+        return [sum(losses[start : start + pieces]) for start in range(0, len(losses), pieces)]
+
+    def _training_arguments(self, folder: str, steps: int) -> dict[str, Any]:
+        job, setup = self.job, self.setup
+        clip = {} if job.clip is None else {"max_grad_norm": job.clip}
+        return {
+            "output_dir": folder,
+            "max_steps": steps,
+            "per_device_train_batch_size": job.batch_size // setup.micro_batches,
+            "gradient_accumulation_steps": setup.micro_batches,
+            "learning_rate": job.learning_rate,
+            "lr_scheduler_type": "constant",
+            "optim": setup.optimizer.trainer_name or "adamw_torch",
+            "bf16": setup.autocast == "bfloat16",
+            "fp16": setup.autocast == "float16",
+            "dataloader_num_workers": 0 if self.device.type == "meta" else setup.loader.workers,
+            "dataloader_pin_memory": self.device.type == "cuda",
+            "use_cpu": self.device.type == "cpu",
+            "save_strategy": "no",
+            "report_to": "none",
+            "disable_tqdm": True,
+            **clip,
+        }
+
+
+def watched(trainer_class: type[Any]) -> type[Any]:
+    """A subclass of `trainer_class` that tells an observer where it is, and changes nothing."""
+
+    class Watched(trainer_class):  # type: ignore[misc]
+        observer: Observer
+        losses: list[torch.Tensor] | None
+
+        def training_step(self, *arguments: Any, **keywords: Any) -> Any:
+            self.observer.phase("forward")
+            loss = super().training_step(*arguments, **keywords)
+            self.observer.phase("clip")
+            if self.losses is not None:
+                self.losses.append(loss.detach())
+            return loss
+
+        def compute_loss(self, *arguments: Any, **keywords: Any) -> Any:
+            loss = super().compute_loss(*arguments, **keywords)
+            self.observer.phase("backward")
+            return loss
+
+    Watched.__name__ = trainer_class.__name__
+    return Watched
+
+
+def _callback(observer: Observer) -> Any:
+    import transformers
+
+    class Telling(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            optimizer = more.get("optimizer")
+            observer.built(more["model"], getattr(optimizer, "optimizer", optimizer))
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            observer.step_begins(state.global_step)
+
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            observer.phase("update")
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            observer.step_ends(state.global_step - 1)
+
+    return Telling()
+
+
+def _arguments(device: torch.device) -> type[Any]:
+    """TrainingArguments; for a rehearsal, with the device they set up substituted."""
+    import transformers
+
+    if device.type != "meta":
+        plain: type[Any] = transformers.TrainingArguments
+        return plain
+
+    class Elsewhere(transformers.TrainingArguments):  # type: ignore[misc]
+        @property
+        def _setup_devices(self) -> torch.device:
+            from accelerate.state import PartialState
+
+            self.distributed_state = PartialState()
+            self._n_gpu = 1
+            return device
+
+    return Elsewhere
