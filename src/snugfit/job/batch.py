@@ -108,11 +108,13 @@ class _Maker:
             return cls(job=job)
         config = job.model.settings(job)
         text = config.get_text_config()
+        vocabulary = getattr(text, "vocab_size", 0) or 0
+        pad_token = getattr(text, "pad_token_id", None)
         looks_for_end = config.is_encoder_decoder and job.task is Task.SEQUENCE_CLASSIFICATION
         return cls(
             job=job,
-            vocabulary=getattr(text, "vocab_size", 0) or 0,
-            pad_token=getattr(text, "pad_token_id", None) or 0,
+            vocabulary=vocabulary,
+            pad_token=pad_token if pad_token is not None and pad_token < vocabulary else 0,
             end_token=config.eos_token_id if looks_for_end else None,
             pixels=_pixels(config) if job.task is Task.IMAGE_CLASSIFICATION else (),
             features=_features(config, job) if job.task is Task.SPEECH_TO_TEXT else (),

@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from snugfit.errors import JobError, ModelError, RecipeError
 from snugfit.job.architectures import HEADS, tasks_of, transformers_version
@@ -161,21 +161,30 @@ class Model:
 
         try:
             return born(attention)
-        except (ValueError, ImportError) as error:
+        except Exception as error:
             if "attn_implementation" not in str(error):
-                raise ModelError(f"{self.name}: transformers cannot build it: {error}") from error
+                self._blame_config(error)
             if attention != "sdpa":
                 raise RecipeError(f"{self.name} cannot use the attention {attention!r}: {error}") from None
         # As transformers itself chooses when nothing is asked for: some architectures (Gemma 2) have no
         # scaled_dot_product_attention. The model says which it has: `model.config._attn_implementation`.
         return born("eager")
 
+    def _blame_config(self, error: Exception) -> NoReturn:
+        """A constructor of transformers that fails has met a config it cannot use; memory that ran out, whose
+        errors are subclasses of `RuntimeError`, is another matter and passes."""
+        if isinstance(error, RuntimeError) and type(error) is not RuntimeError:
+            raise error
+        raise ModelError(f"{self.name}: transformers cannot build it: {error!r}") from error
+
 
 def _name_a_pad_token(config: Any) -> None:
     """Decoders find a sequence's last token by the pad token; without one they take batches of 1 only.
 
-    What every user of GPT-2 or Llama as a classifier writes: the end token pads, or token 0.
+    What every user of GPT-2 or Llama as a classifier writes: the end token pads, or token 0 where the
+    vocabulary of a small config does not reach it.
     """
     if config.pad_token_id is None:
         end = getattr(config, "eos_token_id", None)
-        config.pad_token_id = (end[0] if isinstance(end, list) else end) or 0
+        first = end[0] if isinstance(end, list) else end
+        config.pad_token_id = first if first is not None and first < config.vocab_size else 0

@@ -1,0 +1,170 @@
+"""Bad configs (M1 to M18, and config bombs): one `ModelError`, nothing run, no prompt, no socket."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from snugfit.errors import ModelError
+from snugfit.job.config import LARGEST_FILE, check_facts, parse_config
+from snugfit.job.find import preset_names, read_preset
+from snugfit.job.model import Model
+
+BERT = read_preset("google-bert/bert-base-uncased")
+
+
+@pytest.fixture(autouse=True)
+def closed_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No socket is made and nothing is asked on the terminal while a config is read."""
+
+    def refuse(*arguments: Any, **named: Any) -> None:
+        raise AssertionError("a socket was opened, or the user was asked")
+
+    monkeypatch.setattr(socket, "socket", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(builtins, "input", refuse)
+
+
+def changed(**keys: Any) -> bytes:
+    return json.dumps(BERT | keys).encode()
+
+
+BAD_CONTENT = {
+    "M1 empty file": (b"", "not a config.json"),
+    "M1 empty object": (b"{}", "model_type"),
+    "M2 half an object": (b"{", "not a config.json"),
+    "M3 a list": (b"[]", "a list"),
+    "M4 null": (b"null", "null"),
+    "M5 UTF-16": ('{"model_type": "bert"}'.encode("utf-16"), "UTF-8"),
+    "M6 nested without end": (b"[" * 100_000, "nested"),
+    "M6 nested objects": (b'{"model_type": "bert", "a": ' + b'{"a":' * 40 + b"1" + b"}" * 41, "nested"),
+    "M7 a key twice": (b'{"model_type": "bert", "model_type": "gpt2"}', "'model_type' stands in it twice"),
+    "M8 unknown architecture": (changed(model_type="brt"), "Did you mean 'bert'"),
+    "M9 no architecture": (json.dumps({"hidden_size": 768}).encode(), "model_type"),
+    "M9 architecture is a number": (changed(model_type=3), "model_type"),
+    "M10 remote code": (changed(auto_map={"AutoModel": "modeling.Evil"}), "auto_map"),
+    "M10 remote code, nested": (changed(text_config={"trust_remote_code": True}), "auto_map"),
+    "M11 kernels from the hub": (changed(_attn_implementation="evil/repo"), "_attn_implementation"),
+    "M11 kernels for a part": (changed(attn_implementation={"": "evil/repo"}), "attn_implementation"),
+    "M12 internal key": (changed(_attn_implementation_internal="evil/repo"), "_attn_implementation_internal"),
+    "M12 nested": (changed(text_config={"_attn_implementation_internal": "evil/repo"}), "evil/repo"),
+    "M12 experts": (changed(_experts_implementation="kernels-community/x"), "_experts_implementation"),
+    "M13 no heads": (changed(num_attention_heads=0), "num_attention_heads"),
+    "M13 uneven heads": (changed(num_attention_heads=7), 'does not divide "hidden_size", 768'),
+    "M14 negative layers": (changed(num_hidden_layers=-1), "num_hidden_layers"),
+    "M14 no layers": (changed(num_hidden_layers=0), "num_hidden_layers"),
+    "M14 a million layers": (changed(num_hidden_layers=10**6), "from 1 to 10,000"),
+    "M15 vocabulary": (changed(vocab_size=10**12), "vocab_size"),
+    "M15 width": (changed(hidden_size=10**9), "hidden_size"),
+    "M15 nested width": (changed(text_config={"hidden_size": 10**9}), "hidden_size"),
+    "M15 in a list": (changed(image_size=[224, 10**9]), "image_size"),
+    "M16 text": (changed(hidden_size="32"), '"hidden_size" is "32"'),
+    "M16 fraction": (changed(hidden_size=32.5), "32.5"),
+    "M16 true": (changed(hidden_size=True), "true"),
+    "M16 NaN": (b'{"model_type": "bert", "hidden_size": NaN}', "NaN"),
+    "M16 infinite": (b'{"model_type": "bert", "hidden_size": 1e999}', "infinite"),
+    "M16 endless number": (
+        b'{"model_type": "bert", "hidden_size": ' + b"9" * 5000 + b"}",
+        "not a config.json",
+    ),
+    "M17 dtype": (changed(dtype="float99"), "float99"),
+    "M17 old key": (changed(torch_dtype="int8"), "torch_dtype"),
+    "quantized": (changed(quantization_config={"quant_method": "gptq"}), "unquantized"),
+    "weights by network": (changed(use_pretrained_backbone=True), "download"),
+    "too large": (b'{"model_type": "bert", "x": "' + b"x" * LARGEST_FILE + b'"}', "4 MiB"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CONTENT)
+def test_bad_content_is_one_clear_error(case: str, tmp_path: Path) -> None:
+    content, expected = BAD_CONTENT[case]
+    path = tmp_path / "config.json"
+    path.write_bytes(content)
+    with pytest.raises(ModelError) as caught:
+        Model.find(str(tmp_path))
+    assert expected in str(caught.value)
+    assert str(path) in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+    assert caught.value.exit_code == 2
+    assert os.listdir(tmp_path) == ["config.json"]
+
+
+def a_fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def a_dangling_link(path: Path) -> None:
+    path.symlink_to(path.parent / "nothing")
+
+
+def a_folder(path: Path) -> None:
+    path.mkdir()
+
+
+def a_device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize("make", [a_fifo, a_dangling_link, a_folder, a_device])
+@pytest.mark.parametrize("what", ["config.json", "the model"])
+def test_m18_what_is_no_file_is_refused_without_waiting(make: Any, what: str, tmp_path: Path) -> None:
+    path = tmp_path / what
+    make(path)
+    asked = tmp_path if what == "config.json" else path
+    with pytest.raises(ModelError, match=r"not a regular file|leads nowhere|no such file"):
+        Model.find(str(asked))
+
+
+def test_m18_a_model_folder_that_is_another_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    path.write_bytes(b"\x80weights")
+    with pytest.raises(ModelError, match="UTF-8"):
+        Model.find(str(path))
+
+
+def test_m18_an_unreadable_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By injection: whoever runs as root can read everything."""
+
+    def denied(*arguments: Any) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "open", denied)
+    with pytest.raises(ModelError, match="permission denied"):
+        Model.find(str(tmp_path / "config.json"))
+
+
+def test_what_a_recipe_decides_is_left_out_of_the_facts() -> None:
+    facts = parse_config(
+        changed(
+            dtype="bfloat16",
+            _attn_implementation="flash_attention_2",
+            id2label={"0": "a", "1": "b", "2": "c"},
+            architectures=["BertForMaskedLM"],
+            text_config={"torch_dtype": "float16", "_experts_implementation": "eager", "hidden_size": 32},
+        ),
+        where="here",
+    )
+    assert facts == BERT | {"text_config": {"hidden_size": 32}}
+
+
+def test_absent_sizes_and_lists_of_sizes_are_lawful() -> None:
+    check_facts({"model_type": "gpt2", "n_inner": None}, where="here")
+    check_facts({"model_type": "vit", "image_size": [224, 256]}, where="here")
+    check_facts(
+        {"model_type": "gemma", "hidden_size": 3072, "num_attention_heads": 7, "head_dim": 256}, where="h"
+    )
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_presets_are_facts_only(name: str) -> None:
+    """Sizes, not weights: what reading keeps is all that stands in the file."""
+    from importlib import resources
+
+    file = resources.files("snugfit.job").joinpath("presets", *f"{name}.json".split("/"))
+    assert json.loads(file.read_bytes()) == read_preset(name)

@@ -1,0 +1,395 @@
+"""Models: where they are found, what they refuse, and that the real class is built from facts alone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from snugfit.errors import JobError, ModelError, RecipeError
+from snugfit.job.architectures import HEADS, _table, model_types
+from snugfit.job.job import Job, Phase, Task
+from snugfit.job.model import Model
+
+COUNTS = {
+    # Parameters as published with the checkpoints, with the head of the task; tied weights count once.
+    ("bert-base-uncased", Task.SEQUENCE_CLASSIFICATION): 109_483_778,
+    ("bert-large-uncased", Task.SEQUENCE_CLASSIFICATION): 335_143_938,
+    ("bert-base-cased", Task.SEQUENCE_CLASSIFICATION): 108_311_810,
+    ("bert-large-cased", Task.SEQUENCE_CLASSIFICATION): 333_581_314,
+    # 355,359,744 of the base model: its pooler (1024 x 1024 + 1024) becomes the head's first layer
+    ("roberta-large", Task.SEQUENCE_CLASSIFICATION): 355_359_744 + 2 * 1024 + 2,
+    ("ModernBERT-base", Task.MASKED_LM): 149_655_232,
+    ("gpt2", Task.CAUSAL_LM): 124_439_808,
+    ("gpt2-medium", Task.CAUSAL_LM): 354_823_168,
+    ("gpt2-large", Task.CAUSAL_LM): 774_030_080,
+    ("gpt2-xl", Task.CAUSAL_LM): 1_557_611_200,
+    ("t5-large", Task.SEQ2SEQ_LM): 737_668_096,
+    ("t5-3b", Task.SEQ2SEQ_LM): 2_851_598_336,
+    ("Llama-3.2-1B", Task.CAUSAL_LM): 1_235_814_400,
+    ("Llama-3.1-8B", Task.CAUSAL_LM): 8_030_261_248,
+    ("Qwen2.5-0.5B", Task.CAUSAL_LM): 494_032_768,
+    ("Qwen2.5-1.5B", Task.CAUSAL_LM): 1_543_714_304,
+    ("Qwen2.5-7B", Task.CAUSAL_LM): 7_615_616_512,
+    ("Mistral-7B-v0.1", Task.CAUSAL_LM): 7_241_732_096,
+    ("Mistral-7B-v0.3", Task.CAUSAL_LM): 7_248_023_552,
+    ("Mixtral-8x7B-v0.1", Task.CAUSAL_LM): 46_702_792_704,
+    ("gemma-2-2b", Task.CAUSAL_LM): 2_614_341_888,
+    ("Phi-3-mini-4k-instruct", Task.CAUSAL_LM): 3_821_079_552,
+    ("vit-large-patch16-224", Task.IMAGE_CLASSIFICATION): 304_326_632,
+    ("whisper-medium", Task.SPEECH_TO_TEXT): 763_857_920,
+}
+TINY = {
+    "model_type": "bert",
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "vocab_size": 200,
+}
+
+
+def job_of(model: Model, task: Task = Task.SEQUENCE_CLASSIFICATION, **settings: Any) -> Job:
+    return Job(model=model, task=task, **{"sequence_length": 16} | settings)
+
+
+def tiny(**keys: Any) -> Model:
+    return Model.from_config(TINY | keys, name="tiny")
+
+
+def on_meta(model: Model, job: Job, *, dtype: str = "float32", attention: str = "sdpa") -> nn.Module:
+    with torch.device("meta"):
+        return model.build(job, dtype=dtype, attention=attention)
+
+
+@pytest.mark.parametrize(("name", "task"), COUNTS)
+def test_presets_have_their_published_parameters(name: str, task: Task) -> None:
+    model = Model.find(name)
+    labels = 1000 if task is Task.IMAGE_CLASSIFICATION else 2
+    built = on_meta(model, job_of(model, task, labels=labels))
+    assert sum(parameter.numel() for parameter in built.parameters()) == COUNTS[name, task]
+    assert {parameter.device.type for parameter in built.parameters()} == {"meta"}
+
+
+def test_every_preset_is_counted() -> None:
+    from snugfit.job.find import preset_names
+
+    assert {name.split("/")[1] for name in preset_names()} == {name for name, _ in COUNTS}
+
+
+# Finding
+
+
+@pytest.mark.parametrize(
+    "name", ["bert-large-uncased", "google-bert/bert-large-uncased", "BERT-Large-Uncased"]
+)
+def test_presets_are_found_with_or_without_owner_in_any_case(name: str) -> None:
+    found = Model.find(name)
+    assert (found.name, found.origin) == ("google-bert/bert-large-uncased", "preset")
+    assert found.config["hidden_size"] == 1024
+
+
+@pytest.mark.parametrize("asked", ["./{}", "./{}/config.json", "{}", "{}/config.json"])
+def test_folders_and_files_are_found(asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text(json.dumps(TINY))
+    found = Model.find(asked.format("mine"))
+    assert (found.origin, found.config) == ("path", TINY)
+
+
+def test_a_folder_named_like_a_preset_is_refused_until_it_is_written_as_a_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gpt2").mkdir()
+    assert Model.find("gpt2").origin == "preset", "a folder without config.json is no model"
+    (tmp_path / "gpt2" / "config.json").write_text(json.dumps(TINY))
+    with pytest.raises(ModelError, match=r"\./gpt2 for the folder"):
+        Model.find("gpt2")
+    assert Model.find("./gpt2").config == TINY
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("bert-larg-uncased", "Did you mean 'bert-large-uncased'"),
+        ("google-t5/t5-3", "google-t5/t5-3b"),
+        ("nobody/has-this", "hub id (with --online"),
+        ("a/b/c", "A model is a preset"),
+        ("a--b", "A model is a preset"),
+        ("", "A model is a preset"),
+        ("x\0y", "A model is a preset"),
+        ("./nothing-here", "no such file"),
+        ("~nobody-at-all/x", "no such file"),
+    ],
+)
+def test_unknown_names_say_what_is_allowed(name: str, expected: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        Model.find(name)
+    assert expected in str(caught.value)
+
+
+def test_the_hub_cache_is_read_and_the_hub_asked_only_online(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(TINY))
+    asked = []
+
+    def download(repository: str, name: str) -> str:
+        asked.append((repository, name))
+        return str(file)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: None)
+    with pytest.raises(ModelError, match="online"):
+        Model.find("someone/something")
+    assert not asked
+    assert Model.find("someone/something", online=True).origin == "hub"
+    assert asked == [("someone/something", "config.json")]
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: str(file))
+    assert Model.find("someone/something").origin == "hub cache"
+
+
+def test_a_hub_that_fails_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def fail(*_: str) -> str:
+        raise RuntimeError("401 Client Error\nlots\nmore")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
+    with pytest.raises(
+        ModelError, match=r"^someone/something: the hub gave no config.json: 401 Client Error$"
+    ):
+        Model.find("someone/something", online=True)
+
+
+# The value
+
+
+def test_models_and_jobs_round_trip_compare_and_hash() -> None:
+    job = job_of(tiny(), padding=0.25)
+    again = Job.from_json(json.loads(json.dumps(job.to_json())))
+    assert again == job
+    assert hash(again) == hash(job)
+    assert job_of(tiny(hidden_size=64)) != job
+
+
+def test_a_foreign_document_is_checked_like_a_file() -> None:
+    document = tiny().to_json()
+    document["config"]["auto_map"] = {"AutoModel": "evil.Model"}
+    with pytest.raises(ModelError, match="auto_map"):
+        Model.from_json(document)
+
+
+def test_a_job_is_made_without_torch_or_transformers() -> None:
+    script = (
+        "import sys; from snugfit.job.job import Job, Task; from snugfit.job.model import Model;"
+        "Job(model=Model.find('gpt2'), task=Task.CAUSAL_LM, sequence_length=1024);"
+        "print({'torch', 'transformers'} & set(sys.modules))"
+    )
+    assert subprocess.check_output([sys.executable, "-c", script], text=True).strip() == "set()"
+
+
+def test_the_tables_read_from_source_are_the_imported_ones() -> None:
+    from transformers.models.auto import configuration_auto, modeling_auto
+
+    assert model_types() == set(configuration_auto.CONFIG_MAPPING_NAMES)
+    for auto_class, table in HEADS.values():
+        assert _table("modeling_auto.py", table) == set(getattr(modeling_auto, table))
+        assert hasattr(modeling_auto, auto_class)
+    assert set(HEADS) == {task.value for task in Task} - {"custom"}
+
+
+# Refusing
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "longest", "key"),
+    [
+        ("bert-base-uncased", Task.MASKED_LM, 512, "max_position_embeddings"),
+        ("roberta-large", Task.MASKED_LM, 512, "max_position_embeddings"),
+        ("gpt2", Task.CAUSAL_LM, 1024, "n_positions"),
+    ],
+)
+def test_j13_positions_that_end_limit_the_sequence(name: str, task: Task, longest: int, key: str) -> None:
+    model = Model.find(name)
+    job_of(model, task, sequence_length=longest)
+    with pytest.raises(JobError, match=rf"{longest + 1} is more than its {longest} .*{key}"):
+        job_of(model, task, sequence_length=longest + 1)
+
+
+def test_j13_the_target_has_a_limit_of_its_own() -> None:
+    model = Model.find("whisper-medium")
+    job_of(model, Task.SPEECH_TO_TEXT, target_length=448, sequence_length=9999)
+    with pytest.raises(JobError, match=r"target length 449 .*max_target_positions"):
+        job_of(model, Task.SPEECH_TO_TEXT, target_length=449)
+
+
+@pytest.mark.parametrize(
+    ("name", "task"),
+    [
+        ("Llama-3.1-8B", Task.CAUSAL_LM),
+        ("gemma-2-2b", Task.CAUSAL_LM),
+        ("t5-3b", Task.SEQ2SEQ_LM),
+        ("ModernBERT-base", Task.MASKED_LM),
+    ],
+)
+def test_computed_positions_have_no_limit(name: str, task: Task) -> None:
+    model = Model.find(name)
+    job = job_of(model, task, sequence_length=200_000, target_length=4096)
+    on_meta(model, job)
+
+
+def test_old_files_without_rotary_keys_are_not_refused() -> None:
+    """The first Llama configs say nothing of rotary positions; their class does."""
+    old = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 2048,
+    }
+    job_of(Model.from_config(old, name="old"), Task.CAUSAL_LM, sequence_length=4096)
+
+
+def test_a_limit_that_only_the_class_knows_is_found_when_it_is_built() -> None:
+    job = job_of(tiny(), sequence_length=513)
+    with pytest.raises(JobError, match="512 positions"):
+        on_meta(job.model, job)
+
+
+def test_a_task_without_a_head_names_those_there_are() -> None:
+    with pytest.raises(JobError, match=r"t5-3b \(t5\) has no head for causal-lm .*seq2seq-lm"):
+        job_of(Model.find("t5-3b"), Task.CAUSAL_LM)
+
+
+def test_padding_of_pictures_is_refused() -> None:
+    with pytest.raises(JobError, match="padding"):
+        job_of(Model.find("vit-large-patch16-224"), Task.IMAGE_CLASSIFICATION, padding=0.5)
+
+
+# Building
+
+
+def test_the_model_is_born_as_the_recipe_asks() -> None:
+    model = tiny()
+    job = job_of(model, labels=7)
+    built = on_meta(model, job, dtype="bfloat16", attention="eager")
+    assert type(built).__name__ == "BertForSequenceClassification"
+    assert {parameter.dtype for parameter in built.parameters()} == {torch.bfloat16}
+    assert built.config._attn_implementation == "eager"
+    assert built.classifier.out_features == 7
+    assert built.training
+    assert not on_meta(model, job_of(model, phase=Phase.EVALUATE)).training
+
+
+def test_real_weights_are_made_on_a_real_device() -> None:
+    model = tiny()
+    built = model.build(job_of(model), dtype="float32", attention="sdpa")
+    assert all(torch.isfinite(parameter).all() for parameter in built.parameters())
+
+
+def test_an_architecture_without_sdpa_gets_what_transformers_gives_it() -> None:
+    model = Model.find("gemma-2-2b")
+    built = on_meta(model, job_of(model, Task.CAUSAL_LM))
+    assert built.config._attn_implementation == "eager"
+
+
+def test_an_attention_that_cannot_be_is_refused() -> None:
+    model = tiny()
+    with pytest.raises(RecipeError, match="cannot use the attention 'no_such_thing'"):
+        on_meta(model, job_of(model), attention="no_such_thing")
+
+
+@pytest.mark.parametrize(
+    "key", [{"hidden_act": "no_such_function"}, {"layer_norm_eps": "x"}, {"hidden_dropout_prob": 7}]
+)
+def test_a_config_that_transformers_refuses_is_one_clear_error(key: dict[str, Any]) -> None:
+    model = tiny(**key)
+    with pytest.raises(ModelError, match="tiny: transformers cannot"):
+        on_meta(model, job_of(model))
+
+
+def test_memory_that_runs_out_is_not_blamed_on_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers
+
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(transformers.AutoModelForSequenceClassification, "from_config", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        tiny().build(job_of(tiny()), dtype="float32", attention="sdpa")
+
+
+# Modules from Python
+
+
+class Tied(nn.Module):
+    """Two names for one weight, a buffer, a frozen part, and a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 8)
+        self.head = nn.Linear(8, 50, bias=False)
+        self.head.weight = self.embedding.weight
+        self.scale = nn.Parameter(torch.ones(3, dtype=torch.bfloat16), requires_grad=False)
+        self.register_buffer("table", torch.arange(4))
+        self.seen: list[str] = []
+        self.head.register_forward_hook(lambda *_: None)
+
+    def forward(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.head(self.embedding(ids)).float().mean()}
+
+
+def custom(module: nn.Module) -> Job:
+    example = {"ids": torch.zeros(2, 4, dtype=torch.long)}
+    return Job(model=Model.from_module(module, example), task=Task.CUSTOM)
+
+
+def test_a_module_on_meta_keeps_ties_hooks_and_flags_and_copies_no_weight() -> None:
+    module = Tied().eval()
+    built = on_meta(custom(module).model, custom(module))
+    assert built.head.weight is built.embedding.weight
+    assert not built.scale.requires_grad
+    assert built.scale.dtype is torch.bfloat16
+    assert len(built.head._forward_hooks) == 1
+    assert {tensor.device.type for tensor in [*built.parameters(), *built.buffers()]} == {"meta"}
+    assert [name for name, _ in built.named_parameters()] == [name for name, _ in module.named_parameters()]
+    assert built.training
+    assert not module.training
+    assert module.embedding.weight.device.type == "cpu"
+
+
+def test_a_module_on_a_device_is_an_equal_copy_of_its_own() -> None:
+    module = Tied()
+    built = custom(module).model.build(custom(module), dtype="float32", attention="sdpa")
+    assert torch.equal(built.table, module.table)
+    with torch.no_grad():
+        built.embedding.weight.zero_()
+    assert built.head.weight is built.embedding.weight
+    assert module.embedding.weight.abs().sum() > 0
+
+
+def test_a_module_from_python_does_not_travel() -> None:
+    job = custom(Tied())
+    document = json.loads(json.dumps(job.to_json()))
+    assert document["model"]["name"] == "Tied"
+    with pytest.raises(JobError, match=r"Tied.*Python"):
+        Job.from_json(document)
+
+
+def test_modules_and_tasks_must_belong_together() -> None:
+    with pytest.raises(JobError, match="its task is 'custom'"):
+        job_of(custom(Tied()).model, Task.CAUSAL_LM)
+    with pytest.raises(JobError, match="custom"):
+        job_of(tiny(), Task.CUSTOM)
+    with pytest.raises(ModelError, match="empty"):
+        Model.from_module(Tied(), {})
