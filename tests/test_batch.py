@@ -1,4 +1,4 @@
-"""Synthetic batches: the guide's shapes, taken by the real models, and counted as the models' losses count."""
+"""Synthetic batches: the guide's shapes, taken by the real models, counted as the models' losses count."""
 
 from __future__ import annotations
 
@@ -137,6 +137,11 @@ def test_labels_of_decoders_are_a_tensor_of_their_own() -> None:
     batch = synthetic(job_of(GPT2, Task.CAUSAL_LM), 2)
     assert torch.equal(batch["labels"], batch["input_ids"])
     assert batch["labels"].data_ptr() != batch["input_ids"].data_ptr()
+
+
+def test_networks_without_a_picture_size_get_the_usual_one() -> None:
+    job = job_of({"model_type": "resnet", "num_channels": 1}, Task.IMAGE_CLASSIFICATION)
+    assert synthetic(job, 2)["pixel_values"].shape == (2, 1, 224, 224)
 
 
 def test_one_label_is_a_regression() -> None:

@@ -95,6 +95,12 @@ def test_bad_content_is_one_clear_error(case: str, tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["config.json"]
 
 
+@pytest.mark.parametrize("name", ["nobody/has-this", "bert-larg-uncased", "no_such_model"])
+def test_an_unknown_name_opens_no_socket(name: str) -> None:
+    with pytest.raises(ModelError, match="--online"):
+        Model.find(name)
+
+
 def a_fifo(path: Path) -> None:
     os.mkfifo(path)
 
@@ -145,7 +151,7 @@ def test_what_a_recipe_decides_is_left_out_of_the_facts() -> None:
             dtype="bfloat16",
             _attn_implementation="flash_attention_2",
             id2label={"0": "a", "1": "b", "2": "c"},
-            architectures=["BertForMaskedLM"],
+            transformers_version="4.6.0",
             text_config={"torch_dtype": "float16", "_experts_implementation": "eager", "hidden_size": 32},
         ),
         where="here",
@@ -155,6 +161,7 @@ def test_what_a_recipe_decides_is_left_out_of_the_facts() -> None:
 
 def test_absent_sizes_and_lists_of_sizes_are_lawful() -> None:
     check_facts({"model_type": "gpt2", "n_inner": None}, where="here")
+    check_facts({"model_type": "deberta-v2", "type_vocab_size": 0}, where="here")
     check_facts({"model_type": "vit", "image_size": [224, 256]}, where="here")
     check_facts(
         {"model_type": "gemma", "hidden_size": 3072, "num_attention_heads": 7, "head_dim": 256}, where="h"

@@ -318,6 +318,20 @@ def test_a_config_that_transformers_refuses_is_one_clear_error(key: dict[str, An
         on_meta(model, job_of(model))
 
 
+@pytest.mark.parametrize(
+    ("named", "expected"),
+    [
+        ([], "DeiTForImageClassification"),
+        (["DeiTForImageClassificationWithTeacher"], "DeiTForImageClassificationWithTeacher"),
+    ],
+)
+def test_where_an_architecture_has_two_heads_the_config_chooses(named: list[str], expected: str) -> None:
+    model = Model.from_config(
+        {"model_type": "deit", "num_hidden_layers": 1, "architectures": named}, name="deit"
+    )
+    assert type(on_meta(model, job_of(model, Task.IMAGE_CLASSIFICATION))).__name__ == expected
+
+
 def test_memory_that_runs_out_is_not_blamed_on_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
     import transformers
 

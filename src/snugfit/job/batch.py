@@ -39,6 +39,9 @@ Batch = dict[str, "torch.Tensor"]
 LOWEST_ID, HIGHEST_ID = 100, 30_000
 """The guide's range of token ids; special tokens of most vocabularies lie below it."""
 
+USUAL_PIXELS = 224
+"""Height and width of ImageNet's pictures as networks are fed them."""
+
 IGNORED = -100
 """The label that torch's cross-entropy leaves out."""
 
@@ -183,9 +186,10 @@ class _Maker:
 
 
 def _pixels(config: Any) -> tuple[int, int, int]:
-    size = config.image_size
+    """(C, H, W); convolutional networks name no size, for they take any."""
+    size = getattr(config, "image_size", None) or USUAL_PIXELS
     height, width = size if isinstance(size, list | tuple) else (size, size)
-    return config.num_channels, height, width
+    return getattr(config, "num_channels", 3), height, width
 
 
 def _features(config: Any, job: Job) -> tuple[int, int]:

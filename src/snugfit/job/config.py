@@ -42,11 +42,13 @@ SIZES = frozenset({
     "moe_intermediate_size", "d_ff", "n_inner", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_dim",
     "hidden_dim", "num_attention_heads", "num_key_value_heads", "n_head", "n_heads", "num_heads",
     "encoder_attention_heads", "decoder_attention_heads", "head_dim", "d_kv", "vocab_size",
-    "type_vocab_size", "max_position_embeddings", "n_positions", "n_ctx", "max_source_positions",
+    "max_position_embeddings", "n_positions", "n_ctx", "max_source_positions",
     "max_target_positions", "num_mel_bins", "image_size", "patch_size", "num_channels",
-    "num_local_experts", "num_experts", "num_experts_per_tok",
 })  # fmt: skip
 """Keys that are sizes or counts of at least 1."""
+
+PARTS = frozenset({"type_vocab_size", "num_local_experts", "num_experts", "num_experts_per_tok"})
+"""Keys that count parts which an architecture may do without: 0 is lawful."""
 
 HEADS_OF = (
     ("num_attention_heads", "hidden_size"),
@@ -67,7 +69,7 @@ DTYPES = frozenset({
 
 RECIPE_DECIDES = ("dtype", "torch_dtype")
 NAMES_ONLY = frozenset({
-    "_name_or_path", "_commit_hash", "transformers_version", "architectures", "id2label", "label2id",
+    "_name_or_path", "_commit_hash", "transformers_version", "id2label", "label2id",
     "num_labels", "problem_type", "finetuning_task", "task_specific_params", "tokenizer_class",
     "pipeline_tag",
 })  # fmt: skip
@@ -145,6 +147,8 @@ def _complaints(config: Mapping[str, Any]) -> Iterator[str]:
         yield from _outside(key, config[key], MOST_LAYERS)
     for key in sorted(SIZES & config.keys()):
         yield from _outside(key, config[key], LARGEST_SIZE)
+    for key in sorted(PARTS & config.keys()):
+        yield from _outside(key, config[key], LARGEST_SIZE, lowest=0)
     yield from _uneven_heads(config)
     for key in ("dtype", "torch_dtype"):
         dtype = config.get(key)
@@ -168,13 +172,13 @@ def _foreign(config: Mapping[str, Any]) -> Iterator[str]:
             yield f'"{key}" is {_show(value)}: snugfit runs no kernels from the hub. Remove the key.'
 
 
-def _outside(key: str, value: object, limit: int) -> Iterator[str]:
-    """Complains unless `value` is absent (null), a whole number in [1, limit], or a list of such."""
+def _outside(key: str, value: object, limit: int, *, lowest: int = 1) -> Iterator[str]:
+    """Complains unless `value` is absent (null), a whole number in [lowest, limit], or a list of such."""
     for number in value if isinstance(value, list) else (value,):
         if number is None:
             continue
-        if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number <= limit:
-            yield f'"{key}" is {_show(value)}; allowed are whole numbers from 1 to {limit:,}.'
+        if not isinstance(number, int) or isinstance(number, bool) or not lowest <= number <= limit:
+            yield f'"{key}" is {_show(value)}; allowed are whole numbers from {lowest} to {limit:,}.'
             return
 
 

@@ -29,8 +29,10 @@ OFFSET_BY_PADDING = frozenset({
 })  # fmt: skip
 """Architectures whose positions begin after the padding token's id, so that its rows are never used."""
 
-GROWING = frozenset({"m2m_100", "nllb-moe", "xglm", "fsmt", "speech_to_text"})
-"""Architectures whose table of sine positions grows with the sequence."""
+WITHOUT_TABLE = frozenset({
+    "m2m_100", "nllb-moe", "xglm", "fsmt", "speech_to_text", "jamba", "zamba", "nemotron_h",
+})  # fmt: skip
+"""Architectures whose table of sine positions grows with the sequence, or that have no positions at all."""
 
 
 def refuse_lengths(model: Model, job: Job, *, complete: Mapping[str, Any] | None = None) -> None:
@@ -91,7 +93,7 @@ def _endless(config: Mapping[str, Any]) -> bool:
     rotary = any(key.startswith(computed) for key in config)
     relative = "relative_attention_num_buckets" in config and "max_position_embeddings" not in config
     biased = config.get("position_biased_input") is False
-    named = config.get("position_embedding_type") == "rotary" or config.get("model_type") in GROWING
+    named = config.get("position_embedding_type") == "rotary" or config.get("model_type") in WITHOUT_TABLE
     return rotary or relative or biased or named or bool(config.get("alibi"))
 
 

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
-from snugfit.errors import JobError, ModelError, RecipeError
+from snugfit.errors import JobError, ModelError, RecipeError, SnugfitError
 from snugfit.job.architectures import HEADS, tasks_of, transformers_version
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Model:
     origin: str
     """`preset`, `path`, `hub cache`, `hub` or `python`."""
 
-    facts: str = "{}"
+    facts: str = field(default="{}", repr=False)
     """The checked config as canonical JSON text; `{}` for a module from Python."""
 
     module: nn.Module | None = None
@@ -129,7 +129,9 @@ class Model:
         try:
             config = AutoConfig.for_model(facts.pop("model_type"), **facts, **labels)
         except Exception as error:
-            raise ModelError(f"{self.name}: transformers cannot use this config: {error}") from error
+            raise ModelError(f"{self.name}: transformers cannot use this config: {_line(error)}") from error
+        # Where an architecture has two heads for one task (DeiT), from_config looks here for the choice.
+        config.architectures = config.architectures or []
         if job.task == "sequence-classification":
             _name_a_pad_token(config.get_text_config())
         return config
@@ -165,17 +167,26 @@ class Model:
             if "attn_implementation" not in str(error):
                 self._blame_config(error)
             if attention != "sdpa":
-                raise RecipeError(f"{self.name} cannot use the attention {attention!r}: {error}") from None
+                raise RecipeError(
+                    f"{self.name} cannot use the attention {attention!r}: {_line(error)}"
+                ) from None
         # As transformers itself chooses when nothing is asked for: some architectures (Gemma 2) have no
         # scaled_dot_product_attention. The model says which it has: `model.config._attn_implementation`.
         return born("eager")
 
     def _blame_config(self, error: Exception) -> NoReturn:
-        """A constructor of transformers that fails has met a config it cannot use; memory that ran out, whose
-        errors are subclasses of `RuntimeError`, is another matter and passes."""
-        if isinstance(error, RuntimeError) and type(error) is not RuntimeError:
+        """A constructor of transformers that fails has met a config it cannot use. Memory that ran out, whose
+        errors are subclasses of `RuntimeError`, is another matter and passes; so do our own errors."""
+        narrower = isinstance(error, RuntimeError) and type(error) is not RuntimeError
+        if narrower or isinstance(error, SnugfitError):
             raise error
-        raise ModelError(f"{self.name}: transformers cannot build it: {error!r}") from error
+        kind = type(error).__name__
+        raise ModelError(f"{self.name}: transformers cannot build it ({kind}): {_line(error)}") from error
+
+
+def _line(error: Exception) -> str:
+    """What a foreign error says, on one line."""
+    return " ".join(str(error).split())
 
 
 def _name_a_pad_token(config: Any) -> None:
