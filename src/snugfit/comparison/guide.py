@@ -81,7 +81,7 @@ def _then(experiment: Experiment) -> tuple[Then, ...]:
             continue
         prediction = predict(
             experiment.job(),
-            experiment.recipe_on(machine),
+            Recipe.parse(experiment.recipe),
             gpu=find_gpu(machine.gpu),
             loop=experiment.loop,
             software=machine.software,

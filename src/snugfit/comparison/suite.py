@@ -16,7 +16,6 @@ from typing import Any
 
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
-from snugfit.techniques.recipe import PLAIN, Recipe
 
 VANILLA = "vanilla"
 """The experiment that the others are compared with."""
@@ -37,9 +36,6 @@ class Machine:
 
     software: str | None = None
     """The software profile of the time."""
-
-    recipe: str = PLAIN
-    """What every recipe on it had besides: what the software of the time had no choice about."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,11 +77,6 @@ class Experiment:
     def job(self) -> Job:
         """The guide's job, with this experiment's changes."""
         return job_of({**_guide()["job"], **self.changes})
-
-    def recipe_on(self, machine: Machine) -> Recipe:
-        """The recipe, with what was part of every recipe on that machine."""
-        parts = [text for text in (machine.recipe, self.recipe) if text != PLAIN]
-        return Recipe.parse(" + ".join(parts) or PLAIN)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +126,7 @@ def suite() -> tuple[Experiment, ...]:
 
 def machines() -> dict[str, Machine]:
     """The machines of the published figures, by name."""
-    kept = ("gpu", "note", "software", "recipe")
+    kept = ("gpu", "note", "software")
     return {
         name: Machine(name=name, **{key: facts[key] for key in kept if key in facts})
         for name, facts in _guide()["machines"].items()

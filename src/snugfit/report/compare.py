@@ -46,15 +46,16 @@ def _totals(predictions: Sequence[Prediction]) -> Table:
     base = predictions[0].needed_bytes
     rows = [
         (
+            number,
             str(prediction.recipe),
             show_mib(prediction.needed_bytes),
             *_difference(prediction.needed_bytes, base),
             _fits(prediction),
             str(prediction.footprint.at or ""),
         )
-        for prediction in predictions
+        for number, prediction in enumerate(predictions, start=1)
     ]
-    return table(("Recipe", "MiB>", "Difference MiB>", "%>", "Fits", "Peak"), rows)
+    return table(("", "Recipe", "MiB>", "Difference MiB>", "%>", "Fits", "Peak"), rows)
 
 
 def _kinds(predictions: Sequence[Prediction]) -> Table:

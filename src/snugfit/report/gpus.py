@@ -18,7 +18,6 @@ def render(gpus: Sequence[Gpu]) -> RenderableType:
     rows = [
         (
             gpu.key,
-            gpu.name,
             gpu.architecture,
             gpu.release_year or "",
             _capability(gpu),
@@ -28,7 +27,7 @@ def render(gpus: Sequence[Gpu]) -> RenderableType:
         )
         for gpu in gpus
     ]
-    heads = ("Key", "Driver's name", "Architecture", "Year>", "CC>", "For processes>", "GB/s>")
+    heads = ("GPU", "Architecture", "Year>", "CC>", "For processes>", "GB/s>")
     heads += ("fp32>", "tf32>", "fp16>", "bf16>")
     note = "fp32 to bf16: dense TFLOP/s of the data sheet. One GPU with its sources: snugfit gpus NAME"
     return Group(table(heads, rows), words(note))

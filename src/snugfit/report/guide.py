@@ -76,8 +76,10 @@ def write(result: GuideResult, folder: Path) -> list[Path]:
 
 
 def grids(result: GuideResult) -> Iterator[Grid]:
-    """The tables: experiments, published figures, methods, stages, bytes per parameter."""
+    """The tables: experiments, measurements, published figures, methods, stages, bytes per parameter."""
     yield _experiments(result)
+    if result.device:
+        yield _measured(result)
     yield _published(result)
     yield _methods(result)
     yield _stages(result)
@@ -86,37 +88,49 @@ def grids(result: GuideResult) -> Iterator[Grid]:
 
 
 def _experiments(result: GuideResult) -> Grid:
-    heads: tuple[str, ...] = ("Experiment", "Recipe", "MiB>", "To vanilla>", "Fits")
-    if result.device:
-        heads += ("Measured MiB>", "To vanilla>", "Error>", "Samples/s>")
-    rows = tuple(_experiment(row, result.vanilla, measured=bool(result.device)) for row in result.rows)
-    beside = f", measured on {result.device}" if result.device else ""
+    rows = []
+    for row in result.rows:
+        recipe = row.recipe if row.loop == "plain" else f"{row.recipe} ({row.loop} loop)"
+        fits = {True: "yes", False: "no", None: "refused" if row.refused else UNKNOWN}[row.fits]
+        change_to = _share(row.predicted_bytes, result.vanilla.predicted_bytes)
+        rows.append((row.name, recipe, _mib(row.predicted_bytes), change_to, fits))
     refused = "; ".join(f"{row.name}: {row.refused}" for row in result.rows if row.refused)
     room = f"{show_bytes(result.memory_bytes)} may be used. " if result.memory_bytes else ""
-    note = room + (f"Not predicted: {refused}" if refused else "")
     return Grid(
-        title=f"The guide's experiments, predicted for {result.gpu}{beside}",
-        heads=heads,
-        rows=rows,
-        note=note,
+        title=f"The guide's experiments, predicted for {result.gpu}",
+        heads=("Experiment", "Recipe", "MiB>", "To vanilla>", "Fits"),
+        rows=tuple(rows),
+        note=room + (f"Not predicted: {refused}" if refused else ""),
     )
 
 
-def _experiment(row: Row, vanilla: Row, *, measured: bool) -> tuple[str, ...]:
-    recipe = row.recipe if row.loop == "plain" else f"{row.recipe} ({row.loop} loop)"
-    fits = {True: "yes", False: "no", None: "refused" if row.refused else UNKNOWN}[row.fits]
-    cells = (row.name, recipe, _mib(row.predicted_bytes))
-    cells += (_share(row.predicted_bytes, vanilla.predicted_bytes), fits)
-    if measured:
-        seen = row.measured_bytes
-        speed = f"{row.timing.samples_per_second:.2f}" if row.timing else (row.outcome or UNKNOWN)
-        cells += (
-            _mib(seen),
-            _share(seen, vanilla.measured_bytes),
-            _share(row.predicted_bytes, seen, 2),
-            speed,
+def _measured(result: GuideResult) -> Grid:
+    vanilla = result.vanilla
+    rows = []
+    for row in result.rows:
+        speed = row.timing.samples_per_second if row.timing else None
+        before = vanilla.timing.samples_per_second if vanilla.timing else None
+        rows.append(
+            (
+                row.name,
+                _mib(row.predicted_bytes),
+                _mib(row.measured_bytes),
+                _share(row.predicted_bytes, row.measured_bytes, 2),
+                _share(row.measured_bytes, vanilla.measured_bytes),
+                f"{speed:.2f}" if speed else (row.outcome or UNKNOWN),
+                _share(speed, before),
+            )
         )
-    return cells
+    heads = (
+        "Experiment",
+        "Predicted MiB>",
+        "Measured MiB>",
+        "Error>",
+        "To vanilla>",
+        "Samples/s>",
+        "To vanilla>",
+    )
+    return Grid(title=f"Measured on {result.device}", heads=heads, rows=tuple(rows))
 
 
 def _published(result: GuideResult) -> Grid:
@@ -209,7 +223,7 @@ def _per_parameter(result: GuideResult) -> Grid:
     refused = [f"{line.optimizer}: {line.refused}" for line in result.per_parameter if line.refused]
     note = " ".join([*anatomy()["why"].values(), *dict.fromkeys(refused)])
     return Grid(
-        title=f"Bytes per parameter at the peak, {anatomy()['precision']}, tiny batch; beside the guide's rule",
+        title=f"Bytes per parameter at the peak ({anatomy()['precision']}, tiny batch), and the guide's rule",
         heads=heads,
         rows=rows,
         note=note,

@@ -57,11 +57,17 @@ def summary(result: GuideResult, form: str) -> bytes:
         _diamonds(left, result)
         _bars(right, speed_series(result), "{:.1f}")
         left.set_yticks(range(len(names)), names)
-        left.invert_yaxis()
+        left.set_ylim(len(names) - 0.4, -0.6)
         left.set_xlabel("GPU memory, GiB")
         right.set_xlabel("Samples per second")
         if result.memory_bytes:
-            left.axvline(result.memory_bytes / GIB, color="0.4", linewidth=0.8, linestyle=":")
+            left.axvline(
+                result.memory_bytes / GIB,
+                color="0.4",
+                linewidth=0.8,
+                linestyle=":",
+                label=f"memory, {result.gpu}",
+            )
         figure.suptitle("The guide's experiments: memory and speed", fontsize=12)
         handles, labels = _legend((left, right))
         figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
@@ -148,7 +154,17 @@ def _diamonds(axes: Axes, result: GuideResult) -> None:
     ]
     if points:
         x, y = zip(*points, strict=True)
-        axes.scatter(x, y, marker="D", s=16, color="0.35", zorder=3, label="published, GPU not named")
+        axes.scatter(
+            x,
+            y,
+            marker="D",
+            s=22,
+            color="0.25",
+            edgecolors="white",
+            linewidths=0.8,
+            zorder=3,
+            label="published, GPU not named",
+        )
 
 
 def _legend(panels: tuple[Axes, Axes]) -> tuple[list[Any], list[str]]:

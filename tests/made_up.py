@@ -1,0 +1,149 @@
+"""Results that no rehearsal and no GPU gave: made up, so that the reports can be tested without either."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from snugfit.comparison.per_parameter import PerParameter
+from snugfit.comparison.result import GuideResult, Row, Then
+from snugfit.comparison.suite import machines, suite
+from snugfit.job.gpu import find_gpu
+from snugfit.job.job import Job, Task
+from snugfit.job.model import Model
+from snugfit.measurement.measurement import Device, Measurement
+from snugfit.prediction.prediction import (
+    Anatomy,
+    CurvePoint,
+    KindLine,
+    OperatorLine,
+    Prediction,
+    TensorLine,
+)
+from snugfit.step.footprint import Footprint, Kind, Moment, Timing
+from snugfit.techniques.recipe import Recipe
+from snugfit.units import GIB, MIB
+
+EVIL = "[a/path]|=cmd()<script>alert(1)</script>\x1b[31m$\\bad{$"
+"""What a hostile config could be called."""
+
+
+def job(name: str = "bert-large-uncased") -> Job:
+    model = replace(Model.find("bert-large-uncased"), name=name)
+    return Job(model=model, task=Task.SEQUENCE_CLASSIFICATION)
+
+
+def footprint(size: int = 7 * GIB) -> Footprint:
+    return Footprint(
+        requested_bytes=size - 400 * MIB,
+        allocated_bytes=size - 390 * MIB,
+        reserved_bytes=size,
+        nvml_bytes=size + 600 * MIB,
+        context_bytes=600 * MIB,
+        host_bytes=3 * GIB,
+        at=Moment(phase="backward", module="bert.encoder.layer.23", operator="aten::mm", step=2),
+        kinds={
+            Kind.WEIGHTS: GIB,
+            Kind.GRADIENTS: GIB,
+            Kind.OPTIMIZER_STATES: 2 * GIB,
+            Kind.ACTIVATIONS: 2 * GIB,
+        },
+    )
+
+
+def anatomy(module: str = "bert.encoder.layer.*.attention.self") -> Anatomy:
+    phases = ["forward"] * 10 + ["backward"] * 20 + ["update"] * 5
+    heights = [*range(10), *range(20, 0, -1), *range(5)]
+    return Anatomy(
+        kinds=(KindLine(kind="weights", bytes=GIB, reason="335 million parameters of 4 bytes"),),
+        largest=(TensorLine(module=module, operator="aten::mm", phase="forward", kind="activations",
+                            bytes=300 * MIB, count=24),),
+        curve=tuple(
+            CurvePoint(position=index / 35, phase=phase, live_bytes=(2 + height) * 100 * MIB, reserved_bytes=GIB)
+            for index, (phase, height) in enumerate(zip(phases, heights, strict=True))
+        ),
+        operators=(
+            OperatorLine(group="tensor contractions", phase="forward", kernels=300, flops=10**12, bytes=GIB),
+            OperatorLine(group="element-wise", phase="update", kernels=9, flops=10**9, bytes=4 * GIB),
+        ),
+        syncs=3,
+    )  # fmt: skip
+
+
+def prediction(size: int = 7 * GIB, *, name: str = "bert-large-uncased", **changes: Any) -> Prediction:
+    gpu = find_gpu("v100-16gb")
+    whole = Prediction(
+        job=job(name),
+        recipe=Recipe(),
+        loop="plain",
+        gpu=gpu,
+        memory_bytes=gpu.memory_bytes,
+        footprint=footprint(size),
+        anatomy=anatomy(name if name == EVIL else "bert.encoder.layer.*.attention.self"),
+        versions={"torch": "2.13.0"},
+        doubts=("the context of this GPU was not measured",),
+    )
+    return replace(whole, **changes)
+
+
+def measurement(size: int = 7 * GIB, **changes: Any) -> Measurement:
+    whole = Measurement(
+        job=job(),
+        recipe=Recipe(),
+        loop="plain",
+        device=Device(type="cuda", name="NVIDIA H200", total_bytes=140 * GIB),
+        outcome="ok",
+        footprint=footprint(size),
+        timing=timing(),
+        versions={"torch": "2.13.0"},
+        when="2026-11-20T14:00:00+00:00",
+    )
+    return replace(whole, **changes)
+
+
+def timing(samples_per_second: float = 40.0, **changes: Any) -> Timing:
+    return replace(
+        Timing(
+            step_seconds=4 / samples_per_second, spread=0.01, samples_per_second=samples_per_second, steps=10
+        ),
+        **changes,
+    )
+
+
+def guide_result(*, measured: bool = False) -> GuideResult:
+    """The guide's rows, each half a GiB smaller than the one before, the tf32 row refused."""
+    known = machines()
+    rows = []
+    for place, experiment in enumerate(suite()):
+        size = (14 - place // 2) * GIB - 512 * MIB * (place % 2)
+        row = Row(
+            name=experiment.name,
+            recipe=experiment.recipe,
+            loop=experiment.loop,
+            predicted=footprint(size),
+            fits=True,
+            then=tuple(
+                Then(
+                    published=one,
+                    predicted_bytes=one.mib * MIB * 101 // 100 if known[one.machine].gpu else None,
+                )
+                for one in experiment.published
+            ),
+        )
+        if experiment.name == "tf32":
+            row = replace(row, predicted=None, fits=None, refused="tf32: it needs compute capability 8.0")
+        elif measured:
+            row = replace(row, measured=footprint(size + 30 * MIB), timing=timing(20.0 + place), outcome="ok")
+        rows.append(row)
+    return GuideResult(
+        gpu="Tesla V100-SXM2-16GB",
+        memory_bytes=16160 * MIB,
+        rows=tuple(rows),
+        per_parameter=(
+            PerParameter(model="bert-large-uncased", optimizer="adamw", weights=4, gradients=4, states=8, rest=4.1,
+                         peak="update", rule_states=8, rule_total=18),
+            PerParameter(model="bert-large-uncased", optimizer="adamw_8bit", refused="bitsandbytes is not installed"),
+        ),
+        device="NVIDIA H200" if measured else None,
+        versions={"torch": "2.13.0"},
+    )  # fmt: skip

@@ -1,0 +1,226 @@
+"""Reports: what they must say, and that foreign words in them stay words."""
+
+from __future__ import annotations
+
+import csv
+import json
+from io import StringIO
+from pathlib import Path
+
+import pytest
+
+from made_up import EVIL, guide_result, measurement, prediction, timing
+from snugfit.comparison.methods import helps, method_lines, stage_lines
+from snugfit.comparison.result import GuideResult
+from snugfit.comparison.suite import machines, suite
+from snugfit.errors import UsageError
+from snugfit.job.gpu import all_gpus, find_gpu
+from snugfit.report import compare, files, gpus, grid, guide, plot, sketch, techniques
+from snugfit.report import measurement as measurement_report
+from snugfit.report import prediction as prediction_report
+from snugfit.report.terminal import as_html, as_text
+from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.roster import techniques as roster
+from snugfit.units import GIB
+
+
+def test_a_prediction_tells_bytes_verdict_peak_and_reasons() -> None:
+    text = as_text(prediction_report.render(prediction()))
+    assert "bert-large-uncased" in text
+    assert "7,768" in text, "NVML MiB: 7 GiB reserved and 600 MiB of context"
+    assert "Fits: 8.20 GiB of 15.78 GiB to spare." in text
+    assert "The peak is in step 3: backward in bert.encoder.layer.23 (aten::mm)." in text
+    assert "335 million parameters of 4 bytes" in text
+    assert "Doubt: the context" in text
+    assert "└forward" in text
+    assert "Kernels" not in text
+    assert "Kernels" in as_text(prediction_report.render(prediction(), operators=True))
+
+
+def test_a_prediction_that_does_not_fit_says_by_how_much() -> None:
+    text = as_text(prediction_report.render(prediction(20 * GIB)))
+    assert "Does not fit: 4.80 GiB more than the 15.78 GiB there are." in text
+
+
+def test_without_memory_the_verdict_says_what_to_name() -> None:
+    text = as_text(prediction_report.render(prediction(gpu=None, memory_bytes=None)))
+    assert "--gpu" in text
+    assert "Fits:" not in text
+
+
+@pytest.mark.parametrize("render", [as_text, as_html])
+def test_foreign_words_stay_words(render: object) -> None:
+    """U1 to U3: markup, HTML and control characters in a model's name."""
+    assert callable(render)
+    shown = render(prediction_report.render(prediction(name=EVIL), operators=True))
+    assert "[a/path]" in shown
+    assert "\x1b" not in shown
+    if render is as_html:
+        assert "<script>" not in shown
+        assert "&lt;script&gt;" in shown
+
+
+def test_recipes_side_by_side_tell_differences_in_bytes_and_per_cent() -> None:
+    pair = [prediction(8 * GIB), prediction(6 * GIB, recipe=Recipe.parse("bf16"))]
+    text = as_text(compare.render(pair))
+    assert "-2,048" in text
+    assert "-23.3 %" in text, "NVML: 6.586 GiB beside 8.586 GiB"
+    assert compare.document(pair)["difference_bytes"] == [0, -2 * GIB]
+
+
+def test_predicted_beside_measured_tells_the_error() -> None:
+    text = as_text(compare.beside(prediction(7 * GIB), measurement(8 * GIB)))
+    assert "-12.5 %" in text, "reserved: 7 GiB beside 8 GiB"
+    assert "oom:torch" in as_text(
+        compare.beside(prediction(), measurement(footprint=None, timing=None, outcome="oom:torch"))
+    )
+
+
+def test_a_measurement_tells_how_far_it_can_be_trusted() -> None:
+    calm = as_text(measurement_report.render(measurement()))
+    assert "40.00" in calm
+    assert "Unstable" not in calm
+    shaky = measurement(
+        timing=timing(unstable=True), contaminated="another process", smi_bytes=9, smi_nvml_bytes=9
+    )
+    text = as_text(measurement_report.render(shaky))
+    assert "Unstable" in text
+    assert "another process" in text
+    assert "nvidia-smi and NVML agree" in text
+    dead = as_text(
+        measurement_report.render(measurement(outcome="signal:SEGV", footprint=None, message="[a/b] died"))
+    )
+    assert "signal:SEGV" in dead
+    assert "[a/b] died" in dead
+
+
+def test_gpus_and_techniques_are_all_listed() -> None:
+    text = as_text(gpus.render(all_gpus()), width=200)
+    assert all(gpu.key in text for gpu in all_gpus())
+    one = as_text(gpus.render_one(find_gpu("h200")), width=200)
+    assert "NVIDIA H200" in one
+    listed = as_text(techniques.render(roster()), width=200)
+    assert all(technique.name in listed for technique in roster())
+    document = techniques.document(roster())
+    assert json.loads(json.dumps(document)) == document
+
+
+def test_bars_are_as_high_as_they_should_be() -> None:
+    assert sketch.bars([0.0, 0.5, 1.0], rows=2) == ["  █", " ██"]
+    assert sketch.sample([(0.0, 1.0), (0.4, 3.0), (0.41, 2.0), (0.99, 1.0)], 4) == [1.0, 3.0, 3.0, 1.0]
+    assert sketch.legend([("forward", 0, 4), ("update", 4, 5)], 8) == "└for└"
+
+
+def test_every_published_row_and_machine_has_its_place() -> None:
+    """17 published results on 4 machines; only a machine that names its GPU has a software to predict under."""
+    experiments = suite()
+    assert experiments[0].name == "vanilla"
+    assert len([one for experiment in experiments for one in experiment.published]) == 17
+    named = [machine for machine in machines().values() if machine.gpu]
+    assert [machine.software for machine in named] == ["published-2022"]
+    for machine in named:
+        assert find_gpu(str(machine.gpu)).name == machine.gpu
+    for experiment in experiments:
+        assert str(Recipe.parse(experiment.recipe)) == experiment.recipe
+        assert experiment.job().model.name.endswith("bert-large-uncased")
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_a_guide_result_goes_through_json_unchanged(measured: bool) -> None:
+    result = guide_result(measured=measured)
+    assert GuideResult.from_json(json.loads(json.dumps(result.to_json()))) == result
+
+
+def test_what_helps_what_follows_from_the_rows() -> None:
+    lines = {line.experiment: line for line in method_lines(guide_result())}
+    accumulation = lines["accumulation"]
+    assert accumulation.memory == pytest.approx(-0.5 / 14.586, rel=1e-3), "half a GiB less than vanilla"
+    assert accumulation.speed == pytest.approx(7.75 / 8.86 - 1)
+    assert accumulation.speed_from == "published"
+    assert helps(accumulation.speed, less_is_better=False) == "No"
+    assert helps(accumulation.memory, less_is_better=True) == "Yes"
+    assert lines["tf32"].memory is None
+    assert {line.speed_from for line in method_lines(guide_result(measured=True))} == {
+        "measured",
+        "published",
+        "",
+    } - ({"published"} if lines["tf32"].speed is None else set())
+
+
+def test_the_stages_are_context_weights_and_training() -> None:
+    stages = {line.stage.split()[0]: line for line in stage_lines(guide_result())}
+    assert stages["context"].predicted_bytes == 600 << 20
+    assert stages["weights"].predicted_bytes == (600 << 20) + GIB
+    assert dict(stages["training"].published)["v100"] == 14949 << 20
+
+
+def test_the_guide_says_what_was_refused_and_shows_unnamed_machines() -> None:
+    text = as_text(guide.render(guide_result()), width=200)
+    assert "tf32: it needs compute capability 8.0" in text
+    assert "14,949" in text
+    assert "unnamed_c" in text
+    assert "Measured on" not in text
+    assert "Measured on NVIDIA H200" in as_text(guide.render(guide_result(measured=True)), width=200)
+
+
+def test_markdown_rows_have_as_many_cells_as_heads() -> None:
+    text = guide.markdown(guide_result(measured=True), plot="guide.png")
+    assert "![" in text
+    for block in text.split("\n\n"):
+        widths = {line.replace(r"\|", "").count("|") for line in block.splitlines() if line.startswith("|")}
+        assert len(widths) <= 1
+
+
+def test_markdown_and_csv_make_foreign_words_inert() -> None:
+    """U3 and U5: pipes, links, HTML; and formulas, but not numbers."""
+    cell = grid.escape("[a](javascript:x)|<b>`c`")
+    assert cell == r"\[a\](javascript:x)\|&lt;b&gt;\`c\`"
+    for formula in ("=HYPERLINK(1)", "+1", "-cmd", "@sum", "\t=1"):
+        assert grid.inert(formula) == f"'{formula}"
+    assert grid.inert(-0.5) == "-0.5"
+    assert grid.inert(None) == ""
+    rows = list(csv.DictReader(StringIO(guide.csv(guide_result()))))
+    assert rows[0]["experiment"] == "vanilla"
+    assert int(rows[0]["published_bytes_v100"]) == 14949 << 20
+    assert float(rows[1]["predicted_change"]) < 0
+
+
+def test_the_plot_is_the_same_twice_and_reads_any_name() -> None:
+    """U4: `$\\bad{$` is no formula. Deterministic, so that a committed plot changes only with its figures."""
+    from dataclasses import replace
+
+    result = guide_result(measured=True)
+    result = replace(result, gpu=EVIL.replace("\x1b", ""))
+    svg = plot.summary(result, "svg")
+    assert svg == plot.summary(result, "svg")
+    assert b"<script>" not in svg
+    assert plot.summary(result, "png").startswith(b"\x89PNG")
+
+
+def test_the_plot_draws_each_known_figure() -> None:
+    series = {one.label.split(",")[0] for one in plot.memory_series(guide_result(measured=True))}
+    assert series == {"predicted", "measured", "published"}
+    assert [one.label.split(",")[0] for one in plot.speed_series(guide_result())] == ["published"]
+
+
+def test_files_are_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = guide.write(guide_result(), tmp_path / "made" / "here")
+    assert {path.name for path in paths} == {"guide.md", "guide.csv", "guide.json", "guide.png", "guide.svg"}
+    assert not [path for path in (tmp_path / "made" / "here").iterdir() if path.name.startswith(".")]
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files.os, "replace", full)
+    with pytest.raises(UsageError, match="No space left"):
+        files.write_atomically(tmp_path / "late", b"content")
+    assert not list(tmp_path.glob(".late*"))
+    assert not (tmp_path / "late").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="is a file"):
+        files.writable_folder(tmp_path / "file" / "inside")
+    assert files.writable_folder(tmp_path / "new" / "deeper") == tmp_path / "new" / "deeper"
+    assert not (tmp_path / "new").exists()
