@@ -54,14 +54,16 @@ MESSAGES: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
 
 
 def of_exception(error: BaseException) -> str:
-    """The cause of death of a process that ended with this exception; `exit:1` when memory is none of it."""
-    if isinstance(error, UsageError):
-        return REFUSED
+    """The cause of death of a process that ended with this exception; `exit:1` when memory is none of it.
+
+    Memory comes before mistakes: a model that could not be built for want of memory is told as a mistake in
+    its config by whoever built it.
+    """
     for link in _chain(error):
         cause = _by_type(link) or _by_message(link)
         if cause:
             return cause
-    return "exit:1"
+    return REFUSED if isinstance(error, UsageError) else "exit:1"
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -52,7 +52,7 @@ class Ground:
     """Why it is not clean, or None."""
 
 
-def before(card: Card, *, patience: float = PATIENCE) -> Ground:
+def before(card: Card, *, patience: float) -> Ground:
     """Waits for a clean GPU, and says what is in the way when it does not become one."""
     deadline = time.monotonic() + patience
     while True:
@@ -77,7 +77,7 @@ def _look(card: Card) -> Ground:
     return Ground(used_bytes=used, pids=pids, reason=reason)
 
 
-def after(card: Card, ground: Ground, *, patience: float = PATIENCE) -> str | None:
+def after(card: Card, ground: Ground, *, patience: float) -> str | None:
     """Waits until the GPU is as it was before; the reason when it does not become so, else None."""
     if ground.used_bytes is None:
         return None

@@ -49,9 +49,10 @@ def read_document(path: Path, *, limit: int = LARGEST_DOCUMENT) -> dict[str, Any
         raise
     except OSError as refusal:
         raise BadDocument(f"{path.name} cannot be read: {refusal.strerror}") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise BadDocument(f"{path.name} is not a plain file")
     with open(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise BadDocument(f"{path.name} is not a plain file")
         text = file.read(limit + 1)
     if len(text) > limit:
         raise BadDocument(f"{path.name} is larger than {limit} bytes")

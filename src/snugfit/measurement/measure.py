@@ -109,13 +109,12 @@ def measure(
 
 def perform(experiment: Experiment, place: Place) -> tuple[Measurement, str]:
     """The experiment at its place: the measurement, and the last words of the measured process."""
-    ground = clean.before(place.card) if place.card else None
+    ground = clean.before(place.card, patience=clean.PATIENCE) if place.card else None
     when = datetime.now(UTC).isoformat(timespec="seconds")
     with tempfile.TemporaryDirectory(prefix="snugfit-") as room:
         request, result = Path(room) / "request.json", Path(room) / "result.json"
         write_document(request, _request(experiment, place, ground))
-        command = [sys.executable, "-P", "-m", "snugfit.measurement.child", str(request), str(result)]
-        with Child(command, environment=_environment(experiment, place)) as child:
+        with Child(child_command(request, result), environment=_environment(experiment, place)) as child:
             with _sampling(place, child) as sampler:
                 ending = child.wait(experiment.deadline_seconds)
         findings, outcome = judge(ending, result)
@@ -140,6 +139,11 @@ def perform(experiment: Experiment, place: Place) -> tuple[Measurement, str]:
         message=_message(outcome, findings, ending, experiment),
     )
     return measurement, ending.tail
+
+
+def child_command(request: Path, result: Path) -> list[str]:
+    """`-P`: no file of the working directory takes a module's place."""
+    return [sys.executable, "-P", "-m", "snugfit.measurement.child", str(request), str(result)]
 
 
 def judge(ending: Ending, result: Path) -> tuple[Findings, str]:
@@ -248,7 +252,7 @@ def _contaminated(
         )
     if sampler.refusal is not None:
         reasons.append(f"not proven clean: {sampler.refusal}")
-    reasons.append(clean.after(place.card, ground))
+    reasons.append(clean.after(place.card, ground, patience=clean.PATIENCE))
     return next((reason for reason in reasons if reason), None)
 
 

@@ -1,0 +1,578 @@
+"""Measuring in a fresh process: what a child may do to its parent, and what comes back (promises 7 to 9)."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fake_nvml import FakeGpu, FakeNvml
+from snugfit.errors import JobError, UsageError
+from snugfit.job.job import Job, Task
+from snugfit.job.model import Model
+from snugfit.measurement import child as child_room
+from snugfit.measurement import clean
+from snugfit.measurement import measure as measure_room
+from snugfit.measurement.environment import child_environment
+from snugfit.measurement.exchange import BadDocument, read_document, write_document
+from snugfit.measurement.findings import Findings
+from snugfit.measurement.measure import Experiment, judge, measure, perform
+from snugfit.measurement.measurement import Measurement
+from snugfit.measurement.nvml import open_nvml
+from snugfit.measurement.place import Place
+from snugfit.measurement.process import TAIL_BYTES, Child, Ending
+from snugfit.measurement.stopwatch import timing_of
+from snugfit.techniques.recipe import Recipe
+from snugfit.units import MIB
+
+TINY = {
+    "model_type": "bert",
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "vocab_size": 30522,
+    "max_position_embeddings": 64,
+}
+ENDED = Ending(returncode=0, timed_out=False, tail="", oom_kills=0)
+
+
+def tiny_job(**changes: Any) -> Job:
+    model = Model.from_config(TINY | changes.pop("config", {}), name="tiny")
+    fields = {"task": Task.SEQUENCE_CLASSIFICATION, "batch_size": 4, "sequence_length": 16} | changes
+    return Job(model=model, **fields)
+
+
+def experiment_of(job: Job) -> Experiment:
+    return Experiment(
+        job=job, recipe=Recipe(), loop="plain", warmup=0, steps=1, deadline_seconds=60, history=None
+    )
+
+
+def script(body: str) -> list[str]:
+    return [sys.executable, "-S", "-c", textwrap.dedent(body)]
+
+
+def live(body: str, *, seconds: float = 60, **options: Any) -> Ending:
+    with Child(script(body), environment=os.environ, **options) as running:
+        return running.wait(seconds)
+
+
+def gone(pid: int, *, patience: float = 10) -> bool:
+    """Whether a process ends within `patience` seconds; one that only waits to be reaped has ended."""
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.02)
+    return False
+
+
+class TestChild:
+    def test_its_code_and_words_come_back(self) -> None:
+        ending = live("import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)")
+        assert (ending.returncode, ending.timed_out) == (3, False)
+        assert {"out", "err"} <= set(ending.tail.split())
+
+    def test_only_the_last_words_are_kept(self) -> None:
+        ending = live("print('x' * 3_000_000); print('last')")
+        assert len(ending.tail) <= TAIL_BYTES
+        assert ending.tail.endswith("last\n")
+
+    def test_words_that_are_no_text(self) -> None:
+        assert "\ufffd" in live("import os; os.write(1, bytes([255, 254]))").tail
+
+    @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGABRT, signal.SIGILL, signal.SIGKILL])
+    def test_a_signal_is_told(self, number: signal.Signals) -> None:
+        ending = live(
+            f"""
+            import os, resource
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            print('about to die', flush=True)
+            os.kill(os.getpid(), {number.value})
+            """
+        )
+        assert ending.returncode == -number
+        assert "about to die" in ending.tail
+
+    def test_one_that_hangs_is_asked_to_end(self) -> None:
+        ending = live("import time; time.sleep(600)", seconds=0.5)
+        assert (ending.timed_out, ending.returncode) == (True, -signal.SIGTERM)
+
+    def test_one_that_ignores_the_request_is_made_to(self) -> None:
+        ending = live(
+            """
+            import signal, time
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            print('ready', flush=True)
+            time.sleep(600)
+            """,
+            seconds=2,
+            grace_seconds=0.3,
+        )
+        assert (ending.timed_out, ending.returncode) == (True, -signal.SIGKILL)
+
+    @pytest.mark.parametrize("end", ["os._exit(0)", "os.kill(os.getpid(), 9)", "time.sleep(600)"])
+    def test_its_descendants_die_with_it(self, end: str) -> None:
+        """A child of its own, as loaders have, that ignores the request to end."""
+        ending = live(
+            f"""
+            import os, signal, subprocess, sys, time
+            code = "import signal, time; signal.signal(15, 1); print('up', flush=True); time.sleep(600)"
+            worker = subprocess.Popen([sys.executable, '-S', '-c', code], stdout=subprocess.PIPE)
+            worker.stdout.readline()
+            print(worker.pid, flush=True)
+            {end}
+            """,
+            seconds=5,
+            grace_seconds=0.3,
+        )
+        assert gone(int(ending.tail.split()[0]))
+
+    def test_nothing_is_left_when_the_parent_is_interrupted(self) -> None:
+        with (
+            pytest.raises(KeyboardInterrupt),
+            Child(script("import time; time.sleep(600)"), environment=os.environ) as running,
+        ):
+            raise KeyboardInterrupt
+        assert gone(running.pid)
+
+    def test_the_parent_sleeps_while_it_waits(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Also when the child has closed its end of the pipe, which stays readable for ever."""
+        looks = []
+        has_died = Child._has_died
+
+        def counted(self: Child) -> bool:
+            looks.append(1)
+            return has_died(self)
+
+        monkeypatch.setattr(Child, "_has_died", counted)
+        ending = live("import os, time; os.close(1); os.close(2); time.sleep(1)")
+        assert ending.returncode == 0
+        assert len(looks) < 10
+
+    def test_a_kernel_without_pidfd(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse(pid: int) -> int:
+            raise OSError("not here")
+
+        monkeypatch.setattr(os, "pidfd_open", refuse)
+        assert live("import sys; sys.exit(5)").returncode == 5
+        assert live("import time; time.sleep(600)", seconds=0.3).timed_out
+
+    def test_kills_for_memory_are_counted_while_it_lives(self) -> None:
+        counts = iter([40, 42])
+        assert live("pass", count_oom_kills=lambda: next(counts)).oom_kills == 2
+
+    def test_no_descriptor_is_left_open(self) -> None:
+        live("pass")
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(3):
+            live("pass")
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Requires: [the kernel's parent-death signal]")
+def test_no_orphan_when_the_parent_is_killed(tmp_path: Path) -> None:
+    """kill -9 of the measuring process ends the measured one and the workers it forked."""
+    measured = """
+        import os, time
+        from snugfit.measurement.process import die_with_parent
+        die_with_parent(os.getppid())
+        worker = os.fork()
+        if worker:
+            open(PIDS + '.part', 'w').write(f'{os.getpid()} {worker}')
+            os.rename(PIDS + '.part', PIDS)
+        time.sleep(600)
+        """
+    pids = tmp_path / "pids"
+    inner = f"PIDS = {str(pids)!r}\n" + textwrap.dedent(measured)
+    parent_code = f"""
+        import os, sys
+        from snugfit.measurement.process import Child
+        with Child([sys.executable, '-c', {inner!r}], environment=os.environ) as child:
+            child.wait(600)
+        """
+    parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(parent_code)])
+    while not pids.exists() and parent.poll() is None:
+        time.sleep(0.02)
+    parent.kill()
+    parent.wait()
+    measured_pid, worker = map(int, pids.read_text().split())
+    assert gone(measured_pid)
+    assert gone(worker)
+
+
+def test_one_whose_parent_is_gone_already_ends() -> None:
+    ending = live(f"""
+        import sys; sys.path[:0] = {sys.path!r}
+        from snugfit.measurement.process import die_with_parent
+        die_with_parent(1 << 30)
+        print('still here')
+        """)
+    assert ending.returncode == 128 + signal.SIGTERM
+    assert "still here" not in ending.tail
+
+
+def result(**changes: Any) -> dict[str, Any]:
+    return Findings(outcome="ok", seconds=(0.1, 0.2), host_bytes=5).to_json() | changes
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b'{"outcome": "ok"',
+        b"null",
+        b"[]",
+        b"{}",
+        b"\xff\xfe{\x00}\x00",
+        b"[" * 200_000,
+        b'{"outcome": "ok", "seconds": [NaN]}',
+        json.dumps(result()).replace("0.1", "1e999").encode(),
+        json.dumps(result()).replace("0.1", "-Infinity").encode(),
+        json.dumps(result()).replace("0.1", "9" * 5000).encode(),
+        json.dumps(result(seconds="fast")).encode(),
+        json.dumps(result(seconds=[-1])).encode(),
+        json.dumps(result(seconds=[True])).encode(),
+        json.dumps(result(requested_bytes=1.5)).encode(),
+        json.dumps(result(requested_bytes=-1)).encode(),
+        json.dumps(result(outcome=None)).encode(),
+        json.dumps(result(versions={"torch": 2})).encode(),
+        json.dumps(result(surprise=1)).encode(),
+        json.dumps(result(message="x" * 9_000_000)).encode(),
+    ],
+    ids=lambda content: repr(content[:24]),
+)
+def test_what_is_no_result(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "result.json").write_bytes(content)
+    findings, outcome = judge(ENDED, tmp_path / "result.json")
+    assert outcome == "bad-result"
+    assert findings.message
+
+
+def test_what_is_no_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    for place, outcome in (("nothing", "no-result"), (".", "bad-result"), ("fifo", "bad-result")):
+        assert judge(ENDED, tmp_path / place)[1] == outcome
+
+
+def test_a_result_counts_only_when_its_writer_ended_well(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    write_document(path, result())
+    assert judge(ENDED, path)[1] == "ok"
+    assert judge(replace(ENDED, returncode=-11), path)[1] == "signal:SEGV"
+    assert judge(replace(ENDED, timed_out=True), path)[1] == "timeout"
+
+
+def test_a_loss_may_be_nan() -> None:
+    text = json.dumps(Findings(outcome="ok", losses=(0.5, math.nan)).to_json(), allow_nan=False)
+    losses = Findings.from_json(json.loads(text)).losses
+    assert losses[0] == 0.5
+    assert math.isnan(losses[1])
+
+
+def test_a_document_is_whole_or_not_there(tmp_path: Path) -> None:
+    write_document(tmp_path / "a.json", {"first": 1})
+    with pytest.raises(ValueError, match="JSON compliant"):
+        write_document(tmp_path / "a.json", {"second": math.nan})
+    assert read_document(tmp_path / "a.json") == {"first": 1}
+    assert os.listdir(tmp_path) == ["a.json"]
+
+
+def test_a_document_has_a_size(tmp_path: Path) -> None:
+    write_document(tmp_path / "a.json", {"text": "x" * 1000})
+    with pytest.raises(BadDocument, match="larger than 100 bytes"):
+        read_document(tmp_path / "a.json", limit=100)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "median", "spread", "unstable"),
+    [
+        ([0.2] * 10, 0.2, 0.0, False),
+        ([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0], 6.0, 8 / 6, True),
+        ([1.0] * 99 + [50.0], 1.0, 0.0, False),  # one hiccup in a hundred is no unstable run
+        ([1.00, 1.02, 1.04, 1.06, 1.08], 1.04, 0.064 / 1.04, False),
+        ([0.5], 0.5, 0.0, True),  # one step alone shows no spread
+    ],
+)
+def test_statistics(seconds: list[float], median: float, spread: float, unstable: bool) -> None:
+    timing = timing_of(seconds, 8)
+    assert timing is not None
+    assert timing.step_seconds == pytest.approx(median)
+    assert timing.spread == pytest.approx(spread)
+    assert timing.samples_per_second == pytest.approx(8 / median)
+    assert (timing.unstable, timing.steps) == (unstable, len(seconds))
+
+
+def test_no_steps_no_timing() -> None:
+    assert timing_of([], 8) is None
+
+
+def test_the_childs_environment() -> None:
+    shell = {
+        "PATH": "/bin",
+        "LD_LIBRARY_PATH": "/lib",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_TOKEN": "s",
+        "WANDB_API_KEY": "s",
+        "AWS_SECRET_ACCESS_KEY": "s",
+        "my_password": "s",
+        "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:32",
+    }
+    plain = child_environment(shell, visibility={"CUDA_VISIBLE_DEVICES": "GPU-1"}, expandable_segments=False)
+    assert "s" not in plain.values()
+    assert {name: plain[name] for name in ("PATH", "LD_LIBRARY_PATH", "TOKENIZERS_PARALLELISM")} == {
+        name: shell[name] for name in ("PATH", "LD_LIBRARY_PATH", "TOKENIZERS_PARALLELISM")
+    }
+    assert plain["CUDA_VISIBLE_DEVICES"] == "GPU-1"
+    assert not [name for name in plain if "ALLOC_CONF" in name]
+    expandable = child_environment(shell, visibility={}, expandable_segments=True)
+    assert expandable["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"loop": "trainr"}, "'trainer'"),
+        ({"steps": 0}, "steps is 0"),
+        ({"steps": True}, "steps is True"),
+        ({"warmup": -1}, "warm-up steps is -1"),
+        ({"deadline_seconds": 0}, "deadline is 0"),
+        ({"deadline_seconds": math.nan}, "deadline is nan"),
+        ({"device": "gpu"}, "Devices: cpu"),
+        ({"gpu_index": -1}, "GPU index -1"),
+        ({"device": "cpu", "record_history": Path("history.pickle")}, "no GPU"),
+        ({"record_history": Path("/nowhere/at/all/h.pickle")}, "no such folder"),
+        ({"record_history": Path("h.pickle"), "warmup": 0, "steps": 2}, "3 steps"),
+    ],
+)
+def test_what_cannot_be_measured(tmp_path: Path, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        measure(tiny_job(), Recipe(), ledger=tmp_path / "runs", **options)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_ledger_that_cannot_be_is_told_before_anything_runs(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match=r"The ledger .*file"):
+        measure(tiny_job(), Recipe(), device="cpu", ledger=tmp_path / "file")
+
+
+def test_a_module_from_python_is_not_pickled() -> None:
+    import torch
+
+    model = Model.from_module(torch.nn.Linear(2, 2), {"input": torch.zeros(1, 2)})
+    job = Job(model=model, task=Task.CUSTOM, batch_size=1)
+    with pytest.raises(JobError, match=r"snugfit\.watch\(\)"):
+        measure(job, Recipe(), ledger=None)
+
+
+def test_a_step_on_the_cpu(tmp_path: Path) -> None:
+    """End to end: two processes, a ledger, and the GPU's fields null."""
+    seen = measure(tiny_job(), Recipe(), device="cpu", warmup=1, steps=3, ledger=tmp_path / "runs")
+    assert (seen.outcome, seen.message, seen.device.type) == ("ok", "", "cpu")
+    assert seen.footprint is not None
+    footprint = seen.footprint
+    gpu_only = (
+        footprint.requested_bytes,
+        footprint.reserved_bytes,
+        footprint.nvml_bytes,
+        footprint.context_bytes,
+    )
+    assert gpu_only == (None,) * 4
+    assert (seen.device.uuid, seen.first_context_bytes, seen.smi_bytes, seen.contaminated) == (None,) * 4
+    assert footprint.host_bytes is not None
+    assert footprint.host_bytes > 50 * MIB
+    assert seen.timing is not None
+    assert seen.timing.steps == 3
+    assert len(seen.losses) == 4
+    assert all(math.isfinite(loss) for loss in seen.losses)
+    assert "torch" in seen.versions
+    (folder,) = (tmp_path / "runs").iterdir()
+    document = read_document(folder / "measurement.json")
+    assert Measurement.from_json(document) == seen
+    assert document["footprint"]["nvml_bytes"] is None
+
+
+def test_the_seed_is_the_same_in_every_run() -> None:
+    """Losses of two runs agree, so a difference between recipes is the recipe's."""
+    runs = [
+        measure(tiny_job(), Recipe.parse(text), device="cpu", warmup=0, steps=2, ledger=None)
+        for text in ("plain", "workers(1)")
+    ]
+    assert [run.outcome for run in runs] == ["ok", "ok"]
+    assert runs[0].losses == runs[1].losses
+
+
+def test_one_that_takes_too_long_is_ended_and_kept(tmp_path: Path) -> None:
+    seen = measure(tiny_job(), Recipe(), device="cpu", deadline_seconds=0.3, ledger=tmp_path)
+    assert (seen.outcome, seen.footprint, seen.timing) == ("timeout", None, None)
+    assert "Still running after 0.3 s" in seen.message
+    assert len(os.listdir(tmp_path)) == 1
+
+
+def test_too_little_memory_on_the_host(tmp_path: Path) -> None:
+    """A model of 16 GB in a process that may have 8: refused by the kernel, told as such (F25)."""
+    job = tiny_job(config={"vocab_size": 4_000_000, "hidden_size": 1024})
+    request = measure_room._request(experiment_of(job), Place(type="cpu"), None)
+    write_document(tmp_path / "request.json", request)
+    command = measure_room.child_command(tmp_path / "request.json", tmp_path / "result.json")
+    limited = ["bash", "-c", 'ulimit -v 8000000; exec "$@"', "limited", *command]
+    with Child(limited, environment=os.environ) as running:
+        ending = running.wait(120)
+    findings, outcome = judge(ending, tmp_path / "result.json")
+    assert outcome == "host-oom", ending.tail
+    assert findings.host_bytes is not None
+    assert "memory" in findings.message
+
+
+def test_what_the_child_raises_becomes_a_cause(tmp_path: Path) -> None:
+    request = measure_room._request(experiment_of(tiny_job()), Place(type="cpu"), None)
+    refused = child_room.run(request | {"loop": "none"}, tmp_path / "h")
+    assert refused.outcome == "refused"
+    assert "Unknown loop" in refused.message
+    broken = child_room.run(request | {"device": "meta:nonsense"}, tmp_path / "h")
+    assert broken.outcome == "exit:1"
+    assert "RuntimeError" in broken.message
+
+
+FAKE_CHILD = """
+import json, sys, time
+from pathlib import Path
+findings = json.loads({findings!r})
+while not Path({go!r}).exists():
+    time.sleep(0.01)
+Path(sys.argv[2]).write_text(json.dumps(findings))
+sys.exit({code})
+"""
+
+
+class TestOnAGpu:
+    """The parent's half of a GPU run: NVML is made up, and so is the child."""
+
+    def perform(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        tmp_path: Path,
+        gpu: FakeGpu,
+        findings: Findings,
+        *,
+        code: int = 0,
+        meanwhile: Any = lambda: None,
+    ) -> Measurement:
+        """The device's bytes rise while the child lives and fall when it has ended."""
+        go, library = tmp_path / "go", FakeNvml(gpu)
+        body = FAKE_CHILD.format(findings=json.dumps(findings.to_json()), go=str(go), code=code)
+        monkeypatch.setattr(
+            measure_room,
+            "child_command",
+            lambda request, result: [sys.executable, "-S", "-c", body, str(request), str(result)],
+        )
+        monkeypatch.setattr(clean, "PATIENCE", 0.0)
+        readings = {"while": 0}
+        wait = Child.wait
+
+        def waited(self: Child, seconds: float) -> Ending:
+            gpu.used += 7661 * MIB
+            meanwhile()
+            library.before_reading = lambda: (
+                go.touch() if readings["while"] > 60 else readings.update({"while": readings["while"] + 1})
+            )
+            ending = wait(self, seconds)
+            gpu.used = 3 * MIB if gpu.used < 10_000 * MIB else gpu.used
+            return ending
+
+        monkeypatch.setattr(Child, "wait", waited)
+        with open_nvml(library) as nvml:
+            place = Place(type="cuda", card=nvml.cards()[0], driver=nvml.driver())
+            experiment = Experiment(
+                job=tiny_job(),
+                recipe=Recipe(),
+                loop="plain",
+                warmup=0,
+                steps=1,
+                deadline_seconds=60,
+                history=None,
+            )
+            return perform(experiment, place)[0]
+
+    FINDINGS = Findings(
+        outcome="ok",
+        seconds=(0.1, 0.1, 0.1),
+        requested_bytes=6575 * MIB,
+        allocated_bytes=6578 * MIB,
+        reserved_bytes=6894 * MIB,
+        retries=0,
+        host_bytes=900 * MIB,
+        first_context_bytes=621 * MIB,
+        smi_bytes=7664 * MIB,
+        smi_nvml_bytes=7664 * MIB,
+    )
+
+    def test_nvml_is_what_the_device_grew_by(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        seen = self.perform(monkeypatch, tmp_path, FakeGpu(processes=None), self.FINDINGS)
+        assert (seen.outcome, seen.contaminated) == ("ok", None)
+        assert seen.footprint is not None
+        assert seen.footprint.nvml_bytes == 7661 * MIB
+        assert seen.footprint.context_bytes == 767 * MIB
+        assert seen.device.reserve_bytes == 615 * MIB
+
+    def test_somebody_else_during_the_run_is_told(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        gpu = FakeGpu(processes=None)
+
+        def come() -> None:
+            gpu.used += 3000 * MIB
+
+        seen = self.perform(monkeypatch, tmp_path, gpu, self.FINDINGS, meanwhile=come)
+        assert seen.contaminated is not None
+        assert "3,146 MiB beyond" in seen.contaminated
+
+    def test_somebody_else_before_is_told(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        seen = self.perform(monkeypatch, tmp_path, FakeGpu(processes=[(17, 40 * MIB)]), self.FINDINGS)
+        assert "before the run process 17 (40 MiB)" in str(seen.contaminated)
+
+    def test_one_out_of_memory_keeps_its_peaks(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        died = replace(
+            self.FINDINGS, outcome="oom:torch", seconds=(), message="OutOfMemoryError: CUDA out of memory."
+        )
+        seen = self.perform(monkeypatch, tmp_path, FakeGpu(processes=None), died, code=1)
+        assert (seen.outcome, seen.timing) == ("oom:torch", None)
+        assert seen.footprint is not None
+        assert seen.footprint.reserved_bytes == 6894 * MIB
+        assert "CUDA out of memory" in seen.message
+
+    def test_a_mistake_that_only_the_child_sees_is_the_users(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        refused = Findings(outcome="refused", message="This loop does not do that.")
+        with pytest.raises(UsageError, match="This loop does not do that"):
+            self.perform(monkeypatch, tmp_path, FakeGpu(processes=None), refused, code=1)
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "bytes_used"),
+    [("7664", 0, 7664 * MIB), ("[N/A]", 0, None), ("", 9, None), ("12\n13", 0, None), ("1024", 6, None)],
+)
+def test_nvidia_smi(tmp_path: Path, said: str, code: int, bytes_used: int | None) -> None:
+    command = tmp_path / "nvidia-smi"
+    command.write_text(f"#!/bin/sh\nprintf '%s\\n' '{said}'\nexit {code}\n")
+    command.chmod(0o755)
+    assert child_room.smi_used_bytes("GPU-1", str(command)) == bytes_used
+    assert child_room.smi_used_bytes("GPU-1", str(tmp_path / "none")) is None
