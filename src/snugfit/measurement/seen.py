@@ -59,7 +59,6 @@ class Seen:
 
     def __init__(self, samples: int | None = None) -> None:
         self.samples = samples
-        """Samples processed in the block, when the user says so."""
         self.seconds: float | None = None
         """Wall time of the block; None while it runs."""
         self.host_bytes: int | None = None
@@ -76,6 +75,7 @@ class Seen:
 
     @samples.setter
     def samples(self, count: int | None) -> None:
+        """Refuses what is no count."""
         if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
             raise UsageError(f"samples is {count!r}; it is a whole number above 0, or None.")
         self._samples = count

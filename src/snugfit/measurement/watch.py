@@ -61,6 +61,7 @@ class Watch:
         self._seen.seconds = time.perf_counter() - self._began
         for watched in self._watched.values():
             if not isinstance(watched, str):
+                watched[1].read()
                 watched[1].count()
         gpus = [self._look(index, fault) for index in self._indices]
         self._open.close()

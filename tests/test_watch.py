@@ -1,0 +1,260 @@
+"""Watching a block of the user's own, and examining the machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fake_nvml import H200_RESERVE, H200_TOTAL, FakeGpu, FakeNvml
+from snugfit.errors import GpuError, UsageError
+from snugfit.measurement import watch as watch_room
+from snugfit.measurement.doctor import examine
+from snugfit.measurement.watch import Watch, watch
+from snugfit.units import MIB
+
+A, B = (f"GPU-{digit * 8}-aaaa-bbbb-cccc-000000000000" for digit in "12")
+
+
+class FakeCuda:
+    """What `torch.cuda` tells of a process that uses two GPUs."""
+
+    def __init__(self, *, initialized: bool = True, current: int = 0) -> None:
+        self.initialized, self.current = initialized, current
+        self.peaks = {0: 9000 * MIB, 1: 9000 * MIB}
+        self.retries = {0: 5, 1: 0}
+        self.broken = False
+
+    def is_initialized(self) -> bool:
+        return self.initialized
+
+    def device_count(self) -> int:
+        return 2
+
+    def current_device(self) -> int:
+        return self.current
+
+    def synchronize(self, index: int) -> None:
+        if self.broken:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
+
+    def reset_peak_memory_stats(self, index: int) -> None:
+        self.peaks[index] = 100 * MIB
+
+    def memory_stats(self, index: int) -> dict[str, int]:
+        names = ("requested", "allocated", "reserved")
+        return {f"{name}_bytes.all.peak": self.peaks[index] for name in names} | {
+            "num_alloc_retries": self.retries[index]
+        }
+
+    def get_device_properties(self, index: int) -> SimpleNamespace:
+        return SimpleNamespace(uuid=(A, B)[index].removeprefix("GPU-"))
+
+    def get_device_name(self, index: int) -> str:
+        return "NVIDIA H200"
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    fake = FakeCuda()
+    monkeypatch.setattr(watch_room, "_cuda", lambda: fake)
+    monkeypatch.setattr(watch_room, "torch_cuda", lambda: "13.0")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return fake
+
+
+def machine(**first: Any) -> FakeNvml:
+    return FakeNvml(FakeGpu(uuid=A, used=4000 * MIB, **first), FakeGpu(uuid=B, used=50 * MIB))
+
+
+def test_without_a_gpu_time_and_host_memory_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch_room, "torch_cuda", lambda: None)
+    with watch(samples=8) as seen:
+        assert seen.seconds is None
+        assert "not ended" in str(seen)
+    assert seen.seconds is not None
+    assert seen.seconds >= 0
+    assert seen.host_bytes is not None
+    assert seen.gpus == ()
+    assert "none watched: the installed torch is built without CUDA" in str(seen)
+    assert "(8 samples)" in str(seen)
+
+
+def test_samples_may_be_told_later() -> None:
+    with watch() as seen:
+        pass
+    assert seen.samples_per_second is None
+    seen.samples = 512
+    assert seen.samples_per_second == pytest.approx(512 / (seen.seconds or 0))
+
+
+@pytest.mark.parametrize("samples", [0, -1, 1.5, True, "8"])
+def test_samples_that_are_none(samples: Any) -> None:
+    with pytest.raises(UsageError, match="samples is"):
+        watch(samples=samples)
+
+
+def test_the_current_gpu_is_watched_by_its_uuid(cuda: FakeCuda) -> None:
+    cuda.current = 1
+    with Watch(None, None, machine()) as seen:
+        pass
+    (gpu,) = seen.gpus
+    assert (gpu.index, gpu.uuid, gpu.nvml_bytes) == (1, B, 50 * MIB)
+
+
+def test_peaks_count_from_the_beginning_of_the_block(cuda: FakeCuda) -> None:
+    library = machine(processes=[(os.getpid(), 700 * MIB), (4711, 3000 * MIB)])
+    with Watch(None, [0], library) as seen:
+        cuda.peaks[0], cuda.retries[0] = 600 * MIB, 7
+        library.gpus[0].used = 4700 * MIB
+    (gpu,) = seen.gpus
+    assert (gpu.requested_bytes, gpu.reserved_bytes, gpu.retries) == (600 * MIB, 600 * MIB, 2)
+    assert (gpu.nvml_bytes, gpu.process_bytes) == (4700 * MIB, 700 * MIB)
+    assert (gpu.total_bytes, gpu.reserve_bytes) == (H200_TOTAL, H200_RESERVE)
+    assert library.open == 0
+    shown = str(seen)
+    assert "4.59 GiB at its peak, all processes, the driver's 615.0 MiB apart" in shown
+    assert "this process" in shown
+
+
+def test_several_gpus_are_told_apart(cuda: FakeCuda) -> None:
+    with Watch(None, [0, 1], machine()) as seen:
+        pass
+    assert [(gpu.index, gpu.uuid, gpu.nvml_bytes) for gpu in seen.gpus] == [
+        (0, A, 4000 * MIB),
+        (1, B, 50 * MIB),
+    ]
+
+
+def test_torch_that_comes_late(cuda: FakeCuda) -> None:
+    """Before CUDA runs the GPU is found by CUDA_VISIBLE_DEVICES, and there is no peak to reset."""
+    cuda.initialized = False
+    with Watch(None, None, machine()) as seen:
+        cuda.initialized = True
+    (gpu,) = seen.gpus
+    assert (gpu.uuid, gpu.requested_bytes) == (A, 9000 * MIB)
+
+
+def test_without_nvml_the_allocator_is_still_seen(cuda: FakeCuda) -> None:
+    with Watch(None, None, FakeNvml(absent=True)) as seen:
+        pass
+    (gpu,) = seen.gpus
+    assert (gpu.requested_bytes, gpu.nvml_bytes, gpu.name) == (100 * MIB, None, "NVIDIA H200")
+    assert "Not Found" in str(gpu.doubt)
+
+
+def test_without_nvml_and_without_cuda_there_is_a_reason(cuda: FakeCuda) -> None:
+    cuda.initialized = False
+    with Watch(None, None, FakeNvml(absent=True)) as seen:
+        pass
+    assert seen.gpus == ()
+    assert "Not Found" in str(seen.without_gpu)
+
+
+def test_hidden_gpus_are_a_reason(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda.initialized = False
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with Watch(None, None, machine()) as seen:
+        pass
+    assert "shows no GPU" in str(seen.without_gpu)
+
+
+@pytest.mark.parametrize("gpus", [[], [-1], [True], ["0"], [2], [0, 5]])
+def test_gpus_that_are_not_there(cuda: FakeCuda, gpus: list[Any]) -> None:
+    library = machine()
+    with pytest.raises(GpuError), Watch(None, gpus, library):
+        pytest.fail("the block must not run")
+    assert library.open == 0
+
+
+def test_a_failing_block_is_seen_and_its_error_goes_on(cuda: FakeCuda) -> None:
+    library = machine()
+
+    def fail() -> None:
+        cuda.broken = True
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"), Watch(None, None, library) as seen:
+        fail()
+    assert seen.seconds is not None
+    assert "CUDA failed inside the block: CUDA error: an illegal memory access" in str(seen.gpus[0].doubt)
+    assert library.open == 0
+
+
+def test_what_was_seen_is_inert_in_a_notebook(cuda: FakeCuda) -> None:
+    with Watch(3, None, machine(name="<script>alert(1)</script>")) as seen:
+        pass
+    assert "<script>" not in seen._repr_html_()
+    assert "&lt;script&gt;" in seen._repr_html_()
+
+
+def test_what_was_seen_as_json(cuda: FakeCuda) -> None:
+    with Watch(3, None, machine()) as seen:
+        pass
+    document = json.loads(json.dumps(seen.to_json(), allow_nan=False))
+    assert document["what"] == "seen"
+    assert document["gpus"][0]["nvml_bytes"] == 4000 * MIB
+
+
+def test_watching_imports_no_torch() -> None:
+    block = "from snugfit.measurement.watch import watch\nwith watch(): pass"
+    code = f"{block}\nimport sys; assert 'torch' not in sys.modules"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+
+
+def test_the_doctor_tells_what_is_there() -> None:
+    found = examine(library=machine(processes=[(1, None)]), environment={"CUDA_VISIBLE_DEVICES": "1"})
+    assert found.nvml is None
+    assert [(gpu.uuid, gpu.processes) for gpu in found.gpus] == [(A, 1), (B, 0)]
+    assert found.gpus[0].reserve_bytes == H200_RESERVE
+    assert all(package.version for package in found.packages if package.required)
+    assert found.visible_devices == "1"
+    assert json.loads(json.dumps(found.to_json()))["what"] == "doctor"
+
+
+def test_the_doctor_knows_extras_from_the_roster() -> None:
+    extras = {extra.name: extra for extra in examine(library=machine()).extras}
+    assert extras
+    assert all(extra.techniques for extra in extras.values())
+
+
+@pytest.mark.parametrize(
+    ("build", "library", "environment", "reason"),
+    [
+        (None, machine(), {}, "without CUDA"),
+        ("13.0", FakeNvml(absent=True), {}, "no NVIDIA driver answers: .*Not Found"),
+        ("13.0", FakeNvml(), {}, "knows no GPU"),
+        ("13.0", machine(), {"CUDA_VISIBLE_DEVICES": "-1"}, "hides every GPU"),
+    ],
+)
+def test_the_doctor_tells_why_not(
+    monkeypatch: pytest.MonkeyPatch,
+    build: str | None,
+    library: FakeNvml,
+    environment: dict[str, str],
+    reason: str,
+) -> None:
+    monkeypatch.setattr("snugfit.measurement.doctor.torch_cuda", lambda: build)
+    found = examine(library=library, environment=environment)
+    assert not found.cuda_usable
+    assert found.cuda_reason is not None
+    assert re.search(reason, found.cuda_reason)
+
+
+def test_the_doctor_is_content(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("snugfit.measurement.doctor.torch_cuda", lambda: "13.0")
+    found = examine(library=machine(), environment={})
+    assert (found.cuda_usable, found.cuda_reason, found.driver) == (True, None, "580.159.04")
+
+
+def test_a_gpu_that_does_not_answer_is_found_with_its_fault() -> None:
+    (gpu,) = examine(library=FakeNvml(FakeGpu(lost=True)), environment={}).gpus
+    assert gpu.total_bytes is None
+    assert "lost" in str(gpu.fault)
