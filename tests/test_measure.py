@@ -23,6 +23,7 @@ from snugfit.job.model import Model
 from snugfit.measurement import child as child_room
 from snugfit.measurement import clean
 from snugfit.measurement import measure as measure_room
+from snugfit.measurement.crowd import Load, crowded, load
 from snugfit.measurement.environment import child_environment
 from snugfit.measurement.exchange import BadDocument, read_document, write_document
 from snugfit.measurement.findings import Findings
@@ -252,6 +253,8 @@ def result(**changes: Any) -> dict[str, Any]:
         json.dumps(result(requested_bytes=1.5)).encode(),
         json.dumps(result(requested_bytes=-1)).encode(),
         json.dumps(result(outcome=None)).encode(),
+        json.dumps(result(outcome="splendid")).encode(),
+        json.dumps(result(seconds=[])).encode(),
         json.dumps(result(versions={"torch": 2})).encode(),
         json.dumps(result(surprise=1)).encode(),
         json.dumps(result(message="x" * 9_000_000)).encode(),
@@ -321,6 +324,41 @@ def test_statistics(seconds: list[float], median: float, spread: float, unstable
 
 def test_no_steps_no_timing() -> None:
     assert timing_of([], 8) is None
+
+
+def load_at(wall: float, busy: float, own: float) -> Load:
+    return Load(wall=wall, busy=busy, own=own)
+
+
+@pytest.mark.parametrize(
+    ("last", "words"),
+    [
+        (load_at(10, 20, 19.5), None),  # the run itself filled both cores
+        (load_at(10, 11, 2), None),  # others were busy, and a core was left
+        (load_at(10, 20, 9), "1.1 of the host's 2 cores"),
+        (load_at(0.1, 0.2, 0.0), None),  # too short for the kernel's ticks
+        (None, None),
+    ],
+)
+def test_a_host_that_was_crowded_all_the_time(last: Load | None, words: str | None) -> None:
+    """Evenly slow steps have no spread, so the kernel's counters are asked."""
+    reason = crowded(load_at(0, 0, 0), last, 2)
+    assert (words in reason) if words and reason else reason is words
+
+
+def test_the_kernels_load_counts_living_children_as_ours() -> None:
+    first = load()
+    assert first is not None
+    burn = "x = 0\nfor _ in range(3_000_000): x += 1\nprint('done', flush=True)\nimport time; time.sleep(60)"
+    worker = subprocess.Popen([sys.executable, "-S", "-c", burn], stdout=subprocess.PIPE)
+    assert worker.stdout is not None
+    worker.stdout.readline()
+    last = load()
+    worker.kill()
+    worker.communicate()
+    assert last is not None
+    assert last.own - first.own >= 0.03
+    assert last.busy >= first.busy
 
 
 def test_the_childs_environment() -> None:

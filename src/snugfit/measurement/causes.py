@@ -14,7 +14,10 @@
 Inside the child exceptions are judged by type first, then by message, from the outermost inwards along what
 they were raised from. Messages are trusted only in exceptions of the kinds that torch and its libraries raise
 (RuntimeError and its children), and only from the beginning of a line: a text that merely speaks of memory,
-such as a file name or a user's ValueError, is no cause. The messages stand in the sources named beside them.
+such as a file name or a user's ValueError, is no cause.
+
+Where each message was seen stands beside it: `binary` in the installed library, `log` in published logs or
+issues, `met` raised in a test here, `unseen` written from memory and still to be met.
 """
 
 from __future__ import annotations
@@ -36,19 +39,22 @@ _LINE = r"^(?:[\w.]+(?:Error|Exception): )*"
 MESSAGES: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
     (cause, re.compile(_LINE + pattern, re.MULTILINE))
     for cause, pattern in (
-        ("oom:torch", r"(?:CUDA|HIP|XPU|MPS backend) out of memory\."),  # c10/cuda/CUDACachingAllocator.cpp
-        ("oom:triton", r"Triton Error \[CUDA\]: out of memory\b"),  # triton/backends/nvidia/driver.c
-        ("oom:cuda", r"CUDA (?:driver )?error: out of memory\b"),  # c10/cuda/CUDAException.cpp
-        ("oom:cuda", r"CUDA error: CUDA_ERROR_OUT_OF_MEMORY\b"),  # ATen/cuda/CUDAGraph, driver calls
-        ("oom:cublas", r"CUDA error: CUBLAS_STATUS_ALLOC_FAILED\b"),  # ATen/cuda/CUDABlas.cpp
-        ("oom:cusparse", r"CUDA error: CUSPARSE_STATUS_(?:ALLOC_FAILED|INSUFFICIENT_RESOURCES)\b"),
-        ("oom:cusolver", r"(?:cusolver error|CUDA error): CUSOLVER_STATUS_ALLOC_FAILED\b"),
+        ("oom:torch", r"(?:CUDA|HIP|XPU|MPS backend) out of memory\."),  # log (CUDA), unseen (others)
+        ("oom:triton", r"Triton Error \[CUDA\]: out of memory\b"),  # log
+        ("oom:cuda", r"CUDA (?:driver )?error: out of memory\b"),  # log
+        ("oom:cuda", r"CUDA error: CUDA_ERROR_OUT_OF_MEMORY\b"),  # unseen
+        ("oom:cublas", r"CUDA error: CUBLAS_STATUS_ALLOC_FAILED\b"),  # name: log; whole line: unseen
+        ("oom:cusparse", r"CUDA error: CUSPARSE_STATUS_ALLOC_FAILED\b"),  # unseen
+        ("oom:cusolver", r"(?:cusolver error|CUDA error): CUSOLVER_STATUS_ALLOC_FAILED\b"),  # unseen
         ("oom:cudnn", r"cuDNN error: CUDNN_STATUS_(?:ALLOC|INTERNAL_ERROR_DEVICE_ALLOCATION)_FAILED\b"),
+        # the line above: log
         ("oom:nccl", r"(?:Last error: *)?(?:Failed to CUDA calloc|Cuda failure (?:\d+ )?'?out of memory)\b"),
+        # the line above: log (nccl issues 962, 1235); below: binary (format) and log (bitsandbytes issue 464)
         ("oom:bitsandbytes", r"Error out of memory at line \d+ in file .*\.(?:cu|cuh|cpp|c)\b"),
         (HOST_OOM, r"(?:\[enforce fail at .*\] .*)?DefaultCPUAllocator: (?:can't|not enough memory)\b"),
-        (HOST_OOM, r"DataLoader worker \(pid \d+\) is killed by signal: Bus error\b"),
-        (HOST_OOM, r"unable to (?:mmap|allocate shared memory).*Cannot allocate memory"),  # c10 MapAllocator
+        # the line above: met (the second wording: log, on Windows)
+        (HOST_OOM, r"DataLoader worker \(pid \d+\) is killed by signal: Bus error\b"),  # binary
+        (HOST_OOM, r"unable to (?:mmap|allocate shared memory).*Cannot allocate memory"),  # binary
     )
 )  # fmt: skip
 
@@ -116,9 +122,9 @@ def of_ending(ending: Ending, told: str | None) -> str:
 _LAST_WORDS = tuple(
     (code, cause, re.compile(words, re.MULTILINE))
     for code, cause, words in (
-        # a C++ thread without Python above it: the exception ends the process
+        # unseen: a C++ thread without Python above it, so that the exception ends the process
         (-signal.SIGABRT, "oom:torch", r"^terminate called after throwing .* 'c10::OutOfMemoryError'"),
-        # bitsandbytes' CUDA_CHECK_RETURN says this and calls exit(1); no exception is ever raised
+        # log; that bitsandbytes then ends the process with 1 and raises nothing is unseen
         (1, "oom:bitsandbytes", r"^Error out of memory at line \d+ in file .*\.(?:cu|cuh|cpp|c)\b"),
     )
 )

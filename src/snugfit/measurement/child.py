@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from snugfit.measurement import causes
+from snugfit.measurement.crowd import crowded, load
 from snugfit.measurement.exchange import read_document, write_document
 from snugfit.measurement.findings import Findings
 from snugfit.measurement.host import peak_resident_bytes
-from snugfit.measurement.nvml import Card, NvmlSilent, open_nvml
+from snugfit.measurement.nvml import NvmlSilent, open_nvml
 from snugfit.measurement.process import die_with_parent
 from snugfit.measurement.versions import versions
 from snugfit.units import MIB
@@ -38,7 +39,7 @@ HISTORY_STEP = 2
 """The step after which a recorded history is written: the first steady one."""
 
 HISTORY_ENTRIES = 1_000_000
-"""Allocations and frees kept; three steps of a large model make about fifty thousand."""
+"""Allocations and frees kept at most: a bound on memory, chosen and not measured."""
 
 
 def main() -> None:
@@ -79,9 +80,16 @@ def _perform(request: Mapping[str, Any], history: Path) -> Findings:
     records = bool(request["history"])
     if records:
         torch.cuda.memory._record_memory_history(max_entries=HISTORY_ENTRIES)
-    stopwatch = Stopwatch(
-        device, request["warmup"], after_step=(lambda index: _dump(index, history)) if records else None
-    )
+    loads = [load()]
+    last = request["warmup"] + request["steps"] - 1
+
+    def after_step(index: int) -> None:
+        if index in (request["warmup"] - 1, last):  # before the first steady border, after the last
+            loads.append(load())
+        if records:
+            _dump(index, history)
+
+    stopwatch = Stopwatch(device, request["warmup"], after_step=after_step)
     # A recorded history is compared event by event, so nothing of ours may stay on the device there.
     step = open_step(job, setup, request["loop"], device, keep_losses=not records)
     losses = step.run(request["warmup"] + request["steps"], stopwatch)
@@ -93,6 +101,7 @@ def _perform(request: Mapping[str, Any], history: Path) -> Findings:
         outcome=causes.OK,
         seconds=tuple(seconds),
         losses=tuple(losses),
+        crowded=crowded(loads[-2], loads[-1], os.cpu_count() or 1),
         first_context_bytes=context,
         smi_bytes=smi,
         smi_nvml_bytes=nvml,
@@ -148,13 +157,12 @@ def _dump(index: int, history: Path) -> None:
         torch.cuda.memory._record_memory_history(None)
 
 
-def _card(uuid: str) -> Card:
-    return open_nvml().card(uuid)
-
-
 def _used_bytes(uuid: str | None) -> int | None:
+    if uuid is None:
+        return None
     try:
-        return _card(uuid).memory().used_bytes if uuid else None
+        with open_nvml() as nvml:
+            return nvml.card(uuid).memory().used_bytes
     except NvmlSilent as reason:
         print(f"NVML: {reason}", file=sys.stderr)
         return None

@@ -25,13 +25,13 @@ from snugfit.measurement.sampler import Census
 from snugfit.units import MIB, show_mib
 
 PATIENCE = 10.0
-"""Seconds to wait for a GPU to become clean: a large process's memory is freed in one or two."""
+"""Seconds to wait for a GPU to become clean. A choice: how long a driver takes was not measured."""
 
 IDLE_BYTES = 64 * MIB
-"""An idle GPU uses less, the driver's reserve apart (an H200 under persistence mode: below 5 MiB)."""
+"""What a GPU called idle may use, the driver's reserve apart. A choice; published idle readings are 0."""
 
 DRIFT_BYTES = 32 * MIB
-"""Before and after an experiment the driver's own use may differ by so much."""
+"""By so much the use before and after an experiment may differ. A choice."""
 
 LIBRARY_BYTES = 512 * MIB
 """What kernels and libraries loaded during a run may add to the context of the first tensor. In twenty runs

@@ -7,6 +7,7 @@ whole result a `bad-result`. Only a loss may be missing (null): a loss can be Na
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
@@ -24,6 +25,9 @@ _COUNTS = (
     "smi_nvml_bytes",
     "total_bytes",
 )
+
+_OUTCOME = re.compile(r"ok|refused|host-oom|oom:[a-z]+|exit:1")
+"""What a child can tell of its own end; see causes.py."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +76,9 @@ class Findings:
     total_bytes: int | None = None
     """The GPU's memory as torch sees it."""
 
+    crowded: str | None = None
+    """What other processes took of the host's cores while steps were timed."""
+
     versions: Mapping[str, str] = field(default_factory=dict)
     """Of what took part."""
 
@@ -86,8 +93,9 @@ class Findings:
         if set(document) != names:
             odd = ", ".join(sorted(set(document) ^ names))
             raise BadDocument(f"a result with unknown or missing fields: {odd[:200]}")
-        _all_of(document, ("outcome", "message"), lambda value: isinstance(value, str))
-        _all_of(document, ("device_name",), lambda value: value is None or isinstance(value, str))
+        _all_of(document, ("message",), lambda value: isinstance(value, str))
+        _all_of(document, ("outcome",), lambda value: isinstance(value, str) and _OUTCOME.fullmatch(value))
+        _all_of(document, ("device_name", "crowded"), lambda value: value is None or isinstance(value, str))
         _all_of(document, _COUNTS, lambda value: value is None or (type(value) is int and value >= 0))
         _all_of(document, ("seconds",), lambda value: _numbers(value) and all(each >= 0 for each in value))
         _all_of(document, ("losses",), lambda value: _numbers(value, null=True))

@@ -135,6 +135,7 @@ def perform(experiment: Experiment, place: Place) -> tuple[Measurement, str]:
         smi_bytes=findings.smi_bytes,
         smi_nvml_bytes=findings.smi_nvml_bytes,
         contaminated=_contaminated(place, ground, sampler, findings),
+        crowded=findings.crowded,
         losses=findings.losses,
         message=_message(outcome, findings, ending, experiment),
     )
@@ -154,6 +155,8 @@ def judge(ending: Ending, result: Path) -> tuple[Findings, str]:
         findings = Findings(outcome=causes.NO_RESULT)
     except BadDocument as fault:
         findings = Findings(outcome=causes.BAD_RESULT, message=str(fault))
+    if findings.outcome == causes.OK and not findings.seconds:
+        findings = Findings(outcome=causes.BAD_RESULT, message="a result without a single timed step")
     return findings, causes.of_ending(ending, findings.outcome)
 
 

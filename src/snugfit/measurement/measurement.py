@@ -53,6 +53,9 @@ class Measurement:
     contaminated: str | None = None
     """Why the GPU was not this run's alone, when it was not."""
     losses: tuple[float, ...] = ()
+    crowded: str | None = None
+    """What other processes took of the host's cores while steps were timed, when none was left: the seconds
+    are then too long, however stable they look."""
     message: str = ""
     """For a run that died: the last lines it wrote."""
 
@@ -79,6 +82,7 @@ class Measurement:
             "smi_bytes": self.smi_bytes,
             "smi_nvml_bytes": self.smi_nvml_bytes,
             "contaminated": self.contaminated,
+            "crowded": self.crowded,
             "losses": finite_or_null(self.losses),
             "message": self.message,
         }

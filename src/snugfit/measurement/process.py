@@ -37,7 +37,7 @@ GRACE_SECONDS = 5.0
 """From the request to end (SIGTERM) to the end (SIGKILL)."""
 
 REAP_SECONDS = 2.0
-"""How long to wait for killed descendants to be gone: the kernel frees a GPU within that time."""
+"""How long to wait for killed descendants to be gone. A choice; the GPU itself is looked at in clean.py."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -174,7 +174,7 @@ class Child:
             self._signal_group(signal.SIGKILL)
             self._process.wait()
             self._reap_group()
-        for _ in range(TAIL_BYTES):  # bounded: a descendant that fled the group may talk for ever
+        for _ in range(64):  # bounded: a descendant that fled the group may talk for ever
             if self._words is None or not select.select([self._words], [], [], 0)[0]:
                 break
             self._listen()

@@ -20,7 +20,7 @@ INTERVAL = 0.01
 """Seconds between two readings."""
 
 READINGS_PER_CENSUS = 25
-"""A process list costs the driver about a hundred times a memory reading."""
+"""A process list is a longer question than a memory reading, so it is asked less often. A choice."""
 
 REFUSALS_ALLOWED = 100
 """After a second of refusals in a row the GPU is lost or NVML is, and we stop asking."""

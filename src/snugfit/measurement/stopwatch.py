@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     import torch
 
 LARGEST_SPREAD = 0.10
-"""Above it the median is called unstable. On an undisturbed H200 steady steps spread by 1 to 3 %; clock
-throttling or a busy host shows as 15 % and more."""
+"""Above it the median is called unstable. A convention of ours, not a measured bound. It cannot see a host
+that is crowded all the time, which makes every step equally slow; crowd.py looks for that."""
 
 
 class Stopwatch:
