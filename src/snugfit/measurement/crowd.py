@@ -1,10 +1,10 @@
 """Whether the host's cores were enough, or other processes took them while steps were timed.
 
-A host that is crowded all the time makes every step equally slow, and so looks stable. Seen on two cores with
-two busy processes beside: a tiny BERT's steps took 1.35 s with a spread of 1 %, and with one thread instead of
-two 13 ms. (Probably threads that meet at a barrier wait for the one without a core.) The spread of the steps
-cannot show that; the kernel's counters can. Limits: they count the whole machine, so a process that is held to
-a few of its cores may be crowded there unseen; and they are coarse, so very short runs tell nothing.
+A host that is crowded all the time makes every step equally slow, and so looks stable. Seen on two cores
+beside two busy processes: a tiny BERT's steps took 1.35 s with a spread of 1 %, and 13 ms with one thread
+instead of two. (Probably threads that meet at a barrier wait for the one without a core.) The spread cannot
+show that; the kernel's counters can. Limits: they count the whole machine, so a process that is held to a few
+of its cores may be crowded there unseen; and they are coarse, so very short runs tell nothing.
 """
 
 from __future__ import annotations
