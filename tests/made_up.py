@@ -142,7 +142,7 @@ def guide_result(*, measured: bool = False) -> GuideResult:
         per_parameter=(
             PerParameter(model="bert-large-uncased", optimizer="adamw", weights=4, gradients=4, states=8, rest=4.1,
                          peak="update", rule_states=8, rule_total=18),
-            PerParameter(model="bert-large-uncased", optimizer="adamw_8bit", refused="bitsandbytes is not installed"),
+            PerParameter(model="bert-large-uncased", optimizer="adamw_8bit", refused="not installed"),
         ),
         device="NVIDIA H200" if measured else None,
         versions={"torch": "2.13.0"},

@@ -112,7 +112,7 @@ def test_bars_are_as_high_as_they_should_be() -> None:
 
 
 def test_every_published_row_and_machine_has_its_place() -> None:
-    """17 published results on 4 machines; only a machine that names its GPU has a software to predict under."""
+    """17 results on 4 machines; only a machine that names its GPU has software to predict under."""
     experiments = suite()
     assert experiments[0].name == "vanilla"
     assert len([one for experiment in experiments for one in experiment.published]) == 17
@@ -224,3 +224,16 @@ def test_a_folder_that_cannot_be_written_is_told_before_the_work(tmp_path: Path)
         files.writable_folder(tmp_path / "file" / "inside")
     assert files.writable_folder(tmp_path / "new" / "deeper") == tmp_path / "new" / "deeper"
     assert not (tmp_path / "new").exists()
+
+
+def test_results_print_themselves_once_attached(monkeypatch: pytest.MonkeyPatch) -> None:
+    from snugfit.report import show
+
+    for kind in show._RENDERERS:
+        monkeypatch.setattr(kind, "__str__", kind.__str__)
+        monkeypatch.setattr(kind, "_repr_html_", None, raising=False)
+    show.attach()
+    assert "Fits: 8.20 GiB" in str(prediction())
+    assert "samples/s" in str(measurement())
+    assert prediction()._repr_html_().startswith("<pre")
+    assert "14,949" in guide_result()._repr_html_()

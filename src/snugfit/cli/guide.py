@@ -18,6 +18,7 @@ Gpu = Annotated[
 ]
 Measure = Annotated[bool, typer.Option("--measure", help="Also run every experiment here.")]
 Output = Annotated[Path, typer.Option(help="Folder for the tables and the plot.", file_okay=False)]
+Workers = Annotated[int | None, typer.Option(help="Processes that predict side by side. [one a core]", min=1)]
 Format = Annotated[str, typer.Option("--format", help="What to print: terminal, markdown, csv or json.")]
 
 FORMATS = ("terminal", "markdown", "csv", "json")
@@ -28,6 +29,7 @@ def guide(
     gpu: Gpu = None,
     measure: Measure = False,
     output: Output = Path("snugfit-guide"),
+    workers: Workers = None,
     form: Format = "terminal",
     as_json: given.AsJson = False,
 ) -> None:
@@ -50,7 +52,9 @@ def guide(
     from snugfit.report.guide import write
 
     with telling() as tell:
-        result = run(wanted, measure=measure, ledger=folder / "runs" if measure else None, tell=tell)
+        result = run(
+            wanted, measure=measure, ledger=folder / "runs", workers=workers or os.cpu_count() or 1, tell=tell
+        )
     paths = write(result, folder)
     _print(result, form)
     typer.echo("\n".join(f"Written: {path}" for path in paths), err=form != "terminal")

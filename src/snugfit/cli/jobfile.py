@@ -150,16 +150,13 @@ def _read(path: Path) -> str:
 
 
 def _load(text: str, where: str) -> Any:
-    loader = _Loader(text)
     try:
-        return loader.get_single_data()
+        return _Loader(text).get_single_data()
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise UsageError(f"{where}{line}: {_in_words(error)}.") from None
     except yaml.YAMLError as error:
         raise UsageError(f"{where}: {' '.join(str(error).split())}") from None
-    finally:
-        loader.dispose()
 
 
 def _in_words(error: yaml.MarkedYAMLError) -> str:
@@ -183,7 +180,7 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         """Refuses what a job file does not need, before anything is built from it."""
-        event: Any = self.peek_event()
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
             raise yaml.MarkedYAMLError(
                 problem="anchors and aliases are not allowed", problem_mark=event.start_mark

@@ -31,10 +31,11 @@ from snugfit.cli.predict import predict
 from snugfit.cli.techniques import techniques
 from snugfit.errors import SnugfitError
 
-_TypingMistake = typer.BadParameter.__bases__[0]
+_TypingMistake: type[Exception] = typer.BadParameter.__bases__[0]
 """Typer's root of all usage errors. It carries click with it under a private name, so the class is reached
 through the one public member of its family."""
 
+INTERRUPTED = 130
 FEW_COLLECTIONS = 100_000
 """Objects made between two collections; Python's own figure is 700."""
 
@@ -78,9 +79,11 @@ def run(arguments: Sequence[str]) -> int:
     except _TypingMistake as mistake:
         return _tell_mistake(mistake)
     except (KeyboardInterrupt, typer.Abort):
-        return _tell("interrupted", 130)
-    except BrokenPipeError:
+        code = INTERRUPTED
+    except (BrokenPipeError, SystemExit):  # typer makes a SystemExit of a broken pipe, and of nothing else
         return _forget_reader()
+    if code == INTERRUPTED:  # typer makes a number of Ctrl-C
+        return _tell("interrupted", INTERRUPTED)
     return code if isinstance(code, int) else 0
 
 
@@ -105,10 +108,10 @@ def _tell_mistake(mistake: Exception) -> int:
     """A mistake in the command line, with the help that would have prevented it."""
     context = getattr(mistake, "ctx", None)
     path = context.command_path if context else "snugfit"
-    message = mistake.format_message() if isinstance(mistake, typer.BadParameter.__mro__[2]) else str(mistake)
+    message = getattr(mistake, "format_message", mistake.__str__)()
     if not message:  # no arguments at all: typer has printed the help already
         return 2
-    return _tell(f"{message} Try: {path} --help", 2)
+    return _tell(f"{message.rstrip('.')}. Try: {path} --help", 2)
 
 
 def _forget_reader() -> int:

@@ -8,22 +8,26 @@ cannot be asked (a technique that this GPU cannot do, a package that is missing)
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from snugfit.comparison.ask import Question, answers
 from snugfit.comparison.per_parameter import per_parameter
+from snugfit.comparison.per_parameter import questions as anatomy_questions
 from snugfit.comparison.result import GuideResult, Row, Then
-from snugfit.comparison.suite import Experiment, machines, suite
+from snugfit.comparison.suite import Experiment, Published, machines, suite
 from snugfit.errors import SnugfitError
 from snugfit.job.gpu import find_gpu
-from snugfit.prediction.predict import predict
 from snugfit.techniques.recipe import Recipe
 
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
     from snugfit.prediction.prediction import Prediction
+
+Answers = dict[tuple[str, str, str], "Prediction | str"]
+"""By the questions' keys."""
 
 
 def run(
@@ -31,67 +35,104 @@ def run(
     *,
     measure: bool = False,
     ledger: Path | None = None,
+    workers: int = 1,
     tell: Callable[[str], None] = lambda line: None,
 ) -> GuideResult:
     """The whole suite for `gpu`; with `measure` each experiment also runs here, in a process of its own.
 
-    `tell` hears the name of each experiment as it begins. Raises `SnugfitError` when none can be predicted.
+    `workers` processes predict side by side. `tell` hears what is being done. Raises `SnugfitError` when no
+    experiment can be predicted.
     """
-    rows, foreseen = [], []
-    device = None
-    for experiment in suite():
-        tell(experiment.name)
-        row, prediction = _predicted(experiment, gpu)
-        foreseen += [prediction] if prediction else []
-        row = replace(row, then=_then(experiment))
-        if measure and not row.refused:
-            row, device = _measured(row, experiment, ledger)
-        rows.append(row)
-    if not foreseen:
+    experiments = suite()
+    asked = [question for experiment in experiments for question in _questions(experiment, gpu)]
+    about_bytes = anatomy_questions(gpu)
+    given = answers([*asked, *about_bytes], workers=workers, tell=tell)
+    known = {question.key: one for question, one in zip(asked, given, strict=False)}
+    rows = [_row(experiment, gpu, known) for experiment in experiments]
+    foreseen = [one for one in given if not isinstance(one, str)]
+    if all(row.predicted is None for row in rows):
         raise SnugfitError(f"No experiment of the guide could be predicted. The first: {rows[0].refused}")
-    tell("bytes per parameter")
+    device = None
+    if measure:
+        rows, device = _measure_all(rows, experiments, ledger, tell)
+    doubts = [doubt for question in asked if question.gpu == gpu for doubt in _doubts(known[question.key])]
     return GuideResult(
         gpu=gpu.name,
-        memory_bytes=foreseen[0].memory_bytes,
+        memory_bytes=gpu.memory_bytes,
         rows=tuple(rows),
-        per_parameter=per_parameter(gpu),
+        per_parameter=per_parameter(about_bytes, given[len(asked) :]),
         device=device,
         versions=dict(foreseen[0].versions),
-        doubts=tuple(dict.fromkeys(doubt for prediction in foreseen for doubt in prediction.doubts)),
+        doubts=tuple(dict.fromkeys(doubts)),
     )
 
 
-def _predicted(experiment: Experiment, gpu: Gpu) -> tuple[Row, Prediction | None]:
-    row = Row(name=experiment.name, recipe=experiment.recipe, loop=experiment.loop)
-    try:
-        prediction = predict(experiment.job(), Recipe.parse(experiment.recipe), gpu=gpu, loop=experiment.loop)
-    except SnugfitError as refusal:
-        return replace(row, refused=str(refusal)), None
-    return replace(row, predicted=prediction.footprint, fits=prediction.fits), prediction
-
-
-def _then(experiment: Experiment) -> tuple[Then, ...]:
-    """Every published figure of an experiment, predicted where its machine names a GPU."""
-    known = machines()
-    found = []
+def _questions(experiment: Experiment, gpu: Gpu) -> Iterator[Question]:
+    """On the GPU that was named, and on each machine that published a result and names its GPU."""
+    yield _question(experiment, gpu)
     for published in experiment.published:
-        machine = known[published.machine]
-        if machine.gpu is None or machine.software is None:
-            found.append(Then(published=published))
-            continue
-        prediction = predict(
-            experiment.job(),
-            Recipe.parse(experiment.recipe),
-            gpu=find_gpu(machine.gpu),
-            loop=experiment.loop,
-            software=machine.software,
-        )
-        found.append(Then(published=published, predicted_bytes=prediction.footprint.nvml_bytes))
-    return tuple(found)
+        then = _question_then(experiment, published)
+        if then is not None:
+            yield then
 
 
-def _measured(row: Row, experiment: Experiment, ledger: Path | None) -> tuple[Row, str]:
+def _question(experiment: Experiment, gpu: Gpu, software: str = "installed") -> Question:
+    return Question(
+        about=experiment.name,
+        job=experiment.job(),
+        recipe=experiment.recipe,
+        gpu=gpu,
+        loop=experiment.loop,
+        software=software,
+    )
+
+
+def _question_then(experiment: Experiment, published: Published) -> Question | None:
+    machine = machines()[published.machine]
+    if machine.gpu is None or machine.software is None:
+        return None
+    return _question(experiment, find_gpu(machine.gpu), machine.software)
+
+
+def _row(experiment: Experiment, gpu: Gpu, known: Answers) -> Row:
+    row = Row(
+        name=experiment.name,
+        recipe=experiment.recipe,
+        loop=experiment.loop,
+        then=tuple(_then(experiment, published, known) for published in experiment.published),
+    )
+    given = known[_question(experiment, gpu).key]
+    if isinstance(given, str):
+        return replace(row, refused=given)
+    return replace(row, predicted=given.footprint, fits=given.fits)
+
+
+def _then(experiment: Experiment, published: Published, known: Answers) -> Then:
+    question = _question_then(experiment, published)
+    given = known[question.key] if question else ""
+    return Then(
+        published=published,
+        predicted_bytes=None if isinstance(given, str) else given.footprint.nvml_bytes,
+    )
+
+
+def _doubts(given: Prediction | str) -> tuple[str, ...]:
+    return () if isinstance(given, str) else given.doubts
+
+
+def _measure_all(
+    rows: list[Row], experiments: tuple[Experiment, ...], ledger: Path | None, tell: Callable[[str], None]
+) -> tuple[list[Row], str | None]:
+    """Every row that could be predicted, measured here; and on what."""
     from snugfit.measurement.measure import measure
 
-    seen = measure(experiment.job(), Recipe.parse(experiment.recipe), loop=experiment.loop, ledger=ledger)
-    return replace(row, measured=seen.footprint, timing=seen.timing, outcome=seen.outcome), seen.device.name
+    measured, device = [], None
+    for row, experiment in zip(rows, experiments, strict=True):
+        if row.refused:
+            measured.append(row)
+            continue
+        tell(f"measuring {experiment.name}")
+        seen = measure(experiment.job(), Recipe.parse(row.recipe), loop=row.loop, ledger=ledger)
+        device = seen.device.name
+        measured.append(replace(row, measured=seen.footprint, timing=seen.timing, outcome=seen.outcome))
+    return measured, device

@@ -8,21 +8,20 @@ parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from snugfit.comparison.ask import Question
 from snugfit.comparison.suite import anatomy, job_of
-from snugfit.errors import SnugfitError
 from snugfit.job.job import Phase
-from snugfit.prediction.predict import predict
 from snugfit.step.footprint import Kind
-from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.roster import techniques
 from snugfit.techniques.technique import Slot
 
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
+    from snugfit.prediction.prediction import Prediction
 
 FP32_BYTES = 4
 INFERENCE = "inference"
@@ -72,36 +71,43 @@ class PerParameter:
         return self.weights + self.copies + self.gradients + self.states + self.rest
 
 
-def per_parameter(gpu: Gpu) -> tuple[PerParameter, ...]:
-    """Every optimizer of the roster, and inference, on the guide's two models."""
-    return tuple(line for facts in anatomy()["jobs"] for line in _of_model(facts, gpu))
+def questions(gpu: Gpu) -> list[Question]:
+    """One for every optimizer of the roster, and one for inference, on each of the guide's models."""
+    precision = anatomy()["precision"]
+    found = []
+    for facts in anatomy()["jobs"]:
+        job = job_of(facts)
+        for technique in techniques():
+            if technique.slot is Slot.OPTIMIZER:
+                recipe = f"{precision} + {technique.name}"
+                found.append(Question(about=technique.name, job=job, recipe=recipe, gpu=gpu))
+        job = job_of({**facts, "phase": Phase.EVALUATE})
+        found.append(Question(about=INFERENCE, job=job, recipe=precision, gpu=gpu))
+    return found
 
 
-def _of_model(facts: dict[str, object], gpu: Gpu) -> Iterator[PerParameter]:
-    rule, precision = anatomy()["rule"], anatomy()["precision"]
-    model = str(facts["model"])
-    for technique in techniques():
-        if technique.slot is not Slot.OPTIMIZER:
-            continue
-        states = rule["states_of"].get(technique.name)
-        total = None if states is None else rule["weights"] + rule["gradients"] + states
-        blank = PerParameter(model=model, optimizer=technique.name, rule_states=states, rule_total=total)
-        yield _line(blank, facts, f"{precision} + {technique.name}", gpu)
-    blank = PerParameter(model=model, optimizer=INFERENCE, rule_states=0, rule_total=rule["inference"])
-    yield _line(blank, {**facts, "phase": Phase.EVALUATE}, precision, gpu)
+def per_parameter(asked: Sequence[Question], given: Sequence[Prediction | str]) -> tuple[PerParameter, ...]:
+    """The lines that the answers to `questions` make."""
+    return tuple(_line(question, answer) for question, answer in zip(asked, given, strict=True))
 
 
-def _line(blank: PerParameter, facts: dict[str, object], recipe: str, gpu: Gpu) -> PerParameter:
-    try:
-        footprint = predict(job_of(facts), Recipe.parse(recipe), gpu=gpu).footprint
-    except SnugfitError as refusal:
-        return replace(blank, refused=str(refusal))
+def _line(question: Question, answer: Prediction | str) -> PerParameter:
+    rule = anatomy()["rule"]
+    line = PerParameter(model=question.job.model.name, optimizer=question.about)
+    if question.about == INFERENCE:
+        line = replace(line, rule_states=0, rule_total=rule["inference"])
+    elif question.about in rule["states_of"]:
+        states = rule["states_of"][question.about]
+        line = replace(line, rule_states=states, rule_total=rule["weights"] + rule["gradients"] + states)
+    if isinstance(answer, str):
+        return replace(line, refused=answer)
+    footprint = answer.footprint
     kinds = dict(footprint.kinds)
     parameters = kinds[Kind.WEIGHTS] / FP32_BYTES
     parts = (Kind.WEIGHTS, Kind.CACHES, Kind.GRADIENTS, Kind.OPTIMIZER_STATES)
     weights, copies, gradients, states = (kinds.pop(kind, 0) / parameters for kind in parts)
     return replace(
-        blank,
+        line,
         weights=weights,
         copies=copies,
         gradients=gradients,

@@ -27,7 +27,7 @@ def render(gpus: Sequence[Gpu]) -> RenderableType:
         )
         for gpu in gpus
     ]
-    heads = ("GPU", "Architecture", "Year>", "CC>", "For processes>", "GB/s>")
+    heads: tuple[str, ...] = ("GPU", "Architecture", "Year>", "CC>", "For processes>", "GB/s>")
     heads += ("fp32>", "tf32>", "fp16>", "bf16>")
     note = "fp32 to bf16: dense TFLOP/s of the data sheet. One GPU with its sources: snugfit gpus NAME"
     return Group(table(heads, rows), words(note))

@@ -218,7 +218,17 @@ def _per_parameter(result: GuideResult) -> Grid:
         )
         for line in result.per_parameter
     )
-    heads = ("Model", "Optimizer", "Weights>", "Copies>", "Gradients>", "States>", "Rest>", "Peak in", "All>")
+    heads: tuple[str, ...] = (
+        "Model",
+        "Optimizer",
+        "Weights>",
+        "Copies>",
+        "Gradients>",
+        "States>",
+        "Rest>",
+        "Peak in",
+        "All>",
+    )
     heads += ("Rule: states>", "Rule: all>")
     refused = [f"{line.optimizer}: {line.refused}" for line in result.per_parameter if line.refused]
     note = " ".join([*anatomy()["why"].values(), *dict.fromkeys(refused)])

@@ -1,0 +1,56 @@
+"""What the doctor found, in a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Group, RenderableType
+
+from snugfit.measurement.doctor import Doctor, FoundGpu
+from snugfit.report.terminal import table, words
+from snugfit.units import show_bytes
+
+
+def render(found: Doctor) -> RenderableType:
+    """Packages, extras, and the GPUs with their driver."""
+    packages = table(
+        ("Package", "Version", ""),
+        (
+            (one.name, one.version or "-", "missing" if one.required and not one.version else "")
+            for one in found.packages
+        ),
+    )
+    extras = table(
+        ("Extra", "Brings", "State"),
+        ((one.name, ", ".join(one.techniques), one.off or "on") for one in found.extras),
+    )
+    return Group(table(("", "This machine"), _machine(found)), packages, extras, *_gpus(found))
+
+
+def _machine(found: Doctor) -> Iterator[tuple[str, str]]:
+    yield "snugfit", found.snugfit
+    yield "Python", f"{found.python} ({found.executable})"
+    yield "platform", found.platform
+    yield "torch's CUDA", found.torch_cuda or "none: a build for the CPU"
+    usable = "yes" if found.cuda_usable else f"no: {found.cuda_reason or 'not known why'}"
+    yield "CUDA can be used", usable if found.asked_torch else f"{usable} (without asking torch)"
+    yield "driver", found.driver or "none"
+    if found.nvml:
+        yield "NVML", found.nvml
+    if found.visible_devices is not None:
+        yield "CUDA_VISIBLE_DEVICES", found.visible_devices or "(empty: hides every GPU)"
+
+
+def _gpus(found: Doctor) -> list[RenderableType]:
+    if not found.gpus:
+        return [words("No GPU here. Predicting needs none; measuring runs on the CPU.")]
+    heads = ("GPU", "UUID", "CC>", "Total>", "Used>", "Driver's own>", "Processes>", "")
+    return [table(heads, (_gpu(gpu) for gpu in found.gpus))]
+
+
+def _gpu(gpu: FoundGpu) -> tuple[str, ...]:
+    capability = ".".join(map(str, gpu.compute_capability)) if gpu.compute_capability else "?"
+    sizes = (gpu.total_bytes, gpu.used_bytes, gpu.reserve_bytes)
+    shown = ("?" if size is None else show_bytes(size) for size in sizes)
+    processes = "?" if gpu.processes is None else str(gpu.processes)
+    return (gpu.name, gpu.uuid, capability, *shown, processes, gpu.fault or "")

@@ -1,0 +1,44 @@
+"""Any result as text or HTML, by its type: what `print` and a notebook show.
+
+The values stand below this room and know nothing of it, so they are given their faces from here: `attach`
+sets `__str__` and `_repr_html_` on their classes. Whoever hands out results calls it once; nothing happens at
+import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import RenderableType
+
+from snugfit.comparison.result import GuideResult
+from snugfit.measurement.doctor import Doctor
+from snugfit.measurement.measurement import Measurement
+from snugfit.prediction.prediction import Prediction
+from snugfit.report import doctor, guide, measurement, prediction
+from snugfit.report.terminal import as_html, as_text
+
+_RENDERERS: dict[type, Callable[[Any], RenderableType]] = {
+    Prediction: prediction.render,
+    Measurement: measurement.render,
+    GuideResult: guide.render,
+    Doctor: doctor.render,
+}
+
+
+def text(result: object) -> str:
+    """A result as plain text."""
+    return as_text(_RENDERERS[type(result)](result))
+
+
+def html(result: object) -> str:
+    """A result as an inert HTML fragment."""
+    return as_html(_RENDERERS[type(result)](result))
+
+
+def attach() -> None:
+    """Lets every result print itself, in a terminal and in a notebook."""
+    for kind in _RENDERERS:
+        setattr(kind, "__str__", text)  # noqa: B010 - mypy forbids assigning to a method
+        setattr(kind, "_repr_html_", html)  # noqa: B010

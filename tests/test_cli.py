@@ -1,0 +1,370 @@
+"""The command line: one clear error, the documented exit code, and nothing written, whatever is typed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from made_up import footprint, guide_result, measurement, prediction
+from snugfit.cli import jobfile
+from snugfit.cli.main import run
+from snugfit.errors import NothingFits, UsageError
+from snugfit.job.job import Phase
+from snugfit.units import GIB
+
+BERT = ["bert-large-uncased", "--task", "sequence-classification"]
+V100 = ["--gpu", "v100-16gb"]
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Every command runs in a folder of its own, so that what it writes is seen."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Predictions are made up, and each question is written down."""
+    questions: list[Any] = []
+
+    def predict(job: Any, recipe: Any, **how: Any) -> Any:
+        questions.append((job, recipe, how))
+        return replace(prediction(), job=job, recipe=recipe, loop=how["loop"], memory_bytes=_memory(how))
+
+    monkeypatch.setattr("snugfit.prediction.predict.predict", predict)
+    return questions
+
+
+def _memory(how: dict[str, Any]) -> int | None:
+    return how["memory_bytes"] or (how["gpu"].memory_bytes if how["gpu"] else None)
+
+
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str], folder: Path, *, code: int = 2) -> str:
+    """Runs a command that must fail: one message on stderr, nothing on stdout, nothing written."""
+    before = sorted(folder.iterdir())
+    assert run(arguments) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("snugfit: ")
+    assert err.count("snugfit: ") == 1
+    assert "Traceback" not in err
+    assert sorted(folder.iterdir()) == before
+    return err
+
+
+TYPED = {
+    "no command": (["fit"], "fit"),
+    "unknown option": (["predict", *BERT, "--batchsize", "4"], "batch"),
+    "no model": (["predict", "--task", "causal-lm"], "Name one"),
+    "no task": (["predict", "gpt2"], "--task"),
+    "unknown task": (["predict", "gpt2", "--task", "causal-ml"], "causal-lm"),
+    "unknown model": (["predict", "bert-large-uncasd", "--task", "masked-lm"], "bert-large-uncased"),
+    "unknown phase": (["predict", *BERT, "--phase", "eval"], "evaluate"),
+    "unknown loop": (["predict", *BERT, "--loop", "trainr"], "trainer"),
+    "largest of nothing": (["predict", *BERT, "--largest", "batch"], "--memory"),
+    "largest of what": (["predict", *BERT, *V100, "--largest", "bach"], "batch"),
+    "two questions": (["predict", *BERT, *V100, "--largest", "batch", "--compare", "bf16"], "one at a time"),
+    "J8 two precisions": (["predict", *BERT, "--recipe", "bf16 + fp16"], "fp16"),
+    "J9 batch 0": (["predict", *BERT, "--batch-size", "0"], "batch size is 0"),
+    "J9 batch -1": (["predict", *BERT, "--batch-size", "-1"], "batch size is -1"),
+    "J9 batch 10^12": (["predict", *BERT, "--batch-size", "1000000000000"], "batch size is 1000000000000"),
+    "batch a word": (["predict", *BERT, "--batch-size", "four"], "valid integer"),
+    "padding nan": (["predict", *BERT, "--padding", "nan"], "padding"),
+    "padding whole": (["predict", *BERT, "--padding", "1"], "padding"),
+    "J12 licence": (["predict", *BERT, "--recipe", "apollo_adamw"], "licence"),
+    "J12 misspelt": (["predict", *BERT, "--recipe", "adamw_8bits"], "adamw_8bit"),
+    "J13 too long": (["predict", *BERT, "--sequence-length", "513"], "512"),
+    "H1": (["predict", *BERT, "--gpu", "RTX 9999"], "RTX"),
+    "H2 zero": (["predict", *BERT, "--memory", "0"], "0"),
+    "H2 no unit": (["predict", *BERT, "--memory", "16"], "16GiB"),
+    "H2 negative": (["predict", *BERT, "--memory", "-1"], "-1"),
+    "H2 too much": (["predict", *BERT, "--memory", "1e99GB"], "1e99GB"),
+    "unknown gpu": (["gpus", "RTX 9999"], "RTX"),
+    "set nothing": (["predict", *BERT, "--set", "padding"], "key=value"),
+    "J14": (["predict", *BERT, "--set", "padding.b.c=1"], "single value"),
+    "set a list": (["predict", *BERT, "--set", "batch_size=[1, 2]"], "a list"),
+    "no job file": (["predict", "--job", "missing.yaml"], "no such job file"),
+    "output is a file": (["guide", *V100, "--output", sys.executable], "file"),
+    "unknown format": (["guide", *V100, "--format", "pdf"], "csv"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TYPED)
+def test_a_mistake_is_one_message_and_exit_2(
+    name: str, capsys: pytest.CaptureFixture[str], empty_folder: Path, asked: list[Any]
+) -> None:
+    arguments, told = TYPED[name]
+    assert told in refused(arguments, capsys, empty_folder)
+    assert asked == []
+
+
+@pytest.mark.parametrize(("recipe", "gpu", "told"), [
+    ("micro_batches(3)", "h200", "micro_batches(3)"),
+    ("tf32", "v100-16gb", "8.0"),
+])  # fmt: skip
+def test_what_the_recipe_refuses_is_told(
+    recipe: str, gpu: str, told: str, capsys: pytest.CaptureFixture[str], empty_folder: Path
+) -> None:
+    """J10 and H4: 16 samples do not make 3 equal pieces; a V100 has no tf32."""
+    arguments = ["predict", *BERT, "--batch-size", "16", "--recipe", recipe, "--gpu", gpu]
+    assert told in refused(arguments, capsys, empty_folder)
+
+
+@pytest.mark.parametrize("memory", ["16GB", "16GiB", "16000MB", "1.5e1 GiB"])
+def test_memory_takes_the_unit_that_was_written(
+    memory: str, capsys: pytest.CaptureFixture[str], asked: list[Any]
+) -> None:
+    """H2."""
+    assert run(["predict", *BERT, "--memory", memory]) == 0
+    sizes = {"16GB": 16 * 10**9, "16GiB": 16 * GIB, "16000MB": 16 * 10**9, "1.5e1 GiB": 15 * GIB}
+    assert asked[0][2]["memory_bytes"] == sizes[memory]
+
+
+def test_too_little_memory_is_exit_3_and_says_by_how_much(
+    capsys: pytest.CaptureFixture[str], asked: list[Any]
+) -> None:
+    """H6."""
+    assert run(["predict", *BERT, "--memory", "512MiB"]) == 3
+    assert "Does not fit: 7.09 GiB more" in capsys.readouterr().out
+
+
+def test_when_nothing_fits_the_search_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], empty_folder: Path
+) -> None:
+    def largest(*_: Any, **__: Any) -> Any:
+        raise NothingFits("Not even one sample fits in 512.0 MiB: 1 needs 2.00 GiB.")
+
+    import types
+
+    module = types.SimpleNamespace(largest=largest)
+    monkeypatch.setitem(sys.modules, "snugfit.prediction.largest", module)
+    arguments = ["predict", *BERT, "--memory", "512MiB", "--largest", "batch"]
+    assert "Not even one" in refused(arguments, capsys, empty_folder, code=3)
+
+
+def test_every_argument_reaches_the_job(capsys: pytest.CaptureFixture[str], asked: list[Any]) -> None:
+    typed = "--sequence-length 128 --target-length 64 --padding 0.25 --batch-size 8 --labels 5 --clip 1.0"
+    more = "--phase evaluate --loop trainer --recipe bf16+tf32 --gpu h200 --software published-2022"
+    assert run(["predict", *BERT, *typed.split(), *more.split()]) == 0
+    job, recipe, how = asked[0]
+    assert (job.sequence_length, job.target_length, job.padding) == (128, 64, 0.25)
+    assert (job.batch_size, job.labels, job.clip, job.phase) == (8, 5, 1.0, Phase.EVALUATE)
+    assert str(recipe) == "bf16 + tf32"
+    assert (how["loop"], how["software"], how["gpu"].key) == ("trainer", "published-2022", "H200-SXM")
+
+
+def test_json_is_one_document(capsys: pytest.CaptureFixture[str], asked: list[Any]) -> None:
+    assert run(["predict", *BERT, *V100, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert {"schema", "job", "recipe", "gpu", "footprint", "versions", "doubts"} <= set(document)
+    assert {
+        "requested_bytes",
+        "allocated_bytes",
+        "reserved_bytes",
+        "nvml_bytes",
+        "host_bytes",
+        "at",
+        "kinds",
+    } <= set(document["footprint"])
+    assert run(["predict", *BERT, *V100, "--json", "--compare", "bf16", "--compare", "fp16"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [one["recipe"] for one in document["predictions"]] == ["plain", "bf16", "fp16"]
+
+
+@pytest.mark.parametrize(("outcome", "code"), [
+    ("ok", 0), ("oom:torch", 4), ("host-oom", 1), ("signal:SEGV", 1), ("timeout", 1), ("no-result", 1),
+])  # fmt: skip
+def test_a_measured_death_has_its_exit_code(
+    outcome: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measure(*_: Any, **__: Any) -> Any:
+        return measurement(outcome=outcome, footprint=footprint() if outcome == "ok" else None)
+
+    monkeypatch.setattr("snugfit.measurement.measure.measure", measure)
+    assert run(["measure", *BERT, "--steps", "2"]) == code
+    assert (outcome in capsys.readouterr().out) is (code != 0)
+
+
+def test_the_guide_writes_its_files_and_says_where(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], empty_folder: Path
+) -> None:
+    monkeypatch.setattr("snugfit.comparison.guide.run", lambda *_, **__: guide_result())
+    assert run(["guide", *V100, "--output", "here"]) == 0
+    assert "here/guide.png" in capsys.readouterr().out
+    assert sorted(path.name for path in (empty_folder / "here").iterdir()) == [
+        "guide.csv", "guide.json", "guide.md", "guide.png", "guide.svg",
+    ]  # fmt: skip
+    assert run(["guide", *V100, "--output", "here", "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["what"] == "guide"
+
+
+def test_measuring_the_guide_without_a_gpu_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], empty_folder: Path
+) -> None:
+    monkeypatch.setattr("snugfit.cli.guide._gpu_here", lambda: None)
+    assert "no GPU here" in refused(["guide", "--measure"], capsys, empty_folder)
+
+
+# Job files ---------------------------------------------------------------------------------------
+
+FILE = """\ufeffmodel: bert-large-uncased\r
+task: sequence-classification   # a BOM before it, and Windows' ends of lines\r
+batch_size: 8\r
+lr: 1e-5\r
+recipe: bf16 + micro_batches(4)\r
+gpu: rtx 4090\r
+"""
+
+
+def test_a_job_file_says_what_flags_say_and_flags_are_stronger(
+    capsys: pytest.CaptureFixture[str], asked: list[Any], empty_folder: Path
+) -> None:
+    """J1 (a YAML 1.1 string must be a number), a byte order mark, CRLF."""
+    (empty_folder / "job.yaml").write_text(FILE, encoding="utf-8", newline="")
+    assert run(["predict", "--job", "job.yaml"]) == 0
+    job, recipe, how = asked[0]
+    assert (job.batch_size, job.learning_rate) == (8, 1e-5)
+    assert (str(recipe), how["gpu"].key) == ("bf16 + micro_batches(4)", "RTX4090")
+    assert run(["predict", "--job", "job.yaml", "--set", "batch_size=16", "--set", "clip=0.5"]) == 0
+    assert (asked[1][0].batch_size, asked[1][0].clip) == (16, 0.5)
+    assert run(["predict", "--job", "job.yaml", "--set", "batch_size=16", "--batch-size", "32"]) == 0
+    assert asked[2][0].batch_size == 32
+
+
+WRITTEN = {
+    "J2": ("sequence_length: 010", "octal"),
+    "J3": ("batch_size: 4\nbatch_size: 8", "twice"),
+    "J4": ("model: gpt2\n\ttask: causal-lm", "tab"),
+    "J5": ("model: !!python/object/apply:os.system ['touch owned']", "not allowed"),
+    "J6": ("a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]", "anchors"),
+    "J7": ("per_device_trian_batch_size: 4", "batch_size"),
+    "J7 ours": ("batch_sise: 4", "'batch_size'"),
+    "J8": ("bf16: true\nfp16: true", "recipe"),
+    "J9": ("model: gpt2\ntask: causal-lm\nbatch_size: 0", "batch size is 0"),
+    "J9 huge": ("model: gpt2\ntask: causal-lm\nbatch_size: 1000000000000", "allowed are"),
+    "J10": ("gradient_accumulation_steps: 3", "micro_batches"),
+    "J11 strategy": ("evaluation_strategy: steps", "removed"),
+    "J11 warmup": ("warmup_ratio: 0.1", "removed"),
+    "J11 cuda": ("no_cuda: true", "removed"),
+    "J11 optim": ("optim: adamw_hf", "recipe"),
+    "J12": ("optim: apollo_adamw", "licence"),
+    "empty": ("", "empty"),
+    "a list": ("- a\n- b", "a list"),
+    "a word": ("hello", "key: value"),
+    "nested": ("batch_size: {a: {b: {c: 1}}}", "nested"),
+    "deep": ("a: " + "[" * 100_000, "nested"),
+    "a mapping": ("batch_size: {a: 1}", "a mapping"),
+    "true batch": ("batch_size: true", "a whole number"),
+    "quoted batch": ('batch_size: "32"', "a whole number"),
+    "half a batch": ("batch_size: 2.5", "a whole number"),
+    "nan": ("padding: .nan", "a number"),
+    "inf": ("learning_rate: 1e999", "a number"),
+    "nothing": ("batch_size:", "a whole number"),
+    "number as key": ("1: 2", "not a word"),
+    "two documents": ("model: gpt2\n---\nmodel: gpt2", "document"),
+    "NUL": ("model: gp\0t2", "job.yaml"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_bad_job_file_is_one_message_that_names_it(
+    name: str, capsys: pytest.CaptureFixture[str], empty_folder: Path, asked: list[Any]
+) -> None:
+    text, told = WRITTEN[name]
+    (empty_folder / "job.yaml").write_text(text, encoding="utf-8")
+    err = refused(["predict", "--job", "job.yaml"], capsys, empty_folder)
+    assert told in err
+    assert len(err) < 2000
+    assert asked == []
+    assert not (empty_folder / "owned").exists()
+
+
+def test_what_is_no_text_file_is_refused_without_being_read(
+    capsys: pytest.CaptureFixture[str], empty_folder: Path
+) -> None:
+    """A FIFO would block, a huge file would fill the memory, UTF-16 is no UTF-8."""
+    os.mkfifo(empty_folder / "pipe")
+    assert "regular file" in refused(["predict", "--job", "pipe"], capsys, empty_folder)
+    assert "regular file" in refused(["predict", "--job", "."], capsys, empty_folder)
+    with open(empty_folder / "huge", "wb") as file:
+        file.truncate(1 << 30)
+    assert "1,073,741,824 bytes" in refused(["predict", "--job", "huge"], capsys, empty_folder)
+    (empty_folder / "wide").write_bytes("model: gpt2".encode("utf-16"))
+    assert "UTF-8" in refused(["predict", "--job", "wide"], capsys, empty_folder)
+
+
+@pytest.mark.parametrize(("text", "value"), [
+    ("1e-5", 1e-5), ("1E5", 1e5), (".5", 0.5), ("0", 0), ("-3", -3), ("010", "010"), ("1_000", "1_000"),
+    ("1:30", "1:30"), ("yes", "yes"), ("no", "no"), ("true", True), ("null", None), ("'1'", "1"),
+    ("2024-01-01", "2024-01-01"),
+])  # fmt: skip
+def test_scalars_are_yaml_1_2(text: str, value: object) -> None:
+    found = yaml.load(text, Loader=jobfile._Loader)
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_every_advice_leads_somewhere() -> None:
+    """No foreign name is one of ours, and every name that counts as the same is."""
+    names = jobfile._foreign_names()
+    assert set(names["same"].values()) <= set(jobfile.kinds())
+    assert not set(names["advice"]) & set(jobfile.kinds())
+    with pytest.raises(UsageError, match="batch_size"):
+        jobfile.settings_from({"per_device_train_batch_size": 4}, "here")
+
+
+# The process -------------------------------------------------------------------------------------
+
+
+def command(*arguments: str, **how: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "snugfit", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        **how,
+    )
+
+
+def test_the_process_ends_with_the_codes_and_words_of_the_command() -> None:
+    assert "Exit codes" in command("--help").stdout
+    assert command("--version").stdout.startswith("snugfit ")
+    done = command("gpus", "RTX 9999")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("snugfit: ")
+    assert command().returncode == 2
+    listed = json.loads(command("gpus", "--json").stdout)
+    assert len(listed["gpus"]) > 50
+
+
+def test_a_reader_that_goes_away_ends_it_without_a_word() -> None:
+    pipe = subprocess.Popen(
+        [sys.executable, "-m", "snugfit", "gpus", "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert pipe.stdout
+    assert pipe.stderr
+    pipe.stdout.read(10)
+    pipe.stdout.close()
+    assert pipe.stderr.read() == b""
+    assert pipe.wait(timeout=30) == 0
+
+
+def test_an_interrupted_command_ends_with_130(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("snugfit.prediction.predict.predict", interrupt)
+    assert run(["predict", *BERT]) == 130
+    assert "interrupted" in capsys.readouterr().err
