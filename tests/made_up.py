@@ -56,10 +56,20 @@ def anatomy(module: str = "bert.encoder.layer.*.attention.self") -> Anatomy:
     heights = [*range(10), *range(20, 0, -1), *range(5)]
     return Anatomy(
         kinds=(KindLine(kind="weights", bytes=GIB, reason="335 million parameters of 4 bytes"),),
-        largest=(TensorLine(module=module, operator="aten::mm", phase="forward", kind="activations",
-                            bytes=300 * MIB, count=24),),
+        largest=(
+            TensorLine(
+                module=module,
+                operator="aten::mm",
+                phase="forward",
+                kind="activations",
+                bytes=300 * MIB,
+                count=24,
+            ),
+        ),
         curve=tuple(
-            CurvePoint(position=index / 35, phase=phase, live_bytes=(2 + height) * 100 * MIB, reserved_bytes=GIB)
+            CurvePoint(
+                position=index / 35, phase=phase, live_bytes=(2 + height) * 100 * MIB, reserved_bytes=GIB
+            )
             for index, (phase, height) in enumerate(zip(phases, heights, strict=True))
         ),
         operators=(
@@ -67,7 +77,7 @@ def anatomy(module: str = "bert.encoder.layer.*.attention.self") -> Anatomy:
             OperatorLine(group="element-wise", phase="update", kernels=9, flops=10**9, bytes=4 * GIB),
         ),
         syncs=3,
-    )  # fmt: skip
+    )
 
 
 def prediction(size: int = 7 * GIB, *, name: str = "bert-large-uncased", **changes: Any) -> Prediction:
@@ -140,10 +150,19 @@ def guide_result(*, measured: bool = False) -> GuideResult:
         memory_bytes=16160 * MIB,
         rows=tuple(rows),
         per_parameter=(
-            PerParameter(model="bert-large-uncased", optimizer="adamw", weights=4, gradients=4, states=8, rest=4.1,
-                         peak="update", rule_states=8, rule_total=18),
+            PerParameter(
+                model="bert-large-uncased",
+                optimizer="adamw",
+                weights=4,
+                gradients=4,
+                states=8,
+                rest=4.1,
+                peak="update",
+                rule_states=8,
+                rule_total=18,
+            ),
             PerParameter(model="bert-large-uncased", optimizer="adamw_8bit", refused="not installed"),
         ),
         device="NVIDIA H200" if measured else None,
         versions={"torch": "2.13.0"},
-    )  # fmt: skip
+    )

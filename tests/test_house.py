@@ -167,3 +167,19 @@ def test_importing_the_command_imports_nothing_heavy() -> None:
     code = "import sys, snugfit, snugfit.cli.main; print(*{name.split('.')[0] for name in sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not set(done.stdout.split()) & (HEAVY | {"numpy", "yaml"})
+
+
+def test_the_documented_example_is_the_real_file() -> None:
+    """docs/add-a-technique.md shows a technique whole; it must be one that exists."""
+    text = (SOURCE.parents[1] / "docs" / "add-a-technique.md").read_text(encoding="utf-8")
+    example = text.split("```python\n")[1].split("```")[0]
+    assert example == (SOURCE / "techniques" / "optimizer" / "sgd.py").read_text(encoding="utf-8")
+
+
+def test_links_in_the_documentation_lead_somewhere() -> None:
+    import re
+
+    root = SOURCE.parents[1]
+    for page in [*root.glob("*.md"), *(root / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
