@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from made_up import EVIL, guide_result, measurement, prediction, timing
+from snugfit.comparison.compare import compare as foreseen_beside_seen
 from snugfit.comparison.methods import helps, method_lines, stage_lines
 from snugfit.comparison.result import GuideResult
 from snugfit.comparison.suite import machines, suite
-from snugfit.errors import UsageError
+from snugfit.errors import MeasurementError, UsageError
 from snugfit.job.gpu import all_gpus, find_gpu
 from snugfit.report import compare, files, gpus, grid, guide, plot, sketch, techniques
 from snugfit.report import measurement as measurement_report
@@ -69,11 +70,17 @@ def test_recipes_side_by_side_tell_differences_in_bytes_and_per_cent() -> None:
 
 
 def test_predicted_beside_measured_tells_the_error() -> None:
-    text = as_text(compare.beside(prediction(7 * GIB), measurement(8 * GIB)))
-    assert "-12.5 %" in text, "reserved: 7 GiB beside 8 GiB"
-    assert "oom:torch" in as_text(
-        compare.beside(prediction(), measurement(footprint=None, timing=None, outcome="oom:torch"))
-    )
+    both = foreseen_beside_seen(prediction(7 * GIB), measurement(8 * GIB))
+    assert both.error("reserved_bytes") == -0.125
+    assert "-12.5 %" in as_text(compare.beside(both))
+    assert json.loads(json.dumps(both.to_json()))["errors"]["reserved_bytes"] == -0.125
+
+
+def test_what_cannot_be_compared_is_refused() -> None:
+    with pytest.raises(UsageError, match="different"):
+        foreseen_beside_seen(prediction(recipe=Recipe.parse("bf16")), measurement())
+    with pytest.raises(MeasurementError, match="oom:torch"):
+        foreseen_beside_seen(prediction(), measurement(footprint=None, timing=None, outcome="oom:torch"))
 
 
 def test_a_measurement_tells_how_far_it_can_be_trusted() -> None:

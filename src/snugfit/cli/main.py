@@ -89,6 +89,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def main() -> None:
     """The console entry: `run`, then out of the process without taking the heap apart."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its advice is for scripts, not for reports
     gc.set_threshold(FEW_COLLECTIONS, 50, 50)
     code = run(sys.argv[1:])
     try:

@@ -92,16 +92,15 @@ def _foresee(request: Request, seen: Measurement) -> Prediction:
 
 
 def _print(seen: Measurement, foreseen: Prediction | None, *, as_json: bool) -> None:
-    from snugfit.report import compare, measurement
+    from snugfit.comparison.compare import compare
+    from snugfit.report import measurement
+    from snugfit.report.compare import beside
     from snugfit.report.terminal import show, show_json
 
-    if as_json and foreseen:
-        show_json(
-            {"schema": 1, "what": "both", "measurement": seen.to_json(), "prediction": foreseen.to_json()}
-        )
-    elif as_json:
-        show_json(seen.to_json())
-    else:
-        show(measurement.render(seen))
-        if foreseen:
-            show(compare.beside(foreseen, seen))
+    comparison = compare(foreseen, seen) if foreseen and seen.footprint else None
+    if as_json:
+        show_json(comparison.to_json() if comparison else seen.to_json())
+        return
+    show(measurement.render(seen))
+    if comparison:
+        show(beside(comparison))

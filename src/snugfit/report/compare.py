@@ -13,11 +13,19 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from snugfit.measurement.measurement import Measurement
+from snugfit.comparison.compare import Comparison
 from snugfit.prediction.prediction import Prediction
 from snugfit.report.prediction import job_line
 from snugfit.report.terminal import table, words
 from snugfit.units import show_bytes, show_mib, show_per_cent
+
+_FIGURES = {
+    "requested_bytes": "requested",
+    "allocated_bytes": "allocated",
+    "reserved_bytes": "reserved",
+    "nvml_bytes": "on the GPU",
+    "context_bytes": "of it context",
+}
 
 
 def render(predictions: Sequence[Prediction]) -> RenderableType:
@@ -82,24 +90,17 @@ def _fits(prediction: Prediction) -> Text:
     )
 
 
-def beside(prediction: Prediction, measurement: Measurement) -> RenderableType:
-    """A prediction beside its measurement, with the errors; what either does not know is left out."""
-    foreseen, seen = prediction.footprint, measurement.footprint
-    if seen is None:
-        return words(f"Nothing to compare: the run ended with {measurement.outcome}.", "red")
-    pairs = (
-        ("requested", foreseen.requested_bytes, seen.requested_bytes),
-        ("allocated", foreseen.allocated_bytes, seen.allocated_bytes),
-        ("reserved", foreseen.reserved_bytes, seen.reserved_bytes),
-        ("on the GPU", foreseen.nvml_bytes, seen.nvml_bytes),
-        ("of it context", foreseen.context_bytes, seen.context_bytes),
-    )
+def beside(comparison: Comparison) -> RenderableType:
+    """A prediction beside its measurement, with the errors."""
     rows = [
-        (name, show_mib(one), show_mib(other), *_difference(one, other))
-        for name, one, other in pairs
-        if one is not None and other is not None
+        (
+            _FIGURES[line.figure],
+            show_mib(line.predicted),
+            show_mib(line.measured),
+            *_difference(line.predicted, line.measured),
+        )
+        for line in comparison.lines
     ]
     heads = ("At the peak", "Predicted MiB>", "Measured MiB>", "Error MiB>", "%>")
-    return table(
-        heads, rows, title=f"{job_line(prediction)} · {prediction.recipe} · {measurement.device.name}"
-    )
+    what = f"{job_line(comparison.prediction)} · {comparison.prediction.recipe}"
+    return table(heads, rows, title=f"{what} · {comparison.measurement.device.name}")

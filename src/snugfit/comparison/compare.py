@@ -1,0 +1,83 @@
+"""A prediction beside the measurement of the same experiment, with the errors.
+
+The two hold the same `Footprint`, so a comparison is a subtraction. What either does not know is left out: a
+measurement on the CPU has no NVML, a prediction without a GPU no context.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from snugfit.errors import MeasurementError, UsageError
+from snugfit.measurement.measurement import Measurement
+from snugfit.prediction.prediction import Prediction
+
+SCHEMA = 1
+COMPARED = ("requested_bytes", "allocated_bytes", "reserved_bytes", "nvml_bytes", "context_bytes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErrorLine:
+    """One figure, foreseen and seen."""
+
+    figure: str
+    """The footprint's field."""
+
+    predicted: int
+    """Foreseen."""
+
+    measured: int
+    """Seen."""
+
+    @property
+    def error(self) -> float:
+        """The share of what was measured by which the prediction is too high."""
+        return self.predicted / self.measured - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """A prediction and a measurement of one experiment."""
+
+    prediction: Prediction
+    """Foreseen."""
+
+    measurement: Measurement
+    """Seen."""
+
+    lines: tuple[ErrorLine, ...]
+    """The figures that both know."""
+
+    def error(self, figure: str) -> float | None:
+        """The error of one figure; None when it is not known."""
+        return next((line.error for line in self.lines if line.figure == figure), None)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object: both documents, and the errors as shares."""
+        return {
+            "schema": SCHEMA,
+            "what": "comparison",
+            "prediction": self.prediction.to_json(),
+            "measurement": self.measurement.to_json(),
+            "errors": {line.figure: line.error for line in self.lines},
+        }
+
+
+def compare(prediction: Prediction, measurement: Measurement) -> Comparison:
+    """The two side by side.
+
+    Raises `UsageError` when they are not of the same experiment, `MeasurementError` when the run died.
+    """
+    one = (prediction.job, prediction.recipe, prediction.loop)
+    other = (measurement.job, measurement.recipe, measurement.loop)
+    if one != other:
+        raise UsageError("The prediction and the measurement are of different jobs, recipes or loops.")
+    if measurement.footprint is None:
+        raise MeasurementError(f"There is nothing to compare: the run ended with {measurement.outcome}.")
+    lines = []
+    for figure in COMPARED:
+        foreseen, seen = getattr(prediction.footprint, figure), getattr(measurement.footprint, figure)
+        if foreseen is not None and seen:
+            lines.append(ErrorLine(figure=figure, predicted=foreseen, measured=seen))
+    return Comparison(prediction=prediction, measurement=measurement, lines=tuple(lines))
