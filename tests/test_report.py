@@ -244,3 +244,30 @@ def test_results_print_themselves_once_attached(monkeypatch: pytest.MonkeyPatch)
     assert "samples/s" in str(measurement())
     assert prediction()._repr_html_().startswith("<pre")
     assert "14,949" in guide_result()._repr_html_()
+
+
+def test_the_suite_keeps_refused_rows_and_predicts_only_named_machines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One question for each experiment on our GPU, one for each published row of a named GPU; none else."""
+    from typing import Any
+
+    from snugfit.comparison import ask
+    from snugfit.comparison import guide as suite_run
+
+    asked = []
+
+    def predict(job: Any, recipe: Any, **how: Any) -> Any:
+        recipe.check(job, how["gpu"].compute_capability)
+        asked.append((how["gpu"].key, how["software"]))
+        return prediction(job=job, recipe=recipe)
+
+    monkeypatch.setattr(ask, "predict", predict)
+    result = suite_run.run(find_gpu("v100-16gb"))
+    assert asked.count(("V100-SXM2-16", "published-2022")) == 10, "every published row of the V100"
+    assert {key for key, _ in asked} == {"V100-SXM2-16"}
+    refused = [row for row in result.rows if row.refused]
+    assert [row.name for row in refused] == ["tf32", "all together, with bf16 and tf32"]
+    assert all("8.0" in row.refused for row in refused)
+    assert len(result.rows) == len(suite())
+    assert {line.optimizer for line in result.per_parameter} >= {"inference", "adamw"}

@@ -33,6 +33,8 @@ _WIDTH = 12.5
 """Inches."""
 _HEIGHT_OF_ROW = 0.56
 _LABEL_COLUMNS = 26
+_UNDER_BARS = 0.47
+"""Down from the middle of a row, in rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +57,9 @@ def summary(result: GuideResult, form: str) -> bytes:
         left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
         _bars(left, memory_series(result), "{:.1f}")
         _diamonds(left, result)
+        for place, row in enumerate(result.rows):
+            if row.refused:
+                left.text(0.05, place, "not predicted", fontsize=7, color="0.4", va="center")
         _bars(right, speed_series(result), "{:.1f}")
         left.set_yticks(range(len(names)), names)
         left.set_ylim(len(names) - 0.4, -0.6)
@@ -147,7 +152,7 @@ def _diamonds(axes: Axes, result: GuideResult) -> None:
     """Published figures of machines that name no GPU: a mark, since no prediction can stand beside them."""
     known = machines()
     points = [
-        (then.published_bytes / GIB, place)
+        (then.published_bytes / GIB, place + _UNDER_BARS)
         for place, row in enumerate(result.rows)
         for then in row.then
         if not known[then.published.machine].gpu
