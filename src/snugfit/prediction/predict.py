@@ -37,7 +37,7 @@ def predict(
     profile = find_software(software)
     recipe = profile.of_the_time(recipe)
     warnings = recipe.check(job, gpu.compute_capability if gpu else None)
-    setup = recipe.setup()
+    setup = profile.setup(recipe)
     tape = rehearse(
         job,
         setup,

@@ -8,11 +8,14 @@ GPU's name; the same profile serves any GPU of the time.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from importlib import metadata, resources
 
+from snugfit import __version__
 from snugfit.errors import UsageError, did_you_mean
 from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.setup import Call, Setup
 
 INSTALLED = "installed"
 
@@ -30,6 +33,9 @@ class Software:
     recipe: str = "plain"
     """Techniques that stood where a recipe of today is plain."""
 
+    optimizers: Mapping[str, str] = field(default_factory=dict)
+    """Import paths of optimizers, and of those that stood in their place then."""
+
     keep_gradients: bool = False
     """Gradients were zeroed in place between steps, not dropped."""
 
@@ -46,6 +52,15 @@ class Software:
             if recipe[technique.slot] == plain[technique.slot]:
                 recipe = recipe.with_(technique)
         return recipe
+
+
+    def setup(self, recipe: Recipe) -> Setup:
+        """The recipe's Setup, with the time's optimizers."""
+        setup = recipe.setup()
+        path = self.optimizers.get(setup.optimizer.factory.path)
+        if path is None:
+            return setup
+        return replace(setup, optimizer=replace(setup.optimizer, factory=Call(path=path), trainer_name=None))
 
 
 def find_software(name: str) -> Software:
@@ -70,4 +85,4 @@ def installed_versions() -> dict[str, str]:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return {"snugfit": metadata.version("snugfit"), **versions}
+    return {"snugfit": __version__, **versions}

@@ -44,7 +44,7 @@ def rehearse(
     from snugfit.rehearsal.overrides import in_force
     from snugfit.rehearsal.recorder import Recorder
 
-    recorder = Recorder(policy, steps, padded=job.padding > 0)
+    recorder = Recorder(policy, steps, padded=job.padding > 0 or always_mask)
     step = open_step(job, setup, loop, torch.device("meta"))
     step.keep_gradients, step.always_mask = keep_gradients, always_mask
     with _without_collector(), contextlib.ExitStack() as stack:
