@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from snugfit.rehearsal.accumulation import SoleOwner
 from snugfit.rehearsal.kernels import describe
 from snugfit.rehearsal.kinds import kinds
+from snugfit.rehearsal.memo import ShapeMemo
 from snugfit.rehearsal.tape import Block, Kernel, Mark, Tape
 from snugfit.step.footprint import Kind
 
@@ -50,6 +51,7 @@ class Recorder(TorchDispatchMode):
         self.current_phase, self.current_step = "build", -1
         self._living: dict[int, tuple[int, Any]] = {}  # storage's address -> block, weak reference
         self._sole_owner = SoleOwner()
+        self._memo = ShapeMemo()
         self._workspaces: set[tuple[str, str]] = set()
         self._paths: list[str] = []
         self._names: dict[int, str] = {}
@@ -134,7 +136,7 @@ class Recorder(TorchDispatchMode):
         if func is aten.add.Tensor and self.current_phase == "backward" and not kwargs:
             if self._sole_owner.may_add_in_place(args):
                 return args[0]
-        out = func(*args, **kwargs)
+        out = self._memo.run(func, args, kwargs)
         operator = func._schema.name
         self._born(operator, out)
         if operator in ("aten::any", "aten::isinf", "aten::isnan") and isinstance(out, torch.Tensor):

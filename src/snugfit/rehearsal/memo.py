@@ -1,0 +1,109 @@
+"""Shapes remembered: an operator that has run on such shapes once need not work them out again.
+
+On `meta` an operator's kernel only works out the shapes, strides and dtypes of its results, and for many
+operators it does so in Python, slower than a GPU would compute the values. Layers repeat, micro-batches
+repeat and steps repeat, so nearly every call has been made before with operands of the same shapes. What it
+gave is remembered by operator, operands' metadata and settings, and made anew as an empty tensor.
+
+Remembered are pure operators (whose results share no storage with an operand) and operators that only write
+into their first operand and leave its shape. A view is never remembered: its storage is its operand's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_Result = tuple[torch.Size, tuple[int, ...], torch.dtype]
+
+
+class ShapeMemo:
+    """Runs operators on meta tensors, from memory where it can."""
+
+    def __init__(self) -> None:
+        self._results: dict[Any, Any] = {}
+        self._manner: dict[Any, str] = {}
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What `func` gives on these meta operands."""
+        manner = self._manner.get(func)
+        if manner is None:
+            manner = self._manner[func] = _manner(func)
+        if manner == "other":
+            return func(*args, **kwargs)
+        try:
+            key = (func, _key(args), _key(tuple(kwargs.items())) if kwargs else ())
+            found = self._results.get(key)
+        except _NotAKey:
+            return func(*args, **kwargs)
+        if found is not None:
+            return args[0] if manner == "in place" else _made(found)
+        if manner == "in place":
+            return self._run_in_place(key, func, args, kwargs)
+        out = func(*args, **kwargs)
+        described = _described(out)
+        if described is not None:
+            self._results[key] = described
+        return out
+
+    def _run_in_place(self, key: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        before = _key(args[:1])
+        out = func(*args, **kwargs)
+        if out is args[0] and _key(args[:1]) == before:
+            self._results[key] = True
+        return out
+
+
+class _NotAKey(Exception):
+    """An operand that no result may be remembered by."""
+
+
+def _manner(func: Any) -> str:
+    """`pure`, `in place` or `other`, from the operator's schema."""
+    schema = func._schema
+    written = [argument.alias_info is not None for argument in schema.arguments]
+    returned = [result.alias_info is not None for result in schema.returns]
+    if func.is_view or not returned:
+        return "other"
+    if not any(written) and not any(returned):
+        return "pure"
+    only_first = written[:1] == [True] and not any(written[1:])
+    if only_first and returned == [True] and str(schema.returns[0].type) == "Tensor":
+        return "in place"
+    return "other"
+
+
+def _key(value: Any) -> Any:
+    """Something hashable that says all of an operand that its operator's shapes can depend on."""
+    if isinstance(value, torch.Tensor):
+        if value.device.type != "meta":
+            raise _NotAKey
+        return value.shape, value.stride(), value.dtype, value.storage_offset()
+    if isinstance(value, (tuple, list)):
+        return tuple(_key(item) for item in value)
+    if isinstance(value, torch.Generator):
+        raise _NotAKey
+    return type(value), value
+
+
+def _described(out: Any) -> Any:
+    if isinstance(out, torch.Tensor):
+        result = (out.shape, out.stride(), out.dtype)
+        if out.device.type != "meta" or out.storage_offset() or type(out) is not torch.Tensor:
+            return None
+        whole = torch.empty_strided(*result[:2], dtype=out.dtype, device="meta")
+        same = whole.untyped_storage().nbytes() == out.untyped_storage().nbytes()
+        return result if same else None
+    if isinstance(out, (tuple, list)):
+        items = [_described(item) for item in out]
+        return None if any(item is None for item in items) else (type(out), items)
+    return None
+
+
+def _made(described: Any) -> Any:
+    if isinstance(described[0], torch.Size):
+        shape, stride, dtype = described
+        return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    kind, items = described
+    return kind(_made(item) for item in items)
