@@ -6,11 +6,13 @@ repeat and steps repeat, so nearly every call has been made before with operands
 gave is remembered by operator, operands' metadata and settings, and made anew as an empty tensor.
 
 Remembered are pure operators (whose results share no storage with an operand) and operators that only write
-into their first operand and leave its shape. A view is never remembered: its storage is its operand's.
+into their first operand and leave its shape. A view is never remembered: its storage is its operand's. Some
+views deny it in their schema (`aten::_unsafe_view`), so the storages themselves are asked, not the schema.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -43,7 +45,7 @@ class ShapeMemo:
             return self._run_in_place(key, func, args, kwargs)
         out = func(*args, **kwargs)
         described = _described(out)
-        if described is not None:
+        if described is not None and not _shares(out, (args, tuple(kwargs.values()))):
             self._results[key] = described
         return out
 
@@ -99,6 +101,20 @@ def _described(out: Any) -> Any:
         items = [_described(item) for item in out]
         return None if any(item is None for item in items) else (type(out), items)
     return None
+
+
+def _shares(out: Any, operands: Any) -> bool:
+    """Whether a result lies in an operand's storage, or in another result's."""
+    results = list(_storages(out))
+    return len(set(results)) < len(results) or not set(results).isdisjoint(_storages(operands))
+
+
+def _storages(value: Any) -> Iterator[int]:
+    if isinstance(value, torch.Tensor):
+        yield value.untyped_storage()._cdata
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _storages(item)
 
 
 def _made(described: Any) -> Any:
