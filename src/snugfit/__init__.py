@@ -1,3 +1,88 @@
-"""snugfit: predict, plan, run and measure a training step that has to fit a GPU."""
+"""snugfit: predict, plan, run and measure a training step that has to fit a GPU.
+
+    import snugfit
+
+    job = snugfit.Job(model=snugfit.Model.find("bert-large-uncased"), task="sequence-classification")
+    print(snugfit.predict(job, "bf16 + every_layer", gpu="h200"))
+    print(snugfit.measure(job, "bf16 + every_layer"))
+
+    with snugfit.watch() as seen:
+        trainer.train()
+    print(seen)
+
+Names are loaded when they are first used, so that importing snugfit costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from snugfit.comparison.compare import Comparison, compare
+    from snugfit.errors import SnugfitError
+    from snugfit.job.gpu import Gpu, all_gpus, find_gpu
+    from snugfit.job.job import Job, Phase, Task
+    from snugfit.job.model import Model
+    from snugfit.measurement.measure import measure
+    from snugfit.measurement.measurement import Measurement
+    from snugfit.measurement.watch import watch
+    from snugfit.prediction.predict import predict
+    from snugfit.prediction.prediction import Prediction
+    from snugfit.step.footprint import Footprint, Timing
+    from snugfit.techniques.recipe import Recipe
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "all_gpus",
+    "compare",
+    "Comparison",
+    "find_gpu",
+    "Footprint",
+    "Gpu",
+    "Job",
+    "measure",
+    "Measurement",
+    "Model",
+    "Phase",
+    "predict",
+    "Prediction",
+    "Recipe",
+    "SnugfitError",
+    "Task",
+    "Timing",
+    "watch",
+]
+
+_HOMES = {
+    "comparison.compare": ("Comparison", "compare"),
+    "errors": ("SnugfitError",),
+    "job.gpu": ("Gpu", "all_gpus", "find_gpu"),
+    "job.job": ("Job", "Phase", "Task"),
+    "job.model": ("Model",),
+    "measurement.measure": ("measure",),
+    "measurement.measurement": ("Measurement",),
+    "measurement.watch": ("watch",),
+    "prediction.predict": ("predict",),
+    "prediction.prediction": ("Prediction",),
+    "step.footprint": ("Footprint", "Timing"),
+    "techniques.recipe": ("Recipe",),
+}
+_SHOWN = ("comparison", "measurement", "prediction")
+"""Rooms whose results print themselves, with a face from the report room."""
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            if home.split(".")[0] in _SHOWN:
+                importlib.import_module("snugfit.report.show").attach()
+            value = getattr(importlib.import_module(f"snugfit.{home}"), name)
+            globals()[name] = value
+            return value
+    raise AttributeError(f"module 'snugfit' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -72,7 +72,7 @@ def _settings(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _job(settings: Mapping[str, Any], *, online: bool) -> Job:
-    from snugfit.job.job import Job, Phase, Task
+    from snugfit.job.job import Job, Task
     from snugfit.job.model import Model
 
     if "model" not in settings:
@@ -83,15 +83,6 @@ def _job(settings: Mapping[str, Any], *, online: bool) -> Job:
         tasks = ", ".join(task.value for task in Task if task is not Task.CUSTOM)
         raise UsageError(f"No task: add --task. Tasks: {tasks}.")
     given = {field.name: settings[field.name] for field in fields(Job) if field.name in settings}
-    given["task"] = Task.parse(given["task"])
-    if "phase" in given:
-        phases = [phase.value for phase in Phase]
-        if given["phase"] not in phases:
-            raise UsageError(
-                f"Unknown phase {given['phase']!r}.{did_you_mean(given['phase'], phases)} "
-                f"Phases: {', '.join(phases)}."
-            )
-        given["phase"] = Phase(given["phase"])
     given["model"] = Model.find(given["model"], online=online)
     return Job(**given)
 

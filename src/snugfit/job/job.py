@@ -46,6 +46,14 @@ class Phase(StrEnum):
     TRAIN = "train"
     EVALUATE = "evaluate"
 
+    @classmethod
+    def parse(cls, text: str) -> Phase:
+        """The phase called `text`; raises `JobError` with the legal names."""
+        legal = [phase.value for phase in cls]
+        if text not in legal:
+            raise JobError(f"Unknown phase {text!r}.{did_you_mean(text, legal)} Phases: {', '.join(legal)}.")
+        return cls(text)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
@@ -89,6 +97,10 @@ class Job:
     """`device`: the model is built where it trains. `host`: built on the CPU, then moved."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.task, Task):  # a plain string is what people write
+            object.__setattr__(self, "task", Task.parse(self.task))
+        if not isinstance(self.phase, Phase):
+            object.__setattr__(self, "phase", Phase.parse(self.phase))
         _in_range("batch size", self.batch_size, 1, LARGEST_BATCH)
         _in_range("sequence length", self.sequence_length, 1, LARGEST_LENGTH)
         _in_range("target length", self.target_length, 1, LARGEST_LENGTH)

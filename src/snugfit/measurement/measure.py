@@ -67,7 +67,7 @@ class Experiment:
 
 def measure(
     job: Job,
-    recipe: Recipe,
+    recipe: Recipe | str = "plain",
     *,
     loop: str = "plain",
     device: str | None = None,
@@ -78,13 +78,14 @@ def measure(
     ledger: Path | None = Path("snugfit-runs"),
     record_history: Path | None = None,
 ) -> Measurement:
-    """Runs the job under the recipe in a fresh process and gives what it took.
+    """Runs the job under the recipe (which may be text) in a fresh process and gives what it took.
 
     `device` is `cpu`, `cuda`, or None for a GPU if there is one; `gpu_index` counts as CUDA does. A run that
     dies is a measurement too: its `outcome` is the cause. `ledger` is the folder where it is kept, or None.
     `record_history` writes torch's recorded allocations of the first three steps to that file (for
     pytorch.org/memory_viz; recording slows the steps down). Raises `UsageError` for what cannot be measured.
     """
+    recipe = Recipe.parse(recipe) if isinstance(recipe, str) else recipe
     experiment = Experiment(
         job=job,
         recipe=recipe,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from snugfit.job.gpu import find_gpu
 from snugfit.prediction.allocator import replay
 from snugfit.prediction.anatomy import anatomy, by_kind
 from snugfit.prediction.device import context_of, doubts_about, policy_for
@@ -13,27 +14,32 @@ from snugfit.prediction.profile import INSTALLED, find_software, installed_versi
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.step.footprint import Footprint, Moment
 
+from snugfit.techniques.recipe import Recipe
+
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
     from snugfit.job.job import Job
     from snugfit.rehearsal.tape import Tape
-    from snugfit.techniques.recipe import Recipe
 
 
 def predict(
     job: Job,
-    recipe: Recipe,
+    recipe: Recipe | str = "plain",
     *,
-    gpu: Gpu | None = None,
+    gpu: Gpu | str | None = None,
     memory_bytes: int | None = None,
     loop: str = "plain",
     software: str = INSTALLED,
+    trainer_class: type[Any] | None = None,
 ) -> Prediction:
-    """What `job` under `recipe` will take on `gpu`, found without one.
+    """What `job` under `recipe` will take on `gpu`, found without one. Recipe and GPU may be given as text.
 
     `memory_bytes` is what may be used, when it is not all of the GPU's. `loop` is `plain`, `accelerate` or
-    `trainer`. Raises `UsageError` for what cannot be, `RehearsalError` for a step without a tape.
+    `trainer`; `trainer_class` is a subclass of `transformers.Trainer` to rehearse in its place. Raises
+    `UsageError` for what cannot be, `RehearsalError` for a step without a tape.
     """
+    recipe = Recipe.parse(recipe) if isinstance(recipe, str) else recipe
+    gpu = find_gpu(gpu) if isinstance(gpu, str) else gpu
     profile = find_software(software)
     recipe = profile.of_the_time(recipe)
     warnings = recipe.check(job, gpu.compute_capability if gpu else None)
@@ -45,6 +51,7 @@ def predict(
         loop=loop,
         keep_gradients=profile.keep_gradients,
         always_mask=profile.always_mask,
+        trainer_class=trainer_class,
     )
     after = replay(tape, expandable=setup.expandable_segments)
     context, about_context = context_of(gpu, profile)

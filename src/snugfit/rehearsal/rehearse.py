@@ -6,7 +6,7 @@ import contextlib
 import gc
 import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RehearsalError, SnugfitError
 from snugfit.step.footprint import Kind
@@ -33,8 +33,12 @@ def rehearse(
     steps: int = STEPS,
     keep_gradients: bool = False,
     always_mask: bool = False,
+    trainer_class: type[Any] | None = None,
 ) -> Tape:
     """The tape of `steps` optimizer steps of this job, as they would run on the policy's device.
+
+    `keep_gradients` and `always_mask` are habits of older software (`Step`); `trainer_class` runs in the
+    place of `transformers.Trainer`.
 
     Raises `RehearsalError` when an operator of the step has no shapes to give (its output depends on data,
     or it is not known), or when this torch does not take the overrides.
@@ -47,6 +51,7 @@ def rehearse(
     recorder = Recorder(policy, steps, padded=job.padding > 0 or always_mask)
     step = open_step(job, setup, loop, torch.device("meta"))
     step.keep_gradients, step.always_mask = keep_gradients, always_mask
+    step.trainer_class = trainer_class
     with _without_collector(), contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")

@@ -12,7 +12,7 @@ is the same object each time: only its device and its observer differ. The loops
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from snugfit.errors import UsageError, did_you_mean
 
@@ -47,6 +47,9 @@ class Step(ABC):
 
     keep_gradients = False
     """Zero gradients in place after a step instead of dropping them (torch's habit before 2.0)."""
+
+    trainer_class: type[Any] | None = None
+    """A subclass of `transformers.Trainer` to run instead of it, where the loop is the Trainer's."""
 
     always_mask = False
     """Pass an attention mask also when nothing is padded (transformers' habit before 5.0)."""

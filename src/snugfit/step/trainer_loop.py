@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 class TrainerStep(Step):
     """The HF Trainer over one job and Setup."""
 
-    trainer_class: type[Any] | None = None
-    """A subclass of `transformers.Trainer` to run instead of it."""
-
     def run(self, steps: int, observer: Observer) -> list[float]:
         """Builds, runs `steps` optimizer steps, and gives their losses."""
         if not self.job.trains:
