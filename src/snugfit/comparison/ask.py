@@ -19,7 +19,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from snugfit.errors import SnugfitError
 from snugfit.prediction.predict import predict
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
     from snugfit.job.job import Job
     from snugfit.prediction.prediction import Prediction
+
+_Asked = TypeVar("_Asked")
+_Given = TypeVar("_Given")
 
 _PRELOADED = ["torch", "transformers", "snugfit.prediction.predict"]
 
@@ -80,21 +83,27 @@ def answers(
 ) -> list[Prediction | str]:
     """The answers in the questions' order; `tell` hears what each is about when its turn comes."""
     found = []
-    for question, given in zip(questions, _answered(questions, workers), strict=True):
+    for question, given in zip(questions, side_by_side(answer, questions, workers), strict=True):
         tell(question.about)
         found.append(given)
     return found
 
 
-def _answered(questions: Sequence[Question], workers: int) -> Iterator[Prediction | str]:
-    if workers <= 1:
-        yield from map(answer, questions)
+def side_by_side(
+    function: Callable[[_Asked], _Given], asked: Sequence[_Asked], workers: int
+) -> Iterator[_Given]:
+    """What `function` gives for each, in order, each as soon as it and those before it are there.
+
+    Function, questions and answers travel between processes, so all of them are picklable.
+    """
+    if workers <= 1 or len(asked) <= 1:
+        yield from map(function, asked)
         return
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
-    pool = ProcessPoolExecutor(min(workers, len(questions)), mp_context=context, initializer=_begin)
+    pool = ProcessPoolExecutor(min(workers, len(asked)), mp_context=context, initializer=_begin)
     try:
-        yield from pool.map(answer, questions)
+        yield from pool.map(function, asked)
     except BrokenProcessPool:
         raise SnugfitError(
             "A process that predicted was killed, perhaps for lack of memory. Try with --workers 1."

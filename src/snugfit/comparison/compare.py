@@ -12,6 +12,7 @@ from typing import Any
 from snugfit.errors import MeasurementError, UsageError
 from snugfit.measurement.measurement import Measurement
 from snugfit.prediction.prediction import Prediction
+from snugfit.step.footprint import Footprint
 
 SCHEMA = 1
 COMPARED = ("requested_bytes", "allocated_bytes", "reserved_bytes", "nvml_bytes", "context_bytes")
@@ -53,6 +54,11 @@ class Comparison:
         """The error of one figure; None when it is not known."""
         return next((line.error for line in self.lines if line.figure == figure), None)
 
+    @property
+    def worst(self) -> ErrorLine | None:
+        """The figure that is furthest off, in per cent; None when nothing could be compared."""
+        return max(self.lines, key=lambda line: abs(line.error), default=None)
+
     def to_json(self) -> dict[str, Any]:
         """A JSON object: both documents, and the errors as shares."""
         return {
@@ -75,9 +81,15 @@ def compare(prediction: Prediction, measurement: Measurement) -> Comparison:
         raise UsageError("The prediction and the measurement are of different jobs, recipes or loops.")
     if measurement.footprint is None:
         raise MeasurementError(f"There is nothing to compare: the run ended with {measurement.outcome}.")
-    lines = []
-    for figure in COMPARED:
-        foreseen, seen = getattr(prediction.footprint, figure), getattr(measurement.footprint, figure)
-        if foreseen is not None and seen:
-            lines.append(ErrorLine(figure=figure, predicted=foreseen, measured=seen))
-    return Comparison(prediction=prediction, measurement=measurement, lines=tuple(lines))
+    lines = error_lines(prediction.footprint, measurement.footprint)
+    return Comparison(prediction=prediction, measurement=measurement, lines=lines)
+
+
+def error_lines(foreseen: Footprint, seen: Footprint) -> tuple[ErrorLine, ...]:
+    """The figures that both footprints know."""
+    pairs = ((figure, getattr(foreseen, figure), getattr(seen, figure)) for figure in COMPARED)
+    return tuple(
+        ErrorLine(figure=figure, predicted=predicted, measured=measured)
+        for figure, predicted, measured in pairs
+        if predicted is not None and measured
+    )

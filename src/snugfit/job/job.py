@@ -84,8 +84,8 @@ class Job:
     """Classes of a classification head."""
 
     clip: float | None = None
-    """Largest global gradient norm. None leaves it to the loop: the plain and the accelerate loop do not clip,
-    the HF Trainer clips at 1.0. 0 never clips."""
+    """Largest global gradient norm. None leaves it to the loop: the plain and the accelerate loop do not
+    clip, the HF Trainer clips at 1.0. 0 never clips."""
 
     decay_groups: bool = False
     """True when biases and norms are kept out of weight decay: two parameter groups instead of one."""

@@ -153,7 +153,7 @@ def _dump(index: int, history: Path) -> None:
         import torch
 
         torch.cuda.synchronize()
-        torch.cuda.memory._dump_snapshot(str(history))  # type: ignore[no-untyped-call]
+        torch.cuda.memory._dump_snapshot(str(history))
         torch.cuda.memory._record_memory_history(None)
 
 

@@ -207,7 +207,7 @@ def _torch_says() -> str | None:
     import torch
 
     try:
-        torch.cuda.init()  # type: ignore[no-untyped-call]
+        torch.cuda.init()
     except (RuntimeError, AssertionError) as refusal:
         return f"torch cannot use CUDA: {str(refusal).splitlines()[0]}"
     return None

@@ -68,7 +68,7 @@ class Stopwatch:
             return
         import torch
 
-        border = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        border = torch.cuda.Event(enable_timing=True)
         border.record()
         self._borders.append(border)
 

@@ -49,20 +49,18 @@ def _kinds(alive: Iterable[Block], setup: Setup) -> Iterable[KindLine]:
 
 
 def _reason(kind: str, blocks: Sequence[Block], setup: Setup) -> str:
-    if kind == Kind.WEIGHTS:
-        return f"parameters and buffers, born in {setup.weights_dtype}"
-    if kind == Kind.GRADIENTS:
-        return "from the first backward until the optimizer has used them"
-    if kind == Kind.OPTIMIZER_STATES:
-        return f"kept by {setup.optimizer.factory.path.split(':')[-1]} from step to step"
-    if kind == Kind.ACTIVATIONS:
-        if any(block.phase == "backward" for block in blocks):
-            return "saved for backward; some computed again by checkpointing"
-        return "saved in the forward pass for the backward pass"
-    if kind == Kind.CACHES:
-        return f"copies of weights that autocast cast to {setup.autocast} once"
-    if kind == Kind.INPUTS:
-        return "the batch"
+    optimizer = setup.optimizer.factory.path.split(":")[-1]
+    fixed = {
+        Kind.WEIGHTS: f"parameters and buffers, born in {setup.weights_dtype}",
+        Kind.GRADIENTS: "from the first backward until the optimizer has used them",
+        Kind.OPTIMIZER_STATES: f"kept by {optimizer} from step to step",
+        Kind.ACTIVATIONS: "saved in the forward pass for the backward pass"
+        + (", or computed again from checkpoints" if setup.checkpoint else ""),
+        Kind.CACHES: f"copies of weights that autocast cast to {setup.autocast} once",
+        Kind.INPUTS: "the batch",
+    }
+    if kind in fixed:
+        return fixed[Kind(kind)]
     if kind == Kind.WORKSPACES:
         names = Counter(block.operator.split(": ")[-1] for block in blocks)
         return ", ".join(f"{count} x {name}" if count > 1 else name for name, count in names.most_common(3))

@@ -1,7 +1,7 @@
 """Host bytes: what the training process holds in the machine's own memory.
 
-Most of it is not the job's: Python, torch and CUDA's libraries. The job adds its host tensors (a model that is
-built on the host before it moves, batches in the loader's hands).
+Most of it is not the job's: Python, torch and CUDA's libraries. The job adds its host tensors (a model that
+is built on the host before it moves, batches in the loader's hands).
 """
 
 from __future__ import annotations

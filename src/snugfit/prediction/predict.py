@@ -13,7 +13,6 @@ from snugfit.prediction.prediction import Prediction
 from snugfit.prediction.profile import INSTALLED, find_software, installed_versions
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.step.footprint import Footprint, Moment
-
 from snugfit.techniques.recipe import Recipe
 
 if TYPE_CHECKING:

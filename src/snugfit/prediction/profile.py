@@ -53,7 +53,6 @@ class Software:
                 recipe = recipe.with_(technique)
         return recipe
 
-
     def setup(self, recipe: Recipe) -> Setup:
         """The recipe's Setup, with the time's optimizers."""
         setup = recipe.setup()
@@ -66,7 +65,9 @@ class Software:
 def find_software(name: str) -> Software:
     """The profile called `name`; raises `UsageError` with the known ones."""
     folder = resources.files("snugfit.prediction") / "software"
-    known = {file.name.removesuffix(".json"): file for file in folder.iterdir() if file.name.endswith(".json")}
+    known = {
+        file.name.removesuffix(".json"): file for file in folder.iterdir() if file.name.endswith(".json")
+    }
     if name == INSTALLED:
         return Software()
     if name not in known:

@@ -20,9 +20,7 @@ import torch
 class LoopAdamW(torch.optim.Optimizer):
     """Decoupled weight decay, one parameter at a time."""
 
-    def __init__(
-        self, params: Iterable[Any], lr: float = 1e-3, weight_decay: float = 0.0, **_: Any
-    ) -> None:
+    def __init__(self, params: Iterable[Any], lr: float = 1e-3, weight_decay: float = 0.0, **_: Any) -> None:
         super().__init__(params, {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": weight_decay})
 
     @torch.no_grad()

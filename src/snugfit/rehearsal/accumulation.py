@@ -41,7 +41,7 @@ class SoleOwner:
 
 
 def _storage_uses(tensor: torch.Tensor) -> int:
-    uses: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
+    uses: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return uses
 
 
@@ -49,7 +49,7 @@ class _Counter(TorchDispatchMode):
     """Notes the use counts of each addition's first operand during a backward pass."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.counts: list[tuple[int, int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -79,7 +79,8 @@ def _counted() -> tuple[int, int]:
             f"torch {torch.__version__} counts references in a way snugfit does not know "
             f"({alone.counts}, {shared.counts}), so gradient accumulation cannot be rehearsed."
         )
-    return alone.counts[0]
+    tensor_uses, storage_uses = alone.counts[0]
+    return tensor_uses, storage_uses
 
 
 def _less(alone: tuple[int, int], shared: tuple[int, int]) -> bool:

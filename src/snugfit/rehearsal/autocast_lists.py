@@ -1,7 +1,7 @@
 """What autocast casts, by device: torch's own lists, as data.
 
-Source: `aten/src/ATen/autocast_mode.h` and `autocast_mode.cpp`, torch 2.13 (BSD-3): the names of the operators
-under AT_FORALL_LOWER_PRECISION_FP, AT_FORALL_FP32, AT_FORALL_FP32_SET_OPT_DTYPE and AT_FORALL_PROMOTE for
+Source: `aten/src/ATen/autocast_mode.h` and `autocast_mode.cpp`, torch 2.13 (BSD-3): the names of the
+operators under AT_FORALL_LOWER_PRECISION_FP, AT_FORALL_FP32, AT_FORALL_FP32_SET_OPT_DTYPE and AT_FORALL_PROMOTE for
 CUDA, and the CPU's own registrations.
 """
 
@@ -24,49 +24,161 @@ class AutocastLists:
     """Cast to the widest dtype among the arguments."""
 
 
-_CONVOLUTIONS = (
-    "conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input conv_transpose3d.input"
-).split()
+_CONVOLUTIONS = [
+    "conv1d",
+    "conv2d",
+    "conv3d",
+    "conv_tbc",
+    "conv_transpose1d",
+    "conv_transpose2d.input",
+    "conv_transpose3d.input",
+]
 
 CUDA = AutocastLists(
     lower=(
         *_CONVOLUTIONS,
-        *"_convolution convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear".split(),
-        *"addbmm baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell".split(),
-        *"lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell scaled_dot_product_attention".split(),
+        *[
+            "_convolution",
+            "convolution",
+            "prelu",
+            "addmm",
+            "addmv",
+            "addr",
+            "matmul",
+            "einsum",
+            "mm",
+            "mv",
+            "linalg_vecdot",
+            "linear",
+        ],
+        *[
+            "addbmm",
+            "baddbmm",
+            "bmm",
+            "chain_matmul",
+            "linalg_multi_dot",
+            "_thnn_fused_lstm_cell",
+            "_thnn_fused_gru_cell",
+        ],
+        *["lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell", "scaled_dot_product_attention"],
     ),
     fp32=(
-        *"acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan".split(),
-        *"pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm".split(),
-        *"group_norm frobenius_norm.dim nuclear_norm nuclear_norm.dim cosine_similarity".split(),
-        *"poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div".split(),
-        *"l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss".split(),
-        *"soft_margin_loss triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits".split(),
-        *"dist pdist cdist renorm logsumexp rms_norm".split(),
+        *[
+            "acos",
+            "asin",
+            "cosh",
+            "erfinv",
+            "exp",
+            "expm1",
+            "log",
+            "log10",
+            "log2",
+            "log1p",
+            "reciprocal",
+            "rsqrt",
+            "sinh",
+            "tan",
+        ],
+        *[
+            "pow.Tensor_Scalar",
+            "pow.Tensor_Tensor",
+            "pow.Scalar",
+            "softplus",
+            "layer_norm",
+            "native_layer_norm",
+        ],
+        *["group_norm", "frobenius_norm.dim", "nuclear_norm", "nuclear_norm.dim", "cosine_similarity"],
+        *[
+            "poisson_nll_loss",
+            "cosine_embedding_loss",
+            "nll_loss",
+            "nll_loss2d",
+            "hinge_embedding_loss",
+            "kl_div",
+        ],
+        *[
+            "l1_loss",
+            "smooth_l1_loss",
+            "huber_loss",
+            "mse_loss",
+            "margin_ranking_loss",
+            "multilabel_margin_loss",
+        ],
+        *["soft_margin_loss", "triplet_margin_loss", "multi_margin_loss", "binary_cross_entropy_with_logits"],
+        *["dist", "pdist", "cdist", "renorm", "logsumexp", "rms_norm"],
     ),
     fp32_result=(
-        *"prod prod.dim_int softmax.int log_softmax.int cumprod cumsum sum sum.dim_IntList".split(),
+        *[
+            "prod",
+            "prod.dim_int",
+            "softmax.int",
+            "log_softmax.int",
+            "cumprod",
+            "cumsum",
+            "sum",
+            "sum.dim_IntList",
+        ],
     ),
     promote=(
-        *"addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add".split(),
-        *"cat stack".split(),
+        *[
+            "addcdiv",
+            "addcmul",
+            "atan2",
+            "bilinear",
+            "cross",
+            "dot",
+            "vdot",
+            "grid_sampler",
+            "index_put",
+            "tensordot",
+            "scatter_add",
+        ],
+        *["cat", "stack"],
     ),
 )
 
 CPU = AutocastLists(
     lower=(
         *_CONVOLUTIONS,
-        *"bmm mm linalg_vecdot baddbmm addmm addbmm linear _convolution.deprecated matmul".split(),
-        *"scaled_dot_product_attention _native_multi_head_attention".split(),
+        *[
+            "bmm",
+            "mm",
+            "linalg_vecdot",
+            "baddbmm",
+            "addmm",
+            "addbmm",
+            "linear",
+            "_convolution.deprecated",
+            "matmul",
+        ],
+        *["scaled_dot_product_attention", "_native_multi_head_attention"],
     ),
     fp32=(
-        *"avg_pool3d binary_cross_entropy grid_sampler polar prod prod.dim_int quantile".split(),
-        *"nanquantile stft cdist trace view_as_complex cholesky cholesky_inverse cholesky_solve".split(),
-        *"inverse lu_solve orgqr ormqr pinverse max_pool3d mse_loss cosine_embedding_loss".split(),
-        *"nll_loss nll_loss2d hinge_embedding_loss poisson_nll_loss smooth_l1_loss".split(),
-        *"cross_entropy_loss l1_loss huber_loss margin_ranking_loss soft_margin_loss".split(),
-        *"triplet_margin_loss multi_margin_loss ctc_loss.IntList ctc_loss.Tensor kl_div".split(),
-        *"multilabel_margin_loss binary_cross_entropy_with_logits".split(),
+        *["avg_pool3d", "binary_cross_entropy", "grid_sampler", "polar", "prod", "prod.dim_int", "quantile"],
+        *[
+            "nanquantile",
+            "stft",
+            "cdist",
+            "trace",
+            "view_as_complex",
+            "cholesky",
+            "cholesky_inverse",
+            "cholesky_solve",
+        ],
+        *[
+            "inverse",
+            "lu_solve",
+            "orgqr",
+            "ormqr",
+            "pinverse",
+            "max_pool3d",
+            "mse_loss",
+            "cosine_embedding_loss",
+        ],
+        *["nll_loss", "nll_loss2d", "hinge_embedding_loss", "poisson_nll_loss", "smooth_l1_loss"],
+        *["cross_entropy_loss", "l1_loss", "huber_loss", "margin_ranking_loss", "soft_margin_loss"],
+        *["triplet_margin_loss", "multi_margin_loss", "ctc_loss.IntList", "ctc_loss.Tensor", "kl_div"],
+        *["multilabel_margin_loss", "binary_cross_entropy_with_logits"],
     ),
     fp32_result=(),
     promote=("stack", "cat", "index_copy"),

@@ -28,7 +28,7 @@ Description = tuple[int, int, tuple[tuple[int, ...], ...], str]
 def group_of(operator: str) -> str:
     """The operator group of an operator, after the three classes of "Data Movement Is All You Need"
     (Ivanov et al., arXiv 2007.00072): contractions, statistical normalisations, element-wise."""
-    name = operator.split("::")[-1].strip("_")
+    name = operator.rsplit("::", maxsplit=1)[-1].strip("_")
     if any(word in name for word in ("attention", "convolution")) or name in _CONTRACTING:
         return CONTRACTIONS
     if any(word in name for word in _NORMALISING):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
+from itertools import pairwise
 
 from snugfit.rehearsal.tape import Mark
 from snugfit.step.footprint import Kind
@@ -22,10 +23,11 @@ def kinds(
     marks: Sequence[Mark],
 ) -> list[str]:
     """The kind of each block; `claimed[i]` is `""` where nobody has claimed block i yet."""
-    births, deaths = {}, {}
+    births: dict[int, int] = {}
+    deaths: dict[int, int] = {}
     for position, event in enumerate(events):
         (births if event > 0 else deaths)[abs(event) - 1] = position
-    ends = [after.event for before, after in zip(marks, marks[1:], strict=False) if before.phase == "forward"]
+    ends = [after.event for before, after in pairwise(marks) if before.phase == "forward"]
     decided = []
     for index, kind in enumerate(claimed):
         born, died = births.get(index, 0), deaths.get(index)

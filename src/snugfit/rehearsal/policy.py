@@ -105,6 +105,7 @@ class CudaPolicy(Policy):
         grouped: bool,
         needs_grad: bool,
     ) -> str:
+        """As `sdp_utils.cpp` decides for this capability."""
         return attention.chosen_on_cuda(
             query,
             key,
@@ -118,25 +119,31 @@ class CudaPolicy(Policy):
 
     @property
     def autocast(self) -> autocast_lists.AutocastLists:
+        """CUDA's lists."""
         return autocast_lists.CUDA
 
     @property
     def fuses_dropout(self) -> bool:
+        """Yes: `native_dropout`."""
         return True
 
     @property
     def softmax_widens(self) -> bool:
+        """Yes, for fp16 input."""
         return True
 
     @property
     def fuses_rms_norm(self) -> bool:
+        """Yes: `_fused_rms_norm`."""
         return True
 
     def scratch(self, operator: str, overload: str, arguments: Sequence[Any], out: Any) -> Scratch:
+        """Reductions, attention and embedding backward: see `scratch.py`."""
         sizes = (self.multiprocessors, self.threads_per_multiprocessor)
         return cuda_scratch(operator, overload, arguments, out, sizes)
 
     def workspaces(self, operator: str) -> tuple[tuple[str, int], ...]:
+        """cuBLAS, and cuBLASLt for products with a bias."""
         if operator not in _GEMMS:
             return ()
         cublas = ("cuBLAS workspace", 33_554_432 if self.capability >= (9, 0) else 8_519_680)
@@ -159,28 +166,35 @@ class CpuPolicy(Policy):
         grouped: bool,
         needs_grad: bool,
     ) -> str:
+        """Flash attention for the CPU where it can, else math."""
         return attention.chosen_on_cpu(query, dropout, mask)
 
     @property
     def autocast(self) -> autocast_lists.AutocastLists:
+        """The CPU's lists."""
         return autocast_lists.CPU
 
     @property
     def fuses_dropout(self) -> bool:
+        """No: a random mask, and products."""
         return False
 
     @property
     def softmax_widens(self) -> bool:
+        """No."""
         return False
 
     @property
     def fuses_rms_norm(self) -> bool:
+        """No."""
         return False
 
     def scratch(self, operator: str, overload: str, arguments: Sequence[Any], out: Any) -> Scratch:
+        """None is modelled."""
         return ()
 
     def workspaces(self, operator: str) -> tuple[tuple[str, int], ...]:
+        """None."""
         return ()
 
 
@@ -206,4 +220,3 @@ _BIRTHS: dict[str, Callable[[Sequence[Any]], Sequence[Any]]] = {
     "aten::_scaled_dot_product_efficient_attention": _without_philox,
     "aten::_scaled_dot_product_cudnn_attention": _philox_first,
 }
-

@@ -41,7 +41,7 @@ class Recorder(TorchDispatchMode):
     """Writes a run on `meta` tensors onto a tape; it is the run's observer too."""
 
     def __init__(self, policy: Policy, steps: int, *, padded: bool) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.policy, self.steps, self.padded = policy, steps, padded
         self.blocks: list[list[Any]] = []  # nbytes, operator, module, phase, step, kind
         self.events: list[int] = []
@@ -94,11 +94,11 @@ class Recorder(TorchDispatchMode):
             register_module_forward_pre_hook(self._enters),
             register_module_forward_hook(self._leaves, always_call=True),
         ]
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *arguments: Any) -> None:
-        super().__exit__(*arguments)
+        super().__exit__(*arguments)  # type: ignore[no-untyped-call]
         for hook in self._hooks:
             hook.remove()
 
@@ -109,7 +109,10 @@ class Recorder(TorchDispatchMode):
         phases = [block[3] for block in self.blocks]
         decided = kinds(claimed, phases, frozenset(self._recomputed), self.events, self.marks)
         return Tape(
-            tuple(Block(*block[:5], kind) for block, kind in zip(self.blocks, decided, strict=True)),
+            tuple(
+                Block(block[0], block[1], block[2], block[3], block[4], kind)
+                for block, kind in zip(self.blocks, decided, strict=True)
+            ),
             tuple(self.events),
             tuple(self.marks),
             tuple(self.kernels),
@@ -133,9 +136,9 @@ class Recorder(TorchDispatchMode):
         if func is aten.equal.default and args[0].device.type == "meta":
             self._sync()
             return True
-        if func is aten.add.Tensor and self.current_phase == "backward" and not kwargs:
-            if self._sole_owner.may_add_in_place(args):
-                return args[0]
+        in_backward = self.current_phase == "backward" and not kwargs
+        if func is aten.add.Tensor and in_backward and self._sole_owner.may_add_in_place(args):
+            return args[0]
         out = self._memo.run(func, args, kwargs)
         operator = func._schema.name
         self._born(operator, out)

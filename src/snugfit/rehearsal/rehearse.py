@@ -55,9 +55,7 @@ def rehearse(
     with _without_collector(), contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        cached = stack.enter_context(
-            in_force(policy, lambda tensor: recorder.claim(tensor, Kind.CACHES))
-        )
+        cached = stack.enter_context(in_force(policy, lambda tensor: recorder.claim(tensor, Kind.CACHES)))
         if setup.optimizer.shapes:
             stack.enter_context(call(setup.optimizer.shapes))
         try:

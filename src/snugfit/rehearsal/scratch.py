@@ -41,7 +41,7 @@ def _within(name: str, nbytes: int) -> Scratch:
 def _sum(arguments: Sequence[Any], out: Any, sizes: tuple[int, int]) -> Scratch:
     operand = arguments[0]
     results, inputs = out.numel(), operand.numel()
-    if results == 0 or inputs == results:
+    if results in (0, inputs):
         return ()
     over = arguments[1] if len(arguments) > 1 else None
     over = [over] if isinstance(over, int) else list(over) if over else list(range(operand.dim()))

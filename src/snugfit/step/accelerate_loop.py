@@ -43,7 +43,6 @@ class AccelerateStep(Step):
             return self._train(accelerator, steps, observer)
 
     def _train(self, accelerator: Any, steps: int, observer: Observer) -> list[float]:
-        import torch
 
         observer.phase("build")
         model = build_model(self.job, self.setup, self.device)

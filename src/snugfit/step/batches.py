@@ -6,8 +6,8 @@ loader that the Setup wishes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any, cast
 
 from snugfit.job.batch import SyntheticDataset
 
@@ -22,7 +22,7 @@ SAMPLES = 512
 
 
 def dataset_size(job: Job, device: torch.device, steps: int = 1) -> int:
-    """Samples to go through: the guide's, at least one global batch; a rehearsal makes no more than it uses."""
+    """Samples to go through: the guide's, at least one global batch; a rehearsal makes only what it uses."""
     return job.batch_size * steps if device.type == "meta" else max(SAMPLES, job.batch_size * steps)
 
 
@@ -32,7 +32,7 @@ def loader(job: Job, setup: Setup, device: torch.device) -> torch.utils.data.Dat
 
     rehearsed = device.type == "meta"
     made: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
-        SyntheticDataset(job, samples=dataset_size(job, device)),
+        cast("torch.utils.data.Dataset[Any]", SyntheticDataset(job, samples=dataset_size(job, device))),
         batch_size=job.batch_size // setup.micro_batches,
         drop_last=True,
         num_workers=0 if rehearsed else setup.loader.workers,
@@ -44,7 +44,7 @@ def loader(job: Job, setup: Setup, device: torch.device) -> torch.utils.data.Dat
 
 def micro_batches(
     job: Job, setup: Setup, device: torch.device, *, always_mask: bool = False
-) -> Iterator[list[dict[str, Any]]]:
+) -> Generator[list[dict[str, Any]], None, None]:
     """For ever: the host micro-batches of one optimizer step. With `always_mask` an attention mask of ones
     goes along where nothing is padded."""
     batches = loader(job, setup, device)

@@ -65,9 +65,13 @@ def layer_stacks(model: torch.nn.Module) -> list[list[torch.nn.Module]]:
 
 def _checkpoint_single(model: torch.nn.Module, layers: list[torch.nn.Module]) -> None:
     if all(hasattr(layer, "gradient_checkpointing") for layer in layers):
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable = (
+            getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        )
         chosen = {id(layer) for layer in layers}
-        before = {id(module) for module in model.modules() if getattr(module, "gradient_checkpointing", False)}
+        before = {
+            id(module) for module in model.modules() if getattr(module, "gradient_checkpointing", False)
+        }
         enable({"use_reentrant": False})  # type: ignore[operator]
         own = {id(layer) for stack in layer_stacks(model) for layer in stack}
         for module in model.modules():

@@ -32,9 +32,7 @@ def call(wish: Call, *arguments: Any, **more: Any) -> Any:
     return resolve(wish.path)(*arguments, **{**more, **wish.arguments})
 
 
-def build_model(
-    job: Job, setup: Setup, device: torch.device, *, on_host: bool = False
-) -> torch.nn.Module:
+def build_model(job: Job, setup: Setup, device: torch.device, *, on_host: bool = False) -> torch.nn.Module:
     """The model, adapted and checkpointed as the Setup wishes, on `device`.
 
     A model that is built on the host and then moved makes its device tensors in the order of its modules. A
@@ -57,7 +55,7 @@ def build_model(
 
 def _born(job: Job, setup: Setup) -> torch.nn.Module:
     model = job.model.build(job, dtype=setup.weights_dtype, attention=setup.attention)
-    return call(setup.adapt, model) if setup.adapt else model  # type: ignore[no-any-return]
+    return call(setup.adapt, model) if setup.adapt else model
 
 
 @contextlib.contextmanager
@@ -80,7 +78,7 @@ def _moved(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
 
     if device.type != "meta":
         return model.to(device)
-    return model._apply(torch.empty_like)  # type: ignore[no-any-return,no-untyped-call]
+    return model._apply(torch.empty_like)  # type: ignore[no-any-return]
 
 
 def build_optimizer(job: Job, setup: Setup, model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -118,7 +116,8 @@ def matmul_precision(precision: str) -> Iterator[None]:
     """Matrix products and convolutions of fp32 tensors in this precision (`ieee`, `tf32`), then as before."""
     import torch
 
-    places = (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn)  # type: ignore[attr-defined]
+    cudnn: Any = torch.backends.cudnn
+    places = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
     before = [place.fp32_precision for place in places]
     for place in places:
         place.fp32_precision = precision

@@ -12,7 +12,7 @@ batch also when padding is uneven. A batch that is not cut is not scaled: one ke
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
 from snugfit.job.batch import label_items
@@ -45,7 +45,9 @@ class PlainStep(Step):
         scaler = torch.amp.GradScaler(self.device.type) if self.setup.scale_gradients else None
         observer.built(model, optimizer)
         losses: list[torch.Tensor] = []
-        with contextlib.closing(micro_batches(self.job, self.setup, self.device, always_mask=self.always_mask)) as batches:
+        with contextlib.closing(
+            micro_batches(self.job, self.setup, self.device, always_mask=self.always_mask)
+        ) as batches:
             for index in range(steps):
                 observer.step_begins(index)
                 loss = self._accumulate(model, batches, scaler, observer)
@@ -123,7 +125,9 @@ class PlainStep(Step):
         model = build_model(self.job, self.setup, self.device)
         observer.built(model, None)
         losses: list[float] = []
-        with contextlib.closing(micro_batches(self.job, self.setup, self.device, always_mask=self.always_mask)) as batches:
+        with contextlib.closing(
+            micro_batches(self.job, self.setup, self.device, always_mask=self.always_mask)
+        ) as batches:
             for index in range(steps):
                 observer.step_begins(index)
                 for piece in next(batches):
@@ -136,6 +140,9 @@ class PlainStep(Step):
                 observer.step_ends(index)
         self.model = model
         return losses
+
+    def _batches(self) -> Generator[list[dict[str, Any]], None, None]:
+        return micro_batches(self.job, self.setup, self.device, always_mask=self.always_mask)
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         import torch

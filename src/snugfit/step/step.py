@@ -66,9 +66,7 @@ class Step(ABC):
         `optimizer` are what was trained."""
 
 
-def open_step(
-    job: Job, setup: Setup, loop: str, device: torch.device, *, keep_losses: bool = False
-) -> Step:
+def open_step(job: Job, setup: Setup, loop: str, device: torch.device, *, keep_losses: bool = False) -> Step:
     """The Step of this loop; nothing is built yet. Raises `UsageError` for an unknown loop."""
     if loop == "plain":
         from snugfit.step.plain_loop import PlainStep

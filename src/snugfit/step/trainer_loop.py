@@ -49,15 +49,11 @@ class TrainerStep(Step):
         optimizer = None
         if wish.trainer_name is None:
             optimizer = build_optimizer(self.job, self.setup, model)
-        elif wish.prepare:
-            pass  # the Trainer prepares this optimizer's model itself
         trainer_class = watched(self.trainer_class or transformers.Trainer)
         trainer = trainer_class(
             model=model,
             args=_arguments(self.device)(**self._training_arguments(folder, steps)),
-            train_dataset=SyntheticDataset(
-                self.job, samples=dataset_size(self.job, self.device, steps)
-            ),
+            train_dataset=SyntheticDataset(self.job, samples=dataset_size(self.job, self.device, steps)),
             optimizers=(optimizer, None),
             data_collator=transformers.default_data_collator,
             callbacks=[_callback(observer)],
@@ -98,7 +94,7 @@ class TrainerStep(Step):
 def watched(trainer_class: type[Any]) -> type[Any]:
     """A subclass of `trainer_class` that tells an observer where it is, and changes nothing."""
 
-    class Watched(trainer_class):  # type: ignore[misc]
+    class _Watched(trainer_class):  # type: ignore[misc]
         observer: Observer
         losses: list[torch.Tensor] | None
 
@@ -115,14 +111,14 @@ def watched(trainer_class: type[Any]) -> type[Any]:
             self.observer.phase("backward")
             return loss
 
-    Watched.__name__ = trainer_class.__name__
-    return Watched
+    _Watched.__name__ = trainer_class.__name__
+    return _Watched
 
 
 def _callback(observer: Observer) -> Any:
     import transformers
 
-    class Telling(transformers.TrainerCallback):  # type: ignore[misc]
+    class _Telling(transformers.TrainerCallback):  # type: ignore[misc]
         def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
             optimizer = more.get("optimizer")
             observer.built(more["model"], getattr(optimizer, "optimizer", optimizer))
@@ -136,7 +132,7 @@ def _callback(observer: Observer) -> Any:
         def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
             observer.step_ends(state.global_step - 1)
 
-    return Telling()
+    return _Telling()
 
 
 def _arguments(device: torch.device) -> type[Any]:
@@ -147,7 +143,7 @@ def _arguments(device: torch.device) -> type[Any]:
         plain: type[Any] = transformers.TrainingArguments
         return plain
 
-    class Elsewhere(transformers.TrainingArguments):  # type: ignore[misc]
+    class _Elsewhere(transformers.TrainingArguments):  # type: ignore[misc]
         @property
         def _setup_devices(self) -> torch.device:
             from accelerate.state import PartialState
@@ -156,4 +152,4 @@ def _arguments(device: torch.device) -> type[Any]:
             self._n_gpu = 1
             return device
 
-    return Elsewhere
+    return _Elsewhere

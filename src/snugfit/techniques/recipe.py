@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from snugfit.errors import RecipeError
 from snugfit.techniques import roster
@@ -64,6 +64,10 @@ class Recipe:
     def __str__(self) -> str:
         named = [str(technique) for technique in self if technique != roster.plain(technique.slot)]
         return " + ".join(named) or PLAIN
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travels between processes as its text: a technique's class has its name and slot from the roster."""
+        return type(self).parse, (str(self),)
 
     def __iter__(self) -> Iterator[Technique]:
         """The techniques in the slots' order, plain ones too."""

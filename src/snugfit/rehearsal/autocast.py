@@ -1,0 +1,178 @@
+"""CUDA's autocast on meta tensors: for each operator of the policy's lists, cast, then call what was there.
+
+The switch is the CPU's: it exists in every build, nests, can be turned off inside, and checkpointing saves
+and restores it for the recomputation. Registered for the key AutogradMeta only, so a real CPU tensor under a
+real CPU autocast never passes here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from snugfit.rehearsal.policy import Policy
+
+KEY = "AutogradMeta"
+"""The dispatch key of all overrides: above autograd's kernels of meta tensors, and of no others."""
+
+SWITCH = "cpu"
+"""Whose autocast state a rehearsal uses."""
+
+
+class WeightCache:
+    """Autocast's cache of cast weights: cast once per autocast region, dropped when the region ends.
+
+    Which tensors are cached: `cached_cast` of `aten/src/ATen/autocast_mode.cpp`.
+    """
+
+    def __init__(self, on_cached: Callable[[torch.Tensor], None]) -> None:
+        self.held: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.on_cached = on_cached
+
+    def cast(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The tensor in `dtype`, from the cache where torch would take it from there."""
+        import torch
+
+        if not (
+            tensor.dtype == torch.float32
+            and tensor.requires_grad
+            and tensor.is_leaf
+            and not tensor._is_view()
+            and torch.is_autocast_cache_enabled()
+        ):
+            return tensor.to(dtype)
+        found = self.held.get(id(tensor))
+        if found is None:
+            found = self.held[id(tensor)] = (tensor, tensor.to(dtype))
+            self.on_cached(found[1])
+        return found[1]
+
+
+def register_autocast(
+    library: torch.library.Library,
+    policy: Policy,
+    composites: dict[str, Callable[..., Any]],
+    cache: WeightCache,
+) -> None:
+    """For each operator of the policy's lists: cast, then call the kernel that was there."""
+    import torch
+
+    lists = policy.autocast
+    castings: tuple[tuple[Sequence[str], Callable[[Any], Callable[..., Any]]], ...] = (
+        (lists.lower, functools.partial(_casting, functools.partial(_to_lower, cache))),
+        (lists.fp32, functools.partial(_casting, _to_fp32)),
+        (lists.fp32_result, _with_fp32_result),
+        (lists.promote, _promoting),
+    )
+    for names, wrap in castings:
+        for name in names:
+            before = composites.get(name)
+            if before is not None:
+                previous = _without_keyset(before)
+            else:
+                try:
+                    previous = torch.library.get_kernel(f"aten::{name}", KEY).call_boxed
+                except RuntimeError:
+                    continue  # an operator that this torch does not have
+            library.impl(name, wrap(previous), KEY, with_keyset=True, allow_override=True)
+
+
+def _without_keyset(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda keyset, *arguments, **keywords: kernel(*arguments, **keywords)
+
+
+def _on() -> bool:
+    import torch
+
+    return torch.is_autocast_enabled(SWITCH)
+
+
+@contextlib.contextmanager
+def _switched_off() -> Iterator[None]:
+    import torch
+
+    torch.set_autocast_enabled(SWITCH, False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(SWITCH, True)
+
+
+def _floats(value: Any) -> bool:
+    """Whether autocast may cast this argument (`is_autocast_eligible`)."""
+    import torch
+
+    return (
+        isinstance(value, torch.Tensor)
+        and value.device.type == "meta"
+        and value.is_floating_point()
+        and value.dtype != torch.float64
+    )
+
+
+def _to_lower(cache: WeightCache, value: Any) -> Any:
+    import torch
+
+    dtype = torch.get_autocast_dtype(SWITCH)
+    return cache.cast(value, dtype) if _floats(value) and value.dtype != dtype else value
+
+
+def _to_fp32(value: Any) -> Any:
+    import torch
+
+    return value.to(torch.float32) if _floats(value) and value.dtype != torch.float32 else value
+
+
+def _each(cast: Callable[[Any], Any], value: Any) -> Any:
+    return type(value)(cast(item) for item in value) if isinstance(value, (list, tuple)) else cast(value)
+
+
+def _casting(cast: Callable[[Any], Any], previous: Callable[..., Any]) -> Callable[..., Any]:
+    def kernel(keyset: Any, *arguments: Any, **keywords: Any) -> Any:
+        if not _on():
+            return previous(keyset, *arguments, **keywords)
+        # C++ evaluates the wrapper's arguments from right to left, and so do the births of the copies.
+        cast_arguments = [_each(cast, value) for value in reversed(arguments)][::-1]
+        cast_keywords = {name: _each(cast, value) for name, value in keywords.items()}
+        with _switched_off():
+            return previous(keyset, *cast_arguments, **cast_keywords)
+
+    return kernel
+
+
+def _with_fp32_result(previous: Callable[..., Any]) -> Callable[..., Any]:
+    import torch
+
+    halves = (torch.float16, torch.bfloat16)
+
+    def kernel(keyset: Any, x: Any, *arguments: Any, **keywords: Any) -> Any:
+        if not _on():
+            return previous(keyset, x, *arguments, **keywords)
+        given = keywords.get("dtype") is not None or any(isinstance(a, torch.dtype) for a in arguments)
+        if _floats(x) and x.dtype in halves and not given:
+            keywords["dtype"] = torch.float32
+        with _switched_off():
+            return previous(keyset, x, *arguments, **keywords)
+
+    return kernel
+
+
+def _promoting(previous: Callable[..., Any]) -> Callable[..., Any]:
+    import torch
+
+    def kernel(keyset: Any, *arguments: Any, **keywords: Any) -> Any:
+        if not _on():
+            return previous(keyset, *arguments, **keywords)
+        flat = [item for a in arguments for item in (a if isinstance(a, (list, tuple)) else (a,))]
+        dtypes = {item.dtype for item in flat if _floats(item)}
+        if len(dtypes) > 1 and torch.float32 in dtypes:
+            arguments = tuple(_each(_to_fp32, value) for value in arguments)
+        with _switched_off():
+            return previous(keyset, *arguments, **keywords)
+
+    return kernel

@@ -1,0 +1,65 @@
+"""Python functions that answer by a device's name, answered for the policy's device during a rehearsal.
+
+They are imported by name all over torch and transformers, also long before a rehearsal and also during one.
+So every loaded module's binding is replaced, and at the end every binding is put back, wherever it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from snugfit.rehearsal.autocast import SWITCH, WeightCache
+
+
+@contextlib.contextmanager
+def bindings(cache: WeightCache) -> Iterator[None]:
+    """Every loaded module's binding of the functions below replaced; all put back at the end."""
+    import torch
+    import torch.optim.optimizer
+    import torch.utils._foreach_utils as foreach
+    from transformers.utils import generic
+
+    maybe_autocast = generic.maybe_autocast
+    clear = torch.clear_autocast_cache
+    autocast_init = torch.autocast.__init__
+
+    def clear_both() -> None:
+        cache.held.clear()
+        clear()
+
+    def on_the_switch(self: Any, device_type: str, *arguments: Any, **keywords: Any) -> None:
+        name = SWITCH if device_type in ("meta", "cuda") else device_type
+        autocast_init(self, name, *arguments, **keywords)
+
+    def maybe_on_the_switch(device_type: str, *arguments: Any, **keywords: Any) -> Any:
+        return maybe_autocast(SWITCH if device_type == "meta" else device_type, *arguments, **keywords)
+
+    replaced: dict[Any, Any] = {
+        maybe_autocast: maybe_on_the_switch,
+        foreach._get_foreach_kernels_supported_devices: lambda: ["cuda", "xpu", "meta"],
+        foreach._get_fused_kernels_supported_devices: lambda: ["cuda", "xpu", "mps", "cpu", "meta"],
+    }
+    torch.clear_autocast_cache = clear_both
+    torch.autocast.__init__ = on_the_switch  # type: ignore[method-assign]
+    _rebind(replaced)
+    try:
+        yield
+    finally:
+        _rebind({new: old for old, new in replaced.items()})
+        torch.autocast.__init__ = autocast_init  # type: ignore[method-assign]
+        torch.clear_autocast_cache = clear
+
+
+def _rebind(replacements: dict[Any, Any]) -> None:
+    """In every loaded module, each name bound to a key of `replacements` is bound to its value."""
+    by_id = {id(old): new for old, new in replacements.items()}
+    for module in list(sys.modules.values()):
+        names = getattr(module, "__dict__", None)
+        if names is None:
+            continue
+        for name, value in list(names.items()):
+            if id(value) in by_id:
+                names[name] = by_id[id(value)]

@@ -1,0 +1,99 @@
+"""Composite operators whose C++ body asks the device: what they call on the policy's device.
+
+torch writes dropout, attention, softmax and rms_norm as compositions that look at their input's device and
+take a fused operator where there is one. On `meta` there is none. These kernels ask the policy instead, and
+call the operator that the device's build would call, so that it saves the same tensors for backward.
+Sources: `aten/src/ATen/native/{Dropout,SoftMax,layer_norm}.cpp` and `native/transformers/attention.cpp`,
+torch 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from snugfit.rehearsal import attention
+
+if TYPE_CHECKING:
+    import torch
+
+    from snugfit.rehearsal.policy import Policy
+
+
+def composites(policy: Policy, chosen: list[str]) -> dict[str, Callable[..., Any]]:
+    """Kernels by operator name; `chosen` collects the attention kernels that run."""
+    import torch
+
+    aten = torch.ops.aten
+
+    def scaled_dot_product_attention(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        grad = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
+        grouped = enable_gqa and query.size(-3) != key.size(-3)
+        choice = policy.choose_attention(query, key, value, attn_mask, dropout_p, grouped, grad)
+        chosen.append(choice)
+        return attention.run_chosen(
+            choice, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, grad
+        )
+
+    def dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+        if train and 0 < p < 1 and input.numel():
+            out: torch.Tensor = torch.native_dropout(input, p, train)[0]
+            return out
+        return input if p == 0 or not train or not input.numel() else input.mul(torch.zeros_like(input[:1]))
+
+    def softmax(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        if policy.softmax_saves_input and x.requires_grad and torch.is_grad_enabled():
+            x = _kept_for_backward(x)
+        if policy.softmax_widens and x.dtype == torch.float16 and dtype == torch.float32:
+            return aten._softmax(x, dim, True)  # type: ignore[no-any-return]
+        return aten._softmax(x if dtype is None else x.to(dtype), dim, False)  # type: ignore[no-any-return]
+
+    def log_softmax(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        if policy.softmax_widens and x.dtype == torch.float16 and dtype == torch.float32:
+            return aten._log_softmax(x, dim, True)  # type: ignore[no-any-return]
+        return aten._log_softmax(x if dtype is None else x.to(dtype), dim, False)  # type: ignore[no-any-return]
+
+    def rms_norm(
+        x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
+    ) -> torch.Tensor:
+        out: torch.Tensor = aten._fused_rms_norm(x, shape, weight, eps)[0]
+        return out
+
+    table: dict[str, Callable[..., Any]] = {
+        "scaled_dot_product_attention": scaled_dot_product_attention,
+        "softmax.int": softmax,
+        "log_softmax.int": log_softmax,
+    }
+    if policy.fuses_dropout:
+        table["dropout"] = dropout
+    if policy.fuses_rms_norm:
+        table["rms_norm"] = rms_norm
+    return table
+
+
+def _kept_for_backward(x: torch.Tensor) -> torch.Tensor:
+    """`x`, which stays alive until the backward pass has passed here."""
+    import torch
+
+    class _Keeps(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(value)
+            return value.view_as(value)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient
+
+    kept: torch.Tensor = _Keeps.apply(x)  # type: ignore[no-untyped-call]
+    return kept
