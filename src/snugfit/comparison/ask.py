@@ -104,6 +104,7 @@ def side_by_side(
     pool = ProcessPoolExecutor(min(workers, len(asked)), mp_context=context, initializer=_begin)
     try:
         yield from pool.map(function, asked)
+        pool.shutdown()  # a worker that is not waited for leaves its semaphores to be complained about
     except BrokenProcessPool:
         raise SnugfitError(
             "A process that predicted was killed, perhaps for lack of memory. Try with --workers 1."

@@ -90,8 +90,8 @@ def _perform(request: Mapping[str, Any], history: Path) -> Findings:
             _dump(index, history)
 
     stopwatch = Stopwatch(device, request["warmup"], after_step=after_step)
-    # A recorded history is compared event by event, so nothing of ours may stay on the device there.
-    step = open_step(job, setup, request["loop"], device, keep_losses=not records)
+    # Predictions are compared to the byte, so nothing of ours may stay on a GPU: kept losses would.
+    step = open_step(job, setup, request["loop"], device, keep_losses=device.type == "cpu")
     losses = step.run(request["warmup"] + request["steps"], stopwatch)
     seconds = stopwatch.seconds()
     found = _peaks()
