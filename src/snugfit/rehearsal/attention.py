@@ -140,11 +140,29 @@ def _efficient(
 def _math(
     q: Any, k: Any, v: Any, mask: Any, p: float, causal: bool, scale: Any, grouped: bool, grad: bool
 ) -> Any:
+    """`_scaled_dot_product_attention_math`, written out because torch's own adds the mask out of place while
+    a dispatch mode is active (`areAnyTensorSubclassLike`), one matrix of scores more than on a device."""
     import torch
 
-    operator = torch.ops.aten._scaled_dot_product_attention_math
-    bias = additive(mask, q.dtype)
-    return operator(q, k, v, bias, p, causal, scale=scale, enable_gqa=grouped)[0]
+    dtype = q.dtype
+    if str(dtype) in HALVES and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
+        q, k, v = (operand.to(torch.float32) for operand in (q, k, v))
+    root = (abs(scale) if scale is not None else float(q.size(-1)) ** -0.5) ** 0.5
+    q = q * (-root if scale is not None and scale < 0 else root)
+    if causal:
+        mask = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool, device=q.device).tril()
+    if grouped:
+        k, v = (each.repeat_interleave(q.size(-3) // each.size(-3), -3) for each in (k, v))
+    scores = torch.matmul(q, k.transpose(-2, -1) * root)
+    if mask is not None:
+        scores.add_(additive(mask, q.dtype))
+    scores = torch.ops.aten._safe_softmax(scores, -1)
+    if p > 0:
+        scores = torch.dropout(scores, p, True)
+    kept = scores.to(dtype)  # the second result, which C++ evaluates first
+    out = torch.matmul(scores, v).to(dtype)
+    del kept
+    return out
 
 
 _RUNNERS: dict[str, Callable[..., Any]] = {
@@ -157,12 +175,14 @@ _RUNNERS: dict[str, Callable[..., Any]] = {
 
 
 def additive(mask: Any, dtype: torch.dtype) -> Any:
-    """A boolean mask as one that is added, in the query's dtype: one new tensor, as on the device."""
+    """A boolean mask as one that is added, in the query's dtype, chosen between two scalars on the device
+    (`convert_boolean_attn_mask_`, `native/transformers/attention.cpp`)."""
     import torch
 
     if mask is None or mask.dtype != torch.bool:
         return mask
-    return torch.empty_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
+    hidden = torch.scalar_tensor(float("-inf"), dtype=dtype, device=mask.device)
+    return torch.where(mask, torch.scalar_tensor(0.0, dtype=dtype, device=mask.device), hidden)
 
 
 def _expanded(mask: Any, query: torch.Tensor, key: torch.Tensor) -> Any:

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from snugfit.rehearsal import attention, autocast_lists
-from snugfit.rehearsal.scratch import Scratch, cuda_scratch
+from snugfit.rehearsal.buffers import Scratch
+from snugfit.rehearsal.scratch import cuda_scratch, everywhere
 
 if TYPE_CHECKING:
     import torch
@@ -140,7 +141,7 @@ class CudaPolicy(Policy):
     def scratch(self, operator: str, overload: str, arguments: Sequence[Any], out: Any) -> Scratch:
         """Reductions, attention and embedding backward: see `scratch.py`."""
         sizes = (self.multiprocessors, self.threads_per_multiprocessor)
-        return cuda_scratch(operator, overload, arguments, out, sizes)
+        return cuda_scratch(operator, arguments, out, sizes)
 
     def workspaces(self, operator: str) -> tuple[tuple[str, int], ...]:
         """cuBLAS, and cuBLASLt for products with a bias."""
@@ -190,8 +191,8 @@ class CpuPolicy(Policy):
         return False
 
     def scratch(self, operator: str, overload: str, arguments: Sequence[Any], out: Any) -> Scratch:
-        """None is modelled."""
-        return ()
+        """What torch composes of other operators; buffers of the kernels themselves are not modelled."""
+        return everywhere(operator, arguments, out)
 
     def workspaces(self, operator: str) -> tuple[tuple[str, int], ...]:
         """None."""

@@ -25,6 +25,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from snugfit.rehearsal.accumulation import SoleOwner
+from snugfit.rehearsal.buffers import OUTPUTS, Scratch
 from snugfit.rehearsal.kernels import describe
 from snugfit.rehearsal.kinds import kinds
 from snugfit.rehearsal.memo import ShapeMemo
@@ -141,14 +142,11 @@ class Recorder(TorchDispatchMode):
             return args[0]
         out = self._memo.run(func, args, kwargs)
         operator = func._schema.name
-        self._born(operator, out)
+        scratch = self.policy.scratch(operator, func._schema.overload_name, args, out)
+        self._run(operator, out, scratch, self.policy.workspaces(operator))
         if operator in ("aten::any", "aten::isinf", "aten::isnan") and isinstance(out, torch.Tensor):
             self._any_results.add(id(out))
             weakref.finalize(out, self._any_results.discard, id(out)).atexit = False
-        scratch = self.policy.scratch(operator, func._schema.overload_name, args, out)
-        workspaces = self.policy.workspaces(operator)
-        if scratch or workspaces:
-            self._take(operator, scratch, workspaces)
         if self.current_step == self.steps - 1:
             kernel = describe(func, args, kwargs, out)
             if kernel is not None:
@@ -215,9 +213,10 @@ class Recorder(TorchDispatchMode):
 
         return dies
 
-    def _take(
-        self, operator: str, scratch: Iterable[tuple[str, int]], workspaces: Iterable[tuple[str, int]]
-    ) -> None:
+    def _run(self, operator: str, out: Any, scratch: Scratch, workspaces: Iterable[tuple[str, int]]) -> None:
+        """Everything a kernel allocates: its outputs, workspaces when it is its thread's first, scratch."""
+        if OUTPUTS not in scratch:
+            self._born(operator, out)
         thread = "backward" if self.current_phase == "backward" else "main"
         for name, nbytes in workspaces:
             if (name, thread) not in self._workspaces:
@@ -225,9 +224,11 @@ class Recorder(TorchDispatchMode):
                 self._birth(name, nbytes, Kind.WORKSPACES)
         held: dict[str, int] = {}
         for name, nbytes in scratch:
-            if nbytes > 0:
+            if (name, nbytes) == OUTPUTS:
+                self._born(operator, out)
+            elif nbytes > 0:
                 held[name] = self._birth(f"{operator}: {name}", nbytes, Kind.WORKSPACES)
-            else:
+            elif nbytes < 0:
                 self.events.append(-(held.pop(name) + 1))
 
     # ---- where: modules ----------------------------------------------------------------------------------

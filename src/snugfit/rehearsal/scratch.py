@@ -1,17 +1,23 @@
-"""What CUDA kernels allocate for themselves while they run: invisible to dispatch, visible to the allocator.
+"""What kernels allocate for themselves while they run: invisible to dispatch, visible to the allocator.
 
-Each rule gives the births and deaths in the recorded order, between the operator's own outputs and its end.
-They were read in torch's sources where a source says so, and laid beside allocator histories recorded on one
-H200 (sm_90, 132 multiprocessors, torch 2.11); what neither covers is left out and moves reserved bytes only.
+Each rule gives births and deaths in order, among the births of the operator's own outputs (`OUTPUTS`, first
+when a rule does not say where). They were read in torch's sources where a source says so, and laid beside
+allocator histories recorded on one H200 (sm_90, 132 multiprocessors, torch 2.11); what neither covers is left
+out and moves reserved bytes only.
 
+On every device, because dispatch sees one operator where torch composes several:
+- `_safe_softmax` asks which rows are all minus infinity (`native/transformers/attention.cpp`);
+- sums along a dimension in another dtype convert their operand first (`cum_ops`, `native/ReduceOps.cpp`);
+- embedding flattens its indices (`indexing.py`).
+
+On CUDA besides:
 - Sums over rows (gradients of biases and norms) split the reduction over thread blocks when it is long, and
-  then hold partial results and semaphores: `setReduceConfig` of `aten/src/ATen/native/cuda/Reduce.cuh`.
+  then hold partial results and semaphores: `setReduceConfig` of `native/cuda/Reduce.cuh`.
 - Softmax backward holds `grad * output`: `softmax_backward_cuda_out`, `native/cuda/SoftMax.cu`.
 - cuDNN and flash attention backward hold fp32 accumulators of the query's gradient and one fp32 row each;
   with grouped queries also the ungrouped gradients of key and value. Exact on three recorded shapes.
 - Efficient attention backward: a product and a row sum for delta, then its workspace. Exact at S = 512.
-- Embedding backward sorts its indices above 3072 of them: `EmbeddingBackwardKernel.cu`. The number of
-  distinct tokens depends on the data; here it is the expectation for uniform random ids (about 1 % off).
+- Indexing and embedding backward: `indexing.py`.
 """
 
 from __future__ import annotations
@@ -19,19 +25,32 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-Scratch = tuple[tuple[str, int], ...]
-"""Births (`name, bytes`) and deaths (`name, -bytes`), in order."""
-
-SORTED_ABOVE = 3072
-"""Indices above which embedding backward sorts instead of adding atomically (Embedding.cu)."""
+from snugfit.rehearsal import indexing
+from snugfit.rehearsal.buffers import OUTPUTS, Scratch, held
 
 
-def cuda_scratch(
-    operator: str, overload: str, arguments: Sequence[Any], out: Any, sizes: tuple[int, int]
-) -> Scratch:
+def everywhere(operator: str, arguments: Sequence[Any], out: Any) -> Scratch:
+    """The scratch of an operator that torch composes of others on every device."""
+    rule = _COMPOSED.get(operator)
+    return rule(arguments, out) if rule else ()
+
+
+def cuda_scratch(operator: str, arguments: Sequence[Any], out: Any, sizes: tuple[int, int]) -> Scratch:
     """The scratch of one kernel; `sizes` are the GPU's multiprocessors and threads per multiprocessor."""
-    rule = _RULES.get(operator)
-    return rule(arguments, out, sizes) if rule else ()
+    rule = _CUDA.get(operator)
+    return rule(arguments, out, sizes) if rule else everywhere(operator, arguments, out)
+
+
+def _safe_softmax(arguments: Sequence[Any], out: Any) -> Scratch:
+    rows = out.numel() // max(out.size(int(arguments[1])), 1)
+    temporaries = (("is -inf", out.numel()), ("all -inf", rows), ("zero", out.element_size()))
+    return (OUTPUTS, *held(temporaries))
+
+
+def _cumulative(arguments: Sequence[Any], out: Any) -> Scratch:
+    if arguments[0].dtype == out.dtype:
+        return ()
+    return (OUTPUTS, *held((("operand", out.numel() * out.element_size()),)))
 
 
 def _within(name: str, nbytes: int) -> Scratch:
@@ -143,17 +162,7 @@ def _efficient_backward(arguments: Sequence[Any], out: Any, sizes: tuple[int, in
     )
 
 
-def _embedding_backward(arguments: Sequence[Any], out: Any, sizes: tuple[int, int]) -> Scratch:
-    gradient, indices, rows = arguments[0], arguments[1], int(arguments[2])
-    count, width = indices.numel(), gradient.size(-1)
-    if count <= SORTED_ABOVE:
-        return ()
-    distinct = int(rows * (1 - (1 - 1 / rows) ** count))
-    segments = (distinct + -(-count // 10)) * -(-width // 32) * 32 * 4
-    return _within("sorted segments", segments + 4 * 8 * count + 8 * distinct)
-
-
-_RULES: dict[str, Callable[[Sequence[Any], Any, tuple[int, int]], Scratch]] = {
+_CUDA: dict[str, Callable[[Sequence[Any], Any, tuple[int, int]], Scratch]] = {
     "aten::sum": _sum,
     "aten::mean": _sum,
     "aten::_softmax_backward_data": _softmax_backward,
@@ -161,5 +170,13 @@ _RULES: dict[str, Callable[[Sequence[Any], Any, tuple[int, int]], Scratch]] = {
     "aten::_scaled_dot_product_cudnn_attention_backward": _fused_attention_backward,
     "aten::_scaled_dot_product_flash_attention_backward": _fused_attention_backward,
     "aten::_scaled_dot_product_efficient_attention_backward": _efficient_backward,
-    "aten::embedding_dense_backward": _embedding_backward,
+    "aten::index": indexing.index,
+    "aten::embedding_dense_backward": indexing.embedding_backward,
+}
+
+_COMPOSED: dict[str, Callable[[Sequence[Any], Any], Scratch]] = {
+    "aten::_safe_softmax": _safe_softmax,
+    "aten::cumsum": _cumulative,
+    "aten::cumprod": _cumulative,
+    "aten::embedding": indexing.embedding,
 }
