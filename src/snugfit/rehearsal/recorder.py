@@ -29,6 +29,7 @@ from snugfit.rehearsal.buffers import OUTPUTS, Scratch
 from snugfit.rehearsal.kernels import describe
 from snugfit.rehearsal.kinds import kinds
 from snugfit.rehearsal.memo import ShapeMemo
+from snugfit.rehearsal.score import Note
 from snugfit.rehearsal.tape import Block, Kernel, Mark, Tape
 from snugfit.step.footprint import Kind
 
@@ -48,6 +49,7 @@ class Recorder(TorchDispatchMode):
         self.events: list[int] = []
         self.marks: list[Mark] = [Mark(0, -1, "build")]
         self.kernels: list[Kernel] = []
+        self.notes: list[Note] = []
         self.syncs = 0
         self.current_phase, self.current_step = "build", -1
         self._living: dict[int, tuple[int, Any]] = {}  # storage's address -> block, weak reference
@@ -73,6 +75,7 @@ class Recorder(TorchDispatchMode):
 
     def step_ends(self, index: int) -> None:
         """Optimizer step `index` has ended."""
+        self._note_down("end")
 
     def phase(self, name: str) -> None:
         """Everything from here on belongs to this phase."""
@@ -150,6 +153,7 @@ class Recorder(TorchDispatchMode):
         if self.current_step == self.steps - 1:
             kernel = describe(func, args, kwargs, out)
             if kernel is not None:
+                self._note_down("kernel")
                 self.kernels.append(Kernel(operator, self._path(), self.current_phase, *kernel))
         return out
 
@@ -168,6 +172,10 @@ class Recorder(TorchDispatchMode):
     def _sync(self) -> None:
         if self.current_step == self.steps - 1:
             self.syncs += 1
+            self._note_down("wait")
+
+    def _note_down(self, what: str) -> None:
+        self.notes.append(Note(len(self.events), len(self.marks), what))
 
     # ---- births and deaths ---------------------------------------------------------------------------
 

@@ -16,7 +16,9 @@ from snugfit.step.step import open_step
 if TYPE_CHECKING:
     from snugfit.job.job import Job
     from snugfit.rehearsal.policy import Policy
+    from snugfit.rehearsal.score import Note
     from snugfit.rehearsal.tape import Tape
+    from snugfit.step.step import Step
     from snugfit.techniques.setup import Setup
 
 STEPS = 3
@@ -45,27 +47,32 @@ def rehearse(
     """
     import torch
 
-    from snugfit.rehearsal.overrides import in_force
-    from snugfit.rehearsal.recorder import Recorder
-
-    recorder = Recorder(policy, steps, padded=job.padding > 0 or always_mask)
     step = open_step(job, setup, loop, torch.device("meta"))
     step.keep_gradients, step.always_mask = keep_gradients, always_mask
     step.trainer_class = trainer_class
+    return rehearsed(step, policy, steps)[0]
+
+
+def rehearsed(step: Step, policy: Policy, steps: int) -> tuple[Tape, list[Note]]:
+    """The tape of a Step on `meta`, and where on it kernels run, the host waits and steps end."""
+    from snugfit.rehearsal.overrides import in_force
+    from snugfit.rehearsal.recorder import Recorder
+
+    recorder = Recorder(policy, steps, padded=step.job.padding > 0 or step.always_mask)
     with _without_collector(), contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         cached = stack.enter_context(in_force(policy, lambda tensor: recorder.claim(tensor, Kind.CACHES)))
-        if setup.optimizer.shapes:
-            stack.enter_context(call(setup.optimizer.shapes))
+        if step.setup.optimizer.shapes:
+            stack.enter_context(call(step.setup.optimizer.shapes))
         try:
             with recorder:
                 step.run(steps, recorder)
         except SnugfitError:
             raise
         except (NotImplementedError, RuntimeError, TypeError) as error:
-            raise RehearsalError(_explain(job, error)) from error
-        return recorder.tape(cached)
+            raise RehearsalError(_explain(step.job, error)) from error
+        return recorder.tape(cached), recorder.notes
 
 
 @contextlib.contextmanager
