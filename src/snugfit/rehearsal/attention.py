@@ -144,18 +144,19 @@ def _math(
     a dispatch mode is active (`areAnyTensorSubclassLike`), one matrix of scores more than on a device."""
     import torch
 
-    dtype = q.dtype
+    dtype, bias = q.dtype, additive(mask, q.dtype)
     if str(dtype) in HALVES and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
         q, k, v = (operand.to(torch.float32) for operand in (q, k, v))
     root = (abs(scale) if scale is not None else float(q.size(-1)) ** -0.5) ** 0.5
-    q = q * (-root if scale is not None and scale < 0 else root)
+    scaled = q * (-root if scale is not None and scale < 0 else root)
     if causal:
-        mask = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool, device=q.device).tril()
+        triangle = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool, device=q.device).tril()
+        bias = additive(triangle, q.dtype)
     if grouped:
         k, v = (each.repeat_interleave(q.size(-3) // each.size(-3), -3) for each in (k, v))
-    scores = torch.matmul(q, k.transpose(-2, -1) * root)
-    if mask is not None:
-        scores.add_(additive(mask, q.dtype))
+    scores = torch.matmul(scaled, k.transpose(-2, -1) * root)
+    if bias is not None:
+        scores.add_(bias)
     scores = torch.ops.aten._safe_softmax(scores, -1)
     if p > 0:
         scores = torch.dropout(scores, p, True)
