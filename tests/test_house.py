@@ -28,6 +28,7 @@ HEAVY_THEMSELVES = {
     "rehearsal/kernels.py",
     "rehearsal/memo.py",
     "rehearsal/recorder.py",
+    "rehearsal/shapes.py",
     "prediction/published_optimizer.py",
 }
 """Their classes derive from torch's, or they run at every operator of a rehearsal."""

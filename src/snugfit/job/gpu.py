@@ -128,10 +128,16 @@ class Gpu:
     """Taken by a process that has put one tiny tensor on it, with a current torch; measured, or None."""
 
     libraries_bytes: int | None
-    """Taken further while training loads its kernels and libraries; measured, or None."""
+    """Taken further once a forward pass has loaded its kernels and libraries; measured, or None."""
 
     context_source: str | None
-    """Where both were measured, and with which software."""
+    """Where these were measured, and with which software."""
+
+    backward_bytes: int | None = None
+    """Taken further by a backward pass, which runs in a thread of its own; measured, or None."""
+
+    cudnn_bytes: int | None = None
+    """Taken further where cuDNN runs (its attention, convolutions); measured, or None."""
 
     achieved: Mapping[str, Any] = field(default_factory=dict)
     """Rates that others measured, each with its source."""

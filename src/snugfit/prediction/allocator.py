@@ -12,7 +12,8 @@ A port of the decisions (not the code) of `c10/cuda/CUDACachingAllocator.cpp` an
    large one. An unsplit block is handed out whole, so `allocated` counts more than was requested.
 5. A freed block merges with free neighbours of its segment. Nothing goes back to the device by itself.
 6. With expandable segments a pool is one address range that grows by whole pages (2 MiB, 20 MiB) at its
-   end, and every block splits at 512 B.
+   end, and every block splits at 512 B. The block at the end of the range, which could still grow, is handed
+   out only when no other fits.
 
 Addresses matter only as an order. The device hands out segments at rising addresses here; the real one
 reuses ranges that were given back, which matters after a retry only.
@@ -119,7 +120,12 @@ class Allocator:
     def _fitting(self, size: int, small: bool) -> _Piece | None:
         pool = self._free[small]
         place = bisect.bisect_left(pool, (size,))
-        return pool.pop(place)[2] if place < len(pool) else None
+        if place == len(pool):
+            return None
+        end = self._range_end[small]
+        if self.expandable and pool[place][2] is end and place + 1 < len(pool):
+            place += 1
+        return pool.pop(place)[2]
 
     def _from_device(self, size: int, small: bool) -> _Piece | None:
         if self.expandable:

@@ -16,12 +16,13 @@ if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
     from snugfit.prediction.profile import Software
     from snugfit.rehearsal.policy import CudaPolicy
+    from snugfit.rehearsal.tape import Tape
 
 USUAL_CONTEXT = 600 * MIB
 """Context where none was measured: the figures in the GPU table for torch 2.x lie between 426 and 621 MiB."""
 
-USUAL_LIBRARIES = 138 * MIB
-"""Libraries and kernels loaded while training: H200, 20 runs of seven families, 130 to 146 MiB."""
+USUAL_LIBRARIES, USUAL_BACKWARD, USUAL_CUDNN = 63 * MIB, 64 * MIB, 16 * MIB
+"""What loading kernels and libraries adds, where it was not measured: an H200's figures."""
 
 THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536}
 """Resident threads of a multiprocessor where they are not 2048: CUDA C++ Programming Guide, table of
@@ -47,21 +48,33 @@ def policy_for(gpu: Gpu | None, software: Software) -> CudaPolicy:
     )
 
 
-def context_of(gpu: Gpu | None, software: Software) -> tuple[int, list[str]]:
+def context_of(gpu: Gpu | None, software: Software, tape: Tape) -> tuple[int, list[str]]:
     """NVML bytes besides what the allocator reserves, and doubts about them."""
     if software.context_bytes is not None:
         return software.context_bytes, []
-    if gpu is not None and gpu.context_bytes is not None:
-        libraries = gpu.libraries_bytes if gpu.libraries_bytes is not None else USUAL_LIBRARIES
-        doubts = [] if gpu.libraries_bytes is not None else [_about_context(gpu.name, "partly estimated")]
-        return gpu.context_bytes + libraries, doubts
+    context = gpu.context_bytes if gpu else None
+    parts = (
+        (context, USUAL_CONTEXT, True),
+        (gpu.libraries_bytes if gpu else None, USUAL_LIBRARIES, True),
+        (gpu.backward_bytes if gpu else None, USUAL_BACKWARD, _has_backward(tape)),
+        (gpu.cudnn_bytes if gpu else None, USUAL_CUDNN, _runs_cudnn(tape)),
+    )
+    total = sum(usual if known is None else known for known, usual, taken in parts if taken)
+    if context is not None:
+        return total, []
     name = gpu.name if gpu else "an unnamed GPU"
-    return USUAL_CONTEXT + USUAL_LIBRARIES, [_about_context(name, "estimated")]
+    return total, [
+        f"The CUDA context of {name} is estimated ({show_mib(total)} MiB with its libraries, give or take "
+        "200); no reading is known."
+    ]
 
 
-def _about_context(name: str, how: str) -> str:
-    usual = show_mib(USUAL_CONTEXT + USUAL_LIBRARIES)
-    return f"The CUDA context of {name} is {how} (about {usual} MiB, give or take 200); no reading is known."
+def _has_backward(tape: Tape) -> bool:
+    return any(mark.phase == "backward" for mark in tape.marks)
+
+
+def _runs_cudnn(tape: Tape) -> bool:
+    return "cudnn" in tape.attention or any("convolution" in kernel.operator for kernel in tape.kernels)
 
 
 def doubts_about(gpu: Gpu | None) -> list[str]:

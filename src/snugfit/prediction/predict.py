@@ -53,7 +53,7 @@ def predict(
         trainer_class=trainer_class,
     )
     after = replay(tape, expandable=setup.expandable_segments)
-    context, about_context = context_of(gpu, profile)
+    context, about_context = context_of(gpu, profile, tape)
     _, peak = tape.peak()
     footprint = Footprint(
         requested_bytes=after.requested_peak,
@@ -61,7 +61,7 @@ def predict(
         reserved_bytes=after.reserved_peak,
         nvml_bytes=context + after.reserved_peak,
         context_bytes=context,
-        host_bytes=host_bytes(job, setup, tape),
+        host_bytes=host_bytes(job, setup, tape, loop),
         at=_moment(tape, peak),
         kinds=by_kind(tape, peak),
     )

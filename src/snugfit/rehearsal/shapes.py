@@ -1,0 +1,46 @@
+"""Shape functions of our own, where torch's differ between builds or refuse what a GPU takes.
+
+torch's shape function of grouped matrix products pads the result's rows in a CUDA build only, and in 2.11
+refuses dtypes that CUDA's fallback takes. A rehearsal must give the same on every build.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def grouped_mm(
+    first: torch.Tensor,
+    second: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """The result of `_grouped_mm`: rows padded to 16 bytes, as
+    `create_grouped_gemm_output_tensor` (`native/GroupedMMUtils.h`) makes it.
+
+    `first` is (M, K) or (G, M, K), `second` (K, N) or (G, K, N); G groups are G ends in `offs` where one of
+    them has no group dimension.
+    """
+    dtype = out_dtype or first.dtype
+    columns = second.size(-1)
+    if first.dim() == second.dim():
+        groups = first.size(0) if first.dim() == 3 else _groups(offs)
+        shape = [groups, first.size(-2), columns]
+    else:
+        shape = [first.size(-2), columns]
+    align = 16 // dtype.itemsize
+    padded = -(-columns // align) * align
+    stride = [padded, 1] if len(shape) == 2 else [shape[1] * padded, padded, 1]
+    return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+
+
+def _groups(offs: torch.Tensor | None) -> int:
+    return offs.size(0) if offs is not None else 1
+
+
+OWN: dict[Any, Callable[..., Any]] = {torch.ops.aten._grouped_mm.default: grouped_mm}
+"""Operators whose shapes are worked out here."""
