@@ -8,6 +8,8 @@ out and moves reserved bytes only.
 On every device, because dispatch sees one operator where torch composes several:
 - `_safe_softmax` asks which rows are all minus infinity (`native/transformers/attention.cpp`);
 - sums along a dimension in another dtype convert their operand first (`cum_ops`, `native/ReduceOps.cpp`);
+- layer norm and its backward work on a contiguous copy of an input that is none (`expect_contiguous`,
+  `native/layer_norm.cpp` and `native/cuda/layer_norm_kernel.cu`);
 - embedding flattens its indices (`indexing.py`).
 
 On CUDA besides:
@@ -51,6 +53,20 @@ def _cumulative(arguments: Sequence[Any], out: Any) -> Scratch:
     if arguments[0].dtype == out.dtype:
         return ()
     return (OUTPUTS, *held((("operand", out.numel() * out.element_size()),)))
+
+
+def _layer_norm(arguments: Sequence[Any], out: Any) -> Scratch:
+    return _contiguous(arguments[0])
+
+
+def _layer_norm_backward(arguments: Sequence[Any], out: Any) -> Scratch:
+    return _contiguous(arguments[1])
+
+
+def _contiguous(operand: Any) -> Scratch:
+    if operand.is_contiguous():
+        return ()
+    return held((("contiguous input", operand.numel() * operand.element_size()),), (OUTPUTS,))
 
 
 def _within(name: str, nbytes: int) -> Scratch:
@@ -178,5 +194,7 @@ _COMPOSED: dict[str, Callable[[Sequence[Any], Any], Scratch]] = {
     "aten::_safe_softmax": _safe_softmax,
     "aten::cumsum": _cumulative,
     "aten::cumprod": _cumulative,
+    "aten::native_layer_norm": _layer_norm,
+    "aten::native_layer_norm_backward": _layer_norm_backward,
     "aten::embedding": indexing.embedding,
 }
