@@ -5,10 +5,14 @@ from __future__ import annotations
 import contextlib
 import gc
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RehearsalError, SnugfitError
+from snugfit.rehearsal.repeat import MICRO_BATCHES, repeated
+from snugfit.rehearsal.repeat import STEPS as STEPS_OF_A_CYCLE
+from snugfit.rehearsal.score import Score
 from snugfit.step.footprint import Kind
 from snugfit.step.install import call
 from snugfit.step.step import open_step
@@ -47,10 +51,30 @@ def rehearse(
     """
     import torch
 
-    step = open_step(job, setup, loop, torch.device("meta"))
-    step.keep_gradients, step.always_mask = keep_gradients, always_mask
-    step.trainer_class = trainer_class
-    return rehearsed(step, policy, steps)[0]
+    def opened(job: Job, setup: Setup) -> Step:
+        step = open_step(job, setup, loop, torch.device("meta"))
+        step.keep_gradients, step.always_mask = keep_gradients, always_mask
+        step.trainer_class = trainer_class
+        return step
+
+    if loop == "plain" and job.model.module is None and setup.micro_batches > MICRO_BATCHES:
+        short = _shortened(job, setup, steps, opened, policy)
+        if short is not None:
+            return short
+    return rehearsed(opened(job, setup), policy, steps)[0]
+
+
+def _shortened(
+    job: Job, setup: Setup, steps: int, opened: Callable[[Job, Setup], Step], policy: Policy
+) -> Tape | None:
+    """The same tape from fewer micro-batches and steps, of which the steady ones are written again; None
+    when they are not steady. (With few micro-batches a third step costs no more than writing it again.)"""
+    pieces = setup.micro_batches
+    short_job = replace(job, batch_size=job.batch_size // pieces * MICRO_BATCHES)
+    short_setup = replace(setup, micro_batches=MICRO_BATCHES)
+    tape, notes = rehearsed(opened(short_job, short_setup), policy, min(steps, STEPS_OF_A_CYCLE))
+    score = repeated(Score.of(tape, notes), steps=steps, micro_batches=pieces)
+    return score.tape() if score is not None else None
 
 
 def rehearsed(step: Step, policy: Policy, steps: int) -> tuple[Tape, list[Note]]:
@@ -70,7 +94,7 @@ def rehearsed(step: Step, policy: Policy, steps: int) -> tuple[Tape, list[Note]]
                 step.run(steps, recorder)
         except SnugfitError:
             raise
-        except (NotImplementedError, RuntimeError, TypeError) as error:
+        except Exception as error:  # whatever a model's own code raises on shapes alone
             raise RehearsalError(_explain(step.job, error)) from error
         return recorder.tape(cached), recorder.notes
 
@@ -91,6 +115,6 @@ def _without_collector() -> Iterator[None]:
 def _explain(job: Job, error: Exception) -> str:
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return (
-        f"{job.model} could not be rehearsed: {first} ({type(error).__name__}). A step whose shapes depend "
+        f"{job.model.name} could not be rehearsed: {first} ({type(error).__name__}). A step whose shapes depend "
         "on its data, or that needs a library's compiled code, has no tape; measure it instead."
     )

@@ -87,7 +87,7 @@ Move = Birth | Death | Entry | Run | Wait | End
 
 @functools.cache
 def folded(module: str) -> str:
-    """A dotted name with its layers' numbers left open: `encoder.layer.3.output`, `encoder.layer.*.output`."""
+    """A dotted name with its layers' numbers left open: `encoder.layer.*.output`."""
     return NUMBER.sub("*", module)
 
 

@@ -1,0 +1,99 @@
+"""What repeats is rehearsed once and written again: steps after the second, micro-batches after the second.
+
+A step that begins and ends with the same living blocks leaves the device as it found it, and the loop's next
+step asks the same of it. So two steps are rehearsed: states are born at the end of the first, and when the
+second ends with what it began with, a third is the second again. Likewise with micro-batches: the first
+gives birth to the gradients, the last one's batch dies with it, and of those between them each is like the
+next, so three are rehearsed for any larger number.
+
+That the living are the same is checked on every score (by size, operator, module and phase). Where they are
+not, or where it cannot be known that the code keeps no count of its own, nothing is repeated and the run is
+rehearsed whole.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from snugfit.rehearsal.score import Birth, Death, End, Entry, Move, Score
+
+STEPS = 2
+"""Steps that are rehearsed when more are asked for."""
+
+MICRO_BATCHES = 3
+"""Micro-batches that are rehearsed when more are asked for."""
+
+
+def repeated(score: Score, *, steps: int, micro_batches: int) -> Score | None:
+    """The score of `steps` steps of `micro_batches` pieces, from one of `STEPS` steps and at most
+    `MICRO_BATCHES` pieces; None when that is no steady state."""
+    build, rounds, rest = _cut(score.moves)
+    if len(rounds) != min(steps, STEPS):
+        return None
+    living = Counter[Birth]()
+    count(living, build)
+    after = []
+    wide: list[list[Move]] = []
+    for moves in rounds:
+        widened = _widened(moves, living.copy(), micro_batches)
+        if widened is None:
+            return None
+        wide.append(widened)
+        count(living, moves)
+        after.append(living.copy())
+    if steps > STEPS and after[-1] != after[-2]:
+        return None
+    found = [*build]
+    for index in range(steps):
+        found += [_in_step(move, index) for move in wide[min(index, STEPS - 1)]]
+    return replace(score, moves=(*found, *rest))
+
+
+def count(living: Counter[Birth], moves: Sequence[Move]) -> None:
+    """Counts the living through these moves, in place."""
+    for move in moves:
+        if isinstance(move, Birth):
+            living[move.alike] += bool(move.nbytes)
+        elif isinstance(move, Death):
+            living[move.alike] -= 1
+
+
+def _cut(moves: Sequence[Move]) -> tuple[Sequence[Move], list[Sequence[Move]], Sequence[Move]]:
+    """The build, each step from its first mark to its end, and what comes after the last."""
+    first = next((place for place, move in enumerate(moves) if isinstance(move, Entry) and move.step == 0), 0)
+    rounds, start = [], first
+    for place, move in enumerate(moves):
+        if isinstance(move, End):
+            rounds.append(moves[start : place + 1])
+            start = place + 1
+    return moves[:first], rounds, moves[start:]
+
+
+def pieces_of(moves: Sequence[Move]) -> list[int]:
+    """Where in a step each micro-batch begins: at the loading that goes before a forward pass."""
+    entries = [(place, move.phase) for place, move in enumerate(moves) if isinstance(move, Entry)]
+    return [before[0] for before, after in pairwise(entries) if (before[1], after[1]) == ("load", "forward")]
+
+
+def _widened(moves: Sequence[Move], living: Counter[Birth], micro_batches: int) -> list[Move] | None:
+    """A step's moves with its second micro-batch repeated; None when that one is not steady."""
+    starts = pieces_of(moves)
+    if len(starts) == micro_batches:
+        return list(moves)
+    if len(starts) != MICRO_BATCHES or micro_batches < MICRO_BATCHES:
+        return None
+    _, second, third = starts
+    count(living, moves[:second])
+    before = living.copy()
+    count(living, moves[second:third])
+    if living != before:
+        return None
+    middle = list(moves[second:third])
+    return [*moves[:third], *middle * (micro_batches - MICRO_BATCHES), *moves[third:]]
+
+
+def _in_step(move: Move, step: int) -> Move:
+    return move._replace(step=step) if isinstance(move, Entry) else move
