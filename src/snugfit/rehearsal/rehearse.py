@@ -115,6 +115,6 @@ def _without_collector() -> Iterator[None]:
 def _explain(job: Job, error: Exception) -> str:
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return (
-        f"{job.model.name} could not be rehearsed: {first} ({type(error).__name__}). A step whose shapes depend "
-        "on its data, or that needs a library's compiled code, has no tape; measure it instead."
+        f"{job.model.name} could not be rehearsed: {first} ({type(error).__name__}). A step whose shapes "
+        "depend on its data, or that needs a library's compiled code, has no tape; measure it instead."
     )
