@@ -9,13 +9,16 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from snugfit.rehearsal.autocast import SWITCH, WeightCache
 
+if TYPE_CHECKING:
+    from snugfit.rehearsal.policy import Policy
+
 
 @contextlib.contextmanager
-def bindings(cache: WeightCache) -> Iterator[None]:
+def bindings(policy: Policy, cache: WeightCache) -> Iterator[None]:
     """Every loaded module's binding of the functions below replaced; all put back at the end."""
     import torch
     import torch.optim.optimizer
@@ -42,6 +45,10 @@ def bindings(cache: WeightCache) -> Iterator[None]:
         foreach._get_foreach_kernels_supported_devices: lambda: ["cuda", "xpu", "meta"],
         foreach._get_fused_kernels_supported_devices: lambda: ["cuda", "xpu", "mps", "cpu", "meta"],
     }
+    from transformers.integrations import moe
+
+    if hasattr(moe, "_can_use_grouped_mm"):  # else this transformers asks another way, or has no such path
+        replaced[moe._can_use_grouped_mm] = lambda *operands: policy.groups_products
     torch.clear_autocast_cache = clear_both
     torch.autocast.__init__ = on_the_switch  # type: ignore[method-assign]
     _rebind(replaced)

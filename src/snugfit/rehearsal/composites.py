@@ -66,8 +66,10 @@ def composites(policy: Policy, chosen: list[str]) -> dict[str, Callable[..., Any
     def rms_norm(
         x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
     ) -> torch.Tensor:
-        out: torch.Tensor = aten._fused_rms_norm(x, shape, weight, eps)[0]
-        return out
+        if weight is not None and weight.dtype != x.dtype:  # then CUDA composes it too
+            composed: torch.Tensor = aten._fused_rms_norm(x, shape, weight, eps)[0]
+            return composed
+        return _fused_rms_norm(x, list(shape), weight, eps)
 
     table: dict[str, Callable[..., Any]] = {
         "scaled_dot_product_attention": scaled_dot_product_attention,
@@ -97,3 +99,31 @@ def _kept_for_backward(x: torch.Tensor) -> torch.Tensor:
 
     kept: torch.Tensor = _Keeps.apply(x)  # type: ignore[no-untyped-call]
     return kept
+
+
+def _fused_rms_norm(
+    x: torch.Tensor, shape: list[int], weight: torch.Tensor | None, eps: float | None
+) -> torch.Tensor:
+    """CUDA's kernels for it and for its backward pass, which keep one number a row. For `meta`, torch would
+    compose both of other operators; below autograd they reach the recorder, whose shapes are our own."""
+    import torch
+
+    aten = torch.ops.aten
+
+    class _Fused(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+            with torch._C._AutoDispatchBelowAutograd():
+                out, rstd = aten._fused_rms_norm(x, shape, weight, eps)
+            ctx.save_for_backward(x, weight, rstd)
+            return out  # type: ignore[no-any-return]
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+            x, weight, rstd = ctx.saved_tensors
+            wanted = list(ctx.needs_input_grad)
+            with torch._C._AutoDispatchBelowAutograd():
+                return aten._fused_rms_norm_backward(gradient, x, shape, rstd, weight, wanted)  # type: ignore[no-any-return]
+
+    normed: torch.Tensor = _Fused.apply(x, weight)  # type: ignore[no-untyped-call]
+    return normed

@@ -53,7 +53,7 @@ def in_force(
             for name, kernel in kernels.items():
                 library.impl(name, kernel, KEY)
             register_autocast(library, policy, kernels, cache)
-        undo.enter_context(bindings(cache))
+        undo.enter_context(bindings(policy, cache))
         _probe(policy)
         chosen.clear()
         yield chosen

@@ -63,6 +63,11 @@ class Policy(ABC):
     def fuses_rms_norm(self) -> bool:
         """Whether `rms_norm` is one kernel."""
 
+    @property
+    @abstractmethod
+    def groups_products(self) -> bool:
+        """Whether products of experts go through `grouped_mm`."""
+
     @abstractmethod
     def scratch(self, operator: str, overload: str, arguments: Sequence[Any], out: Any) -> Scratch:
         """What the kernel of this operator allocates for itself while it runs."""
@@ -138,6 +143,11 @@ class CudaPolicy(Policy):
         """Yes: `_fused_rms_norm`."""
         return True
 
+    @property
+    def groups_products(self) -> bool:
+        """From Ampere on: `_can_use_grouped_mm`, transformers' `integrations/moe.py`."""
+        return self.capability >= (8, 0)
+
     def scratch(self, operator: str, overload: str, arguments: Sequence[Any], out: Any) -> Scratch:
         """Reductions, attention and embedding backward: see `scratch.py`."""
         sizes = (self.multiprocessors, self.threads_per_multiprocessor)
@@ -190,6 +200,11 @@ class CpuPolicy(Policy):
         """No."""
         return False
 
+    @property
+    def groups_products(self) -> bool:
+        """Yes, in torch 2.11 and later."""
+        return True
+
     def scratch(self, operator: str, overload: str, arguments: Sequence[Any], out: Any) -> Scratch:
         """What torch composes of other operators; buffers of the kernels themselves are not modelled."""
         return everywhere(operator, arguments, out)
@@ -199,7 +214,9 @@ class CpuPolicy(Policy):
         return ()
 
 
-_GEMMS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::addmv", "aten::mv"})
+_GEMMS = frozenset(
+    {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::addmv", "aten::mv", "aten::_grouped_mm"}
+)
 
 
 def _mask_first(outputs: Sequence[Any]) -> Sequence[Any]:

@@ -2,11 +2,14 @@
 
 torch's shape function of grouped matrix products pads the result's rows in a CUDA build only, and in 2.11
 refuses dtypes that CUDA's fallback takes. A rehearsal must give the same on every build.
+
+RMS norm is one kernel on CUDA (`_fused_rms_norm_cuda`, `native/cuda/layer_norm_kernel.cu`) and has no shape
+function, because torch would compose it elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -42,5 +45,31 @@ def _groups(offs: torch.Tensor | None) -> int:
     return offs.size(0) if offs is not None else 1
 
 
-OWN: dict[Any, Callable[..., Any]] = {torch.ops.aten._grouped_mm.default: grouped_mm}
+def fused_rms_norm(
+    x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None, eps: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result, and one number a row for backward (fp32 for half precision)."""
+    rows = [*x.shape[: x.dim() - len(shape)], *(1 for _ in shape)]
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return torch.empty_like(x, memory_format=torch.contiguous_format), x.new_empty(rows, dtype=wide)
+
+
+def fused_rms_norm_backward(
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    shape: Sequence[int],
+    rstd: torch.Tensor,
+    weight: torch.Tensor | None,
+    wanted: Sequence[bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Gradients of input and weight, those that are wanted."""
+    of_x = torch.empty_like(x, memory_format=torch.contiguous_format) if wanted[0] else None
+    return of_x, torch.empty_like(weight) if wanted[1] and weight is not None else None
+
+
+OWN: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten._grouped_mm.default: grouped_mm,
+    torch.ops.aten._fused_rms_norm.default: fused_rms_norm,
+    torch.ops.aten._fused_rms_norm_backward.default: fused_rms_norm_backward,
+}
 """Operators whose shapes are worked out here."""

@@ -2,6 +2,9 @@
 
 A rehearsal needs no workers and no pinned memory: its batches never travel. Everything else goes through the
 loader that the Setup wishes.
+
+Pictures and sound are fp32. A model whose weights are of another dtype takes them only in that dtype when no
+autocast casts them, so each sample is cast on the host, as users do who train in bfloat16 throughout.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any, cast
 
-from snugfit.job.batch import SyntheticDataset
+from snugfit.job.batch import Batch, SyntheticDataset
 
 if TYPE_CHECKING:
     import torch
@@ -26,13 +29,39 @@ def dataset_size(job: Job, device: torch.device, steps: int = 1) -> int:
     return job.batch_size * steps if device.type == "meta" else max(SAMPLES, job.batch_size * steps)
 
 
+class _Cast(SyntheticDataset):
+    """The samples with their floating-point inputs in the weights' dtype; labels stay as they are."""
+
+    def __init__(self, job: Job, dtype: str, samples: int) -> None:
+        super().__init__(job, samples)
+        self.dtype = dtype
+
+    def __getitem__(self, index: int) -> Batch:
+        import torch
+
+        sample = super().__getitem__(index)
+        return {
+            name: value.to(getattr(torch, self.dtype))
+            if name != "labels" and torch.is_floating_point(value)
+            else value
+            for name, value in sample.items()
+        }
+
+
+def dataset(job: Job, setup: Setup, samples: int) -> SyntheticDataset:
+    """Synthetic samples as the model of this Setup takes them. A user's own example is left as it is."""
+    if setup.autocast is None and setup.weights_dtype != "float32" and job.model.module is None:
+        return _Cast(job, setup.weights_dtype, samples)
+    return SyntheticDataset(job, samples)
+
+
 def loader(job: Job, setup: Setup, device: torch.device) -> torch.utils.data.DataLoader[Any]:
     """A DataLoader of host micro-batches, over at least one global batch of synthetic samples."""
     import torch
 
     rehearsed = device.type == "meta"
     made: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
-        cast("torch.utils.data.Dataset[Any]", SyntheticDataset(job, samples=dataset_size(job, device))),
+        cast("torch.utils.data.Dataset[Any]", dataset(job, setup, dataset_size(job, device))),
         batch_size=job.batch_size // setup.micro_batches,
         drop_last=True,
         num_workers=0 if rehearsed else setup.loader.workers,

@@ -14,8 +14,7 @@ import tempfile
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import UsageError
-from snugfit.job.batch import SyntheticDataset
-from snugfit.step.batches import dataset_size
+from snugfit.step.batches import dataset, dataset_size
 from snugfit.step.install import build_model, build_optimizer, matmul_precision
 from snugfit.step.placement import placed_on, settle
 from snugfit.step.step import Step
@@ -53,7 +52,7 @@ class TrainerStep(Step):
         trainer = trainer_class(
             model=model,
             args=_arguments(self.device)(**self._training_arguments(folder, steps)),
-            train_dataset=SyntheticDataset(self.job, samples=dataset_size(self.job, self.device, steps)),
+            train_dataset=dataset(self.job, self.setup, dataset_size(self.job, self.device, steps)),
             optimizers=(optimizer, None),
             data_collator=transformers.default_data_collator,
             callbacks=[_callback(observer)],

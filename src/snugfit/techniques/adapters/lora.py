@@ -38,6 +38,9 @@ _PEFT_TASKS = {
 }
 """peft's task type by the end of a transformers class name; the type says which head trains whole."""
 
+_TOKEN_HEADS = ("classifier", "score")
+"""What peft trains whole in token classifiers; `all-linear` would adapt it too, and peft refuses both."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Lora(Technique):
@@ -77,10 +80,15 @@ def adapt(model: torch.nn.Module, *, r: int, targets: Sequence[str]) -> torch.nn
         from peft import LoraConfig, get_peft_model
 
     name = type(model).__name__
+    task = next((task for end, task in _PEFT_TASKS.items() if name.endswith(end)), None)
+    if getattr(model, "main_input_name", "input_ids") != "input_ids":
+        task = None  # peft's wrapper for seq2seq passes input_ids, which Whisper's decoder then gets twice
+    everywhere = list(targets) == ["all-linear"]
     config = LoraConfig(
         r=r,
-        target_modules="all-linear" if list(targets) == ["all-linear"] else list(targets) or None,
-        task_type=next((task for end, task in _PEFT_TASKS.items() if name.endswith(end)), None),
+        target_modules="all-linear" if everywhere else list(targets) or None,
+        exclude_modules=list(_TOKEN_HEADS) if everywhere and task == "TOKEN_CLS" else None,
+        task_type=task,
         modules_to_save=["classifier"] if name.endswith("ForImageClassification") else None,
     )
     try:

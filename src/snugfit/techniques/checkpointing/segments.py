@@ -7,12 +7,22 @@ keep far more inside than their output, so every_layer often takes less; both co
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from snugfit.techniques.setting import between
 from snugfit.techniques.setup import CheckpointWish, Setup
 from snugfit.techniques.technique import Fidelity, Technique
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+    from snugfit.techniques.recipe import Recipe
+
+HANDING_ON = frozenset(
+    {"t5", "mt5", "longt5", "switch_transformers", "udop", "pop2piano", "pix2struct", "wavlm"}
+)
+"""Architectures whose first layer computes the position bias and hands it on beside the hidden state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,3 +39,11 @@ class Segments(Technique):
     def install(self, setup: Setup) -> Setup:
         """Spans by number."""
         return replace(setup, checkpoint=CheckpointWish(layers_per_span=0, spans=self.k))
+
+    def objections(self, job: Job, recipe: Recipe) -> Iterator[str]:
+        """A segment's layers are called together, so each may hand on its hidden state and nothing else."""
+        if job.trains and job.model.architecture in HANDING_ON:
+            yield (
+                f"the layers of {job.model.architecture} hand a position bias on from one to the next, and "
+                "cannot be computed again together. Try 'every_layer' or 'every_nth_layer(2)'."
+            )
