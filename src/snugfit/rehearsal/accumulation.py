@@ -1,15 +1,22 @@
-"""When does the autograd engine add two gradients in place?
+"""When does the backward pass write into a tensor that it holds, where a dispatch mode sees a new one?
 
 Where several uses of a tensor send gradients back, the engine sums them as they arrive. It adds into the
 first one when nobody else holds it (`can_accumulate_inplace`, `torch/csrc/autograd/input_buffer.cpp`: the
 tensor's and its storage's use counts are 1, layout dense), but never while a dispatch mode is active. Under
 the recorder the same addition arrives as `aten::add.Tensor`, with the engine's references plus those that
 the way through Python adds. How many these are depends on the torch release, so they are counted once, in a
-graph whose answer is known.
+graph whose answer is known. A tensor that Python code holds (a backward written in Python) has more.
+
+Derivatives that scatter a gradient into zeros do so in place likewise, and out of place under a dispatch
+mode (`areAnyTensorSubclassLike`): `index_backward` and `gather_backward`
+(`torch/csrc/autograd/FunctionsManual.cpp`) and those of max, topk and sort
+(`value_selecting_reduction_backward`, `native/ReduceOps.cpp`).
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,71 +24,90 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from snugfit.errors import RehearsalError
 
+Uses = tuple[int, int, int]
+"""How many hold a tensor, its storage, and its Python object."""
+
+aten = torch.ops.aten
+
+SCATTERS: dict[Any, Callable[[torch.Tensor], torch.Tensor]] = {
+    aten.index_put.default: lambda x: x[torch.zeros(2, dtype=torch.long, device="meta")],
+    aten.scatter_add.default: lambda x: x.gather(0, torch.zeros(2, 4, dtype=torch.long, device="meta")),
+    aten.scatter.src: lambda x: x.max(-1)[0],
+}
+"""Operators that a derivative runs in place on zeros of its own, and what has such a derivative."""
+
 
 class SoleOwner:
-    """Tells additions that the engine would do in place from those that make a new tensor."""
+    """Tells which operators of a backward pass write into their first operand and make nothing new."""
 
     def __init__(self) -> None:
-        self.tensor_uses, self.storage_uses = _counted()
+        self._most = {aten.add.Tensor: _counted_additions()}
+        for operator, example in SCATTERS.items():
+            seen = _seen(operator, example)
+            if len(seen) == 1:
+                self._most[operator] = seen[0]
 
-    def may_add_in_place(self, arguments: tuple[Any, ...]) -> bool:
-        """Whether the engine, without a dispatch mode, would add the second operand into the first."""
-        if torch.is_grad_enabled() or len(arguments) != 2:
+    def writes_in_place(self, func: Any, arguments: tuple[Any, ...]) -> bool:
+        """Whether this operator of a backward pass, without a dispatch mode, would be done in place."""
+        most = self._most.get(func)
+        if most is None or torch.is_grad_enabled() or arguments[0].device.type != "meta":
             return False
-        held, other = arguments
-        return (
-            isinstance(other, torch.Tensor)
-            and held.device.type == "meta"
-            and held.shape == other.shape
-            and held.dtype == other.dtype
-            and held._use_count() <= self.tensor_uses
-            and _storage_uses(held) <= self.storage_uses
-            and torch._prims_common.is_non_overlapping_and_dense_or_false(held)
-        )
+        if any(uses > limit for uses, limit in zip(_uses(arguments), most, strict=True)):
+            return False
+        return func is not aten.add.Tensor or (len(arguments) == 2 and _may_be_added(*arguments))
 
 
-def _storage_uses(tensor: torch.Tensor) -> int:
-    uses: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return uses
+def _may_be_added(held: torch.Tensor, other: Any) -> bool:
+    return (
+        isinstance(other, torch.Tensor)
+        and held.shape == other.shape
+        and held.dtype == other.dtype
+        and torch._prims_common.is_non_overlapping_and_dense_or_false(held)
+    )
+
+
+def _uses(arguments: tuple[Any, ...]) -> Uses:
+    held = arguments[0]
+    storage = torch._C._storage_Use_Count(held.untyped_storage()._cdata)
+    return held._use_count(), storage, sys.getrefcount(held)
 
 
 class _Counter(TorchDispatchMode):
-    """Notes the use counts of each addition's first operand during a backward pass."""
+    """Notes who holds the first operand of an operator during a backward pass."""
 
-    def __init__(self) -> None:
+    def __init__(self, operator: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.counts: list[tuple[int, int]] = []
+        self.operator = operator
+        self.seen: list[Uses] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is self.operator and not torch.is_grad_enabled():
+            self.seen.append(_uses(args))
         out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.add.Tensor and not torch.is_grad_enabled():
-            self.counts.append((args[0]._use_count(), _storage_uses(args[0])))
-        elif isinstance(out, torch.Tensor):
+        if isinstance(out, torch.Tensor):
             out.untyped_storage()  # as the recorder does, which gives the storage its Python object
         return out
 
 
-def _counted() -> tuple[int, int]:
-    """Use counts of a gradient that the engine alone holds, seen through a dispatch mode.
+def _seen(operator: Any, example: Callable[[torch.Tensor], torch.Tensor]) -> list[Uses]:
+    x = torch.empty(4, 4, device="meta", requires_grad=True)
+    counter = _Counter(operator)
+    with torch.enable_grad(), counter:
+        example(x * 1.0).sum().backward()
+    return counter.seen
+
+
+def _counted_additions() -> Uses:
+    """Who holds a gradient that is the engine's alone, seen through a dispatch mode.
 
     In `2 * x + 3 * x` both gradients of x are fresh products, so the first is the engine's alone; in
     `x + x` both are one tensor, which is not.
     """
-    x = torch.empty(4, device="meta", requires_grad=True)
-    with _Counter() as alone:
-        y = x * 1.0
-        (y * 2 + y * 3).sum().backward()
-    with _Counter() as shared:
-        y = x * 1.0
-        (y + y).sum().backward()
-    if len(alone.counts) != 1 or len(shared.counts) != 1 or not _less(alone.counts[0], shared.counts[0]):
+    alone = _seen(aten.add.Tensor, lambda x: x * 2 + x * 3)
+    shared = _seen(aten.add.Tensor, lambda x: x + x)
+    if len(alone) != 1 or len(shared) != 1 or not alone[0][:2] < shared[0][:2]:
         raise RehearsalError(
             f"torch {torch.__version__} counts references in a way snugfit does not know "
-            f"({alone.counts}, {shared.counts}), so gradient accumulation cannot be rehearsed."
+            f"({alone}, {shared}), so gradient accumulation cannot be rehearsed."
         )
-    tensor_uses, storage_uses = alone.counts[0]
-    return tensor_uses, storage_uses
-
-
-def _less(alone: tuple[int, int], shared: tuple[int, int]) -> bool:
-    return alone[0] < shared[0] or alone[1] < shared[1]
+    return alone[0]

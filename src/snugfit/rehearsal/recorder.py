@@ -141,9 +141,8 @@ class Recorder(TorchDispatchMode):
             self._sync()
             return True
         in_backward = self.current_phase == "backward" and not kwargs
-        if func is aten.add.Tensor and in_backward and self._sole_owner.may_add_in_place(args):
-            return args[0]
-        out = self._memo.run(func, args, kwargs)
+        in_place = in_backward and self._sole_owner.writes_in_place(func, args)
+        out = args[0] if in_place else self._memo.run(func, args, kwargs)
         operator = func._schema.name
         scratch = self.policy.scratch(operator, func._schema.overload_name, args, out)
         self._run(operator, out, scratch, self.policy.workspaces(operator))
