@@ -73,12 +73,21 @@ def _host(device: torch.device) -> Iterator[None]:
 
 def _moved(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
     """`model.to(device)`. On `meta`, where that would be nothing, each tensor is made anew in the order in
-    which `Module._apply` goes."""
+    which `Module._apply` goes; a tied weight, which it meets twice, is there already the second time."""
     import torch
 
     if device.type != "meta":
         return model.to(device)
-    return model._apply(torch.empty_like)  # type: ignore[no-any-return]
+    there: set[int] = set()
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage()._cdata in there:
+            return tensor
+        new = torch.empty_like(tensor)
+        there.add(new.untyped_storage()._cdata)
+        return new
+
+    return model._apply(moved)  # type: ignore[no-any-return]
 
 
 def build_optimizer(job: Job, setup: Setup, model: torch.nn.Module) -> torch.optim.Optimizer:
