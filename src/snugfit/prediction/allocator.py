@@ -15,8 +15,7 @@ A port of the decisions (not the code) of `c10/cuda/CUDACachingAllocator.cpp` an
    end, and every block splits at 512 B. The block at the end of the range, which could still grow, is handed
    out only when no other fits.
 
-Addresses matter only as an order. The device hands out segments at rising addresses here; the real one
-reuses ranges that were given back, which matters after a retry only.
+Addresses matter only as an order; `addresses.py` says in which order the driver hands out segments.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from snugfit.prediction.addresses import DeviceAddresses
 from snugfit.rehearsal.tape import Tape
 
 MINIMUM = 512
@@ -33,6 +33,9 @@ SMALL_SEGMENT = 2 << 20
 LARGE_SEGMENT = 20 << 20
 LARGE_FROM = 10 << 20
 LARGE_ROUND = 2 << 20
+
+CUBLAS_WORKSPACE = "cuBLAS workspace"
+"""The tape's name of the block that shows that cuBLAS has started."""
 
 
 class OutOfDeviceMemory(Exception):
@@ -65,7 +68,7 @@ class Allocator:
         self.allocated_peak = self.reserved_peak = self.requested_peak = 0
         self.retries = 0
         self._free: dict[bool, list[tuple[int, int, _Piece]]] = {True: [], False: []}
-        self._next_address = 1 << 40
+        self.addresses = DeviceAddresses()
         self._range_end: dict[bool, _Piece | None] = {True: None, False: None}
         self._range_next: dict[bool, int] = {True: 1 << 41, False: 1 << 45}
 
@@ -138,9 +141,7 @@ class Allocator:
             segment = -(-size // LARGE_ROUND) * LARGE_ROUND
         if not self._granted(segment):
             return None
-        piece = _Piece(segment, self._next_address, small)
-        self._next_address += segment + (1 << 30)
-        return piece
+        return _Piece(segment, self.addresses.take(segment), small)
 
     def _grow(self, size: int, small: bool) -> _Piece | None:
         """Maps whole pages behind the pool's last block, which is used as far as it is free."""
@@ -190,6 +191,7 @@ class Allocator:
     def _drop(self, piece: _Piece) -> None:
         self._forget(piece)
         self.reserved -= piece.size
+        self.addresses.give(piece.address, piece.size)
 
     def _unmap(self, piece: _Piece) -> None:
         self._forget(piece)
@@ -218,8 +220,12 @@ def replay(tape: Tape, *, expandable: bool = False, limit: int | None = None) ->
     held: dict[int, _Piece] = {}
     reserved: list[int] = []
     blocks = tape.blocks
+    cublas_runs = False
     for event in tape.events:
         if event > 0:
+            if not cublas_runs and blocks[event - 1].operator == CUBLAS_WORKSPACE:
+                cublas_runs = True
+                allocator.addresses.take_for_cublas()
             held[event] = allocator.allocate(blocks[event - 1].nbytes)
         else:
             allocator.release(held.pop(-event))
