@@ -159,7 +159,7 @@ class CudaPolicy(Policy):
             return ()
         cublas = ("cuBLAS workspace", 33_554_432 if self.capability >= (9, 0) else 8_519_680)
         if operator == "aten::addmm":
-            return (("cuBLASLt workspace", 1_048_576), cublas)
+            return (cublas, ("cuBLASLt workspace", 1_048_576))
         return (cublas,)
 
 

@@ -19,6 +19,7 @@ On CUDA besides:
 - cuDNN and flash attention backward hold fp32 accumulators of the query's gradient and one fp32 row each;
   with grouped queries also the ungrouped gradients of key and value. Exact on three recorded shapes.
 - Efficient attention backward: a product and a row sum for delta, then its workspace. Exact at S = 512.
+- The norms of a list of tensors hold partial norms: `native/cuda/ForeachReduceOp.cu`.
 - Indexing and embedding backward: `indexing.py`.
 """
 
@@ -67,6 +68,16 @@ def _contiguous(operand: Any) -> Scratch:
     if operand.is_contiguous():
         return ()
     return held((("contiguous input", operand.numel() * operand.element_size()),), (OUTPUTS,))
+
+
+NORM_CHUNK = 65_536
+"""Elements of one chunk of a multi-tensor kernel (`kChunkSize`, `native/cuda/MultiTensorApply.cuh`)."""
+
+
+def _foreach_norm(arguments: Sequence[Any], out: Any, sizes: tuple[int, int]) -> Scratch:
+    """One fp32 partial norm for each tensor and chunk of the largest (`native/cuda/ForeachReduceOp.cu`)."""
+    chunks = max(-(-tensor.numel() // NORM_CHUNK) for tensor in arguments[0])
+    return held((("partial norms", 4 * len(arguments[0]) * chunks),), (OUTPUTS,))
 
 
 def _within(name: str, nbytes: int) -> Scratch:
@@ -179,6 +190,7 @@ def _efficient_backward(arguments: Sequence[Any], out: Any, sizes: tuple[int, in
 
 
 _CUDA: dict[str, Callable[[Sequence[Any], Any, tuple[int, int]], Scratch]] = {
+    "aten::_foreach_norm": _foreach_norm,
     "aten::sum": _sum,
     "aten::mean": _sum,
     "aten::_softmax_backward_data": _softmax_backward,
