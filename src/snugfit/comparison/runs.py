@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 from snugfit.comparison.compare import ErrorLine, error_lines
@@ -100,18 +101,21 @@ class Run:
             if abs(line.error) > BAND.get(line.figure, 1)
         ]
         missing = [figure for figure in BAND if self.error(figure) is None]
-        return ", ".join([*off, *(f"{figure} not measured" for figure in missing)]) or None
+        off += [f"{figure} not measured" for figure in missing]
+        if off and self.contaminated:
+            off.append(f"but the GPU was not this run's alone: {self.contaminated}")
+        return ", ".join(off) or None
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object; `Run.from_json` reads it back."""
-        document = {**asdict(replace(self, job=None, recipe=None))}  # type: ignore[arg-type]
         errors = {line.figure: line.error for line in self.lines}
         return {
-            **document,
+            **{declared.name: getattr(self, declared.name) for declared in fields(self)},
             "job": self.job.to_json(),
             "recipe": str(self.recipe),
             "predicted": self.predicted.to_json() if self.predicted else None,
             "measured": self.measured.to_json() if self.measured else None,
+            "versions": dict(self.versions),
             "errors": errors,
             "complaint": self.complaint,
         }
@@ -119,13 +123,13 @@ class Run:
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
         """The run that `to_json` wrote."""
-        fields = {name: value for name, value in document.items() if name not in ("errors", "complaint")}
+        values = {name: value for name, value in document.items() if name not in ("errors", "complaint")}
         for name in ("predicted", "measured"):
-            fields[name] = Footprint.from_json(fields[name]) if fields[name] else None
+            values[name] = Footprint.from_json(values[name]) if values[name] else None
         for name in ("passed_over", "doubts"):
-            fields[name] = tuple(fields[name])
-        fields["job"], fields["recipe"] = Job.from_json(fields["job"]), Recipe.parse(fields["recipe"])
-        return cls(**fields)
+            values[name] = tuple(values[name])
+        values["job"], values["recipe"] = Job.from_json(values["job"]), Recipe.parse(values["recipe"])
+        return cls(**values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,11 +177,11 @@ class Accuracy:
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
         """The draw that `to_json` wrote."""
-        fields = {name: document[name] for name in ("seed", "gpu", "device", "versions")}
-        return cls(**fields, runs=tuple(Run.from_json(run) for run in document["runs"]))
+        values = {name: document[name] for name in ("seed", "gpu", "device", "versions")}
+        return cls(**values, runs=tuple(Run.from_json(run) for run in document["runs"]))
 
 
 def quantiles(errors: list[float], shares: Iterable[float] = (0.5, 0.9, 1.0)) -> Iterator[float | None]:
     """The smallest error that is not exceeded by each share of the runs; None without runs."""
     for share in shares:
-        yield errors[max(0, -(-round(share * len(errors) * 1000) // 1000) - 1)] if errors else None
+        yield errors[max(0, math.ceil(round(share * len(errors), 6)) - 1)] if errors else None

@@ -2,7 +2,7 @@
 
 The caching allocator takes, among free blocks of one size, the one at the lowest address. Which that is, the
 driver decides when it hands out segments. No document says how; this is what five recorded runs on one H200
-show (driver 580.159.04, torch 2.11, 2026-11-20; 699 segments of 2 to 294 MiB). Replayed with the recorded
+show (driver 580.159.04, torch 2.11, 2026-11-20; 775 segments of 2 to 294 MiB). Replayed with the recorded
 addresses, the allocator of `allocator.py` gives every block its recorded address; with the rule below it
 reserves what was reserved (`docs/accuracy.md` has the figures).
 

@@ -58,6 +58,7 @@ class Recorder(TorchDispatchMode):
         self._workspaces: set[tuple[str, str]] = set()
         self._paths: list[str] = []
         self._names: dict[int, str] = {}
+        self._owners: dict[torch.Tensor, str] = {}
         self._sequence: list[int] = []
         self._sequence_path: list[str] = []
         self._any_results: set[int] = set()
@@ -88,8 +89,10 @@ class Recorder(TorchDispatchMode):
         """Model and optimizer stand: their storages get names and kinds."""
         self._model, self._optimizer = model, optimizer
         self._names = {id(module): name for name, module in model.named_modules()}
-        for tensor in (*model.parameters(), *model.buffers()):
-            self.claim(tensor, Kind.WEIGHTS)
+        for name, module in model.named_modules():
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                self._owners[tensor] = name
+                self.claim(tensor, Kind.WEIGHTS, name)
 
     def __enter__(self) -> Recorder:
         from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -269,23 +272,22 @@ class Recorder(TorchDispatchMode):
 
     # ---- what for: kinds -------------------------------------------------------------------------------
 
-    def claim(self, tensor: torch.Tensor, kind: str) -> None:
-        """This tensor's bytes are of this kind."""
+    def claim(self, tensor: torch.Tensor, kind: str, module: str = "") -> None:
+        """This tensor's bytes are of this kind, and of this module where one is named."""
         found = self._living.get(tensor.untyped_storage()._cdata) if tensor.device.type == "meta" else None
         if found is not None and not self.blocks[found[0]][5]:
-            self.blocks[found[0]][5] = kind
+            block = self.blocks[found[0]]
+            block[2], block[5] = module or block[2], kind
 
     def _claim_gradients(self) -> None:
-        assert self._model is not None
-        for parameter in self._model.parameters():
+        for parameter, name in self._owners.items():
             if parameter.grad is not None:
-                self.claim(parameter.grad, Kind.GRADIENTS)
+                self.claim(parameter.grad, Kind.GRADIENTS, name)
 
     def _claim_states(self) -> None:
-        if self._optimizer is None:
-            return
-        for state in self._optimizer.state.values():
+        states = self._optimizer.state.items() if self._optimizer else ()
+        for parameter, state in states:
             for value in state.values():
                 for tensor in value if isinstance(value, (list, tuple)) else (value,):
                     if isinstance(tensor, torch.Tensor):
-                        self.claim(tensor, Kind.OPTIMIZER_STATES)
+                        self.claim(tensor, Kind.OPTIMIZER_STATES, self._owners.get(parameter, ""))

@@ -70,8 +70,9 @@ class Lora(Technique):
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Ranks in use."""
+        """Ranks in use on peft's targets, and on every matrix, as QLoRA does it (arXiv 2305.14314)."""
         yield from (cls(r=rank) for rank in (8, 16, 64))
+        yield from (cls(r=rank, targets=("all-linear",)) for rank in (8, 64))
 
 
 def adapt(model: torch.nn.Module, *, r: int, targets: Sequence[str]) -> torch.nn.Module:
