@@ -63,14 +63,6 @@ def composites(policy: Policy, chosen: list[str]) -> dict[str, Callable[..., Any
             return aten._log_softmax(x, dim, True)  # type: ignore[no-any-return]
         return aten._log_softmax(x if dtype is None else x.to(dtype), dim, False)  # type: ignore[no-any-return]
 
-    def rms_norm(
-        x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
-    ) -> torch.Tensor:
-        if weight is not None and weight.dtype != x.dtype:  # then CUDA composes it too
-            composed: torch.Tensor = aten._fused_rms_norm(x, shape, weight, eps)[0]
-            return composed
-        return _fused_rms_norm(x, list(shape), weight, eps)
-
     table: dict[str, Callable[..., Any]] = {
         "scaled_dot_product_attention": scaled_dot_product_attention,
         "softmax.int": softmax,
@@ -79,7 +71,7 @@ def composites(policy: Policy, chosen: list[str]) -> dict[str, Callable[..., Any
     if policy.fuses_dropout:
         table["dropout"] = dropout
     if policy.fuses_rms_norm:
-        table["rms_norm"] = rms_norm
+        table["rms_norm"] = _rms_norm
     return table
 
 
@@ -99,6 +91,17 @@ def _kept_for_backward(x: torch.Tensor) -> torch.Tensor:
 
     kept: torch.Tensor = _Keeps.apply(x)  # type: ignore[no-untyped-call]
     return kept
+
+
+def _rms_norm(
+    x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
+) -> torch.Tensor:
+    import torch
+
+    if weight is not None and weight.dtype != x.dtype:  # then CUDA composes it too
+        composed: torch.Tensor = torch.ops.aten._fused_rms_norm(x, shape, weight, eps)[0]
+        return composed
+    return _fused_rms_norm(x, list(shape), weight, eps)
 
 
 def _fused_rms_norm(

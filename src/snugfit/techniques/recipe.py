@@ -66,7 +66,7 @@ class Recipe:
         return " + ".join(named) or PLAIN
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Travels between processes as its text: a technique's class has its name and slot from the roster."""
+        """Travels between processes as its text: a technique's class has its name from the roster."""
         return type(self).parse, (str(self),)
 
     def __iter__(self) -> Iterator[Technique]:
