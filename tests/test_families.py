@@ -1,0 +1,169 @@
+"""Thirteen model families rehearsed as an H200 would run them, in small: kernels, kinds, and special paths.
+
+Each family goes through two recipes that together touch most of what a recipe can do; the attention kernels
+that each must choose stand in the table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from snugfit.comparison.families import FAMILIES, Family
+from snugfit.errors import RecipeError, RehearsalError
+from snugfit.job.config import check_facts
+from snugfit.job.find import read_preset
+from snugfit.job.job import Job, Phase, Task
+from snugfit.job.model import Model
+from snugfit.rehearsal.policy import CpuPolicy, CudaPolicy, Policy
+from snugfit.rehearsal.rehearse import rehearse
+from snugfit.rehearsal.tape import Tape
+from snugfit.step.footprint import Kind
+from snugfit.techniques.recipe import Recipe
+
+H200, V100 = CudaPolicy(), CudaPolicy(capability=(7, 0), multiprocessors=80)
+NAMED = {family.name: family for family in FAMILIES}
+
+FUSED_ATTENTION = {
+    "gemma2": ((), ()),  # no scaled_dot_product_attention: soft caps lie between scores and softmax
+    # The position bias learns, which no fused kernel takes; checkpointed, cross-attention's pretends to.
+    "t5": (("math",), ("efficient", "math")),
+    "vit": (("cudnn",), ("efficient",)),
+}
+USUAL = (("cudnn",), ("efficient",))
+"""Kernels in bf16 without a mask, and in fp32 with padding (or, for pictures, without)."""
+
+
+def small(family: Family, task: Task | None = None, **changes: Any) -> Job:
+    """Two narrow layers of this family, with a job for them."""
+    facts = dict(read_preset(family.preset))
+    sizes = {"depth": 2, "width": 128, "heads": 4, "inner": 256}
+    for size, keys in family.keys:
+        facts |= dict.fromkeys(keys, sizes[size])
+    facts |= {key: 32 for key in (family.free_heads, "head_dim") if key in facts}
+    facts |= {key: values[0] for key, values in family.choices}
+    if "max_source_positions" in facts:
+        facts["max_source_positions"] = 100
+    if family.grouped:
+        facts["num_key_value_heads"] = 2
+    if family.vocabulary:
+        facts[family.vocabulary] = 1000
+        facts |= {key: 1 for key, value in facts.items() if key.endswith("_token_id") and value is not None}
+    model = Model.from_config(check_facts(facts, where=family.name), name=family.name)
+    job = Job(model=model, task=task or family.tasks[-1], batch_size=4, sequence_length=96, target_length=40)
+    return replace(job, **changes)
+
+
+def padded(family: Family) -> Job:
+    return small(family, padding=0.0 if family.name == "vit" else 0.3)
+
+
+def tape_of(job: Job, recipe: str, policy: Policy = H200, loop: str = "plain") -> Tape:
+    chosen = Recipe.parse(recipe)
+    chosen.check(job)
+    return rehearse(job, chosen.setup(), policy, steps=2, loop=loop)
+
+
+def born(tape: Tape, kind: str) -> int:
+    return sum(block.nbytes for block in tape.blocks if block.kind == kind)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_a_family_runs_the_kernels_of_an_h200(family: Family) -> None:
+    job = small(family)
+    in_bf16, in_fp32 = FUSED_ATTENTION.get(family.name, USUAL)
+    tape = tape_of(job, "bf16 + every_layer")
+    assert tape.attention == in_bf16
+    assert born(tape, Kind.WEIGHTS) > 4 * 2 * 4 * 128 * 128
+    assert any(block.phase == "backward" and block.kind == Kind.ACTIVATIONS for block in tape.blocks)
+    assert tape_of(padded(family), "plain").attention == in_fp32
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_a_family_trains_adapters_in_pure_bf16_and_pieces(family: Family) -> None:
+    tape = tape_of(padded(family), "lora(targets=all-linear) + bf16_pure + eager + micro_batches(2)")
+    assert tape.attention == ()
+    assert born(tape, Kind.GRADIENTS) < born(tape, Kind.WEIGHTS)
+    assert [mark.phase for mark in tape.marks if mark.step == 1].count("forward") == 2
+
+
+@pytest.mark.parametrize("name", ["bert", "mixtral", "whisper"])
+def test_evaluating_keeps_nothing_for_a_backward_pass(name: str) -> None:
+    training = small(NAMED[name])
+    tape = tape_of(replace(training, phase=Phase.EVALUATE), "plain")
+    assert born(tape, Kind.GRADIENTS) == born(tape, Kind.OPTIMIZER_STATES) == 0
+    assert tape.peak()[0] < tape_of(training, "plain").peak()[0] / 2
+
+
+def test_experts_are_multiplied_as_the_gpu_can() -> None:
+    """transformers takes grouped products from Ampere on, and multiplies expert by expert before."""
+    job = small(NAMED["mixtral"], Task.CAUSAL_LM)
+    for recipe in ("plain", "bf16_pure"):
+        operators = {kernel.operator for kernel in tape_of(job, recipe).kernels}
+        assert "aten::_grouped_mm" in operators
+        assert "transformers::grouped_mm_fallback" not in operators
+    old = {kernel.operator for kernel in tape_of(job, "fp16", V100).kernels}
+    assert "aten::_grouped_mm" not in old
+    assert "transformers::grouped_mm_fallback" in old
+
+
+def test_sound_and_pictures_come_in_the_weights_dtype_where_nothing_casts_them() -> None:
+    for name in ("whisper", "vit"):
+        plain, low = (tape_of(small(NAMED[name]), recipe) for recipe in ("plain", "bf16_pure"))
+        assert largest_input(low) * 2 == largest_input(plain)
+        assert largest_input(tape_of(small(NAMED[name]), "bf16")) == largest_input(plain)
+    for loop in ("accelerate", "trainer"):
+        assert tape_of(small(NAMED["whisper"]), "bf16_pure", loop=loop).peak()[0]
+
+
+def largest_input(tape: Tape) -> int:
+    return max(block.nbytes for block in tape.blocks if block.phase == "load")
+
+
+def test_layers_that_hand_on_more_than_their_state_are_refused_in_spans() -> None:
+    with pytest.raises(RecipeError, match="position bias"):
+        Recipe.parse("segments(2)").check(small(NAMED["t5"]))
+    assert tape_of(small(NAMED["bert"]), "segments(2)").peak()[0]
+
+
+def test_token_classifiers_take_adapters_everywhere() -> None:
+    """peft would adapt the head and train it whole at once, and refuses."""
+    for name in ("bert", "gpt2", "llama"):
+        job = small(NAMED[name], Task.TOKEN_CLASSIFICATION)
+        assert tape_of(job, "lora(targets=all-linear)").peak()[0]
+
+
+def test_rms_norm_is_one_kernel_on_cuda() -> None:
+    """Forward keeps the input and one fp32 number a row; backward makes two gradients and nothing else."""
+    from torch import nn, randn
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm = nn.Linear(64, 64, bias=False), nn.RMSNorm(64)
+
+        def forward(self, x: Any) -> Any:
+            return self.norm(self.first(x)).sum()
+
+    job = Job(model=Model.from_module(Net(), {"x": randn(4, 32, 64)}), task=Task.CUSTOM, batch_size=4)
+
+    def of_norm(policy: Policy) -> list[tuple[str, int]]:
+        return [
+            (block.operator, block.nbytes)
+            for block in tape_of(job, "plain", policy).blocks
+            if "rms_norm" in block.operator and block.step == 1
+        ]
+
+    rows, state = 4 * 32 * 4, 4 * 32 * 64 * 4
+    forward = [("aten::_fused_rms_norm", state), ("aten::_fused_rms_norm", rows)]
+    backward = [("aten::_fused_rms_norm_backward", state), ("aten::_fused_rms_norm_backward", 64 * 4)]
+    assert of_norm(H200) == [*forward, *backward]
+    assert of_norm(CpuPolicy()) == []
+
+
+def test_a_step_whose_shapes_depend_on_data_is_one_clear_line() -> None:
+    """T5's classifier looks for the end token among its ids, which a rehearsal has not."""
+    with pytest.raises(RehearsalError, match=r"^t5 could not be rehearsed: .*measure it instead\.$"):
+        tape_of(small(NAMED["t5"], Task.SEQUENCE_CLASSIFICATION), "plain")
