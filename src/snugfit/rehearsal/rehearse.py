@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -113,8 +114,12 @@ def _without_collector() -> Iterator[None]:
 
 
 def _explain(job: Job, error: Exception) -> str:
-    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    first = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else ""
+    cause = f"{first} ({type(error).__name__})" if first else type(error).__name__
+    operator = re.search(r"\b(aten::|torch\.)(\w+)", first)
+    if isinstance(error, NotImplementedError) and operator:  # as torch's refusals on meta begin
+        cause = f"the shape of what {operator[2]} gives depends on its data"
     return (
-        f"{job.model.name} could not be rehearsed: {first} ({type(error).__name__}). A step whose shapes "
+        f"{job.model.name} could not be rehearsed: {cause}. A step whose shapes "
         "depend on its data, or that needs a library's compiled code, has no tape; measure it instead."
     )
