@@ -7,7 +7,8 @@ out and moves reserved bytes only.
 
 On every device, because dispatch sees one operator where torch composes several:
 - `_safe_softmax` asks which rows are all minus infinity (`native/transformers/attention.cpp`);
-- sums along a dimension in another dtype convert their operand first (`cum_ops`, `native/ReduceOps.cpp`);
+- sums into another dtype convert their operand first (`cum_ops`, `native/ReduceOps.cpp`; `make_reduction`,
+  `native/ReduceOpsUtils.h`), but for CUDA's from half precision to fp32;
 - layer norm and its backward work on a contiguous copy of an input that is none (`expect_contiguous`,
   `native/layer_norm.cpp` and `native/cuda/layer_norm_kernel.cu`);
 - embedding flattens its indices (`indexing.py`).
@@ -50,10 +51,11 @@ def _safe_softmax(arguments: Sequence[Any], out: Any) -> Scratch:
     return (OUTPUTS, *held(temporaries))
 
 
-def _cumulative(arguments: Sequence[Any], out: Any) -> Scratch:
-    if arguments[0].dtype == out.dtype:
+def _converted(arguments: Sequence[Any], out: Any) -> Scratch:
+    operand = arguments[0]
+    if operand.dtype == out.dtype:
         return ()
-    return (OUTPUTS, *held((("operand", out.numel() * out.element_size()),)))
+    return (OUTPUTS, *held((("operand", operand.numel() * out.element_size()),)))
 
 
 def _layer_norm(arguments: Sequence[Any], out: Any) -> Scratch:
@@ -85,6 +87,15 @@ def _within(name: str, nbytes: int) -> Scratch:
 
 
 def _sum(arguments: Sequence[Any], out: Any, sizes: tuple[int, int]) -> Scratch:
+    operand = arguments[0]
+    partial = _partial_sums(arguments, out, sizes)
+    if operand.element_size() == 2 and out.element_size() == 4:
+        return partial
+    converted = _converted(arguments, out)
+    return (*converted[:2], *partial, *converted[2:])
+
+
+def _partial_sums(arguments: Sequence[Any], out: Any, sizes: tuple[int, int]) -> Scratch:
     operand = arguments[0]
     results, inputs = out.numel(), operand.numel()
     if results in (0, inputs):
@@ -204,8 +215,10 @@ _CUDA: dict[str, Callable[[Sequence[Any], Any, tuple[int, int]], Scratch]] = {
 
 _COMPOSED: dict[str, Callable[[Sequence[Any], Any], Scratch]] = {
     "aten::_safe_softmax": _safe_softmax,
-    "aten::cumsum": _cumulative,
-    "aten::cumprod": _cumulative,
+    "aten::sum": _converted,
+    "aten::mean": _converted,
+    "aten::cumsum": _converted,
+    "aten::cumprod": _converted,
     "aten::native_layer_norm": _layer_norm,
     "aten::native_layer_norm_backward": _layer_norm_backward,
     "aten::embedding": indexing.embedding,
