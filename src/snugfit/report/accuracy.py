@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 
 from snugfit.comparison.families import FAMILIES
 from snugfit.comparison.runs import BAND, Accuracy, Run, quantiles
+from snugfit.job.limits import NO_SEQUENCE, WITH_TARGET
 from snugfit.report.grid import Grid, markdown, terminal
 from snugfit.report.terminal import words
 from snugfit.units import show_mib
@@ -28,10 +29,10 @@ def render(result: Accuracy) -> RenderableType:
 
 def runs_grid(result: Accuracy) -> Grid:
     """One row a run."""
-    heads = ("", "Model", "Job", "Recipe", "NVML MiB>", "seen MiB>")
+    heads = ("", "Job", "Recipe", "NVML MiB>", "seen MiB>")
     return Grid(
         title=title(result),
-        heads=(*heads, *(f"{name} %>" for name in FIGURES.values())),
+        heads=(*heads, *(f"{FIGURES[figure]} %>" for figure in BAND)),
         rows=tuple(_row(run) for run in result.runs),
     )
 
@@ -45,19 +46,19 @@ def title(result: Accuracy) -> str:
 
 def _row(run: Run) -> tuple[str, ...]:
     job = run.job
-    what = f"{job.task}, {job.batch_size} × {job.sequence_length}"
-    extras = [f"→ {job.target_length}"] if job.task in ("seq2seq-lm", "speech-to-text") else []
+    what = f"{job.model.name}: {job.task}, {job.batch_size}"
+    what += "" if job.task in NO_SEQUENCE else f" × {job.sequence_length}"
+    what += f" → {job.target_length}" if job.task in WITH_TARGET else ""
+    extras = [f"built on the {job.build_on}"] if job.build_on != "device" else []
     extras += [f"padding {job.padding:g}"] if job.padding else []
     extras += ["evaluate"] if not job.trains else []
-    extras += ["built on the host"] if job.build_on == "host" else []
     return (
         str(run.number),
-        job.model.name,
         ", ".join([what, *extras]),
         str(run.recipe),
         _mib(run.predicted.nvml_bytes if run.predicted else None),
         _seen(run),
-        *(_per_cent(run.error(figure)) for figure in FIGURES),
+        *(_per_cent(run.error(figure)) for figure in BAND),
     )
 
 
