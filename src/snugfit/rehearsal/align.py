@@ -87,7 +87,7 @@ def insertions(short: Sequence[Sketch], long: Sequence[Sketch]) -> list[Insertio
     return found
 
 
-def _repetition(first: Sequence[Any], here: int, second: Sequence[Any], there: int) -> int:
+def _repetition(first: Sequence[int], here: int, second: Sequence[int], there: int) -> int:
     """How many moves of the second, from `there`, repeat those before them, so that the scores agree behind
     them for longest; 0 when none do."""
     most = min(len(second) - there - (len(first) - here), there)
@@ -102,7 +102,7 @@ def _repetition(first: Sequence[Any], here: int, second: Sequence[Any], there: i
     return best
 
 
-def _agreement(first: Sequence[Any], here: int, second: Sequence[Any], there: int) -> int:
+def _agreement(first: Sequence[int], here: int, second: Sequence[int], there: int) -> int:
     """For how many moves, up to `AHEAD`, the two go on alike; both ending together is as good as all."""
     for ahead in range(AHEAD):
         ends = (here + ahead >= len(first), there + ahead >= len(second))
@@ -122,16 +122,20 @@ def _in_the_middle(second: Sequence[Any], there: int, here: int, length: int, fl
     return Insertion(here - back // 2, length)
 
 
-def _comparable(short: Sequence[Sketch], long: Sequence[Sketch]) -> tuple[list[Any], list[Any]]:
-    """Both scores' moves with their sizes, but for blocks that have one size there and another here: those
-    grow with the number of layers."""
+def _comparable(short: Sequence[Sketch], long: Sequence[Sketch]) -> tuple[list[int], list[int]]:
+    """Both scores' moves as numbers that are equal where moves are. Sizes count, but for blocks that have one
+    size here and another there: those grow with the number of layers."""
     sizes: list[dict[Any, set[Any]]] = [defaultdict(set), defaultdict(set)]
     for seen, sketch in zip(sizes, (short, long), strict=True):
         for move in sketch:
             seen[move.shape].add(move.sizes)
     growing = {shape for shape, seen in sizes[0].items() if seen.isdisjoint(sizes[1].get(shape, seen))}
+    numbers: dict[Any, int] = {}  # small numbers compare faster than moves
     first, second = (
-        [(move.shape, None if move.shape in growing else move.sizes) for move in sketch]
+        [
+            numbers.setdefault((move.shape, move.shape not in growing and move.sizes), len(numbers))
+            for move in sketch
+        ]
         for sketch in (short, long)
     )
     return first, second

@@ -6,13 +6,11 @@ import contextlib
 import gc
 import re
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RehearsalError, SnugfitError
-from snugfit.rehearsal.repeat import MICRO_BATCHES, repeated
-from snugfit.rehearsal.repeat import STEPS as STEPS_OF_A_CYCLE
+from snugfit.rehearsal.repeat import fewer, repeated
 from snugfit.rehearsal.score import Score
 from snugfit.step.footprint import Kind
 from snugfit.step.install import call
@@ -58,24 +56,13 @@ def rehearse(
         step.trainer_class = trainer_class
         return step
 
-    if loop == "plain" and job.model.module is None and setup.micro_batches > MICRO_BATCHES:
-        short = _shortened(job, setup, steps, opened, policy)
-        if short is not None:
-            return short
+    small, fewer_pieces, fewer_steps = fewer(job, setup, steps)
+    if loop == "plain" and fewer_pieces != setup:
+        tape, notes = rehearsed(opened(small, fewer_pieces), policy, fewer_steps)
+        score = repeated(Score.of(tape, notes), steps=steps, micro_batches=setup.micro_batches)
+        if score is not None:
+            return score.tape()
     return rehearsed(opened(job, setup), policy, steps)[0]
-
-
-def _shortened(
-    job: Job, setup: Setup, steps: int, opened: Callable[[Job, Setup], Step], policy: Policy
-) -> Tape | None:
-    """The same tape from fewer micro-batches and steps, of which the steady ones are written again; None
-    when they are not steady. (With few micro-batches a third step costs no more than writing it again.)"""
-    pieces = setup.micro_batches
-    short_job = replace(job, batch_size=job.batch_size // pieces * MICRO_BATCHES)
-    short_setup = replace(setup, micro_batches=MICRO_BATCHES)
-    tape, notes = rehearsed(opened(short_job, short_setup), policy, min(steps, STEPS_OF_A_CYCLE))
-    score = repeated(Score.of(tape, notes), steps=steps, micro_batches=pieces)
-    return score.tape() if score is not None else None
 
 
 def rehearsed(step: Step, policy: Policy, steps: int) -> tuple[Tape, list[Note]]:

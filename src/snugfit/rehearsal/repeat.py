@@ -17,14 +17,29 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from snugfit.rehearsal.score import Birth, Death, End, Entry, Move, Score
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+    from snugfit.techniques.setup import Setup
 
 STEPS = 2
 """Steps that are rehearsed when more are asked for."""
 
 MICRO_BATCHES = 3
 """Micro-batches that are rehearsed when more are asked for."""
+
+
+def fewer(job: Job, setup: Setup, steps: int) -> tuple[Job, Setup, int]:
+    """What to rehearse instead of a job of many micro-batches, of the same size each. With few of them a
+    third step costs no more than writing it again, and nothing is left out."""
+    pieces = setup.micro_batches
+    if pieces <= MICRO_BATCHES or job.model.module is not None:
+        return job, setup, steps
+    small = replace(job, batch_size=job.batch_size // pieces * MICRO_BATCHES)
+    return small, replace(setup, micro_batches=MICRO_BATCHES), min(steps, STEPS)
 
 
 def repeated(score: Score, *, steps: int, micro_batches: int) -> Score | None:

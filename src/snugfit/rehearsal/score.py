@@ -49,9 +49,11 @@ class Birth(NamedTuple):
     @property
     def alike(self) -> Birth:
         """What all blocks share that are born as this one is, whichever layer they belong to. Whether one is
-        a state or was temporary is known when the run is over only, so it tells no blocks apart."""
-        kind = "" if self.kind in (Kind.TEMPORARIES, Kind.OPTIMIZER_STATES) else self.kind
-        return Birth(self.nbytes, self.operator, folded(self.module), self.phase, kind)
+        a state, and whose, or was temporary is known when the run is over only, so it tells none apart."""
+        if self.kind not in (Kind.TEMPORARIES, Kind.OPTIMIZER_STATES):
+            return Birth(self.nbytes, self.operator, folded(self.module), self.phase, self.kind)
+        module = "" if self.phase == "update" else folded(self.module)
+        return Birth(self.nbytes, self.operator, module, self.phase, "")
 
 
 class Death(NamedTuple):
@@ -240,4 +242,4 @@ class _Writer:
         block = self.blocks[number - 1]
         if block.kind == Kind.OPTIMIZER_STATES:
             # A state is what lives on when the run is over; one that a later step replaces was temporary.
-            self.blocks[number - 1] = block._replace(kind=Kind.TEMPORARIES)
+            self.blocks[number - 1] = block._replace(kind=Kind.TEMPORARIES, module="")
