@@ -1,8 +1,8 @@
 """What autocast casts, by device: torch's own lists, as data.
 
 Source: `aten/src/ATen/autocast_mode.h` and `autocast_mode.cpp`, torch 2.13 (BSD-3): the names of the
-operators under AT_FORALL_LOWER_PRECISION_FP, AT_FORALL_FP32, AT_FORALL_FP32_SET_OPT_DTYPE and AT_FORALL_PROMOTE for
-CUDA, and the CPU's own registrations.
+operators under AT_FORALL_LOWER_PRECISION_FP, AT_FORALL_FP32, AT_FORALL_FP32_SET_OPT_DTYPE and
+AT_FORALL_PROMOTE for CUDA, and the CPU's own registrations.
 """
 
 from __future__ import annotations

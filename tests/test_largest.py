@@ -1,0 +1,72 @@
+"""The largest size that fits: it does, the next one does not, and few predictions were needed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from snugfit.errors import NothingFits, UsageError
+from snugfit.job.job import Job, Task
+from snugfit.job.model import Model
+from snugfit.prediction import largest as room
+from snugfit.prediction.largest import largest
+from snugfit.prediction.predict import predict
+from snugfit.techniques.recipe import Recipe
+from snugfit.units import GIB, MIB
+
+SMALL = Model.from_config(
+    {
+        "model_type": "bert",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 128,
+        "vocab_size": 1000,
+        "max_position_embeddings": 96,
+    },
+    name="small",
+)
+JOB = Job(model=SMALL, task=Task.SEQUENCE_CLASSIFICATION, batch_size=2, sequence_length=64)
+BOUND = 900 * MIB
+
+
+def fits(job: Job, recipe: Recipe, bound: int = BOUND) -> bool:
+    return bool(predict(job, recipe, memory_bytes=bound).fits)
+
+
+@pytest.mark.parametrize("text", ["plain", "eager + bf16", "micro_batches(3)"])
+def test_the_largest_batch_fits_and_the_next_does_not(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = Recipe.parse(text)
+    unit = recipe.setup().micro_batches
+    asked = []
+
+    def counted(*arguments: object, **keywords: object) -> object:
+        asked.append(arguments)
+        return predict(*arguments, **keywords)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(room, "predict", counted)
+    size, prediction = largest(replace(JOB, batch_size=unit), recipe, memory_bytes=BOUND)
+    assert size % unit == 0
+    assert prediction.job.batch_size == size
+    assert fits(replace(JOB, batch_size=size), recipe)
+    assert not fits(replace(JOB, batch_size=size + unit), recipe)
+    assert len(asked) <= 16
+
+
+def test_the_largest_length_ends_where_the_positions_end() -> None:
+    size, prediction = largest(JOB, Recipe(), memory_bytes=4 * GIB, of="sequence-length")
+    assert size == 96
+    assert prediction.job.sequence_length == 96
+
+
+def test_nothing_fits_says_what_is_missing() -> None:
+    with pytest.raises(NothingFits, match="are missing"):
+        largest(JOB, Recipe(), memory_bytes=100 * MIB)
+
+
+def test_a_bound_and_a_known_size_are_needed() -> None:
+    with pytest.raises(UsageError, match="bound"):
+        largest(JOB, Recipe())
+    with pytest.raises(UsageError, match="batch or sequence-length"):
+        largest(JOB, Recipe(), memory_bytes=GIB, of="width")
