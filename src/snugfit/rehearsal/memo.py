@@ -39,7 +39,8 @@ class ShapeMemo:
         if manner == "other":
             return func(*args, **kwargs)
         try:
-            key = (func, _key(args), _key(tuple(kwargs.items())) if kwargs else ())
+            # Factories without a dtype take the default one, which models are built under.
+            key = (func, torch.get_default_dtype(), _key(args), _key(tuple(kwargs.items())) if kwargs else ())
             found = self._results.get(key)
         except _NotAKey:
             return func(*args, **kwargs)
