@@ -113,7 +113,7 @@ class _Span:
         def run(hidden: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
             if index == 0:
                 self.noted.clear()
-            self.noted.append((arguments, {**keywords, **self._without_cache(keywords)}))
+            self.noted.append(self._without_cache(arguments, keywords))
             if index < len(self.forwards) - 1:
                 return hidden
             calls = list(self.noted)
@@ -123,10 +123,16 @@ class _Span:
         return run
 
     @staticmethod
-    def _without_cache(keywords: dict[str, Any]) -> dict[str, Any]:
-        """A cache of keys and values would be written a second time by the recomputation."""
+    def _without_cache(
+        arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A cache of keys and values would be written a second time by the recomputation; some models pass
+        it by position (GPT-2)."""
+        from transformers import Cache
+
         off = {"use_cache": False, "past_key_values": None, "past_key_value": None, "layer_past": None}
-        return {name: value for name, value in off.items() if name in keywords}
+        uncached = tuple(None if isinstance(one, Cache) else one for one in arguments)
+        return uncached, {**keywords, **{name: value for name, value in off.items() if name in keywords}}
 
     def _run(self, hidden: torch.Tensor, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> Any:
         import torch
