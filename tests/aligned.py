@@ -1,0 +1,101 @@
+"""Two accounts of one step laid side by side, event by event: what an allocator saw, and a tape.
+
+Births are aligned by their sizes, in order. A death is then the death of a certain birth, so that two
+accounts are the same only when the same block dies at the same place, and not merely one of its size. Deaths
+that follow one another with no birth between them have no order here: an allocator that has freed them all is
+in the same state whichever it freed first (autocast's cache, a hash map by address, empties in any order).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from difflib import SequenceMatcher
+
+
+@dataclass(frozen=True)
+class Event:
+    """A birth (`nbytes` above 0) or a death (below) of one block."""
+
+    block: int
+    """The same for a birth and its death."""
+    nbytes: int
+    operators: tuple[str, ...] = field(default=(), compare=False)
+    """Outermost first; of a death, those of its birth."""
+    inside: frozenset[str] = field(default=frozenset(), compare=False)
+    """Operators within one call of which the block is born and dies."""
+    step: int = field(default=0, compare=False)
+    phase: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How alike two accounts are."""
+
+    similarity: float
+    """Share of events that the two have in common, in order (`difflib`): 1.0 is the same account."""
+    lines: tuple[str, ...]
+    """The events that only one of them has: `real` or `tape`, birth or death, bytes, operator."""
+
+    def __str__(self) -> str:
+        return f"{self.similarity:.5f} alike; " + ("\n  ".join(("differences:", *self.lines[:40])))
+
+
+BEFORE = -1
+"""Stands for a block that was born before the step: only its size is compared."""
+
+
+def compare(real: Sequence[Event], tape: Sequence[Event]) -> Comparison:
+    """The two accounts, aligned."""
+    births = [[event for event in account if event.nbytes > 0] for account in (real, tape)]
+    matcher = _matcher(*([birth.nbytes for birth in account] for account in births))
+    partner = {
+        births[1][start + offset].block: births[0][other + offset].block
+        for other, start, length in matcher.get_matching_blocks()
+        for offset in range(length)
+    }
+    born = {event.block for event in births[0]}
+    left = list(_in_order(real, lambda block: block if block in born else BEFORE))
+    own = {event.block for event in births[1]}
+    right = list(_in_order(tape, lambda block: partner.get(block, -2 - block) if block in own else BEFORE))
+    matcher = _matcher([key for key, _ in left], [key for key, _ in right])
+    lines = []
+    for tag, start, end, other, until in matcher.get_opcodes():
+        if tag != "equal":
+            lines += [_line("real", event) for _, event in left[start:end]]
+            lines += [_line("tape", event) for _, event in right[other:until]]
+    return Comparison(matcher.ratio(), tuple(lines))
+
+
+def _matcher(left: Sequence[object], right: Sequence[object]) -> SequenceMatcher[object]:
+    return SequenceMatcher(None, left, right, autojunk=False)
+
+
+def _in_order(
+    account: Sequence[Event], name: Callable[[int], int]
+) -> Iterator[tuple[tuple[int, int], Event]]:
+    """Events with what they are compared by; deaths that follow one another, sorted."""
+    deaths: list[tuple[tuple[int, int], Event]] = []
+    for event in account:
+        key = (name(event.block), event.nbytes)
+        if event.nbytes < 0:
+            deaths.append((key, event))
+            continue
+        yield from sorted(deaths, key=lambda one: one[0])
+        deaths.clear()
+        yield key, event
+    yield from sorted(deaths, key=lambda one: one[0])
+
+
+def _line(whose: str, event: Event) -> str:
+    what = "birth" if event.nbytes > 0 else "death"
+    return f"{whose} {what} {abs(event.nbytes)} {'/'.join(event.operators[-4:])}"
+
+
+def peak(account: Sequence[Event]) -> int:
+    """The most bytes that live at once."""
+    most = current = 0
+    for event in account:
+        current += event.nbytes
+        most = max(most, current)
+    return most

@@ -1,0 +1,154 @@
+"""The recorded histories of an H200's allocator, and the same runs rehearsed.
+
+`data/history-h200` holds the third training step of seven small models as `torch.cuda.memory` recorded it on
+one NVIDIA H200 (torch 2.11.0+cu130, transformers 5.17.0): every allocation and free in order. Each file says
+how its model and batch are made (`source`). They were built on the host and moved; AdamW is fused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import warnings
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch.utils._python_dispatch import _disable_current_modes
+
+from aligned import Event
+from snugfit.rehearsal.overrides import in_force
+from snugfit.rehearsal.policy import Policy
+from snugfit.rehearsal.recorder import Recorder
+from snugfit.rehearsal.tape import Tape
+from snugfit.step.footprint import Kind
+
+FOLDER = Path(__file__).parent / "data" / "history-h200"
+CASES = tuple(sorted(file.stem for file in FOLDER.glob("*.json")))
+STEPS = 3
+AUTOCAST = {
+    "bert_bf16": "bfloat16",
+    "bert_pad_fp16": "float16",
+    "gpt2_bf16": "bfloat16",
+    "t5_bf16": "bfloat16",
+}
+"""Cases that ran under autocast; the others ran in their weights' dtype."""
+
+
+@dataclass(frozen=True)
+class History:
+    """What was recorded of one case."""
+
+    torch: str
+    transformers: str
+    requested_peak: int
+    allocated_peak: int
+    reserved_peak: int
+    source: str
+    events: tuple[Event, ...]
+    """Births and deaths of the third step; growth of the pool left out."""
+
+
+@cache
+def history(case: str) -> History:
+    """The recorded case."""
+    document = json.loads((FOLDER / f"{case}.json").read_text())
+    living: dict[int, Event] = {}
+    events: list[Event] = []
+    for what, place, nbytes, *words in document["events"]:
+        if what == "+":
+            event = living[place] = Event(len(events), nbytes, tuple(reversed(words[:2])))
+            events.append(event)
+        elif what == "-":
+            born = living.pop(place, None)
+            block = born.block if born else -1
+            events.append(Event(block, -nbytes, born.operators if born else ()))
+    known = {name: document[name] for name in History.__dataclass_fields__ if name != "events"}
+    return History(**known, events=tuple(events))
+
+
+def rehearsed(case: str, policy: Policy, *, a_mask_too_many: bool = False) -> Tape:
+    """The tape of the recorded run."""
+    padded = "pad" in case or a_mask_too_many
+    recorder = Recorder(policy, STEPS, padded=padded)
+    dtype = AUTOCAST.get(case)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        stack.enter_context(_without_collector())
+        chosen = stack.enter_context(in_force(policy, lambda copy: recorder.claim(copy, Kind.CACHES)))
+        stack.enter_context(recorder)
+        model, batch = _moved(*_built(case))
+        if a_mask_too_many:
+            batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+        if case.endswith("ckpt"):
+            enable = getattr(model, "activation_checkpointing_enable", None)
+            (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        recorder.built(model, optimizer)
+        for index in range(STEPS):
+            recorder.step_begins(index)
+            recorder.phase("forward")
+            with torch.autocast("cuda", getattr(torch, dtype)) if dtype else contextlib.nullcontext():
+                loss = model(**batch).loss
+            recorder.phase("backward")
+            loss.backward()
+            recorder.phase("update")
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            del loss
+            recorder.step_ends(index)
+        recorder.phase("end")
+    return recorder.tape(chosen)
+
+
+def _built(case: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    """On the host, which a rehearsal does not see."""
+    names: dict[str, Any] = {"tf": transformers, "torch": torch, "case": case}
+    source = history(case).source.replace("; k[:, 384:] = 0", "")  # the ones' values: there are none here
+    with _disable_current_modes(), torch.device("meta"):
+        exec(source, names)
+    return names["m"].train(), names["b"]
+
+
+def _moved(
+    model: torch.nn.Module, batch: dict[str, torch.Tensor]
+) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    """`.cuda()`: a tied weight is there the second time it is met."""
+    there: set[int] = set()
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage()._cdata in there:
+            return tensor
+        new = torch.empty_like(tensor)
+        there.add(new.untyped_storage()._cdata)
+        return new
+
+    return model._apply(moved), {name: torch.empty_like(value) for name, value in batch.items()}
+
+
+@contextlib.contextmanager
+def _without_collector() -> Any:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def third_step(tape: Tape) -> list[Event]:
+    """Births and deaths of the tape's last step."""
+    start = next(mark.event for mark in tape.marks if mark.step == STEPS - 1)
+    return [
+        Event(
+            abs(event),
+            (1 if event > 0 else -1) * tape.blocks[abs(event) - 1].nbytes,
+            (tape.blocks[abs(event) - 1].module, tape.blocks[abs(event) - 1].operator),
+        )
+        for event in tape.events[start:]
+    ]
