@@ -45,7 +45,7 @@ def fewer(job: Job, setup: Setup, steps: int) -> tuple[Job, Setup, int]:
 def repeated(score: Score, *, steps: int, micro_batches: int) -> Score | None:
     """The score of `steps` steps of `micro_batches` pieces, from one of `STEPS` steps and at most
     `MICRO_BATCHES` pieces; None when that is no steady state."""
-    build, rounds, rest = _cut(score.moves)
+    build, rounds, rest = cut(score.moves)
     if len(rounds) != min(steps, STEPS):
         return None
     living = Counter[Birth]()
@@ -76,7 +76,7 @@ def count(living: Counter[Birth], moves: Sequence[Move]) -> None:
             living[move.alike] -= 1
 
 
-def _cut(moves: Sequence[Move]) -> tuple[Sequence[Move], list[Sequence[Move]], Sequence[Move]]:
+def cut(moves: Sequence[Move]) -> tuple[Sequence[Move], list[Sequence[Move]], Sequence[Move]]:
     """The build, each step from its first mark to its end, and what comes after the last."""
     first = next((place for place, move in enumerate(moves) if isinstance(move, Entry) and move.step == 0), 0)
     rounds, start = [], first
@@ -94,11 +94,12 @@ def pieces_of(moves: Sequence[Move]) -> list[int]:
 
 
 def _widened(moves: Sequence[Move], living: Counter[Birth], micro_batches: int) -> list[Move] | None:
-    """A step's moves with its second micro-batch repeated; None when that one is not steady."""
+    """A step's moves with its second micro-batch repeated, or left out where two are asked for; None when
+    that one is not steady."""
     starts = pieces_of(moves)
     if len(starts) == micro_batches:
         return list(moves)
-    if len(starts) != MICRO_BATCHES or micro_batches < MICRO_BATCHES:
+    if len(starts) != MICRO_BATCHES or micro_batches < MICRO_BATCHES - 1:
         return None
     _, second, third = starts
     count(living, moves[:second])
@@ -106,8 +107,8 @@ def _widened(moves: Sequence[Move], living: Counter[Birth], micro_batches: int) 
     count(living, moves[second:third])
     if living != before:
         return None
-    middle = list(moves[second:third])
-    return [*moves[:third], *middle * (micro_batches - MICRO_BATCHES), *moves[third:]]
+    middle = list(moves[second:third]) * (micro_batches - MICRO_BATCHES + 1)
+    return [*moves[:second], *middle, *moves[third:]]
 
 
 def _in_step(move: Move, step: int) -> Move:
