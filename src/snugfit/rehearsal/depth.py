@@ -57,7 +57,7 @@ def depth_of(job: Job, setup: Setup) -> Depth | None:
     complete = job.model.settings(job).to_dict()
     listed = [value for value in complete.values() if isinstance(value, list) and len(value) == layers]
     period = math.lcm(*(_round(value) for value in listed)) if listed else 1
-    if period * 4 > layers or not _comes_round(_built(job, setup), layers, period):
+    if period * 4 > layers or not comes_round(_built(job, setup), layers, period):
         return None
     return Depth(keys, layers, period)
 
@@ -86,7 +86,7 @@ def _built(job: Job, setup: Setup) -> nn.Module:
         return job.model.build(job, dtype=setup.weights_dtype, attention=setup.attention)
 
 
-def _comes_round(model: nn.Module, layers: int, period: int) -> bool:
+def comes_round(model: nn.Module, layers: int, period: int) -> bool:
     """Whether each stack's layers, but for the first period and the last, are as those one period on."""
     import torch
 
