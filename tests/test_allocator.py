@@ -1,0 +1,292 @@
+"""The replayed caching allocator: the rules it documents, and properties that hold for any sequence."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+
+from snugfit.prediction.allocator import Allocator, OutOfDeviceMemory, replay
+from snugfit.rehearsal.tape import Block, Mark, Tape
+from snugfit.units import MIB
+
+KIB = 1 << 10
+
+
+def tape(*requests: int) -> Tape:
+    """A tape of births in order (bytes), and deaths by the birth's number, counted from 1, negated."""
+    blocks = [Block(nbytes, "", "", "forward", 0, "") for nbytes in requests if nbytes > 0]
+    events, born = [], 0
+    for request in requests:
+        born += request > 0
+        events.append(born if request > 0 else request)
+    return Tape(tuple(blocks), tuple(events), (Mark(0, 0, "forward"),), (), 0, ())
+
+
+# ---- rule 1: rounding and pools ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "handed_out", "segment"),
+    [
+        (1, 512, 2 * MIB),
+        (512, 512, 2 * MIB),
+        (513, 1024, 2 * MIB),
+        (MIB, MIB, 2 * MIB),  # still small
+        (MIB + 1, MIB + 512, 20 * MIB),
+        (10 * MIB - 512, 10 * MIB - 512, 20 * MIB),
+        (10 * MIB, 10 * MIB, 10 * MIB),  # a segment of its own
+        (11 * MIB, 12 * MIB, 12 * MIB),  # the rest of 1 MiB is not split off: handed out whole
+        (13 * MIB + 1, 14 * MIB, 14 * MIB),
+    ],
+)
+def test_sizes_round_and_segments_follow(nbytes: int, handed_out: int, segment: int) -> None:
+    allocator = Allocator()
+    allocator.allocate(nbytes)
+    assert allocator.requested == nbytes
+    assert allocator.allocated == handed_out
+    assert allocator.reserved == segment
+
+
+def test_the_two_pools_share_nothing() -> None:
+    allocator = Allocator()
+    allocator.allocate(512)
+    allocator.allocate(2 * MIB)
+    assert allocator.reserved == 22 * MIB
+    allocator.allocate(MIB)  # fits the small segment, and goes there
+    assert allocator.reserved == 22 * MIB
+
+
+# ---- rules 2 and 4: best fit and splits ----------------------------------------------------------------
+
+
+def test_the_smallest_block_that_fits_is_taken() -> None:
+    """Two holes, of 6 and of 4 MiB: a request of 4 MiB takes the one of 4 and leaves the other whole."""
+    allocator = Allocator()
+    pieces = [allocator.allocate(size * MIB) for size in (6, 3, 4, 3)]  # 16 of 20 MiB
+    allocator.release(pieces[0])
+    allocator.release(pieces[2])
+    found = allocator.allocate(4 * MIB)
+    assert found.address == pieces[2].address
+    assert allocator.allocate(6 * MIB).address == pieces[0].address
+    assert allocator.reserved == 20 * MIB
+
+
+def test_the_lowest_address_among_equals() -> None:
+    allocator = Allocator()
+    pieces = [allocator.allocate(2 * MIB) for _ in range(5)]
+    for place in (3, 1):
+        allocator.release(pieces[place])
+    assert allocator.allocate(2 * MIB).address == min(pieces[1].address, pieces[3].address)
+
+
+def test_a_large_block_splits_when_more_than_one_mib_remains() -> None:
+    allocator = Allocator()
+    allocator.allocate(9 * MIB)
+    allocator.allocate(10 * MIB - 512)  # of the 11 MiB that remain, 1 MiB and 512 B are left: a block
+    assert (allocator.allocated, allocator.reserved) == (19 * MIB - 512, 20 * MIB)
+    other = Allocator()
+    other.allocate(9 * MIB)
+    other.allocate(10 * MIB)  # 1 MiB is left: not worth a block, it goes along
+    assert (other.allocated, other.reserved) == (20 * MIB, 20 * MIB)
+
+
+def test_a_small_block_splits_down_to_the_last_512_bytes() -> None:
+    allocator = Allocator()
+    for _ in range(2 * MIB // 512):
+        allocator.allocate(1)
+    assert allocator.reserved == 2 * MIB
+    assert allocator.allocated == 2 * MIB
+    allocator.allocate(1)
+    assert allocator.reserved == 4 * MIB
+
+
+# ---- rule 5: merging -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (0, 2, 1), (1, 0, 2)])
+def test_freed_neighbours_merge_in_any_order(order: tuple[int, ...]) -> None:
+    allocator = Allocator()
+    pieces = [allocator.allocate(6 * MIB) for _ in range(3)]
+    for place in order:
+        allocator.release(pieces[place])
+    assert allocator.allocated == 0
+    assert allocator.allocate(9 * MIB).address == min(piece.address for piece in pieces)
+    assert allocator.reserved == 20 * MIB
+
+
+def test_nothing_goes_back_by_itself_and_segments_never_merge() -> None:
+    allocator = Allocator()
+    pieces = [allocator.allocate(12 * MIB) for _ in range(2)]
+    for piece in pieces:
+        allocator.release(piece)
+    assert allocator.reserved == 24 * MIB
+    allocator.allocate(24 * MIB)
+    assert allocator.reserved == 48 * MIB
+
+
+# ---- rule 3: a device that refuses ---------------------------------------------------------------------
+
+
+def test_a_refusal_gives_the_cache_back_and_asks_once_more() -> None:
+    allocator = Allocator(limit=40 * MIB)
+    kept, freed = allocator.allocate(12 * MIB), allocator.allocate(20 * MIB)
+    allocator.release(freed)
+    allocator.allocate(28 * MIB)
+    assert allocator.retries == 1
+    assert allocator.reserved == 40 * MIB
+    assert not kept.free
+
+
+def test_a_segment_in_use_cannot_be_given_back() -> None:
+    allocator = Allocator(limit=40 * MIB)
+    large, _ = allocator.allocate(8 * MIB), allocator.allocate(8 * MIB)  # one segment of 20
+    allocator.release(large)
+    with pytest.raises(OutOfDeviceMemory) as refused:
+        allocator.allocate(30 * MIB)
+    assert (refused.value.requested, refused.value.reserved) == (30 * MIB, 20 * MIB)
+    assert allocator.retries == 1
+
+
+def test_a_limit_that_is_just_enough_is_enough() -> None:
+    allocator = Allocator(limit=22 * MIB)
+    allocator.allocate(20 * MIB)
+    allocator.allocate(1)
+    assert (allocator.reserved, allocator.retries) == (22 * MIB, 0)
+
+
+# ---- rule 6: expandable segments -----------------------------------------------------------------------
+
+
+def test_an_expandable_pool_grows_by_pages_at_its_end() -> None:
+    allocator = Allocator(expandable=True)
+    allocator.allocate(12 * MIB)
+    assert allocator.reserved == 20 * MIB
+    allocator.allocate(12 * MIB)  # 8 MiB are there: one page more
+    assert allocator.reserved == 40 * MIB
+    assert allocator.allocated == 24 * MIB
+    allocator.allocate(1)
+    assert allocator.reserved == 42 * MIB  # the small pool's pages have 2 MiB
+
+
+def test_an_expandable_block_splits_at_512_bytes() -> None:
+    allocator = Allocator(expandable=True)
+    allocator.allocate(20 * MIB - 512)
+    assert allocator.allocated == 20 * MIB - 512
+
+
+def test_expandable_fragments_less() -> None:
+    """Blocks of growing size, each freed before the next: a default pool takes a segment for each."""
+    sizes = [nbytes * MIB for nbytes in (12, 22, 32, 42, 52)]
+    requests = [one for number, nbytes in enumerate(sizes, 1) for one in (nbytes, -number)]
+    assert replay(tape(*requests)).reserved_peak == sum(sizes)
+    assert replay(tape(*requests), expandable=True).reserved_peak == 60 * MIB
+
+
+def test_an_expandable_pool_gives_back_its_free_end() -> None:
+    allocator = Allocator(expandable=True, limit=60 * MIB)
+    kept, freed = allocator.allocate(15 * MIB), allocator.allocate(40 * MIB)
+    assert allocator.reserved == 60 * MIB
+    allocator.release(freed)
+    allocator.allocate(1)  # the small pool needs a page
+    assert allocator.retries == 1
+    assert not kept.free
+    assert allocator.reserved <= 60 * MIB
+
+
+# ---- a tape --------------------------------------------------------------------------------------------
+
+
+def test_peaks_of_a_tape() -> None:
+    found = replay(tape(3 * MIB, 5 * MIB, -1, 4 * MIB, -2, -3))
+    assert found.requested_peak == 9 * MIB
+    assert found.reserved_peak == 20 * MIB
+    assert found.reserved == [20 * MIB] * 6
+
+
+def test_a_tape_that_does_not_fit_says_so() -> None:
+    with pytest.raises(OutOfDeviceMemory):
+        replay(tape(30 * MIB, 30 * MIB), limit=50 * MIB)
+
+
+# ---- properties ----------------------------------------------------------------------------------------
+
+SIZES = (1, 512, 700, 4 * KIB, 300 * KIB, MIB, MIB + 1, 3 * MIB, 9 * MIB, 10 * MIB, 33 * MIB)
+
+
+def walk(seed: int, *, expandable: bool) -> Iterator[tuple[Allocator, list[object]]]:
+    """A random sequence of births and deaths, ending with everything freed."""
+    rng = random.Random(seed)
+    allocator = Allocator(expandable=expandable)
+    living: list[object] = []
+    for _ in range(600):
+        if living and rng.random() < 0.48:
+            allocator.release(living.pop(rng.randrange(len(living))))  # type: ignore[arg-type]
+        else:
+            living.append(allocator.allocate(rng.choice(SIZES) + rng.randrange(512)))
+        yield allocator, living
+    while living:
+        allocator.release(living.pop(rng.randrange(len(living))))  # type: ignore[arg-type]
+        yield allocator, living
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_bytes_are_ordered_and_nothing_is_lost(seed: int, expandable: bool) -> None:
+    last = 0
+    for allocator, living in walk(seed, expandable=expandable):
+        assert allocator.requested <= allocator.allocated <= allocator.reserved
+        assert last <= allocator.reserved, "nothing is given back unasked"
+        last = allocator.reserved
+        assert allocator.allocated == sum(piece.size for piece in living)  # type: ignore[attr-defined]
+    assert allocator.requested == allocator.allocated == 0
+    assert allocator.reserved == allocator.reserved_peak
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_free_and_living_blocks_never_overlap_and_cover_what_is_reserved(seed: int, expandable: bool) -> None:
+    for number, (allocator, living) in enumerate(walk(seed, expandable=expandable)):
+        if number % 20:
+            continue
+        free = [piece for pool in allocator._free.values() for _, _, piece in pool]
+        spans = sorted((piece.address, piece.address + piece.size) for piece in [*free, *living])  # type: ignore[attr-defined]
+        assert all(end <= start for (_, end), (start, _) in pairwise(spans))
+        assert sum(end - start for start, end in spans) == allocator.reserved
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_free_neighbours_are_always_merged(seed: int) -> None:
+    for allocator, _ in walk(seed, expandable=False):
+        for pool in allocator._free.values():
+            for size, address, piece in pool:
+                assert (piece.size, piece.address, piece.free) == (size, address, True)
+                assert piece.after is None or not piece.after.free
+                assert piece.before is None or not piece.before.free
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_everything_freed_can_be_given_back(seed: int) -> None:
+    for expandable in (False, True):
+        *_, (allocator, _) = walk(seed, expandable=expandable)
+        allocator.give_back()
+        assert allocator.reserved == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_limit_at_the_peak_changes_nothing(seed: int) -> None:
+    rng = random.Random(seed)
+    requests, alive, born = [], [], 0
+    for _ in range(300):
+        if alive and rng.random() < 0.45:
+            requests.append(-alive.pop(rng.randrange(len(alive))))
+        else:
+            born += 1
+            alive.append(born)
+            requests.append(rng.choice(SIZES))
+    free = replay(tape(*requests))
+    held = replay(tape(*requests), limit=free.reserved_peak)
+    assert (held.reserved_peak, held.retries) == (free.reserved_peak, 0)
+    assert held.allocated_peak == free.allocated_peak >= free.requested_peak
