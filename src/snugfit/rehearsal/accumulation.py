@@ -41,7 +41,13 @@ class SoleOwner:
     """Tells which operators of a backward pass write into their first operand and make nothing new."""
 
     def __init__(self) -> None:
-        self._most = {aten.add.Tensor: _counted_additions()}
+        try:
+            self._most = {aten.add.Tensor: _counted_additions()}
+        except AttributeError as error:
+            raise RehearsalError(
+                f"torch {torch.__version__} does not tell how often a tensor is used ({error}), so gradient "
+                "accumulation cannot be rehearsed."
+            ) from error
         for operator, example in SCATTERS.items():
             seen = _seen(operator, example)
             if len(seen) == 1:

@@ -10,7 +10,10 @@ Two kinds of override, both taken back when the rehearsal ends:
    binding is put back, those of modules imported meanwhile too.
 
 An override that no longer takes hold, because a torch release moved something, would make every figure
-quietly wrong. So after installing, `_probe` runs one small example of each and compares what came out.
+quietly wrong. So after installing, `_probe` runs one small example of each and compares what came out; and
+something that is not there any more is named.
+
+Random numbers that a rehearsal draws (a loader's seed, the HF Trainer's) are taken back too.
 """
 
 from __future__ import annotations
@@ -46,15 +49,19 @@ def in_force(
     with contextlib.ExitStack() as undo:
         undo.callback(_ACTIVE.clear)
         _ACTIVE.append(True)
-        library = torch.library.Library("aten", "IMPL")
-        undo.callback(library._destroy)
-        with _quiet():
-            kernels = composites(policy, chosen)
-            for name, kernel in kernels.items():
-                library.impl(name, kernel, KEY)
-            register_autocast(library, policy, kernels, cache)
-        undo.enter_context(bindings(policy, cache))
-        _probe(policy)
+        try:
+            undo.enter_context(_random_numbers_kept())
+            library = torch.library.Library("aten", "IMPL")
+            undo.callback(library._destroy)
+            with _quiet():
+                kernels = composites(policy, chosen)
+                for name, kernel in kernels.items():
+                    library.impl(name, kernel, KEY)
+                register_autocast(library, policy, kernels, cache)
+            undo.enter_context(bindings(policy, cache))
+            _probe(policy)
+        except (AttributeError, ImportError, RuntimeError) as error:
+            raise RehearsalError(moved(error)) from error
         chosen.clear()
         yield chosen
 
@@ -69,6 +76,24 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel.*")
         yield
+
+
+@contextlib.contextmanager
+def _random_numbers_kept() -> Iterator[None]:
+    """Afterwards every generator of the process goes on where it was."""
+    import random
+
+    import numpy
+    import torch
+
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    python, arrays = random.getstate(), numpy.random.get_state()
+    with torch.random.fork_rng(devices=gpus):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            numpy.random.set_state(arrays)
 
 
 def _probe(policy: Policy) -> None:
@@ -99,5 +124,19 @@ def _expect(what: str, holds: bool) -> None:
 
         raise RehearsalError(
             f"torch {torch.__version__} does not take the rehearsal's override of {what}, so a prediction "
-            "would be wrong. snugfit is tested with torch 2.11 to 2.15."
+            f"would be wrong. {TESTED}"
         )
+
+
+TESTED = "snugfit is tested with torch 2.11 to 2.15."
+
+
+def moved(error: Exception) -> str:
+    """What to say when something that a rehearsal relies on is not where it was."""
+    import torch
+    import transformers
+
+    return (
+        f"torch {torch.__version__} or transformers {transformers.__version__} lacks what a rehearsal relies "
+        f"on: {error} ({type(error).__name__}). {TESTED}"
+    )
