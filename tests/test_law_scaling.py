@@ -23,6 +23,7 @@ from snugfit.rehearsal.policy import CpuPolicy, CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse, rehearsed
 from snugfit.rehearsal.score import Birth, Entry, Score
 from snugfit.rehearsal.tape import Tape
+from snugfit.step.batches import micro_batches
 from snugfit.step.step import open_step
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Call, OptimizerWish, Setup
@@ -221,3 +222,13 @@ def test_the_cpu_s_policy_repeats_too() -> None:
 def test_marks_say_which_step_it_is() -> None:
     found = Score.of(rehearse(small_job("bert", 2), setup_of("micro_batches(4)"), CUDA))
     assert {move.step for move in found.moves if isinstance(move, Entry)} == {-1, 0, 1, 2}
+
+
+def test_a_rehearsed_batch_takes_the_memory_of_one_sample() -> None:
+    """A million pictures are twelve gigabytes; a planner asks about such batches on a laptop."""
+    job = small_job("vit", 2, batch_size=1 << 20)
+    batch = next(micro_batches(job, setup_of("plain"), torch.device("meta")))[0]
+    assert batch["pixel_values"].shape == (1 << 20, 3, 32, 32)
+    assert batch["pixel_values"].untyped_storage().nbytes() == 3 * 32 * 32 * 4
+    inputs = [block.nbytes for block in rehearse(job, setup_of("sgd"), CUDA).blocks if block.phase == "load"]
+    assert inputs[:2] == [(3 * 32 * 32 * 4) << 20, 8 << 20]

@@ -219,6 +219,7 @@ def optimizer_that_does_nothing(parameters: Any, **_: Any) -> torch.optim.Optimi
         gradients: tuple[int, ...] = ()
 
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            """Notes who has a gradient."""
             held = self.param_groups[0]["params"]
             self.gradients = tuple(n for n, parameter in enumerate(held) if parameter.grad is not None)
 

@@ -1,7 +1,8 @@
 """Where a step's batches come from: synthetic samples through torch's own DataLoader, cut into micro-batches.
 
-A rehearsal needs no workers and no pinned memory: its batches never travel. Everything else goes through the
-loader that the Setup wishes.
+A rehearsal needs no workers and no pinned memory: its batches never travel. Nor does it need their content,
+so one sample stands for all of them, and a batch is that sample seen over and over: the planner asks about
+batches that would not fit on the host. Everything else goes through the loader that the Setup wishes.
 
 Pictures and sound are fp32. A model whose weights are of another dtype takes them only in that dtype when no
 autocast casts them, so each sample is cast on the host, as users do who train in bfloat16 throughout.
@@ -9,7 +10,8 @@ autocast casts them, so each sample is cast on the host, as users do who train i
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 from snugfit.job.batch import Batch, SyntheticDataset
@@ -27,6 +29,35 @@ SAMPLES = 512
 def dataset_size(job: Job, device: torch.device, steps: int = 1) -> int:
     """Samples to go through: the guide's, at least one global batch; a rehearsal makes only what it uses."""
     return job.batch_size * steps if device.type == "meta" else max(SAMPLES, job.batch_size * steps)
+
+
+class _OneSample(SyntheticDataset):
+    """As many samples as a dataset has, and all of them its first."""
+
+    def __init__(self, of: SyntheticDataset) -> None:
+        super().__init__(of.job, len(of))
+        self._of = of
+
+    @cached_property
+    def _first(self) -> Batch:
+        return self._of[0]
+
+    def __getitem__(self, index: int) -> Batch:
+        return self._first
+
+
+def collator(device: torch.device, collate: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """`collate`; in a rehearsal, with each batch its first sample as many times, in the memory of one."""
+    if device.type != "meta":
+        return collate
+
+    def repeated(samples: list[Any]) -> Any:
+        one = collate(samples[:1])
+        if not all(hasattr(value, "expand") for value in one.values()):
+            return collate(samples)
+        return {name: value.expand(len(samples), *value.shape[1:]) for name, value in one.items()}
+
+    return repeated
 
 
 class _Cast(SyntheticDataset):
@@ -48,11 +79,14 @@ class _Cast(SyntheticDataset):
         }
 
 
-def dataset(job: Job, setup: Setup, samples: int) -> SyntheticDataset:
+def dataset(job: Job, setup: Setup, device: torch.device, steps: int = 1) -> SyntheticDataset:
     """Synthetic samples as the model of this Setup takes them. A user's own example is left as it is."""
+    samples = dataset_size(job, device, steps)
     if setup.autocast is None and setup.weights_dtype != "float32" and job.model.module is None:
-        return _Cast(job, setup.weights_dtype, samples)
-    return SyntheticDataset(job, samples)
+        made: SyntheticDataset = _Cast(job, setup.weights_dtype, samples)
+    else:
+        made = SyntheticDataset(job, samples)
+    return _OneSample(made) if device.type == "meta" else made
 
 
 def loader(job: Job, setup: Setup, device: torch.device) -> torch.utils.data.DataLoader[Any]:
@@ -61,9 +95,10 @@ def loader(job: Job, setup: Setup, device: torch.device) -> torch.utils.data.Dat
 
     rehearsed = device.type == "meta"
     made: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
-        cast("torch.utils.data.Dataset[Any]", dataset(job, setup, dataset_size(job, device))),
+        cast("torch.utils.data.Dataset[Any]", dataset(job, setup, device)),
         batch_size=job.batch_size // setup.micro_batches,
         drop_last=True,
+        collate_fn=collator(device, torch.utils.data.default_collate),
         num_workers=0 if rehearsed else setup.loader.workers,
         pin_memory=setup.loader.pinned and device.type == "cuda",
         persistent_workers=False,

@@ -14,7 +14,7 @@ import tempfile
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import UsageError
-from snugfit.step.batches import dataset, dataset_size
+from snugfit.step.batches import collator, dataset
 from snugfit.step.install import build_model, build_optimizer, matmul_precision
 from snugfit.step.placement import placed_on, settle
 from snugfit.step.step import Step
@@ -52,9 +52,9 @@ class TrainerStep(Step):
         trainer = trainer_class(
             model=model,
             args=_arguments(self.device)(**self._training_arguments(folder, steps)),
-            train_dataset=dataset(self.job, self.setup, dataset_size(self.job, self.device, steps)),
+            train_dataset=dataset(self.job, self.setup, self.device, steps),
             optimizers=(optimizer, None),
-            data_collator=transformers.default_data_collator,
+            data_collator=collator(self.device, transformers.default_data_collator),
             callbacks=[_callback(observer)],
         )
         trainer.observer, trainer.losses = observer, [] if self.keep_losses else None
