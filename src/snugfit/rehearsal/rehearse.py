@@ -91,6 +91,7 @@ def rehearsed(step: Step, policy: Policy, steps: int) -> tuple[Tape, list[Note]]
 def _without_collector() -> Iterator[None]:
     """Cycles die when the collector comes by; without it, never: a rehearsal must not depend on when."""
     enabled = gc.isenabled()
+    gc.collect()
     gc.disable()
     try:
         yield
