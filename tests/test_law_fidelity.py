@@ -170,7 +170,7 @@ class HighOrLow:
     """A task that can be learned: whether a sequence's tokens are from the upper half of the vocabulary."""
 
     def __init__(self, this: Job, samples: int) -> None:
-        self.length, self.samples = this.sequence_length, samples
+        self.job, self.length, self.samples = this, this.sequence_length, samples
 
     def __len__(self) -> int:
         return self.samples

@@ -61,31 +61,28 @@ def collator(device: torch.device, collate: Callable[[list[Any]], Any]) -> Calla
 
 
 class _Cast(SyntheticDataset):
-    """The samples with their floating-point inputs in the weights' dtype; labels stay as they are."""
+    """A dataset's samples with their floating-point inputs in the weights' dtype; labels stay as they are."""
 
-    def __init__(self, job: Job, dtype: str, samples: int) -> None:
-        super().__init__(job, samples)
-        self.dtype = dtype
+    def __init__(self, of: SyntheticDataset, dtype: str) -> None:
+        super().__init__(of.job, len(of))
+        self._of, self._dtype = of, dtype
 
     def __getitem__(self, index: int) -> Batch:
         import torch
 
-        sample = super().__getitem__(index)
         return {
-            name: value.to(getattr(torch, self.dtype))
+            name: value.to(getattr(torch, self._dtype))
             if name != "labels" and torch.is_floating_point(value)
             else value
-            for name, value in sample.items()
+            for name, value in self._of[index].items()
         }
 
 
 def dataset(job: Job, setup: Setup, device: torch.device, steps: int = 1) -> SyntheticDataset:
     """Synthetic samples as the model of this Setup takes them. A user's own example is left as it is."""
-    samples = dataset_size(job, device, steps)
+    made = SyntheticDataset(job, dataset_size(job, device, steps))
     if setup.autocast is None and setup.weights_dtype != "float32" and job.model.module is None:
-        made: SyntheticDataset = _Cast(job, setup.weights_dtype, samples)
-    else:
-        made = SyntheticDataset(job, samples)
+        made = _Cast(made, setup.weights_dtype)
     return _OneSample(made) if device.type == "meta" else made
 
 
