@@ -69,7 +69,7 @@ class Policy(ABC):
         """Whether products of experts go through `grouped_mm`."""
 
     @abstractmethod
-    def scratch(self, operator: str, overload: str, arguments: Sequence[Any], out: Any) -> Scratch:
+    def scratch(self, operator: str, arguments: Sequence[Any], out: Any) -> Scratch:
         """What the kernel of this operator allocates for itself while it runs."""
 
     @abstractmethod
@@ -97,9 +97,6 @@ class CudaPolicy(Policy):
 
     cudnn_version: int = 91900
     """As `torch.backends.cudnn.version()` gives it on a CUDA build."""
-
-    tf32: bool = False
-    """Whether fp32 matrix products run in tf32."""
 
     def choose_attention(
         self,
@@ -148,7 +145,7 @@ class CudaPolicy(Policy):
         """From Ampere on: `_can_use_grouped_mm`, transformers' `integrations/moe.py`."""
         return self.capability >= (8, 0)
 
-    def scratch(self, operator: str, overload: str, arguments: Sequence[Any], out: Any) -> Scratch:
+    def scratch(self, operator: str, arguments: Sequence[Any], out: Any) -> Scratch:
         """Reductions, attention and embedding backward: see `scratch.py`."""
         sizes = (self.multiprocessors, self.threads_per_multiprocessor)
         return cuda_scratch(operator, arguments, out, sizes)
@@ -205,7 +202,7 @@ class CpuPolicy(Policy):
         """Yes, in torch 2.11 and later."""
         return True
 
-    def scratch(self, operator: str, overload: str, arguments: Sequence[Any], out: Any) -> Scratch:
+    def scratch(self, operator: str, arguments: Sequence[Any], out: Any) -> Scratch:
         """What torch composes of other operators; buffers of the kernels themselves are not modelled."""
         return everywhere(operator, arguments, out)
 

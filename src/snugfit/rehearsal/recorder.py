@@ -7,7 +7,7 @@ between `meta` and a device, and are set right here:
 
 - the autograd engine adds gradients in place when it alone holds the first one, but not while a dispatch
   mode is active (`isTensorSubclassLike`); so an addition that the engine would do in place returns its first
-  operand (`accumulates.py`);
+  operand (`accumulation.py`);
 - `.item()` and `bool()` have no value to give: `_scalar` answers by meaning;
 - some kernels allocate in another order than they return, and take scratch: the policy knows.
 
@@ -149,7 +149,7 @@ class Recorder(TorchDispatchMode):
         if isinstance(out, torch.Tensor) and out.device.type != "meta":
             return out  # the host's own work
         operator = func._schema.name
-        scratch = self.policy.scratch(operator, func._schema.overload_name, args, out)
+        scratch = self.policy.scratch(operator, args, out)
         self._run(operator, out, scratch, self.policy.workspaces(operator))
         if operator in ("aten::any", "aten::isinf", "aten::isnan") and isinstance(out, torch.Tensor):
             self._any_results.add(id(out))

@@ -124,7 +124,6 @@ class PlainStep(Step):
         observer.phase("build")
         model = build_model(self.job, self.setup, self.device)
         observer.built(model, None)
-        losses: list[float] = []
         with contextlib.closing(
             micro_batches(self.job, self.setup, self.device, always_mask=self.always_mask)
         ) as batches:
@@ -139,7 +138,7 @@ class PlainStep(Step):
                     del out
                 observer.step_ends(index)
         self.model = model
-        return losses
+        return []
 
     def _batches(self) -> Generator[list[dict[str, Any]], None, None]:
         return micro_batches(self.job, self.setup, self.device, always_mask=self.always_mask)
