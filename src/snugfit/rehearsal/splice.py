@@ -24,7 +24,8 @@ from snugfit.rehearsal.repeat import MICRO_BATCHES, cut, repeated
 from snugfit.rehearsal.repeat import STEPS as STEPS_OF_A_PART
 from snugfit.rehearsal.score import Birth, Death, Entry, Living, Move, Score
 from snugfit.step.footprint import Kind
-from snugfit.step.plain_loop import PlainStep
+from snugfit.step.install import matmul_precision
+from snugfit.step.plain_loop import OptimizerLoop, PlainStep
 from snugfit.techniques.setup import Call, OptimizerWish, Setup
 
 if TYPE_CHECKING:
@@ -188,10 +189,15 @@ class _Cast:
         return [self.births[block].nbytes for block in blocks]
 
 
-class _UpdateAlone(PlainStep):
+class _UpdateAlone(OptimizerLoop):
     """The plain loop with gradients that come from nowhere."""
 
     gradients: tuple[int, ...] = ()
+
+    def run(self, steps: int, observer: Observer) -> list[float]:
+        """Builds, and runs `steps` updates; there is no loss."""
+        with matmul_precision(self.setup.matmul):
+            return self._train(steps, observer)
 
     def _accumulate(
         self,

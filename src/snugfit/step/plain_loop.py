@@ -12,6 +12,7 @@ batch also when padding is uneven. A batch that is not cut is not scaled: one ke
 from __future__ import annotations
 
 import contextlib
+from abc import abstractmethod
 from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -26,15 +27,19 @@ if TYPE_CHECKING:
     from snugfit.step.step import Observer
 
 
-class PlainStep(Step):
-    """The plain loop over one job and Setup."""
+class OptimizerLoop(Step):
+    """The plain loop's frame: build, then per step gradients, clipping and update. Where the gradients come
+    from is left open, so that an update can be rehearsed alone."""
 
-    def run(self, steps: int, observer: Observer) -> list[float]:
-        """Builds, runs `steps` optimizer steps, and gives their losses."""
-        with matmul_precision(self.setup.matmul):
-            if self.job.trains:
-                return self._train(steps, observer)
-            return self._evaluate(steps, observer)
+    @abstractmethod
+    def _accumulate(
+        self,
+        model: torch.nn.Module,
+        batches: Iterator[list[dict[str, Any]]],
+        scaler: torch.amp.GradScaler | None,
+        observer: Observer,
+    ) -> torch.Tensor | None:
+        """Leaves one step's gradients in the parameters, and gives its loss when losses are kept."""
 
     def _train(self, steps: int, observer: Observer) -> list[float]:
         import torch
@@ -45,9 +50,7 @@ class PlainStep(Step):
         scaler = torch.amp.GradScaler(self.device.type) if self.setup.scale_gradients else None
         observer.built(model, optimizer)
         losses: list[torch.Tensor] = []
-        with contextlib.closing(
-            micro_batches(self.job, self.setup, self.device, always_mask=self.always_mask)
-        ) as batches:
+        with contextlib.closing(self._batches()) as batches:
             for index in range(steps):
                 observer.step_begins(index)
                 loss = self._accumulate(model, batches, scaler, observer)
@@ -64,6 +67,36 @@ class PlainStep(Step):
                     losses.append(loss)
         self.model, self.optimizer = model, optimizer
         return [float(loss) for loss in losses]
+
+    def _clip(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scaler: torch.amp.GradScaler | None,
+        observer: Observer,
+    ) -> None:
+        import torch
+
+        if not self.job.clip:
+            return
+        observer.phase("clip")
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), self.job.clip)
+
+    def _batches(self) -> Generator[list[dict[str, Any]], None, None]:
+        return micro_batches(self.job, self.setup, self.device, always_mask=self.always_mask)
+
+
+class PlainStep(OptimizerLoop):
+    """The plain loop over one job and Setup."""
+
+    def run(self, steps: int, observer: Observer) -> list[float]:
+        """Builds, runs `steps` optimizer steps, and gives their losses."""
+        with matmul_precision(self.setup.matmul):
+            if self.job.trains:
+                return self._train(steps, observer)
+            return self._evaluate(steps, observer)
 
     def _accumulate(
         self,
@@ -102,31 +135,13 @@ class PlainStep(Step):
         loss: torch.Tensor = out.loss if hasattr(out, "loss") else out[0]
         return loss
 
-    def _clip(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        scaler: torch.amp.GradScaler | None,
-        observer: Observer,
-    ) -> None:
-        import torch
-
-        if not self.job.clip:
-            return
-        observer.phase("clip")
-        if scaler is not None:
-            scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), self.job.clip)
-
     def _evaluate(self, steps: int, observer: Observer) -> list[float]:
         import torch
 
         observer.phase("build")
         model = build_model(self.job, self.setup, self.device)
         observer.built(model, None)
-        with contextlib.closing(
-            micro_batches(self.job, self.setup, self.device, always_mask=self.always_mask)
-        ) as batches:
+        with contextlib.closing(self._batches()) as batches:
             for index in range(steps):
                 observer.step_begins(index)
                 for piece in next(batches):
@@ -139,9 +154,6 @@ class PlainStep(Step):
                 observer.step_ends(index)
         self.model = model
         return []
-
-    def _batches(self) -> Generator[list[dict[str, Any]], None, None]:
-        return micro_batches(self.job, self.setup, self.device, always_mask=self.always_mask)
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         import torch
