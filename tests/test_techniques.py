@@ -13,7 +13,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from small_models import small_job
 from snugfit.errors import RecipeError
+from snugfit.rehearsal.policy import CudaPolicy
+from snugfit.rehearsal.rehearse import rehearse
 from snugfit.techniques import roster
 from snugfit.techniques.hub_kernels import no_hub_kernels
 from snugfit.techniques.packages import missing
@@ -199,6 +202,15 @@ def test_adamw_8bit_on_shapes_gives_birth_as_on_data(embeddings: int) -> None:
     assert state["edge.weight.state1"] == ((64, 64), torch.uint8)
     assert state["below.weight.state1"] == ((65, 63), torch.float32)
     assert state["small_table.weight.state1"] == ((4, 8), torch.float32)
+
+
+def test_adamw_8bit_waits_for_the_device_after_each_parameter() -> None:
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    job = small_job("bert", layers=1)
+    tape = rehearse(job, Recipe.parse("adamw_8bit").setup(), CudaPolicy())
+    updates = [kernel for kernel in tape.kernels if kernel.operator.startswith("bitsandbytes::")]
+    assert tape.syncs == len(updates) > 20
+    assert rehearse(job, Recipe.parse("adamw").setup(), CudaPolicy()).syncs == 0
 
 
 def test_adamw_8bit_leaves_nothing_behind() -> None:

@@ -12,9 +12,9 @@ gives each run a manager of its own, and leaves the earlier one to the optimizer
 
 On shapes: bitsandbytes registers shape functions for both of its update kernels, and the rest of its step is
 ordinary torch, so it runs on meta tensors as it is and gives birth to the same tensors in the same order
-(`tests/test_techniques.py` compares it with a real step). All that `shapes` does is to leave the manager of
-the user's process as it was. Not foreseen: the wait for the device after each parameter, which costs time
-and no byte.
+(`tests/test_techniques.py` compares it with a real step). What `shapes` does is to leave the manager of the
+user's process as it was, and to wait for the device after each parameter: bitsandbytes asks for CUDA or XPU
+before it does, and passes `meta` by.
 """
 
 from __future__ import annotations
@@ -79,14 +79,23 @@ def prepare(model: torch.nn.Module, *, embeddings: int) -> None:
 
 @contextlib.contextmanager
 def shapes() -> Iterator[None]:
-    """For the time of a rehearsal: overrides of its own, the process's manager back afterwards."""
+    """For the time of a rehearsal: overrides of its own, the process's manager back afterwards; and its step
+    waits for a `meta` device as it waits for a GPU."""
     managers = _managers()
-    before = managers._instance
-    managers._instance = None
+    from bitsandbytes.optim import optimizer
+
+    assert hasattr(optimizer, "sync_gpu"), "bitsandbytes waits for the device in another way now"
+    before, wait = managers._instance, optimizer.sync_gpu
+    managers._instance, optimizer.sync_gpu = None, _wait
     try:
         yield
     finally:
-        managers._instance = before
+        managers._instance, optimizer.sync_gpu = before, wait
+
+
+def _wait(tensor: torch.Tensor) -> None:
+    """Waits for a tensor's device by reading one of its numbers, which is a wait that a tape counts."""
+    tensor.detach().as_strided((), ()).item()
 
 
 def _managers() -> Any:
