@@ -18,6 +18,7 @@ import numpy
 import pytest
 import torch
 import torch.utils._foreach_utils as foreach
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.utils import generic
 
 from snugfit.errors import RehearsalError
@@ -433,3 +434,28 @@ def test_the_probe_runs_for_every_policy() -> None:
     for policy in POLICIES:
         with in_force(policy):
             overrides._probe(policy)
+
+
+class _Names(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_math_attention_repeats_heads_only_where_several_share_one() -> None:
+    """`pre_process_group_query_attention_input` returns early when all have the same number of heads."""
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def operators(heads: int, *, grouped: bool) -> list[str]:
+        query, key = (torch.empty(2, each, 8, 6, device="meta") for each in (4, heads))
+        with in_force(CudaPolicy()) as chosen, _Names() as names:
+            attention(query, key, key, enable_gqa=grouped)
+        assert chosen == ["math"]
+        return names.seen
+
+    assert operators(4, grouped=True) == operators(4, grouped=False)
+    assert len(operators(2, grouped=True)) > len(operators(4, grouped=True))

@@ -11,6 +11,7 @@ requires a gradient (T5's position bias) ran in math, and so did operands whose 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -20,22 +21,32 @@ CUDNN_PREFERRED_ABOVE = 91500
 HALVES = ("torch.float16", "torch.bfloat16")
 
 
-def chosen_on_cuda(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    *,
-    needs_grad: bool,
-    grouped: bool,
-    capability: tuple[int, int],
-    cudnn_version: int,
-) -> str:
-    """`cudnn`, `flash`, `efficient` or `math`, for operands (B, H, S, D) on a GPU of this capability."""
+@dataclass(frozen=True)
+class Operands:
+    """What `scaled_dot_product_attention` is asked to compute."""
+
+    query: torch.Tensor
+    """(B, H, S, D), as key and value."""
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None = None
+    dropout: float = 0.0
+    causal: bool = False
+    scale: float | None = None
+    """What scores are multiplied by; None is 1 / sqrt(D)."""
+    grouped: bool = False
+    """Whether each head of key and value serves several of the query."""
+    needs_grad: bool = False
+    """Whether a backward pass may follow."""
+
+
+def chosen_on_cuda(of: Operands, *, capability: tuple[int, int], cudnn_version: int) -> str:
+    """`cudnn`, `flash`, `efficient` or `math`, on a GPU of this capability."""
+    query, mask = of.query, of.mask
     half = str(query.dtype) in HALVES
-    width, value_width = query.size(-1), value.size(-1)
+    width, value_width = query.size(-1), of.value.size(-1)
     mask_learns = mask is not None and mask.requires_grad
-    strided = any(operand.stride(-1) != 1 for operand in (query, key, value))
+    strided = any(operand.stride(-1) != 1 for operand in (query, of.key, of.value))
     if mask is not None and mask.stride(-1) != 1 and mask.size(-1) != 1:
         strided = True
     if strided:
@@ -47,7 +58,7 @@ def chosen_on_cuda(
         and not mask_learns
         and width == value_width
         and width % 8 == 0
-        and width <= _widest_for_cudnn(capability, needs_grad)
+        and width <= _widest_for_cudnn(capability, of.needs_grad)
     ):
         return "cudnn"
     if mask is None and half and (8, 0) <= capability <= (12, 1) and width == value_width and width <= 256:
@@ -58,7 +69,7 @@ def chosen_on_cuda(
         and str(query.dtype) != "torch.float64"
         and width % aligned == 0
         and value_width % aligned == 0
-        and not grouped
+        and not of.grouped
         and not mask_learns
     ):
         return "efficient"
@@ -69,104 +80,93 @@ def _widest_for_cudnn(capability: tuple[int, int], needs_grad: bool) -> int:
     return 256 if capability[0] == 9 and not needs_grad else 128 if needs_grad else 256
 
 
-def chosen_on_cpu(query: torch.Tensor, dropout: float, mask: torch.Tensor | None) -> str:
+def chosen_on_cpu(of: Operands) -> str:
     """`flash_for_cpu` or `math`: `native/transformers/sdp_utils_cpp.cpp`, dense operands."""
-    if dropout > 0 or query.dim() != 4 or (mask is not None and mask.requires_grad):
+    if of.dropout > 0 or of.query.dim() != 4 or (of.mask is not None and of.mask.requires_grad):
         return "math"
     return "flash_for_cpu"
 
 
-def run_chosen(
-    choice: str,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    dropout: float,
-    causal: bool,
-    scale: float | None,
-    grouped: bool,
-    needs_grad: bool,
-) -> torch.Tensor:
+def run_chosen(choice: str, of: Operands) -> torch.Tensor:
     """The concrete operator that torch calls for this choice, with the tensors it saves for backward."""
-    run: Callable[..., Any] = _RUNNERS[choice]
-    out: torch.Tensor = run(query, key, value, mask, dropout, causal, scale, grouped, needs_grad)
+    out: torch.Tensor = _RUNNERS[choice](of)
     return out
 
 
-def _flash(q: Any, k: Any, v: Any, mask: Any, p: float, causal: bool, scale: Any, *_: Any) -> Any:
+def _flash(of: Operands) -> Any:
     import torch
 
+    q, k, v, scale = of.query, of.key, of.value, of.scale
     width = q.size(-1)
     padding = -width % 8  # flash wants a head width that is a multiple of 8
     if padding:
         q, k, v = (torch.constant_pad_nd(operand, (0, padding)) for operand in (q, k, v))
         scale = scale if scale is not None else float(width) ** -0.5
-    out = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, p, causal, False, scale=scale)[0]
+    operator = torch.ops.aten._scaled_dot_product_flash_attention
+    out = operator(q, k, v, of.dropout, of.causal, False, scale=scale)[0]
     return out[..., :width] if padding else out
 
 
-def _flash_for_cpu(q: Any, k: Any, v: Any, mask: Any, p: float, causal: bool, scale: Any, *_: Any) -> Any:
+def _flash_for_cpu(of: Operands) -> Any:
     import torch
 
-    bias = additive(mask, q.dtype)
+    bias = additive(of.mask, of.query.dtype)
     operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return operator(q, k, v, p, causal, attn_mask=bias, scale=scale)[0]
+    return operator(of.query, of.key, of.value, of.dropout, of.causal, attn_mask=bias, scale=of.scale)[0]
 
 
-def _cudnn(
-    q: Any, k: Any, v: Any, mask: Any, p: float, causal: bool, scale: Any, grouped: bool, grad: bool
-) -> Any:
+def _cudnn(of: Operands) -> Any:
     import torch
 
-    bias = _expanded(additive(mask, q.dtype), q, k)
+    bias = _expanded(additive(of.mask, of.query.dtype), of.query, of.key)
     operator = torch.ops.aten._scaled_dot_product_cudnn_attention
-    return operator(q, k, v, bias, grad, p, causal, False, scale=scale)[0]
+    return operator(
+        of.query, of.key, of.value, bias, of.needs_grad, of.dropout, of.causal, False, scale=of.scale
+    )[0]
 
 
-def _efficient(
-    q: Any, k: Any, v: Any, mask: Any, p: float, causal: bool, scale: Any, grouped: bool, grad: bool
-) -> Any:
+def _efficient(of: Operands) -> Any:
     import torch
 
-    bias = additive(mask, q.dtype)
+    bias = additive(of.mask, of.query.dtype)
     if bias is not None and bias.size(-1) % 16:  # pad_bias: rows of the mask are stored in sixteens
         columns = bias.size(-1)
         bias = torch.constant_pad_nd(bias, (0, 16 - columns % 16))[..., :columns]
+    bias = _expanded(bias, of.query, of.key)
     operator = torch.ops.aten._scaled_dot_product_efficient_attention
-    return operator(q, k, v, _expanded(bias, q, k), grad, p, causal, scale=scale)[0]
+    return operator(of.query, of.key, of.value, bias, of.needs_grad, of.dropout, of.causal, scale=of.scale)[0]
 
 
-def _math(
-    q: Any, k: Any, v: Any, mask: Any, p: float, causal: bool, scale: Any, grouped: bool, grad: bool
-) -> Any:
+def _math(of: Operands) -> Any:
     """`_scaled_dot_product_attention_math`, written out because torch's own adds the mask out of place while
     a dispatch mode is active (`areAnyTensorSubclassLike`), one matrix of scores more than on a device."""
     import torch
 
-    dtype, bias = q.dtype, additive(mask, q.dtype)
+    q, k, v, scale = of.query, of.key, of.value, of.scale
+    dtype, bias = q.dtype, additive(of.mask, q.dtype)
     if str(dtype) in HALVES and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
         q, k, v = (operand.to(torch.float32) for operand in (q, k, v))
     root = (abs(scale) if scale is not None else float(q.size(-1)) ** -0.5) ** 0.5
     scaled = q * (-root if scale is not None and scale < 0 else root)
-    if causal:
+    if of.causal:
         triangle = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool, device=q.device).tril()
         bias = additive(triangle, q.dtype)
-    if grouped:
-        k, v = (each.repeat_interleave(q.size(-3) // each.size(-3), -3) for each in (k, v))
+    if of.grouped:
+        heads = q.size(-3)
+        k, v = (each.repeat_interleave(heads // each.size(-3), -3) for each in (k, v))
     scores = torch.matmul(scaled, k.transpose(-2, -1) * root)
     if bias is not None:
         scores.add_(bias)
     scores = torch.ops.aten._safe_softmax(scores, -1)
-    if p > 0:
-        scores = torch.dropout(scores, p, True)
+    if of.dropout > 0:
+        scores = torch.dropout(scores, of.dropout, True)
     kept = scores.to(dtype)  # the second result, which C++ evaluates first
     out = torch.matmul(scores, v).to(dtype)
     del kept
     return out
 
 
-_RUNNERS: dict[str, Callable[..., Any]] = {
+_RUNNERS: dict[str, Callable[[Operands], Any]] = {
     "flash": _flash,
     "flash_for_cpu": _flash_for_cpu,
     "cudnn": _cudnn,

@@ -39,11 +39,12 @@ def composites(policy: Policy, chosen: list[str]) -> dict[str, Callable[..., Any
     ) -> torch.Tensor:
         grad = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
         grouped = enable_gqa and query.size(-3) != key.size(-3)
-        choice = policy.choose_attention(query, key, value, attn_mask, dropout_p, grouped, grad)
-        chosen.append(choice)
-        return attention.run_chosen(
-            choice, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, grad
+        operands = attention.Operands(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, grouped, needs_grad=grad
         )
+        choice = policy.choose_attention(operands)
+        chosen.append(choice)
+        return attention.run_chosen(choice, operands)
 
     def dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
         if train and 0 < p < 1 and input.numel():

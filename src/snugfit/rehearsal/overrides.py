@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from snugfit.errors import RehearsalError
+from snugfit.rehearsal.attention import Operands
 from snugfit.rehearsal.autocast import KEY, WeightCache, register_autocast
 from snugfit.rehearsal.bindings import bindings
 from snugfit.rehearsal.composites import composites
@@ -105,7 +106,7 @@ def _probe(policy: Policy) -> None:
     weight = torch.empty(8, 8, device="meta", requires_grad=True)
     if policy.fuses_dropout:
         _expect("dropout", "NativeDropoutBackward" in str(torch.dropout(x, 0.5, True).grad_fn))
-    choice = policy.choose_attention(x, x, x, None, 0.0, False, True)
+    choice = policy.choose_attention(Operands(x, x, x, needs_grad=True))
     name = str(torch.nn.functional.scaled_dot_product_attention(x, x, x).grad_fn).lower()
     _expect("attention", choice == "math" or choice.split("_")[0] in name)
     with torch.autocast("meta", torch.bfloat16):

@@ -13,14 +13,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from snugfit.rehearsal import attention, autocast_lists
 from snugfit.rehearsal.buffers import Scratch
 from snugfit.rehearsal.scratch import cuda_scratch, everywhere
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,16 +28,7 @@ class Policy(ABC):
     """True for torch before 1.11, whose softmax kept its input for backward beside its output."""
 
     @abstractmethod
-    def choose_attention(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        dropout: float,
-        grouped: bool,
-        needs_grad: bool,
-    ) -> str:
+    def choose_attention(self, operands: attention.Operands) -> str:
         """The attention kernel for these operands."""
 
     @property
@@ -98,26 +86,10 @@ class CudaPolicy(Policy):
     cudnn_version: int = 91900
     """As `torch.backends.cudnn.version()` gives it on a CUDA build."""
 
-    def choose_attention(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        dropout: float,
-        grouped: bool,
-        needs_grad: bool,
-    ) -> str:
+    def choose_attention(self, operands: attention.Operands) -> str:
         """As `sdp_utils.cpp` decides for this capability."""
         return attention.chosen_on_cuda(
-            query,
-            key,
-            value,
-            mask,
-            needs_grad=needs_grad,
-            grouped=grouped,
-            capability=self.capability,
-            cudnn_version=self.cudnn_version,
+            operands, capability=self.capability, cudnn_version=self.cudnn_version
         )
 
     @property
@@ -164,18 +136,9 @@ class CudaPolicy(Policy):
 class CpuPolicy(Policy):
     """The CPU, for which `meta` already answers mostly right."""
 
-    def choose_attention(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        dropout: float,
-        grouped: bool,
-        needs_grad: bool,
-    ) -> str:
+    def choose_attention(self, operands: attention.Operands) -> str:
         """Flash attention for the CPU where it can, else math."""
-        return attention.chosen_on_cpu(query, dropout, mask)
+        return attention.chosen_on_cpu(operands)
 
     @property
     def autocast(self) -> autocast_lists.AutocastLists:
