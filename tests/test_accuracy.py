@@ -262,7 +262,7 @@ def test_a_file_that_is_none_of_ours_is_refused(content: str, tmp_path: Path) ->
 def test_without_a_gpu_it_says_what_to_try(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("snugfit.cli.accuracy._gpu_here", lambda: None)
+    monkeypatch.setattr("snugfit.cli.accuracy.gpu_here", lambda: None)
     folder = tmp_path / "new"
     assert command(["accuracy", "--output", str(folder)]) == 2
     assert "--predict-only --gpu NAME" in capsys.readouterr().err
@@ -274,7 +274,7 @@ def test_without_a_gpu_it_says_what_to_try(
 def test_the_command_measures_writes_and_judges(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, answered: list[Any]
 ) -> None:
-    monkeypatch.setattr("snugfit.cli.accuracy._gpu_here", lambda: "NVIDIA H200")
+    monkeypatch.setattr("snugfit.cli.accuracy.gpu_here", lambda: "NVIDIA H200")
     arguments = ["accuracy", "--draw", "2", "--seed", "9", "--workers", "1", "--output", str(tmp_path)]
     assert command(arguments) == 0
     assert "All 2 runs are inside the band." in capsys.readouterr().out

@@ -210,7 +210,7 @@ def test_the_guide_writes_its_files_and_says_where(
 def test_measuring_the_guide_without_a_gpu_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], empty_folder: Path
 ) -> None:
-    monkeypatch.setattr("snugfit.cli.guide._gpu_here", lambda: None)
+    monkeypatch.setattr("snugfit.cli.guide.gpu_here", lambda: None)
     assert "no GPU here" in refused(["guide", "--measure"], capsys, empty_folder)
 
 
@@ -368,3 +368,21 @@ def test_an_interrupted_command_ends_with_130(
     monkeypatch.setattr("snugfit.prediction.predict.predict", interrupt)
     assert run(["predict", *BERT]) == 130
     assert "interrupted" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "defaults"),
+    [
+        ("predict", ["[512]", "[no clipping]", "[train]", "[plain]", "[installed]"]),
+        ("measure", ["[4]", "[no clipping]", "[train]", "[plain]", "[a GPU if there is one]"]),
+        ("guide", ["[one a core]"]),
+    ],
+)
+def test_help_says_what_holds_when_nothing_is_said(
+    name: str, defaults: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A word in brackets is markup to rich, which would show nothing."""
+    monkeypatch.setenv("COLUMNS", "200")
+    assert run([name, "--help"]) == 0
+    told = capsys.readouterr().out
+    assert [default for default in defaults if default not in told] == []

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from snugfit.cli import arguments as given
-from snugfit.errors import GpuError, OutsideBand, UsageError, did_you_mean
+from snugfit.cli.here import gpu_here
+from snugfit.errors import GpuError, OutsideBand, UsageError
 
 if TYPE_CHECKING:
     from snugfit.comparison.runs import Accuracy
@@ -24,9 +25,8 @@ Workers = Annotated[
 Show = Annotated[
     Path | None, typer.Option(help="Show the results in this file or folder; draw nothing.", metavar="PATH")
 ]
-Format = Annotated[str, typer.Option("--format", help="What to print: terminal, markdown or json.")]
+Format = Annotated[Literal["terminal", "markdown", "json"], typer.Option("--format", help="What to print.")]
 
-FORMATS = ("terminal", "markdown", "json")
 USUAL_WORKERS = 4
 """The GPU is waited for; more predictions at once would only crowd the host while steps are timed."""
 
@@ -45,8 +45,6 @@ def accuracy(
 ) -> None:
     """Draw jobs and recipes, predict and measure each, and show the errors."""
     form = "json" if as_json else form
-    if form not in FORMATS:
-        raise UsageError(f"--format {form!r}: {', '.join(FORMATS)}.{did_you_mean(form, FORMATS)}")
     if show is not None:
         _print(_read(show), form)
         return
@@ -56,7 +54,7 @@ def accuracy(
     from snugfit.report.accuracy import file_name
     from snugfit.report.files import writable_folder
 
-    here = _gpu_here()
+    here = gpu_here()
     if here is None and not predict_only:
         raise GpuError("There is no GPU here to measure on. Try --predict-only --gpu NAME.")
     if gpu is None and here is None:
@@ -101,11 +99,3 @@ def _read(path: Path) -> list[Accuracy]:
     if not files:
         raise UsageError(f"--show {path}: no accuracy-seed*.json there.")
     return [read(file) for file in files]
-
-
-def _gpu_here() -> str | None:
-    """The name of this machine's GPU, when it has one that NVML knows."""
-    from snugfit.measurement.place import find_place
-
-    with find_place(None, 0, environment=os.environ) as place:
-        return place.card.name if place.card else None

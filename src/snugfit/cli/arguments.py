@@ -1,9 +1,15 @@
-"""The arguments that `predict` and `measure` share, each with its help, written once."""
+"""The arguments that several commands share, each with its help, written once.
+
+`about_a_job` gives a command all those that ask about a job, in front of its own. typer reads a command's
+arguments from its signature, so that is what is put together: nothing is listed twice.
+"""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -35,8 +41,10 @@ BatchSize = Annotated[
 Labels = Annotated[
     int | None, typer.Option(help="Classes of a classification head. [2]", rich_help_panel=JOB)
 ]
-Clip = Annotated[float | None, typer.Option(help="Largest gradient norm. [no clipping]", rich_help_panel=JOB)]
-Phase = Annotated[str | None, typer.Option(help="train or evaluate. [train]", rich_help_panel=JOB)]
+Clip = Annotated[
+    float | None, typer.Option(help="Largest gradient norm. \\[no clipping]", rich_help_panel=JOB)
+]
+Phase = Annotated[str | None, typer.Option(help="train or evaluate. \\[train]", rich_help_panel=JOB)]
 JobFile = Annotated[
     Path | None, typer.Option("--job", help="A YAML file with these arguments.", rich_help_panel=JOB)
 ]
@@ -50,10 +58,12 @@ Online = Annotated[
 ]
 RecipeText = Annotated[
     str | None,
-    typer.Option("--recipe", help='Techniques: "bf16 + every_layer + micro_batches(4)". [plain]',
+    typer.Option("--recipe", help='Techniques: "bf16 + every_layer + micro_batches(4)". \\[plain]',
                  rich_help_panel=HOW),
 ]  # fmt: skip
-Loop = Annotated[str | None, typer.Option(help="plain, accelerate or trainer. [plain]", rich_help_panel=HOW)]
+Loop = Annotated[
+    str | None, typer.Option(help="plain, accelerate or trainer. \\[plain]", rich_help_panel=HOW)
+]
 GpuName = Annotated[
     str | None, typer.Option("--gpu", help="h200, v100-16gb, 'rtx 4090'; snugfit gpus lists them.",
                              rich_help_panel=WHERE)
@@ -62,3 +72,40 @@ Memory = Annotated[
     str | None, typer.Option(help="Memory that may be used: 24GiB, 16GB, 16000MiB.", rich_help_panel=WHERE)
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+
+
+def _job_arguments(
+    model: Model = None,
+    *,
+    task: Task = None,
+    sequence_length: SequenceLength = None,
+    target_length: TargetLength = None,
+    padding: Padding = None,
+    batch_size: BatchSize = None,
+    labels: Labels = None,
+    clip: Clip = None,
+    phase: Phase = None,
+    job_file: JobFile = None,
+    settings: Settings = None,
+    online: Online = False,
+    recipe: RecipeText = None,
+    loop: Loop = None,
+    gpu: GpuName = None,
+) -> None:
+    """What every question about a job may say, in the order of its help."""
+
+
+def about_a_job(command: Callable[..., int]) -> Callable[..., int]:
+    """The command with the arguments of a job in front of its own. It is called with its own, and with the
+    `Request` that all of them make as its first."""
+    _, *own = inspect.signature(command, eval_str=True).parameters.values()
+    shared = inspect.signature(_job_arguments, eval_str=True).parameters.values()
+
+    def asked(**given: Any) -> int:
+        from snugfit.cli.request import Request
+
+        return command(Request.read(given), **{each.name: given[each.name] for each in own})
+
+    asked.__name__, asked.__doc__ = command.__name__, command.__doc__
+    asked.__signature__ = inspect.Signature([*shared, *own])  # type: ignore[attr-defined]
+    return asked

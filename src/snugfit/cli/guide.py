@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from snugfit.cli import arguments as given
+from snugfit.cli.here import gpu_here
 
 if TYPE_CHECKING:
     from snugfit.comparison.result import GuideResult
 
 Gpu = Annotated[
-    str | None, typer.Option(metavar="NAME", help="The GPU to predict for. [this machine's, or the guide's]")
+    str | None,
+    typer.Option(metavar="NAME", help="The GPU to predict for. \\[this machine's, or the guide's]"),
 ]
 Measure = Annotated[bool, typer.Option("--measure", help="Also run every experiment here.")]
 Output = Annotated[Path, typer.Option(help="Folder for the tables and the plot.", file_okay=False)]
-Workers = Annotated[int | None, typer.Option(help="Processes that predict side by side. [one a core]", min=1)]
-Format = Annotated[str, typer.Option("--format", help="What to print: terminal, markdown, csv or json.")]
-
-FORMATS = ("terminal", "markdown", "csv", "json")
+Workers = Annotated[
+    int | None, typer.Option(help="Processes that predict side by side. \\[one a core]", min=1)
+]
+Format = Annotated[
+    Literal["terminal", "markdown", "csv", "json"], typer.Option("--format", help="What to print.")
+]
 
 
 def guide(
@@ -35,14 +39,12 @@ def guide(
 ) -> None:
     """Predict (and measure) the experiments of the Hugging Face single-GPU guide."""
     from snugfit.cli.progress import telling
-    from snugfit.errors import GpuError, UsageError, did_you_mean
+    from snugfit.errors import GpuError
     from snugfit.job.gpu import find_gpu
     from snugfit.report.files import writable_folder
 
     form = "json" if as_json else form
-    if form not in FORMATS:
-        raise UsageError(f"--format {form!r}: {', '.join(FORMATS)}.{did_you_mean(form, FORMATS)}")
-    here = None if gpu and not measure else _gpu_here()
+    here = None if gpu and not measure else gpu_here()
     if measure and here is None:
         raise GpuError("--measure: there is no GPU here to run the suite on. Leave it out to predict.")
     wanted = find_gpu(gpu or here or _guides_gpu())
@@ -71,14 +73,6 @@ def _print(result: GuideResult, form: str) -> None:
     else:
         text = report.csv(result) if form == "csv" else report.markdown(result, plot="guide.png")
         typer.echo(text, nl=False)
-
-
-def _gpu_here() -> str | None:
-    """The name of this machine's GPU, when it has one that NVML knows."""
-    from snugfit.measurement.place import find_place
-
-    with find_place(None, 0, environment=os.environ) as place:
-        return place.card.name if place.card else None
 
 
 def _guides_gpu() -> str:

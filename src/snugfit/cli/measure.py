@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from snugfit.cli import arguments as given
+from snugfit.cli.request import Request
 from snugfit.errors import OutOfMemory, UsageError
 
 if TYPE_CHECKING:
-    from snugfit.cli.request import Request
     from snugfit.measurement.measurement import Measurement
     from snugfit.prediction.prediction import Prediction
 
@@ -23,7 +23,7 @@ RUN = "The run"
 Steps = Annotated[int, typer.Option(help="Steady steps that are timed.", rich_help_panel=RUN)]
 Warmup = Annotated[int, typer.Option(help="Steps before them.", rich_help_panel=RUN)]
 Device = Annotated[
-    str | None, typer.Option(help="cuda, cuda:1 or cpu. [a GPU if there is one]", rich_help_panel=RUN)
+    str | None, typer.Option(help="cuda, cuda:1 or cpu. \\[a GPU if there is one]", rich_help_panel=RUN)
 ]
 Deadline = Annotated[float, typer.Option(help="Seconds after which the run is ended.", rich_help_panel=RUN)]
 Ledger = Annotated[Path, typer.Option(help="Folder in which the run is kept.", rich_help_panel=RUN)]
@@ -32,24 +32,10 @@ Predict = Annotated[
 ]
 
 
+@given.about_a_job
 def measure(
-    model: given.Model = None,
+    request: Request,
     *,
-    context: typer.Context,
-    task: given.Task = None,
-    sequence_length: given.SequenceLength = None,
-    target_length: given.TargetLength = None,
-    padding: given.Padding = None,
-    batch_size: given.BatchSize = None,
-    labels: given.Labels = None,
-    clip: given.Clip = None,
-    phase: given.Phase = None,
-    job_file: given.JobFile = None,
-    settings: given.Settings = None,
-    online: given.Online = False,
-    recipe: given.RecipeText = None,
-    loop: given.Loop = None,
-    gpu: given.GpuName = None,
     steps: Steps = 10,
     warmup: Warmup = 3,
     device: Device = None,
@@ -59,9 +45,6 @@ def measure(
     as_json: given.AsJson = False,
 ) -> int:
     """Measure a training step here: its memory, its time, and how it ended."""
-    from snugfit.cli.request import Request
-
-    request = Request.read(context.params)
     from snugfit.measurement.measure import measure as run
 
     seen = run(

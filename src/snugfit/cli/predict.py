@@ -5,29 +5,28 @@ Exit code 3 when it does not fit, so that a script can ask.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from snugfit.cli import arguments as given
-from snugfit.errors import UsageError, did_you_mean
+from snugfit.cli.request import Request
+from snugfit.errors import UsageError
 
 if TYPE_CHECKING:
-    from snugfit.cli.request import Request
     from snugfit.prediction.prediction import Prediction
 
 DOES_NOT_FIT = 3
-LARGEST = ("batch", "sequence-length")
 
 Software = Annotated[
     str | None,
     typer.Option(
-        help="installed, or a profile such as published-2022. [installed]", rich_help_panel=given.HOW
+        help="installed, or a profile such as published-2022. \\[installed]", rich_help_panel=given.HOW
     ),
 ]
 Largest = Annotated[
-    str | None,
-    typer.Option(help="Find the largest that fits: batch or sequence-length.", rich_help_panel=given.WHERE),
+    Literal["batch", "sequence-length"] | None,
+    typer.Option(help="Find the largest that fits.", rich_help_panel=given.WHERE),
 ]
 Compare = Annotated[
     list[str] | None,
@@ -36,35 +35,18 @@ Compare = Annotated[
 Operators = Annotated[bool, typer.Option("--operators", help="FLOPs, bytes and kernels by operator group.")]
 
 
+@given.about_a_job
 def predict(
-    model: given.Model = None,
+    request: Request,
     *,
-    context: typer.Context,
-    task: given.Task = None,
-    sequence_length: given.SequenceLength = None,
-    target_length: given.TargetLength = None,
-    padding: given.Padding = None,
-    batch_size: given.BatchSize = None,
-    labels: given.Labels = None,
-    clip: given.Clip = None,
-    phase: given.Phase = None,
-    job_file: given.JobFile = None,
-    settings: given.Settings = None,
-    online: given.Online = False,
-    recipe: given.RecipeText = None,
     compare: Compare = None,
-    loop: given.Loop = None,
     software: Software = None,
-    gpu: given.GpuName = None,
     memory: given.Memory = None,
     largest: Largest = None,
     operators: Operators = False,
     as_json: given.AsJson = False,
 ) -> int:
     """Predict the memory of a training step, without a GPU."""
-    from snugfit.cli.request import Request
-
-    request = Request.read(context.params)
     if largest and compare:
         raise UsageError("--largest and --compare are two questions. Ask one at a time.")
     found = [_largest(request, largest, quiet=as_json)] if largest else _predict_all(request, compare or [])
@@ -91,8 +73,6 @@ def _predict_all(request: Request, others: list[str]) -> list[Prediction]:
 
 
 def _largest(request: Request, of: str, *, quiet: bool) -> Prediction:
-    if of not in LARGEST:
-        raise UsageError(f"--largest {of!r}: batch or sequence-length.{did_you_mean(of, LARGEST)}")
     if request.gpu is None and request.memory_bytes is None:
         raise UsageError("--largest needs a bound: add --gpu NAME or --memory 24GiB.")
     if request.software != "installed":

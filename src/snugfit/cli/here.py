@@ -1,0 +1,13 @@
+"""The GPU of this machine, for commands that take it when none is named."""
+
+from __future__ import annotations
+
+import os
+
+
+def gpu_here() -> str | None:
+    """Its name, when there is one that NVML knows. Nothing touches CUDA."""
+    from snugfit.measurement.place import find_place
+
+    with find_place(None, 0, environment=os.environ) as place:
+        return place.card.name if place.card else None
