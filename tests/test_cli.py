@@ -152,14 +152,16 @@ def test_when_nothing_fits_the_search_says_so(
 
 
 def test_every_argument_reaches_the_job(capsys: pytest.CaptureFixture[str], asked: list[Any]) -> None:
-    typed = "--sequence-length 128 --target-length 64 --padding 0.25 --batch-size 8 --labels 5 --clip 1.0"
+    typed = "--sequence-length 128 --padding 0.25 --batch-size 8 --labels 5 --clip 1.0"
     more = "--phase evaluate --loop trainer --recipe bf16+tf32 --gpu h200 --software published-2022"
     assert run(["predict", *BERT, *typed.split(), *more.split()]) == 0
     job, recipe, how = asked[0]
-    assert (job.sequence_length, job.target_length, job.padding) == (128, 64, 0.25)
+    assert (job.sequence_length, job.padding) == (128, 0.25)
     assert (job.batch_size, job.labels, job.clip, job.phase) == (8, 5, 1.0, Phase.EVALUATE)
     assert str(recipe) == "bf16 + tf32"
     assert (how["loop"], how["software"], how["gpu"].key) == ("trainer", "published-2022", "H200-SXM")
+    assert run(["predict", "t5-large", "--task", "seq2seq-lm", "--target-length", "64"]) == 0
+    assert asked[1][0].target_length == 64
 
 
 def test_json_is_one_document(capsys: pytest.CaptureFixture[str], asked: list[Any]) -> None:

@@ -36,7 +36,8 @@ def changed(**keys: Any) -> bytes:
 
 
 BAD_CONTENT = {
-    "M1 empty file": (b"", "not a config.json"),
+    "M1 empty file": (b"", "not a config.json: it is empty"),
+    "M1 blank file": (b" \n", "not a config.json: it is empty"),
     "M1 empty object": (b"{}", "model_type"),
     "M2 half an object": (b"{", "not a config.json"),
     "M3 a list": (b"[]", "a list"),
@@ -47,7 +48,8 @@ BAD_CONTENT = {
     "M7 a key twice": (b'{"model_type": "bert", "model_type": "gpt2"}', "'model_type' stands in it twice"),
     "M8 unknown architecture": (changed(model_type="brt"), "Did you mean 'bert'"),
     "M9 no architecture": (json.dumps({"hidden_size": 768}).encode(), "model_type"),
-    "M9 architecture is a number": (changed(model_type=3), "model_type"),
+    "M9 architecture is a number": (changed(model_type=3), '3 is no "model_type"'),
+    "M9 architecture is a list": (changed(model_type=["bert"]), '["bert"] is no "model_type"'),
     "M10 remote code": (changed(auto_map={"AutoModel": "modeling.Evil"}), "auto_map"),
     "M10 remote code, nested": (changed(text_config={"trust_remote_code": True}), "auto_map"),
     "M11 kernels from the hub": (changed(_attn_implementation="evil/repo"), "_attn_implementation"),
@@ -56,6 +58,15 @@ BAD_CONTENT = {
     "M12 nested": (changed(text_config={"_attn_implementation_internal": "evil/repo"}), "evil/repo"),
     "M12 experts": (changed(_experts_implementation="kernels-community/x"), "_experts_implementation"),
     "M13 no heads": (changed(num_attention_heads=0), "num_attention_heads"),
+    "M13 shared heads": (
+        changed(num_key_value_heads=5),
+        '"num_key_value_heads" is 5, which does not divide "num_attention_heads", 12',
+    ),
+    "M13 no shared heads": (changed(num_key_value_heads=0), '"num_key_value_heads" is 0'),
+    "more experts asked than there are": (
+        changed(num_local_experts=2, num_experts_per_tok=4),
+        '"num_experts_per_tok" is 4, and "num_local_experts" is 2',
+    ),
     "M13 uneven heads": (changed(num_attention_heads=7), 'does not divide "hidden_size", 768'),
     "M14 negative layers": (changed(num_hidden_layers=-1), "num_hidden_layers"),
     "M14 no layers": (changed(num_hidden_layers=0), "num_hidden_layers"),
@@ -123,7 +134,7 @@ def test_m18_what_is_no_file_is_refused_without_waiting(make: Any, what: str, tm
     path = tmp_path / what
     make(path)
     asked = tmp_path if what == "config.json" else path
-    with pytest.raises(ModelError, match=r"not a regular file|leads nowhere|no such file"):
+    with pytest.raises(ModelError, match=r"not a regular file|leads nowhere|has no config.json"):
         Model.find(str(asked))
 
 
@@ -136,6 +147,7 @@ def test_m18_a_model_folder_that_is_another_file_is_refused(tmp_path: Path) -> N
 
 def test_m18_an_unreadable_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By injection: whoever runs as root can read everything."""
+    (tmp_path / "config.json").write_bytes(changed())
 
     def denied(*arguments: Any) -> int:
         raise PermissionError(13, "Permission denied")
@@ -162,6 +174,9 @@ def test_what_a_recipe_decides_is_left_out_of_the_facts() -> None:
 def test_absent_sizes_and_lists_of_sizes_are_lawful() -> None:
     check_facts({"model_type": "gpt2", "n_inner": None}, where="here")
     check_facts({"model_type": "deberta-v2", "type_vocab_size": 0}, where="here")
+    check_facts(
+        {"model_type": "granitemoehybrid", "num_local_experts": 0, "num_experts_per_tok": 8}, where="h"
+    )
     check_facts({"model_type": "vit", "image_size": [224, 256]}, where="here")
     check_facts(
         {"model_type": "gemma", "hidden_size": 3072, "num_attention_heads": 7, "head_dim": 256}, where="h"

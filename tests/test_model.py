@@ -310,11 +310,16 @@ def test_an_attention_that_cannot_be_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "key", [{"hidden_act": "no_such_function"}, {"layer_norm_eps": "x"}, {"hidden_dropout_prob": 7}]
+    ("key", "told"),
+    [
+        ({"hidden_act": "nothing"}, '"hidden_act" is "nothing", which transformers .* does not know'),
+        ({"layer_norm_eps": "x"}, "transformers cannot"),
+        ({"hidden_dropout_prob": 7}, "transformers cannot"),
+    ],
 )
-def test_a_config_that_transformers_refuses_is_one_clear_error(key: dict[str, Any]) -> None:
+def test_a_config_that_transformers_refuses_is_one_clear_error(key: dict[str, Any], told: str) -> None:
     model = tiny(**key)
-    with pytest.raises(ModelError, match="tiny: transformers cannot"):
+    with pytest.raises(ModelError, match=f"tiny: {told}"):
         on_meta(model, job_of(model))
 
 

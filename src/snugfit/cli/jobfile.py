@@ -122,8 +122,8 @@ def _about_value(key: str, value: Any) -> str:
 
     try:
         return f" Here: recipe: {Recipe.parse(value)}."
-    except SnugfitError as error:
-        return f" {error}"
+    except SnugfitError as error:  # whose first lines show the recipe, which here is the one word
+        return f" {str(error).splitlines()[-1]}"
 
 
 @cache

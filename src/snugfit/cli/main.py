@@ -103,7 +103,9 @@ def main() -> None:
 
 
 def _tell(message: str, code: int) -> int:
-    print(f"snugfit: {message}", file=sys.stderr)
+    """One message; further lines stand under the first, so that a recipe's marker stays under its word."""
+    name = "snugfit: "
+    print(name + message.replace("\n", "\n" + " " * len(name)), file=sys.stderr)
     return code
 
 

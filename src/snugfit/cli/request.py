@@ -84,7 +84,28 @@ def _job(settings: Mapping[str, Any], *, online: bool) -> Job:
         raise UsageError(f"No task: add --task. Tasks: {tasks}.")
     given = {field.name: settings[field.name] for field in fields(Job) if field.name in settings}
     given["model"] = Model.find(given["model"], online=online)
-    return Job(**given)
+    job = Job(**given)
+    _refuse_unused(settings, job)
+    return job
+
+
+def _refuse_unused(settings: Mapping[str, Any], job: Job) -> None:
+    """What was asked for and would change nothing was meant otherwise: pictures have no sequence length."""
+    from snugfit.job.limits import NO_SEQUENCE, WITH_TARGET
+    from snugfit.job.model import CLASSIFICATION
+
+    unused = {
+        "sequence_length": job.task in NO_SEQUENCE,
+        "target_length": job.task not in WITH_TARGET,
+        "labels": job.task not in CLASSIFICATION,
+    }
+    for key, without in unused.items():
+        if key in settings and without:
+            raise UsageError(
+                f"{key.replace('_', ' ')} is {settings[key]}; the task {job.task} has none. Leave it out."
+            )
+    if settings.get("largest") == "sequence-length" and unused["sequence_length"]:
+        raise UsageError(f"--largest sequence-length: the task {job.task} has none. Try --largest batch.")
 
 
 def _known_loop(loop: str) -> str:

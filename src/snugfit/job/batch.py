@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import JobError
 from snugfit.job.job import Job, Task
+from snugfit.job.model import first_end_token
 
 if TYPE_CHECKING:
     import torch
@@ -118,7 +119,7 @@ class _Maker:
             job=job,
             vocabulary=vocabulary,
             pad_token=pad_token if pad_token is not None and pad_token < vocabulary else 0,
-            end_token=config.eos_token_id if looks_for_end else None,
+            end_token=first_end_token(config) if looks_for_end else None,
             pixels=_pixels(config) if job.task is Task.IMAGE_CLASSIFICATION else (),
             features=_features(config, job) if job.task is Task.SPEECH_TO_TEXT else (),
         )
@@ -141,7 +142,8 @@ class _Maker:
             return {name: torch.randn(samples, *shape, generator=generator, device="cpu")}
         ids = self._ids(samples, self.job.sequence_length, generator)
         padding = self._padding(ids)
-        if self.end_token is not None:
+        if self.end_token is not None:  # once a sequence, or the classifier refuses the batch
+            ids[ids == self.end_token] = (self.end_token + 1) % self.vocabulary
             ids[:, padding.start - 1] = self.end_token
         if not self.job.padding:
             return {"input_ids": ids}

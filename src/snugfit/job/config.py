@@ -116,7 +116,8 @@ def parse_config(content: bytes, *, where: str) -> Facts:
     except RecursionError:
         raise ModelError(f"{where}: nested more than {DEEPEST} deep.") from None
     except ValueError as error:
-        raise ModelError(f"{where}: not a config.json: {error}.") from None
+        cause = error if content.strip() else "it is empty"
+        raise ModelError(f"{where}: not a config.json: {cause}.") from None
     if not isinstance(document, dict):
         raise ModelError(f"{where}: holds {_kind(document)}; a config.json is one JSON object.")
     return check_facts(document, where=where)
@@ -126,7 +127,8 @@ def check_facts(document: Mapping[str, Any], *, where: str) -> Facts:
     """The facts that decide a model's sizes, everything in them checked, the rest left out."""
     model_type = document.get("model_type")
     if not isinstance(model_type, str):
-        raise ModelError(f'{where}: has no "model_type", the name of an architecture such as "bert".')
+        lacks = "has no" if model_type is None else f"{_show(model_type)} is no"
+        raise ModelError(f'{where}: {lacks} "model_type", the name of an architecture such as "bert".')
     if _depth(document) > DEEPEST:
         raise ModelError(f"{where}: nested more than {DEEPEST} deep.")
     for config in _configs(document):
@@ -150,6 +152,7 @@ def _complaints(config: Mapping[str, Any]) -> Iterator[str]:
     for key in sorted(PARTS & config.keys()):
         yield from _outside(key, config[key], LARGEST_SIZE, lowest=0)
     yield from _uneven_heads(config)
+    yield from _uneven_parts(config)
     for key in ("dtype", "torch_dtype"):
         dtype = config.get(key)
         if dtype is not None and str(dtype).removeprefix("torch.") not in DTYPES:
@@ -189,6 +192,18 @@ def _uneven_heads(config: Mapping[str, Any]) -> Iterator[str]:
         heads, width = config.get(heads_key), config.get(width_key)
         if isinstance(heads, int) and isinstance(width, int) and width % heads:
             yield f'"{heads_key}" is {heads}, which does not divide "{width_key}", {width}.'
+
+
+def _uneven_parts(config: Mapping[str, Any]) -> Iterator[str]:
+    """Each head of keys and values serves as many queries; a token goes to experts that there are."""
+    shared, heads = config.get("num_key_value_heads"), config.get("num_attention_heads")
+    if isinstance(shared, int) and isinstance(heads, int) and heads % shared:
+        yield f'"num_key_value_heads" is {shared}, which does not divide "num_attention_heads", {heads}.'
+    asked = config.get("num_experts_per_tok")
+    for key in ("num_local_experts", "num_experts"):
+        there = config.get(key)
+        if isinstance(asked, int) and isinstance(there, int) and 0 < there < asked:
+            yield f'"num_experts_per_tok" is {asked}, and "{key}" is {there}.'
 
 
 def _configs(document: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

@@ -87,8 +87,18 @@ def _refuse_two_meanings(name: str, full_name: str) -> None:
 
 
 def _config_file(path: str) -> Path:
-    """The config.json that `path` means: itself, or the one in the folder."""
-    return Path(path, "config.json") if os.path.isdir(path) else Path(path)
+    """The config.json that `path` means: itself, or the one in the folder. Raises `ModelError` when there is
+    neither."""
+    if not os.path.isdir(path):
+        if not os.path.lexists(path):
+            raise ModelError(f"{path}: no such file or folder. {_ALLOWED}")
+        return Path(path)
+    file = Path(path, "config.json")
+    if not os.path.lexists(file):
+        inner = sorted(each.parent.name for each in Path(path).glob("*/config.json"))
+        hint = f" There is one in {inner[-1]!r}: write {os.path.join(path, inner[-1])}." if inner else ""
+        raise ModelError(f"{path}: this folder has no config.json.{hint or ' ' + _ALLOWED}")
+    return file
 
 
 def _from_hub(name: str, *, online: bool) -> Found:

@@ -33,9 +33,10 @@ class Task(StrEnum):
 
     @classmethod
     def parse(cls, text: str) -> Task:
-        """The task called `text`; raises `JobError` with the legal names."""
+        """The task called `text`; raises `JobError` with the legal names. `custom` is understood and not
+        listed: it belongs to modules from Python, and `Model.refuse` says so to other models."""
         legal = [task.value for task in cls if task is not cls.CUSTOM]
-        if text not in legal:
+        if text not in (*legal, cls.CUSTOM.value):
             raise JobError(f"Unknown task {text!r}.{did_you_mean(text, legal)} Tasks: {', '.join(legal)}.")
         return cls(text)
 

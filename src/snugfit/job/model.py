@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 CUSTOM = "custom"
 CLASSIFICATION = ("sequence-classification", "token-classification", "image-classification")
+TEXT_TO_TEXT = ("seq2seq-lm", "sequence-classification")
+"""Tasks for which an encoder-decoder shifts its labels or its input to the right, behind a start token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +136,19 @@ class Model:
         config.architectures = config.architectures or []
         if job.task == "sequence-classification":
             _name_a_pad_token(config.get_text_config())
+        if config.is_encoder_decoder and job.task in TEXT_TO_TEXT:
+            _name_a_start_token(config)
+            self._refuse_without_end_token(config, job)
         return config
+
+    def _refuse_without_end_token(self, config: Any, job: Job) -> None:
+        """A classifier with a decoder reads the hidden state of the end token."""
+        end, rows = first_end_token(config), getattr(config, "vocab_size", None)
+        if job.task == "sequence-classification" and (end is None or (rows and not 0 <= end < rows)):
+            raise ModelError(
+                f'{self.name}: "eos_token_id" is {json.dumps(end)}. The classifier of {self.architecture} '
+                "reads each sequence at its end token, so one of the vocabulary is needed."
+            )
 
     def build(self, job: Job, *, dtype: str, attention: str) -> nn.Module:
         """The real model under the ambient `torch.device`, its weights born in `dtype`, ready for the job."""
@@ -181,12 +195,40 @@ class Model:
         if narrower or isinstance(error, SnugfitError):
             raise error
         kind = type(error).__name__
+        if isinstance(error, KeyError) and (key := _key_of(error.args[0], self.config)):
+            says = f'"{key}" is {json.dumps(error.args[0])}, which transformers {transformers_version()}'
+            raise ModelError(f"{self.name}: {says} does not know.") from error
         raise ModelError(f"{self.name}: transformers cannot build it ({kind}): {_line(error)}") from error
 
 
 def _line(error: Exception) -> str:
     """What a foreign error says, on one line."""
     return " ".join(str(error).split())
+
+
+def _key_of(value: object, config: Mapping[str, Any]) -> str | None:
+    """The key, or the dotted path to it, that holds this text; None when none does."""
+    for key, held in config.items():
+        if isinstance(held, dict) and (inner := _key_of(value, held)):
+            return f"{key}.{inner}"
+        if isinstance(value, str) and held == value:
+            return key
+    return None
+
+
+def first_end_token(config: Any) -> int | None:
+    """The token that ends a sequence; some architectures have several."""
+    end = getattr(config, "eos_token_id", None)
+    return end[0] if isinstance(end, list) else end
+
+
+def _name_a_start_token(config: Any) -> None:
+    """What T5's documentation says, and what configs of its kind leave out: the pad token starts the decoder.
+    No byte depends on which token it is."""
+    if getattr(config, "pad_token_id", None) is None:
+        config.pad_token_id = 0
+    if getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = config.pad_token_id
 
 
 def _name_a_pad_token(config: Any) -> None:
@@ -196,6 +238,5 @@ def _name_a_pad_token(config: Any) -> None:
     vocabulary of a small config does not reach it.
     """
     if config.pad_token_id is None:
-        end = getattr(config, "eos_token_id", None)
-        first = end[0] if isinstance(end, list) else end
+        first = first_end_token(config)
         config.pad_token_id = first if first is not None and first < config.vocab_size else 0

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import re
 import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from snugfit.errors import RehearsalError, SnugfitError
+from snugfit.errors import SnugfitError
+from snugfit.rehearsal.refusal import refusal
 from snugfit.rehearsal.repeat import fewer, repeated
 from snugfit.rehearsal.score import Score
 from snugfit.step.footprint import Kind
@@ -46,7 +46,8 @@ def rehearse(
     place of `transformers.Trainer`.
 
     Raises `RehearsalError` when an operator of the step has no shapes to give (its output depends on data,
-    or it is not known), or when this torch does not take the overrides.
+    or it is not known), when the model's own code fails, or when this torch does not take the overrides;
+    `ModelError` when its config lacks a key.
     """
     import torch
 
@@ -82,8 +83,8 @@ def rehearsed(step: Step, policy: Policy, steps: int) -> tuple[Tape, list[Note]]
                 step.run(steps, recorder)
         except SnugfitError:
             raise
-        except Exception as error:  # whatever a model's own code raises on shapes alone
-            raise RehearsalError(_explain(step.job, error)) from error
+        except Exception as error:  # whatever a model's own code raises on shapes alone, and our mistakes
+            raise refusal(step.job, error) from error
         return recorder.tape(cached), recorder.notes
 
 
@@ -98,15 +99,3 @@ def _without_collector() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def _explain(job: Job, error: Exception) -> str:
-    first = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else ""
-    cause = f"{first} ({type(error).__name__})" if first else type(error).__name__
-    operator = re.search(r"\b(aten::|torch\.)(\w+)", first)
-    if isinstance(error, NotImplementedError) and operator:  # as torch's refusals on meta begin
-        cause = f"the shape of what {operator[2]} gives depends on its data"
-    return (
-        f"{job.model.name} could not be rehearsed: {cause}. A step whose shapes "
-        "depend on its data, or that needs a library's compiled code, has no tape; measure it instead."
-    )

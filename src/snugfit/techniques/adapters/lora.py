@@ -12,9 +12,13 @@ models train whole, as peft's task types do it.
 
 from __future__ import annotations
 
+import ast
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from snugfit.errors import RecipeError
@@ -27,6 +31,7 @@ if TYPE_CHECKING:
     import torch
 
     from snugfit.job.job import Job
+    from snugfit.job.model import Model
     from snugfit.techniques.recipe import Recipe
 
 _PEFT_TASKS = {
@@ -37,6 +42,8 @@ _PEFT_TASKS = {
     "ForConditionalGeneration": "SEQ_2_SEQ_LM",
 }
 """peft's task type by the end of a transformers class name; the type says which head trains whole."""
+
+_PEFTS_TABLE = "TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING"
 
 _TOKEN_HEADS = ("classifier", "score")
 """What peft trains whole in token classifiers; `all-linear` would adapt it too, and peft refuses both."""
@@ -64,15 +71,46 @@ class Lora(Technique):
         return replace(setup, adapt=call)
 
     def objections(self, job: Job, recipe: Recipe) -> Iterator[str]:
-        """A module of the user's own is in no table of peft's."""
-        if job.task == "custom" and not self.targets:
-            yield "peft knows no targets in a module of your own. Name them: lora(targets=q_proj|v_proj)."
+        """Without targets, peft's table must have the architecture; it has no module of the user's own."""
+        if self.targets or _has_default_targets(job.model):
+            return
+        what = "a module of your own" if job.model.module is not None else job.model.architecture
+        yield (
+            f"peft has no default targets for {what}. Name the modules to adapt by the ends of their names, "
+            f"{self.name}(targets=q_proj|v_proj), or take {self.name}(targets=all-linear)."
+        )
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
         """Ranks in use on peft's targets, and on every matrix, as QLoRA does it (arXiv 2305.14314)."""
         yield from (cls(r=rank) for rank in (8, 16, 64))
         yield from (cls(r=rank, targets=("all-linear",)) for rank in (8, 64))
+
+
+def _has_default_targets(model: Model) -> bool:
+    """Whether peft's table has the model's architecture, or that of its text part, which some heads build."""
+    table = _pefts_table()
+    part = model.config.get("text_config") or {}
+    names = {model.architecture, f"{model.architecture}_text", part.get("model_type")}
+    return model.module is None and (table is None or not table.isdisjoint(names))
+
+
+@cache
+def _pefts_table() -> frozenset[str] | None:
+    """The architectures for which peft has default targets, read from its source, for importing it imports
+    torch. None when it is not to be read; then `adapt` finds out."""
+    spec = find_spec("peft")
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        source = Path(spec.origin).with_name("utils").joinpath("constants.py").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    for statement in ast.parse(source).body:
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == _PEFTS_TABLE:
+            keys = statement.value.keys if isinstance(statement.value, ast.Dict) else ()
+            return frozenset(str(key.value) for key in keys if isinstance(key, ast.Constant)) or None
+    return None
 
 
 def adapt(model: torch.nn.Module, *, r: int, targets: Sequence[str]) -> torch.nn.Module:

@@ -1,0 +1,121 @@
+"""Why a step could not be rehearsed, in words that someone can act on.
+
+Whatever a model's code, torch or a library raises on tensors without data ends here, and so do our own
+mistakes. The causes are told apart by the type of the error and by the frames it passed:
+
+1. a shape or a number that depends on data: torch refuses it on `meta` with a `NotImplementedError`. Such a
+   step has no tape; measuring it works;
+2. a key that the architecture's code asks its config for, and that is not there: the config's fault;
+3. an error that begins in snugfit's own code: ours. An operator's refusal comes out of C++, so its last frame
+   is the line that ran it, which for a model's operators is the memo's; that line is the model's, not ours;
+4. anything else: the model's own code fails on these shapes, and a real step most likely does too.
+"""
+
+from __future__ import annotations
+
+import re
+import traceback
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+
+from snugfit.errors import ModelError, RehearsalError, SnugfitError
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from snugfit.job.job import Job
+
+_RUNS_OPERATORS = "snugfit.rehearsal.memo"
+_RUNS_MODULES = "snugfit.step."
+_LONGEST_LINE = 100
+
+
+def refusal(job: Job, error: Exception) -> SnugfitError:
+    """The one clear error for what a rehearsal of this job raised."""
+    name = job.model.name
+    if key := _lacking_key(error):
+        return ModelError(f'{name}: its config has no "{key}", which {job.task} needs{_asked_in(error)}.')
+    if isinstance(error, NotImplementedError):
+        return RehearsalError(
+            f"{name} could not be rehearsed: {_what_depends(error)}{_asked_in(error)}. A rehearsal has "
+            "shapes and no data, so this step has no tape; measure it instead, with snugfit measure."
+        )
+    cause = _first_line(error)
+    last = _frames(error)[-1][0]
+    if _without_loss(job, last):
+        return RehearsalError(
+            f"{name} could not be rehearsed: its output holds no loss ({cause}). A module gives its loss as "
+            "a tensor of one number, as `.loss`, or first of a tuple."
+        )
+    if _is_ours(error, last):
+        from snugfit import __version__
+
+        return RehearsalError(
+            f"{name} could not be rehearsed, and that is a fault of snugfit {__version__}, not of your job: "
+            f"{cause}{_place(*_frames(error)[-1])}. Please report it with the job, the recipe and what "
+            "snugfit doctor prints."
+        )
+    return RehearsalError(
+        f"{name} could not be rehearsed: {cause}{_asked_in(error)}. Most likely a real step fails there too: "
+        "check that the config's sizes agree. If it does not, measure it instead, with snugfit measure."
+    )
+
+
+def _lacking_key(error: Exception) -> str | None:
+    """The key, when this is a config of transformers being asked for what it has not."""
+    from transformers import PretrainedConfig
+
+    found = isinstance(error, AttributeError) and isinstance(error.obj, PretrainedConfig)
+    return getattr(error, "name", None) if found else None
+
+
+def _what_depends(error: Exception) -> str:
+    """torch's refusals on `meta` name the operator: `aten::nonzero`, `torch.unique_consecutive`."""
+    operator = re.search(r"\b(aten::|torch\.)(\w+)", str(error).partition("\n")[0])
+    return f"the shape of what {operator[2]} gives depends on its data" if operator else _first_line(error)
+
+
+def _is_ours(error: Exception, last: FrameType) -> bool:
+    module = _module(last)
+    if not module.startswith("snugfit."):
+        return False
+    return module != _RUNS_OPERATORS and not isinstance(error, RuntimeError)
+
+
+def _without_loss(job: Job, last: FrameType) -> bool:
+    """A loop that takes the loss out of a user's module fails at what the module gave."""
+    return job.model.module is not None and _module(last).startswith(_RUNS_MODULES)
+
+
+def _asked_in(error: Exception) -> str:
+    """Where the model's code stood, when any of it did: the last frame that is neither torch's nor ours."""
+    own = [place for place in _frames(error) if not _passes_on(_module(place[0]))]
+    return _place(*own[-1]) if own else ""
+
+
+def _passes_on(module: str) -> bool:
+    """Code that a model's wishes pass through: torch's, ours, and the lookup in a config."""
+    return module.partition(".")[0] in ("torch", "snugfit") or "configuration_" in module
+
+
+def _place(frame: FrameType, line: int) -> str:
+    """` in T5ForSequenceClassification.forward (modeling_t5.py, line 1305: `eos_mask = ...`)`."""
+    code = frame.f_code
+    source = traceback.FrameSummary(code.co_filename, line, code.co_name).line or ""
+    shown = f": `{source[:_LONGEST_LINE]}`" if source else ""
+    return f", in {code.co_qualname} ({PurePath(code.co_filename).name}, line {line}{shown})"
+
+
+def _frames(error: Exception) -> list[tuple[FrameType, int]]:
+    """The frames that the error passed, from the rehearsal inwards."""
+    return list(traceback.walk_tb(error.__traceback__))
+
+
+def _module(frame: FrameType) -> str:
+    found: Any = frame.f_globals.get("__name__", "")
+    return str(found)
+
+
+def _first_line(error: Exception) -> str:
+    first = str(error).strip().partition("\n")[0].rstrip(".")
+    return f"{first} ({type(error).__name__})" if first else type(error).__name__

@@ -1,0 +1,250 @@
+"""What newcomers get wrong about models, from Python and on the command line: one clear error, never a
+traceback, and what is harmless simply works."""
+
+from __future__ import annotations
+
+import builtins
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from snugfit.cli.main import run
+from snugfit.errors import JobError, ModelError, RecipeError, RehearsalError, SnugfitError
+from snugfit.job.batch import synthetic
+from snugfit.job.config import check_facts
+from snugfit.job.job import Job, Task
+from snugfit.job.model import Model
+from snugfit.rehearsal import recorder
+from snugfit.rehearsal.policy import CudaPolicy
+from snugfit.rehearsal.rehearse import rehearse
+from snugfit.rehearsal.tape import Tape
+from snugfit.techniques.adapters import lora
+from snugfit.techniques.recipe import Recipe
+
+BERT = {
+    "model_type": "bert", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "intermediate_size": 64, "vocab_size": 96,
+}  # fmt: skip
+T5 = {
+    "model_type": "t5", "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2,
+    "vocab_size": 96,
+}  # fmt: skip
+MIXTRAL = {
+    "model_type": "mixtral", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "intermediate_size": 64, "vocab_size": 96,
+}  # fmt: skip
+
+
+def job_of(facts: dict[str, Any], task: str, **settings: Any) -> Job:
+    model = Model.from_config(check_facts(facts, where="tiny"), name="tiny")
+    return Job(model=model, task=Task.parse(task), **{"sequence_length": 8, "target_length": 8} | settings)
+
+
+def tape_of(job: Job, recipe: str = "plain") -> Tape:
+    return rehearse(job, Recipe.parse(recipe).setup(), CudaPolicy())
+
+
+# T5 and its kind ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lacking", [{}, {"pad_token_id": None}, {"decoder_start_token_id": None}])
+def test_a_config_without_a_start_token_gets_the_pad_token(lacking: dict[str, Any]) -> None:
+    """As T5 is documented. A config written by hand leaves it out, and no byte depends on it."""
+    whole = tape_of(job_of(T5 | {"decoder_start_token_id": 0, "pad_token_id": 0}, "seq2seq-lm"))
+    assert tape_of(job_of(T5 | lacking, "seq2seq-lm")) == whole
+
+
+@pytest.mark.parametrize("end", [None, 96, -1])
+def test_a_classifier_that_reads_the_end_token_needs_one(end: int | None) -> None:
+    with pytest.raises(ModelError, match="eos_token_id"):
+        tape_of(job_of(T5 | {"eos_token_id": end}, "sequence-classification"))
+
+
+def test_each_sequence_ends_in_one_end_token_and_has_no_other() -> None:
+    """transformers refuses a batch whose sequences hold unequally many."""
+    job = job_of(T5 | {"eos_token_id": 90}, "sequence-classification", sequence_length=64)
+    ids = synthetic(job, 16)["input_ids"]
+    assert (ids == 90).sum(1).tolist() == [1] * 16
+    assert (ids[:, -1] == 90).all()
+
+
+def test_a_classifier_that_looks_at_its_ids_is_refused_with_the_line_that_does() -> None:
+    with pytest.raises(RehearsalError) as told:
+        tape_of(job_of(T5, "sequence-classification"))
+    said = str(told.value)
+    assert "the shape of what unique_consecutive gives depends on its data" in said
+    assert re.search(
+        r"in T5ForSequenceClassification\.forward \(modeling_t5\.py, line \d+: `.*eos_mask", said
+    )
+    assert "snugfit measure" in said
+    assert len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize("recipe", ["segments", "segments(2)"])
+def test_layers_that_hand_on_a_position_bias_are_not_joined(recipe: str) -> None:
+    with pytest.raises(RecipeError, match=r"position bias.*'every_layer'"):
+        Recipe.parse(recipe).check(job_of(T5, "seq2seq-lm"))
+    tape_of(job_of(T5, "seq2seq-lm"), "every_nth_layer(2)")  # what the message says to try
+
+
+# Errors of a rehearsal ---------------------------------------------------------------------------
+
+
+def test_a_key_that_the_config_lacks_is_named() -> None:
+    with pytest.raises(ModelError, match=r'"decoder_start_token_id".*seq2seq-lm.*_shift_right') as told:
+        tape_of(job_of(T5 | {"is_encoder_decoder": False}, "seq2seq-lm"))
+    assert told.value.exit_code == 2
+
+
+def test_a_model_that_fails_on_its_shapes_is_told_with_its_own_line() -> None:
+    facts = MIXTRAL | {"num_local_experts": 0}
+    with pytest.raises(RehearsalError, match=r"MixtralTopKRouter\.forward .*topk.*sizes agree") as told:
+        tape_of(job_of(facts, "causal-lm"))
+    assert "fault of snugfit" not in str(told.value)
+
+
+@pytest.mark.parametrize("mistake", [KeyError, AttributeError, TypeError, IndexError, ZeroDivisionError])
+def test_our_own_mistakes_are_called_ours(mistake: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    names: dict[str, Any] = {"__name__": recorder.__name__, "mistake": mistake}
+    exec("def describe(*_):\n    raise mistake('lost')\n", names)  # as if it stood in that file
+    monkeypatch.setattr(recorder, "describe", names["describe"])
+    with pytest.raises(RehearsalError, match=r"fault of snugfit \d.*lost.*Please report it") as told:
+        tape_of(job_of(BERT, "masked-lm"))
+    assert mistake.__name__ in str(told.value)
+    assert told.value.exit_code == 1
+    assert len(str(told.value).splitlines()) == 1
+
+
+class Net(nn.Module):
+    """A user's own module, which gives what it is told to."""
+
+    def __init__(self, gives: str) -> None:
+        super().__init__()
+        self.layer, self.gives = nn.Linear(4, 4), gives
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.layer(x)
+        if self.gives == "a mistake":
+            return y @ y
+        return {"loss": y.sum(), "none": None, "number": 1.0, "text": "loss", "tuple": (y.sum(), y)}[
+            self.gives
+        ]
+
+
+def of_python(gives: str, task: Any = "custom") -> Job:
+    return Job(model=Model.from_module(Net(gives), {"x": torch.ones(2, 4)}), task=task, batch_size=2)
+
+
+@pytest.mark.parametrize("gives", ["none", "number"])
+def test_a_module_without_a_loss_is_told_what_a_loss_is(gives: str) -> None:
+    with pytest.raises(RehearsalError, match=r"holds no loss .*`\.loss`") as told:
+        tape_of(of_python(gives))
+    assert "fault of snugfit" not in str(told.value)
+
+
+def test_a_module_that_fails_is_told_with_its_own_line() -> None:
+    with pytest.raises(
+        RehearsalError, match=r"in Net\.forward \(test_bad_input_models\.py, line \d+: `return y @ y`"
+    ):
+        tape_of(of_python("a mistake"))
+
+
+def test_the_task_of_a_module_may_be_written_as_text() -> None:
+    assert of_python("tuple").task is Task.CUSTOM
+    assert tape_of(of_python("tuple")).peak()[0]
+    with pytest.raises(JobError, match="its task is 'custom'"):
+        of_python("loss", "causal-lm")
+    with pytest.raises(JobError, match=r"no head for custom.*Tasks it has: sequence-classification"):
+        job_of(BERT, "custom")
+
+
+# LoRA's targets ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("facts", [BERT | {"model_type": "modernbert"}, {"model_type": "vit"}])
+def test_lora_without_known_targets_is_refused_before_anything_is_built(
+    facts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = "image-classification" if facts["model_type"] == "vit" else "masked-lm"
+    job = job_of(facts, task)
+    monkeypatch.setattr(Model, "build", None)
+    with pytest.raises(RecipeError, match=r"no default targets for (modernbert|vit).*targets=all-linear"):
+        Recipe.parse("lora").check(job)
+    Recipe.parse("lora(targets=all-linear)").check(job)
+    Recipe.parse("lora").check(job_of(BERT, "masked-lm"))
+
+
+def test_peft_s_table_read_from_its_source_is_the_imported_one() -> None:
+    peft = pytest.importorskip("peft.utils.constants", reason="the extra peft is not installed")
+    assert lora._pefts_table() == frozenset(peft.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING)
+
+
+def test_a_target_that_is_not_there_is_one_clear_error() -> None:
+    pytest.importorskip("peft", reason="the extra peft is not installed")
+    with pytest.raises(RecipeError, match=r"nothing to adapt.*all-linear"):
+        tape_of(job_of(BERT, "masked-lm"), "lora(targets=q_proj)")
+
+
+# Where a model is looked for ---------------------------------------------------------------------
+
+
+def test_a_folder_without_a_config_says_so_and_where_one_is(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"this folder has no config\.json\. A model is"):
+        Model.find(str(tmp_path))
+    (tmp_path / "checkpoint-500").mkdir()
+    (tmp_path / "checkpoint-500" / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"There is one in 'checkpoint-500': write .*/checkpoint-500\."):
+        Model.find(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["./no-such", "no-such.json", "/no/such/folder", "~/no-such-folder"])
+def test_a_path_to_nothing_says_what_a_model_is(name: str) -> None:
+    with pytest.raises(ModelError, match=r"no such file or folder\. A model is a preset's name"):
+        Model.find(name)
+
+
+# The command line --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("arguments", "told"), [
+    ("vit-large-patch16-224 --task image-classification --sequence-length 99", "sequence length is 99"),
+    ("whisper-medium --task speech-to-text --sequence-length 99", "sequence length is 99"),
+    ("bert-base-uncased --task masked-lm --target-length 9", "target length is 9"),
+    ("gpt2 --task causal-lm --labels 3", "labels is 3"),
+    (
+        "vit-large-patch16-224 --task image-classification --gpu h200 --largest sequence-length",
+        "--largest batch",
+    ),
+])  # fmt: skip
+def test_what_a_task_has_not_is_refused_rather_than_ignored(
+    arguments: str, told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(builtins, "input", None)
+    assert run(["predict", *arguments.split()]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert told in err
+    assert "has none" in err
+
+
+def test_a_recipe_s_marker_stands_under_its_word(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["predict", "gpt2", "--task", "causal-lm", "--recipe", "bf16 + fp61"]) == 2
+    text, marker, *_ = capsys.readouterr().err.splitlines()
+    assert text[marker.index("^") : marker.rindex("^") + 1] == "fp61"
+
+
+def test_advice_about_another_trainer_s_optimizer_is_one_line_a_key(tmp_path: Path) -> None:
+    from snugfit.cli.jobfile import read_job_file
+
+    file = tmp_path / "job.yaml"
+    file.write_text("optim: adamw_hf\nlearning_rate_scheduler: cosine\n")
+    with pytest.raises(SnugfitError) as told:
+        read_job_file(file)
+    first, second, keys = str(told.value).splitlines()
+    assert first.endswith("write the optimizer in the recipe. 'adamw_hf' is called 'adamw' here.")
+    assert second.startswith("learning_rate_scheduler")
+    assert keys.startswith("Keys: ")
