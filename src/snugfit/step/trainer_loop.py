@@ -97,6 +97,12 @@ def watched(trainer_class: type[Any]) -> type[Any]:
         observer: Observer
         losses: list[torch.Tensor] | None
 
+        def get_batch_samples(self, *arguments: Any, **keywords: Any) -> Any:
+            """The first thing that the Trainer does for a step, before its callbacks hear of it."""
+            self.observer.step_begins(self.state.global_step)
+            self.observer.phase("load")
+            return super().get_batch_samples(*arguments, **keywords)
+
         def training_step(self, *arguments: Any, **keywords: Any) -> Any:
             self.observer.phase("forward")
             loss = super().training_step(*arguments, **keywords)
@@ -121,9 +127,6 @@ def _callback(observer: Observer) -> Any:
         def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
             optimizer = more.get("optimizer")
             observer.built(more["model"], getattr(optimizer, "optimizer", optimizer))
-
-        def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-            observer.step_begins(state.global_step)
 
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
             observer.phase("update")
