@@ -133,7 +133,6 @@ def _moved(
 
 @contextlib.contextmanager
 def _without_collector() -> Any:
-    gc.collect()
     gc.disable()
     try:
         yield

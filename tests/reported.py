@@ -58,7 +58,6 @@ def reports(job: Job, setup: Setup, *, loop: str = "plain", steps: int = 3) -> l
     step = open_step(job, setup, loop, torch.device("cpu"))
     torch.manual_seed(0)
     enabled = gc.isenabled()
-    gc.collect()
     gc.disable()
     try:
         with torch.profiler.profile(

