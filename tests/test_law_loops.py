@@ -1,0 +1,109 @@
+"""Law 1 for the loops that are not ours: accelerate's and the HF Trainer's, rehearsed as they really run.
+
+As in `test_law_rehearsed_equals_real.py`: the third step event by event, and the peak of the whole run,
+against what the CPU's allocator says. One choice these loops leave to the device: torch's default for an
+optimizer is one kernel for many parameters on a GPU (`foreach`), and on a CPU one parameter after the other.
+Here the CPU chooses as a GPU does.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from aligned import Event, compare, peak
+from reported import foreseen, reports
+from snugfit.job.job import Job
+from snugfit.prediction.predict import predict
+from snugfit.rehearsal.policy import CpuPolicy
+from snugfit.rehearsal.rehearse import rehearse
+from snugfit.step.trainer_loop import TrainerStep
+from snugfit.techniques.recipe import Recipe
+from test_law_rehearsed_equals_real import compared, job
+
+CASES = (
+    ("bert", "plain"),
+    ("bert", "bf16 + every_layer + micro_batches(2) + sgd"),
+    ("llama", "eager + adafactor"),
+    ("llama", "bf16_pure + sgd"),
+)
+
+
+@pytest.fixture(autouse=True)
+def foreach_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("torch.optim.optimizer")  # torch.optim hides it under its class
+    monkeypatch.setattr(module, "_get_foreach_kernels_supported_devices", lambda: ["cpu", "meta"])
+
+
+def account_of_tape(this: Job, recipe: str, loop: str, own: type[Any] | None = None) -> list[Event]:
+    setup = Recipe.parse(recipe).setup()
+    return compared(foreseen(rehearse(this, setup, CpuPolicy(), loop=loop, trainer_class=own)))
+
+
+def third(account: list[Event]) -> list[Event]:
+    return [event for event in account if event.step == 2]
+
+
+def hold(this: Job, recipe: str, loop: str, own: type[Any] | None = None) -> list[Event]:
+    """Law 1 for one job, recipe and loop on the CPU; gives what the allocator said."""
+    real = compared(reports(this, Recipe.parse(recipe).setup(), loop=loop))
+    tape = account_of_tape(this, recipe, loop, own)
+    assert third(real)
+    comparison = compare(third(real), third(tape))
+    assert comparison.similarity == 1.0, f"{loop}, {this.model.name}, {recipe}: {comparison}"
+    assert peak(real) == peak(tape)
+    return real
+
+
+@pytest.mark.parametrize(("family", "recipe"), CASES)
+@pytest.mark.parametrize("loop", ["accelerate", "trainer"])
+def test_a_real_step_allocates_what_its_tape_says(loop: str, family: str, recipe: str) -> None:
+    hold(job(family), recipe, loop)
+
+
+@pytest.mark.parametrize(("loop", "clip"), [("accelerate", 0.5), ("trainer", 0.0)])
+def test_clipping(loop: str, clip: float) -> None:
+    """accelerate clips when it is told to, and the Trainer unless it is told not to."""
+    hold(replace(job("bert", padding=0.25), clip=clip), "adamw_loop", loop)
+
+
+class RDrop(transformers.Trainer):  # type: ignore[misc]
+    """A user's own loss: of two passes with dropout of their own, and of how far apart they are
+    (Liang et al., arXiv 2106.14448)."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        one, other = model(**inputs), model(**inputs)
+        near, far = (each.logits.float().log_softmax(-1) for each in (one, other))
+        apart = torch.nn.functional.kl_div(near, far, reduction="batchmean", log_target=True)
+        return (one.loss + other.loss) / 2 + apart
+
+
+def test_a_user_s_own_trainer_is_rehearsed_as_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the tape of the plain Trainer is not what it does."""
+    monkeypatch.setattr(TrainerStep, "trainer_class", RDrop)
+    real = hold(job("llama"), "sgd", "trainer", RDrop)
+    plain = account_of_tape(job("llama"), "sgd", "trainer")
+    assert compare(third(real), third(plain)).similarity < 1.0
+    assert peak(real) > peak(plain)
+
+
+def test_a_prediction_is_of_the_user_s_own_trainer() -> None:
+    plain, own = (
+        predict(job("llama"), "sgd", gpu="h200", loop="trainer", trainer_class=each).footprint.requested_bytes
+        for each in (None, RDrop)
+    )
+    assert own > plain
+
+
+def test_a_batch_is_the_input_of_its_own_step() -> None:
+    """The Trainer loads a step's batches before its callbacks hear of the step."""
+    tape = rehearse(job("vit"), Recipe().setup(), CpuPolicy(), loop="trainer")
+    pictures = [block for block in tape.blocks if block.phase == "load" and block.nbytes > 4 * 3 * 32 * 32]
+    assert [(block.step, block.kind) for block in pictures] == [(step, "inputs") for step in range(3)]
