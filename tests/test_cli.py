@@ -18,6 +18,7 @@ from snugfit.cli import jobfile
 from snugfit.cli.main import run
 from snugfit.errors import NothingFits, UsageError
 from snugfit.job.job import Phase
+from snugfit.techniques.foreign import foreign_names
 from snugfit.units import GIB
 
 BERT = ["bert-large-uncased", "--task", "sequence-classification"]
@@ -317,9 +318,9 @@ def test_scalars_are_yaml_1_2(text: str, value: object) -> None:
 
 def test_every_advice_leads_somewhere() -> None:
     """No foreign name is one of ours, and every name that counts as the same is."""
-    names = jobfile._foreign_names()
-    assert set(names["same"].values()) <= set(jobfile.kinds())
-    assert not set(names["advice"]) & set(jobfile.kinds())
+    names = foreign_names()
+    assert set(names.same.values()) <= set(jobfile.kinds())
+    assert not set(names.keys) & set(jobfile.kinds())
     with pytest.raises(UsageError, match="batch_size"):
         jobfile.settings_from({"per_device_train_batch_size": 4}, "here")
 

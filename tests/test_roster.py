@@ -75,6 +75,9 @@ def test_listing_imports_neither_torch_nor_a_technique_s_package() -> None:
         ("apollo_adamw", "CC BY-NC"),
         ("evaluation_strategy", "eval_strategy"),
         ("no_cuda", "use_cpu"),
+        ("lr", "part of the job"),
+        ("batch_size", "micro_batches"),
+        ("max_seq_length", "sequence_length"),
         ("qqqqq", "every_layer"),
     ],
 )

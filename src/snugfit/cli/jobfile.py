@@ -11,20 +11,18 @@ A job file is flat and holds words and numbers only, so most of YAML is refused 
 stands twice, and more than a mebibyte. Numbers follow YAML 1.2, as people write them today: `1e-5` is a
 number (YAML 1.1 reads a word) and `010` is nobody's number (YAML 1.1 reads eight).
 
-Keys that other trainers use are told apart from typing mistakes: `foreign_names.json` says what to write
+Keys that other trainers use are told apart from typing mistakes: `techniques/foreign.py` says what to write
 instead.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import types
 import typing
 from collections.abc import Hashable
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +30,7 @@ import yaml
 
 from snugfit.errors import SnugfitError, UsageError, did_you_mean, nearest
 from snugfit.job.job import Job
+from snugfit.techniques.foreign import foreign_names
 
 LARGEST_FILE = 1 << 20
 DEEPEST = 3
@@ -73,9 +72,9 @@ def kinds() -> dict[str, type]:
 
 def settings_from(document: dict[Any, Any], where: str) -> dict[str, Any]:
     """Keys and values checked; one error names everything that is wrong with the keys."""
-    names = _foreign_names()
-    document = {names["same"].get(key, key): value for key, value in document.items()}
-    wrong = [_unknown(key, value, names["advice"]) for key, value in document.items() if key not in kinds()]
+    names = foreign_names()
+    document = {names.same.get(key, key): value for key, value in document.items()}
+    wrong = [_unknown(key, value, names.keys) for key, value in document.items() if key not in kinds()]
     if wrong:
         raise UsageError(f"{where}: " + "\n".join(wrong) + f"\nKeys: {', '.join(sorted(kinds()))}.")
     return {key: _of_kind(kinds()[key], key, value, where) for key, value in document.items()}
@@ -124,12 +123,6 @@ def _about_value(key: str, value: Any) -> str:
         return f" Here: recipe: {Recipe.parse(value)}."
     except SnugfitError as error:  # whose first lines show the recipe, which here is the one word
         return f" {str(error).splitlines()[-1]}"
-
-
-@cache
-def _foreign_names() -> dict[str, dict[str, str]]:
-    text = files("snugfit.cli").joinpath("foreign_names.json").read_text(encoding="utf-8")
-    return typing.cast("dict[str, dict[str, str]]", json.loads(text))
 
 
 def _read(path: Path) -> str:

@@ -1,37 +1,53 @@
-"""Words that people bring from other libraries and that are no technique here: what to say to them.
+"""Words that people bring from other libraries: what to write here instead.
 
-A word that another library uses for something that snugfit has stands in that technique's `elsewhere`; this
-table holds only the rest. Names that transformers removed are from its version 5 migration guide.
+One table, `foreign_names.json`, for both places where such a word turns up: as a key of a job file (the
+command line reads `keys` and `same`) and as a word of a recipe (`advice`). A word for a technique that
+snugfit has stands in that technique's `elsewhere`, not here.
 """
 
 from __future__ import annotations
 
-_LICENCE = (
-    "apollo-torch's licence (CC BY-NC 4.0) forbids commercial use, so snugfit does not offer APOLLO. "
-    "Low-memory optimizers here: 'adafactor', 'adamw_8bit'."
-)
-_BATCH = "the batch is part of the job, not of the recipe; 'micro_batches(n)' cuts it into n pieces."
-_SCHEDULE = "it changes no byte of a step and is no technique of a recipe."
+import json
+from dataclasses import dataclass, fields
+from functools import cache
+from importlib.resources import files
 
-_ADVICE = {
-    "apollo": _LICENCE,
-    "apollo_adamw": _LICENCE,
-    "apollo_adamw_layerwise": _LICENCE,
-    "batch_size": _BATCH,
-    "per_device_train_batch_size": _BATCH,
-    "auto_find_batch_size": _BATCH,
-    "evaluation_strategy": f"{_SCHEDULE} (transformers 5 calls it 'eval_strategy'.)",
-    "eval_strategy": _SCHEDULE,
-    "warmup_ratio": f"{_SCHEDULE} (transformers 5 calls it 'warmup_steps'.)",
-    "warmup_steps": _SCHEDULE,
-    "lr": "the learning rate is part of the job, not of the recipe.",
-    "learning_rate": "the learning rate is part of the job, not of the recipe.",
-    "max_grad_norm": "clipping is part of the job, not of the recipe.",
-    "no_cuda": "where a step runs is no technique of a recipe. (transformers 5 calls it 'use_cpu'.)",
-    "use_cpu": "where a step runs is no technique of a recipe.",
-}
+
+@dataclass(frozen=True, kw_only=True)
+class ForeignNames:
+    """The table."""
+
+    about: str
+    """Where the names are from."""
+
+    same: dict[str, str]
+    """Keys that mean the same as one of ours."""
+
+    keys: dict[str, str]
+    """Other keys, with what to write in a job file."""
+
+    techniques: dict[str, str]
+    """Techniques that snugfit does not have, with the reason."""
+
+
+@cache
+def foreign_names() -> ForeignNames:
+    """The table, read once."""
+    text = files("snugfit.techniques").joinpath("foreign_names.json").read_text(encoding="utf-8")
+    return ForeignNames(**json.loads(text))
 
 
 def advice(word: str) -> str | None:
     """What to tell someone who wrote `word` in a recipe; None when the word is not known either."""
-    return _ADVICE.get(word.lower())
+    from snugfit.job.job import Job
+
+    names = foreign_names()
+    if word.lower() in names.techniques:
+        return names.techniques[word.lower()]
+    if word == "batch_size":
+        return "it is part of the job, not of the recipe; 'micro_batches(n)' cuts the batch into n pieces."
+    if names.same.get(word, word) in {field.name for field in fields(Job)}:
+        return "it is part of the job, not of the recipe."
+    if word in names.keys:
+        return f"another trainer's argument, and no technique: {names.keys[word]}."
+    return None
