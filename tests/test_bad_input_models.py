@@ -4,7 +4,11 @@ traceback, and what is harmless simply works."""
 from __future__ import annotations
 
 import builtins
+import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +209,26 @@ def test_a_folder_without_a_config_says_so_and_where_one_is(tmp_path: Path) -> N
 def test_a_path_to_nothing_says_what_a_model_is(name: str) -> None:
     with pytest.raises(ModelError, match=r"no such file or folder\. A model is a preset's name"):
         Model.find(name)
+
+
+@pytest.mark.parametrize("loop", ["plain", "accelerate", "trainer"])
+def test_predicting_fetches_no_kernels(loop: str, tmp_path: Path) -> None:
+    """bitsandbytes imports `kernels` where it is installed, to fetch compiled code (on CPUs with
+    AVX512-BF16); accelerate and the Trainer import peft, and peft imports bitsandbytes."""
+    fetched = tmp_path / "fetched"
+    (tmp_path / "kernels.py").write_text(f"def get_kernel(*_, **__):\n    open({str(fetched)!r}, 'w')\n")
+    (tmp_path / "config.json").write_text(json.dumps(BERT))
+    typed = ["predict", str(tmp_path), "--task", "masked-lm", "--sequence-length", "8", "--loop", loop]
+    done = subprocess.run(
+        [sys.executable, "-m", "snugfit", *typed],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not fetched.exists()
 
 
 # The command line --------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from snugfit.rehearsal.score import Score
 from snugfit.step.footprint import Kind
 from snugfit.step.install import call
 from snugfit.step.step import open_step
+from snugfit.techniques.hub_kernels import import_peft
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
@@ -57,6 +58,8 @@ def rehearse(
         step.trainer_class = trainer_class
         return step
 
+    if loop != "plain":
+        import_peft()
     small, fewer_pieces, fewer_steps = fewer(job, setup, steps)
     if loop == "plain" and fewer_pieces != setup:
         tape, notes = rehearsed(opened(small, fewer_pieces), policy, fewer_steps)

@@ -1,7 +1,8 @@
 """Imports of packages that would fetch compiled kernels from the hub while they are imported.
 
 bitsandbytes 0.50 does so on CPUs with AVX512-BF16 when the package `kernels` is installed (for 4-bit
-products, which snugfit does not use), and logs a warning when it is not; peft imports bitsandbytes.
+products, which snugfit does not use), and logs a warning when it is not; peft imports bitsandbytes, and
+accelerate and the HF Trainer import peft.
 Predicting runs no foreign code and opens no socket, so for the time of such an import `kernels` is not to be
 found.
 """
@@ -9,9 +10,11 @@ found.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 
 @contextlib.contextmanager
@@ -29,3 +32,10 @@ def no_hub_kernels() -> Iterator[None]:
         del sys.modules["kernels"]
         if before is not absent:
             sys.modules["kernels"] = before  # type: ignore[assignment]
+
+
+def import_peft() -> None:
+    """Imports peft, where it is installed, before accelerate or the HF Trainer does so within a step."""
+    if find_spec("peft") is not None:
+        with no_hub_kernels():
+            importlib.import_module("peft")

@@ -139,6 +139,6 @@ def adapt(model: torch.nn.Module, *, r: int, targets: Sequence[str]) -> torch.nn
             return get_peft_model(model, config)  # type: ignore[no-any-return]
     except ValueError as error:
         raise RecipeError(
-            f"lora: peft finds nothing to adapt in {name} ({str(error).rstrip('.')}). "
+            f"lora: peft finds nothing to adapt in {name} ({str(error).partition('. ')[0].rstrip('.')}). "
             "Name the modules, lora(targets=q_proj|v_proj), or take lora(targets=all-linear)."
         ) from error
