@@ -4,8 +4,9 @@ The choice settles the memory of attention: the math path materialises S x S sco
 each fused kernel has its own saved tensors and workspaces. torch asks the device; here the device is a
 policy. The conditions are those of `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` (torch 2.11 to
 2.13), for dense tensors: order flash, efficient, math, with cuDNN first on sm_90 and sm_100 when its
-version is above 9.15.0. Two observations on an H200 (torch 2.11) stand beside the sources: a mask that
-requires a gradient (T5's position bias) ran in math, and so did operands whose last stride is not 1.
+version is above 9.15.0. Observed on an H200 (torch 2.11) beside the sources: operands whose last stride is
+not 1 ran in math (the bias that T5's layers compute is one), and a mask that learns ran in efficient (the
+contiguous zeros of T5's attention across, under checkpointing).
 """
 
 from __future__ import annotations
@@ -26,16 +27,29 @@ class Operands:
     """What `scaled_dot_product_attention` is asked to compute."""
 
     query: torch.Tensor
-    """(B, H, S, D), as key and value."""
+    """(B, H, S, D)."""
+
     key: torch.Tensor
+    """As the query, with lengths and heads of its own."""
+
     value: torch.Tensor
+    """As the key."""
+
     mask: torch.Tensor | None = None
+    """What is added to the scores, or, of booleans, which scores count."""
+
     dropout: float = 0.0
+    """The chance at which a score is dropped."""
+
     causal: bool = False
+    """Whether nothing looks ahead."""
+
     scale: float | None = None
     """What scores are multiplied by; None is 1 / sqrt(D)."""
+
     grouped: bool = False
     """Whether each head of key and value serves several of the query."""
+
     needs_grad: bool = False
     """Whether a backward pass may follow."""
 
@@ -70,7 +84,6 @@ def chosen_on_cuda(of: Operands, *, capability: tuple[int, int], cudnn_version: 
         and width % aligned == 0
         and value_width % aligned == 0
         and not of.grouped
-        and not mask_learns
     ):
         return "efficient"
     return "math"

@@ -25,7 +25,7 @@ from snugfit.rehearsal.repeat import STEPS as STEPS_OF_A_PART
 from snugfit.rehearsal.score import Birth, Death, Entry, Living, Move, Score
 from snugfit.step.footprint import Kind
 from snugfit.step.install import matmul_precision
-from snugfit.step.plain_loop import OptimizerLoop, PlainStep
+from snugfit.step.plain_loop import Built, OptimizerLoop, PlainStep
 from snugfit.techniques.setup import Call, OptimizerWish, Setup
 
 if TYPE_CHECKING:
@@ -199,21 +199,15 @@ class _UpdateAlone(OptimizerLoop):
         with matmul_precision(self.setup.matmul):
             return self._train(steps, observer)
 
-    def _accumulate(
-        self,
-        model: torch.nn.Module,
-        batches: Iterator[list[dict[str, Any]]],
-        scaler: torch.amp.GradScaler | None,
-        observer: Observer,
-    ) -> torch.Tensor | None:
+    def _accumulate(self, built: Built) -> torch.Tensor | None:
         import torch
 
-        observer.phase("backward")
-        training = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        built.observer.phase("backward")
+        training = [parameter for parameter in built.model.parameters() if parameter.requires_grad]
         for number in self.gradients:
             training[number].grad = torch.empty_like(training[number])
-        if scaler is not None:
-            scaler.scale(torch.empty((), device=self.device))
+        if built.scaler is not None:
+            built.scaler.scale(torch.empty((), device=self.device))
         return None
 
 

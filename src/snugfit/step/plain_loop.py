@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 from abc import abstractmethod
 from collections.abc import Generator, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from snugfit.job.batch import label_items
@@ -27,18 +28,32 @@ if TYPE_CHECKING:
     from snugfit.step.step import Observer
 
 
+@dataclass(frozen=True)
+class Built:
+    """What a run has built, and works with."""
+
+    model: torch.nn.Module
+    """As the Setup wants it, on the device."""
+
+    optimizer: torch.optim.Optimizer
+    """Over the parameters that train."""
+
+    scaler: torch.amp.GradScaler | None
+    """For fp16."""
+
+    batches: Iterator[list[dict[str, Any]]]
+    """On the host: the micro-batches of one step after the other."""
+
+    observer: Observer
+    """Who watches."""
+
+
 class OptimizerLoop(Step):
     """The plain loop's frame: build, then per step gradients, clipping and update. Where the gradients come
     from is left open, so that an update can be rehearsed alone."""
 
     @abstractmethod
-    def _accumulate(
-        self,
-        model: torch.nn.Module,
-        batches: Iterator[list[dict[str, Any]]],
-        scaler: torch.amp.GradScaler | None,
-        observer: Observer,
-    ) -> torch.Tensor | None:
+    def _accumulate(self, built: Built) -> torch.Tensor | None:
         """Leaves one step's gradients in the parameters, and gives its loss when losses are kept."""
 
     def _train(self, steps: int, observer: Observer) -> list[float]:
@@ -51,10 +66,11 @@ class OptimizerLoop(Step):
         observer.built(model, optimizer)
         losses: list[torch.Tensor] = []
         with contextlib.closing(self._batches()) as batches:
+            built = Built(model, optimizer, scaler, batches, observer)
             for index in range(steps):
                 observer.step_begins(index)
-                loss = self._accumulate(model, batches, scaler, observer)
-                self._clip(model, optimizer, scaler, observer)
+                loss = self._accumulate(built)
+                self._clip(built)
                 observer.phase("update")
                 if scaler is None:
                     optimizer.step()
@@ -68,21 +84,15 @@ class OptimizerLoop(Step):
         self.model, self.optimizer = model, optimizer
         return [float(loss) for loss in losses]
 
-    def _clip(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        scaler: torch.amp.GradScaler | None,
-        observer: Observer,
-    ) -> None:
+    def _clip(self, built: Built) -> None:
         import torch
 
         if not self.job.clip:
             return
-        observer.phase("clip")
-        if scaler is not None:
-            scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), self.job.clip)
+        built.observer.phase("clip")
+        if built.scaler is not None:
+            built.scaler.unscale_(built.optimizer)
+        torch.nn.utils.clip_grad_norm_(built.model.parameters(), self.job.clip)
 
     def _batches(self) -> Generator[list[dict[str, Any]], None, None]:
         return micro_batches(self.job, self.setup, self.device, always_mask=self.always_mask)
@@ -98,15 +108,10 @@ class PlainStep(OptimizerLoop):
                 return self._train(steps, observer)
             return self._evaluate(steps, observer)
 
-    def _accumulate(
-        self,
-        model: torch.nn.Module,
-        batches: Iterator[list[dict[str, Any]]],
-        scaler: torch.amp.GradScaler | None,
-        observer: Observer,
-    ) -> torch.Tensor | None:
+    def _accumulate(self, built: Built) -> torch.Tensor | None:
+        model, scaler, observer = built.model, built.scaler, built.observer
         observer.phase("load")
-        pieces = next(batches)
+        pieces = next(built.batches)
         items = [label_items(self.job, piece) for piece in pieces] if len(pieces) > 1 else [1]
         total: torch.Tensor | None = None
         for piece, share in zip(pieces, items, strict=True):
