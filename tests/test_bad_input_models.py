@@ -272,3 +272,33 @@ def test_advice_about_another_trainer_s_optimizer_is_one_line_a_key(tmp_path: Pa
     assert first.endswith("write the optimizer in the recipe. 'adamw_hf' is called 'adamw' here.")
     assert second.startswith("learning_rate_scheduler")
     assert keys.startswith("Keys: ")
+
+
+@pytest.mark.parametrize(
+    ("written", "ours"),
+    [
+        ("text-classification", "sequence-classification"),
+        ("SEQ_CLS", "sequence-classification"),
+        ("Causal LM", "causal-lm"),
+        ("masked_lm", "masked-lm"),
+        ("automatic-speech-recognition", "speech-to-text"),
+    ],
+)
+def test_a_task_as_others_write_it_is_told_as_it_is_written_here(written: str, ours: str) -> None:
+    with pytest.raises(JobError, match=f"'{written}' is written '{ours}' here"):
+        Task.parse(written)
+
+
+def test_more_labels_than_transformers_can_name_are_refused() -> None:
+    with pytest.raises(JobError, match="labels is 16000000; allowed are whole numbers from 1 to 262,144"):
+        job_of(BERT, "sequence-classification", labels=16_000_000)
+
+
+@pytest.mark.parametrize(
+    ("word", "told"), [("fsdp", "one GPU"), ("qlora", "'bf16_pure'"), ("torch_compile", "eagerly")]
+)
+def test_a_technique_that_is_not_here_is_told_why(word: str, told: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        Recipe.parse(word)
+    assert told in str(error.value)
+    assert "Did you mean" not in str(error.value)

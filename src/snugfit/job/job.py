@@ -16,10 +16,28 @@ from snugfit.job.model import Model
 
 LARGEST_BATCH = 1 << 20
 LARGEST_LENGTH = 1 << 24
+MOST_LABELS = 1 << 18
+"""transformers names every label several times over; the largest public label sets have fewer."""
+
+_TASKS_ELSEWHERE = {
+    "text-classification": "sequence-classification",
+    "sentiment-analysis": "sequence-classification",
+    "seq-cls": "sequence-classification",
+    "ner": "token-classification",
+    "token-cls": "token-classification",
+    "text-generation": "causal-lm",
+    "fill-mask": "masked-lm",
+    "mlm": "masked-lm",
+    "summarization": "seq2seq-lm",
+    "translation": "seq2seq-lm",
+    "text2text-generation": "seq2seq-lm",
+    "automatic-speech-recognition": "speech-to-text",
+}
+"""What the hub's pipelines and peft call our tasks."""
 
 
 class Task(StrEnum):
-    """What the model's head computes; named as the hub names them."""
+    """What the model's head computes; named after transformers' heads."""
 
     SEQUENCE_CLASSIFICATION = "sequence-classification"
     TOKEN_CLASSIFICATION = "token-classification"
@@ -37,6 +55,9 @@ class Task(StrEnum):
         listed: it belongs to modules from Python, and `Model.refuse` says so to other models."""
         legal = [task.value for task in cls if task is not cls.CUSTOM]
         if text not in (*legal, cls.CUSTOM.value):
+            plain = text.lower().replace("_", "-").replace(" ", "-")
+            if (ours := _TASKS_ELSEWHERE.get(plain, plain)) in legal:
+                raise JobError(f"The task {text!r} is written {ours!r} here. Tasks: {', '.join(legal)}.")
             raise JobError(f"Unknown task {text!r}.{did_you_mean(text, legal)} Tasks: {', '.join(legal)}.")
         return cls(text)
 
@@ -105,7 +126,7 @@ class Job:
         _in_range("batch size", self.batch_size, 1, LARGEST_BATCH)
         _in_range("sequence length", self.sequence_length, 1, LARGEST_LENGTH)
         _in_range("target length", self.target_length, 1, LARGEST_LENGTH)
-        _in_range("labels", self.labels, 1, LARGEST_LENGTH)
+        _in_range("labels", self.labels, 1, MOST_LABELS)
         if isinstance(self.padding, bool) or not 0 <= self.padding < 1:
             raise JobError(f"padding is {self.padding!r}; it is a fraction of each sequence, from 0 up to 1.")
         if self.clip is not None and not self.clip >= 0:
