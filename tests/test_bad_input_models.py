@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import BertConfig
 
 from snugfit.cli.main import run
 from snugfit.errors import JobError, ModelError, RecipeError, RehearsalError, SnugfitError
@@ -99,9 +100,15 @@ def test_layers_that_hand_on_a_position_bias_are_not_joined(recipe: str) -> None
 
 
 def test_a_key_that_the_config_lacks_is_named() -> None:
-    with pytest.raises(ModelError, match=r'"decoder_start_token_id".*seq2seq-lm.*_shift_right') as told:
-        tape_of(job_of(T5 | {"is_encoder_decoder": False}, "seq2seq-lm"))
+    with pytest.raises(ModelError, match=r'config has no "no_such_key".*in Net\.forward ') as told:
+        tape_of(of_python("a key"))
     assert told.value.exit_code == 2
+
+
+@pytest.mark.parametrize("facts", [T5 | {"is_encoder_decoder": False}, {"model_type": "qwen2_audio"}])
+def test_targets_need_a_decoder_of_their_own(facts: dict[str, Any]) -> None:
+    with pytest.raises(JobError, match=f"{facts['model_type']}.* has no decoder of its own"):
+        tape_of(job_of(facts, "seq2seq-lm"))
 
 
 def test_a_model_that_fails_on_its_shapes_is_told_with_its_own_line() -> None:
@@ -134,6 +141,8 @@ class Net(nn.Module):
         y = self.layer(x)
         if self.gives == "a mistake":
             return y @ y
+        if self.gives == "a key":
+            return y * BertConfig().no_such_key
         return {"loss": y.sum(), "none": None, "number": 1.0, "text": "loss", "tuple": (y.sum(), y)}[
             self.gives
         ]

@@ -136,6 +136,11 @@ class Model:
         config.architectures = config.architectures or []
         if job.task == "sequence-classification":
             _name_a_pad_token(config.get_text_config())
+        if job.task == "seq2seq-lm" and not config.is_encoder_decoder:
+            raise JobError(
+                f"{self.name} ({self.architecture}) has no decoder of its own, so synthetic batches, whose "
+                f"targets have a length of their own, do not fit it in {job.task}."
+            )
         if config.is_encoder_decoder and job.task in TEXT_TO_TEXT:
             _name_a_start_token(config)
             self._refuse_without_end_token(config, job)

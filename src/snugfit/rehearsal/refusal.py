@@ -57,7 +57,8 @@ def refusal(job: Job, error: Exception) -> SnugfitError:
         )
     return RehearsalError(
         f"{name} could not be rehearsed: {cause}{_asked_in(error)}. Most likely a real step fails there too: "
-        "check that the config's sizes agree. If it does not, measure it instead, with snugfit measure."
+        "check that the config's sizes agree, and that the task is the model's. If it does not, measure it "
+        "instead, with snugfit measure."
     )
 
 

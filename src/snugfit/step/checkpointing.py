@@ -7,12 +7,14 @@ Single layers are recomputed by transformers' own switch where the model has one
 users get; any other module's layers are wrapped by torch's own checkpoint wrapper. Spans of several layers
 have no library behind them: a model calls its layers one by one, each with arguments of its own (a sliding
 layer's mask differs from its neighbour's). So the first layers of a span only note how they were called and
-hand their input on; the last one runs all noted calls inside one checkpoint. That is right exactly when a
-layer hands on one tensor and nothing else, and a layer that hands on more is refused.
+hand their input on; the last one runs all noted calls inside one checkpoint. That is right exactly when every
+layer hands on one tensor, which the model passes to the next layer untouched; so each layer of a span looks
+whether it was given the very tensor that the one before it handed on, and any other model is refused.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -40,8 +42,7 @@ def checkpoint_layers(model: torch.nn.Module, wish: CheckpointWish) -> None:
         if all(len(span) == 1 for span in chosen):
             _checkpoint_single(model, [span[0] for span in chosen])
         else:
-            for span in chosen:
-                _checkpoint_span(span)
+            _checkpoint_spans(model, chosen)
 
 
 def layer_stacks(model: torch.nn.Module) -> list[list[torch.nn.Module]]:
@@ -72,7 +73,10 @@ def _checkpoint_single(model: torch.nn.Module, layers: list[torch.nn.Module]) ->
         before = {
             id(module) for module in model.modules() if getattr(module, "gradient_checkpointing", False)
         }
-        enable({"use_reentrant": False})  # type: ignore[operator]
+        try:
+            enable({"use_reentrant": False})  # type: ignore[operator]
+        except ValueError as error:
+            raise RecipeError(f"{str(error).rstrip('.')}, says transformers. Try 'keep_all'.") from None
         own = {id(layer) for stack in layer_stacks(model) for layer in stack}
         for module in model.modules():
             if id(module) in own and id(module) not in chosen | before:
@@ -94,10 +98,34 @@ def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _checkpoint_span(layers: Sequence[torch.nn.Module]) -> None:
-    span = _Span([layer.forward for layer in layers], type(layers[0]).__name__)
-    for index, layer in enumerate(layers):
-        layer.forward = span.member(index)
+def _checkpoint_spans(model: torch.nn.Module, chosen: Sequence[Sequence[torch.nn.Module]]) -> None:
+    spans = []
+    for layers in chosen:
+        span = _Span([layer.forward for layer in layers], type(layers[0]).__name__)
+        for index, layer in enumerate(layers):
+            layer.forward = span.member(index)
+        spans.append(span)
+    model.forward = _blaming(spans, model.forward)
+
+
+def _blaming(spans: Sequence[_Span], forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A model that fails at what the first layers of a span handed on expects more of its layers."""
+
+    @functools.wraps(forward)
+    def run(*arguments: Any, **keywords: Any) -> Any:
+        try:
+            return forward(*arguments, **keywords)
+        except RecipeError:
+            raise
+        except Exception:
+            half_done = [span for span in spans if span.noted]
+            for span in half_done:
+                span.noted.clear()
+            if half_done:
+                raise half_done[0].refusal() from None
+            raise
+
+    return run
 
 
 class _Span:
@@ -106,14 +134,27 @@ class _Span:
     def __init__(self, forwards: list[Callable[..., Any]], name: str) -> None:
         self.forwards, self.name = forwards, name
         self.noted: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self.handed_on = 0  # the identity of the tensor, which is not kept alive
+
+    def refusal(self) -> RecipeError:
+        """What to say to a model whose layers cannot be joined."""
+        return RecipeError(
+            f"{self.name} hands on more than its hidden states, or its model changes them between layers, so "
+            "its layers cannot be recomputed in spans. Try 'every_layer' or 'every_nth_layer(2)'."
+        )
 
     def member(self, index: int) -> Callable[..., Any]:
         """What layer `index` of the span does when it is called."""
 
-        def run(hidden: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
+        def run(*given: Any, **keywords: Any) -> Any:
             if index == 0:
                 self.noted.clear()
-            self.noted.append(self._without_cache(arguments, keywords))
+            if not given or len(self.noted) != index or (index and id(given[0]) != self.handed_on):
+                self.noted.clear()
+                raise self.refusal()
+            hidden, *arguments = given
+            self.handed_on = id(hidden)
+            self.noted.append(self._without_cache(tuple(arguments), keywords))
             if index < len(self.forwards) - 1:
                 return hidden
             calls = list(self.noted)
@@ -142,10 +183,7 @@ class _Span:
             for forward, (arguments, keywords) in zip(self.forwards, calls, strict=True):
                 value = forward(value, *arguments, **keywords)
                 if not isinstance(value, torch.Tensor):
-                    raise RecipeError(
-                        f"{self.name} hands on more than its hidden states, so its layers cannot be "
-                        "recomputed in spans. Try 'every_layer' or 'every_nth_layer(2)'."
-                    )
+                    raise self.refusal()
             return value
 
         if not torch.is_grad_enabled():
