@@ -6,10 +6,12 @@ that each must choose stand in the table.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from transformers.integrations import sdpa_attention
 
 from snugfit.comparison.families import FAMILIES, Family
 from snugfit.errors import RecipeError, RehearsalError
@@ -26,10 +28,13 @@ from snugfit.techniques.recipe import Recipe
 H200, V100 = CudaPolicy(), CudaPolicy(capability=(7, 0), multiprocessors=80)
 NAMED = {family.name: family for family in FAMILIES}
 
+COPIED = "position_bias_mask.contiguous()" in inspect.getsource(sdpa_attention)
+"""Whether this transformers makes learnt biases contiguous (5.17 does not, 5.23 does)."""
+
 FUSED_ATTENTION = {
     "gemma2": ((), ()),  # no scaled_dot_product_attention: soft caps lie between scores and softmax
-    # The position bias learns, which no fused kernel takes; checkpointed, cross-attention's pretends to.
-    "t5": (("math",), ("efficient", "math")),
+    # The position bias learns, which cuDNN does not take; in older transformers it is strided besides.
+    "t5": (("efficient",), ("efficient",)) if COPIED else (("efficient", "math"), ("efficient", "math")),
     "vit": (("cudnn",), ("efficient",)),
 }
 USUAL = (("cudnn",), ("efficient",))

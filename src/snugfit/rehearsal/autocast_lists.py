@@ -39,6 +39,8 @@ CUDA = AutocastLists(
         *_CONVOLUTIONS,
         *[
             "_convolution",
+            "_convolution.deprecated",
+            "_scaled_dot_product_flash_attention",
             "convolution",
             "prelu",
             "addmm",
@@ -106,6 +108,10 @@ CUDA = AutocastLists(
         ],
         *["soft_margin_loss", "triplet_margin_loss", "multi_margin_loss", "binary_cross_entropy_with_logits"],
         *["dist", "pdist", "cdist", "renorm", "logsumexp", "rms_norm"],
+        *(f"upsample_{way}" for way in ("bicubic2d", "bilinear2d", "linear1d", "trilinear3d")),
+        *(f"upsample_nearest{dimensions}d" for dimensions in (1, 2, 3)),
+        *(f"_upsample_nearest_exact{dimensions}d" for dimensions in (1, 2, 3)),
+        *("_upsample_bicubic2d_aa", "_upsample_bilinear2d_aa"),
     ),
     fp32_result=(
         *[
@@ -117,6 +123,9 @@ CUDA = AutocastLists(
             "cumsum",
             "sum",
             "sum.dim_IntList",
+            "linalg_vector_norm",
+            "linalg_matrix_norm",
+            "linalg_matrix_norm.str_ord",
         ],
     ),
     promote=(
@@ -133,7 +142,6 @@ CUDA = AutocastLists(
             "tensordot",
             "scatter_add",
         ],
-        *["cat", "stack"],
     ),
 )
 

@@ -21,7 +21,7 @@ On CUDA besides:
   with grouped queries also the ungrouped gradients of key and value. Exact on three recorded shapes.
 - Efficient attention backward: a product and a row sum for delta, then its workspace. Exact at S = 512.
 - The norms of a list of tensors hold partial norms: `native/cuda/ForeachReduceOp.cu`.
-- Indexing and embedding backward: `indexing.py`.
+- Indexing and embedding backward: `indexing.py`. Convolutions: `convolution.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from snugfit.rehearsal import indexing
+from snugfit.rehearsal import convolution, indexing
 from snugfit.rehearsal.buffers import OUTPUTS, Scratch, held
 
 
@@ -200,6 +200,17 @@ def _efficient_backward(arguments: Sequence[Any], out: Any, sizes: tuple[int, in
     )
 
 
+def _convolution(arguments: Sequence[Any], out: Any, sizes: tuple[int, int]) -> Scratch:
+    return convolution.forward(arguments, out)
+
+
+def _convolution_backward(arguments: Sequence[Any], out: Any, sizes: tuple[int, int]) -> Scratch:
+    gradient, bias = arguments[0], out[2]
+    over = [0, *range(2, gradient.dim())]
+    summed = () if bias is None else _partial_sums((gradient, over), bias, sizes)
+    return (*convolution.backward(arguments, out), *summed)
+
+
 _CUDA: dict[str, Callable[[Sequence[Any], Any, tuple[int, int]], Scratch]] = {
     "aten::_foreach_norm": _foreach_norm,
     "aten::sum": _sum,
@@ -209,6 +220,8 @@ _CUDA: dict[str, Callable[[Sequence[Any], Any, tuple[int, int]], Scratch]] = {
     "aten::_scaled_dot_product_cudnn_attention_backward": _fused_attention_backward,
     "aten::_scaled_dot_product_flash_attention_backward": _fused_attention_backward,
     "aten::_scaled_dot_product_efficient_attention_backward": _efficient_backward,
+    "aten::convolution": _convolution,
+    "aten::convolution_backward": _convolution_backward,
     "aten::index": indexing.index,
     "aten::embedding_dense_backward": indexing.embedding_backward,
 }
