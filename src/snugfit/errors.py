@@ -81,7 +81,7 @@ def nearest(word: str, legal: Iterable[str], *, count: int = 3) -> list[str]:
     """The legal words most like `word`, best first; empty when nothing is near."""
     choices = list(legal)
     lowered = {choice.lower(): choice for choice in choices}
-    found = difflib.get_close_matches(word.lower(), lowered, n=count, cutoff=0.5)
+    found = difflib.get_close_matches(str(word).lower(), lowered, n=count, cutoff=0.5)
     return [lowered[name] for name in found]
 
 

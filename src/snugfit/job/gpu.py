@@ -184,6 +184,8 @@ def all_gpus() -> tuple[Gpu, ...]:
 
 def find_gpu(text: str) -> Gpu:
     """The one GPU that `text` means. Raises `GpuError` with the choices when it is none or several."""
+    if not isinstance(text, str):
+        raise GpuError(f"A GPU is named by text, such as 'h200', and not by {text!r}.")
     exact = [gpu for gpu in all_gpus() if _squashed(text) in _exact_names(gpu)]
     found = exact or _preferred(_described(text))
     if len(found) == 1:

@@ -7,6 +7,8 @@ cut the global batch into micro-batches, but their sum is the job's batch, alway
 
 from __future__ import annotations
 
+import math
+import os
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any, Self
@@ -55,7 +57,7 @@ class Task(StrEnum):
         listed: it belongs to modules from Python, and `Model.refuse` says so to other models."""
         legal = [task.value for task in cls if task is not cls.CUSTOM]
         if text not in (*legal, cls.CUSTOM.value):
-            plain = text.lower().replace("_", "-").replace(" ", "-")
+            plain = str(text).lower().replace("_", "-").replace(" ", "-")
             if (ours := _TASKS_ELSEWHERE.get(plain, plain)) in legal:
                 raise JobError(f"The task {text!r} is written {ours!r} here. Tasks: {', '.join(legal)}.")
             raise JobError(f"Unknown task {text!r}.{did_you_mean(text, legal)} Tasks: {', '.join(legal)}.")
@@ -119,6 +121,7 @@ class Job:
     """`device`: the model is built where it trains. `host`: built on the CPU, then moved."""
 
     def __post_init__(self) -> None:
+        _refuse_what_is_no_model(self.model)
         if not isinstance(self.task, Task):  # a plain string is what people write
             object.__setattr__(self, "task", Task.parse(self.task))
         if not isinstance(self.phase, Phase):
@@ -127,10 +130,16 @@ class Job:
         _in_range("sequence length", self.sequence_length, 1, LARGEST_LENGTH)
         _in_range("target length", self.target_length, 1, LARGEST_LENGTH)
         _in_range("labels", self.labels, 1, MOST_LABELS)
-        if isinstance(self.padding, bool) or not 0 <= self.padding < 1:
+        if not _is_number(self.padding) or not 0 <= self.padding < 1:
             raise JobError(f"padding is {self.padding!r}; it is a fraction of each sequence, from 0 up to 1.")
-        if self.clip is not None and not self.clip >= 0:
+        if self.clip is not None and not (_is_number(self.clip) and self.clip >= 0):
             raise JobError(f"clip is {self.clip!r}; it is a gradient norm, 0 for no clipping, or nothing.")
+        if not _is_number(self.learning_rate) or not 0 <= self.learning_rate < math.inf:
+            raise JobError(
+                f"learning rate is {self.learning_rate!r}; it is a number from 0 up, such as 5e-5."
+            )
+        if not isinstance(self.decay_groups, bool):
+            raise JobError(f"decay_groups is {self.decay_groups!r}; it is True or False.")
         if self.build_on not in ("device", "host"):
             raise JobError(
                 f"build_on is {self.build_on!r}; a model is built on the 'device' or on the 'host'."
@@ -150,8 +159,28 @@ class Job:
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Self:
         """The job that `to_json` wrote. Raises `JobError` when the model lived only in Python."""
-        values = {**document, "task": Task(document["task"]), "phase": Phase(document["phase"])}
-        return cls(**values | {"model": Model.from_json(document["model"])})
+        if lacking := {"model", "task"} - set(document):
+            raise JobError(
+                f"This is no job that snugfit wrote: it has no {' and no '.join(sorted(lacking))}."
+            )
+        if unknown := set(document) - {field.name for field in fields(cls)}:
+            raise JobError(f"A job of another version of snugfit: unknown are {', '.join(sorted(unknown))}.")
+        return cls(**{**document, "model": Model.from_json(document["model"])})
+
+
+def _refuse_what_is_no_model(model: object) -> None:
+    """What people give instead: a name, a path, a module."""
+    if isinstance(model, Model):
+        return
+    shown = repr(model) if isinstance(model, str | os.PathLike) else type(model).__name__
+    named = f"Model.find({str(model)!r})" if isinstance(model, str | os.PathLike) else "Model.find(name)"
+    raise JobError(
+        f"model is {shown}; a job takes a snugfit.Model: {named}, or Model.from_module(module, example)."
+    )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _in_range(what: str, value: object, low: int, high: int) -> None:

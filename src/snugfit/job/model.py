@@ -18,6 +18,7 @@ from Python, together with an example batch; such a model lives in one process o
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn, Self
@@ -56,11 +57,13 @@ class Model:
     """A batch that `module` takes as keyword arguments."""
 
     @classmethod
-    def find(cls, name: str, *, online: bool = False) -> Self:
+    def find(cls, name: str | os.PathLike[str], *, online: bool = False) -> Self:
         """The model that `name` stands for. Raises `ModelError` with what is allowed."""
         from snugfit.job.find import find_facts
 
-        full_name, origin, facts = find_facts(name, online=online)
+        if not isinstance(name, str | os.PathLike):
+            raise ModelError(f"{name!r} is no name of a model: give text or a path.")
+        full_name, origin, facts = find_facts(os.fspath(name), online=online)
         return cls.from_config(facts, name=full_name, origin=origin)
 
     @classmethod
@@ -71,8 +74,17 @@ class Model:
     @classmethod
     def from_module(cls, module: nn.Module, example: Mapping[str, Any]) -> Self:
         """Any module, with a batch it takes as keyword arguments; it gives an output with a `loss`."""
-        if not example:
-            raise ModelError("The example batch is empty; it holds the keyword arguments of `forward`.")
+        import torch
+
+        if not isinstance(module, torch.nn.Module):
+            what = f"the class {module.__name__}" if isinstance(module, type) else f"{module!r}"[:80]
+            raise ModelError(f"from_module takes a module that was made, an nn.Module, and not {what}.")
+        if not isinstance(example, Mapping) or not example:
+            raise ModelError("The example batch is empty or no mapping of forward's arguments to tensors.")
+        for key, value in example.items():
+            if isinstance(value, list | tuple) or (hasattr(value, "ndim") and not torch.is_tensor(value)):
+                kind = type(value).__name__
+                raise ModelError(f"The example batch's {key!r} is of type {kind}; give a tensor.")
         return cls(name=type(module).__name__, origin="python", module=module, example=dict(example))
 
     @property

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from snugfit.errors import SnugfitError
+from snugfit.errors import SnugfitError, UsageError
 from snugfit.rehearsal.refusal import refusal
 from snugfit.rehearsal.repeat import fewer, repeated
 from snugfit.rehearsal.score import Score
@@ -60,6 +60,8 @@ def rehearse(
 
     if loop != "plain":
         import_peft()
+    if trainer_class is not None:
+        _refuse_no_trainer(trainer_class, loop)
     small, fewer_pieces, fewer_steps = fewer(job, setup, steps)
     if loop == "plain" and fewer_pieces != setup:
         tape, notes = rehearsed(opened(small, fewer_pieces), policy, fewer_steps)
@@ -89,6 +91,15 @@ def rehearsed(step: Step, policy: Policy, steps: int) -> tuple[Tape, list[Note]]
         except Exception as error:  # whatever a model's own code raises on shapes alone, and our mistakes
             raise refusal(step.job, error) from error
         return recorder.tape(cached), recorder.notes
+
+
+def _refuse_no_trainer(trainer_class: type[Any], loop: str) -> None:
+    import transformers
+
+    if loop != "trainer":
+        raise UsageError(f"trainer_class goes with the loop 'trainer', and not with {loop!r}.")
+    if not (isinstance(trainer_class, type) and issubclass(trainer_class, transformers.Trainer)):
+        raise UsageError(f"trainer_class is {trainer_class!r}; it is a subclass of transformers.Trainer.")
 
 
 @contextlib.contextmanager

@@ -49,6 +49,8 @@ class Recipe:
     @classmethod
     def parse(cls, text: str) -> Self:
         """The recipe that `text` writes. Raises `RecipeError` with the text and the word that failed."""
+        if not isinstance(text, str):
+            raise RecipeError(f"A recipe is text, such as 'bf16 + every_layer', and not {text!r}.")
         if text.strip() in ("", PLAIN):
             return cls()
         chosen: dict[Slot, Technique] = {}

@@ -1,0 +1,112 @@
+"""What newcomers get wrong from Python: a name where a model belongs, text where a number belongs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from snugfit.errors import GpuError, JobError, ModelError, RecipeError, UsageError, did_you_mean
+from snugfit.job.config import check_facts
+from snugfit.job.gpu import find_gpu
+from snugfit.job.job import Job
+from snugfit.job.model import Model
+from snugfit.rehearsal.policy import CudaPolicy
+from snugfit.rehearsal.rehearse import rehearse
+from snugfit.techniques.recipe import Recipe
+
+FACTS = {
+    "model_type": "bert", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "intermediate_size": 64, "vocab_size": 96,
+}  # fmt: skip
+
+
+def job(**settings: Any) -> Job:
+    model = Model.from_config(check_facts(FACTS, where="tiny"), name="tiny")
+    return Job(**{"model": model, "task": "masked-lm", "sequence_length": 8} | settings)
+
+
+@pytest.mark.parametrize(("model", "told"), [
+    ("bert-base-uncased", r"Model\.find\('bert-base-uncased'\)"),
+    (Path("/a/folder"), r"Model\.find\('/a/folder'\)"),
+    (nn.Linear(2, 2), r"Linear.*Model\.from_module"),
+    (None, r"NoneType.*Model\.find\(name\)"),
+])  # fmt: skip
+def test_what_is_no_model_is_told_how_to_make_one(model: Any, told: str) -> None:
+    with pytest.raises(JobError, match=told):
+        Job(model=model, task="masked-lm")
+
+
+@pytest.mark.parametrize(("field", "value"), [
+    ("task", None), ("task", 3), ("phase", None), ("padding", "0.5"), ("padding", None), ("padding", True),
+    ("clip", "1"), ("clip", True), ("learning_rate", "1e-5"), ("learning_rate", float("nan")),
+    ("learning_rate", float("inf")), ("learning_rate", -1.0), ("decay_groups", "yes"), ("batch_size", 4.0),
+    ("batch_size", "4"), ("sequence_length", None), ("labels", False), ("build_on", None),
+])  # fmt: skip
+def test_a_field_of_the_wrong_kind_is_named(field: str, value: Any) -> None:
+    with pytest.raises(JobError) as told:
+        job(**{field: value})
+    assert field.replace("_", " ") in str(told.value).replace("_", " ")
+    assert repr(value) in str(told.value)
+
+
+@pytest.mark.parametrize(("document", "told"), [
+    ({}, "no model and no task"),
+    ({"model": {}}, "no task"),
+    (job().to_json() | {"bogus": 1}, "unknown are bogus"),
+    (job().to_json() | {"task": "x"}, "Unknown task 'x'"),
+    (job().to_json() | {"phase": "x"}, "Unknown phase 'x'"),
+])  # fmt: skip
+def test_a_document_that_is_no_job_is_refused(document: dict[str, Any], told: str) -> None:
+    with pytest.raises(JobError, match=told):
+        Job.from_json(document)
+
+
+def test_a_document_of_an_older_version_gets_the_defaults() -> None:
+    document = job().to_json()
+    del document["build_on"]
+    assert Job.from_json(document) == job()
+
+
+@pytest.mark.parametrize("name", [None, 3, ["bert"]])
+def test_a_model_s_name_is_text_or_a_path(name: Any, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="give text or a path"):
+        Model.find(name)
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        Model.find(tmp_path)
+
+
+@pytest.mark.parametrize(("module", "example", "told"), [
+    ("net", {"x": torch.ones(2)}, "an nn.Module, and not 'net'"),
+    (nn.Linear, {"x": torch.ones(2)}, "not the class Linear"),
+    (nn.Linear(2, 2), torch.ones(2, 2), "no mapping"),
+    (nn.Linear(2, 2), [torch.ones(2, 2)], "no mapping"),
+    (nn.Linear(2, 2), {}, "empty"),
+    (nn.Linear(2, 2), {"input": numpy.ones((2, 2))}, "'input' is of type ndarray; give a tensor"),
+    (nn.Linear(2, 2), {"input": [1, 2]}, "'input' is of type list; give a tensor"),
+])  # fmt: skip
+def test_a_module_and_its_example_are_what_they_must_be(module: Any, example: Any, told: str) -> None:
+    with pytest.raises(ModelError, match=told):
+        Model.from_module(module, example)
+
+
+def test_recipes_and_gpus_are_named_by_text() -> None:
+    with pytest.raises(RecipeError, match="A recipe is text"):
+        Recipe.parse(["bf16"])  # type: ignore[arg-type]
+    with pytest.raises(GpuError, match="named by text"):
+        find_gpu(24)  # type: ignore[arg-type]
+    assert did_you_mean(None, ["plain"]) == ""  # type: ignore[arg-type]
+
+
+def test_a_trainer_class_is_a_trainer_in_the_trainer_s_loop() -> None:
+    import transformers
+
+    setup, policy = Recipe().setup(), CudaPolicy()
+    with pytest.raises(UsageError, match=r"subclass of transformers\.Trainer"):
+        rehearse(job(), setup, policy, loop="trainer", trainer_class=nn.Linear)
+    with pytest.raises(UsageError, match="goes with the loop 'trainer', and not with 'plain'"):
+        rehearse(job(), setup, policy, trainer_class=transformers.Trainer)
