@@ -214,6 +214,20 @@ def test_a_folder_without_a_config_says_so_and_where_one_is(tmp_path: Path) -> N
         Model.find(str(tmp_path))
 
 
+def test_a_folder_that_may_not_be_looked_into_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By injection: whoever runs as root may look everywhere."""
+
+    def denied(*_: Any, **__: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "lstat", denied)
+    monkeypatch.setattr(os, "open", denied)
+    with pytest.raises(ModelError, match=r"config\.json: cannot be read \(permission denied\)"):
+        Model.find(f"{tmp_path}/")
+
+
 @pytest.mark.parametrize("name", ["./no-such", "no-such.json", "/no/such/folder", "~/no-such-folder"])
 def test_a_path_to_nothing_says_what_a_model_is(name: str) -> None:
     with pytest.raises(ModelError, match=r"no such file or folder\. A model is a preset's name"):

@@ -90,15 +90,26 @@ def _config_file(path: str) -> Path:
     """The config.json that `path` means: itself, or the one in the folder. Raises `ModelError` when there is
     neither."""
     if not os.path.isdir(path):
-        if not os.path.lexists(path):
+        if _is_missing(path):
             raise ModelError(f"{path}: no such file or folder. {_ALLOWED}")
         return Path(path)
     file = Path(path, "config.json")
-    if not os.path.lexists(file):
+    if _is_missing(file):
         inner = sorted(each.parent.name for each in Path(path).glob("*/config.json"))
         hint = f" There is one in {inner[-1]!r}: write {os.path.join(path, inner[-1])}." if inner else ""
         raise ModelError(f"{path}: this folder has no config.json.{hint or ' ' + _ALLOWED}")
     return file
+
+
+def _is_missing(path: str | Path) -> bool:
+    """Whether nothing is there; what may not be looked at is another matter, which reading it will tell."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _from_hub(name: str, *, online: bool) -> Found:
