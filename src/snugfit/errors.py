@@ -10,8 +10,9 @@
     +-- NothingFits              3   a lawful answer, and the answer is no
     +-- OutOfMemory              4   a measured run ran out of GPU memory
     +-- OutsideBand              5   a prediction and its measurement part by more than the stated band
-    +-- RehearsalError           1   the step could not be rehearsed (an operator without shapes, or a
-    |                                torch whose inside is not what the policies assume)
+    +-- RehearsalError           1   the step could not be rehearsed (an operator without shapes, a model
+    |                                that fails on its shapes, a mistake of ours, or a torch whose inside
+    |                                is not what the policies assume); the message says which
     +-- MeasurementError         1   a measurement's process died, or the GPU was not clean
 
 A command prints the message alone: no traceback is a message to a user.
