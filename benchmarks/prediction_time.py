@@ -130,6 +130,7 @@ def record(repeats: int) -> dict[str, Any]:
     costs = rounds(repeats)
     return {
         "schema": 1,
+        "what": "prediction-time",
         "date": now.isoformat(timespec="seconds"),
         "machine": {
             "cpu": cpu_name(),
