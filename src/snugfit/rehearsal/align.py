@@ -16,6 +16,9 @@ from snugfit.rehearsal.score import NUMBER, Birth, Death, Move, Run, folded
 AHEAD = 24
 """Moves behind an insertion that are looked at to believe it."""
 
+WORK = ("flops", "nbytes", "tensors")
+"""The fields of a kernel that may change from layer to layer, beside its shapes."""
+
 
 class Sketch(NamedTuple):
     """A move, with what may change from layer to layer taken apart."""
@@ -57,9 +60,10 @@ def sketched(moves: Sequence[Move]) -> Iterator[Sketch]:
                 yield Sketch(dead, (alike.nbytes,), (), (), younger, living[alike] - younger)
             case Run(kernel):
                 ranks = tuple((0,) * len(each) for each in kernel.shapes)
-                run = kernel._replace(module=folded(kernel.module), flops=0, nbytes=0, shapes=ranks)
+                none: dict[str, Any] = dict.fromkeys(WORK, 0)
+                run = kernel._replace(module=folded(kernel.module), shapes=ranks, **none)
                 sizes = tuple(size for each in kernel.shapes for size in each)
-                work = (kernel.flops, kernel.nbytes)
+                work = tuple(getattr(kernel, field) for field in WORK)
                 yield Sketch(Run(run), sizes, work, _numbers(kernel.module))
             case _:
                 yield Sketch(move)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from snugfit.rehearsal.align import Insertion, Sketch, insertions, sketched
+from snugfit.rehearsal.align import WORK, Insertion, Sketch, insertions, sketched
 from snugfit.rehearsal.score import Birth, Death, Move, Run, Score
 
 
@@ -124,8 +124,10 @@ class _Law:
             case Run(kernel):
                 flat = iter(sizes)
                 shapes = tuple(tuple(next(flat) for _ in each) for each in kernel.shapes)
-                flops, moved = (line.at(copy, periods) for line in self.work)
-                return Run(kernel._replace(module=module, flops=flops, nbytes=moved, shapes=shapes))
+                work: dict[str, Any] = dict(
+                    zip(WORK, (line.at(copy, periods) for line in self.work), strict=True)
+                )
+                return Run(kernel._replace(module=module, shapes=shapes, **work))
             case _:
                 other: Move = self.shape
                 return other

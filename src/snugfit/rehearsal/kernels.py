@@ -3,11 +3,12 @@
 FLOPs of contractions come from torch's own registry (`torch.utils.flop_counter`: 2 per multiply-add, the
 convention of all published figures). Everything else counts one operation an output element, which only
 serves to group operators: such kernels are bound by the bytes they move, and those are counted exactly, each
-input read once and each output written once.
+input read once and each output written once, an operand that is written into too.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -16,13 +17,14 @@ from torch.utils.flop_counter import flop_registry
 CONTRACTIONS = "tensor contractions"
 NORMALISATIONS = "statistical normalisations"
 ELEMENTWISE = "element-wise"
+TF32 = "tf32"
 GROUPS = (CONTRACTIONS, NORMALISATIONS, ELEMENTWISE)
 
 _CONTRACTING = ("mm", "bmm", "addmm", "baddbmm", "addmv", "mv", "dot", "convolution", "attention", "einsum")
 _NORMALISING = ("norm", "softmax", "sum", "mean", "var", "std", "amax", "argmax", "cumsum", "nll_loss")
 
-Description = tuple[int, int, tuple[tuple[int, ...], ...], str]
-"""FLOPs, bytes read and written, shapes of the tensor inputs, dtype of the first."""
+Description = tuple[int, int, tuple[tuple[int, ...], ...], str, int]
+"""FLOPs, bytes read and written, shapes of the first tensor inputs, dtype, number of tensor inputs."""
 
 
 def group_of(operator: str) -> str:
@@ -44,11 +46,40 @@ def describe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any)
     outputs = list(_tensors((out,)))
     if not any(tensor.device.type == "meta" for tensor in (*inputs, *outputs)):
         return None
+    returned = {id(tensor) for tensor in outputs}
+    outputs += [tensor for tensor in _tensors(_written(func, args, kwargs)) if id(tensor) not in returned]
     moved = sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *outputs))
     flops = _flops(func, args, kwargs, out)
     flops = sum(tensor.numel() for tensor in outputs) if flops is None else flops
     shapes = tuple(tuple(tensor.shape) for tensor in inputs[:3])
-    return flops, moved, shapes, str(inputs[0].dtype if inputs else outputs[0].dtype)
+    return flops, moved, shapes, _arithmetic(func, (inputs or outputs)[0]), len(inputs)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments that the operator writes into, returned or not."""
+    places, names = _places_written(func)
+    return [args[place] for place in places if place < len(args)] + [
+        kwargs[name] for name in names if name in kwargs
+    ]
+
+
+@functools.cache
+def _places_written(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    written = [
+        (place, argument.name)
+        for place, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return tuple(place for place, _ in written), tuple(name for _, name in written)
+
+
+def _arithmetic(func: Any, operand: torch.Tensor) -> str:
+    """What the kernel computes in: its operand's dtype, but for products and convolutions in TF32."""
+    if operand.dtype is torch.float32 and func._schema.name in _PRODUCTS:
+        backends: Any = torch.backends
+        where = backends.cudnn.conv if "conv" in func._schema.name else backends.cuda.matmul
+        return TF32 if where.fp32_precision == TF32 else str(operand.dtype)
+    return str(operand.dtype)
 
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int | None:
@@ -66,6 +97,14 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -
         args = (*args[: first + 1], *ungrouped, *args[first + 3 :])
     return int(formula(*args, **kwargs, out_val=out))
 
+
+_PRODUCTS = frozenset(
+    {
+        "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm", "aten::convolution",
+        "aten::convolution_backward",
+    }
+)  # fmt: skip
+"""Operators of fp32 tensors that torch hands to cuBLAS and cuDNN, which may compute them in TF32."""
 
 _NO_KERNEL = frozenset(
     {

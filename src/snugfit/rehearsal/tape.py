@@ -47,8 +47,11 @@ class Kernel(NamedTuple):
     nbytes: int
     """Read and written."""
     shapes: tuple[tuple[int, ...], ...]
-    """Of its tensor inputs."""
+    """Of its first three tensor inputs."""
     dtype: str
+    """Of its first input; `tf32` for a product of fp32 tensors that runs in it."""
+    tensors: int
+    """How many it is given: lists of them are what foreach optimizers work on."""
 
 
 @dataclass(frozen=True)
