@@ -66,7 +66,7 @@ def test_text_is_understood_and_printed(text: str, printed: str | None) -> None:
         ("sgd + sgd", "sgd", "named twice"),
         ("lora(rank=4)", "rank=4", "Settings: r, targets"),
         ("lora(target=q)", "target=q", "Did you mean 'targets'"),
-        ("lora(4, q, 9)", "9", "no setting after r, targets"),
+        ("lora(4, q, 0, 9)", "9", "no setting after r, targets, dropout"),
         ("lora(r=4, q)", "q", "name it too"),
         ("lora(r=4, r=5)", "r=5", "twice"),
         ("lora(r=4,)", "", "between the commas"),

@@ -16,6 +16,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from snugfit.errors import RecipeError
+from snugfit.techniques.counterpart import Counterpart
 from snugfit.techniques.setting import check_setting, setting_types, show_setting
 
 if TYPE_CHECKING:
@@ -79,6 +80,9 @@ class Technique(ABC):
     elsewhere: ClassVar[tuple[str, ...]] = ()
     """What other libraries call it; a recipe that uses such a word is told ours."""
 
+    counterparts: ClassVar[tuple[Counterpart, ...]] = ()
+    """transformers' arguments that mean this; the first without a note is what an export writes."""
+
     least_capability: ClassVar[tuple[int, int] | None] = None
     """The compute capability below which the GPU cannot do this at all."""
 
@@ -97,6 +101,11 @@ class Technique(ABC):
     def objections(self, job: Job, recipe: Recipe) -> Iterator[str]:
         """Why it cannot go with this job or recipe, in words a user can act on; nothing when it can."""
         return iter(())
+
+    def code(self, job: Job) -> tuple[str, ...]:
+        """Lines of Python that do to `model` what `install` has snugfit's own functions do to it, for scripts
+        that run without snugfit; nothing when `install` names other libraries' functions only."""
+        return ()
 
     def warnings(self, compute_capability: tuple[int, int] | None) -> Iterator[str]:
         """What the user should know on a GPU of this compute capability, though it runs."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from snugfit.techniques.counterpart import Counterpart
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Technique
 
@@ -16,6 +17,7 @@ class Full(Technique):
     fidelity: ClassVar = Fidelity.SAME
     plain: ClassVar = True
     source: ClassVar = "torch: parameters of an nn.Module require gradients unless told otherwise"
+    counterparts: ClassVar = (Counterpart(arguments={"lora.r": None}),)
 
     def install(self, setup: Setup) -> Setup:
         """Asks for nothing."""

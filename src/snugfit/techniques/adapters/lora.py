@@ -5,7 +5,8 @@ and optimizer states exist for A and B only. The activations that the frozen wei
 as before, so memory falls by states and gradients and not by activations.
 
 Defaults are peft's own (`LoraConfig`): rank 8, alpha 8, no dropout, and for each architecture the modules of
-peft's table (BERT: query and value). An architecture that the table lacks needs `targets`. Adapters of a
+peft's table (BERT: query and value). An architecture that the table lacks needs `targets`. Dropout costs, for
+each adapted matrix, the input that was dropped out and its mask, which the backward pass of A needs. Adapters of a
 model in half precision are fp32, as peft makes them (`autocast_adapter_dtype`). The heads of classification
 models train whole, as peft's task types do it.
 """
@@ -19,9 +20,10 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from snugfit.errors import RecipeError
+from snugfit.techniques.counterpart import Counterpart, Setting
 from snugfit.techniques.hub_kernels import no_hub_kernels
 from snugfit.techniques.setting import between
 from snugfit.techniques.setup import Call, Setup
@@ -58,6 +60,15 @@ class Lora(Technique):
     extra: ClassVar = "peft"
     source: ClassVar = "Hu et al., arXiv 2106.09685; peft.LoraConfig"
     elsewhere: ClassVar = ("peft",)
+    counterparts: ClassVar = (
+        Counterpart(
+            arguments={
+                "lora.r": Setting("r"),
+                "lora.target_modules": Setting("targets"),
+                "lora.lora_dropout": Setting("dropout"),
+            }
+        ),
+    )
 
     r: int = between(1, 4096, default=8)
     """Rank of the updates: columns of B and rows of A."""
@@ -65,10 +76,35 @@ class Lora(Technique):
     targets: tuple[str, ...] | None = None
     """Ends of the names of the modules to adapt, or `all-linear`; by default peft's choice for the model."""
 
+    dropout: float = between(0.0, 1.0, default=0.0)
+    """Share of the inputs of A that is dropped."""
+
     def install(self, setup: Setup) -> Setup:
         """The model is replaced by peft's wrapper around it."""
-        call = Call(path=f"{__name__}:adapt", arguments={"r": self.r, "targets": list(self.targets or ())})
-        return replace(setup, adapt=call)
+        arguments = {"r": self.r, "targets": list(self.targets or ()), "dropout": self.dropout}
+        return replace(setup, adapt=Call(path=f"{__name__}:adapt", arguments=arguments))
+
+    def code(self, job: Job) -> tuple[str, ...]:
+        """peft's wrapper, with the arguments that `adapt` gives it."""
+        import transformers
+
+        from snugfit.job.architectures import HEADS
+
+        auto = getattr(transformers, HEADS[job.task][0])
+        model = auto._model_mapping[type(job.model.settings(job))]
+        given = _peft_arguments(
+            (model[0] if isinstance(model, tuple) else model).__name__,
+            inputs=model.main_input_name,
+            r=self.r,
+            targets=self.targets or (),
+            dropout=self.dropout,
+        )
+        shown = ", ".join(f"{key}={value!r}" for key, value in given.items() if value is not None)
+        return (
+            "from peft import LoraConfig, get_peft_model",
+            "",
+            f"model = get_peft_model(model, LoraConfig({shown}))",
+        )
 
     def objections(self, job: Job, recipe: Recipe) -> Iterator[str]:
         """Without targets, peft's table must have the architecture; it has no module of the user's own."""
@@ -113,23 +149,16 @@ def _pefts_table() -> frozenset[str] | None:
     return None
 
 
-def adapt(model: torch.nn.Module, *, r: int, targets: Sequence[str]) -> torch.nn.Module:
+def adapt(
+    model: torch.nn.Module, *, r: int, targets: Sequence[str], dropout: float = 0.0
+) -> torch.nn.Module:
     """`model` wrapped by peft, its own weights frozen. Raises `RecipeError` when no module is a target."""
     with no_hub_kernels():
         from peft import LoraConfig, get_peft_model
 
     name = type(model).__name__
-    task = next((task for end, task in _PEFT_TASKS.items() if name.endswith(end)), None)
-    if getattr(model, "main_input_name", "input_ids") != "input_ids":
-        task = None  # peft's wrapper for seq2seq passes input_ids, which Whisper's decoder then gets twice
-    everywhere = list(targets) == ["all-linear"]
-    config = LoraConfig(
-        r=r,
-        target_modules="all-linear" if everywhere else list(targets) or None,
-        exclude_modules=list(_TOKEN_HEADS) if everywhere and task == "TOKEN_CLS" else None,
-        task_type=task,
-        modules_to_save=["classifier"] if name.endswith("ForImageClassification") else None,
-    )
+    inputs = str(getattr(model, "main_input_name", "input_ids"))
+    config = LoraConfig(**_peft_arguments(name, inputs=inputs, r=r, targets=targets, dropout=dropout))
     try:
         with warnings.catch_warnings():
             # GPT-2's Conv1D stores its weight transposed; peft sees that, does the right thing, and warns.
@@ -142,3 +171,21 @@ def adapt(model: torch.nn.Module, *, r: int, targets: Sequence[str]) -> torch.nn
             f"lora: peft finds nothing to adapt in {name} ({str(error).partition('. ')[0].rstrip('.')}). "
             "Name the modules, lora(targets=q_proj|v_proj), or take lora(targets=all-linear)."
         ) from error
+
+
+def _peft_arguments(
+    name: str, *, inputs: str, r: int, targets: Sequence[str], dropout: float
+) -> dict[str, Any]:
+    """`LoraConfig`'s arguments for a model of the class `name` whose main input is called `inputs`."""
+    task = next((task for end, task in _PEFT_TASKS.items() if name.endswith(end)), None)
+    if inputs != "input_ids":
+        task = None  # peft's wrapper for seq2seq passes input_ids, which Whisper's decoder then gets twice
+    everywhere = list(targets) == ["all-linear"]
+    return {
+        "r": r,
+        "lora_dropout": dropout,
+        "target_modules": "all-linear" if everywhere else list(targets) or None,
+        "exclude_modules": list(_TOKEN_HEADS) if everywhere and task == "TOKEN_CLS" else None,
+        "task_type": task,
+        "modules_to_save": ["classifier"] if name.endswith("ForImageClassification") else None,
+    }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from snugfit.techniques.counterpart import Counterpart
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Technique
 
@@ -16,6 +17,9 @@ class Expandable(Technique):
     fidelity: ClassVar = Fidelity.SAME
     source: ClassVar = "PYTORCH_ALLOC_CONF=expandable_segments:True"
     elsewhere: ClassVar = ("expandable_segments",)
+    counterparts: ClassVar = (
+        Counterpart(arguments={"environment.PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+    )
 
     def install(self, setup: Setup) -> Setup:
         """The allocator's switch; it must be set before the process first allocates."""

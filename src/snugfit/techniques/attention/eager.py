@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from snugfit.techniques.counterpart import Counterpart
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Technique
 
@@ -20,6 +21,7 @@ class Eager(Technique):
     fidelity: ClassVar = Fidelity.SAME
     source: ClassVar = "Vaswani et al., arXiv 1706.03762; transformers' eager_attention_forward"
     elsewhere: ClassVar = ("math_attention", "vanilla_attention")
+    counterparts: ClassVar = (Counterpart(arguments={"model.attn_implementation": "eager"}),)
 
     def install(self, setup: Setup) -> Setup:
         """transformers' eager implementation."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from snugfit.techniques.counterpart import Counterpart
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Technique
 
@@ -17,6 +18,14 @@ class Sdpa(Technique):
     plain: ClassVar = True
     source: ClassVar = "torch.nn.functional.scaled_dot_product_attention; Dao et al., arXiv 2205.14135"
     elsewhere: ClassVar = ("flash_attention_2", "flash_attention", "flash_attn", "mem_efficient")
+    counterparts: ClassVar = (
+        Counterpart(arguments={"model.attn_implementation": "sdpa"}),
+        Counterpart(
+            arguments={"model.attn_implementation": "flash_attention_2"},
+            note="torch picks the same flash kernel for 16-bit inputs without padding; with padding, "
+            "flash_attention_2 leaves the padding out and torch does not",
+        ),
+    )
 
     def install(self, setup: Setup) -> Setup:
         """transformers' default implementation, chosen by name."""

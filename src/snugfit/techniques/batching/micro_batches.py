@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Self
 
+from snugfit.techniques.counterpart import Counterpart, Setting
 from snugfit.techniques.setting import between
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Technique
@@ -33,6 +34,7 @@ class MicroBatches(Technique):
         "accumulation",
         "accumulate_grad_batches",
     )
+    counterparts: ClassVar = (Counterpart(arguments={"gradient_accumulation_steps": Setting("n")}),)
 
     n: int = between(1, 1 << 20)
     """Pieces; a divisor of the global batch."""

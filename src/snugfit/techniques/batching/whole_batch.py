@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from snugfit.techniques.counterpart import Counterpart
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Technique
 
@@ -16,6 +17,7 @@ class WholeBatch(Technique):
     fidelity: ClassVar = Fidelity.SAME
     plain: ClassVar = True
     source: ClassVar = "the textbook loop"
+    counterparts: ClassVar = (Counterpart(arguments={"gradient_accumulation_steps": 1}),)
 
     def install(self, setup: Setup) -> Setup:
         """One piece."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from snugfit.techniques.counterpart import Counterpart
 from snugfit.techniques.setup import CheckpointWish, Setup
 from snugfit.techniques.technique import Fidelity, Technique
 
@@ -26,6 +27,26 @@ class EveryLayer(Technique):
         "activation_checkpointing",
         "checkpointing",
         "grad_checkpointing",
+    )
+    counterparts: ClassVar = (
+        Counterpart(
+            arguments={
+                "activation_checkpointing": True,
+                "activation_checkpointing_kwargs.use_reentrant": False,
+                "activation_checkpointing_kwargs.every_n_layers": 1,
+                "activation_checkpointing_kwargs.offload": False,
+            }
+        ),
+        Counterpart(
+            arguments={
+                "activation_checkpointing": True,
+                "activation_checkpointing_kwargs.use_reentrant": True,
+                "activation_checkpointing_kwargs.every_n_layers": 1,
+                "activation_checkpointing_kwargs.offload": False,
+            },
+            note="checkpoints here are not reentrant, which keeps the same inputs; torch advises against "
+            "reentrant ones",
+        ),
     )
 
     def install(self, setup: Setup) -> Setup:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Self
 
+from snugfit.techniques.counterpart import Counterpart, Setting
 from snugfit.techniques.setting import between
 from snugfit.techniques.setup import CheckpointWish, Setup
 from snugfit.techniques.technique import Fidelity, Technique
@@ -24,6 +25,16 @@ class EveryNthLayer(Technique):
     fidelity: ClassVar = Fidelity.SAME
     source: ClassVar = "transformers' activation_checkpointing_enable(every_n_layers=n): layers 0, n, 2n, ..."
     elsewhere: ClassVar = ("every_n_layers",)
+    counterparts: ClassVar = (
+        Counterpart(
+            arguments={
+                "activation_checkpointing": True,
+                "activation_checkpointing_kwargs.use_reentrant": False,
+                "activation_checkpointing_kwargs.every_n_layers": Setting("n"),
+                "activation_checkpointing_kwargs.offload": False,
+            }
+        ),
+    )
 
     n: int = between(1, 10_000, default=2)
     """One layer in n is recomputed, the first among them; 1 is every layer."""

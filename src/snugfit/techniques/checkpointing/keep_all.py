@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from snugfit.techniques.counterpart import Counterpart
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Technique
 
@@ -16,6 +17,7 @@ class KeepAll(Technique):
     fidelity: ClassVar = Fidelity.SAME
     plain: ClassVar = True
     source: ClassVar = "torch.autograd's saved tensors"
+    counterparts: ClassVar = (Counterpart(arguments={"activation_checkpointing": False}),)
 
     def install(self, setup: Setup) -> Setup:
         """Nothing is recomputed."""

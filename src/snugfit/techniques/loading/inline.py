@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from snugfit.techniques.counterpart import Counterpart
 from snugfit.techniques.setup import LoaderWish, Setup
 from snugfit.techniques.technique import Fidelity, Technique
 
@@ -16,6 +17,7 @@ class Inline(Technique):
     fidelity: ClassVar = Fidelity.SAME
     plain: ClassVar = True
     source: ClassVar = "torch.utils.data.DataLoader(num_workers=0, pin_memory=False)"
+    counterparts: ClassVar = (Counterpart(arguments={"dataloader_num_workers": 0}),)
 
     def install(self, setup: Setup) -> Setup:
         """No workers."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from snugfit.techniques.counterpart import Counterpart, Setting
 from snugfit.techniques.setting import between
 from snugfit.techniques.setup import LoaderWish, Setup
 from snugfit.techniques.technique import Fidelity, Technique
@@ -17,6 +18,13 @@ class Workers(Technique):
     fidelity: ClassVar = Fidelity.SAME
     source: ClassVar = "torch.utils.data.DataLoader(num_workers=n, pin_memory=True)"
     elsewhere: ClassVar = ("dataloader_num_workers", "num_workers", "pin_memory", "dataloader_pin_memory")
+    counterparts: ClassVar = (
+        Counterpart(arguments={"dataloader_num_workers": Setting("n"), "dataloader_pin_memory": True}),
+        Counterpart(
+            arguments={"dataloader_num_workers": Setting("n"), "dataloader_pin_memory": False},
+            note="workers here pin their batches, on which no byte of the GPU depends",
+        ),
+    )
 
     n: int = between(1, 256, default=2)
     """Processes that prepare batches."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from snugfit.techniques.counterpart import Counterpart
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Technique
 
@@ -17,6 +18,7 @@ class Ieee(Technique):
     plain: ClassVar = True
     source: ClassVar = "torch.backends.cuda.matmul.fp32_precision = 'ieee'"
     elsewhere: ClassVar = ("highest",)
+    counterparts: ClassVar = (Counterpart(arguments={"tf32": False}), Counterpart(arguments={"tf32": None}))
 
     def install(self, setup: Setup) -> Setup:
         """torch's default."""

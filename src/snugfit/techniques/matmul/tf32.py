@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from snugfit.techniques.counterpart import Counterpart
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Technique
 
@@ -19,6 +20,7 @@ class Tf32(Technique):
     )
     elsewhere: ClassVar = ("allow_tf32",)
     least_capability: ClassVar = (8, 0)
+    counterparts: ClassVar = (Counterpart(arguments={"tf32": True}),)
 
     def install(self, setup: Setup) -> Setup:
         """torch's switch."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from snugfit.techniques.counterpart import Counterpart
 from snugfit.techniques.setup import Call, OptimizerWish, Setup
 from snugfit.techniques.technique import Fidelity, Technique
 
@@ -20,6 +21,7 @@ class Adafactor(Technique):
 
     fidelity: ClassVar = Fidelity.LEARNS
     source: ClassVar = "Shazeer and Stern, arXiv 1804.04235; transformers.optimization.Adafactor"
+    counterparts: ClassVar = (Counterpart(arguments={"optim": "adafactor"}),)
 
     def install(self, setup: Setup) -> Setup:
         """transformers' Adafactor with the HF Trainer's arguments."""

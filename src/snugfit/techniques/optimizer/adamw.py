@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from snugfit.techniques.counterpart import Counterpart
 from snugfit.techniques.setup import Call, OptimizerWish, Setup
 from snugfit.techniques.technique import Fidelity, Technique
 
@@ -22,6 +23,7 @@ class AdamW(Technique):
     plain: ClassVar = True
     source: ClassVar = "Loshchilov and Hutter, arXiv 1711.05101; torch.optim.AdamW(foreach=True)"
     elsewhere: ClassVar = ("adamw_torch", "adamw_hf", "adam", "adamw_foreach")
+    counterparts: ClassVar = (Counterpart(arguments={"optim": "adamw_torch"}),)
 
     def install(self, setup: Setup) -> Setup:
         """torch's AdamW."""

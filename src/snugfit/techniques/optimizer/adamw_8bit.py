@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from snugfit.techniques.hub_kernels import no_hub_kernels
+from snugfit.techniques.counterpart import Counterpart
 from snugfit.techniques.setup import Call, OptimizerWish, Setup
 from snugfit.techniques.technique import Fidelity, Technique
 
@@ -43,6 +44,10 @@ class AdamW8bit(Technique):
     extra: ClassVar = "bnb"
     source: ClassVar = "Dettmers et al., arXiv 2110.02861; bitsandbytes.optim.AdamW8bit"
     elsewhere: ClassVar = ("adamw_bnb_8bit", "adamw_bnb", "adam8bit", "adamw8bit", "adam_8bit")
+    counterparts: ClassVar = (
+        Counterpart(arguments={"optim": "adamw_bnb_8bit"}),
+        Counterpart(arguments={"optim": "adamw_8bit"}),
+    )
 
     embeddings: Literal[32, 8] = 32
     """Bits of the moments of embedding tables."""
@@ -56,6 +61,19 @@ class AdamW8bit(Technique):
             shapes=Call(path=f"{__name__}:shapes"),
         )
         return replace(setup, optimizer=wish)
+
+    def code(self, job: Job) -> tuple[str, ...]:
+        """bitsandbytes' override for each embedding table, as `prepare` asks for it."""
+        if self.embeddings == 8:
+            return ()
+        return (
+            "from bitsandbytes.optim import GlobalOptimManager",
+            "",
+            "manager = GlobalOptimManager.get_instance()",
+            "for module in model.modules():",
+            "    if isinstance(module, torch.nn.Embedding):",
+            f'        manager.register_module_override(module, "weight", {{"optim_bits": {self.embeddings}}})',
+        )
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:

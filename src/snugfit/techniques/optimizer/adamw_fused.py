@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from snugfit.techniques.counterpart import Counterpart
 from snugfit.techniques.setup import Call, OptimizerWish, Setup
 from snugfit.techniques.technique import Fidelity, Technique
 
@@ -16,6 +17,7 @@ class AdamWFused(Technique):
     fidelity: ClassVar = Fidelity.SAME
     source: ClassVar = "Loshchilov and Hutter, arXiv 1711.05101; torch.optim.AdamW(fused=True)"
     elsewhere: ClassVar = ("adamw_torch_fused", "fused_adam", "fused_adamw")
+    counterparts: ClassVar = (Counterpart(arguments={"optim": "adamw_torch_fused"}),)
 
     def install(self, setup: Setup) -> Setup:
         """torch's AdamW, fused."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from snugfit.techniques.counterpart import Counterpart, Setting
 from snugfit.techniques.setting import between
 from snugfit.techniques.setup import Call, OptimizerWish, Setup
 from snugfit.techniques.technique import Fidelity, Technique
@@ -16,6 +17,9 @@ class Sgd(Technique):
 
     fidelity: ClassVar = Fidelity.LEARNS
     source: ClassVar = "Sutskever et al., ICML 2013; torch.optim.SGD(foreach=True)"
+    counterparts: ClassVar = (
+        Counterpart(arguments={"optim": "sgd", "optim_args.momentum": Setting("momentum")}),
+    )
 
     momentum: float = between(0.0, 1.0, default=0.9)
     """Share of the last update in the next one; 0 keeps no state at all."""

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from snugfit.techniques.counterpart import Counterpart
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Technique
 
@@ -21,6 +22,9 @@ class Bf16(Technique):
     fidelity: ClassVar = Fidelity.ROUNDS
     source: ClassVar = "Kalamkar et al., arXiv 1905.12322; torch.autocast"
     elsewhere: ClassVar = ("bfloat16", "bf16_mixed", "bf16-mixed", "amp_bf16")
+    counterparts: ClassVar = (
+        Counterpart(arguments={"bf16": True, "fp16": False, "model.dtype": "float32"}),
+    )
 
     def install(self, setup: Setup) -> Setup:
         """Autocast around forward and loss."""

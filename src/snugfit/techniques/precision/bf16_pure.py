@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from snugfit.techniques.counterpart import Counterpart
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Technique
 
@@ -21,6 +22,14 @@ class Bf16Pure(Technique):
     fidelity: ClassVar = Fidelity.LEARNS
     source: ClassVar = "torch.nn.Module.to(torch.bfloat16); Zamirai et al., arXiv 2010.06192, on its limits"
     elsewhere: ClassVar = ("bf16_true", "bf16-true", "pure_bf16", "bf16_full")
+    counterparts: ClassVar = (
+        Counterpart(arguments={"bf16": False, "fp16": False, "model.dtype": "bfloat16"}),
+        Counterpart(
+            arguments={"bf16": True, "fp16": False, "model.dtype": "bfloat16"},
+            note="autocast around weights that are bfloat16 already changes little: it computes some "
+            "normalisations and the loss in 32 bits, which is not foreseen",
+        ),
+    )
 
     def install(self, setup: Setup) -> Setup:
         """Weights born in bfloat16, and no autocast."""

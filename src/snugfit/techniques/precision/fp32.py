@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from snugfit.techniques.counterpart import Counterpart
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Technique
 
@@ -17,6 +18,9 @@ class Fp32(Technique):
     plain: ClassVar = True
     source: ClassVar = "torch's default dtype"
     elsewhere: ClassVar = ("float32", "float", "single", "32-true")
+    counterparts: ClassVar = (
+        Counterpart(arguments={"bf16": False, "fp16": False, "model.dtype": "float32"}),
+    )
 
     def install(self, setup: Setup) -> Setup:
         """Weights in 32 bits, and no autocast."""
