@@ -44,7 +44,7 @@ def whole(job: Job, setup: Setup, *, loop: str = "plain", steps: int = 3) -> tup
 def same(left: Tape | None, right: Tape) -> None:
     """All fields are equal; says which differs first."""
     assert left is not None, "refused"
-    for name in ("events", "blocks", "marks", "kernels", "syncs", "attention", "doubts"):
+    for name in ("events", "blocks", "marks", "kernels", "waits", "attention", "doubts"):
         mine, theirs = getattr(left, name), getattr(right, name)
         if mine != theirs and isinstance(mine, tuple):
             place = next((n for n, pair in enumerate(zip(mine, theirs)) if pair[0] != pair[1]), -1)

@@ -50,7 +50,7 @@ class Recorder(TorchDispatchMode):
         self.marks: list[Mark] = [Mark(0, -1, "build")]
         self.kernels: list[Kernel] = []
         self.notes: list[Note] = []
-        self.syncs = 0
+        self.waits: list[int] = []
         self.current_phase, self.current_step = "build", -1
         self._living: dict[int, tuple[int, Any]] = {}  # storage's address -> block, weak reference
         self._sole_owner = SoleOwner()
@@ -122,7 +122,7 @@ class Recorder(TorchDispatchMode):
             tuple(self.events),
             tuple(self.marks),
             tuple(self.kernels),
-            self.syncs,
+            tuple(self.waits),
             tuple(sorted(set(attention))),
             tuple(doubts),
         )
@@ -174,7 +174,7 @@ class Recorder(TorchDispatchMode):
 
     def _sync(self) -> None:
         if self.current_step == self.steps - 1:
-            self.syncs += 1
+            self.waits.append(len(self.kernels))
             self._note_down("wait")
 
     def _note_down(self, what: str) -> None:

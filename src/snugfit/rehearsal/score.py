@@ -204,7 +204,7 @@ class _Writer:
         self.events: list[int] = []
         self.marks: list[Mark] = []
         self.kernels: list[Kernel] = []
-        self.syncs = 0
+        self.waits: list[int] = []
         self.living = Living()
 
     def write(self, score: Score) -> Tape:
@@ -220,19 +220,20 @@ class _Writer:
                     self._bury(self.living.dies(move))
                 case Entry():
                     if move.step != step:  # only the last step's kernels and waits count
-                        step, self.syncs = move.step, 0
+                        step = move.step
                         self.kernels.clear()
+                        self.waits.clear()
                     self.marks.append(Mark(len(self.events), step, move.phase))
                 case Run():
                     self.kernels.append(move.kernel)
                 case Wait():
-                    self.syncs += 1
+                    self.waits.append(len(self.kernels))
         return Tape(
             tuple(self.blocks),
             tuple(self.events),
             tuple(self.marks),
             tuple(self.kernels),
-            self.syncs,
+            tuple(self.waits),
             score.attention,
             score.doubts,
         )

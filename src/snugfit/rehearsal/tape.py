@@ -63,12 +63,17 @@ class Tape:
     marks: tuple[Mark, ...]
     kernels: tuple[Kernel, ...]
     """Of the last step only: the steady one."""
-    syncs: int
-    """How often the last step waits for the device."""
+    waits: tuple[int, ...]
+    """Where the last step's host waits for the device: before which of its kernels."""
     attention: tuple[str, ...]
     """Which attention kernels were chosen."""
     doubts: tuple[str, ...] = ()
     """What the rehearsal could not know."""
+
+    @property
+    def syncs(self) -> int:
+        """How often the last step waits for the device."""
+        return len(self.waits)
 
     def live(self) -> Iterator[int]:
         """Requested bytes alive after each event."""
