@@ -34,6 +34,8 @@ def parse_bytes(text: str, *, what: str = "memory") -> int:
     if not match:
         raise UsageError(f"{what}: {text!r} is not an amount of memory. {hint}")
     number, unit = float(match[1]), match[2].upper()
+    if number <= 0:
+        raise UsageError(f"{what}: {text!r} is not a positive amount. {hint}")
     if not unit:
         raise UsageError(f"{what}: {text!r} has no unit. Try {text.strip()}GiB. {hint}")
     if unit not in _UNITS:
@@ -42,7 +44,7 @@ def parse_bytes(text: str, *, what: str = "memory") -> int:
     if not math.isfinite(amount) or amount > _LARGEST:
         raise UsageError(f"{what}: {text!r} is more than any machine has. {hint}")
     if amount < 1:
-        raise UsageError(f"{what}: {text!r} is not a positive amount. {hint}")
+        raise UsageError(f"{what}: {text!r} is less than a byte. {hint}")
     return int(amount)
 
 
