@@ -15,6 +15,7 @@ from snugfit.job.config import check_facts
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
 from snugfit.job.model import Model
+from snugfit.prediction.predict import predict
 from snugfit.rehearsal.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.techniques.recipe import Recipe
@@ -100,6 +101,37 @@ def test_recipes_and_gpus_are_named_by_text() -> None:
     with pytest.raises(GpuError, match="named by text"):
         find_gpu(24)  # type: ignore[arg-type]
     assert did_you_mean(None, ["plain"]) == ""  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("asked", "told"), [
+    ({"job": "bert"}, r"job is 'bert'.*snugfit\.Job: Job\(model=Model\.find\('bert'\)"),
+    ({"job": job().model}, r"job is Model.*snugfit\.Job"),
+    ({"recipe": None}, "A recipe is text"),
+    ({"gpu": 24}, "named by text"),
+    ({"memory_bytes": "24GiB"}, "memory_bytes is '24GiB'; it is a whole number of bytes above 0"),
+    ({"memory_bytes": -1}, "memory_bytes is -1"),
+    ({"memory_bytes": 0}, "memory_bytes is 0"),
+    ({"memory_bytes": 24.0}, r"memory_bytes is 24\.0"),
+    ({"memory_bytes": True}, "memory_bytes is True"),
+])  # fmt: skip
+def test_each_argument_of_predict_is_checked(asked: dict[str, Any], told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        predict(**{"job": job(), **asked})
+
+
+@pytest.mark.parametrize("document", [[], None, "bert", 3])
+def test_a_document_of_another_kind_is_refused(document: Any) -> None:
+    with pytest.raises(ModelError, match="no model that snugfit wrote"):
+        Model.from_json(document)
+    with pytest.raises(JobError, match="no job that snugfit wrote"):
+        Job.from_json(document)
+
+
+def test_a_document_without_its_parts_is_refused() -> None:
+    with pytest.raises(ModelError, match="no config and no name and no origin"):
+        Model.from_json({})
+    with pytest.raises(ModelError, match="no config"):
+        Model.from_json({"name": "x", "origin": "preset"})
 
 
 def test_a_trainer_class_is_a_trainer_in_the_trainer_s_loop() -> None:

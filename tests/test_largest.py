@@ -70,3 +70,23 @@ def test_a_bound_and_a_known_size_are_needed() -> None:
         largest(JOB, Recipe())
     with pytest.raises(UsageError, match="batch or sequence-length"):
         largest(JOB, Recipe(), memory_bytes=GIB, of="width")
+
+
+def test_the_length_of_what_has_none_is_refused() -> None:
+    from torch import nn, zeros
+
+    custom = Job(model=Model.from_module(nn.Linear(2, 2), {"input": zeros(2, 2)}), task=Task.CUSTOM)
+    picture = Job(model=Model.find("google/vit-large-patch16-224"), task=Task.IMAGE_CLASSIFICATION)
+    for job in (custom, picture):
+        with pytest.raises(UsageError, match=r"has none\. Try 'batch'"):
+            largest(job, Recipe(), memory_bytes=GIB, of="sequence-length")
+
+
+def test_what_is_asked_for_may_be_text_and_is_checked() -> None:
+    with pytest.raises(NothingFits):
+        largest(JOB, "bf16", gpu="h200", memory_bytes=500 * MIB)
+    for asked in ({"gpu": 24}, {"memory_bytes": "24GiB"}, {"memory_bytes": GIB, "recipe": None}):
+        with pytest.raises(UsageError):
+            largest(JOB, **asked)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"snugfit\.Job"):
+        largest("bert", memory_bytes=GIB)  # type: ignore[arg-type]

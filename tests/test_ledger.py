@@ -80,8 +80,8 @@ def test_a_loss_that_is_no_number_is_null_in_the_file(tmp_path: Path) -> None:
 )
 def test_no_name_leads_out_of_the_ledger(tmp_path: Path, name: str) -> None:
     root = tmp_path / "runs"
-    ledger.prepare(root)
-    folder = ledger.write(root, measured(name), "")
+    with ledger.prepared(root):
+        folder = ledger.write(root, measured(name), "")
     assert folder.parent == root
     assert os.listdir(tmp_path) == ["runs"]
     assert folder.name.isascii()
@@ -156,12 +156,30 @@ def test_a_disk_that_fails_leaves_no_half_run(tmp_path: Path, monkeypatch: pytes
 
 def test_a_ledger_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("")
-    with pytest.raises(UsageError, match="cannot be made"):
-        ledger.prepare(tmp_path / "runs")
+    with pytest.raises(UsageError, match="cannot be made"), ledger.prepared(tmp_path / "runs"):
+        pass
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="Requires: [a user whom the file system can refuse]")
 def test_a_ledger_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir(mode=0o500)
-    with pytest.raises(UsageError, match="cannot be written"):
-        ledger.prepare(tmp_path / "runs")
+    with pytest.raises(UsageError, match="cannot be written"), ledger.prepared(tmp_path / "runs"):
+        pass
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="Requires: [Linux's /proc]")
+def test_a_ledger_that_takes_no_file_from_anyone() -> None:
+    with pytest.raises(UsageError, match="cannot be written"), ledger.prepared(Path("/proc")):
+        pass
+
+
+def test_a_run_that_leaves_nothing_to_keep_leaves_no_folder(tmp_path: Path) -> None:
+    def interrupted(root: Path) -> None:
+        with ledger.prepared(root):
+            assert root.is_dir()
+            raise KeyboardInterrupt
+
+    for root in (tmp_path / "new" / "runs", tmp_path):
+        with pytest.raises(KeyboardInterrupt):
+            interrupted(root)
+    assert os.listdir(tmp_path) == []

@@ -405,6 +405,23 @@ def test_what_cannot_be_measured(tmp_path: Path, options: dict[str, Any], words:
     assert os.listdir(tmp_path) == []
 
 
+def test_a_mistake_that_the_child_finds_writes_nothing(tmp_path: Path) -> None:
+    """Only building a model shows whether transformers knows its activation."""
+    facts = tiny_job().model.config | {"hidden_act": "swoosh"}
+    job = replace(tiny_job(), model=Model.from_config(facts, name="wrong"))
+    with pytest.raises(UsageError, match="wrong.*swoosh"):
+        measure(job, "plain", device="cpu", ledger=tmp_path / "runs")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(("job", "words"), [
+    ("bert", r"job is 'bert'.*snugfit\.Job.*Model\.find\('bert'\)"), (None, "job is NoneType"),
+])  # fmt: skip
+def test_what_is_no_job_is_told_what_one_is(job: Any, words: str) -> None:
+    with pytest.raises(JobError, match=words):
+        measure(job, ledger=None)
+
+
 def test_a_ledger_that_cannot_be_is_told_before_anything_runs(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=r"The ledger .*file"):

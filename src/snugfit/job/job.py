@@ -159,6 +159,8 @@ class Job:
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Self:
         """The job that `to_json` wrote. Raises `JobError` when the model lived only in Python."""
+        if not isinstance(document, dict):
+            raise JobError(f"This is no job that snugfit wrote, but of type {type(document).__name__}.")
         if lacking := {"model", "task"} - set(document):
             raise JobError(
                 f"This is no job that snugfit wrote: it has no {' and no '.join(sorted(lacking))}."
@@ -166,6 +168,18 @@ class Job:
         if unknown := set(document) - {field.name for field in fields(cls)}:
             raise JobError(f"A job of another version of snugfit: unknown are {', '.join(sorted(unknown))}.")
         return cls(**{**document, "model": Model.from_json(document["model"])})
+
+
+def refuse_what_is_no_job(job: object) -> None:
+    """Raises `JobError` for what people give instead of a `Job`: a model's name, a `Model`."""
+    if isinstance(job, Job):
+        return
+    shown = repr(job) if isinstance(job, str | os.PathLike) else type(job).__name__
+    model = f"Model.find({str(job)!r})" if isinstance(job, str | os.PathLike) else "model"
+    raise JobError(
+        f"job is {shown}; this takes a snugfit.Job: Job(model={model}, task='sequence-classification'),"
+        " or another task."
+    )
 
 
 def _refuse_what_is_no_model(model: object) -> None:

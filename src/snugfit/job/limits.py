@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 Limit = tuple[str, int]
 """A config key and the longest sequence it allows."""
 
-NO_SEQUENCE = ("image-classification", "speech-to-text")
+NO_SEQUENCE = ("image-classification", "speech-to-text", "custom")
+"""Tasks whose batches have sizes of their own, from the model's config or a user's example."""
+
 WITH_TARGET = ("seq2seq-lm", "speech-to-text")
 OFFSET_BY_PADDING = frozenset({
     "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "camembert", "xmod",

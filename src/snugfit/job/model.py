@@ -104,7 +104,14 @@ class Model:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """The model that `to_json` wrote. Raises `JobError` when it lived only in Python."""
+        """The model that `to_json` wrote. Raises `JobError` when it lived only in Python, `ModelError` for
+        what is no such document."""
+        if not isinstance(document, Mapping):
+            raise ModelError(f"This is no model that snugfit wrote, but of type {type(document).__name__}.")
+        if lacking := {"name", "origin", "config"} - set(document):
+            raise ModelError(
+                f"This is no model that snugfit wrote: it has no {' and no '.join(sorted(lacking))}."
+            )
         if document["origin"] == "python":
             raise JobError(
                 f"The model {document['name']!r} lived in Python only; give the module itself again."

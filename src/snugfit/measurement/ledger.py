@@ -11,10 +11,12 @@ nothing a model or a recipe is called can name a place outside the ledger.
 
 from __future__ import annotations
 
-import os
 import re
 import secrets
 import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -44,14 +46,33 @@ class Run:
     """What is broken."""
 
 
-def prepare(root: Path) -> None:
-    """Makes the ledger's folder, or says before anything is measured why nothing could be kept there."""
+@contextmanager
+def prepared(root: Path) -> Iterator[None]:
+    """Makes the ledger's folder for a run, or says before anything is measured why nothing could be kept
+    there. A run that leaves nothing to keep (a user's mistake, Ctrl-C) leaves no new folder either."""
+    absent = [folder for folder in (root, *root.parents) if not folder.exists()]
     try:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as refusal:
         raise UsageError(f"The ledger {root} cannot be made: {refusal.strerror}. Try another.") from None
-    if not os.access(root, os.W_OK | os.X_OK):
-        raise UsageError(f"The ledger {root} cannot be written to. Give another folder, or none.")
+    try:
+        _refuse_unwritable(root)
+        yield
+    except BaseException:
+        with suppress(OSError):  # as soon as one holds something, it and those above it stay
+            for folder in absent:
+                folder.rmdir()
+        raise
+
+
+def _refuse_unwritable(root: Path) -> None:
+    """Tried rather than asked: a superuser may write everywhere, and /proc takes no file from anyone."""
+    try:
+        tempfile.TemporaryFile(dir=root).close()
+    except OSError as refusal:
+        raise UsageError(
+            f"The ledger {root} cannot be written to: {refusal.strerror}. Give another folder, or none."
+        ) from None
 
 
 def write(root: Path, measurement: Measurement, words: str) -> Path:

@@ -27,7 +27,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from snugfit.errors import JobError, UsageError, did_you_mean
-from snugfit.job.job import Job
+from snugfit.job.job import Job, refuse_what_is_no_job
 from snugfit.measurement import causes, clean
 from snugfit.measurement import ledger as ledger_files
 from snugfit.measurement.child import HISTORY_STEP
@@ -85,7 +85,8 @@ def measure(
     `record_history` writes torch's recorded allocations of the first three steps to that file (for
     pytorch.org/memory_viz; recording slows the steps down). Raises `UsageError` for what cannot be measured.
     """
-    recipe = Recipe.parse(recipe) if isinstance(recipe, str) else recipe
+    refuse_what_is_no_job(job)
+    recipe = recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe)
     experiment = Experiment(
         job=job,
         recipe=recipe,
@@ -100,11 +101,11 @@ def measure(
         recipe.check(job, place.card.capability() if place.card else None)
         if record_history is not None and place.type != "cuda":
             raise UsageError("A memory history is recorded by the CUDA allocator; there is no GPU here.")
-        if ledger is not None:
-            ledger_files.prepare(Path(ledger))
-        measurement, words = perform(experiment, place)
-    if ledger is not None:
-        ledger_files.write(Path(ledger), measurement, words)
+        if ledger is None:
+            return perform(experiment, place)[0]
+        with ledger_files.prepared(Path(ledger)):
+            measurement, words = perform(experiment, place)
+            ledger_files.write(Path(ledger), measurement, words)
     return measurement
 
 

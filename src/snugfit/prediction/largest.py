@@ -12,35 +12,41 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import JobError, NothingFits, UsageError
-from snugfit.job.job import LARGEST_BATCH, LARGEST_LENGTH
+from snugfit.job.job import LARGEST_BATCH, LARGEST_LENGTH, refuse_what_is_no_job
+from snugfit.job.limits import NO_SEQUENCE
 from snugfit.prediction.predict import predict
+from snugfit.techniques.recipe import Recipe
 from snugfit.units import show_bytes
 
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
     from snugfit.job.job import Job
     from snugfit.prediction.prediction import Prediction
-    from snugfit.techniques.recipe import Recipe
 
 FIELDS = {"batch": ("batch_size", LARGEST_BATCH), "sequence-length": ("sequence_length", LARGEST_LENGTH)}
 
 
 def largest(
     job: Job,
-    recipe: Recipe,
+    recipe: Recipe | str = "plain",
     *,
-    gpu: Gpu | None = None,
+    gpu: Gpu | str | None = None,
     memory_bytes: int | None = None,
     loop: str = "plain",
     of: str = "batch",
 ) -> tuple[int, Prediction]:
     """The largest global batch (a multiple of the recipe's micro-batches) or sequence length that fits, and
-    its prediction.
+    its prediction. Recipe and GPU may be given as text.
 
-    Raises `UsageError` without a bound or for another `of`, `NothingFits` when the smallest does not fit.
+    Raises `UsageError` without a bound, for another `of`, or for the sequence length of a task that has none;
+    `NothingFits` when the smallest does not fit.
     """
+    refuse_what_is_no_job(job)
+    recipe = recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe)
     if of not in FIELDS:
         raise UsageError(f"largest of {of!r}: {' or '.join(FIELDS)}.")
+    if of == "sequence-length" and job.task in NO_SEQUENCE:
+        raise UsageError(f"largest of {of!r}: the task {job.task} has none. Try 'batch'.")
     if gpu is None and memory_bytes is None:
         raise UsageError("The largest that fits needs a bound: a GPU, or an amount of memory.")
     sizes = _Sizes(job, recipe, of, {"gpu": gpu, "memory_bytes": memory_bytes, "loop": loop})

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from snugfit.job.gpu import find_gpu
+from snugfit.errors import UsageError
+from snugfit.job.gpu import Gpu, find_gpu
+from snugfit.job.job import refuse_what_is_no_job
 from snugfit.prediction.allocator import replay
 from snugfit.prediction.anatomy import anatomy, by_kind
 from snugfit.prediction.device import context_of, doubts_about, policy_for
@@ -16,7 +18,6 @@ from snugfit.step.footprint import Footprint, Moment
 from snugfit.techniques.recipe import Recipe
 
 if TYPE_CHECKING:
-    from snugfit.job.gpu import Gpu
     from snugfit.job.job import Job
     from snugfit.rehearsal.tape import Tape
 
@@ -37,8 +38,10 @@ def predict(
     `trainer`; `trainer_class` is a subclass of `transformers.Trainer` to rehearse in its place. Raises
     `UsageError` for what cannot be, `RehearsalError` for a step without a tape.
     """
-    recipe = Recipe.parse(recipe) if isinstance(recipe, str) else recipe
-    gpu = find_gpu(gpu) if isinstance(gpu, str) else gpu
+    refuse_what_is_no_job(job)
+    recipe = recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe)
+    gpu = gpu if gpu is None or isinstance(gpu, Gpu) else find_gpu(gpu)
+    _refuse_no_amount(memory_bytes)
     profile = find_software(software)
     recipe = profile.of_the_time(recipe)
     warnings = recipe.check(job, gpu.compute_capability if gpu else None)
@@ -76,6 +79,16 @@ def predict(
         versions=installed_versions(),
         doubts=(*warnings, *tape.doubts, *about_context, *doubts_about(gpu)),
         software=software,
+    )
+
+
+def _refuse_no_amount(memory_bytes: object) -> None:
+    """Raises `UsageError` for a bound that is no number of bytes."""
+    if memory_bytes is None or (type(memory_bytes) is int and memory_bytes > 0):
+        return
+    raise UsageError(
+        f"memory_bytes is {memory_bytes!r}; it is a whole number of bytes above 0, such as 24 * 2**30, or"
+        " None for all of the GPU's."
     )
 
 
