@@ -85,9 +85,11 @@ TYPED = {
     "J12 misspelt": (["predict", *BERT, "--recipe", "adamw_8bits"], "adamw_8bit"),
     "J13 too long": (["predict", *BERT, "--sequence-length", "513"], "512"),
     "H1": (["predict", *BERT, "--gpu", "RTX 9999"], "RTX"),
-    "H2 zero": (["predict", *BERT, "--memory", "0"], "0"),
+    "H2 zero": (["predict", *BERT, "--memory", "0"], "'0' is not a positive amount"),
     "H2 no unit": (["predict", *BERT, "--memory", "16"], "16GiB"),
-    "H2 negative": (["predict", *BERT, "--memory", "-1"], "-1"),
+    "H2 negative": (["predict", *BERT, "--memory", "-1"], "'-1' is not a positive amount"),
+    "H2 negative with a unit": (["predict", *BERT, "--memory", "-1GiB"], "not a positive amount"),
+    "H2 less than a byte": (["predict", *BERT, "--memory", "0.5B"], "less than a byte"),
     "H2 too much": (["predict", *BERT, "--memory", "1e99GB"], "1e99GB"),
     "unknown gpu": (["gpus", "RTX 9999"], "RTX"),
     "set nothing": (["predict", *BERT, "--set", "padding"], "key=value"),
@@ -195,6 +197,17 @@ def test_a_measured_death_has_its_exit_code(
     monkeypatch.setattr("snugfit.measurement.measure.measure", measure)
     assert run(["measure", *BERT, "--steps", "2"]) == code
     assert (outcome in capsys.readouterr().out) is (code != 0)
+
+
+def test_predicting_beside_a_run_on_the_cpu_is_refused_before_the_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], empty_folder: Path
+) -> None:
+    def measure(*_: Any, **__: Any) -> Any:
+        raise AssertionError("measured")
+
+    monkeypatch.setattr("snugfit.measurement.measure.measure", measure)
+    arguments = ["measure", *BERT, "--device", "cpu", "--predict"]
+    assert "Name a GPU" in refused(arguments, capsys, empty_folder)
 
 
 def test_the_guide_writes_its_files_and_says_where(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 
 
-def gpu_here() -> str | None:
-    """Its name, when there is one that NVML knows. Nothing touches CUDA."""
+def gpu_here(device: str | None = None) -> str | None:
+    """Its name (of `cuda:1`, say, that one's), when there is one that NVML knows. Nothing touches CUDA."""
     from snugfit.measurement.place import find_place
 
-    with find_place(None, 0, environment=os.environ) as place:
+    with find_place(device, 0, environment=os.environ) as place:
         return place.card.name if place.card else None

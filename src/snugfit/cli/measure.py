@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from snugfit.cli import arguments as given
+from snugfit.cli.here import gpu_here
 from snugfit.cli.request import Request
 from snugfit.errors import OutOfMemory, UsageError
 
@@ -47,6 +48,8 @@ def measure(
     """Measure a training step here: its memory, its time, and how it ended."""
     from snugfit.measurement.measure import measure as run
 
+    # Whatever is wrong with the prediction is said before minutes are spent on the run.
+    foreseen = _foresee(request, device) if predict else None
     seen = run(
         request.job,
         request.recipe,
@@ -57,20 +60,23 @@ def measure(
         deadline_seconds=deadline,
         ledger=ledger,
     )
-    _print(seen, _foresee(request, seen) if predict else None, as_json=as_json)
+    _print(seen, foreseen, as_json=as_json)
     if seen.ok:
         return 0
     return OutOfMemory.exit_code if seen.outcome.startswith("oom") else 1
 
 
-def _foresee(request: Request, seen: Measurement) -> Prediction:
-    """The prediction for the GPU that was measured on, or for the one that was named."""
+def _foresee(request: Request, device: str | None) -> Prediction:
+    """The prediction for the GPU that was named, or for the one that will be measured on."""
     from snugfit.job.gpu import find_gpu
     from snugfit.prediction.predict import predict
 
-    if request.gpu is None and seen.device.type == "cpu":
-        raise UsageError("--predict: this was measured on the CPU. Name a GPU to predict for with --gpu.")
-    gpu = request.gpu or find_gpu(seen.device.name)
+    gpu = request.gpu
+    if gpu is None:
+        here = gpu_here(device)
+        if here is None:
+            raise UsageError("--predict: this runs on the CPU. Name a GPU to predict for with --gpu.")
+        gpu = find_gpu(here)
     return predict(request.job, request.recipe, gpu=gpu, loop=request.loop)
 
 
