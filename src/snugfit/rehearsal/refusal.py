@@ -45,7 +45,7 @@ def refusal(job: Job, error: Exception) -> SnugfitError:
     if _without_loss(job, last):
         return RehearsalError(
             f"{name} could not be rehearsed: its output holds no loss ({cause}). A module gives its loss as "
-            "a tensor of one number, as `.loss`, or first of a tuple."
+            'a tensor of one number, as `.loss`, as "loss" of a dict, or first of a tuple.'
         )
     if _is_ours(error, last):
         from snugfit import __version__

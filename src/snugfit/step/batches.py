@@ -46,6 +46,15 @@ class _OneSample(SyntheticDataset):
         return self._first
 
 
+def collate(samples: list[Any]) -> Any:
+    """torch's `default_collate`; what is no tensor (a switch, a name, None) is passed on, not stacked."""
+    from torch import is_tensor
+    from torch.utils.data import default_collate
+
+    tensors = [{name: value for name, value in sample.items() if is_tensor(value)} for sample in samples]
+    return {**samples[0], **default_collate(tensors)}
+
+
 def collator(device: torch.device, collate: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     """`collate`; in a rehearsal, with each batch its first sample as many times, in the memory of one."""
     if device.type != "meta":
@@ -95,7 +104,7 @@ def loader(job: Job, setup: Setup, device: torch.device) -> torch.utils.data.Dat
         cast("torch.utils.data.Dataset[Any]", dataset(job, setup, device)),
         batch_size=job.batch_size // setup.micro_batches,
         drop_last=True,
-        collate_fn=collator(device, torch.utils.data.default_collate),
+        collate_fn=collator(device, collate),
         num_workers=0 if rehearsed else setup.loader.workers,
         pin_memory=setup.loader.pinned and device.type == "cuda",
         persistent_workers=False,

@@ -11,7 +11,7 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from snugfit.errors import UsageError
+from snugfit.errors import JobError, UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -47,6 +47,7 @@ def build_model(job: Job, setup: Setup, device: torch.device, *, on_host: bool =
     else:
         with device:
             model = _born(job, setup)
+        _refuse_left_on_the_host(job, model, device)
     model.train(job.trains)
     if setup.checkpoint and job.trains:
         checkpoint_layers(model, setup.checkpoint)
@@ -56,6 +57,19 @@ def build_model(job: Job, setup: Setup, device: torch.device, *, on_host: bool =
 def _born(job: Job, setup: Setup) -> torch.nn.Module:
     model = job.model.build(job, dtype=setup.weights_dtype, attention=setup.attention)
     return call(setup.adapt, model) if setup.adapt else model
+
+
+def _refuse_left_on_the_host(job: Job, model: torch.nn.Module, device: torch.device) -> None:
+    """Raises `JobError` for code that makes its parameters on the CPU, whatever device it is built on
+    (XLNet's `torch.FloatTensor`): a step of such a model works only where it is moved."""
+    left = [name for name, parameter in model.named_parameters() if parameter.device.type != device.type]
+    if left:
+        more = f" and {len(left) - 1} more parameters" if len(left) > 1 else ""
+        raise JobError(
+            f"{job.model.name}: its code makes {left[0]}{more} on the host, also when it is built on a GPU, "
+            "where its step then fails. Build it on the host and move it: build_on='host' from Python, or "
+            "--set build_on=host."
+        )
 
 
 @contextlib.contextmanager
@@ -83,7 +97,7 @@ def _moved(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
     def moved(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.untyped_storage()._cdata in there:
             return tensor
-        new = torch.empty_like(tensor)
+        new = torch.empty_like(tensor, device=device)
         there.add(new.untyped_storage()._cdata)
         return new
 
@@ -138,5 +152,11 @@ def matmul_precision(precision: str) -> Iterator[None]:
 
 
 def place(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """The batch on the device, copied beside the computation when its memory is pinned."""
-    return {name: value.to(device, non_blocking=True) for name, value in batch.items()}
+    """The batch on the device, copied beside the computation when its memory is pinned. What is no tensor (a
+    switch, a name) is passed on."""
+    import torch
+
+    return {
+        name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+        for name, value in batch.items()
+    }

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -131,13 +131,15 @@ class PlainStep(OptimizerLoop):
 
     @staticmethod
     def _module_loss(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
-        """A user's own module gives its loss as a tensor, as `.loss`, or first of a tuple."""
+        """A user's own module gives its loss as a tensor, as `.loss`, as `"loss"` of a dict, or first of a
+        tuple."""
         import torch
 
         out = model(**batch)
         if isinstance(out, torch.Tensor):
             return out
-        loss: torch.Tensor = out.loss if hasattr(out, "loss") else out[0]
+        key = "loss" if isinstance(out, Mapping) else 0
+        loss: torch.Tensor = out.loss if hasattr(out, "loss") else out[key]
         return loss
 
     def _evaluate(self, steps: int, observer: Observer) -> list[float]:

@@ -1,0 +1,77 @@
+"""Modules of the user's own: the ways in which they give their loss, and what an example batch may hold."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from snugfit.errors import JobError, RehearsalError
+from snugfit.job.config import check_facts
+from snugfit.job.job import Job, Task
+from snugfit.job.model import Model
+from snugfit.measurement.stopwatch import Stopwatch
+from snugfit.rehearsal.policy import CudaPolicy
+from snugfit.rehearsal.rehearse import rehearse
+from snugfit.step.footprint import Kind
+from snugfit.step.plain_loop import PlainStep
+from snugfit.techniques.recipe import Recipe
+
+WAYS = {
+    "tensor": lambda loss: loss,
+    "attribute": lambda loss: SimpleNamespace(loss=loss, logits=None),
+    "dict": lambda loss: {"logits": loss.detach(), "loss": loss},
+    "tuple": lambda loss: (loss, None),
+}
+
+
+class Net(nn.Module):
+    """Gives its loss in one of the ways, and asks for more than tensors."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.linear = way, nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, power: int = 2, doubled: bool = False, name: str | None = "x") -> Any:
+        assert (type(power), type(doubled), name) == (int, bool, None)
+        loss = self.linear(x).pow(power).mean()
+        return WAYS[self.way](loss * 2 if doubled else loss)
+
+
+def job_of(way: str) -> Job:
+    example = {"x": torch.ones(2, 4), "power": 3, "doubled": True, "name": None}
+    return Job(model=Model.from_module(Net(way), example), task=Task.CUSTOM, batch_size=4)
+
+
+@pytest.mark.parametrize("recipe", ["plain", "micro_batches(2)"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_loss_is_found_and_what_is_no_tensor_is_passed_on(way: str, recipe: str) -> None:
+    setup = Recipe.parse(recipe).setup()
+    assert rehearse(job_of(way), setup, CudaPolicy()).peak()[0]
+    step = PlainStep(job_of(way), setup, torch.device("cpu"), keep_losses=True)
+    assert len(step.run(2, Stopwatch(torch.device("cpu"), 0))) == 2
+
+
+def test_an_output_without_a_loss_says_the_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(WAYS, "dict", lambda loss: {"logits": loss})
+    with pytest.raises(RehearsalError, match=r'holds no loss.*"loss" of a dict'):
+        rehearse(job_of("dict"), Recipe().setup(), CudaPolicy())
+
+
+def test_a_model_that_leaves_weights_on_the_host_is_moved_or_refused() -> None:
+    """XLNet makes its projections by `torch.FloatTensor`, which no device context reaches."""
+    facts = {
+        "model_type": "xlnet", "d_model": 32, "n_layer": 1, "n_head": 2, "d_inner": 64, "vocab_size": 96,
+    }  # fmt: skip
+    model = Model.from_config(check_facts(facts, where="xlnet"), name="xlnet")
+    asked: dict[str, Any] = {"model": model, "task": "sequence-classification", "sequence_length": 8}
+    setup = Recipe().setup()
+    with pytest.raises(JobError, match=r"transformer\.\S+ and \d+ more parameters on the host.*--set"):
+        rehearse(Job(**asked), setup, CudaPolicy())
+    tape = rehearse(Job(**asked, build_on="host"), setup, CudaPolicy())
+    built = model.build(Job(**asked), dtype="float32", attention="sdpa")
+    of_weights = sum(block.nbytes for block in tape.blocks if block.kind == Kind.WEIGHTS)
+    assert of_weights == sum(parameter.nbytes for parameter in built.parameters())
