@@ -248,11 +248,21 @@ def test_a_run_that_cannot_be_measured_keeps_its_place(
     assert run.complaint
 
 
-@pytest.mark.parametrize("content", ["", "[1]", "{}", '{"seed": 1}', '{"what": NaN}'])
-def test_a_file_that_is_none_of_ours_is_refused(content: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("content", "why"), [
+    ("", "not strict JSON"),
+    ("[1]", "holds a list"),
+    ("{}", "does not say what it is"),
+    ('{"seed": 1}', "does not say what it is"),
+    ('{"what": NaN}', "not strict JSON"),
+    ('{"what": "guide", "schema": 1}', "says it is 'guide'"),
+    ('{"what": "accuracy", "schema": 99}', "of schema 99"),
+    ('{"what": "accuracy", "schema": 1}', "it has no 'seed'"),
+    ('{"what": "accuracy", "schema": 1, "seed": 1, "gpu": 1, "device": 1, "versions": 1, "runs": 3}', "damaged"),
+])  # fmt: skip
+def test_a_file_that_is_none_of_ours_is_refused(content: str, why: str, tmp_path: Path) -> None:
     file = tmp_path / "accuracy-seed1.json"
     file.write_text(content)
-    with pytest.raises(UsageError, match=r"is no result of `snugfit accuracy`"):
+    with pytest.raises(UsageError, match=rf"seed1.json is no result of `snugfit accuracy`: .*{why}.*Name an"):
         room.read(file)
 
 

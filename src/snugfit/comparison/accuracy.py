@@ -16,7 +16,7 @@ from pathlib import Path
 
 from snugfit.comparison.ask import side_by_side
 from snugfit.comparison.draw import Drawn, proposals
-from snugfit.comparison.runs import Accuracy, Run
+from snugfit.comparison.runs import SCHEMA, Accuracy, Run
 from snugfit.errors import RecipeError, SnugfitError, UsageError
 from snugfit.job.gpu import Gpu
 from snugfit.measurement.exchange import BadDocument, read_document, write_document
@@ -127,11 +127,31 @@ def see(run: Run) -> tuple[Run, str | None]:
 def read(file: Path) -> Accuracy:
     """The draw in a file. Raises `UsageError` when it is none of ours."""
     try:
-        return Accuracy.from_json(read_document(file, limit=LARGEST_FILE))
+        document = read_document(file, limit=LARGEST_FILE)
     except FileNotFoundError:
         raise UsageError(f"{file}: no such file.") from None
-    except (BadDocument, KeyError, TypeError, ValueError, SnugfitError) as fault:
-        raise UsageError(f"{file} is no result of `snugfit accuracy`: {fault}") from None
+    except BadDocument as fault:
+        raise _no_result(file, str(fault)) from None
+    what, schema = document.get("what"), document.get("schema")
+    if what != "accuracy":
+        raise _no_result(file, f"it says it is {what!r}" if what else "it does not say what it is")
+    if schema != SCHEMA:
+        raise _no_result(file, f"it is of schema {schema!r}, and this snugfit reads {SCHEMA}")
+    try:
+        return Accuracy.from_json(document)
+    except KeyError as fault:
+        raise _no_result(file, f"it has no {fault}") from None
+    except SnugfitError as fault:
+        raise _no_result(file, str(fault)) from None
+    except (AttributeError, TypeError, ValueError) as fault:
+        raise _no_result(file, f"it is damaged ({fault})") from None
+
+
+def _no_result(file: Path, why: str) -> UsageError:
+    return UsageError(
+        f"{file} is no result of `snugfit accuracy`: {why.rstrip('.')}. Name an accuracy-seed*.json, or the "
+        "folder that holds it."
+    )
 
 
 def _keep(result: Accuracy, file: Path) -> None:
