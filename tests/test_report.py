@@ -16,9 +16,12 @@ from snugfit.comparison.result import GuideResult
 from snugfit.comparison.suite import machines, suite
 from snugfit.errors import MeasurementError, UsageError
 from snugfit.job.gpu import all_gpus, find_gpu
+from snugfit.job.job import Job, Task
+from snugfit.job.model import Model
 from snugfit.report import compare, files, gpus, grid, guide, plot, sketch, techniques
 from snugfit.report import measurement as measurement_report
 from snugfit.report import prediction as prediction_report
+from snugfit.report.job import job_line
 from snugfit.report.terminal import as_html, as_text
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.roster import techniques as roster
@@ -231,6 +234,25 @@ def test_a_folder_that_cannot_be_written_is_told_before_the_work(tmp_path: Path)
         files.writable_folder(tmp_path / "file" / "inside")
     assert files.writable_folder(tmp_path / "new" / "deeper") == tmp_path / "new" / "deeper"
     assert not (tmp_path / "new").exists()
+    assert files.writable_folder(tmp_path) == tmp_path
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="Requires: [Linux's /proc]")
+@pytest.mark.parametrize("folder", ["/proc", "/proc/new"])
+def test_a_folder_that_takes_no_file_is_found_out_by_trying(folder: str) -> None:
+    with pytest.raises(UsageError, match="/proc cannot be written"):
+        files.writable_folder(Path(folder))
+
+
+def test_the_head_of_a_report_names_the_sizes_that_a_batch_has() -> None:
+    def line(name: str, task: Task) -> str:
+        return job_line(Job(model=Model.find(name), task=task))
+
+    assert line("bert-base-uncased", Task.MASKED_LM).endswith("· batch 4 × 512")
+    assert line("google/vit-large-patch16-224", Task.IMAGE_CLASSIFICATION).endswith("· batch 4")
+    assert line("google-t5/t5-3b", Task.SEQ2SEQ_LM).endswith("· batch 4 × 512 → 128")
+    assert line("openai/whisper-medium", Task.SPEECH_TO_TEXT).endswith("· batch 4 → 128")
 
 
 def test_results_print_themselves_once_attached(monkeypatch: pytest.MonkeyPatch) -> None:

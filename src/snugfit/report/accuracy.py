@@ -8,8 +8,8 @@ from rich.console import Group, RenderableType
 
 from snugfit.comparison.families import FAMILIES
 from snugfit.comparison.runs import BAND, Accuracy, Run, quantiles
-from snugfit.job.limits import NO_SEQUENCE, WITH_TARGET
 from snugfit.report.grid import Grid, markdown, terminal
+from snugfit.report.job import sizes
 from snugfit.report.terminal import words
 from snugfit.units import show_mib
 
@@ -46,9 +46,7 @@ def title(result: Accuracy) -> str:
 
 def _row(run: Run) -> tuple[str, ...]:
     job = run.job
-    what = f"{job.model.name}: {job.task}, {job.batch_size}"
-    what += "" if job.task in NO_SEQUENCE else f" × {job.sequence_length}"
-    what += f" → {job.target_length}" if job.task in WITH_TARGET else ""
+    what = f"{job.model.name}: {job.task}, {sizes(job)}"
     extras = [f"built on the {job.build_on}"] if job.build_on != "device" else []
     extras += [f"padding {job.padding:g}"] if job.padding else []
     extras += ["evaluate"] if not job.trains else []

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from snugfit.comparison.compare import Comparison
 from snugfit.prediction.prediction import Prediction
-from snugfit.report.prediction import job_line
+from snugfit.report.job import job_line
 from snugfit.report.terminal import table, words
 from snugfit.units import show_bytes, show_mib, show_per_cent
 
@@ -32,7 +32,7 @@ def render(predictions: Sequence[Prediction]) -> RenderableType:
     """Recipes for one job side by side; differences are to the first."""
     first = predictions[0]
     where = first.gpu.name if first.gpu else "no GPU named"
-    head = words(f"{job_line(first)} · {first.loop} loop · {where}", "bold")
+    head = words(f"{job_line(first.job)} · {first.loop} loop · {where}", "bold")
     doubts = dict.fromkeys(doubt for prediction in predictions for doubt in prediction.doubts)
     return Group(
         head, _totals(predictions), _kinds(predictions), *(words(f"Doubt: {doubt}") for doubt in doubts)
@@ -102,5 +102,5 @@ def beside(comparison: Comparison) -> RenderableType:
         for line in comparison.lines
     ]
     heads = ("At the peak", "Predicted MiB>", "Measured MiB>", "Error MiB>", "%>")
-    what = f"{job_line(comparison.prediction)} · {comparison.prediction.recipe}"
+    what = f"{job_line(comparison.prediction.job)} · {comparison.prediction.recipe}"
     return table(heads, rows, title=f"{what} · {comparison.measurement.device.name}")

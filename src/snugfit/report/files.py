@@ -32,15 +32,20 @@ def write_atomically(path: Path, content: bytes) -> Path:
 
 
 def writable_folder(folder: Path) -> Path:
-    """`folder`, when files could be written into it; nothing is created. Asked before long work begins.
+    """`folder`, when files could be written into it; nothing is left behind. Asked before long work begins.
 
-    Raises `UsageError` when it could not.
+    Tried rather than asked: a superuser may write everywhere, and /proc takes no file from anyone. Raises
+    `UsageError` when it could not.
     """
     nearest = folder
     while not nearest.exists() and nearest != nearest.parent:
         nearest = nearest.parent
     if not nearest.is_dir():
         raise UsageError(f"{folder}: {nearest} is a file. Name a folder.")
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        raise UsageError(f"{folder}: {nearest} cannot be written. Name another folder with --output.")
+    try:
+        tempfile.TemporaryFile(dir=nearest).close()
+    except OSError as error:
+        raise UsageError(
+            f"{folder}: {nearest} cannot be written ({error.strerror}). Name another folder with --output."
+        ) from None
     return folder

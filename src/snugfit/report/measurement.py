@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from snugfit.measurement.measurement import Measurement
+from snugfit.report.job import job_line
 from snugfit.report.prediction import footprint_table
 from snugfit.report.terminal import table, words
 from snugfit.step.footprint import Timing
@@ -26,10 +27,7 @@ def render(measurement: Measurement) -> RenderableType:
 
 def _heading(measurement: Measurement) -> Text:
     job, device = measurement.job, measurement.device
-    text = words(
-        f"{job.model.name} · {job.task} · {job.phase} · batch {job.batch_size} × {job.sequence_length}",
-        "bold",
-    )
+    text = words(job_line(job), "bold")
     text.append("\n").append(words(f"recipe {measurement.recipe} · {measurement.loop} loop · {device.name}"))
     if device.type == "cpu":
         text.append("\nMeasured on the CPU: there is no GPU here, so the GPU's figures are missing.")

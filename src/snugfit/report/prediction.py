@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from snugfit.prediction.prediction import Anatomy, CurvePoint, Prediction
+from snugfit.report.job import job_line
 from snugfit.report.sketch import bars, legend, sample
 from snugfit.report.terminal import table, words
 from snugfit.step.footprint import Footprint
@@ -35,15 +36,9 @@ def render(prediction: Prediction, *, operators: bool = False) -> RenderableType
 def heading(prediction: Prediction) -> Text:
     """The question, on two lines."""
     where = prediction.gpu.name if prediction.gpu else "no GPU named"
-    text = words(job_line(prediction), "bold").append("\n")
+    text = words(job_line(prediction.job), "bold").append("\n")
     text.append(words(f"recipe {prediction.recipe} · {prediction.loop} loop · {where}"))
     return text.append("" if prediction.software == "installed" else f" · software {prediction.software}")
-
-
-def job_line(prediction: Prediction) -> str:
-    """The job in one line: model, task, batch and length."""
-    job = prediction.job
-    return f"{job.model.name} · {job.task} · {job.phase} · batch {job.batch_size} × {job.sequence_length}"
 
 
 def footprint_table(footprint: Footprint) -> Table:
