@@ -248,6 +248,9 @@ def test_a_run_that_cannot_be_measured_keeps_its_place(
     assert run.complaint
 
 
+DAMAGED = '{"what": "accuracy", "schema": 1, "seed": 1, "gpu": "", "device": "", "versions": {}, "runs": 3}'
+
+
 @pytest.mark.parametrize(("content", "why"), [
     ("", "not strict JSON"),
     ("[1]", "holds a list"),
@@ -257,7 +260,8 @@ def test_a_run_that_cannot_be_measured_keeps_its_place(
     ('{"what": "guide", "schema": 1}', "says it is 'guide'"),
     ('{"what": "accuracy", "schema": 99}', "of schema 99"),
     ('{"what": "accuracy", "schema": 1}', "it has no 'seed'"),
-    ('{"what": "accuracy", "schema": 1, "seed": 1, "gpu": 1, "device": 1, "versions": 1, "runs": 3}', "damaged"),
+    ('{"what": "accuracy", "schema": 1, "seed": 1, "gpu": 1, "device": 1, "versions": 1}', "no 'runs'"),
+    (DAMAGED, "damaged"),
 ])  # fmt: skip
 def test_a_file_that_is_none_of_ours_is_refused(content: str, why: str, tmp_path: Path) -> None:
     file = tmp_path / "accuracy-seed1.json"

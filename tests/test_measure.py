@@ -409,7 +409,7 @@ def test_a_mistake_that_the_child_finds_writes_nothing(tmp_path: Path) -> None:
     """Only building a model shows whether transformers knows its activation."""
     facts = tiny_job().model.config | {"hidden_act": "swoosh"}
     job = replace(tiny_job(), model=Model.from_config(facts, name="wrong"))
-    with pytest.raises(UsageError, match="wrong.*swoosh"):
+    with pytest.raises(UsageError, match=r"wrong.*swoosh"):
         measure(job, "plain", device="cpu", ledger=tmp_path / "runs")
     assert os.listdir(tmp_path) == []
 
