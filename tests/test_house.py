@@ -43,8 +43,9 @@ BELOW = {
     "prediction": {"errors", "units", "job", "techniques", "step", "rehearsal"},
     "measurement": {"errors", "units", "job", "techniques", "step"},
 }
-BELOW["comparison"] = set(BELOW) | {"measurement"}
-BELOW["report"] = BELOW["comparison"] | {"comparison"}
+BELOW["exchange"] = {"errors", "units", "job", "techniques", "step"}
+BELOW["comparison"] = set(BELOW) - {"exchange"} | {"measurement"}
+BELOW["report"] = BELOW["comparison"] | {"comparison", "exchange"}
 BELOW["cli"] = BELOW["report"] | {"report"}
 BELOW["__main__"] = BELOW["__init__"] = BELOW["cli"] | {"cli"}
 """Each room with the rooms it may import. `prediction` and `measurement` never meet below `comparison`."""

@@ -6,9 +6,8 @@
     recipe: bf16 + micro_batches(8)
     gpu: rtx 4090
 
-A job file is flat and holds words and numbers only, so most of YAML is refused rather than understood: tags
-(they can name code), anchors and aliases (a few lines of them unfold to gigabytes), nesting, a key that
-stands twice, and more than a mebibyte. Numbers follow YAML 1.2, as people write them today: `1e-5` is a
+A job file is flat and holds words and numbers only, so most of YAML is refused rather than understood
+(`exchange/plain_text.py`). Numbers follow YAML 1.2, as people write them today: `1e-5` is a
 number (YAML 1.1 reads a word) and `010` is nobody's number (YAML 1.1 reads eight).
 
 Keys that other trainers use are told apart from typing mistakes: `techniques/foreign.py` says what to write
@@ -21,18 +20,15 @@ import math
 import re
 import types
 import typing
-from collections.abc import Hashable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from snugfit.errors import SnugfitError, UsageError, did_you_mean, nearest
+from snugfit.exchange.plain_text import LimitedLoader, load_yaml, read_text
 from snugfit.job.job import Job
 from snugfit.techniques.foreign import foreign_names
 
-LARGEST_FILE = 1 << 20
 DEEPEST = 3
 _OUTSIDE_THE_JOB = {"recipe": str, "gpu": str, "memory": str, "loop": str, "software": str}
 _OCTAL = re.compile(r"[-+]?0[0-9_]+")
@@ -40,7 +36,7 @@ _OCTAL = re.compile(r"[-+]?0[0-9_]+")
 
 def read_job_file(path: Path) -> dict[str, Any]:
     """The settings in a job file, each of its key's type; raises `UsageError` that names file and line."""
-    document = _load(_read(path), str(path))
+    document = load_yaml(read_text(path, what="job file"), str(path), _Loader)
     if document is None:
         raise UsageError(f"{path}: the file is empty. Write lines such as `model: bert-large-uncased`.")
     if not isinstance(document, dict):
@@ -57,7 +53,7 @@ def read_setting(text: str) -> tuple[str, Any]:
     head = key.split(".")[0]
     if "." in key and head in kinds():
         raise UsageError(f"--set {text!r}: {head} is a single value and has no parts. Write --set {head}=...")
-    return next(iter(settings_from({key: _load(value, "--set")}, "--set").items()))
+    return next(iter(settings_from({key: load_yaml(value, "--set", _Loader)}, "--set").items()))
 
 
 @cache
@@ -125,81 +121,15 @@ def _about_value(key: str, value: Any) -> str:
         return f" {str(error).splitlines()[-1]}"
 
 
-def _read(path: Path) -> str:
-    try:
-        if not path.exists():
-            raise UsageError(f"{path}: no such job file.")
-        if not path.is_file():
-            raise UsageError(f"{path}: a job file is a regular file, and this is not one.")
-        if path.stat().st_size > LARGEST_FILE:
-            raise UsageError(
-                f"{path}: {path.stat().st_size:,} bytes; a job file has at most {LARGEST_FILE:,}."
-            )
-        return path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise UsageError(f"{path}: this is not UTF-8 text. Save it as UTF-8.") from None
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read ({error.strerror}).") from None
-
-
-def _load(text: str, where: str) -> Any:
-    try:
-        return _Loader(text).get_single_data()
-    except yaml.MarkedYAMLError as error:
-        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise UsageError(f"{where}{line}: {_in_words(error)}.") from None
-    except yaml.YAMLError as error:
-        raise UsageError(f"{where}: {' '.join(str(error).split())}") from None
-
-
-def _in_words(error: yaml.MarkedYAMLError) -> str:
-    if "'\\t'" in str(error.problem):
-        return "a tab begins the line. YAML is indented with spaces, and a job file not at all"
-    return " ".join(f"{error.context or ''} {error.problem or ''}".split())
-
-
 def _kind_of(value: Any) -> str:
     return {dict: "a mapping", list: "a list", type(None): "nothing"}.get(type(value), f"{value!r}"[:80])
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML 1.2's plain scalars in flat documents, and nothing that can name code or unfold."""
+class _Loader(LimitedLoader):
+    """YAML 1.2's plain scalars in flat documents."""
 
+    deepest = DEEPEST
     yaml_implicit_resolvers: typing.ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {}  # type: ignore[misc]
-
-    def __init__(self, stream: str) -> None:
-        super().__init__(stream)
-        self.depth = 0
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Refuses what a job file does not need, before anything is built from it."""
-        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
-        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-            raise yaml.MarkedYAMLError(
-                problem="anchors and aliases are not allowed", problem_mark=event.start_mark
-            )
-        if tag := getattr(event, "tag", None):
-            raise yaml.MarkedYAMLError(
-                problem=f"the tag {tag!r} is not allowed, only plain words and numbers are",
-                problem_mark=event.start_mark,
-            )
-        if self.depth >= DEEPEST:
-            raise yaml.MarkedYAMLError(problem="nested too deep", problem_mark=event.start_mark)
-        self.depth += 1
-        try:
-            return super().compose_node(parent, index)
-        finally:
-            self.depth -= 1
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        """A mapping in which no key stands twice."""
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if str(key.value) in seen:
-                problem = f"the key {key.value!r} stands twice"
-                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
-            seen.add(str(key.value))
-        return super().construct_mapping(node, deep)
 
 
 for _tag, _pattern, _first in (

@@ -11,8 +11,8 @@ dotted and say where they are set:
     environment.PYTORCH_...     a variable of the process
 
 A value is what it must be, or `Setting("n")`: whatever it is there becomes the technique's setting `n`.
-Of several techniques that match, the one with more values of its own is meant: `gradient_accumulation_steps=1`
-is the whole batch, and not micro-batches of which there is one.
+Of several techniques that match, the one with more values of its own is meant: an accumulation of 1 is the
+whole batch, and not micro-batches of which there is one.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Counterpart:
     """Settings of the technique that these arguments imply, where they are not among the values."""
 
     note: str = ""
-    """What is not quite the same, for the reader of a translation; such a counterpart is read, not written."""
+    """What is not quite the same, for whoever reads a translation; such a counterpart is never written."""
 
     def written(self, technique: Technique) -> dict[str, Any] | None:
         """The arguments for this technique with its settings; None when they cannot say these."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 PLAIN = "plain"
 """The word for the recipe in which every slot is plain."""
 
-_ONLY_TRAINING = (Slot.CHECKPOINTING, Slot.OPTIMIZER)
+ONLY_TRAINING = (Slot.CHECKPOINTING, Slot.OPTIMIZER)
 """Slots that an evaluation leaves unused: it keeps nothing for a backward pass and updates nothing."""
 
 
@@ -113,7 +113,7 @@ class Recipe:
     def _warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
         for technique in self:
             yield from (f"{technique}: {text}" for text in technique.warnings(compute_capability))
-            if not job.trains and technique.slot in _ONLY_TRAINING and not technique.plain:
+            if not job.trains and technique.slot in ONLY_TRAINING and not technique.plain:
                 yield f"{technique}: an evaluation takes no optimizer step, so this changes nothing."
 
 

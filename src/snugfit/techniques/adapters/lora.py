@@ -6,9 +6,9 @@ as before, so memory falls by states and gradients and not by activations.
 
 Defaults are peft's own (`LoraConfig`): rank 8, alpha 8, no dropout, and for each architecture the modules of
 peft's table (BERT: query and value). An architecture that the table lacks needs `targets`. Dropout costs, for
-each adapted matrix, the input that was dropped out and its mask, which the backward pass of A needs. Adapters of a
-model in half precision are fp32, as peft makes them (`autocast_adapter_dtype`). The heads of classification
-models train whole, as peft's task types do it.
+each adapted matrix, the input that was dropped out and its mask, which the backward pass of A needs.
+Adapters of a model in half precision are fp32, as peft makes them (`autocast_adapter_dtype`). The heads of
+classification models train whole, as peft's task types do it.
 """
 
 from __future__ import annotations
@@ -149,9 +149,7 @@ def _pefts_table() -> frozenset[str] | None:
     return None
 
 
-def adapt(
-    model: torch.nn.Module, *, r: int, targets: Sequence[str], dropout: float = 0.0
-) -> torch.nn.Module:
+def adapt(model: torch.nn.Module, *, r: int, targets: Sequence[str], dropout: float = 0.0) -> torch.nn.Module:
     """`model` wrapped by peft, its own weights frozen. Raises `RecipeError` when no module is a target."""
     with no_hub_kernels():
         from peft import LoraConfig, get_peft_model

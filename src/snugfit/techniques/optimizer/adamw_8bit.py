@@ -24,8 +24,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from snugfit.techniques.hub_kernels import no_hub_kernels
 from snugfit.techniques.counterpart import Counterpart
+from snugfit.techniques.hub_kernels import no_hub_kernels
 from snugfit.techniques.setup import Call, OptimizerWish, Setup
 from snugfit.techniques.technique import Fidelity, Technique
 
@@ -72,7 +72,8 @@ class AdamW8bit(Technique):
             "manager = GlobalOptimManager.get_instance()",
             "for module in model.modules():",
             "    if isinstance(module, torch.nn.Embedding):",
-            f'        manager.register_module_override(module, "weight", {{"optim_bits": {self.embeddings}}})',
+            "        manager.register_module_override("
+            f'module, "weight", {{"optim_bits": {self.embeddings}}})',
         )
 
     @classmethod

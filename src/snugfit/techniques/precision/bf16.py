@@ -22,9 +22,7 @@ class Bf16(Technique):
     fidelity: ClassVar = Fidelity.ROUNDS
     source: ClassVar = "Kalamkar et al., arXiv 1905.12322; torch.autocast"
     elsewhere: ClassVar = ("bfloat16", "bf16_mixed", "bf16-mixed", "amp_bf16")
-    counterparts: ClassVar = (
-        Counterpart(arguments={"bf16": True, "fp16": False, "model.dtype": "float32"}),
-    )
+    counterparts: ClassVar = (Counterpart(arguments={"bf16": True, "fp16": False, "model.dtype": "float32"}),)
 
     def install(self, setup: Setup) -> Setup:
         """Autocast around forward and loss."""

@@ -21,9 +21,7 @@ class Fp16(Technique):
     fidelity: ClassVar = Fidelity.ROUNDS
     source: ClassVar = "Micikevicius et al., arXiv 1710.03740; torch.autocast and torch.amp.GradScaler"
     elsewhere: ClassVar = ("float16", "half", "amp", "fp16_mixed", "16-mixed", "amp_fp16")
-    counterparts: ClassVar = (
-        Counterpart(arguments={"bf16": False, "fp16": True, "model.dtype": "float32"}),
-    )
+    counterparts: ClassVar = (Counterpart(arguments={"bf16": False, "fp16": True, "model.dtype": "float32"}),)
 
     def install(self, setup: Setup) -> Setup:
         """Autocast around forward and loss, and a gradient scaler around the update."""

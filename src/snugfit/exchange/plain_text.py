@@ -1,0 +1,119 @@
+"""Files that somebody else wrote, read within limits: text, YAML and JSON that cannot name code or unfold.
+
+A configuration file is small, nests a little and repeats no key; what goes beyond that is refused in words
+before anything is built from it: tags (they can name code), anchors and aliases (a few lines of them unfold
+to gigabytes), deep nesting, a key that stands twice, and more than a mebibyte.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import yaml
+
+from snugfit.errors import UsageError
+
+LARGEST_FILE = 1 << 20
+
+
+def read_text(path: Path, *, what: str = "file") -> str:
+    """The text of a regular file; raises `UsageError` that calls it a `what`."""
+    try:
+        if not path.exists():
+            raise UsageError(f"{path}: no such {what}.")
+        if not path.is_file():
+            raise UsageError(f"{path}: a {what} is a regular file, and this is not one.")
+        if path.stat().st_size > LARGEST_FILE:
+            raise UsageError(f"{path}: {path.stat().st_size:,} bytes; a {what} has at most {LARGEST_FILE:,}.")
+        return path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise UsageError(f"{path}: this is not UTF-8 text. Save it as UTF-8.") from None
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read ({error.strerror}).") from None
+
+
+class LimitedLoader(yaml.SafeLoader):
+    """PyYAML's safe loader, which reads scalars as the libraries' own readers do, within limits."""
+
+    deepest: ClassVar[int] = 16
+    """Levels of nesting."""
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self.depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """Refuses what a configuration does not need, before anything is built from it."""
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
+            raise yaml.MarkedYAMLError(
+                problem="anchors and aliases are not allowed", problem_mark=event.start_mark
+            )
+        if tag := getattr(event, "tag", None):
+            raise yaml.MarkedYAMLError(
+                problem=f"the tag {tag!r} is not allowed, only plain words and numbers are",
+                problem_mark=event.start_mark,
+            )
+        if self.depth >= self.deepest:
+            raise yaml.MarkedYAMLError(problem="nested too deep", problem_mark=event.start_mark)
+        self.depth += 1
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self.depth -= 1
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        """A mapping in which no key stands twice."""
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if str(key.value) in seen:
+                problem = f"the key {key.value!r} stands twice"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)
+
+
+def load_yaml(text: str, where: str, loader: type[LimitedLoader] = LimitedLoader) -> Any:
+    """The one document in `text`; raises `UsageError` that begins with `where` and names the line."""
+    try:
+        return loader(text).get_single_data()
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise UsageError(f"{where}{line}: {_in_words(error)}.") from None
+    except yaml.YAMLError as error:
+        raise UsageError(f"{where}: {' '.join(str(error).split())}") from None
+    except ValueError as error:  # a scalar that looks like a date or a number and is none
+        raise UsageError(f"{where}: {error}.") from None
+
+
+def load_json(text: str, where: str) -> Any:
+    """The JSON in `text`; raises `UsageError` that begins with `where`."""
+    try:
+        return json.loads(text, object_pairs_hook=_without_repeats, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise UsageError(f"{where}: nested too deep.") from None
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{where}, line {error.lineno}: not JSON: {error.msg}.") from None
+    except ValueError as error:
+        raise UsageError(f"{where}: {error}.") from None
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    document = dict(pairs)
+    if len(document) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} stands twice")
+    return document
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number that JSON knows")
+
+
+def _in_words(error: yaml.MarkedYAMLError) -> str:
+    if "'\\t'" in str(error.problem):
+        return "a tab begins the line. YAML is indented with spaces"
+    return " ".join(f"{error.context or ''} {error.problem or ''}".split())
