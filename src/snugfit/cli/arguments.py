@@ -9,9 +9,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from snugfit.exchange.account import Reading
 
 JOB, HOW, WHERE = "The job", "How it is done", "Where it must fit"
 
@@ -47,6 +50,14 @@ Clip = Annotated[
 Phase = Annotated[str | None, typer.Option(help="train or evaluate. \\[train]", rich_help_panel=JOB)]
 JobFile = Annotated[
     Path | None, typer.Option("--job", help="A YAML file with these arguments.", rich_help_panel=JOB)
+]
+ArgumentsFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--arguments",
+        help="TrainingArguments (JSON, YAML, .py), an accelerate, DeepSpeed or axolotl config to start from.",
+        rich_help_panel=JOB,
+    ),
 ]
 Settings = Annotated[
     list[str] | None,
@@ -86,6 +97,7 @@ def _job_arguments(
     clip: Clip = None,
     phase: Phase = None,
     job_file: JobFile = None,
+    arguments_file: ArgumentsFile = None,
     settings: Settings = None,
     online: Online = False,
     recipe: RecipeText = None,
@@ -104,8 +116,19 @@ def about_a_job(command: Callable[..., int]) -> Callable[..., int]:
     def asked(**given: Any) -> int:
         from snugfit.cli.request import Request
 
-        return command(Request.read(given), **{each.name: given[each.name] for each in own})
+        request = Request.read(given)
+        if request.reading:
+            _tell(request.reading)
+        return command(request, **{each.name: given[each.name] for each in own})
 
     asked.__name__, asked.__doc__ = command.__name__, command.__doc__
     asked.__signature__ = inspect.Signature([*shared, *own])  # type: ignore[attr-defined]
     return asked
+
+
+def _tell(reading: Reading) -> None:
+    """What became of the user's own configuration, on stderr: stdout is for the answer."""
+    from snugfit.report.reading import render
+    from snugfit.report.terminal import as_text
+
+    typer.echo(as_text(render(reading)), err=True)

@@ -1,7 +1,9 @@
-"""What `predict` and `measure` are asked: flags, `--set` and a job file, put together and checked.
+"""What `predict` and `measure` are asked: flags, `--set`, a job file and a user's own configuration, put
+together and checked.
 
-The nearer to the user's hand, the stronger: a job file says what holds in general, `--set` changes one key of
-it, a flag changes it too. What none of them says is the job's own default.
+The nearer to the user's hand, the stronger: another library's configuration is where one starts, a job file
+says what holds in general, `--set` changes one key of it, a flag changes it too. What none of them says is
+the job's own default.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 from snugfit.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
+    from snugfit.exchange.account import Reading
     from snugfit.job.gpu import Gpu
     from snugfit.job.job import Job
     from snugfit.techniques.recipe import Recipe
@@ -40,6 +43,9 @@ class Request:
     software: str
     """Which software profile."""
 
+    reading: Reading | None = None
+    """What was found in the user's own configuration, when one was given."""
+
     @classmethod
     def read(cls, flags: Mapping[str, Any]) -> Self:
         """The request in a command's parameters; every mistake in it raises a `UsageError`."""
@@ -48,7 +54,10 @@ class Request:
         from snugfit.units import parse_bytes
 
         settings = _settings(flags)
+        reading = _reading(flags, settings)
+        settings = {**(reading.settings if reading else {}), **settings}
         return cls(
+            reading=reading,
             recipe=Recipe.parse(settings.get("recipe", "plain")),
             gpu=find_gpu(settings["gpu"]) if "gpu" in settings else None,
             memory_bytes=parse_bytes(settings["memory"], what="memory") if "memory" in settings else None,
@@ -69,6 +78,17 @@ def _settings(flags: Mapping[str, Any]) -> dict[str, Any]:
     return settings | {
         name: value for name, value in flags.items() if value is not None and name != "settings"
     }
+
+
+def _reading(flags: Mapping[str, Any], settings: Mapping[str, Any]) -> Reading | None:
+    """The user's own configuration; what it asks for and cannot be foreseen raises, unless said otherwise."""
+    if not flags.get("arguments_file"):
+        return None
+    from snugfit.exchange.reading import read_arguments
+
+    reading = read_arguments(flags["arguments_file"])
+    reading.refuse(settings)
+    return reading
 
 
 def _job(settings: Mapping[str, Any], *, online: bool) -> Job:

@@ -1,0 +1,65 @@
+"""What became of a user's configuration: its settings here, and an account of every key."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from snugfit.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One key of the file, and what became of it."""
+
+    key: str
+    """As the file has it."""
+
+    value: str
+    """As the file has it, or `(default)`."""
+
+    says: str
+    """What it became, or why it did not."""
+
+    instead: str = ""
+    """Of what was refused: the key of a job file, or the flag, that makes it unnecessary."""
+
+    def __str__(self) -> str:
+        return f"{self.key}={self.value}: {self.says}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What a configuration file says."""
+
+    path: str
+    """Where it lies."""
+
+    title: str
+    """What kind of file it is."""
+
+    settings: Mapping[str, Any]
+    """As a job file would say it: model, task, batch_size, recipe, loop, ..."""
+
+    took: tuple[Line, ...]
+    """What became part of the job or the recipe."""
+
+    differs: tuple[Line, ...]
+    """What was taken and is not quite the same here."""
+
+    ignored: tuple[Line, ...]
+    """What was passed by, and why that is right."""
+
+    refused: tuple[Line, ...]
+    """What has no counterpart."""
+
+    def refuse(self, otherwise: Collection[str] = ()) -> None:
+        """Raises `UsageError` with what has no counterpart and is not said `otherwise`, by a flag or so."""
+        lines = [str(line) for line in self.refused if line.instead not in otherwise]
+        if lines:
+            flags = sorted({line.instead.replace("_", "-") for line in self.refused})
+            raise UsageError(
+                "\n".join([f"{self.path} ({self.title}) asks for what snugfit cannot foresee:", *lines])
+                + f"\nTake it out of the file, or say what to predict instead with --{', --'.join(flags)}."
+            )

@@ -1,0 +1,139 @@
+"""The words of the libraries whose files are read: tables, one file each in `dialects/`.
+
+A table translates a library's keys into the one vocabulary that techniques and jobs know: transformers'
+arguments by dotted name (`techniques/counterpart.py`), and `job.*` for what belongs to the job. The rest of a
+table says, key by key, why something may be passed by, and what has no counterpart and must not be.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+DIALECTS = ("axolotl", "accelerate", "deepspeed", "trainer")
+"""In the order in which they are recognised: the more particular words first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """Keys without a counterpart."""
+
+    keys: list[str]
+    """Patterns."""
+
+    but: list[Any]
+    """Values that ask for nothing."""
+
+    why: str
+    """What is missing here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dialect:
+    """One library's configuration."""
+
+    title: str
+    """As its users call such a file."""
+
+    source: str
+    """Where the table is from."""
+
+    loop: str
+    """The loop that such a file is run by."""
+
+    known_by: list[str]
+    """Top-level keys that only such files have, or that all of them have."""
+
+    becomes: Mapping[str, Any]
+    """Key to key, or value by value to arguments; `*` is the key that any other value goes to."""
+
+    ignored: Mapping[str, list[str]]
+    """By reason: keys that are passed by."""
+
+    refused: list[dict[str, Any]]
+    """See `Refusal`."""
+
+    only_with: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Keys that do nothing unless another has a certain value."""
+
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """What holds when a file does not say it, beyond `TrainingArguments`' own defaults."""
+
+    groups: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Defaults that hold as soon as one key of a group is there."""
+
+    differs: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """By key and value: what is not quite the same here."""
+
+    auto: str = ""
+    """What the value `auto` means; empty where it means nothing special."""
+
+    def translated(self, key: str, value: Any) -> dict[str, Any] | None:
+        """The arguments that a key with this value stands for; None when the table has none."""
+        meaning = self.becomes.get(key)
+        if isinstance(meaning, str):
+            return {meaning: value}
+        if meaning is not None and (written := as_word(value)) in meaning:
+            return dict(meaning[written])
+        if meaning is not None and "*" in meaning:
+            return {meaning["*"]: value}
+        return None
+
+    def idle(self, key: str, document: Mapping[str, Any]) -> str | None:
+        """The `key = value` without which this key does nothing; None when it acts."""
+        for pattern, needed in self.only_with.items():
+            if fnmatchcase(key, pattern) and key not in needed:
+                for other, value in needed.items():
+                    if document.get(other) != value:
+                        return f"{other} = {as_word(value)}"
+        return None
+
+    def reason_to_ignore(self, key: str) -> str | None:
+        """Why this key may be passed by; None when it may not."""
+        return next((why for why, keys in self.ignored.items() if _matches(key, keys)), None)
+
+    def refusal(self, key: str) -> Refusal | None:
+        """Why this key has no counterpart, and the values for which that does not matter."""
+        return next((Refusal(**one) for one in self.refused if _matches(key, one["keys"])), None)
+
+    def words(self) -> list[str]:
+        """Every key that the table knows, patterns left out: what a misspelt key may have meant."""
+        lists = [*self.ignored.values(), *(one["keys"] for one in self.refused), list(self.becomes)]
+        return sorted({key for keys in lists for key in keys if "*" not in key})
+
+
+@cache
+def dialect(name: str) -> Dialect:
+    """The table called `name`, read once. The Trainer's refusals hold wherever its arguments turn up."""
+    text = files("snugfit.exchange").joinpath("dialects", f"{name}.json").read_text(encoding="utf-8")
+    return Dialect(**json.loads(text))
+
+
+def recognise(document: Mapping[str, Any]) -> str | None:
+    """The dialect that a file with these top-level keys is written in; None when it is nobody's."""
+    return next((name for name in DIALECTS if set(dialect(name).known_by) & set(document)), None)
+
+
+def flatten(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted key and value, in order; a list is a value, and so is an empty mapping."""
+    for key, value in document.items():
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def as_word(value: Any) -> str:
+    """A value as tables and messages write it: text as it is, the rest as JSON does."""
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, default=str)
+
+
+def _matches(key: str, patterns: list[str]) -> bool:
+    return any(fnmatchcase(key, pattern) for pattern in patterns)

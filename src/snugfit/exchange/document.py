@@ -1,0 +1,57 @@
+"""A configuration file as data: its keys and values, in whose words they are, and what it came from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from snugfit.errors import UsageError
+from snugfit.exchange.dialect import DIALECTS, dialect, recognise
+from snugfit.exchange.plain_text import load_json, load_yaml, read_text
+from snugfit.exchange.python_call import Script, read_script
+
+FORMATS = {".json": "json", ".yaml": "yaml", ".yml": "yaml", ".py": "python"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Document:
+    """A user's file."""
+
+    path: Path
+    """Where it lies."""
+
+    text: str
+    """All of it."""
+
+    format: str
+    """`json`, `yaml` or `python`."""
+
+    dialect: str
+    """In which library's words."""
+
+    values: dict[str, Any]
+    """Keys and values as the file has them."""
+
+    script: Script | None = None
+    """Of Python: where the arguments stand."""
+
+
+def open_document(path: Path) -> Document:
+    """The file at `path`; raises `UsageError` for what is none, or is written in nobody's words."""
+    format_ = FORMATS.get(path.suffix.lower())
+    if format_ is None:
+        raise UsageError(f"{path}: its name must end in {', '.join(FORMATS)}, to say what it is.")
+    text = read_text(path)
+    if format_ == "python":
+        script = read_script(text, str(path))
+        return Document(path=path, text=text, format=format_, dialect=script.dialect, values=script.arguments,
+                        script=script)  # fmt: skip
+    values = load_json(text, str(path)) if format_ == "json" else load_yaml(text, str(path))
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise UsageError(f"{path}: a configuration is one mapping of words to values, and this is not.")
+    found = recognise(values)
+    if found is None:
+        known = "; ".join(f"{dialect(name).title}: {dialect(name).known_by[0]}" for name in DIALECTS)
+        raise UsageError(f"{path}: none of its keys belongs to a configuration known here ({known}, ...).")
+    return Document(path=path, text=text, format=format_, dialect=found, values=values)

@@ -1,0 +1,49 @@
+"""What the installed transformers knows: names of arguments change between its versions, so it is asked."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, fields
+from enum import Enum
+from functools import cache
+from typing import Any
+
+from snugfit.job.architectures import transformers_version
+from snugfit.techniques.hub_kernels import no_hub_kernels
+
+OLD_CHECKPOINTING, CHECKPOINTING = "gradient_checkpointing", "activation_checkpointing"
+
+
+@cache
+def defaults() -> dict[str, Any]:
+    """Every field of the installed `TrainingArguments` with its default."""
+    with no_hub_kernels():
+        from transformers import TrainingArguments
+
+    found: dict[str, Any] = {}
+    for field in fields(TrainingArguments):
+        value = field.default
+        if value is MISSING:
+            value = field.default_factory() if field.default_factory is not MISSING else None
+        found[field.name] = value.value if isinstance(value, Enum) else value
+    return found
+
+
+def version() -> str:
+    """For messages and the heads of files."""
+    return f"transformers {transformers_version()}"
+
+
+def checkpointing_name() -> str:
+    """What the installed version calls checkpointing of activations."""
+    return CHECKPOINTING if CHECKPOINTING in defaults() else OLD_CHECKPOINTING
+
+
+@cache
+def checkpointing_options() -> frozenset[str]:
+    """What it lets one say about it, beyond the arguments of torch's own checkpoint."""
+    import inspect
+
+    from transformers import PreTrainedModel
+
+    enable = getattr(PreTrainedModel, f"{checkpointing_name()}_enable")
+    return frozenset(inspect.signature(enable).parameters) & {"every_n_layers", "offload"}

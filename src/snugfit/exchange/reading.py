@@ -1,0 +1,260 @@
+"""A user's configuration as a job and a recipe to start from, with an account of every key.
+
+    took      what became of it here
+    differs   taken, and not quite the same here
+    ignored   passed by, and why no byte or second of a step depends on it
+    refused   without a counterpart, though it changes the memory or the mathematics of a step
+
+Everything goes through one vocabulary (`techniques/counterpart.py`): the dialect's table translates keys into
+it, `TrainingArguments`' own defaults fill what is not said, and slot by slot the techniques say which of them
+is meant. A key that no table knows is refused too: guessing would be silence about something that may matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from snugfit.errors import did_you_mean
+from snugfit.exchange import installed
+from snugfit.exchange.account import Line, Reading
+from snugfit.exchange.dialect import Dialect, as_word, dialect, flatten
+from snugfit.exchange.document import Document, open_document
+from snugfit.exchange.python_call import Unknown
+from snugfit.techniques.foreign import advice
+from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.technique import Technique
+from snugfit.techniques.translate import Found, read_slots
+
+MICRO_BATCH, ACCUMULATION = "per_device_train_batch_size", "gradient_accumulation_steps"
+_JOB = "job."
+
+
+def read_arguments(path: Path) -> Reading:
+    """The job and the recipe in a user's file; raises `UsageError` when the file is none that is known.
+
+    What has no counterpart does not raise here: it stands in `refused`.
+    """
+    return _Reader(open_document(path)).reading()
+
+
+@dataclass
+class _Reader:
+    """One file on its way into a `Reading`."""
+
+    document: Document
+    arguments: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, tuple[str, Any]] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    took: list[Line] = field(default_factory=list)
+    differs: list[Line] = field(default_factory=list)
+    ignored: list[Line] = field(default_factory=list)
+    refused: list[Line] = field(default_factory=list)
+
+    def reading(self) -> Reading:
+        table = dialect(self.document.dialect)
+        given = dict(flatten(_with_parts(self.document.values)))
+        for key, value in given.items():
+            self._translate(key, value, table, given)
+        self._fill_defaults(table)
+        decided = self._recipe()
+        self._job()
+        for key, value in self.arguments.items():
+            if key in self.origins and key not in decided:
+                self._account(key, value)
+        self.settings.setdefault("loop", table.loop)
+        return Reading(
+            path=str(self.document.path),
+            title=table.title,
+            settings=self.settings,
+            took=tuple(dict.fromkeys(self.took)),
+            differs=tuple(dict.fromkeys(self.differs)),
+            ignored=tuple(dict.fromkeys(self.ignored)),
+            refused=tuple(dict.fromkeys(self.refused)),
+        )
+
+    def _translate(self, key: str, value: Any, table: Dialect, given: Mapping[str, Any]) -> None:
+        """Puts a key into the common vocabulary, or into one of the accounts."""
+        if table.auto and value == "auto":
+            self._line(self.ignored, key, value, f"auto is {table.auto}")
+            return
+        if needed := table.idle(key, given):
+            self._line(self.ignored, key, value, f"it does nothing without {needed}")
+            return
+        meaning = table.translated(key, value)
+        if meaning is None and self._is_an_argument(key, table):
+            meaning = dialect("trainer").translated(key, value)
+        if meaning is not None:
+            newer = [name for name in meaning if name in given and given[name] is not None and name != key]
+            for name, one in meaning.items():
+                if name not in newer:
+                    self.arguments[name], self.origins[name] = one, (key, value)
+            if note := table.differs.get(key, {}).get(as_word(value)):
+                self._line(self.differs, key, value, note)
+            return
+        if note := table.differs.get(key, {}).get(as_word(value)):
+            self._line(self.differs, key, value, note)
+        elif table is dialect("trainer") or self._is_an_argument(key, table):
+            if value is not None or key not in self.arguments:
+                self.arguments[key], self.origins[key] = value, (key, value)
+        else:
+            self._account_in(table, key, value)
+
+    @staticmethod
+    def _is_an_argument(key: str, table: Dialect) -> bool:
+        """Whether another dialect's key that its own table does not know is one of `TrainingArguments`."""
+        known = table.refusal(key) is None and table.reason_to_ignore(key) is None
+        return known and key.split(".", maxsplit=1)[0] in installed.defaults()
+
+    def _fill_defaults(self, table: Dialect) -> None:
+        trainer = dialect("trainer")
+        whole = {**installed.defaults(), **trainer.defaults, **table.defaults}
+        for prefix, group in trainer.groups.items():
+            if any(key.startswith(f"{prefix}.") for key in self.arguments):
+                whole |= group
+        if "job.model" in self.origins and self.document.script and "model.dtype" not in self.arguments:
+            says = "without dtype transformers takes the checkpoint's own; here its weights are fp32"
+            self.differs.append(
+                Line(key="from_pretrained", value=str(self.arguments["job.model"]), says=says)
+            )
+        whole |= {key: value for key, value in self.arguments.items() if not _unset(key, value, whole)}
+        targets = whole.get("lora.target_modules")
+        if isinstance(targets, list | str):
+            whole["lora.target_modules"] = tuple(targets) if isinstance(targets, list) else (targets,)
+        self.arguments = whole
+
+    def _recipe(self) -> set[str]:
+        """The recipe into the settings; gives the arguments that decided it."""
+        techniques: list[Technique] = []
+        decided: set[str] = set()
+        for found in read_slots(self.arguments):
+            own = [key for key in found.keys if key in self.origins]
+            decided |= set(own)
+            if found.technique is None:
+                self.refused += self._unmet(found)
+                continue
+            techniques.append(found.technique)
+            self._tell(found, found.technique, own)
+        self.settings["recipe"] = str(Recipe(tuple(techniques)))
+        return decided
+
+    def _tell(self, found: Found, technique: Technique, own: list[str]) -> None:
+        asked = [key for key in own if not self._is_default(key)] or ([] if technique.plain else own)
+        for key in asked:
+            self._line(self.took, *self.origins[key], str(technique))
+            if found.note:
+                self._line(self.differs, *self.origins[key], found.note)
+        if not own and not technique.plain:
+            key = found.keys[0]
+            self.took.append(Line(key=key, value=f"{as_word(self.arguments[key])} (default)",
+                                  says=str(technique)))  # fmt: skip
+
+    def _unmet(self, found: Found) -> Iterator[Line]:
+        """Nothing in this slot is asked for in such a way: which arguments are to blame."""
+        blamed = [key for key in found.keys if key in self.origins and not self._is_default(key)]
+        for key in blamed or found.keys[:1]:
+            name, value = self.origins.get(key, (key, self.arguments.get(key)))
+            if isinstance(value, Unknown):
+                yield Line(key=name, value=str(value), says=_COMPUTED, instead="recipe")
+                continue
+            told = advice(str(value)) if isinstance(value, str) else None
+            together = f" together with {', '.join(o for o in blamed if o != key)}" if len(blamed) > 1 else ""
+            says = told or f"no {found.slot} here does this{together}"
+            yield Line(key=name, value=as_word(value), says=says, instead="recipe")
+
+    def _job(self) -> None:
+        for key in [name for name in self.arguments if name.startswith(_JOB)]:
+            value = self.arguments.pop(key)
+            name, given = self.origins.get(key, (key, value))
+            if isinstance(value, Unknown):
+                field_ = key.removeprefix(_JOB)
+                self.refused.append(Line(key=name, value=str(value), says=_COMPUTED, instead=field_))
+                continue
+            field_ = key.removeprefix(_JOB)
+            self.settings[field_] = _number(value) if field_ in ("learning_rate", "clip") else value
+            self._line(self.took, name.removeprefix(_JOB), given, f"{field_} {self.settings[field_]}")
+        self._batch()
+
+    def _batch(self) -> None:
+        """The global batch: micro-batch x accumulation, on one GPU."""
+        micro, pieces = self.arguments.get(MICRO_BATCH), self.arguments.get(ACCUMULATION)
+        name, given = self.origins.get(MICRO_BATCH, (MICRO_BATCH, micro))
+        if micro is None:
+            return
+        if type(micro) is not int or type(pieces) is not int:
+            unknown = isinstance(micro, Unknown) or isinstance(pieces, Unknown)
+            says = _COMPUTED if unknown else "a batch is a whole number of samples"
+            self._line(self.refused, name, given, says, instead="batch_size")
+            return
+        whole = self.settings.setdefault("batch_size", micro * pieces)
+        if whole != micro * pieces:
+            says = f"{micro} in {pieces} pieces is not the whole batch of {whole}"
+            self._line(self.refused, name, given, says, instead="batch_size")
+        else:
+            default = "" if MICRO_BATCH in self.origins else " (default)"
+            self._line(self.took, name, f"{as_word(given)}{default}", f"batch_size {whole} on one GPU")
+
+    def _account(self, key: str, value: Any) -> None:
+        """What to say of an argument that decided nothing: it is a default, it may be passed by, or not."""
+        name, given = self.origins[key]
+        if key in (MICRO_BATCH, ACCUMULATION) or key.startswith(_JOB) or self._is_default(key):
+            return
+        self._account_in(dialect("trainer"), key, value, name, given)
+
+    def _account_in(
+        self, table: Dialect, key: str, value: Any, name: str | None = None, given: Any = None
+    ) -> None:
+        name, given = (name, given) if name else (key, value)
+        refusal = table.refusal(key)
+        if refusal and not any(value == one and type(value) is type(one) for one in refusal.but):
+            computed = isinstance(value, Unknown)
+            self._line(self.refused, name, given, _COMPUTED if computed else refusal.why)
+        elif reason := table.reason_to_ignore(key):
+            self._line(self.ignored, name, given, reason)
+        elif refusal is None:
+            known = [*installed.defaults(), *table.words(), *dialect("trainer").words()]
+            guess = did_you_mean(key, known) if key not in known else ""
+            self._line(self.refused, name, given, f"snugfit does not know this key.{guess}")
+
+    def _is_default(self, key: str) -> bool:
+        """Whether an argument says what holds anyway."""
+        value = self.origins[key][1] if self.origins[key][0] == key else self.arguments.get(key)
+        known = {**installed.defaults(), **dialect("trainer").defaults}
+        return key in known and (value == known[key] or _unset(key, value, known))
+
+    def _name(self, key: str) -> str:
+        return self.origins.get(key, (key, None))[0]
+
+    @staticmethod
+    def _line(lines: list[Line], key: str, value: Any, says: str, *, instead: str = "recipe") -> None:
+        shown = str(value) if isinstance(value, Unknown) else as_word(value)
+        lines.append(Line(key=key, value=shown, says=says, instead=instead))
+
+
+_COMPUTED = "it is computed while the script runs. Say it with a flag, or write the value"
+
+
+def _with_parts(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`optim_args` as its parts: transformers keeps `momentum=0.9,nesterov=true` in one text."""
+    parts = values.get("optim_args")
+    if not isinstance(parts, str) or "=" not in parts:
+        return dict(values)
+    pairs = (part.partition("=")[::2] for part in parts.replace(" ", "").split(","))
+    return {**values, "optim_args": {name: _number(value) for name, value in pairs}}
+
+
+def _number(value: Any) -> Any:
+    """Text as the number it writes: PyYAML reads `1e-5` as text, and the libraries convert it later."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return float(value)
+    except ValueError:
+        return value
+
+
+def _unset(key: str, value: Any, known: Mapping[str, Any]) -> bool:
+    """None, where None stands for the default: a file that `to_json_string` wrote is full of these."""
+    return value is None and known.get(key) is not None
