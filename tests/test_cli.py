@@ -18,6 +18,7 @@ from snugfit.cli import jobfile
 from snugfit.cli.main import run
 from snugfit.errors import NothingFits, UsageError
 from snugfit.job.job import Phase
+from snugfit.step.footprint import Footprint
 from snugfit.techniques.foreign import foreign_names
 from snugfit.units import GIB
 
@@ -46,7 +47,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def _memory(how: dict[str, Any]) -> int | None:
-    return how["memory_bytes"] or (how["gpu"].memory_bytes if how["gpu"] else None)
+    return how.get("memory_bytes") or (how["gpu"].memory_bytes if how["gpu"] else None)
 
 
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str], folder: Path, *, code: int = 2) -> str:
@@ -208,6 +209,24 @@ def test_predicting_beside_a_run_on_the_cpu_is_refused_before_the_run(
     monkeypatch.setattr("snugfit.measurement.measure.measure", measure)
     arguments = ["measure", *BERT, "--device", "cpu", "--predict"]
     assert "Name a GPU" in refused(arguments, capsys, empty_folder)
+
+
+@pytest.mark.parametrize("outcome", ["ok", "oom:torch"])
+def test_a_run_without_a_gpu_s_figures_shows_the_whole_prediction(
+    outcome: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], asked: list[Any]
+) -> None:
+    """Measured on the CPU, or dead: there is nothing to lay beside the prediction."""
+    of_a_gpu = dict.fromkeys(("requested_bytes", "allocated_bytes", "reserved_bytes", "nvml_bytes"))
+    on_host = Footprint(**of_a_gpu, host_bytes=GIB) if outcome == "ok" else None
+
+    def measure(job: Any, recipe: Any, **_: Any) -> Any:
+        return replace(measurement(outcome=outcome, footprint=on_host), job=job, recipe=recipe)
+
+    monkeypatch.setattr("snugfit.measurement.measure.measure", measure)
+    assert run(["measure", *BERT, *V100, "--predict"]) == (0 if outcome == "ok" else 4)
+    shown = capsys.readouterr().out
+    assert "At the peak, by kind" in shown
+    assert "Error MiB" not in shown
 
 
 def test_the_guide_writes_its_files_and_says_where(

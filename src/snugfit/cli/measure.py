@@ -82,7 +82,7 @@ def _foresee(request: Request, device: str | None) -> Prediction:
 
 def _print(seen: Measurement, foreseen: Prediction | None, *, as_json: bool) -> None:
     from snugfit.comparison.compare import compare
-    from snugfit.report import measurement
+    from snugfit.report import measurement, prediction
     from snugfit.report.compare import beside
     from snugfit.report.terminal import show, show_json
 
@@ -91,5 +91,7 @@ def _print(seen: Measurement, foreseen: Prediction | None, *, as_json: bool) -> 
         show_json(comparison.to_json() if comparison else seen.to_json())
         return
     show(measurement.render(seen))
-    if comparison:
+    if seen.ok and comparison and comparison.lines:
         show(beside(comparison))
+    elif foreseen:  # a run on the CPU, or one that died, has no figures of a GPU to lay beside
+        show(prediction.render(foreseen))
