@@ -1,0 +1,84 @@
+"""Every command and every piece of Python in README and docs: typed as it stands, it is understood."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from made_up import guide_result, measurement, prediction
+from snugfit.cli.main import run
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
+def pieces(language: str) -> list[str]:
+    """The fenced pieces of one language, of every page."""
+    found = [piece for page in PAGES for piece in FENCE.findall(page.read_text())]
+    return [text for kind, text in found if kind == language]
+
+
+def commands() -> list[str]:
+    """The lines that call snugfit, each with its continuation."""
+    lines = [line for text in pieces("") for line in text.replace("\\\n", " ").splitlines()]
+    calls = {line for line in lines if line.startswith(("snugfit ", ".venv/bin/snugfit "))}
+    return sorted(" ".join(line.partition("snugfit ")[2].split()) for line in calls)
+
+
+@pytest.fixture
+def answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Questions are read and checked; the answers are made up."""
+
+    def predict(job: Any, recipe: Any, **_: Any) -> Any:
+        return replace(prediction(), job=job, recipe=recipe)
+
+    def measure(job: Any, recipe: Any, **_: Any) -> Any:
+        return replace(measurement(), job=job, recipe=recipe)
+
+    monkeypatch.setattr("snugfit.prediction.predict.predict", predict)
+    monkeypatch.setattr("snugfit.prediction.largest.largest", lambda *a, **k: (1, predict(*a, **k)))
+    monkeypatch.setattr("snugfit.measurement.measure.measure", measure)
+    monkeypatch.setattr("snugfit.comparison.guide.run", lambda *_, **__: guide_result())
+    for command in ("measure", "guide", "accuracy"):
+        monkeypatch.setattr(f"snugfit.cli.{command}.gpu_here", lambda *_: "NVIDIA H200")
+    for text in pieces("yaml"):
+        (tmp_path / text.splitlines()[0].removeprefix("# ")).write_text(text)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("command", commands())
+def test_a_command_of_the_docs_is_understood(
+    command: str, answered: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(shlex.split(command)) == 0, capsys.readouterr().err
+
+
+def test_the_docs_have_commands_and_python() -> None:
+    assert {"predict", "measure", "guide"} <= {command.split()[0] for command in commands()}
+    assert pieces("python")
+
+
+@pytest.mark.parametrize("text", pieces("python"))
+def test_python_of_the_docs_uses_what_there_is(text: str) -> None:
+    import snugfit
+
+    tree = ast.parse(text)
+    asked = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and _of_ours(node)}
+    assert asked <= set(snugfit.__all__)
+
+
+def _of_ours(node: ast.Attribute) -> bool:
+    return isinstance(node.value, ast.Name) and node.value.id == "snugfit"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
+    assert [target for target in targets if not (page.parent / target).exists()] == []
