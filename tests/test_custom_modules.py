@@ -51,6 +51,7 @@ def job_of(way: str) -> Job:
 def test_a_loss_is_found_and_what_is_no_tensor_is_passed_on(way: str, recipe: str) -> None:
     setup = Recipe.parse(recipe).setup()
     assert rehearse(job_of(way), setup, CudaPolicy()).peak()[0]
+    assert rehearse(job_of(way), setup, CudaPolicy(), loop="accelerate").peak()[0]
     step = PlainStep(job_of(way), setup, torch.device("cpu"), keep_losses=True)
     assert len(step.run(2, Stopwatch(torch.device("cpu"), 0))) == 2
 

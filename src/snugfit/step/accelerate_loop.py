@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from snugfit.errors import UsageError
 from snugfit.step.batches import loader
 from snugfit.step.install import build_model, build_optimizer, matmul_precision
+from snugfit.step.loss import loss_of
 from snugfit.step.placement import placed_on, settle
 from snugfit.step.step import Step
 
@@ -61,7 +62,7 @@ class AccelerateStep(Step):
                 observer.phase("load")
                 batch = next(following)
                 observer.phase("forward")
-                loss = model(**batch).loss
+                loss = loss_of(model(**batch))
                 loss = loss / pieces
                 if self.keep_losses:
                     total = total + loss.detach()

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from snugfit.job.batch import label_items
 from snugfit.step.batches import micro_batches
 from snugfit.step.install import build_model, build_optimizer, matmul_precision, place
+from snugfit.step.loss import loss_of
 from snugfit.step.step import Step
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ class PlainStep(OptimizerLoop):
             batch = place(piece, self.device)
             observer.phase("forward")
             with self._autocast():
-                loss = model(**batch)[0] if self.job.model.module is None else self._module_loss(model, batch)
+                loss = loss_of(model(**batch))
             if len(pieces) > 1:
                 loss = loss * (share / sum(items))
             if self.keep_losses:
@@ -128,19 +129,6 @@ class PlainStep(OptimizerLoop):
             (loss if scaler is None else scaler.scale(loss)).backward()
             del loss
         return total
-
-    @staticmethod
-    def _module_loss(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
-        """A user's own module gives its loss as a tensor, as `.loss`, as `"loss"` of a dict, or first of a
-        tuple."""
-        import torch
-
-        out = model(**batch)
-        if isinstance(out, torch.Tensor):
-            return out
-        key = "loss" if isinstance(out, Mapping) else 0
-        loss: torch.Tensor = out.loss if hasattr(out, "loss") else out[key]
-        return loss
 
     def _evaluate(self, steps: int, observer: Observer) -> list[float]:
         import torch
