@@ -12,6 +12,7 @@ versions installed here; each failure names those of the truth beside them.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import random
@@ -297,7 +298,7 @@ class Row:
 
 
 def test_the_published_rows_hold_under_the_software_of_their_time() -> None:
-    rows = []
+    rows, speeds = [], []
     for experiment in suite():
         for printed in experiment.published:
             machine = machines()[printed.machine]
@@ -310,10 +311,29 @@ def test_the_published_rows_hold_under_the_software_of_their_time() -> None:
                     software=machine.software,
                 )
                 rows.append(Row(experiment.name, printed.mib * MIB, found.footprint.nvml_bytes or 0))
+                if printed.samples_per_second and found.timing:
+                    speeds.append(
+                        (experiment.name, printed.samples_per_second, found.timing.samples_per_second)
+                    )
     assert len(rows) >= PUBLISHED_ROWS + 1
     within = [row for row in rows if row.within]
     told = "; ".join(f"{row.name} {row.predicted / row.published - 1:+.2%}" for row in rows)
     assert len(within) >= PUBLISHED_ROWS + len(rows) - 9, f"{told}. Predicted with {installed_versions()}."
+    hold_to_published_speeds(speeds)
+
+
+SPEED, APART = 0.35, 0.05
+"""How far from its published speed each row may lie on a GPU that was never measured, and from which
+difference on two rows must come in the published order."""
+
+
+def hold_to_published_speeds(speeds: list[tuple[str, float, float]]) -> None:
+    assert len(speeds) >= PUBLISHED_ROWS
+    told = "; ".join(f"{name} {predicted / printed - 1:+.1%}" for name, printed, predicted in speeds)
+    assert all(abs(predicted / printed - 1) <= SPEED for _, printed, predicted in speeds), told
+    for (_, printed, predicted), (_, other, theirs) in itertools.combinations(speeds, 2):
+        if abs(printed / other - 1) > APART:
+            assert (printed > other) == (predicted > theirs), told
 
 
 def _lacks(recipe: str) -> bool:

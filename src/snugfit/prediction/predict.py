@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from snugfit.errors import UsageError
+from snugfit.errors import GpuError, UsageError
 from snugfit.job.gpu import Gpu, find_gpu
 from snugfit.job.job import refuse_what_is_no_job
 from snugfit.prediction.allocator import replay
@@ -13,6 +13,8 @@ from snugfit.prediction.device import context_of, doubts_about, policy_for
 from snugfit.prediction.host import host_bytes
 from snugfit.prediction.prediction import Prediction
 from snugfit.prediction.profile import INSTALLED, find_software, installed_versions
+from snugfit.prediction.rates import rates_for
+from snugfit.prediction.seconds import StepSeconds, step_seconds
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.step.footprint import Footprint, Moment
 from snugfit.techniques.recipe import Recipe
@@ -57,6 +59,7 @@ def predict(
     )
     after = replay(tape, expandable=setup.expandable_segments)
     context, about_context = context_of(gpu, profile, tape)
+    timing, about_seconds = _seconds(tape, gpu, job)
     _, peak = tape.peak()
     footprint = Footprint(
         requested_bytes=after.requested_peak,
@@ -77,9 +80,22 @@ def predict(
         footprint=footprint,
         anatomy=anatomy(tape, peak, after.reserved, setup),
         versions=installed_versions(),
-        doubts=(*warnings, *tape.doubts, *about_context, *doubts_about(gpu)),
+        doubts=(*warnings, *tape.doubts, *about_context, *doubts_about(gpu), *about_seconds),
+        timing=timing,
         software=software,
     )
+
+
+def _seconds(tape: Tape, gpu: Gpu | None, job: Job) -> tuple[StepSeconds | None, tuple[str, ...]]:
+    """The steady step's seconds on this GPU, and what is doubtful in them."""
+    if gpu is None:
+        return None, ()
+    try:
+        rates = rates_for(gpu)
+    except GpuError as unknown:
+        return None, (str(unknown),)
+    doubts = () if rates.measured else (f"Seconds: no rates were measured on this GPU; {rates.source}.",)
+    return step_seconds(tape, gpu, batch_size=job.batch_size, rates=rates), doubts
 
 
 def _refuse_no_amount(memory_bytes: object) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 from snugfit.job.gpu import Gpu
 from snugfit.job.job import Job
-from snugfit.step.footprint import Footprint, Timing
+from snugfit.prediction.seconds import StepSeconds
+from snugfit.step.footprint import Footprint
 from snugfit.techniques.recipe import Recipe
 
 SCHEMA = 1
@@ -88,8 +89,8 @@ class Prediction:
     """Package versions the rehearsal ran with."""
     doubts: tuple[str, ...] = ()
     """What in this prediction is less certain than the rest, in words."""
-    timing: Timing | None = None
-    """Seconds come with a later release."""
+    timing: StepSeconds | None = None
+    """Seconds of the steady step; None when no GPU was named, or its rates are not known."""
     software: str = "installed"
     """`installed`, or the name of a software profile that was emulated."""
 

@@ -48,11 +48,17 @@ def describe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any)
         return None
     returned = {id(tensor) for tensor in outputs}
     outputs += [tensor for tensor in _tensors(_written(func, args, kwargs)) if id(tensor) not in returned]
-    moved = sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *outputs))
+    moved = sum(map(_nbytes, (*inputs, *outputs)))
+    if func._schema.name in _GATHERING:  # reads the rows that it was asked for, not the whole table
+        moved -= max(0, _nbytes(inputs[0]) - sum(map(_nbytes, outputs)))
     flops = _flops(func, args, kwargs, out)
     flops = sum(tensor.numel() for tensor in outputs) if flops is None else flops
     shapes = tuple(tuple(tensor.shape) for tensor in inputs[:3])
     return flops, moved, shapes, _arithmetic(func, (inputs or outputs)[0]), len(inputs)
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -105,6 +111,8 @@ _PRODUCTS = frozenset(
     }
 )  # fmt: skip
 """Operators of fp32 tensors that torch hands to cuBLAS and cuDNN, which may compute them in TF32."""
+
+_GATHERING = frozenset({"aten::embedding", "aten::index", "aten::index_select", "aten::gather"})
 
 _NO_KERNEL = frozenset(
     {

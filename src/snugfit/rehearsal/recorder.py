@@ -157,7 +157,8 @@ class Recorder(TorchDispatchMode):
             kernel = describe(func, args, kwargs, out)
             if kernel is not None:
                 self._note_down("kernel")
-                self.kernels.append(Kernel(operator, self._path(), self.current_phase, *kernel))
+                again = self.current_phase == "backward" and torch.is_grad_enabled()
+                self.kernels.append(Kernel(operator, self._path(), self.current_phase, *kernel, again))
         return out
 
     def _scalar(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -52,6 +52,8 @@ class Kernel(NamedTuple):
     """Of its first input; `tf32` for a product of fp32 tensors that runs in it."""
     tensors: int
     """How many it is given: lists of them are what foreach optimizers work on."""
+    recomputed: bool = False
+    """Whether it runs forward again in the backward pass."""
 
 
 @dataclass(frozen=True)

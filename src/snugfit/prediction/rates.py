@@ -1,0 +1,183 @@
+"""Rates: how fast one GPU runs kernels, and its host asks for them.
+
+Achieved rates, not those of a data sheet: a product of matrices reaches two thirds to nine tenths of the peak
+when it is large and a tenth when it is small, and which it is follows from its shape (`kernel_seconds.py`).
+`rates.json` holds what was measured, by the GPU's key. A GPU that was never measured gets the H200's shares
+of its own data sheet, or what others measured on it (`achieved` in the table of GPUs), and says so.
+
+The host is apart from the GPU: the same card is asked for kernels twice as fast by one machine as by another.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from importlib import resources
+from typing import Any, Self
+
+from snugfit.errors import GpuError
+from snugfit.job.gpu import Gpu, find_gpu
+
+PRECISIONS = {"torch.float32": "fp32", "tf32": "tf32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
+"""A kernel's dtype, and the data sheet's name for what computes it."""
+
+REFERENCE = "H200-SXM"
+"""The GPU whose achieved shares are taken for those that were never measured."""
+
+BOUND_BY_BYTES = 0.3
+"""An operator that reaches less of the bandwidth than this is bound by its instructions."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProductRate:
+    """Matrix products of one precision: a grid of tiles over the multiprocessors."""
+
+    flops: float
+    """Per second, of the whole GPU while every multiprocessor works on a tile of 256 x 128."""
+
+    start: float
+    """Seconds before and after the tiles' work."""
+
+    wave: float
+    """Seconds that a wave of tiles takes beside its arithmetic: filling the pipeline, writing the result."""
+
+    efficiency: tuple[float, float, float, float]
+    """Of tiles of 128 x 128, 128 x 64, 64 x 64 and 64 x 32, against the largest."""
+
+    unaligned: float
+    """What is left of the rate when a row of an operand is no multiple of 16 bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostRate:
+    """Seconds that Python and torch take on the host to ask for one kernel, before a GPU is asked."""
+
+    forward: float
+    """A kernel of the forward pass: modules, autograd's graph and views included."""
+
+    backward: float
+    """A kernel of the backward pass, asked for by autograd's own thread."""
+
+    recompute: float
+    """A kernel that runs forward again in backward: also the hooks of checkpointing, a tensor at a time."""
+
+    update: float
+    """A kernel of an optimizer or of clipping."""
+
+    tensor: float
+    """One more tensor in the lists that a foreach or fused kernel is given."""
+
+    step: float
+    """Each step beside its kernels: the batch, the loop, the scheduler."""
+
+    wait: float
+    """Each time the host waits for the device, beside the waiting: the way there and back."""
+
+    def slower(self, factor: float) -> HostRate:
+        """A host that takes `factor` times as long."""
+        return HostRate(**{name: seconds * factor for name, seconds in asdict(self).items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What one GPU and its host achieve."""
+
+    gpu: str
+    """The key of the GPU in the table."""
+
+    multiprocessors: int
+    """How many work at a time."""
+
+    products: Mapping[str, ProductRate]
+    """By precision: `fp32 tf32 bf16 fp16`, those that it has."""
+
+    attention: Mapping[str, tuple[float, float]]
+    """By kernel (`cudnn flash efficient`, each also `... backward`): FLOPs per second, seconds to start."""
+
+    bandwidth: float
+    """Bytes per second of a large element-wise kernel."""
+
+    start: float
+    """Seconds of the smallest kernel."""
+
+    patterns: Mapping[str, tuple[float, float]]
+    """By operator, for those that are slower: bytes per second, seconds to start."""
+
+    host: HostRate
+
+    source: str
+    """Where the figures come from."""
+
+    measured: bool = True
+    """False when they were scaled from another GPU's by data sheet."""
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Self:
+        """The rates of one entry of `rates.json`."""
+        fields = dict(document)
+        fields["products"] = {
+            name: ProductRate(**{**rate, "efficiency": tuple(rate["efficiency"])})
+            for name, rate in fields["products"].items()
+        }
+        for name in ("attention", "patterns"):
+            fields[name] = {operator: tuple(pair) for operator, pair in fields[name].items()}
+        fields["host"] = HostRate(**fields["host"])
+        return cls(**fields)
+
+
+def rates_for(gpu: Gpu) -> Rates:
+    """The rates of this GPU: measured ones where there are, else the reference's shares of its data sheet.
+
+    Raises `GpuError` when the table does not say how fast it is.
+    """
+    measured = _measured()
+    if gpu.key in measured:
+        return measured[gpu.key]
+    return _scaled(measured[REFERENCE], find_gpu(REFERENCE), gpu)
+
+
+@cache
+def _measured() -> dict[str, Rates]:
+    text = resources.files("snugfit.prediction").joinpath("rates.json").read_text(encoding="utf-8")
+    return {key: Rates.from_json(entry) for key, entry in json.loads(text).items()}
+
+
+def _scaled(known: Rates, of: Gpu, gpu: Gpu) -> Rates:
+    if not gpu.bandwidth or not gpu.sm_count or not of.bandwidth or not gpu.peak_dense.get("fp32"):
+        raise GpuError(
+            f"{gpu.key}: its bandwidth, multiprocessors or peak rates are not in the table, so its seconds "
+            "are not known. Its bytes are predicted all the same."
+        )
+    best = gpu.achieved.get("torch_matmul_best_tflops") or {}
+    products: dict[str, ProductRate] = {}
+    for precision, rate in known.products.items():
+        peak = gpu.peak_dense.get(precision)
+        seen = best.get(precision)
+        if seen:
+            products[precision] = replace(rate, flops=seen * 1e12)
+        elif peak:
+            products[precision] = replace(rate, flops=rate.flops * peak / of.peak_dense[precision])
+    faster = max(gpu.peak_dense.values()) / max(of.peak_dense.values())
+    wider, busier = gpu.bandwidth / of.bandwidth, _instructions(gpu) / _instructions(of)
+    patterns = {
+        name: (rate * (wider if rate > known.bandwidth * BOUND_BY_BYTES else busier), start)
+        for name, (rate, start) in known.patterns.items()
+    }
+    return replace(
+        known,
+        gpu=gpu.key,
+        multiprocessors=gpu.sm_count,
+        products=products,
+        attention={name: (flops * faster, start) for name, (flops, start) in known.attention.items()},
+        bandwidth=known.bandwidth * wider,
+        patterns=patterns,
+        source=f"scaled from {known.gpu} by data sheet",
+        measured=False,
+    )
+
+
+def _instructions(gpu: Gpu) -> float:
+    """Proportional to the instructions that a GPU can begin in a second."""
+    return float(gpu.sm_count or 1) * float(gpu.boost_clock_hz or 1e9)

@@ -1,0 +1,162 @@
+"""Seconds of a step: two workers and a queue.
+
+The host asks for one kernel after the other and goes on at once; the device works them off in order. A kernel
+begins when it has been asked for and the one before it has ended. Where the host reads a value (`.item()`) it
+waits until the device has caught up. Nothing else is assumed: whether a step is bound by its host or by its
+device, and where, follows from the queue. Steps run one after the other without a pause between, so the time
+of a step is the time between the ends of two, when the first has had its effect.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from snugfit.prediction.kernel_seconds import KernelClock
+from snugfit.prediction.rates import PRECISIONS, HostRate, Rates, rates_for
+
+if TYPE_CHECKING:
+    from snugfit.job.gpu import Gpu
+    from snugfit.rehearsal.tape import Kernel, Tape
+
+ROUNDS = 3
+"""Steps that are played: the last one's length is stated."""
+
+FEW_TENSORS = 8
+"""Operands that any operator may have; more are lists."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseSeconds:
+    """One phase of the steady step."""
+
+    phase: str
+    """`load`, `forward`, `backward`, `clip` or `update`."""
+
+    group: str
+    """Operator group (`rehearsal/kernels.py`)."""
+
+    device_seconds: float
+    """Of its kernels, one after the other."""
+
+    host_seconds: float
+    """Until they were asked for, one after the other."""
+
+    roofline_seconds: float
+    """What the data sheet would allow: the larger of arithmetic and traffic at its peaks, by kernel."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSeconds:
+    """How long a step takes, and why."""
+
+    step_seconds: float
+    """Between the ends of two steps."""
+
+    samples_per_second: float
+    """Global batch over `step_seconds`."""
+
+    device_seconds: float
+    """In which the device works."""
+
+    host_seconds: float
+    """In which the host works, waiting for the device apart."""
+
+    phases: tuple[PhaseSeconds, ...]
+    """By phase and operator group."""
+
+    bound: str
+    """`host` when the device waits for work most of the time that it does not work, else the operator group
+    that keeps it longest."""
+
+    measured_rates: bool
+    """Whether the GPU's rates were measured; else they were scaled from another's by data sheet."""
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object."""
+        return asdict(self)
+
+
+def step_seconds(
+    tape: Tape, gpu: Gpu, *, batch_size: int, rates: Rates | None = None, host: float = 1.0
+) -> StepSeconds:
+    """The seconds of the tape's steady step on this GPU; `host` is how many times slower than the rates' the
+    host is. Raises `GpuError` when the GPU's rates are not known."""
+    from snugfit.rehearsal.kernels import group_of
+
+    rates = rates or rates_for(gpu)
+    clock, asking = KernelClock(rates), rates.host.slower(host)
+    device = [clock.seconds(kernel) for kernel in tape.kernels]
+    asked = [_asking(kernel, asking) for kernel in tape.kernels]
+    lines: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    for kernel, works, asks in zip(tape.kernels, device, asked, strict=True):
+        line = lines[kernel.phase, group_of(kernel.operator)]
+        line[0] += works
+        line[1] += asks
+        line[2] += _roofline(kernel, gpu)
+    phases = tuple(
+        PhaseSeconds(
+            phase=phase, group=group, device_seconds=works, host_seconds=asks, roofline_seconds=least
+        )
+        for (phase, group), (works, asks, least) in lines.items()
+    )
+    length = play(device, asked, tape.waits, asking)
+    busy = sum(device)
+    host_seconds = sum(asked) + asking.step + asking.wait * len(tape.waits)
+    return StepSeconds(
+        step_seconds=length,
+        samples_per_second=batch_size / length if length else 0.0,
+        device_seconds=busy,
+        host_seconds=host_seconds,
+        phases=phases,
+        bound=_bound(length, busy, phases),
+        measured_rates=rates.measured,
+    )
+
+
+def play(device: Sequence[float], asked: Sequence[float], waits: Iterable[int], host: HostRate) -> float:
+    """Seconds between the ends of two steady steps whose kernels take `device` and are asked for after
+    `asked`; before kernel `waits[i]` the host waits for the device."""
+    before = sorted(waits)
+    now = free = last = 0.0
+    length = 0.0
+    for _ in range(ROUNDS):
+        now += host.step
+        place = 0
+        for index, (works, asks) in enumerate(zip(device, asked, strict=True)):
+            while place < len(before) and before[place] <= index:
+                now = max(now, free) + host.wait
+                place += 1
+            now += asks
+            free = max(free, now) + works
+        for _ in before[place:]:
+            now = max(now, free) + host.wait
+        end = max(now, free)
+        length, last = end - last, end
+    return length
+
+
+def _asking(kernel: Kernel, host: HostRate) -> float:
+    if kernel.recomputed:
+        each = host.recompute
+    else:
+        phases = {"forward": host.forward, "backward": host.backward, "load": host.forward}
+        each = phases.get(kernel.phase, host.update)
+    return each + host.tensor * max(0, kernel.tensors - FEW_TENSORS)
+
+
+def _roofline(kernel: Kernel, gpu: Gpu) -> float:
+    peak = gpu.peak_dense.get(PRECISIONS.get(kernel.dtype, "fp32")) or gpu.peak_dense.get("fp32") or 0
+    arithmetic = kernel.flops / peak if peak else 0.0
+    return max(arithmetic, kernel.nbytes / gpu.bandwidth if gpu.bandwidth else 0.0)
+
+
+def _bound(length: float, busy: float, phases: Sequence[PhaseSeconds]) -> str:
+    if busy < 0.85 * length:
+        return "host"
+    groups: dict[str, float] = defaultdict(float)
+    for line in phases:
+        groups[line.group] += line.device_seconds
+    return max(groups, key=groups.__getitem__)

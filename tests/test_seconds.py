@@ -1,0 +1,203 @@
+"""Seconds of a step: the queue, the tiles, the rates, and what was profiled on an H200."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from small_models import small_job
+from snugfit.errors import GpuError
+from snugfit.job.gpu import find_gpu
+from snugfit.job.job import Job
+from snugfit.prediction.kernel_seconds import KernelClock, tile_seconds
+from snugfit.prediction.predict import predict
+from snugfit.prediction.rates import HostRate, Rates, rates_for
+from snugfit.prediction.seconds import play, step_seconds
+from snugfit.rehearsal.policy import CudaPolicy
+from snugfit.rehearsal.rehearse import rehearse
+from snugfit.rehearsal.tape import Kernel
+from snugfit.techniques.packages import missing
+from snugfit.techniques.recipe import Recipe
+
+RESULTS = Path(__file__).parents[1] / "results"
+H200 = rates_for(find_gpu("h200"))
+FREE = HostRate(forward=0, backward=0, recompute=0, update=0, tensor=0, step=0, wait=0)
+
+
+# ---- the queue -----------------------------------------------------------------------------------------
+
+
+def test_a_device_that_has_work_sets_the_pace() -> None:
+    assert play([2.0, 3.0], [0.1, 0.1], (), FREE) == pytest.approx(5.0)
+
+
+def test_a_host_that_asks_slowly_sets_the_pace() -> None:
+    """The last kernel of a step still runs while the next step's first is asked for."""
+    assert play([0.1, 3.0], [2.0, 2.0], (), FREE) == pytest.approx(4.0)
+
+
+def test_waiting_adds_what_would_have_run_side_by_side() -> None:
+    """Host and device 1 s a kernel: side by side 2 s; with a wait at the end, one after the other."""
+    assert play([1.0, 1.0], [1.0, 1.0], (), FREE) == pytest.approx(2.0)
+    assert play([1.0, 1.0], [1.0, 1.0], (2,), FREE) == pytest.approx(3.0)
+    assert play([1.0, 1.0], [1.0, 1.0], (1, 2), replace(FREE, wait=0.25)) == pytest.approx(4.5)
+
+
+def test_a_step_costs_the_host_something_beside_its_kernels() -> None:
+    assert play([0.0], [1.0], (), replace(FREE, step=0.5)) == pytest.approx(1.5)
+
+
+# ---- products ------------------------------------------------------------------------------------------
+
+
+def product(rows: int, columns: int, inner: int, dtype: str = "torch.bfloat16", batch: int = 1) -> Kernel:
+    item = 2 if "16" in dtype else 4
+    return Kernel(
+        "aten::bmm",
+        "",
+        "forward",
+        2 * batch * rows * columns * inner,
+        item * batch * (rows * inner + inner * columns + rows * columns),
+        ((batch, rows, inner), (batch, inner, columns)),
+        dtype,
+        2,
+    )
+
+
+def test_a_wave_that_is_not_full_takes_as_long_as_one_that_is() -> None:
+    """132 tiles of 256 x 128 are one wave of an H200; 133 are two."""
+    rate = replace(H200.products["bf16"], efficiency=(0.1, 0.1, 0.1, 0.1))  # nothing but the largest tile
+    one, two = (tile_seconds(rate, 132, 1e15, (1, 256 * tiles, 128, 4096)) for tiles in (132, 133))
+    assert two == pytest.approx(2 * one)
+    assert tile_seconds(rate, 133, 1e15, (1, 256 * 133, 128, 4096)) < two
+
+
+def test_large_products_come_near_the_rate_and_small_ones_do_not() -> None:
+    clock = KernelClock(H200)
+    large, small = product(8192, 8192, 8192), product(128, 128, 512)
+    assert large.flops / clock.seconds(large) > 0.85 * H200.products["bf16"].flops
+    assert small.flops / clock.seconds(small) < 0.05 * H200.products["bf16"].flops
+
+
+def test_rows_that_are_no_multiple_of_16_bytes_are_slower() -> None:
+    clock = KernelClock(H200)
+    assert clock.seconds(product(1024, 1023, 1024)) > 1.5 * clock.seconds(product(1024, 1024, 1024))
+
+
+def test_precision_decides() -> None:
+    clock = KernelClock(H200)
+    seconds = [
+        clock.seconds(product(4096, 4096, 4096, dtype))
+        for dtype in ("torch.bfloat16", "tf32", "torch.float32")
+    ]
+    assert seconds == sorted(seconds)
+    assert seconds[2] > 5 * seconds[1]
+
+
+def test_a_product_without_elements_takes_a_kernel_s_start() -> None:
+    assert KernelClock(H200).seconds(product(0, 8, 8)) == H200.start
+
+
+# ---- rates ---------------------------------------------------------------------------------------------
+
+
+def test_a_gpu_that_was_never_measured_is_scaled_and_says_so() -> None:
+    a100 = rates_for(find_gpu("a100-80gb"))
+    assert not a100.measured
+    assert a100.bandwidth / H200.bandwidth == pytest.approx(
+        (find_gpu("a100-80gb").bandwidth or 0) / (find_gpu("h200").bandwidth or 1)
+    )
+    found = predict(small_job("bert", 1), gpu="a100-80gb")
+    assert any("no rates were measured" in doubt for doubt in found.doubts)
+    assert not any("no rates were measured" in d for d in predict(small_job("bert", 1), gpu="h200").doubts)
+
+
+def test_volta_has_no_tf32_and_computes_bf16_slowly() -> None:
+    v100 = rates_for(find_gpu("v100-16gb"))
+    assert "tf32" not in v100.products
+    assert v100.products["bf16"].flops < 0.2 * v100.products["fp16"].flops
+
+
+def test_what_is_not_in_the_table_is_not_guessed() -> None:
+    """Bytes are predicted all the same; seconds stay away, with the reason."""
+    unknown = replace(find_gpu("h200"), key="H999", bandwidth=None)
+    with pytest.raises(GpuError, match="H999: its bandwidth"):
+        rates_for(unknown)
+    found = predict(small_job("bert", 1), gpu=unknown)
+    assert found.timing is None
+    assert found.footprint.reserved_bytes
+    assert any("seconds are not known" in doubt for doubt in found.doubts)
+
+
+def test_without_a_gpu_there_are_no_seconds() -> None:
+    assert predict(small_job("bert", 1)).to_json()["timing"] is None
+
+
+# ---- a step --------------------------------------------------------------------------------------------
+
+
+def test_a_step_s_seconds_add_up() -> None:
+    job = small_job("gpt2", 2)
+    tape = rehearse(job, Recipe.parse("every_layer").setup(), CudaPolicy())
+    found = step_seconds(tape, find_gpu("h200"), batch_size=job.batch_size)
+    assert sum(line.device_seconds for line in found.phases) == pytest.approx(found.device_seconds)
+    assert found.step_seconds >= max(found.device_seconds, 0.99 * found.host_seconds)
+    assert found.samples_per_second == pytest.approx(job.batch_size / found.step_seconds)
+    assert found.bound == "host"
+    assert all(line.roofline_seconds <= line.device_seconds for line in found.phases)
+    slower = step_seconds(tape, find_gpu("h200"), batch_size=job.batch_size, host=3.0)
+    assert slower.step_seconds == pytest.approx(3 * found.step_seconds, rel=0.05)
+
+
+def test_what_runs_forward_again_is_marked() -> None:
+    job = small_job("bert", 2)
+    again = [
+        sum(kernel.recomputed for kernel in rehearse(job, Recipe.parse(recipe).setup(), CudaPolicy()).kernels)
+        for recipe in ("plain", "every_layer")
+    ]
+    assert again[0] == 1  # the one that backward begins with
+    assert again[1] > 20
+
+
+@pytest.mark.parametrize(("layers", "less"), [(2, 1), (3, 2)])
+def test_more_layers_take_longer(layers: int, less: int) -> None:
+    seconds = [predict(small_job("llama", n), gpu="h200").timing for n in (less, layers)]
+    assert seconds[0]
+    assert seconds[1]
+    assert seconds[0].step_seconds < seconds[1].step_seconds
+    assert seconds[0].device_seconds < seconds[1].device_seconds
+
+
+# ---- the truth -----------------------------------------------------------------------------------------
+
+DEVICE_MEDIAN, DEVICE_WORST = 0.10, 0.30
+"""Errors allowed of the device's seconds over the sample below, half of it and each."""
+
+SAMPLE = (0, 1, 3, 16, 21, 27, 30, 33, 42, 43)
+"""Profiled runs that are quick to rehearse."""
+
+
+def test_the_profiled_device_seconds_are_predicted() -> None:
+    document = json.loads((RESULTS / "h200-2026-11-20" / "profiled-steps.json").read_text())
+    clock, errors = KernelClock(H200), {}
+    for number in SAMPLE:
+        run = document["runs"][number]
+        recipe = Recipe.parse(run["recipe"])
+        if any(missing(type(technique)) for technique in recipe):
+            continue
+        tape = rehearse(Job.from_json(run["job"]), recipe.setup(), CudaPolicy())
+        seconds = sum(map(clock.seconds, tape.kernels))
+        errors[f"{run['job']['model']['name']} {recipe}"] = seconds / run["device_seconds"] - 1
+    assert statistics.median(map(abs, errors.values())) <= DEVICE_MEDIAN, errors
+    assert max(map(abs, errors.values())) <= DEVICE_WORST, errors
+
+
+def test_rates_are_read_as_they_stand() -> None:
+    text = (Path(rates_for.__code__.co_filename).parent / "rates.json").read_text()
+    assert {key: Rates.from_json(entry).gpu for key, entry in json.loads(text).items()} == {
+        "H200-SXM": "H200-SXM"
+    }
