@@ -392,7 +392,13 @@ def test_the_childs_environment() -> None:
         ({"warmup": -1}, "warm-up steps is -1"),
         ({"deadline_seconds": 0}, "deadline is 0"),
         ({"deadline_seconds": math.nan}, "deadline is nan"),
+        ({"deadline_seconds": "60"}, "deadline is '60'"),
         ({"device": "gpu"}, "Devices: cpu"),
+        ({"device": 0}, "Devices: cpu"),
+        ({"gpu_index": "0"}, "GPU index '0'"),
+        ({"ledger": 3}, "ledger is 3; it is a path"),
+        ({"record_history": 3}, "record_history is 3; it is a path"),
+        ({"record_history": "/nowhere/at/all/h.pickle"}, "no such folder"),
         ({"gpu_index": -1}, "GPU index -1"),
         ({"device": "cpu", "record_history": Path("history.pickle")}, "no GPU"),
         ({"record_history": Path("/nowhere/at/all/h.pickle")}, "no such folder"),
@@ -401,7 +407,7 @@ def test_the_childs_environment() -> None:
 )
 def test_what_cannot_be_measured(tmp_path: Path, options: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        measure(tiny_job(), Recipe(), ledger=tmp_path / "runs", **options)
+        measure(tiny_job(), Recipe(), **{"ledger": tmp_path / "runs", **options})
     assert os.listdir(tmp_path) == []
 
 

@@ -75,8 +75,8 @@ def measure(
     warmup: int = 3,
     steps: int = 10,
     deadline_seconds: float = 600.0,
-    ledger: Path | None = Path("snugfit-runs"),
-    record_history: Path | None = None,
+    ledger: Path | str | None = Path("snugfit-runs"),
+    record_history: Path | str | None = None,
 ) -> Measurement:
     """Runs the job under the recipe (which may be text) in a fresh process and gives what it took.
 
@@ -94,18 +94,19 @@ def measure(
         warmup=warmup,
         steps=steps,
         deadline_seconds=deadline_seconds,
-        history=record_history,
+        history=_path_of("record_history", record_history),
     )
+    root = _path_of("ledger", ledger)
     _refuse(experiment)
     with find_place(device, gpu_index, environment=os.environ) as place:
         recipe.check(job, place.card.capability() if place.card else None)
         if record_history is not None and place.type != "cuda":
             raise UsageError("A memory history is recorded by the CUDA allocator; there is no GPU here.")
-        if ledger is None:
+        if root is None:
             return perform(experiment, place)[0]
-        with ledger_files.prepared(Path(ledger)):
+        with ledger_files.prepared(root):
             measurement, words = perform(experiment, place)
-            ledger_files.write(Path(ledger), measurement, words)
+            ledger_files.write(root, measurement, words)
     return measurement
 
 
@@ -178,13 +179,20 @@ def _refuse(experiment: Experiment) -> None:
                 f"{what} is {value!r}; allowed are whole numbers from {least} to {LARGEST_STEPS}."
             )
     deadline = experiment.deadline_seconds
-    if isinstance(deadline, bool) or not (math.isfinite(deadline) and deadline > 0):
+    if type(deadline) not in (int, float) or not (math.isfinite(deadline) and deadline > 0):
         raise UsageError(f"The deadline is {deadline!r}; it is a number of seconds above 0.")
     if experiment.history is not None:
         if experiment.warmup + experiment.steps <= HISTORY_STEP:
             raise UsageError(f"A memory history needs {HISTORY_STEP + 1} steps or more, warm-up included.")
         if not experiment.history.absolute().parent.is_dir():
             raise UsageError(f"The history cannot go to {experiment.history}: there is no such folder.")
+
+
+def _path_of(what: str, given: object) -> Path | None:
+    """A path from Python, which people write as text too."""
+    if given is None or isinstance(given, str | os.PathLike):
+        return None if given is None else Path(given)
+    raise UsageError(f"{what} is {given!r}; it is a path, or None.")
 
 
 def _request(experiment: Experiment, place: Place, ground: clean.Ground | None) -> dict[str, object]:

@@ -108,11 +108,11 @@ def find_place(
 
 
 def _kind(device: str | None, index: int) -> tuple[str | None, int]:
-    if index < 0:
-        raise GpuError(f"GPU index {index}: GPUs are numbered from 0.")
+    if type(index) is not int or index < 0:
+        raise GpuError(f"GPU index {index!r}: GPUs are numbered from 0.")
     if device is None or device in ("cpu", "cuda"):
         return device, index
-    named = re.fullmatch(r"cuda:(\d{1,4})", device)
+    named = re.fullmatch(r"cuda:(\d{1,4})", device) if isinstance(device, str) else None
     if not named:
         raise GpuError(f"Unknown device {device!r}. Devices: cpu, cuda, cuda:1.")
     return "cuda", int(named[1])
