@@ -10,11 +10,12 @@ from rich.table import Table
 from rich.text import Text
 
 from snugfit.prediction.prediction import Anatomy, CurvePoint, Prediction
+from snugfit.prediction.seconds import PhaseSeconds, StepSeconds
 from snugfit.report.job import job_line
 from snugfit.report.sketch import bars, legend, sample
 from snugfit.report.terminal import table, words
 from snugfit.step.footprint import Footprint
-from snugfit.units import show_bytes, show_mib
+from snugfit.units import show_bytes, show_mib, show_seconds
 
 LARGEST_SHOWN = 12
 CURVE_COLUMNS = 72
@@ -25,10 +26,11 @@ def render(prediction: Prediction, *, operators: bool = False) -> RenderableType
     """The whole report of one prediction."""
     anatomy = prediction.anatomy
     parts: list[RenderableType] = [heading(prediction), footprint_table(prediction.footprint)]
-    parts += [verdict(prediction), Text(), *_peak(prediction), kinds_table(prediction)]
+    parts += [verdict(prediction), *_pace(prediction.timing), Text(), *_peak(prediction)]
+    parts += [kinds_table(prediction)]
     parts += [_largest_table(anatomy)] if anatomy.largest else []
     parts += _curve(anatomy.curve) if anatomy.curve else []
-    parts += [operators_table(anatomy)] if operators else []
+    parts += [operators_table(anatomy, prediction.timing)] if operators else []
     parts += [words(f"Doubt: {doubt}", "yellow") for doubt in prediction.doubts]
     return Group(*parts)
 
@@ -65,6 +67,22 @@ def verdict(prediction: Prediction) -> Text:
     return words(
         f"Does not fit: {show_bytes(-spare)} more than the {show_bytes(memory)} there are.", "bold red"
     )
+
+
+def _pace(timing: StepSeconds | None) -> list[RenderableType]:
+    """How long a step takes, and what bounds it."""
+    if timing is None:
+        return []
+    roofline = sum(line.roofline_seconds for line in timing.phases)
+    bound = "its host" if timing.bound == "host" else timing.bound
+    return [
+        words(
+            f"A step takes about {show_seconds(timing.step_seconds)} "
+            f"({timing.samples_per_second:.1f} samples/s), bound by {bound}: the GPU works "
+            f"{show_seconds(timing.device_seconds)} of it, and would need {show_seconds(roofline)} at the "
+            "rates of its data sheet."
+        )
+    ]
 
 
 def _peak(prediction: Prediction) -> list[RenderableType]:
@@ -112,8 +130,10 @@ def _curve(curve: tuple[CurvePoint, ...]) -> list[RenderableType]:
     return [head, words(drawing), Text()]
 
 
-def operators_table(anatomy: Anatomy) -> Table:
-    """FLOPs, bytes and kernels of each operator group in each phase, with shares of the step's totals."""
+def operators_table(anatomy: Anatomy, timing: StepSeconds | None = None) -> Table:
+    """FLOPs, bytes, kernels and, where they are known, milliseconds of each operator group in each phase,
+    with shares of the step's totals."""
+    known = {(line.group, line.phase): line for line in timing.phases} if timing else {}
     flops = sum(line.flops for line in anatomy.operators) or 1
     moved = sum(line.bytes for line in anatomy.operators) or 1
     rows = [
@@ -125,11 +145,17 @@ def operators_table(anatomy: Anatomy) -> Table:
             f"{100 * line.flops / flops:.1f} %",
             show_mib(line.bytes),
             f"{100 * line.bytes / moved:.1f} %",
+            *(f"{1000 * seconds:.2f}" for seconds in _device_and_host(known.get((line.group, line.phase)))),
         )
         for line in sorted(anatomy.operators, key=lambda line: (_place(line.phase), -line.flops, -line.bytes))
     ]
-    heads = ("Operator group", "Phase", "Kernels>", "GFLOP>", "Share>", "MiB moved>", "Share>")
+    heads = ["Operator group", "Phase", "Kernels>", "GFLOP>", "Share>", "MiB moved>", "Share>"]
+    heads += ["GPU ms>", "host ms>"] if timing else []
     return table(heads, rows, title=f"One steady step; it waits for the GPU {anatomy.syncs:,} times")
+
+
+def _device_and_host(line: PhaseSeconds | None) -> tuple[float, ...]:
+    return (line.device_seconds, line.host_seconds) if line else ()
 
 
 def _place(phase: str) -> int:
