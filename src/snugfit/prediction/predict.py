@@ -40,10 +40,9 @@ def predict(
     `trainer`; `trainer_class` is a subclass of `transformers.Trainer` to rehearse in its place. Raises
     `UsageError` for what cannot be, `RehearsalError` for a step without a tape.
     """
-    refuse_what_is_no_job(job)
+    _refuse(job, memory_bytes)
     recipe = recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe)
     gpu = gpu if gpu is None or isinstance(gpu, Gpu) else find_gpu(gpu)
-    _refuse_no_amount(memory_bytes)
     profile = find_software(software)
     recipe = profile.of_the_time(recipe)
     warnings = recipe.check(job, gpu.compute_capability if gpu else None)
@@ -98,8 +97,9 @@ def _seconds(tape: Tape, gpu: Gpu | None, job: Job) -> tuple[StepSeconds | None,
     return step_seconds(tape, gpu, batch_size=job.batch_size, rates=rates), doubts
 
 
-def _refuse_no_amount(memory_bytes: object) -> None:
-    """Raises `UsageError` for a bound that is no number of bytes."""
+def _refuse(job: object, memory_bytes: object) -> None:
+    """Raises `UsageError` for what is no job, and for a bound that is no number of bytes."""
+    refuse_what_is_no_job(job)
     if memory_bytes is None or (type(memory_bytes) is int and memory_bytes > 0):
         return
     raise UsageError(
