@@ -25,6 +25,7 @@ import typer
 
 from snugfit.cli.accuracy import accuracy
 from snugfit.cli.doctor import doctor
+from snugfit.cli.export import export
 from snugfit.cli.gpus import gpus
 from snugfit.cli.guide import guide
 from snugfit.cli.measure import measure
@@ -50,7 +51,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (predict, measure, guide, accuracy, gpus, techniques, doctor):
+for command in (predict, measure, export, guide, accuracy, gpus, techniques, doctor):
     app.command()(command)
 
 

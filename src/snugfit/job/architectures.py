@@ -14,6 +14,7 @@ from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from snugfit.errors import ModelError
 
@@ -48,6 +49,14 @@ def model_types() -> frozenset[str]:
 def tasks_of(model_type: str) -> tuple[str, ...]:
     """The tasks for which transformers has a head on this architecture."""
     return tuple(task for task, (_, table) in HEADS.items() if model_type in _heads(table))
+
+
+def class_of(task: str, config: Any) -> Any:
+    """The class that transformers builds for a task and a config, without building it."""
+    import transformers
+
+    found = getattr(transformers, HEADS[task][0])._model_mapping[type(config)]
+    return found[0] if isinstance(found, tuple) else found
 
 
 def transformers_version() -> str:

@@ -86,14 +86,11 @@ class Lora(Technique):
 
     def code(self, job: Job) -> tuple[str, ...]:
         """peft's wrapper, with the arguments that `adapt` gives it."""
-        import transformers
+        from snugfit.job.architectures import class_of
 
-        from snugfit.job.architectures import HEADS
-
-        auto = getattr(transformers, HEADS[job.task][0])
-        model = auto._model_mapping[type(job.model.settings(job))]
+        model = class_of(job.task, job.model.settings(job))
         given = _peft_arguments(
-            (model[0] if isinstance(model, tuple) else model).__name__,
+            model.__name__,
             inputs=model.main_input_name,
             r=self.r,
             targets=self.targets or (),

@@ -1,0 +1,67 @@
+"""`snugfit export`: a recipe as files that transformers, accelerate or plain torch run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from snugfit.cli import arguments as given
+
+Recipe = Annotated[str, typer.Argument(help='Techniques: "bf16 + every_layer + micro_batches(4)", or plain.')]
+Target = Annotated[
+    Literal["hf", "accelerate", "torch"],
+    typer.Option("--to", help="TrainingArguments, a loop on accelerate with its config, or a plain loop."),
+]
+Output = Annotated[Path | None, typer.Option(help="The folder to write into. \\[stdout]")]
+Force = Annotated[bool, typer.Option("--force", help="Write over files that are there.")]
+
+
+def export(
+    recipe: Recipe,
+    model: given.Model = None,
+    *,
+    to: Target,
+    task: given.Task = None,
+    sequence_length: given.SequenceLength = None,
+    target_length: given.TargetLength = None,
+    batch_size: given.BatchSize = None,
+    labels: given.Labels = None,
+    clip: given.Clip = None,
+    job_file: given.JobFile = None,
+    settings: given.Settings = None,
+    online: given.Online = False,
+    output: Output = None,
+    force: Force = False,
+    as_json: given.AsJson = False,
+) -> int:
+    """Write a recipe for transformers' Trainer, accelerate, or plain torch."""
+    from snugfit.cli.request import Request
+    from snugfit.exchange.export import export as write
+    from snugfit.report.terminal import show_json
+
+    flags: dict[str, Any] = {
+        "model": model, "task": task, "sequence_length": sequence_length, "target_length": target_length,
+        "batch_size": batch_size, "labels": labels, "clip": clip, "job_file": job_file,
+        "settings": settings, "online": online, "recipe": recipe,
+    }  # fmt: skip
+    request = Request.read(flags)
+    made = write(request.job, request.recipe, to)
+    if output is not None:
+        from snugfit.report.new_files import write_new
+
+        files = {output / name: text for name, text in made.files.items()}
+        write_new(files, force=force)
+        for path in files:
+            typer.echo(f"Written: {path}", err=True)
+    if as_json:
+        show_json(made.to_json())
+    elif output is None:
+        typer.echo("\n".join(_shown(made.files)), nl=False)
+    return 0
+
+
+def _shown(files: Any) -> list[str]:
+    """Each file behind a line with its name, when there are several."""
+    return [f"# ---- {name}\n{text}" for name, text in files.items()]
