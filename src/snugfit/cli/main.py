@@ -24,6 +24,7 @@ from typing import Annotated
 import typer
 
 from snugfit.cli.accuracy import accuracy
+from snugfit.cli.calibrate import calibrate
 from snugfit.cli.doctor import doctor
 from snugfit.cli.export import export
 from snugfit.cli.gpus import gpus
@@ -51,7 +52,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (predict, measure, export, guide, accuracy, gpus, techniques, doctor):
+for command in (predict, measure, export, guide, accuracy, calibrate, gpus, techniques, doctor):
     app.command()(command)
 
 

@@ -23,8 +23,9 @@ from snugfit.measurement.exchange import BadDocument, read_document, write_docum
 from snugfit.prediction.predict import predict
 from snugfit.prediction.profile import installed_versions
 
-WARMUP, STEPS = 2, 3
-"""Of a measured run: states are born at the end of the first step, and the second is like all later ones."""
+WARMUP, STEPS = 3, 8
+"""Of a measured run: states are born at the end of the first step, and the second is like all later ones;
+several steady ones, because a step's time is their median."""
 
 DEADLINE_SECONDS = 240.0
 LARGEST_FILE = 64 << 20
@@ -74,6 +75,8 @@ def foresee(seed: int, gpu: Gpu, number: int) -> Run:
             _run(drawn, passed_over),
             predicted=seen.footprint,
             fits=seen.fits,
+            predicted_step_seconds=seen.timing.step_seconds if seen.timing else None,
+            bound=seen.timing.bound if seen.timing else None,
             doubts=seen.doubts,
             prediction_seconds=taken,
         )
@@ -116,6 +119,7 @@ def see(run: Run) -> tuple[Run, str | None]:
         outcome=seen.outcome,
         measured=seen.footprint,
         step_seconds=seen.timing.step_seconds if seen.timing else None,
+        spread=seen.timing.spread if seen.timing else None,
         contaminated=seen.contaminated,
         message=seen.message,
         when=seen.when,

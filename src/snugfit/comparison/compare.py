@@ -23,12 +23,12 @@ class ErrorLine:
     """One figure, foreseen and seen."""
 
     figure: str
-    """The footprint's field."""
+    """The footprint's field, or `step_seconds`."""
 
-    predicted: int
-    """Foreseen."""
+    predicted: float
+    """Foreseen, in bytes or seconds."""
 
-    measured: int
+    measured: float
     """Seen."""
 
     @property
@@ -48,7 +48,10 @@ class Comparison:
     """Seen."""
 
     lines: tuple[ErrorLine, ...]
-    """The figures that both know."""
+    """The bytes that both know."""
+
+    pace: ErrorLine | None = None
+    """The seconds of a step, where both know them."""
 
     def error(self, figure: str) -> float | None:
         """The error of one figure; None when it is not known."""
@@ -66,7 +69,7 @@ class Comparison:
             "what": "comparison",
             "prediction": self.prediction.to_json(),
             "measurement": self.measurement.to_json(),
-            "errors": {line.figure: line.error for line in self.lines},
+            "errors": {line.figure: line.error for line in (*self.lines, self.pace) if line},
         }
 
 
@@ -82,7 +85,16 @@ def compare(prediction: Prediction, measurement: Measurement) -> Comparison:
     if measurement.footprint is None:
         raise MeasurementError(f"There is nothing to compare: the run ended with {measurement.outcome}.")
     lines = error_lines(prediction.footprint, measurement.footprint)
-    return Comparison(prediction=prediction, measurement=measurement, lines=lines)
+    foreseen, seen = prediction.timing, measurement.timing
+    pace = pace_line(foreseen.step_seconds if foreseen else None, seen.step_seconds if seen else None)
+    return Comparison(prediction=prediction, measurement=measurement, lines=lines, pace=pace)
+
+
+def pace_line(foreseen: float | None, seen: float | None) -> ErrorLine | None:
+    """The seconds of a step, foreseen beside seen; None when one of them is not known."""
+    if not foreseen or not seen:
+        return None
+    return ErrorLine(figure="step_seconds", predicted=foreseen, measured=seen)
 
 
 def error_lines(foreseen: Footprint, seen: Footprint) -> tuple[ErrorLine, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
-from snugfit.comparison.compare import ErrorLine, error_lines
+from snugfit.comparison.compare import ErrorLine, error_lines, pace_line
 from snugfit.job.job import Job
 from snugfit.step.footprint import Footprint
 from snugfit.techniques.recipe import Recipe
@@ -42,6 +42,12 @@ class Run:
     fits: bool | None = None
     """Whether it was foreseen to fit."""
 
+    predicted_step_seconds: float | None = None
+    """Foreseen length of a steady step."""
+
+    bound: str | None = None
+    """What was foreseen to bound it: `host`, or an operator group."""
+
     refused: str = ""
     """Why it could not be predicted."""
 
@@ -60,6 +66,9 @@ class Run:
     step_seconds: float | None = None
     """Median of the steady steps."""
 
+    spread: float | None = None
+    """(90th percentile - 10th percentile) / median of the steady steps."""
+
     contaminated: str | None = None
     """Why the GPU was not this run's alone, when it was not."""
 
@@ -77,7 +86,8 @@ class Run:
         """The figures that are known on both sides, of a run that ended as it should."""
         if self.outcome != "ok" or self.predicted is None or self.measured is None:
             return ()
-        return error_lines(self.predicted, self.measured)
+        pace = pace_line(self.predicted_step_seconds, self.step_seconds)
+        return (*error_lines(self.predicted, self.measured), *([pace] if pace else []))
 
     def error(self, figure: str) -> float | None:
         """The error of one figure, as a share; None when it is not known."""

@@ -47,7 +47,7 @@ ADDING_UP = 1e-6
 QUERIES = 64
 """Of one block of an attention kernel."""
 
-_PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm"})
+PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm"})
 _WITH_BIAS = frozenset({"aten::addmm", "aten::baddbmm"})
 _CONVOLUTION_SHARE = 0.35
 """Of the product rate: what convolutions with channels first reach (observed for ViT's and Whisper's)."""
@@ -69,7 +69,7 @@ class KernelClock:
         return found
 
     def _seconds(self, kernel: Kernel) -> float:
-        if kernel.operator in _PRODUCTS and len(kernel.shapes) > 1:
+        if kernel.operator in PRODUCTS and len(kernel.shapes) > 1:
             return self._product(kernel)
         if "convolution" in kernel.operator:
             rate = self._rate(kernel.dtype)

@@ -11,10 +11,12 @@ The host is apart from the GPU: the same card is asked for kernels twice as fast
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from typing import Any, Self
 
 from snugfit.errors import GpuError
@@ -25,6 +27,8 @@ PRECISIONS = {"torch.float32": "fp32", "tf32": "tf32", "torch.bfloat16": "bf16",
 
 REFERENCE = "H200-SXM"
 """The GPU whose achieved shares are taken for those that were never measured."""
+
+LARGEST_FILE = 1 << 20
 
 BOUND_BY_BYTES = 0.3
 """An operator that reaches less of the bandwidth than this is bound by its instructions."""
@@ -113,6 +117,10 @@ class Rates:
     measured: bool = True
     """False when they were scaled from another GPU's by data sheet."""
 
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object; `Rates.from_json` reads it back."""
+        return asdict(self)
+
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
         """The rates of one entry of `rates.json`."""
@@ -128,14 +136,41 @@ class Rates:
 
 
 def rates_for(gpu: Gpu) -> Rates:
-    """The rates of this GPU: measured ones where there are, else the reference's shares of its data sheet.
+    """The rates of this GPU: the user's own calibration, else those measured by us, else the reference's
+    shares of its data sheet.
 
-    Raises `GpuError` when the table does not say how fast it is.
+    Raises `GpuError` when the table does not say how fast it is, or a calibration cannot be read.
     """
+    own = _own(calibration_file(gpu))
     measured = _measured()
+    if own is not None:
+        return own
     if gpu.key in measured:
         return measured[gpu.key]
     return _scaled(measured[REFERENCE], find_gpu(REFERENCE), gpu)
+
+
+def calibration_file(gpu: Gpu) -> Path:
+    """Where `snugfit calibrate` keeps what it found on this GPU: in `$SNUGFIT_RATES`, else in the user's
+    folder of configurations."""
+    folder = os.environ.get("SNUGFIT_RATES")
+    config = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
+    return (Path(folder) if folder else Path(config).expanduser() / "snugfit" / "rates") / f"{gpu.key}.json"
+
+
+def _own(file: Path) -> Rates | None:
+    """The rates in this file; None when there is none. Raises `GpuError` for a file that is none of ours."""
+    try:
+        if file.stat().st_size > LARGEST_FILE:
+            raise ValueError("it is too large")
+        return Rates.from_json(json.loads(file.read_text(encoding="utf-8"))["rates"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as fault:
+        raise GpuError(
+            f"{file} is no calibration that this snugfit can read ({type(fault).__name__}: {fault}). Run "
+            "`snugfit calibrate` again, or delete it."
+        ) from None
 
 
 @cache

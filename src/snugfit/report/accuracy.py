@@ -18,7 +18,9 @@ FIGURES = {
     "allocated_bytes": "allocated",
     "reserved_bytes": "reserved",
     "nvml_bytes": "NVML",
+    "step_seconds": "step",
 }
+SHOWN = (*BAND, "step_seconds")
 
 
 def render(result: Accuracy) -> RenderableType:
@@ -32,7 +34,7 @@ def runs_grid(result: Accuracy) -> Grid:
     heads = ("", "Job", "Recipe", "NVML MiB>", "seen MiB>")
     return Grid(
         title=title(result),
-        heads=(*heads, *(f"{FIGURES[figure]} %>" for figure in BAND)),
+        heads=(*heads, *(f"{FIGURES[figure]} %>" for figure in SHOWN), "bound by"),
         rows=tuple(_row(run) for run in result.runs),
     )
 
@@ -56,7 +58,8 @@ def _row(run: Run) -> tuple[str, ...]:
         str(run.recipe),
         _mib(run.predicted.nvml_bytes if run.predicted else None),
         _seen(run),
-        *(_per_cent(run.error(figure)) for figure in BAND),
+        *(_per_cent(run.error(figure)) for figure in SHOWN),
+        run.bound or "",
     )
 
 

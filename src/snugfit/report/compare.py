@@ -17,7 +17,7 @@ from snugfit.comparison.compare import Comparison
 from snugfit.prediction.prediction import Prediction
 from snugfit.report.job import job_line
 from snugfit.report.terminal import table, words
-from snugfit.units import show_bytes, show_mib, show_per_cent
+from snugfit.units import show_bytes, show_mib, show_per_cent, show_seconds
 
 _FIGURES = {
     "requested_bytes": "requested",
@@ -95,12 +95,17 @@ def beside(comparison: Comparison) -> RenderableType:
     rows = [
         (
             _FIGURES[line.figure],
-            show_mib(line.predicted),
-            show_mib(line.measured),
-            *_difference(line.predicted, line.measured),
+            show_mib(int(line.predicted)),
+            show_mib(int(line.measured)),
+            *_difference(int(line.predicted), int(line.measured)),
         )
         for line in comparison.lines
     ]
     heads = ("At the peak", "Predicted MiB>", "Measured MiB>", "Error MiB>", "%>")
     what = f"{job_line(comparison.prediction.job)} · {comparison.prediction.recipe}"
-    return table(heads, rows, title=f"{what} · {comparison.measurement.device.name}")
+    bytes_table = table(heads, rows, title=f"{what} · {comparison.measurement.device.name}")
+    pace = comparison.pace
+    if pace is None:
+        return bytes_table
+    told = f"{show_seconds(pace.predicted)} predicted, {show_seconds(pace.measured)} measured"
+    return Group(bytes_table, words(f"A step: {told} ({100 * pace.error:+.1f} %)."))

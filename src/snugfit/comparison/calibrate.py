@@ -1,0 +1,205 @@
+"""Calibrate: what this GPU and this host achieve, measured on a handful of small jobs.
+
+Each probe is an ordinary experiment (`measure`: a process of its own, steady steps) that one thing bounds,
+beside its prediction; the difference of the two corrects the rate of that thing. So what is calibrated is
+what is predicted, through the same steps, and no benchmark of ours stands between. Probes that something else
+turned out to bound correct nothing.
+
+- The host by a small model in two recipes: the device has next to nothing to do.
+- The bandwidth by an update of many parameters, with next to no tokens.
+- Matrix products by a wide model, in each precision that the GPU has.
+
+The order matters: a later probe is predicted with what the earlier ones found.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from snugfit.errors import SnugfitError
+from snugfit.job.gpu import Gpu
+from snugfit.job.job import Job, Task
+from snugfit.job.model import Model
+from snugfit.prediction.device import policy_for
+from snugfit.prediction.kernel_seconds import PRODUCTS, KernelClock
+from snugfit.prediction.profile import Software, installed_versions
+from snugfit.prediction.rates import Rates, rates_for
+from snugfit.prediction.seconds import StepSeconds, step_seconds
+from snugfit.rehearsal.rehearse import rehearse
+from snugfit.techniques.recipe import Recipe
+
+if TYPE_CHECKING:
+    from snugfit.rehearsal.tape import Tape
+
+WARMUP, STEPS = 5, 12
+DEADLINE_SECONDS = 120.0
+LEAST_FACTOR = 0.1
+"""A rate ten times off, either way, is not believed: something else went wrong."""
+
+MeasureSeconds = Callable[[Job, Recipe], float]
+"""Median seconds of a measured step; raises `SnugfitError` when the run died."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """One small experiment."""
+
+    corrects: str
+    """`host`, `bandwidth`, or a precision of matrix products."""
+
+    job: Job
+    recipe: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """A probe, predicted with what was known before it, and measured."""
+
+    probe: Probe
+    predicted_seconds: float
+    measured_seconds: float | None
+    """None when the run died."""
+
+    factor: float | None
+    """How many times slower than it was taken to be the corrected thing is; None when the probe was bound by
+    something else, or died."""
+
+    why: str = ""
+    """Why nothing was corrected."""
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object."""
+        return {
+            "corrects": self.probe.corrects,
+            "recipe": self.probe.recipe,
+            "predicted_seconds": self.predicted_seconds,
+            "measured_seconds": self.measured_seconds,
+            "factor": self.factor,
+            "why": self.why,
+        }
+
+
+def probes(precisions: tuple[str, ...]) -> tuple[Probe, ...]:
+    """What is run, in its order."""
+    small = _llama(layers=6, width=256, vocabulary=1_000, batch=2, length=32)
+    table = _llama(layers=1, width=2048, vocabulary=100_000, batch=1, length=8)
+    wide = _llama(layers=4, width=2048, vocabulary=1_000, batch=16, length=512)
+    words = {"fp32": "sgd", "tf32": "tf32 + sgd", "bf16": "bf16_pure + sgd", "fp16": "fp16 + sgd"}
+    return (
+        Probe(corrects="host", job=small, recipe="sgd"),
+        Probe(corrects="host", job=small, recipe="bf16 + every_layer"),
+        Probe(corrects="bandwidth", job=table, recipe="adamw"),
+        *(Probe(corrects=name, job=wide, recipe=words[name]) for name in words if name in precisions),
+    )
+
+
+def _llama(*, layers: int, width: int, vocabulary: int, batch: int, length: int) -> Job:
+    config = {
+        "model_type": "llama",
+        "hidden_size": width,
+        "intermediate_size": width * 11 // 4,
+        "num_hidden_layers": layers,
+        "num_attention_heads": width // 64,
+        "num_key_value_heads": width // 64,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 512,
+    }
+    model = Model.from_config(config, name=f"probe-{layers}x{width}")
+    return Job(model=model, task=Task.CAUSAL_LM, batch_size=batch, sequence_length=length)
+
+
+def calibrate(
+    gpu: Gpu,
+    *,
+    measure_seconds: MeasureSeconds | None = None,
+    tell: Callable[[str], None] = lambda line: None,
+) -> tuple[Rates, tuple[Reading, ...]]:
+    """The rates of this GPU and its host, and the readings they come from.
+
+    Starts from the rates that are known (measured ones, or scaled by data sheet). Raises `GpuError` when the
+    table knows too little of the GPU.
+    """
+    rates = rates_for(gpu)
+    measured = measure_seconds or _measured
+    readings: list[Reading] = []
+    chosen = probes(tuple(name for name in rates.products if gpu.peak_dense.get(name)))
+    for number, probe in enumerate(chosen):
+        tell(f"probe {number + 1} of {len(chosen)}: {probe.corrects}")
+        readings.append(_read(probe, gpu, rates, measured))
+        rates = _corrected(rates, readings)
+    source = f"calibrated with torch {installed_versions()['torch']}"
+    return replace(rates, source=source, measured=True), tuple(readings)
+
+
+def _read(probe: Probe, gpu: Gpu, rates: Rates, measured: MeasureSeconds) -> Reading:
+    recipe = Recipe.parse(probe.recipe)
+    tape = rehearse(probe.job, recipe.setup(), policy_for(gpu, Software()))
+    foreseen = step_seconds(tape, gpu, batch_size=probe.job.batch_size, rates=rates)
+    try:
+        seen = measured(probe.job, recipe)
+    except SnugfitError as died:
+        return Reading(
+            probe=probe,
+            predicted_seconds=foreseen.step_seconds,
+            measured_seconds=None,
+            factor=None,
+            why=str(died),
+        )
+    bound_by_host = foreseen.host_seconds > foreseen.device_seconds
+    why = ""
+    if bound_by_host != (probe.corrects == "host"):
+        why = "the device bounds it" if probe.corrects == "host" else "the host bounds it"
+    share = _share(probe.corrects, tape, rates, foreseen)
+    factor = 1 + (seen - foreseen.step_seconds) / share  # the rest of the step is taken to be right
+    if not why and not LEAST_FACTOR < factor < 1 / LEAST_FACTOR:
+        factor, why = 1.0, f"it would have to change by {factor:.2f}, which nothing here explains"
+    return Reading(
+        probe=probe,
+        predicted_seconds=foreseen.step_seconds,
+        measured_seconds=seen,
+        factor=None if why else factor,
+        why=why,
+    )
+
+
+def _share(corrects: str, tape: Tape, rates: Rates, foreseen: StepSeconds) -> float:
+    """Seconds of the predicted step that hang on the rate that a probe corrects."""
+    if corrects == "host":
+        return foreseen.step_seconds
+    clock = KernelClock(rates)
+    seconds = {True: 0.0, False: 0.0}
+    for kernel in tape.kernels:
+        seconds[kernel.operator in PRODUCTS] += clock.seconds(kernel)
+    return seconds[corrects != "bandwidth"]
+
+
+def _measured(job: Job, recipe: Recipe) -> float:
+    from snugfit.measurement.measure import measure
+
+    seen = measure(job, recipe, warmup=WARMUP, steps=STEPS, deadline_seconds=DEADLINE_SECONDS, ledger=None)
+    if seen.timing is None:
+        raise SnugfitError(f"The probe's run ended with {seen.outcome}: {seen.message}")
+    return seen.timing.step_seconds
+
+
+def _corrected(rates: Rates, readings: list[Reading]) -> Rates:
+    """The rates with the last reading taken in; several of the host by their geometric mean."""
+    last = readings[-1]
+    if last.factor is None:
+        return rates
+    what, factor = last.probe.corrects, last.factor
+    if what == "host":
+        earlier = [
+            reading for reading in readings[:-1] if reading.probe.corrects == "host" and reading.factor
+        ]
+        factor = math.exp(math.log(factor) / (len(earlier) + 1))
+        return replace(rates, host=rates.host.slower(factor))
+    if what == "bandwidth":
+        patterns = {name: (rate / factor, start) for name, (rate, start) in rates.patterns.items()}
+        return replace(rates, bandwidth=rates.bandwidth / factor, patterns=patterns)
+    product = rates.products[what]
+    products = {**rates.products, what: replace(product, flops=product.flops / factor)}
+    return replace(rates, products=products)

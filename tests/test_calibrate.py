@@ -1,0 +1,99 @@
+"""Calibration against machines that are invented: what was changed in them must be found."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from small_models import small_job
+from snugfit.comparison.calibrate import Reading, calibrate
+from snugfit.errors import GpuError, SnugfitError
+from snugfit.job.gpu import find_gpu
+from snugfit.job.job import Job
+from snugfit.prediction.predict import predict
+from snugfit.prediction.rates import Rates, calibration_file, rates_for
+from snugfit.prediction.seconds import step_seconds
+from snugfit.rehearsal.policy import CudaPolicy
+from snugfit.rehearsal.rehearse import rehearse
+from snugfit.techniques.recipe import Recipe
+
+GPU = find_gpu("h200")
+
+
+@pytest.fixture(autouse=True)
+def no_calibration_of_this_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SNUGFIT_RATES", str(tmp_path / "rates"))
+
+
+def machine(rates: Rates, job: Job, recipe: Recipe) -> float:
+    """The seconds of a step on a machine with these rates."""
+    tape = rehearse(job, recipe.setup(), CudaPolicy())
+    return step_seconds(tape, GPU, batch_size=job.batch_size, rates=rates).step_seconds
+
+
+def other_machine() -> Rates:
+    known = rates_for(GPU)
+    products = {name: replace(rate, flops=rate.flops * 0.6) for name, rate in known.products.items()}
+    patterns = {name: (rate * 0.7, start) for name, (rate, start) in known.patterns.items()}
+    return replace(
+        known,
+        host=known.host.slower(2.5),
+        products=products,
+        patterns=patterns,
+        bandwidth=known.bandwidth * 0.7,
+    )
+
+
+def test_another_machine_is_found() -> None:
+    true = other_machine()
+    found, readings = calibrate(GPU, measure_seconds=lambda job, recipe: machine(true, job, recipe))
+    assert found.host.forward == pytest.approx(true.host.forward, rel=0.05)
+    assert found.bandwidth == pytest.approx(true.bandwidth, rel=0.1)
+    for name, rate in found.products.items():
+        assert rate.flops == pytest.approx(true.products[name].flops, rel=0.15)
+    assert found.measured
+    assert [reading.probe.corrects for reading in readings[:3]] == ["host", "host", "bandwidth"]
+    job, recipe = small_job("gpt2", 3), Recipe.parse("bf16")
+    assert machine(found, job, recipe) == pytest.approx(machine(true, job, recipe), rel=0.05)
+
+
+def test_the_machine_that_is_known_changes_nothing() -> None:
+    known = rates_for(GPU)
+    found, _ = calibrate(GPU, measure_seconds=lambda job, recipe: machine(known, job, recipe))
+    assert found.host.forward == pytest.approx(known.host.forward)
+    assert found.products["bf16"] == known.products["bf16"]
+
+
+def test_a_probe_that_dies_corrects_nothing_and_says_why() -> None:
+    def dies(job: Job, recipe: Recipe) -> float:
+        raise SnugfitError("The probe's run ended with oom.")
+
+    found, readings = calibrate(GPU, measure_seconds=dies)
+    assert found.host == rates_for(GPU).host
+    assert all(reading.factor is None and "oom" in reading.why for reading in readings)
+    assert isinstance(readings[0], Reading)
+
+
+def test_what_was_found_is_used_from_then_on() -> None:
+    job = small_job("bert", 2)
+    before, other = predict(job, gpu=GPU).timing, other_machine()
+    file = calibration_file(GPU)
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps({"rates": other.to_json()}))
+    assert rates_for(GPU).host == other.host
+    after = predict(job, gpu=GPU).timing
+    assert before
+    assert after
+    assert after.step_seconds > 2 * before.step_seconds
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"rates": {"gpu": 1}}', "x" * (2 << 20)])
+def test_a_calibration_that_cannot_be_read_is_refused(text: str) -> None:
+    file = calibration_file(GPU)
+    file.parent.mkdir(parents=True)
+    file.write_text(text)
+    with pytest.raises(GpuError, match="is no calibration that this snugfit can read"):
+        rates_for(GPU)
