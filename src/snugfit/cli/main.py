@@ -25,6 +25,7 @@ import typer
 
 from snugfit.cli.accuracy import accuracy
 from snugfit.cli.calibrate import calibrate
+from snugfit.cli.check import check
 from snugfit.cli.doctor import doctor
 from snugfit.cli.export import export
 from snugfit.cli.gpus import gpus
@@ -45,14 +46,14 @@ FEW_COLLECTIONS = 100_000
 app = typer.Typer(
     name="snugfit",
     help="Will this training step fit that GPU? Predict it without one, measure it on one, compare the two.",
-    epilog="Exit codes: 0 ok, 1 error, 2 usage, 3 does not fit, 4 measured out of memory, "
-    "5 outside the band, 130 interrupted.",
+    epilog="Exit codes: 0 ok, 1 error, 2 usage, 3 does not fit (check: something was found), "
+    "4 measured out of memory, 5 outside the band, 130 interrupted.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (predict, measure, export, guide, accuracy, calibrate, gpus, techniques, doctor):
+for command in (predict, measure, check, export, guide, accuracy, calibrate, gpus, techniques, doctor):
     app.command()(command)
 
 

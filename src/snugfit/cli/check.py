@@ -1,0 +1,44 @@
+"""`snugfit check`: what in a configuration conflicts, does nothing, or was renamed.
+
+Exit code 3 when something was found: a lawful question whose answer is no, so that a script can ask.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from snugfit.cli import arguments as given
+
+FOUND = 3
+
+File = Annotated[
+    Path,
+    typer.Argument(
+        help="TrainingArguments (JSON, YAML, .py with the call), an accelerate, DeepSpeed or axolotl file."
+    ),
+]
+Output = Annotated[Path | None, typer.Option(help="Write the corrected file here.")]
+Force = Annotated[bool, typer.Option("--force", help="Write over a file that is there.")]
+
+
+def check(file: File, *, output: Output = None, force: Force = False, as_json: given.AsJson = False) -> int:
+    """Say what in a configuration file conflicts, does nothing, or was renamed."""
+    from snugfit.exchange.check import check as look
+    from snugfit.report.check import render
+    from snugfit.report.terminal import show, show_json
+
+    checked = look(file)
+    if output is not None:
+        from snugfit.exchange.correct import corrected
+        from snugfit.report.new_files import write_new
+
+        write_new({output: corrected(checked)}, force=force)
+        typer.echo(f"Written: {output}", err=True)
+    if as_json:
+        show_json(checked.to_json())
+    else:
+        show(render(checked))
+    return FOUND if checked.findings else 0

@@ -1,0 +1,271 @@
+"""What in a user's configuration conflicts, does nothing, or has another name now.
+
+The facts stand in `findings.json` with their sources; this file applies them. Whether a name is gone is never
+taken from there alone: the installed library is asked which names it has, so a table that knows more renames
+than the installed version has made says nothing about those.
+
+    conflict    the library will refuse it, or the run will fail
+    unknown     the installed version has no such name
+    renamed     it has another one
+    removed     it has none any more
+    no effect   it changes nothing as the file stands
+    trap        it works, and does something else than most people expect
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from snugfit.errors import did_you_mean
+from snugfit.exchange import installed
+from snugfit.exchange.dialect import as_word, dialect, flatten
+from snugfit.exchange.document import Document, open_document
+from snugfit.exchange.python_call import Unknown
+
+_CONDITIONS: Mapping[str, Callable[[Any, Any, Mapping[str, Any]], bool]] = {
+    "not": lambda value, listed, force: value not in listed,
+    "in": lambda value, listed, force: value in listed,
+    "above": lambda value, bound, force: isinstance(value, int | float) and value > bound,
+    "like": lambda value, pattern, force: fnmatchcase(str(value), pattern),
+    "unlike": lambda value, patterns, force: not any(fnmatchcase(str(value), one) for one in patterns),
+    "unequal": lambda value, other, force: bool(value != force.get(other)),
+}
+"""What a rule may ask of a value, with the rule's operand and everything that is in force."""
+
+_EXPONENT = re.compile(r"[-+]?\d+e[-+]?\d+", re.IGNORECASE)
+"""A number that YAML 1.1, and so PyYAML, reads as text: it wants a point before the exponent."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fix:
+    """How the file is put right: dotted keys."""
+
+    set: Mapping[str, Any] = field(default_factory=dict)
+    """New values."""
+
+    remove: tuple[str, ...] = ()
+    """Keys that go."""
+
+    rename: Mapping[str, str] = field(default_factory=dict)
+    """Keys that are called otherwise, with their values kept."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One thing that is not as it should be."""
+
+    kind: str
+    """`conflict`, `unknown`, `renamed`, `removed`, `no effect` or `trap`."""
+
+    keys: tuple[str, ...]
+    """What it is about."""
+
+    says: str
+    """Why, and what instead."""
+
+    fix: Fix | None = None
+    """None where only the user knows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    """A file and what was found in it."""
+
+    document: Document
+    """The file."""
+
+    findings: tuple[Finding, ...]
+    """In the order of the kinds above, and of the file."""
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object."""
+        return {
+            "schema": 1,
+            "what": "check",
+            "path": str(self.document.path),
+            "kind": dialect(self.document.dialect).title,
+            "findings": [
+                {
+                    "kind": one.kind,
+                    "keys": list(one.keys),
+                    "says": one.says,
+                    "fix": None if one.fix is None else {
+                        "set": dict(one.fix.set), "remove": list(one.fix.remove),
+                        "rename": dict(one.fix.rename),
+                    },
+                }
+                for one in self.findings
+            ],
+        }  # fmt: skip
+
+
+def check(path: Path) -> Checked:
+    """What is wrong with the file at `path`; raises `UsageError` when it is no configuration."""
+    document = open_document(path)
+    facts = _facts(document.dialect)
+    values = document.values
+    found = [*_renamed(values, facts), *_removed(values, facts), *_words(document, facts)]
+    found += [*_unknown(document, facts), *_batches(document), *_rules(document, facts)]
+    kinds = ("conflict", "unknown", "renamed", "removed", "no effect", "trap")
+    return Checked(document=document, findings=tuple(sorted(found, key=lambda one: kinds.index(one.kind))))
+
+
+@cache
+def _facts(name: str) -> dict[str, Any]:
+    text = files("snugfit.exchange").joinpath("findings.json").read_text(encoding="utf-8")
+    facts: dict[str, Any] = json.loads(text)[name]
+    return facts
+
+
+@cache
+def _known(name: str) -> frozenset[str]:
+    """The names that the installed library has; empty where it is not installed or takes any."""
+    if name == "trainer":
+        return frozenset(installed.defaults())
+    if name == "accelerate":
+        from dataclasses import fields
+
+        from accelerate.commands.config.config_args import ClusterConfig
+
+        return frozenset(one.name for one in fields(ClusterConfig))
+    return frozenset()
+
+
+def _renamed(values: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[Finding]:
+    known = _known("trainer") if facts is _facts("trainer") else frozenset()
+    for old, entry in facts["renamed"].items():
+        new, translated = entry["to"], entry.get("values")
+        if old not in values or (known and new not in known):
+            continue
+        if known and old in known and (not entry.get("alias") or new in values or values[old] is None):
+            continue  # the installed version has the name, or is told both and listens to the newer one
+        note = f"; {entry['note']}" if "note" in entry else ""
+        value = as_word(values[old])
+        if translated is None:
+            fix = Fix(remove=(old,)) if new in values else Fix(rename={old: new})
+        elif value in translated and new not in values:
+            fix = Fix(remove=(old,), set={new: translated[value]})
+            note = f"={translated[value]!r}"
+        else:
+            fix = Fix(remove=(old,))
+        yield Finding(kind="renamed", keys=(old,), says=f"its name is {new}{note}", fix=fix)
+
+
+def _removed(values: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[Finding]:
+    known = _known("trainer")
+    for name, why in facts["removed"].items():
+        if name in values and name not in known:
+            yield Finding(kind="removed", keys=(name,), says=why, fix=Fix(remove=(name,)))
+
+
+def _words(document: Document, facts: Mapping[str, Any]) -> Iterator[Finding]:
+    """Values that have another name now, and numbers that YAML reads as text."""
+    for key, meanings in facts["values"].items():
+        value = document.values.get(key)
+        if isinstance(value, str) and value in meanings:
+            new = meanings[value]
+            yield Finding(kind="renamed", keys=(key,), says=f"{value} is {new} now", fix=Fix(set={key: new}))
+    for key, value in flatten(document.values) if document.format == "yaml" else ():
+        if isinstance(value, str) and _EXPONENT.fullmatch(value):
+            says = f"YAML reads {value} as text, for lack of a point: {float(value)!r} with one is a number"
+            yield Finding(kind="trap", keys=(key,), says=says, fix=Fix(set={key: float(value)}))
+
+
+def _unknown(document: Document, facts: Mapping[str, Any]) -> Iterator[Finding]:
+    known = _known(document.dialect)
+    if not known or (document.format == "python" and document.dialect != "trainer"):
+        return
+    told = {*facts["renamed"], *facts["removed"], "dynamo_backend"}
+    extra = {"predict_with_generate", "sortish_sampler"}
+    for key in document.values:
+        if key in known or key in told or key in extra or "." in key or key.startswith(("*", "generation_")):
+            continue
+        says = f"{_library(document.dialect)} has no such argument.{did_you_mean(key, known)}"
+        yield Finding(kind="unknown", keys=(key,), says=says)
+
+
+def _library(name: str) -> str:
+    from importlib.metadata import version
+
+    return installed.version() if name == "trainer" else f"{name} {version(name)}"
+
+
+def _batches(document: Document) -> Iterator[Finding]:
+    """DeepSpeed's three numbers of a batch: the whole is the product of the other two and of the GPUs."""
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    if document.dialect != "deepspeed":
+        return
+    whole, micro, pieces = (document.values.get(name) for name in names)
+    numbers = [one for one in (whole, micro, pieces) if type(one) is int and one > 0]
+    if len(numbers) == 3 and numbers[0] % (numbers[1] * numbers[2]):
+        says = f"{whole} samples are no whole number of GPUs with {micro} x {pieces} each"
+        yield Finding(kind="conflict", keys=names, says=says, fix=Fix(remove=names[:1]))
+
+
+def _rules(document: Document, facts: Mapping[str, Any]) -> Iterator[Finding]:
+    renamed = {old: entry["to"] for old, entry in facts["renamed"].items() if "values" not in entry}
+    own = {new: old for old, new in renamed.items() if old in document.values and new not in document.values}
+    given = {renamed.get(key, key): value for key, value in document.values.items() if value is not None}
+    usual = _usual(document.dialect)
+    given |= {key: value for key, value in flatten(given) if "." in key}
+    force = {**usual, **given}
+    for rule in facts["rules"]:
+        when = rule.get("when", {})
+        named = rule.get("given", [])
+        if not all(key in given and given[key] != usual.get(key) for key in named):
+            continue
+        if not all(_holds(condition, force.get(key), force) for key, condition in when.items()):
+            continue
+        keys = [rule["key"]] if "key" in rule else [*named, *(key for key in when if key in given)]
+        yield Finding(
+            kind=rule["kind"],
+            keys=tuple(dict.fromkeys(_in_file(key, own) for key in keys)),
+            says=rule["says"],
+            fix=_fix(rule.get("fix"), force, own),
+        )
+
+
+def _usual(name: str) -> dict[str, Any]:
+    """The defaults that are in force in a file of this kind."""
+    if name != "trainer":
+        return {}
+    return {
+        **installed.defaults(),
+        "activation_checkpointing": False,
+        "activation_checkpointing_kwargs": None,
+    }
+
+
+def _holds(condition: Any, value: Any, force: Mapping[str, Any]) -> bool:
+    """Whether a value meets a rule's condition: the value itself, or one of the words of `_CONDITIONS`."""
+    if isinstance(value, Unknown):
+        return False
+    if not isinstance(condition, Mapping):
+        return bool(value == condition) and isinstance(value, bool) == isinstance(condition, bool)
+    ((word, operand),) = condition.items()
+    return _CONDITIONS[word](value, operand, force)
+
+
+def _fix(fix: Mapping[str, Any] | None, force: Mapping[str, Any], own: Mapping[str, str]) -> Fix | None:
+    if fix is None:
+        return None
+    values = {**fix.get("set", {}), **{key: force[other] for key, other in fix.get("copy", {}).items()}}
+    values |= {new: force[old] for old, new in fix.get("move", {}).items()}
+    return Fix(
+        set={_in_file(key, own): value for key, value in values.items()},
+        remove=tuple(_in_file(key, own) for key in [*fix.get("remove", ()), *fix.get("move", {})]),
+    )
+
+
+def _in_file(key: str, own: Mapping[str, str]) -> str:
+    """The key as the file calls it, which may still be an old name."""
+    head, dot, rest = key.partition(".")
+    return f"{own.get(head, head)}{dot}{rest}"

@@ -1,0 +1,139 @@
+"""A checked file, put right: comments, order and everything that nothing was found about stay as they are.
+
+The fixes are applied to the values first; where that leaves a top-level key with another name or value, gone,
+or new, the text is edited at that place. JSON has no comments to lose and is written anew.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+import yaml
+
+from snugfit.errors import UsageError
+from snugfit.exchange.check import Checked, Fix
+from snugfit.exchange.document import Document
+from snugfit.exchange.plain_text import LimitedLoader
+
+Edit = tuple[int, int, bytes]
+"""From, to (byte offsets), and what stands there instead."""
+
+_ALONE = re.compile(rb"[ \t]*,?[ \t]*(?:#[^\n]*)?\r?\n")
+_BEHIND = re.compile(rb"[ \t]*,[ \t]*")
+"""What goes with an argument that goes: its comma, and a comment on a line of its own."""
+
+
+def corrected(checked: Checked) -> str:
+    """The text of the file with every fix applied."""
+    document = checked.document
+    values, renamed = _apply(document.values, [one.fix for one in checked.findings if one.fix])
+    if document.format == "json":
+        return json.dumps(values, indent=2) + "\n"
+    edit = _edit_yaml if document.format == "yaml" else _edit_python
+    return edit(document, values, renamed)
+
+
+def _apply(values: Mapping[str, Any], fixes: Sequence[Fix]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The values after all fixes, and the top-level keys that have another name then."""
+    new: dict[str, Any] = deepcopy(dict(values))
+    renamed: dict[str, str] = {}
+    for fix in fixes:
+        for key, value in fix.set.items():
+            _put(new, key.split("."), value)
+        for key in fix.remove:
+            _drop(new, key.split("."))
+    for fix in fixes:
+        renamed |= {old: name for old, name in fix.rename.items() if old in new}
+    return {renamed.get(key, key): value for key, value in new.items()}, renamed
+
+
+def _put(values: dict[str, Any], path: list[str], value: Any) -> None:
+    for name in path[:-1]:
+        inner = values.get(name)
+        values[name] = values = inner if isinstance(inner, dict) else {}
+    values[path[-1]] = value
+
+
+def _drop(values: dict[str, Any], path: list[str]) -> None:
+    for name in path[:-1]:
+        inner = values.get(name)
+        if not isinstance(inner, dict):
+            return
+        values = inner
+    values.pop(path[-1], None)
+
+
+def _edit_yaml(document: Document, values: Mapping[str, Any], renamed: Mapping[str, str]) -> str:
+    text = document.text
+    root = LimitedLoader(text).get_single_node()
+    assert isinstance(root, yaml.MappingNode)
+    edits: list[tuple[int, int, str]] = []
+    for key_node, value_node in root.value:
+        key, start = str(key_node.value), key_node.start_mark.index
+        name = renamed.get(key, key)
+        end = start + len(text[start : value_node.end_mark.index].rstrip())
+        if name not in values:
+            line_end = text.find("\n", end)
+            edits.append((start, len(text) if line_end < 0 else line_end + 1, ""))
+        elif values[name] != document.values[key]:
+            edits.append((start, end, f"{name}: {_as_yaml(values[name])}"))
+        elif name != key:
+            edits.append((start, key_node.end_mark.index, name))
+    for start, end, instead in sorted(edits, reverse=True):
+        text = text[:start] + instead + text[end:]
+    new = [name for name in values if name not in document.values and name not in renamed.values()]
+    if new and text and not text.endswith("\n"):
+        text += "\n"
+    return text + "".join(f"{name}: {_as_yaml(values[name])}\n" for name in new)
+
+
+def _as_yaml(value: Any) -> str:
+    written: str = yaml.safe_dump(value, default_flow_style=True, width=10**6)
+    return written.removesuffix("...\n").strip()
+
+
+def _edit_python(document: Document, values: Mapping[str, Any], renamed: Mapping[str, str]) -> str:
+    script, text = document.script, document.text.encode()
+    assert script is not None
+    edits: list[Edit] = []
+    for key, place in script.places.items():
+        name = renamed.get(key, key)
+        if name not in values:
+            edits.append(_without(text, place.name[0], place.value[1]))
+            continue
+        if name != key:
+            edits.append((*place.name, (repr(name) if place.quoted else name).encode()))
+        if values[name] != document.values[key]:
+            edits.append((*place.value, repr(values[name]).encode()))
+    new = [name for name in values if name not in document.values and name not in renamed.values()]
+    if new and script.end is not None:
+        more = "".join(f", {name}={values[name]!r}" for name in new)
+        edits.append((script.end, script.end, more.encode()))
+    begun = len(text)
+    for start, end, instead in sorted(edits, reverse=True):  # two that go may share the comma between them
+        text = text[:start] + instead + text[min(end, begun) :]
+        begun = start
+    try:
+        compile(text, str(document.path), "exec", dont_inherit=True)
+    except SyntaxError:
+        raise UsageError(
+            f"{document.path}: too entangled to be edited. Change what was found by hand."
+        ) from None
+    return text.decode()
+
+
+def _without(text: bytes, start: int, end: int) -> Edit:
+    """The argument with its comma: the whole line where nothing else stands on it; otherwise with the comma
+    behind it, or, for the last one, with the one before."""
+    line = text.rfind(b"\n", 0, start) + 1
+    alone = _ALONE.match(text, end)
+    if alone and not text[line:start].strip():
+        return line, alone.end(), b""
+    if behind := _BEHIND.match(text, end):
+        return start, behind.end(), b""
+    before = text[:start].rstrip()
+    return (len(before) - 1 if before.endswith(b",") else start), end, b""

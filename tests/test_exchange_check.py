@@ -1,0 +1,276 @@
+"""`snugfit check`: each finding is held against the library that it speaks of, and every corrected file is
+free of what was found and could be mended."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from snugfit.cli.main import run
+from snugfit.exchange import check as module
+from snugfit.exchange.check import Checked, check
+from snugfit.exchange.correct import corrected
+from snugfit.exchange.installed import defaults
+from snugfit.exchange.python_call import read_script
+
+SCRIPT = """\
+import torch
+from transformers import AutoModelForSequenceClassification, Trainer, TrainingArguments
+
+RATE = 3e-5
+default_args = {
+    "output_dir": "tmp",
+    "evaluation_strategy": "steps",  # when
+    "num_train_epochs": 1,
+    "overwrite_output_dir": True,
+}
+model = AutoModelForSequenceClassification.from_pretrained("bert-large-uncased", dtype=torch.float32)
+training_args = TrainingArguments(
+    per_device_train_batch_size=1,  # é
+    gradient_checkpointing=True,  # memory
+    gradient_checkpointing_kwargs={"use_reentrant": True},
+    fp16=True, bf16=True,
+    adafactor=True,
+    learning_rate=RATE,
+    max_steps=100,
+    fp16_backend="amp",
+    half_precision_backend="auto",
+    dataloader_prefetch_factor=2, **default_args
+)
+"""
+
+MENDED = """\
+import torch
+from transformers import AutoModelForSequenceClassification, Trainer, TrainingArguments
+
+RATE = 3e-5
+default_args = {
+    "output_dir": "tmp",
+    'eval_strategy': "steps",  # when
+}
+model = AutoModelForSequenceClassification.from_pretrained("bert-large-uncased", dtype=torch.float32)
+training_args = TrainingArguments(
+    per_device_train_batch_size=1,  # é
+    activation_checkpointing=True,  # memory
+    activation_checkpointing_kwargs={'use_reentrant': False},
+    bf16=True,
+    learning_rate=RATE,
+    max_steps=100,
+    **default_args, optim='adafactor'
+)
+"""
+
+AXOLOTL = """\
+# mine
+base_model: meta-llama/Llama-3.2-1B   # the model
+datasets:
+  - path: teknium/GPT4-LLM-Cleaned
+    type: alpaca
+# adapters
+lora_r: 16
+lora_target_modules:
+  - q_proj
+  - v_proj
+evaluation_strategy: steps   # when
+eval_steps: 10
+evals_per_epoch: 2
+micro_batch_size: 2
+gradient_accumulation_steps: 2
+learning_rate: 2e-4"""
+
+MENDED_AXOLOTL = """\
+# mine
+base_model: meta-llama/Llama-3.2-1B   # the model
+datasets:
+  - path: teknium/GPT4-LLM-Cleaned
+    type: alpaca
+# adapters
+eval_strategy: steps   # when
+evals_per_epoch: 2
+micro_batch_size: 2
+gradient_accumulation_steps: 2
+learning_rate: 0.0002"""
+
+
+def found(folder: Path, name: str, content: Any) -> Checked:
+    file = folder / name
+    file.write_text(content if isinstance(content, str) else json.dumps(content))
+    return check(file)
+
+
+def about(checked: Checked, kind: str) -> set[str]:
+    return {key for finding in checked.findings if finding.kind == kind for key in finding.keys}
+
+
+def test_a_script_is_mended_in_place(tmp_path: Path) -> None:
+    checked = found(tmp_path, "train.py", SCRIPT)
+    assert about(checked, "conflict") == {"fp16", "bf16", "dataloader_prefetch_factor"}
+    assert about(checked, "removed") == {"fp16_backend", "half_precision_backend", "overwrite_output_dir"}
+    assert "num_train_epochs" in about(checked, "no effect")
+    mended = corrected(checked)
+    assert mended == MENDED
+    assert not found(tmp_path, "train.py", mended).findings
+
+
+def test_a_yaml_file_keeps_its_comments(tmp_path: Path) -> None:
+    mended = corrected(found(tmp_path, "lora.yml", AXOLOTL))
+    assert mended == MENDED_AXOLOTL
+    assert not found(tmp_path, "lora.yml", mended).findings
+
+
+def test_a_mended_script_is_taken_by_the_real_class(tmp_path: Path) -> None:
+    """And the one before was not."""
+    from transformers import TrainingArguments
+
+    def taken(text: str) -> TrainingArguments:
+        arguments = dict(read_script(text, "train.py").arguments)
+        own = {key: value for key, value in arguments.items() if "." not in key}
+        return TrainingArguments(**own | {"output_dir": str(tmp_path), "use_cpu": True})
+
+    with pytest.raises(TypeError):
+        taken(SCRIPT)
+    made = taken(corrected(found(tmp_path, "train.py", SCRIPT)))
+    assert (made.optim, made.bf16, made.activation_checkpointing) == ("adafactor", True, True)
+
+
+CONFLICTS = [
+    {"fp16": True, "bf16": True},
+    {"fp16_full_eval": True, "bf16_full_eval": True},
+    {"load_best_model_at_end": True},
+    {"dataloader_prefetch_factor": 2},
+    {"lr_scheduler_type": "reduce_lr_on_plateau"},
+    {"logging_steps": 0},
+]
+
+
+@pytest.mark.parametrize("arguments", CONFLICTS, ids="+".join)
+def test_a_conflict_is_one_that_the_real_class_refuses(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    from transformers import TrainingArguments
+
+    whole = {"output_dir": str(tmp_path), "use_cpu": True, **arguments}
+    with pytest.raises(ValueError, match=r"."):
+        TrainingArguments(**whole)
+    checked = found(tmp_path, "arguments.json", whole)
+    assert about(checked, "conflict") & set(arguments)
+    if all(finding.fix for finding in checked.findings):
+        TrainingArguments(**json.loads(corrected(checked)))
+
+
+def test_names_that_are_said_to_be_gone_are_gone() -> None:
+    """The installed class has none of the old names (but as an alias), and all of the new ones."""
+    facts = module._facts("trainer")
+    for old, entry in facts["renamed"].items():
+        assert entry["to"] in defaults()
+        assert (old in defaults()) == bool(entry.get("alias"))
+    assert not set(facts["removed"]) & set(defaults())
+    from transformers.training_args import OptimizerNames
+
+    names = {one.value for one in OptimizerNames}
+    for old, new in facts["values"]["optim"].items():
+        assert old not in names
+        assert new in names
+
+
+@pytest.mark.parametrize("name", ["trainer", "accelerate", "deepspeed", "axolotl"])
+def test_rules_speak_of_what_the_library_has(name: str) -> None:
+    facts = module._facts(name)
+    known = module._known(name)
+    for rule in facts["rules"]:
+        words = {*rule.get("when", {}), *rule.get("given", [])}
+        assert words
+        assert rule["says"]
+        assert not known or {word.split(".")[0] for word in words} <= known | {
+            "model",
+            "job",
+            "dynamo_backend",
+        }
+        for condition in rule.get("when", {}).values():
+            assert not isinstance(condition, dict) or set(condition) <= set(module._CONDITIONS)
+
+
+def test_an_older_version_is_not_told_of_names_to_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    older = {key: value for key, value in defaults().items() if not key.startswith("activation_")}
+    monkeypatch.setattr(module, "_known", lambda name: frozenset(older))
+    document = {"output_dir": "x", "gradient_checkpointing": True}
+    assert not found(tmp_path, "arguments.json", document).findings
+
+
+def test_what_transformers_itself_writes_has_no_findings(tmp_path: Path) -> None:
+    from transformers import TrainingArguments
+
+    text = TrainingArguments(str(tmp_path), use_cpu=True, gradient_accumulation_steps=4).to_json_string()
+    assert not found(tmp_path, "arguments.json", text).findings
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "kind", "key"),
+    [
+        ("a.json", {"output_dir": "x", "warmup_stepss": 3}, "unknown", "warmup_stepss"),
+        ("a.json", {"optim": "adamw_hf"}, "renamed", "optim"),
+        ("a.json", {"max_steps": 5, "group_by_length": True}, "renamed", "group_by_length"),
+        ("a.json", {"lr_scheduler_type": "constant", "warmup_steps": 10}, "no effect", "warmup_steps"),
+        ("a.json", {"optim": "adafactor", "adam_beta2": 0.95}, "no effect", "adam_beta2"),
+        ("a.json", {"output_dir": "x", "eval_steps": 10}, "no effect", "eval_steps"),
+        ("a.json", {"optim": "galore_adamw_layerwise", "gradient_accumulation_steps": 2}, "conflict",
+         "optim"),
+        ("a.json", {"output_dir": "x", "auto_find_batch_size": True}, "trap", "auto_find_batch_size"),
+        ("a.yaml", "output_dir: x\nlearning_rate: 1e-5", "trap", "learning_rate"),
+        ("a.py", "m = AutoModelForCausalLM.from_pretrained('gpt2')\nTrainingArguments(bf16=True)", "trap",
+         "from_pretrained"),
+        ("a.py", "m = AutoModelForCausalLM.from_pretrained('gpt2', dtype=torch.float16)\n"
+         "TrainingArguments(fp16=True)", "conflict", "fp16"),
+        ("d.json", {"train_batch_size": 30, "train_micro_batch_size_per_gpu": 4,
+                    "gradient_accumulation_steps": 8}, "conflict", "train_batch_size"),
+        ("d.json", {"fp16": {"enabled": True}, "bf16": {"enabled": True}, "zero_optimization": {}},
+         "conflict", "fp16.enabled"),
+        ("d.json", {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "no effect",
+         "zero_optimization.offload_param"),
+        ("d.json", {"zero_optimization": {"stage": 2}}, "trap", "zero_optimization.stage"),
+        ("c.yaml", "mixed_precision: bf16", "conflict", "distributed_type"),
+        ("c.yaml", "distributed_type: 'NO'\nfp16: true", "renamed", "fp16"),
+        ("c.yaml", "distributed_type: 'NO'\ndeepspeed_config: {zero_stage: 2}", "no effect",
+         "deepspeed_config"),
+        ("c.yaml", "distributed_type: 'NO'\nnum_proceses: 1", "unknown", "num_proceses"),
+    ],
+)  # fmt: skip
+def test_findings(tmp_path: Path, name: str, content: Any, kind: str, key: str) -> None:
+    checked = found(tmp_path, name, content)
+    assert key in about(checked, kind)
+    again = found(tmp_path, name, corrected(checked))
+    assert not [one for one in again.findings if one.fix]
+
+
+def test_a_mended_accelerate_config_is_loaded_by_accelerate(tmp_path: Path) -> None:
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    text = "compute_environment: LOCAL_MACHINE\nfp16: true\ndynamo_backend: INDUCTOR\nnum_processes: 1\n"
+    file = tmp_path / "accelerate.yaml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match="distributed_type"):
+        load_config_from_file(str(file))
+    file.write_text(corrected(check(file)))
+    config = load_config_from_file(str(file))
+    assert (config.mixed_precision, config.dynamo_config) == ("fp16", {"dynamo_backend": "INDUCTOR"})
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, output = tmp_path / "a.yaml", tmp_path / "b.yaml"
+    file.write_text("evaluation_strategy: steps\nmax_steps: 3\n")
+    assert run(["check", str(file)]) == 3
+    assert "eval_strategy" in capsys.readouterr().out
+    assert run(["check", str(file), "--json", "--output", str(output)]) == 3
+    document = json.loads(capsys.readouterr().out)
+    assert document["findings"][0]["fix"]["rename"] == {"evaluation_strategy": "eval_strategy"}
+    assert yaml.safe_load(output.read_text()) == {"eval_strategy": "steps", "max_steps": 3}
+    assert run(["check", str(output)]) == 0
+    assert run(["check", str(file), "--output", str(file)]) == 2
+    assert file.read_text().startswith("evaluation_strategy")
+    assert run(["check", str(tmp_path / "none.yaml")]) == 2
+    assert run(["check", str(file), "--output", str(file), "--force"]) == 3
+    assert run(["check", str(file)]) == 0
