@@ -46,7 +46,9 @@ def answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("snugfit.prediction.largest.largest", lambda *a, **k: (1, predict(*a, **k)))
     monkeypatch.setattr("snugfit.measurement.measure.measure", measure)
     monkeypatch.setattr("snugfit.comparison.guide.run", lambda *_, **__: guide_result())
-    for command in ("measure", "guide", "accuracy"):
+    monkeypatch.setattr("snugfit.comparison.calibrate._measured", lambda *_: 0.05)
+    monkeypatch.setenv("SNUGFIT_RATES", str(tmp_path / "rates"))
+    for command in ("measure", "guide", "accuracy", "calibrate"):
         monkeypatch.setattr(f"snugfit.cli.{command}.gpu_here", lambda *_: "NVIDIA H200")
     for text in pieces("yaml"):
         (tmp_path / text.splitlines()[0].removeprefix("# ")).write_text(text)
