@@ -50,17 +50,17 @@ from transformers import AutoModelForSequenceClassification, Trainer, TrainingAr
 RATE = 3e-5
 default_args = {
     "output_dir": "tmp",
-    'eval_strategy': "steps",  # when
+    "eval_strategy": "steps",  # when
 }
 model = AutoModelForSequenceClassification.from_pretrained("bert-large-uncased", dtype=torch.float32)
 training_args = TrainingArguments(
     per_device_train_batch_size=1,  # é
     activation_checkpointing=True,  # memory
-    activation_checkpointing_kwargs={'use_reentrant': False},
+    activation_checkpointing_kwargs={"use_reentrant": False},
     bf16=True,
     learning_rate=RATE,
     max_steps=100,
-    **default_args, optim='adafactor'
+    **default_args, optim="adafactor"
 )
 """
 

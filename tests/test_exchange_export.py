@@ -30,6 +30,9 @@ WITHOUT_DROPOUT = {
     "bert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
     "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "llama": {},
+    "t5": {"dropout_rate": 0.0},
+    "vit": {},
+    "mixtral": {},
 }
 
 
@@ -67,8 +70,8 @@ def job_in(folder: Path, family: str = "bert", **changes: Any) -> Job:
     whole = {"model_type": family, **facts, **dict.fromkeys(keys, 2), **WITHOUT_DROPOUT[family]}
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(whole))
-    given = {"batch_size": 4, "sequence_length": 16, "learning_rate": 1e-3} | changes
-    job = Job(model=Model.find(str(folder)), task=task, **given)
+    given = {"task": task, "batch_size": 4, "sequence_length": 16, "learning_rate": 1e-3} | changes
+    job = Job(model=Model.find(str(folder)), **given)
     torch.manual_seed(0)
     build_model(job, Recipe().setup(), CPU).save_pretrained(folder)
     return job
@@ -109,6 +112,34 @@ def test_a_torch_script_runs_as_the_plain_loop(
     _, losses = script["train"](samples(job, recipe), STEPS, device="cpu", shuffle=False)
     assert losses == ours(job, recipe, "plain")
     assert len(set(losses)) == STEPS
+
+
+@pytest.mark.parametrize(
+    ("family", "recipe"),
+    [
+        ("t5", "micro_batches(2)"),
+        ("vit", "bf16_pure + sgd"),
+        ("mixtral", "every_layer"),
+        ("llama", "bf16 + micro_batches(2)"),
+        ("bert", "fp16"),
+    ],
+)
+def test_any_family_and_precision_runs_alike(tmp_path: Path, family: str, recipe: str) -> None:
+    job = job_in(tmp_path / "model", family, target_length=8, clip=1.0)
+    script = namespace(export(job, Recipe.parse(recipe), "torch"), "train.py")
+    _, losses = script["train"](samples(job, "plain"), STEPS, device="cpu", shuffle=False)
+    assert losses == ours(job, recipe, "plain")
+
+
+def test_a_decoder_that_classifies_is_told_its_padding(tmp_path: Path) -> None:
+    """As `Model.settings` tells it, or transformers refuses batches of more than one."""
+    job = job_in(tmp_path / "model", "gpt2", task="sequence-classification", labels=3)
+    made = export(job, Recipe(), "torch")
+    assert "num_labels=3" in made.files["train.py"]
+    _, losses = namespace(made, "train.py")["train"](
+        samples(job, "plain"), STEPS, device="cpu", shuffle=False
+    )
+    assert losses == ours(job, "plain", "plain")
 
 
 def test_decay_groups_and_uneven_labels_are_exported(tmp_path: Path) -> None:
@@ -171,7 +202,8 @@ def trainer_losses(made: Export, job: Job, recipe: str, folder: Path) -> list[fl
     return [sum(losses[start : start + pieces]) for start in range(0, len(losses), pieces)]
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.usefixtures("seeded_adapters")
+@pytest.mark.parametrize("recipe", [*RECIPES, "lora(r=4) + every_layer"])
 def test_an_hf_export_runs_as_our_trainer_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str
 ) -> None:

@@ -215,7 +215,7 @@ def _rules(document: Document, facts: Mapping[str, Any]) -> Iterator[Finding]:
     own = {new: old for old, new in renamed.items() if old in document.values and new not in document.values}
     given = {renamed.get(key, key): value for key, value in document.values.items() if value is not None}
     usual = _usual(document.dialect)
-    given |= {key: value for key, value in flatten(given) if "." in key}
+    given = dict(_parts(given))
     force = {**usual, **given}
     for rule in facts["rules"]:
         when = rule.get("when", {})
@@ -231,6 +231,14 @@ def _rules(document: Document, facts: Mapping[str, Any]) -> Iterator[Finding]:
             says=rule["says"],
             fix=_fix(rule.get("fix"), force, own),
         )
+
+
+def _parts(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every key and, dotted, every key within."""
+    for key, value in values.items():
+        yield f"{prefix}{key}", value
+        if isinstance(value, Mapping):
+            yield from _parts(value, f"{prefix}{key}.")
 
 
 def _usual(name: str) -> dict[str, Any]:

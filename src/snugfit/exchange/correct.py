@@ -17,6 +17,7 @@ import yaml
 from snugfit.errors import UsageError
 from snugfit.exchange.check import Checked, Fix
 from snugfit.exchange.document import Document
+from snugfit.exchange.literal import literal
 from snugfit.exchange.plain_text import LimitedLoader
 
 Edit = tuple[int, int, bytes]
@@ -106,12 +107,12 @@ def _edit_python(document: Document, values: Mapping[str, Any], renamed: Mapping
             edits.append(_without(text, place.name[0], place.value[1]))
             continue
         if name != key:
-            edits.append((*place.name, (repr(name) if place.quoted else name).encode()))
+            edits.append((*place.name, (literal(name) if place.quoted else name).encode()))
         if values[name] != document.values[key]:
-            edits.append((*place.value, repr(values[name]).encode()))
+            edits.append((*place.value, literal(values[name]).encode()))
     new = [name for name in values if name not in document.values and name not in renamed.values()]
     if new and script.end is not None:
-        more = "".join(f", {name}={values[name]!r}" for name in new)
+        more = "".join(f", {name}={literal(values[name])}" for name in new)
         edits.append((script.end, script.end, more.encode()))
     begun = len(text)
     for start, end, instead in sorted(edits, reverse=True):  # two that go may share the comma between them

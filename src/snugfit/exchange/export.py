@@ -69,7 +69,15 @@ def training_arguments(job: Job, recipe: Recipe) -> dict[str, Any]:
     dotted, unsaid = write_arguments(recipe)
     if unsaid:
         lines = [f"{technique}: TrainingArguments have nothing that means it." for technique in unsaid]
-        raise RecipeError("\n".join(["This recipe cannot be exported to hf:", *lines, "Try --to torch."]))
+        raise RecipeError(
+            "\n".join(
+                [
+                    "This recipe cannot be exported to hf:",
+                    *lines,
+                    "Leave it out, or export to accelerate or torch, which can say more.",
+                ]
+            )
+        )
     clip = {} if job.clip is None else {"max_grad_norm": job.clip}
     arguments: dict[str, Any] = {
         "output_dir": "trainer_output",

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 from snugfit.errors import RecipeError
 from snugfit.exchange import installed
+from snugfit.exchange.literal import literal
 from snugfit.job.architectures import HEADS, class_of
+from snugfit.job.model import CLASSIFICATION
 from snugfit.step.accelerate_loop import MIXED
 from snugfit.techniques.setup import Call, Setup
 
@@ -39,7 +41,7 @@ class Factory:
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """Everything a template may write; texts are Python already, unless a template says `repr`."""
+    """Everything a template may write; texts are Python already, unless a template says `literal`."""
 
     recipe: str
     """As a recipe is written."""
@@ -172,7 +174,7 @@ def write_script(template: str, script: Script) -> str:
         keep_trailing_newline=True,
         autoescape=False,
     )
-    environment.filters["repr"] = repr
+    environment.filters["literal"] = literal
     text = environment.get_template(f"{template}.j2").render(script=script).lstrip("\n")
     compile(text, f"{template}.py", "exec")
     return text
@@ -193,10 +195,10 @@ def _model_arguments(job: Job, setup: Setup) -> dict[str, str]:
     attention = setup.attention
     if attention == "sdpa" and not getattr(class_of(job.task, config), "_supports_sdpa", True):
         attention = "eager"
-    arguments = {"dtype": f"torch.{setup.weights_dtype}", "attn_implementation": repr(attention)}
+    arguments = {"dtype": f"torch.{setup.weights_dtype}", "attn_implementation": literal(attention)}
     facts = job.model.config
     plain = AutoConfig.for_model(facts.pop("model_type"), **facts)
-    if plain.num_labels != config.num_labels:
+    if job.task in CLASSIFICATION:
         arguments["num_labels"] = repr(config.num_labels)
     for name in ("pad_token_id", "decoder_start_token_id"):
         value = getattr(config, name, None)
@@ -211,7 +213,7 @@ def _lines(job: Job, recipe: Recipe, wish: str, call: Call | None) -> tuple[str,
         return ()
     if not call.path.startswith(_OWN):
         module, _, name = call.path.partition(":")
-        given = "".join(f", {key}={value!r}" for key, value in call.arguments.items())
+        given = "".join(f", {key}={literal(value)}" for key, value in call.arguments.items())
         return (f"from {module} import {name}", "", f"model = {name}(model{given}) or model")
     wisher = _wisher(recipe, wish)
     lines = wisher.code(job)
@@ -237,7 +239,7 @@ def _factory(recipe: Recipe, call: Call) -> Factory:
     module, _, name = call.path.partition(":")
     if module.startswith(_OWN):
         raise _refusal(_wisher(recipe, "optimizer"), "its optimizer is snugfit's own code")
-    arguments = "".join(f", {key}={value!r}" for key, value in call.arguments.items())
+    arguments = "".join(f", {key}={literal(value)}" for key, value in call.arguments.items())
     return Factory(
         imported=f"from {module} import {name}",
         called=f"{name}(parameters, lr=LEARNING_RATE{arguments})",

@@ -97,6 +97,7 @@ class Lora(Technique):
             dropout=self.dropout,
         )
         shown = ", ".join(f"{key}={value!r}" for key, value in given.items() if value is not None)
+        shown = shown.replace("'", '"')  # words of peft's and of the notation hold no quotes
         return (
             "from peft import LoraConfig, get_peft_model",
             "",

@@ -1,0 +1,22 @@
+"""LoRA's dropout costs what a real step with it allocates (law 1), and it is more than without."""
+
+from __future__ import annotations
+
+import pytest
+
+from snugfit.prediction.predict import predict
+from snugfit.techniques.recipe import Recipe
+from test_law_rehearsed_equals_real import hold_to_reports, job
+
+
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_a_real_step_with_dropout_allocates_what_its_tape_says(family: str) -> None:
+    hold_to_reports(job(family), Recipe.parse("lora(targets=all-linear, dropout=0.1)"))
+
+
+def test_dropout_keeps_a_mask_and_an_input_for_each_matrix() -> None:
+    without, dropping = (
+        predict(job("llama"), recipe, gpu="h200").footprint.requested_bytes
+        for recipe in ("lora(targets=all-linear)", "lora(targets=all-linear, dropout=0.1)")
+    )
+    assert dropping > without
