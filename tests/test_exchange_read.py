@@ -251,6 +251,39 @@ def test_the_command_starts_from_the_file_and_says_so(
     assert "every_layer" in err
 
 
+def test_a_qlora_script(tmp_path: Path) -> None:
+    """As they stand in many tutorials: what is known is taken, and each obstacle is named once."""
+    reading = read(
+        tmp_path,
+        "qlora.py",
+        "bnb = BitsAndBytesConfig(load_in_4bit=True)\n"
+        "model = AutoModelForCausalLM.from_pretrained('meta-llama/Llama-3.1-8B', quantization_config=bnb, "
+        "device_map='auto', torch_dtype=torch.bfloat16)\n"
+        "peft_config = LoraConfig(task_type=TaskType.CAUSAL_LM, r=16, lora_alpha=32, "
+        "target_modules=['q_proj', 'v_proj'], bias='none')\n"
+        "args = TrainingArguments('./out', per_device_train_batch_size=2, gradient_accumulation_steps=8, "
+        "optim='paged_adamw_8bit', bf16=torch.cuda.is_bf16_supported(), max_grad_norm=0.3)\n",
+    )
+    assert keys(reading.refused) == {"bf16", "optim", "model.quantization_config"}
+    assert "adafactor" in next(line.says for line in reading.refused if line.key == "optim")
+    assert reading.settings["recipe"] == "lora(r=16, targets=q_proj|v_proj) + micro_batches(8)"
+    assert (reading.settings["model"], reading.settings["task"]) == ("meta-llama/Llama-3.1-8B", "causal-lm")
+
+
+@pytest.mark.parametrize("suffix", ["yaml", "json"])
+def test_what_accelerate_itself_writes_is_understood_whole(tmp_path: Path, suffix: str) -> None:
+    from accelerate.commands.config.config_args import ClusterConfig
+
+    made = ClusterConfig(
+        compute_environment="LOCAL_MACHINE", distributed_type="NO", mixed_precision="fp16", use_cpu=False,
+        debug=False, num_processes=1,
+    )  # fmt: skip
+    file = tmp_path / f"config.{suffix}"
+    (made.to_yaml_file if suffix == "yaml" else made.to_json_file)(str(file))
+    reading = read_arguments(file)
+    assert (reading.settings, reading.refused) == ({"recipe": "fp16", "loop": "accelerate"}, ())
+
+
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [

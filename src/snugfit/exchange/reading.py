@@ -23,6 +23,7 @@ from snugfit.exchange.account import Line, Reading
 from snugfit.exchange.dialect import Dialect, as_word, dialect, flatten
 from snugfit.exchange.document import Document, open_document
 from snugfit.exchange.python_call import Unknown
+from snugfit.techniques import roster
 from snugfit.techniques.foreign import advice
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Technique
@@ -154,15 +155,19 @@ class _Reader:
     def _unmet(self, found: Found) -> Iterator[Line]:
         """Nothing in this slot is asked for in such a way: which arguments are to blame."""
         blamed = [key for key in found.keys if key in self.origins and not self._is_default(key)]
-        for key in blamed or found.keys[:1]:
+        unsure = [key for key in blamed if isinstance(self.origins[key][1], Unknown)]
+        for key in unsure or blamed or found.keys[:1]:
             name, value = self.origins.get(key, (key, self.arguments.get(key)))
-            if isinstance(value, Unknown):
+            if unsure:
                 yield Line(key=name, value=str(value), says=_COMPUTED, instead="recipe")
                 continue
-            told = advice(str(value)) if isinstance(value, str) else None
-            together = f" together with {', '.join(o for o in blamed if o != key)}" if len(blamed) > 1 else ""
-            says = told or f"no {found.slot} here does this{together}"
-            yield Line(key=name, value=as_word(value), says=says, instead="recipe")
+            others = ", ".join(other for other in blamed if other != key)
+            names = ", ".join(each.name for each in roster.techniques() if each.slot is found.slot)
+            says = (
+                f"no {found.slot} here does this{' together with ' * bool(others)}{others}. There are {names}"
+            )
+            told = advice(value) if isinstance(value, str) else None
+            yield Line(key=name, value=as_word(value), says=told or says, instead="recipe")
 
     def _job(self) -> None:
         for key in [name for name in self.arguments if name.startswith(_JOB)]:
@@ -209,8 +214,9 @@ class _Reader:
         name, given = (name, given) if name else (key, value)
         refusal = table.refusal(key)
         if refusal and not any(value == one and type(value) is type(one) for one in refusal.but):
-            computed = isinstance(value, Unknown)
-            self._line(self.refused, name, given, _COMPUTED if computed else refusal.why)
+            unsure = ". Whether it is asked for is computed while the script runs"
+            says = refusal.why + (unsure if isinstance(value, Unknown) else "")
+            self._line(self.refused, name, given, says)
         elif reason := table.reason_to_ignore(key):
             self._line(self.ignored, name, given, reason)
         elif refusal is None:
