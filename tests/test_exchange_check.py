@@ -3,7 +3,10 @@ free of what was found and could be mended."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import random
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +14,14 @@ import pytest
 import yaml
 
 from snugfit.cli.main import run
+from snugfit.errors import UsageError
 from snugfit.exchange import check as module
 from snugfit.exchange.check import Checked, check
 from snugfit.exchange.correct import corrected
+from snugfit.exchange.dialect import DIALECTS, dialect
 from snugfit.exchange.installed import defaults
 from snugfit.exchange.python_call import read_script
+from snugfit.exchange.reading import read_arguments
 
 SCRIPT = """\
 import torch
@@ -120,6 +126,31 @@ def test_a_yaml_file_keeps_its_comments(tmp_path: Path) -> None:
     mended = corrected(found(tmp_path, "lora.yml", AXOLOTL))
     assert mended == MENDED_AXOLOTL
     assert not found(tmp_path, "lora.yml", mended).findings
+
+
+def test_a_yaml_file_all_in_one_line_is_written_anew(tmp_path: Path) -> None:
+    text = "{output_dir: x, eval_strategy: 'no', use_ipex: true}"
+    mended = corrected(found(tmp_path, "a.yaml", text))
+    assert yaml.safe_load(mended) == {"output_dir": "x", "eval_strategy": "no"}
+
+
+@pytest.mark.parametrize(
+    ("script", "mended"),
+    [
+        ("TrainingArguments('x', use_ipex=True)", "TrainingArguments('x')"),
+        ("TrainingArguments(use_ipex=True, fp16_backend='amp')", "TrainingArguments()"),
+        ("TrainingArguments(seed=1, use_ipex=True, fp16_backend='amp')", "TrainingArguments(seed=1, )"),
+        ("a = dict\nTrainingArguments(adafactor=True)", None),
+    ],
+)
+def test_scripts_in_one_line(tmp_path: Path, script: str, mended: str | None) -> None:
+    """What cannot be edited safely is left to the user, and never half done."""
+    checked = found(tmp_path, "a.py", script)
+    if mended is None:
+        with pytest.raises(UsageError, match="by hand"):
+            corrected(checked)
+    else:
+        assert corrected(checked) == mended
 
 
 def test_a_mended_script_is_taken_by_the_real_class(tmp_path: Path) -> None:
@@ -274,3 +305,39 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert run(["check", str(tmp_path / "none.yaml")]) == 2
     assert run(["check", str(file), "--output", str(file), "--force"]) == 3
     assert run(["check", str(file)]) == 0
+
+
+ODD = [
+    None, True, False, 0, -3, 2.5, "", "no", "auto", "x y", "1e-5", [], ["a"], {}, {"a": 1},
+    {"enabled": True}, [{"b": None}], 10**30, "NO", "steps", "lora", "é",
+]  # fmt: skip
+"""What stands in a file where something else belongs."""
+
+
+def odd_document(name: str, rng: random.Random) -> dict[str, Any]:
+    """Keys of one library's table with values that mostly do not belong to them."""
+    document: dict[str, Any] = {}
+    for key in rng.sample(dialect(name).words(), 8):
+        *outer, last = key.split(".")
+        inner = document
+        for part in outer:
+            inner = inner.setdefault(part, {}) if isinstance(inner.get(part, {}), dict) else {}
+        inner[last] = deepcopy(rng.choice(ODD))  # shared ones would become aliases
+    return document | {dialect(name).known_by[0]: deepcopy(rng.choice(ODD))}
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+@pytest.mark.parametrize("suffix", ["json", "yaml"])
+def test_odd_values_are_read_checked_and_mended_without_an_accident(
+    tmp_path: Path, name: str, suffix: str
+) -> None:
+    """Seeded: a reading or a message, never a traceback; and nothing mendable is left in a mended file."""
+    rng = random.Random(f"{name}.{suffix}")
+    file = tmp_path / f"odd.{suffix}"
+    for _ in range(25):
+        document = odd_document(name, rng)
+        file.write_text(json.dumps(document) if suffix == "json" else yaml.safe_dump(document))
+        read_arguments(file)
+        file.write_text(corrected(check(file)))
+        with contextlib.suppress(UsageError):  # a file of which nothing is left
+            assert not [one for one in check(file).findings if one.fix]

@@ -109,7 +109,11 @@ class Checked:
 
 def check(path: Path) -> Checked:
     """What is wrong with the file at `path`; raises `UsageError` when it is no configuration."""
-    document = open_document(path)
+    return check_document(open_document(path))
+
+
+def check_document(document: Document) -> Checked:
+    """What is wrong with a file that has been read."""
     facts = _facts(document.dialect)
     values = document.values
     found = [*_renamed(values, facts), *_removed(values, facts), *_words(document, facts)]

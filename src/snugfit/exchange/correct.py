@@ -1,24 +1,29 @@
 """A checked file, put right: comments, order and everything that nothing was found about stay as they are.
 
 The fixes are applied to the values first; where that leaves a top-level key with another name or value, gone,
-or new, the text is edited at that place. JSON has no comments to lose and is written anew.
+or new, the text is edited at that place, and read again: it must say exactly those values. YAML that resists
+(all in one line, say) is written anew, as JSON always is, which has no comments to lose; Python is refused.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
 import yaml
 
 from snugfit.errors import UsageError
-from snugfit.exchange.check import Checked, Fix
-from snugfit.exchange.document import Document
+from snugfit.exchange.check import Checked, Fix, check_document
+from snugfit.exchange.document import Document, as_document
 from snugfit.exchange.literal import literal
-from snugfit.exchange.plain_text import LimitedLoader
+from snugfit.exchange.plain_text import LimitedLoader, load_yaml
+from snugfit.exchange.python_call import read_script
+
+ROUNDS = 4
+"""Fixes that bring others to light come to an end sooner; this is for a rule that contradicts another."""
 
 Edit = tuple[int, int, bytes]
 """From, to (byte offsets), and what stands there instead."""
@@ -29,13 +34,44 @@ _BEHIND = re.compile(rb"[ \t]*,[ \t]*")
 
 
 def corrected(checked: Checked) -> str:
-    """The text of the file with every fix applied."""
+    """The text of the file with every fix applied, and those that only then come to light."""
+    text = checked.document.text
+    for _ in range(ROUNDS):
+        if not any(finding.fix for finding in checked.findings):
+            break
+        text = _mended(checked)
+        try:
+            checked = check_document(as_document(checked.document.path, text))
+        except UsageError:  # nothing of the configuration is left
+            break
+    return text
+
+
+def _mended(checked: Checked) -> str:
     document = checked.document
     values, renamed = _apply(document.values, [one.fix for one in checked.findings if one.fix])
     if document.format == "json":
         return json.dumps(values, indent=2) + "\n"
-    edit = _edit_yaml if document.format == "yaml" else _edit_python
-    return edit(document, values, renamed)
+    where = str(document.path)
+    if document.format == "yaml":
+        text = _edit_yaml(document, values, renamed)
+        return text if _says(lambda: load_yaml(text, where), values) else _whole_yaml(values)
+    script = _edit_python(document, values, renamed)
+    if not _says(lambda: read_script(script, where).arguments, values):
+        raise UsageError(f"{where}: too entangled to be edited. Change what was found by hand.")
+    return script
+
+
+def _says(read: Callable[[], Any], values: Mapping[str, Any]) -> bool:
+    try:
+        return bool(read() == values)
+    except UsageError:
+        return False
+
+
+def _whole_yaml(values: Mapping[str, Any]) -> str:
+    written: str = yaml.safe_dump(dict(values), sort_keys=False)
+    return written
 
 
 def _apply(values: Mapping[str, Any], fixes: Sequence[Fix]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -45,6 +81,7 @@ def _apply(values: Mapping[str, Any], fixes: Sequence[Fix]) -> tuple[dict[str, A
     for fix in fixes:
         for key, value in fix.set.items():
             _put(new, key.split("."), value)
+    for fix in fixes:  # afterwards, for what goes needs no better value
         for key in fix.remove:
             _drop(new, key.split("."))
     for fix in fixes:
@@ -118,12 +155,6 @@ def _edit_python(document: Document, values: Mapping[str, Any], renamed: Mapping
     for start, end, instead in sorted(edits, reverse=True):  # two that go may share the comma between them
         text = text[:start] + instead + text[min(end, begun) :]
         begun = start
-    try:
-        compile(text, str(document.path), "exec", dont_inherit=True)
-    except SyntaxError:
-        raise UsageError(
-            f"{document.path}: too entangled to be edited. Change what was found by hand."
-        ) from None
     return text.decode()
 
 

@@ -39,19 +39,29 @@ class Document:
 
 def open_document(path: Path) -> Document:
     """The file at `path`; raises `UsageError` for what is none, or is written in nobody's words."""
-    format_ = FORMATS.get(path.suffix.lower())
-    if format_ is None:
+    if path.suffix.lower() not in FORMATS:
         raise UsageError(f"{path}: its name must end in {', '.join(FORMATS)}, to say what it is.")
-    text = read_text(path)
-    if format_ == "python":
+    return as_document(path, read_text(path))
+
+
+def as_document(path: Path, text: str) -> Document:
+    """The file at `path`, were `text` in it."""
+    kind = FORMATS[path.suffix.lower()]
+    if kind == "python":
         script = read_script(text, str(path))
-        return Document(path=path, text=text, format=format_, dialect=script.dialect, values=script.arguments,
-                        script=script)  # fmt: skip
-    values = load_json(text, str(path)) if format_ == "json" else load_yaml(text, str(path))
+        return Document(
+            path=path,
+            text=text,
+            format=kind,
+            dialect=script.dialect,
+            values=script.arguments,
+            script=script,
+        )
+    values = load_json(text, str(path)) if kind == "json" else load_yaml(text, str(path))
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise UsageError(f"{path}: a configuration is one mapping of words to values, and this is not.")
     found = recognise(values)
     if found is None:
         known = "; ".join(f"{dialect(name).title}: {dialect(name).known_by[0]}" for name in DIALECTS)
         raise UsageError(f"{path}: none of its keys belongs to a configuration known here ({known}, ...).")
-    return Document(path=path, text=text, format=format_, dialect=found, values=values)
+    return Document(path=path, text=text, format=kind, dialect=found, values=values)
