@@ -153,6 +153,15 @@ def test_scripts_in_one_line(tmp_path: Path, script: str, mended: str | None) ->
         assert corrected(checked) == mended
 
 
+def test_an_accelerator_s_old_arguments(tmp_path: Path) -> None:
+    """As the guide wrote them; what only running would tell is left to the user."""
+    checked = found(tmp_path, "a.py", "accelerator = Accelerator(cpu=False, fp16=True)")
+    assert about(checked, "renamed") == {"fp16"}
+    assert corrected(checked) == 'accelerator = Accelerator(cpu=False, mixed_precision="fp16")'
+    (finding,) = found(tmp_path, "a.py", "Accelerator(fp16=training_args.fp16)").findings
+    assert (finding.keys, finding.fix) == (("fp16",), None)
+
+
 def test_a_mended_script_is_taken_by_the_real_class(tmp_path: Path) -> None:
     """And the one before was not."""
     from transformers import TrainingArguments

@@ -313,6 +313,15 @@ def test_what_is_no_configuration_is_one_clear_error(
         read(tmp_path, name, content)
 
 
+def test_another_library_s_file_as_a_job_file_is_told_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text("output_dir: x\nper_device_train_batch_size: 2\noptim: sgd\n")
+    assert run(["predict", "--job", str(file)]) == 2
+    assert "TrainingArguments: give such a file with --arguments" in capsys.readouterr().err
+
+
 def test_a_missing_file_and_a_folder(tmp_path: Path) -> None:
     for path in (tmp_path / "none.json", tmp_path):
         with pytest.raises(UsageError):

@@ -72,7 +72,8 @@ def settings_from(document: dict[Any, Any], where: str) -> dict[str, Any]:
     document = {names.same.get(key, key): value for key, value in document.items()}
     wrong = [_unknown(key, value, names.keys) for key, value in document.items() if key not in kinds()]
     if wrong:
-        raise UsageError(f"{where}: " + "\n".join(wrong) + f"\nKeys: {', '.join(sorted(kinds()))}.")
+        lines = [*wrong, f"Keys: {', '.join(sorted(kinds()))}.", *_whose(document)]
+        raise UsageError(f"{where}: " + "\n".join(lines))
     return {key: _of_kind(kinds()[key], key, value, where) for key, value in document.items()}
 
 
@@ -107,6 +108,15 @@ def _unknown(key: Any, value: Any, advice: dict[str, str]) -> str:
     if near and near[0] in advice:
         return f"unknown key {key!r}. Did you mean {near[0]!r}? Here: {advice[near[0]]}."
     return f"unknown key {key!r}.{did_you_mean(key, kinds())}"
+
+
+def _whose(document: dict[Any, Any]) -> list[str]:
+    """A line for somebody who gave another library's whole file, and not one word of it by habit."""
+    from snugfit.exchange.dialect import dialect, recognise
+
+    strange = {key: value for key, value in document.items() if key not in kinds()}
+    name = recognise(strange) if len(strange) > 1 else None
+    return [f"This looks like {dialect(name).title}: give such a file with --arguments."] if name else []
 
 
 def _about_value(key: str, value: Any) -> str:

@@ -117,7 +117,9 @@ def check_document(document: Document) -> Checked:
     facts = _facts(document.dialect)
     values = document.values
     found = [*_renamed(values, facts), *_removed(values, facts), *_words(document, facts)]
-    found += [*_unknown(document, facts), *_batches(document), *_rules(document, facts)]
+    found += [*_unknown(document, facts), *_batches(document)]
+    if document.script is None or document.dialect == "trainer":  # other rules are about a file, not a call
+        found += _rules(document, facts)
     kinds = ("conflict", "unknown", "renamed", "removed", "no effect", "trap")
     return Checked(document=document, findings=tuple(sorted(found, key=lambda one: kinds.index(one.kind))))
 
@@ -153,13 +155,14 @@ def _renamed(values: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[Fi
             continue  # the installed version has the name, or is told both and listens to the newer one
         note = f"; {entry['note']}" if "note" in entry else ""
         value = as_word(values[old])
-        if translated is None:
-            fix = Fix(remove=(old,)) if new in values else Fix(rename={old: new})
-        elif value in translated and new not in values:
+        fix: Fix | None = Fix(remove=(old,))
+        if translated is None and new not in values:
+            fix = Fix(rename={old: new})
+        elif translated and isinstance(values[old], Unknown):
+            fix = None
+        elif translated and value in translated and new not in values:
             fix = Fix(remove=(old,), set={new: translated[value]})
             note = f"={translated[value]!r}"
-        else:
-            fix = Fix(remove=(old,))
         yield Finding(kind="renamed", keys=(old,), says=f"its name is {new}{note}", fix=fix)
 
 
