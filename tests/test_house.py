@@ -44,8 +44,9 @@ BELOW = {
     "measurement": {"errors", "units", "job", "techniques", "step"},
 }
 BELOW["exchange"] = {"errors", "units", "job", "techniques", "step"}
-BELOW["comparison"] = set(BELOW) - {"exchange"} | {"measurement"}
-BELOW["report"] = BELOW["comparison"] | {"comparison", "exchange"}
+BELOW["planning"] = BELOW["prediction"] | {"prediction"}
+BELOW["comparison"] = set(BELOW) - {"exchange", "planning"} | {"measurement"}
+BELOW["report"] = BELOW["comparison"] | {"comparison", "exchange", "planning"}
 BELOW["cli"] = BELOW["report"] | {"report"}
 BELOW["__main__"] = BELOW["__init__"] = BELOW["cli"] | {"cli"}
 """Each room with the rooms it may import. `prediction` and `measurement` never meet below `comparison`."""

@@ -31,6 +31,7 @@ from snugfit.cli.export import export
 from snugfit.cli.gpus import gpus
 from snugfit.cli.guide import guide
 from snugfit.cli.measure import measure
+from snugfit.cli.plan import plan
 from snugfit.cli.predict import predict
 from snugfit.cli.techniques import techniques
 from snugfit.errors import SnugfitError
@@ -53,7 +54,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (predict, measure, check, export, guide, accuracy, calibrate, gpus, techniques, doctor):
+for command in (predict, plan, measure, check, export, guide, accuracy, calibrate, gpus, techniques, doctor):
     app.command()(command)
 
 

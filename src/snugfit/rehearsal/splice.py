@@ -89,7 +89,7 @@ def _joined(passes: Part, update: Part) -> Iterator[Move]:
     """Each step's passes, then its update, in which the gradients of the passes die."""
     _, first_rounds, _ = cut(passes.score.moves)
     build, second_rounds, _ = cut(update.score.moves)
-    there, alone = _Cast(), _Cast()  # the spliced run, and the update as it was rehearsed
+    there, alone = Played(), Played()  # the spliced run, and the update as it was rehearsed
     same = dict(zip(alone.play(build), there.play(build), strict=True))
     taken = {workspace.operator for workspace in _workspaces(passes) if workspace.phase != "backward"}
     kept = _workspaces(update)
@@ -136,7 +136,7 @@ def _dead(moves: Sequence[Move]) -> Counter[Birth]:
     return Counter(move.alike for move in moves if isinstance(move, Death))
 
 
-class _Cast:
+class Played:
     """The blocks of a run, by the order of their births."""
 
     def __init__(self) -> None:

@@ -1,0 +1,127 @@
+"""`snugfit plan`: the fastest recipe that fits, before the machine is rented.
+
+Exit code 3 when nothing fits, so that a script can ask.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from snugfit.cli import arguments as given
+from snugfit.cli.request import Request
+from snugfit.errors import UsageError
+
+if TYPE_CHECKING:
+    from snugfit.planning.plan import Plan
+
+DOES_NOT_FIT = 3
+
+Fidelity = Annotated[
+    Literal["same", "rounds", "learns"],
+    typer.Option(help="The least exact that is allowed.", rich_help_panel=given.HOW),
+]
+Objective = Annotated[
+    Literal["speed", "memory", "cost"],
+    typer.Option(
+        help="What is best: the fastest that fits, the smallest, or (on one GPU the fastest) the cheapest.",
+        rich_help_panel=given.HOW,
+    ),
+]
+Workers = Annotated[
+    int | None, typer.Option(help="Processes that rehearse side by side. \\[two]", min=1, max=64)
+]
+Plot = Annotated[
+    Path | None, typer.Option(help="Draw memory against speed into this .png or .svg.", dir_okay=False)
+]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Search again, also when the answer is remembered.")]
+Format = Annotated[Literal["terminal", "markdown", "json"], typer.Option("--format", help="What to print.")]
+
+
+@given.about_a_job
+def plan(
+    request: Request,
+    *,
+    memory: given.Memory = None,
+    fidelity: Fidelity = "rounds",
+    objective: Objective = "speed",
+    workers: Workers = None,
+    plot: Plot = None,
+    fresh: Fresh = False,
+    form: Format = "terminal",
+    as_json: given.AsJson = False,
+) -> int:
+    """Find the fastest recipe that fits, without a GPU."""
+    _refuse(request, plot)
+    found = _plan(request, fidelity, objective, workers, fresh=fresh)
+    if plot:
+        from snugfit.report.files import write_atomically
+        from snugfit.report.plan_plot import draw
+
+        write_atomically(plot, draw(found, plot.suffix[1:]))
+    _print(found, "json" if as_json else form)
+    return 0 if found.fits else DOES_NOT_FIT
+
+
+def _refuse(request: Request, plot: Path | None) -> None:
+    """What belongs to other questions, before long work begins."""
+    from snugfit.report.files import writable_folder
+    from snugfit.techniques.recipe import Recipe
+
+    if request.recipe != Recipe():
+        raise UsageError(
+            f"--recipe {str(request.recipe)!r}: a plan chooses the recipe itself. Leave it out, or ask "
+            "snugfit predict about this one."
+        )
+    if request.loop != "plain":
+        raise UsageError(
+            f"--loop {request.loop}: a plan is made for the plain loop. Leave it out, and ask snugfit "
+            f"predict about its answer with --loop {request.loop}."
+        )
+    if request.software != "installed":
+        raise UsageError("A plan is made for the installed software. Leave the software profile out.")
+    if request.gpu is None:
+        raise UsageError("A plan weighs seconds, which need a GPU: add --gpu NAME; --memory may go with it.")
+    if plot and plot.suffix not in (".png", ".svg"):
+        raise UsageError(f"--plot {plot}: a plot is a .png or a .svg file.")
+    if plot:
+        writable_folder(plot.parent)
+
+
+def _plan(request: Request, fidelity: str, objective: str, workers: int | None, *, fresh: bool) -> Plan:
+    from snugfit.cli.progress import telling
+    from snugfit.planning.cache import key_of, recall, remember
+    from snugfit.planning.search import plan as search
+
+    key = key_of(
+        request.job, request.gpu, memory=request.memory_bytes, fidelity=fidelity, objective=objective
+    )
+    if key and not fresh and (known := recall(key)):
+        return known
+    with telling() as tell:
+        found = search(
+            request.job,
+            gpu=request.gpu,
+            memory_bytes=request.memory_bytes,
+            fidelity=fidelity,
+            objective=objective,
+            workers=workers,
+            tell=tell,
+        )
+    if key:
+        remember(key, found)
+    return found
+
+
+def _print(found: Plan, form: str) -> None:
+    from snugfit.report import plan as report
+    from snugfit.report.terminal import show, show_json
+
+    if form == "json":
+        show_json(found.to_json())
+    elif form == "markdown":
+        typer.echo(report.markdown(found), nl=False)
+    else:
+        show(report.render(found))

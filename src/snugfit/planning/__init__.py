@@ -1,0 +1,1 @@
+"""Planning: the fastest recipe that fits."""

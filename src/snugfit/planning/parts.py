@@ -1,0 +1,294 @@
+"""Parts of steps, rehearsed once and remembered: what a search asks of the rehearsal.
+
+Two questions are asked of a Setup. What is the *least* it can take (`screen`)? Its passes are rehearsed on
+models of few layers, all sizes of micro-batch in one rehearsal, and so is its update; live bytes and seconds
+of two depths tell those of the whole depth, by the straight line through them. Every moment of a step grows
+evenly with the layers, and the worst moment is the largest of them: a convex figure, of which that line is
+never more than the truth. Models whose layers do not come round are rehearsed whole.
+
+And what does it *really* take (`judge`)? Passes and update are rehearsed whole and spliced (law 5), and the
+tape goes through the clock and the allocator. Whatever a plan states comes from there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from snugfit.errors import SnugfitError
+from snugfit.planning.lines import Lines, Shallow, along, few, waits_of
+from snugfit.planning.space import tape_key
+from snugfit.prediction.allocator import replay
+from snugfit.prediction.device import context_of, policy_for
+from snugfit.prediction.predict import predict
+from snugfit.prediction.profile import Software
+from snugfit.rehearsal.brief import PIECES, brief_passes, is_brief
+from snugfit.rehearsal.depth import Depth, depth_of, span_period
+from snugfit.rehearsal.rehearse import rehearse
+from snugfit.rehearsal.sizes import Round, Update, rehearse_sizes, update_of
+from snugfit.rehearsal.splice import Part, rehearse_passes, rehearse_update, spliced
+from snugfit.rehearsal.tape import Mark, Tape
+
+if TYPE_CHECKING:
+    from snugfit.job.gpu import Gpu
+    from snugfit.job.job import Job
+    from snugfit.rehearsal.policy import CudaPolicy
+    from snugfit.techniques.recipe import Recipe
+    from snugfit.techniques.setup import Setup
+
+Clock = Callable[[Tape], float]
+"""Seconds of a tape's steady step, from its kernels and waits."""
+
+_Kept = TypeVar("_Kept")
+
+FEWEST = 2
+"""Layers of the shallowest model that is rehearsed."""
+
+TRIED_LAYERS = 4
+"""Periods of layers in the model on which brief passes are tried."""
+
+REMEMBERED_PARTS = 24
+"""Whole parts that are kept, at some ten megabytes each."""
+
+
+class Bound(NamedTuple):
+    """The least that a Setup takes."""
+
+    needed_bytes: int
+    """Live bytes at the worst moment, and the context."""
+    seconds: float
+
+
+class Figures(NamedTuple):
+    """What a Setup takes."""
+
+    requested_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
+    context_bytes: int
+    seconds: float
+    whole: bool
+    """Whether the step was rehearsed whole, because its parts do not meet."""
+
+    @property
+    def needed_bytes(self) -> int:
+        """What must be free on the device."""
+        return self.reserved_bytes + self.context_bytes
+
+
+def passes_key(setup: Setup) -> Hashable:
+    """All of a Setup that its passes depend on, but for the size of a micro-batch."""
+    weights, attention, _, adapt, checkpoint, _, autocast, scale, _, _ = tape_key(setup)
+    return weights, attention, adapt, checkpoint, autocast, scale
+
+
+def update_key(setup: Setup) -> Hashable:
+    """All of a Setup that its update depends on."""
+    weights, _, _, adapt, _, optimizer, _, scale, _, _ = tape_key(setup)
+    return weights, adapt, optimizer, scale
+
+
+class Parts:
+    """Rehearses parts of one job's steps for one GPU."""
+
+    def __init__(self, job: Job, gpu: Gpu | None, clock: Clock, *, shallow: bool = True) -> None:
+        self.job, self.gpu, self.clock, self.shallow = job, gpu, clock, shallow
+        self.policy: CudaPolicy = policy_for(gpu, Software())
+        self._depths: dict[Hashable, Depth | None] = {}
+        self._updates: dict[Hashable, Update] = {}
+        self._seconds: dict[Hashable, float] = {}
+        self._brief: dict[Hashable, bool] = {}
+        self._whole: OrderedDict[Hashable, Any] = OrderedDict()
+
+    # ---- the least ---------------------------------------------------------------------------------------
+
+    def screen(self, setups: Sequence[Setup]) -> list[Bound]:
+        """The least that each of these takes, which differ in micro-batches, optimizer, matrix products and
+        allocator only. Raises `SnugfitError` where one of them cannot be rehearsed."""
+        if not self.job.trains:
+            return [self._exact_bound(setup) for setup in setups]
+        sizes = {self.job.batch_size // setup.micro_batches for setup in setups if setup.micro_batches > 1}
+        whole = any(setup.micro_batches == 1 for setup in setups)
+        depths = list(self._shallows(setups[0]))
+        passes = [rehearse_sizes(each.job, each.setup, self.policy, sizes, whole=whole) for each in depths]
+        seen = Lines(depths, passes, self._layers(setups[0]))
+        bounds = [self._least(setup, seen) for setup in setups]
+        self._seconds.clear()
+        return bounds
+
+    def _least(self, setup: Setup, seen: Lines) -> Bound:
+        samples = self.job.batch_size // setup.micro_batches
+        updates = [
+            self._update(setup, shallow, passes.gradients)
+            for shallow, passes in zip(seen.depths, seen.passes, strict=True)
+        ]
+        rounds = seen.rounds(samples, cut=setup.micro_batches > 1)
+        after = seen.along([once.left for once in rounds]) + seen.along([update.rise for update in updates])
+        live = (
+            seen.along([passes.standing for passes in seen.passes])
+            + seen.along([update.states for update in updates])
+            + max(seen.rise(samples, cut=setup.micro_batches > 1), after)
+        )
+        pieces = few(setup.micro_batches)
+        seconds = []
+        for shallow, once, update in zip(seen.depths, rounds, updates, strict=True):
+            clocked = [self._clocked(setup, once, (samples, shallow.layers, n), update) for n in pieces]
+            seconds.append(along(pieces, clocked, setup.micro_batches))
+        tape = Tape((), (), (Mark(0, 0, "backward"),), (), (), seen.passes[0].attention)
+        context, _ = context_of(self.gpu, Software(), tape)
+        return Bound(int(live) + context, seen.along(seconds))
+
+    def _clocked(self, setup: Setup, once: Round, what: tuple[int, int, int], update: Update) -> float:
+        """Seconds of so many micro-batches of a size, and an update."""
+        key = (what, update_key(setup), setup.matmul)
+        if key not in self._seconds:
+            works = [once.first, *[once.further] * (what[-1] - 1), update.work]
+            kernels = tuple(kernel for work in works for kernel in work.kernels)
+            tape = Tape((), (), (), kernels, tuple(waits_of(works)), ())
+            asked = under(setup.matmul, tape)
+            plain = (what, update_key(setup), "ieee")
+            same = asked.kernels is kernels and plain in self._seconds
+            self._seconds[key] = self._seconds[plain] if same else self.clock(asked)
+        return self._seconds[key]
+
+    def _update(self, setup: Setup, shallow: Shallow, gradients: tuple[int, ...]) -> Update:
+        key = (update_key(setup), shallow.layers, gradients)
+        if key not in self._updates:
+            asked = replace(shallow.setup, optimizer=setup.optimizer)
+            self._updates[key] = update_of(rehearse_update(shallow.job, asked, self.policy, gradients))
+        return self._updates[key]
+
+    def _exact_bound(self, setup: Setup) -> Bound:
+        tape = self._whole_tape(setup)
+        context = context_of(self.gpu, Software(), tape)[0]
+        return Bound(tape.peak()[0] + context, self.clock(under(setup.matmul, tape)))
+
+    # ---- few layers --------------------------------------------------------------------------------------
+
+    def _shallows(self, setup: Setup) -> Iterator[Shallow]:
+        """Two models of few layers that are less work than the whole one; else the whole one."""
+        depth = self._depth(setup)
+        if depth is not None and self.shallow:
+            checkpoint, spans = span_period(setup.checkpoint, depth.layers)
+            period = math.lcm(depth.period, spans)
+            periods = FEWEST if period == 1 else 1  # a first and a last layer, at least
+            least = periods * period + (depth.layers - periods * period) % period
+            if 2 * least + period < depth.layers:
+                asked = replace(setup, checkpoint=checkpoint)
+                for layers in (least, least + period):
+                    yield Shallow(depth.shallower(self.job, layers), asked, layers)
+                return
+        yield Shallow(self.job, setup, self._layers(setup))
+
+    def _depth(self, setup: Setup) -> Depth | None:
+        if setup.attention not in self._depths:
+            self._depths[setup.attention] = depth_of(self.job, setup)
+        return self._depths[setup.attention]
+
+    def _layers(self, setup: Setup) -> int:
+        depth = self._depth(setup)
+        return depth.layers if depth else 1
+
+    # ---- the whole ---------------------------------------------------------------------------------------
+
+    def judge(self, setups: Sequence[Setup]) -> list[Figures]:
+        """What each of these takes, which have one tape and differ in the allocator and in how products of
+        matrices are computed only."""
+        tape, whole = self.tape(setups[0])
+        context, _ = context_of(self.gpu, Software(), tape)
+        replays = {
+            expandable: replay(tape, expandable=expandable)
+            for expandable in {setup.expandable_segments for setup in setups}
+        }
+        seconds = {matmul: self.clock(under(matmul, tape)) for matmul in {setup.matmul for setup in setups}}
+        return [
+            Figures(
+                after.requested_peak,
+                after.allocated_peak,
+                after.reserved_peak,
+                context,
+                seconds[setup.matmul],
+                whole,
+            )
+            for setup in setups
+            for after in (replays[setup.expandable_segments],)
+        ]
+
+    def verify(self, recipe: Recipe, figures: Figures) -> tuple[bool, tuple[str, ...]]:
+        """Whether the whole rehearsal of this recipe gives these figures, and the doubts it has."""
+        found = predict(self.job, recipe, gpu=self.gpu)
+        footprint = found.footprint
+        same = (
+            footprint.requested_bytes,
+            footprint.allocated_bytes,
+            footprint.reserved_bytes,
+            footprint.context_bytes,
+        ) == figures[:4]
+        return same, found.doubts
+
+    def tape(self, setup: Setup) -> tuple[Tape, bool]:
+        """The tape of the step under this Setup, and whether it had to be rehearsed whole."""
+        if not self.job.trains:
+            return self._whole_tape(setup), True
+        passes = self._whole_passes(setup)
+        key = ("update", update_key(setup), passes.gradients)
+        update = self._kept(key, lambda: rehearse_update(self.job, setup, self.policy, passes.gradients))
+        tape = spliced(passes, update, micro_batches=setup.micro_batches)
+        return (self._whole_tape(setup), True) if tape is None else (tape, False)
+
+    def _whole_passes(self, setup: Setup) -> Part:
+        def rehearsed() -> Part:
+            brief = brief_passes(self.job, setup, self.policy) if self._is_brief(setup) else None
+            return brief or rehearse_passes(self.job, setup, self.policy)
+
+        samples = self.job.batch_size // setup.micro_batches
+        return self._kept(("passes", passes_key(setup), samples, setup.micro_batches > 1), rehearsed)
+
+    def _is_brief(self, setup: Setup) -> bool:
+        """Whether such passes may be rehearsed briefly, tried on few layers and one sample each."""
+        pieces = min(setup.micro_batches, PIECES)
+        key = (passes_key(setup), pieces)
+        if key not in self._brief:
+            depth = self._depth(setup)
+            layers = TRIED_LAYERS * depth.period if depth else 0
+            if depth is None or layers >= depth.layers:
+                return False
+            job = replace(depth.shallower(self.job, layers), batch_size=pieces)
+            self._brief[key] = is_brief(job, replace(setup, micro_batches=pieces), self.policy)
+        return self._brief[key]
+
+    def _whole_tape(self, setup: Setup) -> Tape:
+        key = ("whole", *tape_key(replace(setup, matmul="ieee", expandable_segments=False)))
+        plain = replace(setup, matmul="ieee", expandable_segments=False)
+        return self._kept(key, lambda: rehearse(self.job, plain, self.policy))
+
+    def _kept(self, key: Hashable, make: Callable[[], _Kept]) -> _Kept:
+        """What was made for this key; the longest unused goes when there are many."""
+        if key not in self._whole:
+            self._whole[key] = make()
+        self._whole.move_to_end(key)
+        if len(self._whole) > REMEMBERED_PARTS:
+            self._whole.popitem(last=False)
+        kept: _Kept = self._whole[key]
+        return kept
+
+
+def under(matmul: str, tape: Tape) -> Tape:
+    """A tape that was rehearsed with plain products of fp32 matrices, as it is under this precision: nothing
+    differs but what such products are computed in."""
+    from snugfit.rehearsal import kernels
+
+    if matmul == "ieee":
+        return tape
+    if matmul != kernels.TF32:
+        raise SnugfitError(f"a plan knows no products in {matmul!r}")
+    changed = tuple(
+        kernel._replace(dtype=kernels.TF32)
+        if kernel.dtype == "torch.float32" and kernel.operator in kernels._PRODUCTS
+        else kernel
+        for kernel in tape.kernels
+    )
+    return tape if changed == tape.kernels else replace(tape, kernels=changed)

@@ -1,0 +1,208 @@
+"""The plan: what is best, what else is worth having, what was refused, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
+
+from snugfit.errors import UsageError
+from snugfit.job.gpu import Gpu
+from snugfit.job.job import Job
+from snugfit.planning.space import Refusal
+from snugfit.techniques.recipe import Recipe
+
+SCHEMA = 1
+OBJECTIVES = ("speed", "memory", "cost")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A recipe, and what it takes."""
+
+    recipe: str
+    """As text."""
+
+    requested_bytes: int
+    """What tensors and kernels ask for."""
+
+    allocated_bytes: int
+    """What they are handed."""
+
+    reserved_bytes: int
+    """What the allocator takes from the device."""
+
+    context_bytes: int
+    """CUDA's context and libraries, beside it."""
+
+    step_seconds: float
+    """Of the steady step."""
+
+    samples_per_second: float
+    """Global batch over `step_seconds`."""
+
+    alike: tuple[str, ...] = ()
+    """Recipes that take the same: they differ in how batches are loaded."""
+
+    @property
+    def needed_bytes(self) -> int:
+        """What must be free on the device."""
+        return self.reserved_bytes + self.context_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reason:
+    """Why one slot of the best recipe is filled as it is."""
+
+    slot: str
+    """The slot."""
+
+    chosen: str
+    """What stands in it."""
+
+    against: str
+    """What it is compared with: the slot's plain technique, or where that was chosen, the fastest other."""
+
+    needed_bytes: int | None = None
+    """What the recipe would take with that other; None when that cannot be."""
+
+    step_seconds: float | None = None
+    """How long its step would be."""
+
+    why_not: str = ""
+    """Why that cannot be."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """How much was looked at."""
+
+    recipes: int
+    """Lawful recipes."""
+
+    tapes: int
+    """Different ones among them: by tape, allocator and arithmetic."""
+
+    footprints: int
+    """Different live bytes at the worst moment."""
+
+    passes: int
+    """Kinds of passes that were rehearsed, on few layers where the model allows it."""
+
+    replayed: int
+    """Recipes whose step was put together whole, timed, and sent through the allocator."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The answer: with this GPU, this model and this batch, do that, because."""
+
+    job: Job
+    """What must be trained."""
+
+    gpu: Gpu | None
+    """On what."""
+
+    memory_bytes: int | None
+    """What may be used; None sets no bound."""
+
+    fidelity: str
+    """The least exact that the user allows."""
+
+    objective: str
+    """`speed`, `memory` or `cost`."""
+
+    front: tuple[Choice, ...]
+    """No other recipe is both as fast and as small; the fastest first."""
+
+    best: Choice | None
+    """Of those that fit, the one that the objective asks for; None when nothing fits."""
+
+    reasons: tuple[Reason, ...] = ()
+    """Of the best recipe, or of the nearest miss, slot by slot."""
+
+    cures: tuple[str, ...] = ()
+    """When nothing fits: what would make it fit."""
+
+    refused: tuple[Refusal, ...] = ()
+    """What was not considered."""
+
+    counts: Counts
+    """How much was looked at."""
+
+    verified: bool | None = None
+    """Whether the whole rehearsal of the best recipe (or the nearest miss) gave the same figures."""
+
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Packages that it was made with."""
+
+    doubts: tuple[str, ...] = ()
+    """What is less certain than the rest."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether anything does."""
+        return self.best is not None
+
+    @property
+    def nearest(self) -> Choice:
+        """The smallest there is: when nothing fits, the nearest miss."""
+        return self.front[-1]
+
+    @property
+    def shown(self) -> Choice:
+        """The best, or the nearest miss."""
+        return self.best or self.nearest
+
+    def to_json(self) -> dict[str, Any]:
+        """The document that `snugfit plan --json` prints; `Plan.from_json` reads it back."""
+        document = {name: getattr(self, name) for name in ("memory_bytes", "fidelity", "objective")}
+        return {
+            "schema": SCHEMA,
+            "what": "plan",
+            "job": self.job.to_json(),
+            "gpu": self.gpu.to_json() if self.gpu else None,
+            **document,
+            "fits": self.fits,
+            "best": asdict(self.best) if self.best else None,
+            "nearest_miss": None if self.best else asdict(self.nearest),
+            "front": [asdict(choice) for choice in self.front],
+            "reasons": [asdict(reason) for reason in self.reasons],
+            "cures": list(self.cures),
+            "refused": [asdict(refusal) for refusal in self.refused],
+            "counts": asdict(self.counts),
+            "verified": self.verified,
+            "versions": dict(self.versions),
+            "doubts": list(self.doubts),
+        }
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Self:
+        """The plan that `to_json` wrote. Raises `UsageError` for anything else."""
+        if document.get("what") != "plan" or document.get("schema") != SCHEMA:
+            raise UsageError("This is no plan that this version of snugfit wrote.")
+        try:
+            return cls(
+                job=Job.from_json(document["job"]),
+                gpu=Gpu.from_json(document["gpu"]) if document["gpu"] else None,
+                memory_bytes=document["memory_bytes"],
+                fidelity=document["fidelity"],
+                objective=document["objective"],
+                front=tuple(_choice(each) for each in document["front"]),
+                best=_choice(document["best"]) if document["best"] else None,
+                reasons=tuple(Reason(**each) for each in document["reasons"]),
+                cures=tuple(document["cures"]),
+                refused=tuple(Refusal(**each) for each in document["refused"]),
+                counts=Counts(**document["counts"]),
+                verified=document["verified"],
+                versions=dict(document["versions"]),
+                doubts=tuple(document["doubts"]),
+            )
+        except (KeyError, TypeError) as damaged:
+            raise UsageError(f"This plan is damaged: {damaged}.") from None
+
+
+def _choice(document: Mapping[str, Any]) -> Choice:
+    fields = dict(document)
+    Recipe.parse(fields["recipe"])
+    return Choice(**{**fields, "alike": tuple(fields["alike"])})

@@ -1,0 +1,240 @@
+"""The search: every lawful recipe, as few whole rehearsals as that takes, and nothing left to chance.
+
+Each Setup is first given the least that it can take (`Parts.screen`). Then Setups are judged in the order of
+their least seconds: put together whole, timed, and sent through the allocator. A Setup that cannot be better
+than one that was judged, neither in seconds nor in bytes, is left out; so what remains is the whole Pareto
+front of the space, and the answer for any memory is read off it: the fastest that fits. Less memory can
+therefore never give a faster plan.
+
+What is judged must never be less than what was screened. Where it is, the model's layers do not grow as they
+seemed to, and the search begins again without shortcuts.
+
+At the end the best recipe is rehearsed whole, by `predict`, and the plan says whether that gave the same.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any
+
+from snugfit.errors import SnugfitError, UsageError, did_you_mean
+from snugfit.planning.plan import OBJECTIVES, Plan
+from snugfit.planning.searched import SLACK, Searched
+from snugfit.planning.space import (
+    Candidate,
+    Refusal,
+    Space,
+    fidelity_of,
+    not_plain,
+    space_of,
+    tape_key,
+)
+from snugfit.techniques.technique import Fidelity
+
+if TYPE_CHECKING:
+    from snugfit.job.gpu import Gpu
+    from snugfit.job.job import Job
+    from snugfit.planning.parts import Clock
+    from snugfit.planning.workers import Bench, Question
+
+Tell = Callable[[str], None]
+
+
+class Irregular(Exception):
+    """A Setup took less than the least that it was given."""
+
+
+def plan(
+    job: Job,
+    *,
+    gpu: Gpu | str | None = None,
+    memory_bytes: int | None = None,
+    fidelity: str | Fidelity = Fidelity.ROUNDS,
+    objective: str = "speed",
+    clock: Clock | None = None,
+    workers: int | None = None,
+    tell: Tell = lambda what: None,
+) -> Plan:
+    """The recipe that `objective` asks for among those that fit `gpu`, or `memory_bytes` of it.
+
+    `fidelity` is the least exact that is allowed. `clock` tells the seconds of a tape; by default it is this
+    GPU's. `workers` processes rehearse side by side, by default two where there are as many cores. `tell`
+    hears what is being done. Raises `UsageError` for what cannot be, and `SnugfitError` when no recipe of
+    the space can be rehearsed. When nothing fits, the plan says so and holds the nearest miss.
+    """
+    from snugfit.job.gpu import find_gpu
+    from snugfit.planning.reasons import explained
+    from snugfit.planning.workers import bench
+
+    gpu = find_gpu(gpu) if isinstance(gpu, str) else gpu
+    fidelity = fidelity_of(fidelity)
+    _refuse(objective, memory_bytes)
+    clock = clock or _clock_of(gpu)
+    if memory_bytes is None and gpu is not None:
+        memory_bytes = gpu.memory_bytes
+    space = space_of(job, fidelity=fidelity, capability=gpu.compute_capability if gpu else None)
+    workers = min(2, os.cpu_count() or 1) if workers is None else workers
+    for shallow in (True, False):
+        with bench(job, gpu, clock, workers=workers, shallow=shallow) as at:
+            try:
+                searched = search(space, at, tell)
+                return explained(
+                    searched, at, job=job, gpu=gpu, memory_bytes=memory_bytes, fidelity=fidelity,
+                    objective=objective, tell=tell,
+                )  # fmt: skip
+            except Irregular:
+                tell("the layers do not grow evenly: beginning again with whole models")
+    raise AssertionError("a whole rehearsal is never less than itself")
+
+
+def search(space: Space, at: Bench, tell: Tell = lambda what: None) -> Searched:
+    """The space's whole Pareto front. Raises `Irregular`, and `SnugfitError` when nothing can be
+    rehearsed."""
+    found = Searched(space)
+    _screen_all(found, at, tell)
+    if not found.bounds:
+        why = found.refused[0].why if found.refused else "there is none"
+        raise SnugfitError(f"No recipe could be rehearsed: {why}")
+    _judge_all(found, at, tell)
+    return found
+
+
+def _refuse(objective: str, memory_bytes: int | None) -> None:
+    if objective not in OBJECTIVES:
+        raise UsageError(
+            f"Unknown objective {objective!r}.{did_you_mean(str(objective), OBJECTIVES)} "
+            f"It is one of {', '.join(OBJECTIVES)}."
+        )
+    if memory_bytes is not None and not (type(memory_bytes) is int and memory_bytes > 0):
+        raise UsageError(f"memory_bytes is {memory_bytes!r}; it is a whole number of bytes above 0, or None.")
+
+
+def _clock_of(gpu: Gpu | None) -> Clock:
+    from snugfit.planning.clock import GpuClock
+
+    if gpu is None:
+        raise UsageError("A plan weighs seconds, which need a GPU: add --gpu NAME; --memory may go with it.")
+    return GpuClock(gpu)
+
+
+# ---- screening -------------------------------------------------------------------------------------------
+
+
+def _screen_all(found: Searched, at: Bench, tell: Tell) -> None:
+    """Gives every candidate the least that it takes. One place begins at each end of the list, which is in
+    the order of what updates depend on, so that few updates are rehearsed in both."""
+    from snugfit.planning.parts import passes_key, update_key
+
+    groups: dict[Hashable, list[int]] = defaultdict(list)
+    for number, candidate in enumerate(found.space.candidates):
+        groups[passes_key(candidate.setup)].append(number)
+    candidates = found.space.candidates
+    order = sorted(groups.values(), key=lambda group: repr(update_key(candidates[group[0]].setup)))
+    todo = deque(enumerate(order))
+    progress = _Progress("screening", len(order), tell)
+    found.kinds = len(order)
+
+    def ask(place: int) -> Question | None:
+        if not todo:
+            return None
+        index, group = todo.pop() if place % 2 else todo.popleft()
+        return index, "screen", ([candidates[number].setup for number in group],)
+
+    for index, answer in at.answers(ask):
+        progress.step()
+        if isinstance(answer, SnugfitError):
+            group = [candidates[number] for number in order[index]]
+            found.refused.append(_refusal(group, answer))
+            continue
+        found.bounds.update(zip(order[index], answer, strict=True))
+
+
+def _refusal(group: list[Candidate], why: SnugfitError) -> Refusal:
+    return Refusal(
+        what=str(group[0].recipe),
+        why=str(why).splitlines()[0],
+        recipes=sum(1 + len(candidate.alike) for candidate in group),
+    )
+
+
+# ---- judging ---------------------------------------------------------------------------------------------
+
+
+def _judge_all(found: Searched, at: Bench, tell: Tell) -> None:
+    """Judges whatever can be on the front; Setups of one tape together."""
+    tapes: dict[Hashable, list[int]] = defaultdict(list)
+    for number in found.bounds:
+        tapes[_one_tape(found.space.candidates[number])].append(number)
+    homes = _homes(found, len(at.places))
+    order = sorted(tapes.values(), key=lambda group: _least_rank(found, group))
+    waiting = [deque(group for group in order if homes[group[0]] == place) for place in range(len(at.places))]
+    asked: dict[int, list[int]] = {}
+    progress = _Progress("judging", len(order), tell)
+
+    def ask(place: int) -> Question | None:
+        while waiting[place]:
+            group = [number for number in waiting[place].popleft() if not found.beaten(number)]
+            progress.step()
+            if group:
+                asked[group[0]] = group
+                return group[0], "judge", ([found.space.candidates[number].setup for number in group],)
+        return None
+
+    for number, answer in at.answers(ask):
+        group = asked.pop(number)
+        if isinstance(answer, SnugfitError):
+            found.refused.append(_refusal([found.space.candidates[each] for each in group], answer))
+            continue
+        for each, figures in zip(group, answer, strict=True):
+            least = found.bounds[each]
+            if figures.needed_bytes < least.needed_bytes or figures.seconds < least.seconds * (1 - SLACK):
+                raise Irregular
+            found.judged[each] = figures
+
+
+def _one_tape(candidate: Candidate) -> Hashable:
+    """Equal for Setups that have one tape, but for what products are computed in."""
+    key = tape_key(candidate.setup)
+    return (*key[:2], *key[3:-1])
+
+
+def _homes(found: Searched, places: int) -> dict[int, int]:
+    """Where each candidate is judged: all that share their passes in one place."""
+    from snugfit.planning.parts import passes_key
+
+    kinds: dict[Hashable, int] = {}
+    homes = {}
+    for number in found.bounds:
+        setup = found.space.candidates[number].setup
+        kind = kinds.setdefault((passes_key(setup), setup.micro_batches), len(kinds))
+        homes[number] = kind % places
+    return homes
+
+
+def _least_rank(found: Searched, group: list[int]) -> tuple[Any, ...]:
+    bounds = [found.bounds[number] for number in group]
+    recipes = [found.space.candidates[number].recipe for number in group]
+    return (
+        min(bound.seconds for bound in bounds),
+        min(bound.needed_bytes for bound in bounds),
+        min(map(not_plain, recipes)),
+        group[0],
+    )
+
+
+class _Progress:
+    """Tells how far a part of the search is, and how long it may still take."""
+
+    def __init__(self, what: str, total: int, tell: Tell) -> None:
+        self.what, self.total, self.tell = what, total, tell
+        self.done, self.began = 0, time.monotonic()
+        tell(f"{what} {total} kinds of steps" if what == "screening" else what)
+
+    def step(self) -> None:
+        """One more is done."""
+        self.done += 1
+        left = (time.monotonic() - self.began) / self.done * (self.total - self.done)
+        self.tell(f"{self.what} {self.done} of {self.total}, about {left:.0f} s left")

@@ -1,0 +1,183 @@
+"""The space of a plan: every lawful recipe for a job, those that no tape tells apart together.
+
+Each slot offers what its techniques' own `settings(job)` yield; a recipe takes one of each. What the user's
+fidelity, the GPU's age or a missing package rules out is left out before anything is multiplied, and said;
+what two techniques object to together is left out recipe by recipe, and counted.
+
+Recipes whose Setups differ only in how batches reach the device, or not at all, have the same tape: one of
+them is asked about, the simplest, and the others stand beside it (`alike`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from snugfit.errors import UsageError, did_you_mean
+from snugfit.techniques import roster
+from snugfit.techniques.packages import missing
+from snugfit.techniques.recipe import ONLY_TRAINING, Recipe
+from snugfit.techniques.setup import Call, Setup
+from snugfit.techniques.technique import Fidelity, Slot, Technique
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+
+Capability = tuple[int, int] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """What was not considered, and why."""
+
+    what: str
+    """A technique, as a recipe writes it."""
+
+    why: str
+    """In words a user can act on."""
+
+    recipes: int = 0
+    """How many recipes that ruled out; 0 where they were never put together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A Setup, and the recipes that ask for it."""
+
+    recipe: Recipe
+    """The simplest of them: the fewest techniques that are not plain."""
+
+    setup: Setup
+    """What it asks of the loop."""
+
+    alike: tuple[Recipe, ...] = ()
+    """The others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """All that may be tried."""
+
+    candidates: tuple[Candidate, ...]
+    """One for each tape that is different, or is timed differently."""
+
+    refused: tuple[Refusal, ...]
+    """What was left out."""
+
+    @property
+    def recipes(self) -> int:
+        """How many recipes the candidates stand for."""
+        return sum(1 + len(candidate.alike) for candidate in self.candidates)
+
+
+def fidelity_of(text: str | Fidelity) -> Fidelity:
+    """The degree that is called so; raises `UsageError` with the legal ones."""
+    legal = [degree.value for degree in Fidelity]
+    if text not in legal:
+        raise UsageError(
+            f"Unknown fidelity {text!r}.{did_you_mean(str(text), legal)} It is one of {', '.join(legal)}."
+        )
+    return Fidelity(text)
+
+
+def space_of(job: Job, *, fidelity: Fidelity = Fidelity.ROUNDS, capability: Capability = None) -> Space:
+    """Every lawful recipe for this job on such a GPU that is no less exact than `fidelity`."""
+    refused: list[Refusal] = []
+    choices = [list(_choices(slot, job, fidelity, capability, refused)) for slot in Slot]
+    groups: dict[Any, list[tuple[Recipe, Setup]]] = {}
+    objections: Counter[tuple[str, str]] = Counter()
+    for techniques, setup in _combined(choices, Setup()):
+        recipe = Recipe(techniques)
+        if objected := _objection(recipe, job):
+            objections[objected] += 1
+        else:
+            groups.setdefault(tape_key(setup), []).append((recipe, setup))
+    refused += [Refusal(what=what, why=why, recipes=n) for (what, why), n in objections.items()]
+    return Space(candidates=tuple(_candidate(group) for group in groups.values()), refused=tuple(refused))
+
+
+def not_plain(recipe: Recipe) -> int:
+    """How many techniques of a recipe are not their slot's default."""
+    return sum(technique != roster.plain(technique.slot) for technique in recipe)
+
+
+def tape_key(setup: Setup) -> tuple[Any, ...]:
+    """All of a Setup that its tape, its allocator and its seconds depend on: all but the loader."""
+    wish = setup.optimizer
+    optimizer = (_said(wish.factory), _said(wish.prepare), wish.weight_decay, _said(wish.shapes))
+    return (
+        setup.weights_dtype,
+        setup.attention,
+        setup.matmul,
+        _said(setup.adapt),
+        setup.checkpoint,
+        optimizer,
+        setup.autocast,
+        setup.scale_gradients,
+        setup.micro_batches,
+        setup.expandable_segments,
+    )
+
+
+def _said(call: Call | None) -> Any:
+    return call and (call.path, repr(sorted(call.arguments.items())))
+
+
+def _choices(
+    slot: Slot, job: Job, fidelity: Fidelity, capability: Capability, refused: list[Refusal]
+) -> Iterator[Technique]:
+    """What this slot offers; tells what it does not."""
+    plain = roster.plain(slot)
+    if not job.trains and slot in ONLY_TRAINING:
+        yield plain
+        return
+    degrees = list(Fidelity)
+    for found in roster.techniques():
+        if found.slot is not slot:
+            continue
+        if why := _ruled_out(found, capability):
+            refused.append(Refusal(what=found.name, why=why))
+        elif degrees.index(found.fidelity) > degrees.index(fidelity):
+            why = {
+                Fidelity.ROUNDS: "it rounds differently; --fidelity rounds allows it",
+                Fidelity.LEARNS: "it is another algorithm; --fidelity learns allows it",
+            }[found.fidelity]
+            refused.append(Refusal(what=found.name, why=why))
+        else:
+            yield from dict.fromkeys(found.settings(job))
+
+
+def _ruled_out(technique: type[Technique], capability: Capability) -> str | None:
+    least = technique.least_capability
+    if least and capability and capability < least:
+        has = f"{capability[0]}.{capability[1]}"
+        return f"it needs compute capability {least[0]}.{least[1]}, and this GPU has {has}"
+    return missing(technique)
+
+
+def _combined(
+    choices: list[list[Technique]], setup: Setup, chosen: tuple[Technique, ...] = ()
+) -> Iterator[tuple[tuple[Technique, ...], Setup]]:
+    """One technique of each slot, in every way, with the Setup that they make one after the other."""
+    if not choices:
+        yield chosen, setup
+        return
+    for technique in choices[0]:
+        yield from _combined(choices[1:], technique.install(setup), (*chosen, technique))
+
+
+def _objection(recipe: Recipe, job: Job) -> tuple[str, str] | None:
+    """Who objects first, and why."""
+    for technique in recipe:
+        if type(technique).objections is not Technique.objections:
+            for text in technique.objections(job, recipe):
+                return str(technique), text
+    return None
+
+
+def _candidate(group: list[tuple[Recipe, Setup]]) -> Candidate:
+    ordered = sorted(group, key=lambda pair: (not_plain(pair[0]), str(pair[0])))
+    recipe, setup = ordered[0]
+    return Candidate(recipe=recipe, setup=setup, alike=tuple(other for other, _ in ordered[1:]))
