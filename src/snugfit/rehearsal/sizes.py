@@ -248,12 +248,19 @@ def _pieces(marks: Sequence[Mark]) -> list[int]:
 
 
 def update_of(part: Part) -> Update:
-    """The figures of an update that was rehearsed alone."""
-    build, rounds, _ = cut(part.score.moves)
-    states = _level(rounds[0]) - _kept_workspaces([*build, *rounds[0]])
-    place = next(n for n, move in enumerate(rounds[1]) if isinstance(move, Entry) and move.phase in UPDATING)
-    after = rounds[1][place:]
-    return Update(_rise(after), states, _work(after))
+    """The figures of an update that was rehearsed alone. Whatever goes before it belongs to the passes, but
+    for the gradients, which are dropped here."""
+    _, rounds, _ = cut(part.score.moves)
+    (held, made), (_, steady) = (_parted(moves) for moves in rounds)
+    gradients = [move.nbytes for move in held if isinstance(move, Birth) and move.kind == Kind.GRADIENTS]
+    states = _level(made) + sum(gradients) - _kept_workspaces(made)
+    return Update(_rise(steady), states, _work(steady))
+
+
+def _parted(moves: Sequence[Move]) -> tuple[Sequence[Move], Sequence[Move]]:
+    """A step's moves before its update, and in it."""
+    place = next(n for n, move in enumerate(moves) if isinstance(move, Entry) and move.phase in UPDATING)
+    return moves[:place], moves[place:]
 
 
 def _work(moves: Sequence[Move]) -> Work:
