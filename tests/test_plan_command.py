@@ -1,0 +1,148 @@
+"""`snugfit plan`: one clear error, the documented exit code, and answers remembered with care."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from made_up import EVIL, job
+from snugfit.cli.main import run
+from snugfit.job.gpu import find_gpu
+from snugfit.planning import cache
+from snugfit.planning.plan import Choice, Counts, Plan, Reason
+from snugfit.planning.space import Refusal
+from snugfit.report.plan import markdown, render
+from snugfit.report.plan_plot import draw
+from snugfit.report.terminal import as_text
+from snugfit.units import GIB
+
+ASK = ["plan", "bert-large-uncased", "--task", "sequence-classification", "--gpu", "h200"]
+
+
+def choice(recipe: str, size: int, seconds: float) -> Choice:
+    return Choice(
+        recipe=recipe, requested_bytes=size, allocated_bytes=size, reserved_bytes=size, context_bytes=GIB,
+        step_seconds=seconds, samples_per_second=4 / seconds,
+    )  # fmt: skip
+
+
+def made_up(*, memory: int = 40 * GIB, name: str = "bert-large-uncased") -> Plan:
+    front = (choice("bf16", 9 * GIB, 0.05), choice("bf16 + every_layer", 5 * GIB, 0.08))
+    fitting = [each for each in front if each.needed_bytes <= memory]
+    return Plan(
+        job=job(name),
+        gpu=find_gpu("h200"),
+        memory_bytes=memory,
+        fidelity="rounds",
+        objective="speed",
+        front=front,
+        best=fitting[0] if fitting else None,
+        reasons=(
+            Reason(slot="precision", chosen="bf16", against="fp32", needed_bytes=12 * GIB, step_seconds=0.1),
+            Reason(slot="matmul", chosen="ieee", against="tf32", why_not=EVIL),
+        ),
+        refused=(Refusal(what=EVIL, why="it is another algorithm", recipes=3),),
+        counts=Counts(recipes=9, tapes=8, footprints=7, passes=6, replayed=5),
+        verified=True,
+        versions={"torch": "2.13.0"},
+    )
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any]]:
+    """Searches are made up, written down, and remembered in a folder of the test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    questions: list[dict[str, Any]] = []
+
+    def search(job: Any, **how: Any) -> Plan:
+        questions.append(how)
+        return made_up(memory=how["memory_bytes"] or 40 * GIB)
+
+    monkeypatch.setattr("snugfit.planning.search.plan", search)
+    return questions
+
+
+def test_the_answer_comes_first_and_nothing_is_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    text = as_text(render(made_up(name=EVIL)))
+    assert "bf16: 10.00 GiB, 50.0 ms a step, 80.0 samples/s." in text
+    assert "precision: bf16 and not fp32, which takes 2.00 GiB more (+20.0 %)" in text
+    assert "\x1b" not in text
+    page = markdown(made_up(name=EVIL))
+    assert "<script>" not in page
+    assert "| best | bf16 |" in page
+
+
+def test_nothing_fits_is_exit_3(asked: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*ASK, "--memory", "4GiB"]) == 3
+    assert "Nothing fits. The nearest miss lacks 2.00 GiB: bf16 + every_layer" in capsys.readouterr().out
+    assert asked[0]["memory_bytes"] == 4 * GIB
+
+
+def test_json_is_the_plan(asked: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*ASK, "--json", "--fidelity", "same", "--objective", "memory"]) == 0
+    assert Plan.from_json(json.loads(capsys.readouterr().out)) == made_up()
+    assert (asked[0]["fidelity"], asked[0]["objective"]) == ("same", "memory")
+
+
+def test_an_answer_is_remembered_and_a_damaged_one_is_not_believed(
+    asked: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(2):
+        assert run(ASK) == 0
+    assert len(asked) == 1, "remembered"
+    assert run([*ASK, "--fresh"]) == 0
+    assert run([*ASK, "--memory", "30GiB"]) == 0
+    assert len(asked) == 3, "another question is another answer"
+    files = sorted(cache.folder().iterdir())
+    assert len(files) == 2
+    for number, damage in enumerate((b"", b"{", b"[]", b"\xff", b'{"what": "plan"}', b"null")):
+        for file in files:
+            file.write_bytes(damage)
+        assert run(ASK) == 0
+        assert len(asked) == 4 + number
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(
+    asked: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert run(ASK) == 0
+
+
+MISTAKES = {
+    "a recipe": ([*ASK, "--recipe", "bf16"], "chooses the recipe"),
+    "another loop": ([*ASK, "--loop", "trainer"], "plain loop"),
+    "no gpu": (ASK[:4], "--gpu"),
+    "unknown fidelity": ([*ASK, "--fidelity", "round"], "fidelity"),
+    "unknown objective": ([*ASK, "--objective", "sped"], "objective"),
+    "a plot that is none": ([*ASK, "--plot", "front.pdf"], ".svg"),
+    "no workers": ([*ASK, "--workers", "0"], "workers"),
+    "no batch": ([*ASK, "--batch-size", "0"], "batch size is 0"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_message(
+    name: str, asked: list[Any], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    arguments, told = MISTAKES[name]
+    assert run(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("snugfit: ")
+    assert told in err
+    assert asked == []
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("form", ["png", "svg"])
+def test_the_plot_is_drawn_the_same_twice(form: str) -> None:
+    once = draw(replace(made_up(name=EVIL), best=None), form)
+    assert once == draw(replace(made_up(name=EVIL), best=None), form)
+    assert once[:4] == (b"\x89PNG" if form == "png" else b"<?xm")

@@ -1,0 +1,402 @@
+"""The plan: its parts equal whole rehearsals, its front equals brute force, and memory never hurts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+
+from small_models import small_job
+from snugfit.errors import GpuError, SnugfitError, UsageError
+from snugfit.job.gpu import find_gpu
+from snugfit.job.job import Job, Phase
+from snugfit.planning.clock import GpuClock
+from snugfit.planning.lines import along
+from snugfit.planning.parts import Parts, passes_key, under
+from snugfit.planning.plan import Plan
+from snugfit.planning.reasons import explained
+from snugfit.planning.search import plan, search
+from snugfit.planning.searched import Searched
+from snugfit.planning.space import Space, space_of, tape_key
+from snugfit.planning.workers import Bench
+from snugfit.prediction.allocator import replay
+from snugfit.prediction.seconds import step_seconds
+from snugfit.rehearsal.brief import is_brief
+from snugfit.rehearsal.policy import CudaPolicy
+from snugfit.rehearsal.rehearse import rehearse
+from snugfit.rehearsal.sizes import rehearse_sizes, update_of
+from snugfit.rehearsal.splice import rehearse_passes, rehearse_update, spliced
+from snugfit.rehearsal.tape import Kernel, Tape
+from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.technique import Fidelity
+from snugfit.units import MIB
+
+H200 = find_gpu("h200")
+CUDA = CudaPolicy()
+SEED = 20_261_120
+
+
+@dataclass(frozen=True)
+class Invented:
+    """A device that nobody made: the larger of arithmetic and traffic, and a launch."""
+
+    bandwidth: float = 1e9
+    flops: float = 1e11
+    launch: float = 1e-6
+    link: float = 1e8
+    """Bytes per second from the host."""
+
+    def __call__(self, tape: Tape) -> float:
+        return sum(map(self._seconds, tape.kernels))
+
+    def _seconds(self, kernel: Kernel) -> float:
+        bandwidth = self.link if kernel.phase == "load" else self.bandwidth
+        return max(kernel.flops / self.flops, kernel.nbytes / bandwidth) + self.launch
+
+
+def parts_of(job: Job, clock: object = None, *, shallow: bool = True) -> Parts:
+    return Parts(job, H200, clock or Invented(), shallow=shallow)  # type: ignore[arg-type]
+
+
+# ---- the space -------------------------------------------------------------------------------------------
+
+
+def test_every_recipe_is_lawful_and_keeps_the_batch() -> None:
+    job = small_job("bert", 2, batch_size=6)
+    space = space_of(job, capability=(9, 0))
+    recipes = [recipe for each in space.candidates for recipe in (each.recipe, *each.alike)]
+    assert len(set(recipes)) == len(recipes) == space.recipes > 2000
+    for recipe in random.Random(SEED).sample(recipes, 100):
+        recipe.check(job, (9, 0))
+    assert {each.setup.micro_batches for each in space.candidates} == {1, 2, 3, 6}
+    keys = [tape_key(each.setup) for each in space.candidates]
+    assert len(set(keys)) == len(keys)
+    assert all(each.recipe.setup() == each.setup for each in space.candidates[:50])
+
+
+def test_the_space_of_bert_large_is_as_large_as_was_asked_for() -> None:
+    from snugfit.job.model import Model
+
+    job = Job(model=Model.find("bert-large-uncased"), task="sequence-classification")  # type: ignore[arg-type]
+    assert space_of(job, capability=(9, 0)).recipes >= 2000
+
+
+@pytest.mark.parametrize("fidelity", list(Fidelity))
+def test_nothing_less_exact_than_allowed(fidelity: Fidelity) -> None:
+    space = space_of(small_job("bert", 2, batch_size=2), fidelity=fidelity, capability=(9, 0))
+    found = {technique.fidelity for each in space.candidates for technique in each.recipe}
+    assert found == set(list(Fidelity)[: list(Fidelity).index(fidelity) + 1])
+    refused = {refusal.what for refusal in space.refused}
+    assert ("sgd" in refused) == (fidelity is not Fidelity.LEARNS)
+    assert ("bf16" in refused) == (fidelity is Fidelity.SAME)
+
+
+def test_what_a_gpu_cannot_do_is_left_out_and_said() -> None:
+    space = space_of(small_job("bert", 2, batch_size=2), capability=(7, 0))
+    assert not [each for each in space.candidates if each.setup.matmul == "tf32"]
+    why = {refusal.what: refusal.why for refusal in space.refused}
+    assert "8.0" in why["tf32"]
+    assert "7.0" in why["tf32"]
+
+
+def test_what_two_techniques_object_to_is_counted() -> None:
+    space = space_of(small_job("t5", 2, batch_size=2), fidelity=Fidelity.SAME)
+    refusal = next(refusal for refusal in space.refused if refusal.what == "segments")
+    assert "position bias" in refusal.why
+    assert refusal.recipes * 5 == space.recipes, "five other ways of checkpointing"
+
+
+def test_an_evaluation_has_no_optimizers_to_choose_from() -> None:
+    space = space_of(small_job("bert", 2, batch_size=2, phase=Phase.EVALUATE))
+    assert {each.setup.checkpoint for each in space.candidates} == {None}
+    assert len({each.setup.optimizer.factory.path for each in space.candidates}) == 1
+
+
+# ---- parts ---------------------------------------------------------------------------------------------
+
+
+def drawn(job: Job, count: int, kinds: int) -> list[Recipe]:
+    """Recipes of so many kinds of passes, by chance."""
+    pytest.importorskip("bitsandbytes")
+    rng = random.Random(SEED)
+    groups: dict[object, list[Recipe]] = {}
+    for each in space_of(job, fidelity=Fidelity.LEARNS, capability=(9, 0)).candidates:
+        groups.setdefault(passes_key(each.setup), []).append(each.recipe)
+    chosen = rng.sample(list(groups.values()), kinds)
+    return [rng.choice(chosen[number % kinds]) for number in range(count)]
+
+
+def test_fifty_recipes_of_the_search_equal_their_whole_rehearsals() -> None:
+    job = small_job("bert", 2, batch_size=2)
+    _equal_whole_rehearsals(job, drawn(job, 47, kinds=6))
+    deep = small_job("llama", 5, batch_size=3)  # deep enough for passes that are rehearsed briefly
+    _equal_whole_rehearsals(deep, drawn(deep, 3, kinds=1))
+
+
+def _equal_whole_rehearsals(job: Job, recipes: list[Recipe]) -> None:
+    parts, clock = parts_of(job), Invented()
+    for recipe in recipes:
+        setup = recipe.setup()
+        figures = parts.judge([setup])[0]
+        tape = rehearse(job, setup, CUDA)
+        after = replay(tape, expandable=setup.expandable_segments)
+        assert figures[:3] == (after.requested_peak, after.allocated_peak, after.reserved_peak), recipe
+        assert figures.seconds == pytest.approx(clock(tape), rel=1e-12), recipe
+
+
+@pytest.mark.parametrize(
+    ("family", "layers"), [("bert", 7), ("llama", 8), ("gpt2", 3), ("t5", 6), ("vit", 7)]
+)
+def test_no_recipe_takes_less_than_the_least_it_was_given(family: str, layers: int) -> None:
+    job = small_job(family, layers, batch_size=4)
+    space = space_of(job, capability=(9, 0))
+    parts = parts_of(job)
+    for candidate in random.Random(SEED).sample(space.candidates, 4):
+        least, figures = parts.screen([candidate.setup])[0], parts.judge([candidate.setup])[0]
+        live = figures.requested_bytes + figures.context_bytes
+        assert 0.7 * live < least.needed_bytes <= live, candidate.recipe
+        assert 0.99 * figures.seconds < least.seconds <= 1.0001 * figures.seconds, candidate.recipe
+
+
+def test_what_few_layers_cannot_tell_is_rehearsed_whole() -> None:
+    """Four layers of one kind and four of another never come round."""
+    window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 4}
+    job = small_job("qwen2", 8, window)
+    setup = Recipe.parse("bf16 + micro_batches(2)").setup()
+    least, figures = parts_of(job).screen([setup])[0], parts_of(job).judge([setup])[0]
+    assert least.needed_bytes == figures.requested_bytes + figures.context_bytes
+
+
+@pytest.mark.parametrize("recipe", ["plain", "fp16 + every_layer", "bf16 + micro_batches(4) + adamw_loop"])
+def test_one_rehearsal_of_all_sizes_has_the_kernels_of_each(recipe: str) -> None:
+    job, setup = small_job("llama", 2, batch_size=4), Recipe.parse(recipe).setup()
+    passes = rehearse_passes(job, setup, CUDA)
+    update = rehearse_update(job, setup, CUDA, passes.gradients)
+    tape = spliced(passes, update, micro_batches=setup.micro_batches)
+    assert tape is not None
+    found = rehearse_sizes(job, setup, CUDA, [1, 2], whole=True)
+    once = found.whole if setup.micro_batches == 1 else found.cut[4 // setup.micro_batches]
+    assert once is not None
+    further = once.further.kernels * (setup.micro_batches - 1)
+    last = update_of(update)
+    assert (*once.first.kernels, *further, *last.work.kernels) == tape.kernels
+    assert found.gradients == passes.gradients
+    live = found.standing + last.states + max(*once.rises.values(), once.left + last.rise)
+    assert live == tape.peak()[0]
+
+
+@pytest.mark.parametrize("family", ["bert", "llama", "gpt2", "t5", "mixtral"])
+@pytest.mark.parametrize("recipe", ["fp16", "bf16 + every_layer + micro_batches(2)"])
+def test_the_small_models_passes_are_brief(family: str, recipe: str) -> None:
+    assert is_brief(small_job(family, 2, batch_size=4), Recipe.parse(recipe).setup(), CUDA)
+
+
+def test_a_model_that_keeps_its_last_output_is_not_brief() -> None:
+    import torch
+
+    from snugfit.job.model import Model
+
+    class Keeping(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(8, 8)
+            self.kept: torch.Tensor | None = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.kept = self.linear(x).detach()
+            return self.linear(x).sum()
+
+    model = Model.from_module(Keeping(), {"x": torch.zeros(4, 8)})
+    job = Job(model=model, task="custom", batch_size=4)  # type: ignore[arg-type]
+    assert not is_brief(job, Recipe().setup(), CUDA)
+
+
+def test_products_in_tf32_are_what_a_rehearsal_says() -> None:
+    job = small_job("bert", 2)
+    plain, tf32 = (rehearse(job, Recipe.parse(text).setup(), CUDA) for text in ("plain", "tf32"))
+    assert under("tf32", plain) == tf32 != plain
+    assert under("ieee", plain) is plain
+
+
+def test_the_clock_of_a_gpu_is_the_prediction_s() -> None:
+    tape = rehearse(small_job("bert", 2), Recipe.parse("bf16").setup(), CUDA)
+    told = step_seconds(tape, H200, batch_size=4).step_seconds
+    assert GpuClock(H200)(tape) == pytest.approx(told, rel=1e-12)
+
+
+def test_a_line_goes_through_its_points() -> None:
+    assert along([2, 4], [10, 20], 24) == 120
+    assert along([7], [3.5], 24) == 3.5
+
+
+# ---- the search ----------------------------------------------------------------------------------------
+
+
+def searched(job: Job, clock: object, *, fidelity: Fidelity = Fidelity.SAME) -> tuple[Searched, Bench]:
+    at = Bench([parts_of(job, clock)])
+    return search(space_of(job, fidelity=fidelity, capability=(9, 0)), at), at
+
+
+def brute(job: Job, clock: object, space: Space) -> list[tuple[int, float]]:
+    """The front of everything, each judged by itself."""
+    parts = parts_of(job, clock, shallow=False)
+    points = sorted(
+        (figures.seconds, figures.needed_bytes)
+        for each in space.candidates
+        for figures in parts.judge([each.setup])
+    )
+    front: list[tuple[int, float]] = []
+    for seconds, needed in points:
+        if not front or needed < front[-1][0]:
+            front.append((needed, seconds))
+    return front
+
+
+CLOCKS = [Invented(), Invented(launch=1e-3)]
+
+
+@pytest.mark.parametrize("clock", CLOCKS, ids=["balanced", "bound by its host"])
+@pytest.mark.parametrize(("family", "layers"), [("gpt2", 2)])
+def test_the_front_equals_brute_force(family: str, layers: int, clock: Invented) -> None:
+    job = small_job(family, layers, batch_size=2, sequence_length=32)
+    found, _ = searched(job, clock)
+    front = [(found.judged[n].needed_bytes, found.judged[n].seconds) for n in found.front()]
+    assert front == [(needed, pytest.approx(seconds)) for needed, seconds in brute(job, clock, found.space)]
+
+
+@pytest.fixture(scope="module")
+def small() -> tuple[Job, Searched, Bench]:
+    job = small_job("bert", 4, batch_size=4, sequence_length=32)
+    return (job, *searched(job, Invented(), fidelity=Fidelity.ROUNDS))
+
+
+def planned(small: tuple[Job, Searched, Bench], memory: int, objective: str = "speed") -> Plan:
+    job, found, at = small
+    return explained(
+        found, at, job=job, gpu=H200, memory_bytes=memory, fidelity=Fidelity.ROUNDS, objective=objective,
+        tell=lambda what: None,
+    )  # fmt: skip
+
+
+def test_less_memory_never_gives_a_faster_plan(small: tuple[Job, Searched, Bench]) -> None:
+    _, found, _ = small
+    sizes = sorted({figures.needed_bytes for figures in found.judged.values()})
+    before = None
+    for memory in [size + step for size in sizes[:: max(1, len(sizes) // 6)] for step in (0, 1)]:
+        answer = planned(small, memory)
+        assert answer.best is not None
+        assert answer.best.needed_bytes <= memory
+        assert answer.verified is True
+        assert before is None or answer.best.step_seconds <= before
+        before = answer.best.step_seconds
+
+
+def test_a_faster_link_or_device_never_gives_a_slower_plan() -> None:
+    job = small_job("bert", 2, batch_size=2)
+    memory = None
+    slow = plan(job, gpu=H200, memory_bytes=memory, fidelity="same", clock=Invented(), workers=1)
+    for faster in (Invented(link=1e9), Invented(bandwidth=2e9)):
+        found = plan(job, gpu=H200, memory_bytes=memory, fidelity="same", clock=faster, workers=1)
+        assert found.best is not None
+        assert slow.best is not None
+        assert found.best.step_seconds <= slow.best.step_seconds
+
+
+def test_the_smallest_is_the_front_s_last(small: tuple[Job, Searched, Bench]) -> None:
+    answer = planned(small, 1 << 40, "memory")
+    assert answer.best == answer.front[-1]
+    assert answer.best is not None
+    assert answer.best.needed_bytes == min(each.needed_bytes for each in answer.front)
+    assert planned(small, 1 << 40).best == answer.front[0]
+
+
+def test_accumulating_only_costs_when_the_batch_fits(small: tuple[Job, Searched, Bench]) -> None:
+    answer = planned(small, 1 << 40)
+    assert answer.best is not None
+    assert Recipe.parse(answer.best.recipe)["batching"].name == "whole_batch"
+    reason = next(reason for reason in answer.reasons if reason.slot == "batching")
+    assert reason.against == "micro_batches(2)"
+    assert reason.step_seconds is not None
+    assert reason.step_seconds > answer.best.step_seconds
+
+
+def test_reasons_compare_with_the_plain_technique(small: tuple[Job, Searched, Bench]) -> None:
+    answer = planned(small, 1 << 40, "memory")
+    job, _, _ = small
+    parts = parts_of(job)
+    recipe = Recipe.parse(answer.shown.recipe)
+    for reason in answer.reasons:
+        if reason.chosen != str(Recipe()[reason.slot]):
+            assert reason.against == str(Recipe()[reason.slot])
+            figures = parts.judge([recipe.with_(Recipe()[reason.slot]).setup()])[0]
+            assert (reason.needed_bytes, reason.step_seconds) == (figures.needed_bytes, figures.seconds)
+
+
+def test_when_nothing_fits_the_nearest_miss_and_its_cures_are_told(
+    small: tuple[Job, Searched, Bench],
+) -> None:
+    answer = planned(small, 100 * MIB)
+    assert not answer.fits
+    assert answer.best is None
+    assert answer.shown == answer.nearest == answer.front[-1]
+    assert "more memory" in answer.cures[0]
+    assert any("--fidelity learns" in cure for cure in answer.cures)
+
+
+def test_a_plan_survives_json(small: tuple[Job, Searched, Bench]) -> None:
+    import json
+
+    for memory in (1 << 40, 100 * MIB):
+        answer = planned(small, memory)
+        assert Plan.from_json(json.loads(json.dumps(answer.to_json()))) == answer
+        for damage in ({"schema": 99}, {"what": "prediction"}, {"counts": {}}, {"front": [{}]}):
+            with pytest.raises(UsageError):
+                Plan.from_json({**answer.to_json(), **damage})
+
+
+class Concave(Invented):
+    """A clock of which few layers tell the wrong thing: its line lies above it."""
+
+    def __call__(self, tape: Tape) -> float:
+        return super().__call__(tape) ** 0.25
+
+
+def test_a_clock_that_does_not_grow_evenly_is_asked_about_whole_models() -> None:
+    job, clock, told = small_job("bert", 9, batch_size=1), Concave(), []
+    answer = plan(job, gpu=H200, fidelity="same", clock=clock, workers=1, tell=told.append)
+    assert any("beginning again" in line for line in told)
+    space = space_of(job, fidelity=Fidelity.SAME, capability=(9, 0))
+    front = [(each.needed_bytes, each.step_seconds) for each in answer.front]
+    assert front == [(needed, pytest.approx(seconds)) for needed, seconds in brute(job, clock, space)]
+
+
+def test_an_evaluation_is_planned_too() -> None:
+    job = small_job("bert", 2, batch_size=2, phase=Phase.EVALUATE)
+    answer = plan(job, gpu=H200, clock=Invented(), workers=1)
+    assert answer.fits
+    assert answer.verified is True
+
+
+def test_two_processes_find_what_one_finds() -> None:
+    job = small_job("gpt2", 2, batch_size=2)
+    alone, together = (plan(job, gpu="h200", fidelity="same", workers=count) for count in (1, 2))
+    assert replace(together, counts=alone.counts) == alone
+
+
+def bad() -> Iterator[tuple[str, dict[str, object], type[SnugfitError], str]]:
+    yield "fidelity", {"fidelity": "round"}, UsageError, "rounds"
+    yield "objective", {"objective": "sped"}, UsageError, "speed"
+    yield "memory", {"memory_bytes": 0}, UsageError, "memory_bytes"
+    yield "text as memory", {"memory_bytes": "8GiB"}, UsageError, "8GiB"
+    yield "gpu", {"gpu": "rtx 9999"}, GpuError, "RTX"
+    yield "no gpu", {"gpu": None}, UsageError, "--gpu"
+
+
+@pytest.mark.parametrize(("name", "given", "kind", "told"), list(bad()), ids=lambda value: str(value)[:12])
+def test_what_cannot_be_is_refused_before_any_work(
+    name: str, given: dict[str, object], kind: type[SnugfitError], told: str
+) -> None:
+    with pytest.raises(kind, match=told):
+        plan(small_job("bert", 2), **{"gpu": "h200", **given})  # type: ignore[arg-type]
