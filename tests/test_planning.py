@@ -268,14 +268,14 @@ def test_the_front_equals_brute_force(family: str, layers: int, clock: Invented)
 
 @pytest.fixture(scope="module")
 def small() -> tuple[Job, Searched, Bench]:
-    job = small_job("bert", 4, batch_size=4, sequence_length=32)
-    return (job, *searched(job, Invented(), fidelity=Fidelity.ROUNDS))
+    job = small_job("bert", 2, batch_size=2, sequence_length=32)
+    return (job, *searched(job, Invented()))
 
 
 def planned(small: tuple[Job, Searched, Bench], memory: int, objective: str = "speed") -> Plan:
     job, found, at = small
     return explained(
-        found, at, job=job, gpu=H200, memory_bytes=memory, fidelity=Fidelity.ROUNDS, objective=objective,
+        found, at, job=job, gpu=H200, memory_bytes=memory, fidelity=Fidelity.SAME, objective=objective,
         tell=lambda what: None,
     )  # fmt: skip
 
@@ -364,7 +364,7 @@ class Concave(Invented):
 
 
 def test_a_clock_that_does_not_grow_evenly_is_asked_about_whole_models() -> None:
-    job, clock, told = small_job("bert", 9, batch_size=1), Concave(), []
+    job, clock, told = small_job("gpt2", 6, batch_size=1), Concave(), []
     answer = plan(job, gpu=H200, fidelity="same", clock=clock, workers=1, tell=told.append)
     assert any("beginning again" in line for line in told)
     space = space_of(job, fidelity=Fidelity.SAME, capability=(9, 0))
