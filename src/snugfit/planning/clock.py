@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from snugfit.prediction.kernel_seconds import KernelClock
 from snugfit.prediction.rates import Rates, rates_for
-from snugfit.prediction.seconds import _asking as asking
-from snugfit.prediction.seconds import play
+from snugfit.prediction.seconds import asking, play
 
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu

@@ -287,7 +287,7 @@ def under(matmul: str, tape: Tape) -> Tape:
         raise SnugfitError(f"a plan knows no products in {matmul!r}")
     changed = tuple(
         kernel._replace(dtype=kernels.TF32)
-        if kernel.dtype == "torch.float32" and kernel.operator in kernels._PRODUCTS
+        if kernel.dtype == "torch.float32" and kernel.operator in kernels.PRODUCTS
         else kernel
         for kernel in tape.kernels
     )

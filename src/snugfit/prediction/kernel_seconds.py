@@ -105,6 +105,8 @@ class KernelClock:
     def _attention(self, kernel: Kernel) -> float:
         backward = "backward" in kernel.operator
         family = next((name for name in ("cudnn", "flash", "efficient") if name in kernel.operator), "flash")
+        if family == "efficient" and "16" in kernel.dtype:
+            family = "efficient half"
         flops, start = self.rates.attention[f"{family} backward" if backward else family]
         query = kernel.shapes[1] if backward else kernel.shapes[0]
         blocks = math.prod(query[:-2]) * -(-query[-2] // QUERIES)

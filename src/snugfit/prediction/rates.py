@@ -98,7 +98,9 @@ class Rates:
     """By precision: `fp32 tf32 bf16 fp16`, those that it has."""
 
     attention: Mapping[str, tuple[float, float]]
-    """By kernel (`cudnn flash efficient`, each also `... backward`): FLOPs per second, seconds to start."""
+    """By kernel (`cudnn flash efficient`, each also `... backward`): FLOPs per second, seconds to start.
+    `efficient half` is efficient attention in 16 bits, which no H200 chooses: about a third of the tensor
+    cores' peak, as on an A100 (figure 4 of FlashAttention-2, arXiv 2307.08691)."""
 
     bandwidth: float
     """Bytes per second of a large element-wise kernel."""
@@ -194,7 +196,7 @@ def _scaled(known: Rates, of: Gpu, gpu: Gpu) -> Rates:
             products[precision] = replace(rate, flops=seen * 1e12)
         elif peak:
             products[precision] = replace(rate, flops=rate.flops * peak / of.peak_dense[precision])
-    faster = max(gpu.peak_dense.values()) / max(of.peak_dense.values())
+    faster = {False: _peak(gpu, "fp32") / _peak(of, "fp32"), True: _peak(gpu, "fp16") / _peak(of, "fp16")}
     wider, busier = gpu.bandwidth / of.bandwidth, _instructions(gpu) / _instructions(of)
     patterns = {
         name: (rate * (wider if rate > known.bandwidth * BOUND_BY_BYTES else busier), start)
@@ -205,12 +207,19 @@ def _scaled(known: Rates, of: Gpu, gpu: Gpu) -> Rates:
         gpu=gpu.key,
         multiprocessors=gpu.sm_count,
         products=products,
-        attention={name: (flops * faster, start) for name, (flops, start) in known.attention.items()},
+        attention={
+            name: (flops * faster[not name.removesuffix(" backward").endswith("efficient")], start)
+            for name, (flops, start) in known.attention.items()
+        },
         bandwidth=known.bandwidth * wider,
         patterns=patterns,
         source=f"scaled from {known.gpu} by data sheet",
         measured=False,
     )
+
+
+def _peak(gpu: Gpu, precision: str) -> float:
+    return float(gpu.peak_dense.get(precision) or gpu.peak_dense["fp32"])
 
 
 def _instructions(gpu: Gpu) -> float:

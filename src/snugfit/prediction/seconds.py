@@ -87,9 +87,9 @@ def step_seconds(
     from snugfit.rehearsal.kernels import group_of
 
     rates = rates or rates_for(gpu)
-    clock, asking = KernelClock(rates), rates.host.slower(host)
+    clock, pace = KernelClock(rates), rates.host.slower(host)
     device = [clock.seconds(kernel) for kernel in tape.kernels]
-    asked = [_asking(kernel, asking) for kernel in tape.kernels]
+    asked = [asking(kernel, pace) for kernel in tape.kernels]
     lines: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     for kernel, works, asks in zip(tape.kernels, device, asked, strict=True):
         line = lines[kernel.phase, group_of(kernel.operator)]
@@ -102,9 +102,9 @@ def step_seconds(
         )
         for (phase, group), (works, asks, least) in lines.items()
     )
-    length = play(device, asked, tape.waits, asking)
+    length = play(device, asked, tape.waits, pace)
     busy = sum(device)
-    host_seconds = sum(asked) + asking.step + asking.wait * len(tape.waits)
+    host_seconds = sum(asked) + pace.step + pace.wait * len(tape.waits)
     return StepSeconds(
         step_seconds=length,
         samples_per_second=batch_size / length if length else 0.0,
@@ -138,7 +138,8 @@ def play(device: Sequence[float], asked: Sequence[float], waits: Iterable[int], 
     return length
 
 
-def _asking(kernel: Kernel, host: HostRate) -> float:
+def asking(kernel: Kernel, host: HostRate) -> float:
+    """Seconds until this kernel has been asked for."""
     if kernel.recomputed:
         each = host.recompute
     else:

@@ -81,7 +81,7 @@ def _places_written(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
 
 def _arithmetic(func: Any, operand: torch.Tensor) -> str:
     """What the kernel computes in: its operand's dtype, but for products and convolutions in TF32."""
-    if operand.dtype is torch.float32 and func._schema.name in _PRODUCTS:
+    if operand.dtype is torch.float32 and func._schema.name in PRODUCTS:
         backends: Any = torch.backends
         where = backends.cudnn.conv if "conv" in func._schema.name else backends.cuda.matmul
         return TF32 if where.fp32_precision == TF32 else str(operand.dtype)
@@ -104,7 +104,7 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -
     return int(formula(*args, **kwargs, out_val=out))
 
 
-_PRODUCTS = frozenset(
+PRODUCTS = frozenset(
     {
         "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm", "aten::convolution",
         "aten::convolution_backward",
