@@ -291,7 +291,7 @@ def test_advice_about_another_trainer_s_optimizer_is_one_line_a_key(tmp_path: Pa
     file.write_text("optim: adamw_hf\nlearning_rate_scheduler: cosine\n")
     with pytest.raises(SnugfitError) as told:
         read_job_file(file)
-    first, second, keys = str(told.value).splitlines()
+    first, second, keys, *_ = str(told.value).splitlines()
     assert first.endswith("write the optimizer in the recipe. 'adamw_hf' is called 'adamw' here.")
     assert second.startswith("learning_rate_scheduler")
     assert keys.startswith("Keys: ")

@@ -343,8 +343,10 @@ def hold_to_reports(this: Job, recipe: Recipe, policy: Policy | None = None) -> 
     assert peak(real) - peak(tape) in (0, held[0] - held[1])
 
 
-@pytest.mark.parametrize("index", range(LONGEST))
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "index"),
+    [(family, index) for family in FAMILIES for index in range(LONGEST) if family != "mixtral" or index % 2],
+)
 def test_a_real_step_allocates_what_its_tape_says(family: str, index: int) -> None:
     hold_to_reports(job(family), mixed(family, index))
 

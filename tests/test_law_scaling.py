@@ -81,9 +81,8 @@ LAYERS = [
     ("gpt2", 12, "every_nth_layer(2) + sgd", {}),
     ("llama", 8, "bf16_pure + every_layer", {"clip": 1.0}),
     ("llama", 7, "micro_batches(2) + adafactor_torch", {}),
-    ("llama", 7, "lora(targets=all-linear) + fp16", {}),
     ("t5", 6, "plain", {}),
-    ("t5", 6, "bf16 + every_layer + adafactor", {}),
+    ("t5", 6, "every_layer + sgd", {}),
     ("vit", 7, "bf16", {}),
     ("mixtral", 7, "fp16 + every_layer", {}),
     ("gemma2", 13, "bf16", {}),
@@ -111,7 +110,7 @@ def test_layers_extend_under_the_other_loops_too(loop: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "recipe"),
-    [("bert-large-uncased", "bf16"), ("meta-llama/Llama-3.1-8B", "bf16_pure + every_layer + lora")],
+    [("meta-llama/Llama-3.1-8B", "bf16_pure + every_layer + lora")],
 )
 def test_full_size_models_extend(name: str, recipe: str) -> None:
     task = Task.CAUSAL_LM if "llama" in name else Task.SEQUENCE_CLASSIFICATION

@@ -13,7 +13,7 @@ from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.splice import Part, rehearse_passes, rehearse_update, spliced
 from test_law_scaling import CUDA, same, setup_of, whole
 
-SEED, DRAWS = 20_261_120, 24
+SEED, DRAWS = 20_261_120, 20
 OPTIMIZERS = ("adamw", "adamw_fused", "adamw_loop", "sgd", "adafactor", "adafactor_torch", "adamw_8bit")
 SPANS = ("keep_all", "every_layer", "every_nth_layer(2)", "segments(2)")
 ADAPTERS = ("full", "lora", "lora(targets=all-linear)")
@@ -70,7 +70,7 @@ def test_one_rehearsal_of_the_passes_serves_every_optimizer_and_number_of_pieces
             )
 
 
-@pytest.mark.parametrize("recipe", ["bf16 + adafactor", "fp16 + every_layer + micro_batches(2)", "eager"])
+@pytest.mark.parametrize("recipe", ["bf16 + adafactor"])
 def test_bert_large_is_spliced(recipe: str) -> None:
     model = Model.find("bert-large-uncased")
     job, setup = Job(model=model, task=Task.SEQUENCE_CLASSIFICATION, batch_size=4), setup_of(recipe)

@@ -253,7 +253,7 @@ def brute(job: Job, clock: object, space: Space) -> list[tuple[int, float]]:
 
 
 def test_the_front_equals_brute_force() -> None:
-    job, clock = small_job("gpt2", 2, batch_size=2, sequence_length=32), Invented()
+    job, clock = small_job("gpt2", 2, batch_size=1, sequence_length=32), Invented()
     found, _ = searched(job, clock)
     front = [(found.judged[n].needed_bytes, found.judged[n].seconds) for n in found.front()]
     assert front == [(needed, pytest.approx(seconds)) for needed, seconds in brute(job, clock, found.space)]
@@ -372,7 +372,7 @@ def test_an_evaluation_is_planned_too() -> None:
 
 
 def test_two_processes_find_what_one_finds() -> None:
-    job = small_job("gpt2", 2, batch_size=2)
+    job = small_job("gpt2", 2, batch_size=1)
     alone, together = (plan(job, gpu="h200", fidelity="same", workers=count) for count in (1, 2))
     assert replace(together, counts=alone.counts) == alone
 
