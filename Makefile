@@ -24,7 +24,7 @@ demo: install
 	$(BIN)/snugfit guide --gpu v100-16gb --output $(GUIDE)
 
 test: install
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: install
 	$(BIN)/ruff check .
