@@ -5,6 +5,7 @@
     job = snugfit.Job(model=snugfit.Model.find("bert-large-uncased"), task="sequence-classification")
     print(snugfit.predict(job, "bf16 + every_layer", gpu="h200"))
     print(snugfit.measure(job, "bf16 + every_layer"))
+    print(snugfit.plan(job, gpu="v100-16gb"))
 
     with snugfit.watch() as seen:
         trainer.train()
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from snugfit.measurement.measure import measure
     from snugfit.measurement.measurement import Measurement
     from snugfit.measurement.watch import watch
+    from snugfit.planning.plan import Plan
+    from snugfit.planning.search import plan
     from snugfit.prediction.predict import predict
     from snugfit.prediction.prediction import Prediction
     from snugfit.step.footprint import Footprint, Timing
@@ -46,6 +49,8 @@ __all__ = [
     "Measurement",
     "Model",
     "Phase",
+    "plan",
+    "Plan",
     "predict",
     "Prediction",
     "Recipe",
@@ -64,12 +69,14 @@ _HOMES = {
     "measurement.measure": ("measure",),
     "measurement.measurement": ("Measurement",),
     "measurement.watch": ("watch",),
+    "planning.plan": ("Plan",),
+    "planning.search": ("plan",),
     "prediction.predict": ("predict",),
     "prediction.prediction": ("Prediction",),
     "step.footprint": ("Footprint", "Timing"),
     "techniques.recipe": ("Recipe",),
 }
-_SHOWN = ("comparison", "measurement", "prediction")
+_SHOWN = ("comparison", "measurement", "planning", "prediction")
 """Rooms whose results print themselves, with a face from the report room."""
 
 

@@ -16,14 +16,16 @@ from snugfit.comparison.compare import Comparison
 from snugfit.comparison.result import GuideResult
 from snugfit.measurement.doctor import Doctor
 from snugfit.measurement.measurement import Measurement
+from snugfit.planning.plan import Plan
 from snugfit.prediction.prediction import Prediction
-from snugfit.report import compare, doctor, guide, measurement, prediction
+from snugfit.report import compare, doctor, guide, measurement, plan, prediction
 from snugfit.report.terminal import as_html, as_text
 
 _RENDERERS: dict[type, Callable[[Any], RenderableType]] = {
     Prediction: prediction.render,
     Measurement: measurement.render,
     Comparison: compare.beside,
+    Plan: plan.render,
     GuideResult: guide.render,
     Doctor: doctor.render,
 }
