@@ -289,11 +289,10 @@ def test_less_memory_never_gives_a_faster_plan(small: tuple[Job, Searched, Bench
 def test_a_faster_link_or_device_never_gives_a_slower_plan() -> None:
     job = small_job("gpt2", 2, batch_size=1)
     slow = plan(job, gpu=H200, fidelity="same", clock=Invented(), workers=1)
-    for faster in (Invented(link=1e9), Invented(bandwidth=2e9)):
-        found = plan(job, gpu=H200, fidelity="same", clock=faster, workers=1)
-        assert found.best is not None
-        assert slow.best is not None
-        assert found.best.step_seconds <= slow.best.step_seconds
+    found = plan(job, gpu=H200, fidelity="same", clock=Invented(link=1e9, bandwidth=2e9), workers=1)
+    assert found.best is not None
+    assert slow.best is not None
+    assert found.best.step_seconds < slow.best.step_seconds
 
 
 def test_the_smallest_is_the_front_s_last(small: tuple[Job, Searched, Bench]) -> None:
