@@ -13,7 +13,7 @@ from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.splice import Part, rehearse_passes, rehearse_update, spliced
 from test_law_scaling import CUDA, same, setup_of, whole
 
-SEED, DRAWS = 20_261_120, 16
+SEED, DRAWS = 20_261_120, 12
 OPTIMIZERS = ("adamw", "adamw_fused", "adamw_loop", "sgd", "adafactor", "adafactor_torch", "adamw_8bit")
 SPANS = ("keep_all", "every_layer", "every_nth_layer(2)", "segments(2)")
 ADAPTERS = ("full", "lora", "lora(targets=all-linear)")
