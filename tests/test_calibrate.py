@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from small_models import small_job
-from snugfit.comparison.calibrate import Reading, calibrate
+from snugfit.comparison.calibrate import calibrate
 from snugfit.errors import GpuError, SnugfitError
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
@@ -74,7 +74,7 @@ def test_a_probe_that_dies_corrects_nothing_and_says_why() -> None:
     found, readings = calibrate(GPU, measure_seconds=dies)
     assert found.host == rates_for(GPU).host
     assert all(reading.factor is None and "oom" in reading.why for reading in readings)
-    assert isinstance(readings[0], Reading)
+    assert len(readings) > 3
 
 
 def test_what_was_found_is_used_from_then_on() -> None:
@@ -97,3 +97,20 @@ def test_a_calibration_that_cannot_be_read_is_refused(text: str) -> None:
     file.write_text(text)
     with pytest.raises(GpuError, match="is no calibration that this snugfit can read"):
         rates_for(GPU)
+
+
+def test_one_that_cannot_be_read_can_be_made_again() -> None:
+    file = calibration_file(GPU)
+    file.parent.mkdir(parents=True)
+    known = rates_for(GPU)
+    file.write_text("damaged")
+    found, _ = calibrate(GPU, measure_seconds=lambda job, recipe: machine(known, job, recipe))
+    assert found.host.forward == pytest.approx(known.host.forward)
+
+
+def test_what_no_probe_told_is_not_called_measured() -> None:
+    def dies(job: Job, recipe: Recipe) -> float:
+        raise SnugfitError("The probe's run ended with oom.")
+
+    found, _ = calibrate(find_gpu("a100-80gb"), measure_seconds=dies)
+    assert not found.measured

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import typer
 
+from snugfit.cli import arguments as given
 from snugfit.cli.here import gpu_here
 from snugfit.errors import GpuError, SnugfitError
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
-
-def calibrate(as_json: AsJson = False) -> None:
+def calibrate(as_json: given.AsJson = False) -> None:
     """Measure this GPU and its host in about a minute; predictions for it use what was found."""
     here = gpu_here()
     if here is None:

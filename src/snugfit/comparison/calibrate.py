@@ -8,7 +8,7 @@ turned out to bound correct nothing.
 - The host by a small model in two recipes: the device has next to nothing to do.
 - The bandwidth by an update of many parameters, with next to no tokens.
 - Matrix products by a wide model, in each precision that the GPU has; bf16 stands for fp16 too, which the
-  same units compute (on an H200 they were corrected by 1.29 and 1.34).
+  same units compute.
 
 The order matters: a later probe is predicted with what the earlier ones found.
 """
@@ -27,7 +27,7 @@ from snugfit.job.model import Model
 from snugfit.prediction.device import policy_for
 from snugfit.prediction.kernel_seconds import PRODUCTS, KernelClock
 from snugfit.prediction.profile import Software, installed_versions
-from snugfit.prediction.rates import Rates, rates_for
+from snugfit.prediction.rates import Rates, packaged_rates
 from snugfit.prediction.seconds import StepSeconds, step_seconds
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.techniques.recipe import Recipe
@@ -124,10 +124,10 @@ def calibrate(
 ) -> tuple[Rates, tuple[Reading, ...]]:
     """The rates of this GPU and its host, and the readings they come from.
 
-    Starts from the rates that are known (measured ones, or scaled by data sheet). Raises `GpuError` when the
+    Starts from the package's rates (measured ones, or scaled by data sheet). Raises `GpuError` when the
     table knows too little of the GPU.
     """
-    rates = rates_for(gpu)
+    rates = packaged_rates(gpu)
     measured = measure_seconds or _measured
     readings: list[Reading] = []
     chosen = probes(tuple(name for name in rates.products if gpu.peak_dense.get(name)))
@@ -135,8 +135,10 @@ def calibrate(
         tell(f"probe {number + 1} of {len(chosen)}: {probe.corrects}")
         readings.append(_read(probe, gpu, rates, measured))
         rates = _corrected(rates, readings)
-    source = f"calibrated with torch {installed_versions()['torch']}"
-    return replace(rates, source=source, measured=True), tuple(readings)
+    if any(reading.factor for reading in readings):
+        source = f"calibrated with torch {installed_versions()['torch']}"
+        rates = replace(rates, source=source, measured=True)
+    return rates, tuple(readings)
 
 
 def _read(probe: Probe, gpu: Gpu, rates: Rates, measured: MeasureSeconds) -> Reading:

@@ -5,7 +5,7 @@ when it is large and a tenth when it is small, and which it is follows from its 
 `rates.json` holds what was measured, by the GPU's key. A GPU that was never measured gets the H200's shares
 of its own data sheet, or what others measured on it (`achieved` in the table of GPUs), and says so.
 
-The host is apart from the GPU: the same card is asked for kernels twice as fast by one machine as by another.
+The host is apart from the GPU: how fast it asks for kernels depends on the machine, and on what else it does.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ class Rates:
 
     attention: Mapping[str, tuple[float, float]]
     """By kernel (`cudnn flash efficient`, each also `... backward`): FLOPs per second, seconds to start.
-    `efficient half` is efficient attention in 16 bits, which no H200 chooses: about a third of the tensor
-    cores' peak, as on an A100 (figure 4 of FlashAttention-2, arXiv 2307.08691)."""
+    `efficient half` is efficient attention in 16 bits, which no H200 chooses: assumed, a third of the tensor
+    cores' peak forward and a fifth backward; never measured by us."""
 
     bandwidth: float
     """Bytes per second of a large element-wise kernel."""
@@ -143,10 +143,12 @@ def rates_for(gpu: Gpu) -> Rates:
 
     Raises `GpuError` when the table does not say how fast it is, or a calibration cannot be read.
     """
-    own = _own(calibration_file(gpu))
+    return _own(calibration_file(gpu)) or packaged_rates(gpu)
+
+
+def packaged_rates(gpu: Gpu) -> Rates:
+    """The rates of this GPU without any calibration of the user's. Raises `GpuError` as `rates_for` does."""
     measured = _measured()
-    if own is not None:
-        return own
     if gpu.key in measured:
         return measured[gpu.key]
     return _scaled(measured[REFERENCE], find_gpu(REFERENCE), gpu)

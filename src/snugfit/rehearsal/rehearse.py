@@ -107,7 +107,7 @@ def _without_collector() -> Iterator[None]:
     """Cycles die when the collector comes by; without it, never: a rehearsal must not depend on when.
 
     Nothing is collected here: that takes longer than a small rehearsal, and the collector, once it is on
-    again, keeps up (forty rehearsals end with 27 MiB more resident than with a collection before each)."""
+    again, keeps up."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -8,17 +8,8 @@ from __future__ import annotations
 from io import BytesIO
 
 from snugfit.planning.plan import Plan
+from snugfit.report.plot import STYLE
 from snugfit.units import GIB
-
-_STYLE = {
-    "text.parse_math": False,
-    "svg.hashsalt": "snugfit",
-    "svg.fonttype": "path",
-    "font.size": 9,
-    "font.family": "DejaVu Sans",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-}
 
 
 def draw(plan: Plan, form: str) -> bytes:
@@ -28,7 +19,7 @@ def draw(plan: Plan, form: str) -> bytes:
 
     sizes = [choice.needed_bytes / GIB for choice in plan.front]
     speeds = [choice.samples_per_second for choice in plan.front]
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=(11, 5.5), layout="constrained")
         axes = figure.subplots()
         axes.step(sizes[::-1], speeds[::-1], where="post", color="#56B4E9", linewidth=1)

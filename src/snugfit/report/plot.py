@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 FORMATS = ("png", "svg")
-_STYLE = {
+STYLE = {
     "text.parse_math": False,
     "svg.hashsalt": "snugfit",
     "svg.fonttype": "path",
@@ -52,7 +52,7 @@ def summary(result: GuideResult, form: str) -> bytes:
     from matplotlib.figure import Figure
 
     names = [fill(row.name, _LABEL_COLUMNS) for row in result.rows]
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=(_WIDTH, 1.8 + _HEIGHT_OF_ROW * len(names)), layout="constrained")
         left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
         _bars(left, memory_series(result), "{:.1f}")
