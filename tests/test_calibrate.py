@@ -13,6 +13,7 @@ from snugfit.comparison.calibrate import calibrate
 from snugfit.errors import GpuError, SnugfitError
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
+from snugfit.planning.cache import key_of
 from snugfit.prediction.predict import predict
 from snugfit.prediction.rates import Rates, calibration_file, rates_for
 from snugfit.prediction.seconds import step_seconds
@@ -82,7 +83,9 @@ def test_what_was_found_is_used_from_then_on() -> None:
     before, other = predict(job, gpu=GPU).timing, other_machine()
     file = calibration_file(GPU)
     file.parent.mkdir(parents=True)
+    remembered_as = key_of(job, GPU)
     file.write_text(json.dumps({"rates": other.to_json()}))
+    assert key_of(job, GPU) != remembered_as, "a plan made before would be recalled"
     assert rates_for(GPU).host == other.host
     after = predict(job, gpu=GPU).timing
     assert before

@@ -1,10 +1,10 @@
 """Plans remembered: a question asked again is answered from a file.
 
 A plan is one JSON file in the user's cache folder (`$XDG_CACHE_HOME/snugfit/plans`, or `~/.cache/...`),
-named by a digest of all that it depends on: the job, the GPU, the memory, fidelity and objective, the
-versions of the packages that it was rehearsed with, and the source files of snugfit itself. A file that is
-damaged, or that another version wrote, counts as none. A folder that cannot be written is no error: the plan
-is made anew each time.
+named by a digest of all that it depends on: the job, the GPU and its rates (a calibration changes them), the
+memory, fidelity and objective, the versions of the packages that it was rehearsed with, and the source files
+of snugfit itself. A file that is damaged, or that another version wrote, counts as none. A folder that cannot
+be written is no error: the plan is made anew each time.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from snugfit.errors import SnugfitError
 from snugfit.planning.plan import Plan
 from snugfit.prediction.profile import installed_versions
+from snugfit.prediction.rates import rates_for
 
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
@@ -37,12 +38,14 @@ def folder() -> Path:
 
 
 def key_of(job: Job, gpu: Gpu | None, **asked: Any) -> str | None:
-    """A digest of all that a plan depends on; None for a model that lives in this process only."""
+    """A digest of all that a plan depends on; None for a model that lives in this process only. Raises
+    `GpuError` as `rates_for` does."""
     if job.model.module is not None:
         return None
     question = {
         "job": job.to_json(),
         "gpu": gpu.to_json() if gpu else None,
+        "rates": rates_for(gpu).to_json() if gpu else None,
         "asked": asked,
         "versions": installed_versions(),
         "source": _source(),
