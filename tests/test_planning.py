@@ -12,14 +12,14 @@ from small_models import small_job
 from snugfit.errors import GpuError, SnugfitError, UsageError
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job, Phase
-from snugfit.planning.clock import GpuClock
+from snugfit.planning.clock import Alone, GpuClocks
 from snugfit.planning.lines import along
-from snugfit.planning.parts import Parts, passes_key, under
+from snugfit.planning.parts import Parts, under
 from snugfit.planning.plan import Plan
 from snugfit.planning.reasons import explained
 from snugfit.planning.search import plan, search
 from snugfit.planning.searched import Searched
-from snugfit.planning.space import Space, space_of, tape_key
+from snugfit.planning.space import Space, passes_key, space_of, tape_key
 from snugfit.planning.workers import Bench
 from snugfit.prediction.allocator import replay
 from snugfit.prediction.seconds import step_seconds
@@ -57,7 +57,7 @@ class Invented:
 
 
 def parts_of(job: Job, clock: object = None, *, shallow: bool = True) -> Parts:
-    return Parts(job, H200, clock or Invented(), shallow=shallow)  # type: ignore[arg-type]
+    return Parts(job, [H200], Alone(clock or Invented()), shallow=shallow)  # type: ignore[arg-type]
 
 
 # ---- the space -------------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ def _equal_whole_rehearsals(job: Job, recipes: list[Recipe]) -> None:
     parts, clock = parts_of(job), Invented()
     for recipe in recipes:
         setup = recipe.setup()
-        figures = parts.judge([setup])[0]
+        figures = parts.judge([setup])[0][0]
         tape = rehearse(job, setup, CUDA)
         after = replay(tape, expandable=setup.expandable_segments)
         assert figures[:3] == (after.requested_peak, after.allocated_peak, after.reserved_peak), recipe
@@ -152,7 +152,7 @@ def test_no_recipe_takes_less_than_the_least_it_was_given(family: str, layers: i
     space = space_of(job, capability=(9, 0))
     parts = parts_of(job)
     for candidate in random.Random(SEED).sample(space.candidates, 3):
-        least, figures = parts.screen([candidate.setup])[0], parts.judge([candidate.setup])[0]
+        least, figures = parts.screen([candidate.setup])[0][0], parts.judge([candidate.setup])[0][0]
         live = figures.requested_bytes + figures.context_bytes
         assert 0.7 * live < least.needed_bytes <= live, candidate.recipe
         assert 0.99 * figures.seconds < least.seconds <= 1.001 * figures.seconds, candidate.recipe
@@ -163,7 +163,7 @@ def test_what_few_layers_cannot_tell_is_rehearsed_whole() -> None:
     window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 4}
     job = small_job("qwen2", 8, window)
     setup = Recipe.parse("bf16 + micro_batches(2)").setup()
-    least, figures = parts_of(job).screen([setup])[0], parts_of(job).judge([setup])[0]
+    least, figures = parts_of(job).screen([setup])[0][0], parts_of(job).judge([setup])[0][0]
     assert least.needed_bytes == figures.requested_bytes + figures.context_bytes
 
 
@@ -218,10 +218,22 @@ def test_products_in_tf32_are_what_a_rehearsal_says() -> None:
     assert under("ieee", plain) is plain
 
 
-def test_the_clock_of_a_gpu_is_the_prediction_s() -> None:
+@pytest.mark.parametrize("recipe", ["bf16", "fp16 + micro_batches(2)"])
+def test_the_clock_of_a_gpu_is_the_prediction_s(recipe: str) -> None:
+    tape = rehearse(small_job("bert", 2), Recipe.parse(recipe).setup(), CUDA)
+    gpus = [H200, find_gpu("t4"), find_gpu("b200")]
+    told = [step_seconds(tape, gpu, batch_size=4).step_seconds for gpu in gpus]
+    assert GpuClocks(gpus)(tape) == pytest.approx(told, rel=1e-12)
+    assert GpuClocks(gpus[1:2])(tape) == GpuClocks(gpus)(tape)[1:2], "alone as among others"
+
+
+def test_the_clock_waits_where_the_queue_does() -> None:
+    """Waits before the first kernel, twice at one place, and after the last."""
     tape = rehearse(small_job("bert", 2), Recipe.parse("bf16").setup(), CUDA)
-    told = step_seconds(tape, H200, batch_size=4).step_seconds
-    assert GpuClock(H200)(tape) == pytest.approx(told, rel=1e-12)
+    for waits in ((0,), (3, 3), (5, len(tape.kernels)), ()):
+        asked = replace(tape, waits=waits)
+        told = step_seconds(asked, H200, batch_size=4).step_seconds
+        assert GpuClocks([H200])(asked) == pytest.approx([told], rel=1e-12), waits
 
 
 def test_a_line_goes_through_its_points() -> None:
@@ -243,7 +255,7 @@ def brute(job: Job, clock: object, space: Space) -> list[tuple[int, float]]:
     points = sorted(
         (figures.seconds, figures.needed_bytes)
         for each in space.candidates
-        for figures in parts.judge([each.setup])
+        for figures in parts.judge([each.setup])[0]
     )
     front: list[tuple[int, float]] = []
     for seconds, needed in points:
@@ -321,7 +333,7 @@ def test_reasons_compare_with_the_plain_technique(small: tuple[Job, Searched, Be
     for reason in answer.reasons:
         if reason.chosen != str(Recipe()[reason.slot]):
             assert reason.against == str(Recipe()[reason.slot])
-            figures = parts.judge([recipe.with_(Recipe()[reason.slot]).setup()])[0]
+            figures = parts.judge([recipe.with_(Recipe()[reason.slot]).setup()])[0][0]
             assert (reason.needed_bytes, reason.step_seconds) == (figures.needed_bytes, figures.seconds)
 
 

@@ -8,6 +8,9 @@ never more than the truth. Models whose layers do not come round are rehearsed w
 
 And what does it *really* take (`judge`)? Passes and update are rehearsed whole and spliced (law 5), and the
 tape goes through the clock and the allocator. Whatever a plan states comes from there.
+
+Rehearsing is what costs, and GPUs that decide alike share it: of each Setup there is one answer for each GPU,
+with a context and seconds of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from snugfit.errors import SnugfitError
 from snugfit.planning.lines import Lines, Shallow, along, few, waits_of
-from snugfit.planning.space import tape_key
+from snugfit.planning.space import passes_key, tape_key, update_key
 from snugfit.prediction.allocator import replay
 from snugfit.prediction.device import context_of, policy_for
 from snugfit.prediction.predict import predict
@@ -39,8 +42,8 @@ if TYPE_CHECKING:
     from snugfit.techniques.recipe import Recipe
     from snugfit.techniques.setup import Setup
 
-Clock = Callable[[Tape], float]
-"""Seconds of a tape's steady step, from its kernels and waits."""
+Clock = Callable[[Tape], Sequence[float]]
+"""Seconds of a tape's steady step on each GPU, from its kernels and waits."""
 
 _Kept = TypeVar("_Kept")
 
@@ -55,7 +58,7 @@ REMEMBERED_PARTS = 24
 
 
 class Bound(NamedTuple):
-    """The least that a Setup takes."""
+    """The least that a Setup takes on one GPU."""
 
     needed_bytes: int
     """Live bytes at the worst moment, and the context."""
@@ -63,7 +66,7 @@ class Bound(NamedTuple):
 
 
 class Figures(NamedTuple):
-    """What a Setup takes."""
+    """What a Setup takes on one GPU."""
 
     requested_bytes: int
     allocated_bytes: int
@@ -79,35 +82,23 @@ class Figures(NamedTuple):
         return self.reserved_bytes + self.context_bytes
 
 
-def passes_key(setup: Setup) -> Hashable:
-    """All of a Setup that its passes depend on, but for the size of a micro-batch."""
-    weights, attention, _, adapt, checkpoint, _, autocast, scale, _, _ = tape_key(setup)
-    return weights, attention, adapt, checkpoint, autocast, scale
-
-
-def update_key(setup: Setup) -> Hashable:
-    """All of a Setup that its update depends on."""
-    weights, _, _, adapt, _, optimizer, _, scale, _, _ = tape_key(setup)
-    return weights, adapt, optimizer, scale
-
-
 class Parts:
-    """Rehearses parts of one job's steps for one GPU."""
+    """Rehearses parts of one job's steps for GPUs that decide as the first of them does."""
 
-    def __init__(self, job: Job, gpu: Gpu | None, clock: Clock, *, shallow: bool = True) -> None:
-        self.job, self.gpu, self.clock, self.shallow = job, gpu, clock, shallow
-        self.policy: CudaPolicy = policy_for(gpu, Software())
+    def __init__(self, job: Job, gpus: Sequence[Gpu | None], clock: Clock, *, shallow: bool = True) -> None:
+        self.job, self.gpus, self.clock, self.shallow = job, gpus, clock, shallow
+        self.policy: CudaPolicy = policy_for(gpus[0], Software())
         self._depths: dict[Hashable, Depth | None] = {}
         self._updates: dict[Hashable, Update] = {}
-        self._seconds: dict[Hashable, float] = {}
+        self._seconds: dict[Hashable, Sequence[float]] = {}
         self._brief: dict[Hashable, bool] = {}
         self._whole: OrderedDict[Hashable, Any] = OrderedDict()
 
     # ---- the least ---------------------------------------------------------------------------------------
 
-    def screen(self, setups: Sequence[Setup]) -> list[Bound]:
-        """The least that each of these takes, which differ in micro-batches, optimizer, matrix products and
-        allocator only. Raises `SnugfitError` where one of them cannot be rehearsed."""
+    def screen(self, setups: Sequence[Setup]) -> list[tuple[Bound, ...]]:
+        """The least that each of these takes on each GPU; they differ in micro-batches, optimizer, matrix
+        products and allocator only. Raises `SnugfitError` where one of them cannot be rehearsed."""
         if not self.job.trains:
             return [self._exact_bound(setup) for setup in setups]
         sizes = {self.job.batch_size // setup.micro_batches for setup in setups if setup.micro_batches > 1}
@@ -119,7 +110,7 @@ class Parts:
         self._seconds.clear()
         return bounds
 
-    def _least(self, setup: Setup, seen: Lines) -> Bound:
+    def _least(self, setup: Setup, seen: Lines) -> tuple[Bound, ...]:
         samples = self.job.batch_size // setup.micro_batches
         updates = [
             self._update(setup, shallow, passes.gradients)
@@ -136,12 +127,22 @@ class Parts:
         seconds = []
         for shallow, once, update in zip(seen.depths, rounds, updates, strict=True):
             clocked = [self._clocked(setup, once, (samples, shallow.layers, n), update) for n in pieces]
-            seconds.append(along(pieces, clocked, setup.micro_batches))
+            seconds.append([along(pieces, each, setup.micro_batches) for each in zip(*clocked, strict=True)])
         tape = Tape((), (), (Mark(0, 0, "backward"),), (), (), seen.passes[0].attention)
-        context, _ = context_of(self.gpu, Software(), tape)
-        return Bound(int(live) + context, seen.along(seconds))
+        lines = [seen.along(each) for each in zip(*seconds, strict=True)]
+        return self._bounds(int(live), tape, lines)
 
-    def _clocked(self, setup: Setup, once: Round, what: tuple[int, int, int], update: Update) -> float:
+    def _bounds(self, live: int, tape: Tape, seconds: Sequence[float]) -> tuple[Bound, ...]:
+        """One for each GPU; of the tape, what its context depends on."""
+        contexts = self._contexts(tape)
+        return tuple(Bound(live + context, each) for context, each in zip(contexts, seconds, strict=True))
+
+    def _contexts(self, tape: Tape) -> list[int]:
+        return [context_of(gpu, Software(), tape)[0] for gpu in self.gpus]
+
+    def _clocked(
+        self, setup: Setup, once: Round, what: tuple[int, int, int], update: Update
+    ) -> Sequence[float]:
         """Seconds of so many micro-batches of a size, and an update."""
         key = (what, update_key(setup), setup.matmul)
         if key not in self._seconds:
@@ -161,10 +162,9 @@ class Parts:
             self._updates[key] = update_of(rehearse_update(shallow.job, asked, self.policy, gradients))
         return self._updates[key]
 
-    def _exact_bound(self, setup: Setup) -> Bound:
+    def _exact_bound(self, setup: Setup) -> tuple[Bound, ...]:
         tape = self._whole_tape(setup)
-        context = context_of(self.gpu, Software(), tape)[0]
-        return Bound(tape.peak()[0] + context, self.clock(under(setup.matmul, tape)))
+        return self._bounds(tape.peak()[0], tape, self.clock(under(setup.matmul, tape)))
 
     # ---- few layers --------------------------------------------------------------------------------------
 
@@ -194,32 +194,29 @@ class Parts:
 
     # ---- the whole ---------------------------------------------------------------------------------------
 
-    def judge(self, setups: Sequence[Setup]) -> list[Figures]:
-        """What each of these takes, which have one tape and differ in the allocator and in how products of
-        matrices are computed only."""
+    def judge(self, setups: Sequence[Setup]) -> list[tuple[Figures, ...]]:
+        """What each of these takes on each GPU; they have one tape, and differ in the allocator and in how
+        products of matrices are computed only."""
         tape, whole = self.tape(setups[0])
-        context, _ = context_of(self.gpu, Software(), tape)
+        contexts = self._contexts(tape)
         replays = {
             expandable: replay(tape, expandable=expandable)
             for expandable in {setup.expandable_segments for setup in setups}
         }
         seconds = {matmul: self.clock(under(matmul, tape)) for matmul in {setup.matmul for setup in setups}}
         return [
-            Figures(
-                after.requested_peak,
-                after.allocated_peak,
-                after.reserved_peak,
-                context,
-                seconds[setup.matmul],
-                whole,
+            tuple(
+                Figures(after.requested_peak, after.allocated_peak, after.reserved_peak, context, each, whole)
+                for context, each in zip(contexts, seconds[setup.matmul], strict=True)
             )
             for setup in setups
             for after in (replays[setup.expandable_segments],)
         ]
 
-    def verify(self, recipe: Recipe, figures: Figures) -> tuple[bool, tuple[str, ...]]:
-        """Whether the whole rehearsal of this recipe gives these figures, and the doubts it has."""
-        found = predict(self.job, recipe, gpu=self.gpu)
+    def verify(self, recipe: Recipe, figures: Figures, gpu: int = 0) -> tuple[bool, tuple[str, ...]]:
+        """Whether the whole rehearsal of this recipe on this one of the GPUs gives these figures, and the
+        doubts it has."""
+        found = predict(self.job, recipe, gpu=self.gpus[gpu])
         footprint = found.footprint
         same = (
             footprint.requested_bytes,

@@ -90,7 +90,7 @@ def _questioned(found: Searched, at: Bench, shown: int) -> tuple[bool, tuple[str
         if number == shown:
             verified = answer
         elif not isinstance(answer, SnugfitError):
-            found.judged[number] = answer[0]
+            found.judged[number] = answer[0][0]
     same, doubts = verified
     return same, doubts
 

@@ -29,8 +29,10 @@ from snugfit.planning.space import (
     Space,
     fidelity_of,
     not_plain,
+    passes_key,
     space_of,
     tape_key,
+    update_key,
 )
 from snugfit.techniques.technique import Fidelity
 
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
     from snugfit.planning.parts import Clock
     from snugfit.planning.workers import Bench, Question
+    from snugfit.rehearsal.tape import Tape
 
 Tell = Callable[[str], None]
 
@@ -54,7 +57,7 @@ def plan(
     memory_bytes: int | None = None,
     fidelity: str | Fidelity = Fidelity.ROUNDS,
     objective: str = "speed",
-    clock: Clock | None = None,
+    clock: Callable[[Tape], float] | None = None,
     workers: int | None = None,
     tell: Tell = lambda what: None,
 ) -> Plan:
@@ -66,19 +69,20 @@ def plan(
     the space can be rehearsed. When nothing fits, the plan says so and holds the nearest miss.
     """
     from snugfit.job.gpu import find_gpu
+    from snugfit.planning.clock import Alone
     from snugfit.planning.reasons import explained
     from snugfit.planning.workers import bench
 
     gpu = find_gpu(gpu) if isinstance(gpu, str) else gpu
     fidelity = fidelity_of(fidelity)
     _refuse(objective, memory_bytes)
-    clock = clock or _clock_of(gpu)
+    clocks = Alone(clock) if clock else _clock_of(gpu)
     if memory_bytes is None and gpu is not None:
         memory_bytes = gpu.memory_bytes
     space = space_of(job, fidelity=fidelity, capability=gpu.compute_capability if gpu else None)
     workers = min(2, os.cpu_count() or 1) if workers is None else workers
     for shallow in (True, False):
-        with bench(job, gpu, clock, workers=workers, shallow=shallow) as at:
+        with bench(job, [gpu], clocks, workers=workers, shallow=shallow) as at:
             try:
                 searched = search(space, at, tell)
                 return explained(
@@ -113,11 +117,11 @@ def _refuse(objective: str, memory_bytes: int | None) -> None:
 
 
 def _clock_of(gpu: Gpu | None) -> Clock:
-    from snugfit.planning.clock import GpuClock
+    from snugfit.planning.clock import GpuClocks
 
     if gpu is None:
         raise UsageError("A plan weighs seconds, which need a GPU: add --gpu NAME; --memory may go with it.")
-    return GpuClock(gpu)
+    return GpuClocks([gpu])
 
 
 # ---- screening -------------------------------------------------------------------------------------------
@@ -126,8 +130,6 @@ def _clock_of(gpu: Gpu | None) -> Clock:
 def _screen_all(found: Searched, at: Bench, tell: Tell) -> None:
     """Gives every candidate the least that it takes. One place begins at each end of the list, which is in
     the order of what updates depend on, so that few updates are rehearsed in both."""
-    from snugfit.planning.parts import passes_key, update_key
-
     groups: dict[Hashable, list[int]] = defaultdict(list)
     for number, candidate in enumerate(found.space.candidates):
         groups[passes_key(candidate.setup)].append(number)
@@ -149,7 +151,7 @@ def _screen_all(found: Searched, at: Bench, tell: Tell) -> None:
             group = [candidates[number] for number in order[index]]
             found.refused.append(_refusal(group, answer))
             continue
-        found.bounds.update(zip(order[index], answer, strict=True))
+        found.bounds.update((number, each[0]) for number, each in zip(order[index], answer, strict=True))
 
 
 def _refusal(group: list[Candidate], why: SnugfitError) -> Refusal:
@@ -188,7 +190,7 @@ def _judge_all(found: Searched, at: Bench, tell: Tell) -> None:
         if isinstance(answer, SnugfitError):
             found.refused.append(_refusal([found.space.candidates[each] for each in group], answer))
             continue
-        for each, figures in zip(group, answer, strict=True):
+        for each, (figures,) in zip(group, answer, strict=True):
             least = found.bounds[each]
             if figures.needed_bytes < least.needed_bytes or figures.seconds < least.seconds * (1 - SLACK):
                 raise Irregular
@@ -203,8 +205,6 @@ def _one_tape(candidate: Candidate) -> Hashable:
 
 def _homes(found: Searched, places: int) -> dict[int, int]:
     """Where each candidate is judged: all that share their passes in one place."""
-    from snugfit.planning.parts import passes_key
-
     kinds: dict[Hashable, int] = {}
     homes = {}
     for number in found.bounds:

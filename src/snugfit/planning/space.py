@@ -11,7 +11,7 @@ them is asked about, the simplest, and the others stand beside it (`alike`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -119,6 +119,18 @@ def tape_key(setup: Setup) -> tuple[Any, ...]:
         setup.micro_batches,
         setup.expandable_segments,
     )
+
+
+def passes_key(setup: Setup) -> Hashable:
+    """All of a Setup that its passes depend on, but for the size of a micro-batch."""
+    weights, attention, _, adapt, checkpoint, _, autocast, scale, _, _ = tape_key(setup)
+    return weights, attention, adapt, checkpoint, autocast, scale
+
+
+def update_key(setup: Setup) -> Hashable:
+    """All of a Setup that its update depends on."""
+    weights, _, _, adapt, _, optimizer, _, scale, _, _ = tape_key(setup)
+    return weights, adapt, optimizer, scale
 
 
 def _said(call: Call | None) -> Any:

@@ -78,17 +78,19 @@ class Bench:
 
 
 @contextmanager
-def bench(job: Job, gpu: Gpu | None, clock: Clock, *, workers: int, shallow: bool) -> Iterator[Bench]:
+def bench(
+    job: Job, gpus: Sequence[Gpu | None], clock: Clock, *, workers: int, shallow: bool
+) -> Iterator[Bench]:
     """So many processes with parts of this job in each; here, when it cannot travel or one is enough."""
-    if workers <= 1 or not _travels((job, gpu, clock)):
+    if workers <= 1 or not _travels((job, gpus, clock)):
         from snugfit.planning.parts import Parts
 
-        yield Bench([Parts(job, gpu, clock, shallow=shallow)])
+        yield Bench([Parts(job, gpus, clock, shallow=shallow)])
         return
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     pools = [
-        ProcessPoolExecutor(1, mp_context=context, initializer=_begin, initargs=(job, gpu, clock, shallow))
+        ProcessPoolExecutor(1, mp_context=context, initializer=_begin, initargs=(job, gpus, clock, shallow))
         for _ in range(workers)
     ]
     try:
@@ -119,7 +121,7 @@ _parts: Parts | None = None
 """In a worker: what it rehearses with."""
 
 
-def _begin(job: Job, gpu: Gpu | None, clock: Clock, shallow: bool) -> None:
+def _begin(job: Job, gpus: Sequence[Gpu | None], clock: Clock, shallow: bool) -> None:
     """In a worker: Ctrl-C ends it without a word, and so does the end of whoever asked."""
     from snugfit.planning.parts import Parts
 
@@ -131,7 +133,7 @@ def _begin(job: Job, gpu: Gpu | None, clock: Clock, shallow: bool) -> None:
     if parent is not None:
         sentinel = parent.sentinel
         threading.Thread(target=lambda: (wait_for([sentinel]), os._exit(1)), daemon=True).start()
-    _parts = Parts(job, gpu, clock, shallow=shallow)
+    _parts = Parts(job, gpus, clock, shallow=shallow)
 
 
 def _ask(method: str, arguments: tuple[Any, ...]) -> Any:
