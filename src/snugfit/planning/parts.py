@@ -213,6 +213,13 @@ class Parts:
             for after in (replays[setup.expandable_segments],)
         ]
 
+    def own(self, setup: Setup, gpu: int) -> Figures:
+        """What this Setup takes on this one of the GPUs by its own policy: GPUs that run the same kernels
+        may yet differ in the workspaces and the scratch of those."""
+        parts = Parts(self.job, [self.gpus[gpu]], lambda tape: self.clock(tape)[gpu : gpu + 1])
+        parts._depths, parts._brief = self._depths, self._brief
+        return parts.judge([setup])[0][0]
+
     def verify(self, recipe: Recipe, figures: Figures, gpu: int = 0) -> tuple[bool, tuple[str, ...]]:
         """Whether the whole rehearsal of this recipe on this one of the GPUs gives these figures, and the
         doubts it has."""

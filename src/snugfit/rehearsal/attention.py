@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -54,8 +54,28 @@ class Operands:
     """Whether a backward pass may follow."""
 
 
-def chosen_on_cuda(of: Operands, *, capability: tuple[int, int], cudnn_version: int) -> str:
-    """`cudnn`, `flash`, `efficient` or `math`, on a GPU of this capability."""
+class Fused(NamedTuple):
+    """Which fused kernels of attention a GPU may choose from; `efficient` is everywhere."""
+
+    cudnn: bool
+    """Whether cuDNN's goes first."""
+    flash: bool
+    """Whether flash attention runs."""
+    efficient_bf16: bool
+    """Whether efficient attention runs in bfloat16."""
+
+
+def fused_on_cuda(capability: tuple[int, int], cudnn_version: int) -> Fused:
+    """The kernels of a GPU of this capability."""
+    return Fused(
+        cudnn=cudnn_version > CUDNN_PREFERRED_ABOVE and capability in ((9, 0), (10, 0)),
+        flash=(8, 0) <= capability <= (12, 1),
+        efficient_bf16=capability >= (8, 0),
+    )
+
+
+def chosen_on_cuda(of: Operands, fused: Fused) -> str:
+    """`cudnn`, `flash`, `efficient` or `math`, on a GPU that has these kernels."""
     query, mask = of.query, of.mask
     half = str(query.dtype) in HALVES
     width, value_width = query.size(-1), of.value.size(-1)
@@ -66,20 +86,19 @@ def chosen_on_cuda(of: Operands, *, capability: tuple[int, int], cudnn_version: 
     if strided:
         return "math"
     if (
-        cudnn_version > CUDNN_PREFERRED_ABOVE
-        and capability in ((9, 0), (10, 0))
+        fused.cudnn
         and half
         and not mask_learns
         and width == value_width
         and width % 8 == 0
-        and width <= _widest_for_cudnn(capability, of.needs_grad)
+        and width <= (128 if of.needs_grad else 256)
     ):
         return "cudnn"
-    if mask is None and half and (8, 0) <= capability <= (12, 1) and width == value_width and width <= 256:
+    if mask is None and half and fused.flash and width == value_width and width <= 256:
         return "flash"
     aligned = 8 if half else 4
     if (
-        (str(query.dtype) != "torch.bfloat16" or capability >= (8, 0))
+        (str(query.dtype) != "torch.bfloat16" or fused.efficient_bf16)
         and str(query.dtype) != "torch.float64"
         and width % aligned == 0
         and value_width % aligned == 0
@@ -87,10 +106,6 @@ def chosen_on_cuda(of: Operands, *, capability: tuple[int, int], cudnn_version: 
     ):
         return "efficient"
     return "math"
-
-
-def _widest_for_cudnn(capability: tuple[int, int], needs_grad: bool) -> int:
-    return 256 if capability[0] == 9 and not needs_grad else 128 if needs_grad else 256
 
 
 def chosen_on_cpu(of: Operands) -> str:

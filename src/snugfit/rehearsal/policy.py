@@ -11,7 +11,7 @@ rehearsal with the allocator's own reports of a real run.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,9 +88,23 @@ class CudaPolicy(Policy):
 
     def choose_attention(self, operands: attention.Operands) -> str:
         """As `sdp_utils.cpp` decides for this capability."""
-        return attention.chosen_on_cuda(
-            operands, capability=self.capability, cudnn_version=self.cudnn_version
-        )
+        return attention.chosen_on_cuda(operands, self._fused)
+
+    @property
+    def _fused(self) -> attention.Fused:
+        return attention.fused_on_cuda(self.capability, self.cudnn_version)
+
+    @property
+    def decisions(self) -> Hashable:
+        """Equal for GPUs that run the same kernels whatever they are given; they may yet differ in
+        workspaces and scratch."""
+        return self._fused, self.groups_products, self.softmax_saves_input
+
+    @property
+    def scratch_size(self) -> tuple[int, int]:
+        """What workspaces and scratch grow with: bytes of the former, and threads."""
+        workspaces = sum(nbytes for _, nbytes in self.workspaces("aten::addmm"))
+        return workspaces, self.multiprocessors * self.threads_per_multiprocessor
 
     @property
     def autocast(self) -> autocast_lists.AutocastLists:
