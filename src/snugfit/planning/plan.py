@@ -118,6 +118,9 @@ class Plan:
     best: Choice | None
     """Of those that fit, the one that the objective asks for; None when nothing fits."""
 
+    ranked: tuple[Choice, ...] = ()
+    """The best that fit and are timed differently, as many as were asked for, the best first."""
+
     reasons: tuple[Reason, ...] = ()
     """Of the best recipe, or of the nearest miss, slot by slot."""
 
@@ -167,6 +170,7 @@ class Plan:
             "best": asdict(self.best) if self.best else None,
             "nearest_miss": None if self.best else asdict(self.nearest),
             "front": [asdict(choice) for choice in self.front],
+            "ranked": [asdict(choice) for choice in self.ranked],
             "reasons": [asdict(reason) for reason in self.reasons],
             "cures": list(self.cures),
             "refused": [asdict(refusal) for refusal in self.refused],
@@ -189,6 +193,7 @@ class Plan:
                 fidelity=document["fidelity"],
                 objective=document["objective"],
                 front=tuple(_choice(each) for each in document["front"]),
+                ranked=tuple(_choice(each) for each in document["ranked"]),
                 best=_choice(document["best"]) if document["best"] else None,
                 reasons=tuple(Reason(**each) for each in document["reasons"]),
                 cures=tuple(document["cures"]),

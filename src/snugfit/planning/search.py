@@ -18,6 +18,7 @@ import os
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError, UsageError, did_you_mean
@@ -59,14 +60,16 @@ def plan(
     objective: str = "speed",
     clock: Callable[[Tape], float] | None = None,
     workers: int | None = None,
+    ranked: int = 0,
     tell: Tell = lambda what: None,
 ) -> Plan:
     """The recipe that `objective` asks for among those that fit `gpu`, or `memory_bytes` of it.
 
     `fidelity` is the least exact that is allowed. `clock` tells the seconds of a tape; by default it is this
-    GPU's. `workers` processes rehearse side by side, by default two where there are as many cores. `tell`
-    hears what is being done. Raises `UsageError` for what cannot be, and `SnugfitError` when no recipe of
-    the space can be rehearsed. When nothing fits, the plan says so and holds the nearest miss.
+    GPU's. `workers` processes rehearse side by side, by default two where there are as many cores. The plan
+    lists the `ranked` best that fit. `tell` hears what is being done. Raises `UsageError` for what cannot be,
+    and `SnugfitError` when no recipe of the space can be rehearsed. When nothing fits, the plan says so and
+    holds the nearest miss.
     """
     from snugfit.job.gpu import find_gpu
     from snugfit.planning.clock import Alone
@@ -85,10 +88,11 @@ def plan(
         with bench(job, [gpu], clocks, workers=workers, shallow=shallow) as at:
             try:
                 searched = search(space, at, tell)
-                return explained(
+                made = explained(
                     searched, at, job=job, gpu=gpu, memory_bytes=memory_bytes, fidelity=fidelity,
                     objective=objective, tell=tell,
                 )  # fmt: skip
+                return _with_ranked(made, searched, at, ranked, tell) if ranked else made
             except Irregular:
                 tell("the layers do not grow evenly: beginning again with whole models")
     raise AssertionError("a whole rehearsal is never less than itself")
@@ -104,6 +108,14 @@ def search(space: Space, at: Bench, tell: Tell = lambda what: None) -> Searched:
         raise SnugfitError(f"No recipe could be rehearsed: {why}")
     _judge_all(found, at, tell)
     return found
+
+
+def _with_ranked(made: Plan, searched: Searched, at: Bench, count: int, tell: Tell) -> Plan:
+    """The plan with its best recipes listed."""
+    from snugfit.planning.ranked import best
+
+    numbers = best(searched, at, count, memory_bytes=made.memory_bytes, objective=made.objective, tell=tell)
+    return replace(made, ranked=tuple(searched.choice(each, made.job.batch_size) for each in numbers))
 
 
 def _refuse(objective: str, memory_bytes: int | None) -> None:
@@ -169,10 +181,12 @@ def _judge_all(found: Searched, at: Bench, tell: Tell) -> None:
     """Judges whatever can be on the front; Setups of one tape together."""
     tapes: dict[Hashable, list[int]] = defaultdict(list)
     for number in found.bounds:
-        tapes[_one_tape(found.space.candidates[number])].append(number)
-    homes = _homes(found, len(at.places))
+        tapes[one_tape(found.space.candidates[number])].append(number)
+    places = homes(found, len(at.places))
     order = sorted(tapes.values(), key=lambda group: _least_rank(found, group))
-    waiting = [deque(group for group in order if homes[group[0]] == place) for place in range(len(at.places))]
+    waiting = [
+        deque(group for group in order if places[group[0]] == place) for place in range(len(at.places))
+    ]
     asked: dict[int, list[int]] = {}
     progress = _Progress("judging", len(order), tell)
 
@@ -197,13 +211,13 @@ def _judge_all(found: Searched, at: Bench, tell: Tell) -> None:
             found.judged[each] = figures
 
 
-def _one_tape(candidate: Candidate) -> Hashable:
+def one_tape(candidate: Candidate) -> Hashable:
     """Equal for Setups that have one tape, but for what products are computed in."""
     key = tape_key(candidate.setup)
     return (*key[:2], *key[3:-1])
 
 
-def _homes(found: Searched, places: int) -> dict[int, int]:
+def homes(found: Searched, places: int) -> dict[int, int]:
     """Where each candidate is judged: all that share their passes in one place."""
     kinds: dict[Hashable, int] = {}
     homes = {}

@@ -42,14 +42,15 @@ class Searched:
     def front(self) -> list[int]:
         """Of those judged, which no other is both as fast and as small as; the fastest first."""
         best, found = None, []
-        for number in sorted(self.judged, key=self._rank):
+        for number in sorted(self.judged, key=self.rank):
             figures = self.judged[number]
             if best is None or figures.needed_bytes < best:
                 best = figures.needed_bytes
                 found.append(number)
         return found
 
-    def _rank(self, number: int) -> tuple[Any, ...]:
+    def rank(self, number: int) -> tuple[Any, ...]:
+        """Sorts those judged: the fastest first, then the smallest, then the plainest."""
         figures, recipe = self.judged[number], self.space.candidates[number].recipe
         return figures.seconds, figures.needed_bytes, not_plain(recipe), str(recipe)
 

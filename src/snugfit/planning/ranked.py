@@ -1,0 +1,114 @@
+"""The best recipes after the best: what `--verify` measures.
+
+The front holds what no other beats both in speed and in bytes, so the second fastest recipe is mostly not on
+it. Here recipes are judged further, in the order of the least that they can take, until no recipe that was
+not judged can be among the best. Recipes that differ in nothing that a clock sees (the allocator's segments,
+the precision of products that there are none of) take the same seconds, and count once.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from snugfit.errors import SnugfitError
+from snugfit.planning.search import Irregular, homes, one_tape
+from snugfit.planning.searched import SLACK
+
+if TYPE_CHECKING:
+    from snugfit.planning.searched import Searched
+    from snugfit.planning.workers import Bench, Question
+
+TOGETHER = 4
+"""Tapes for each place that are judged before it is asked again whether that is enough."""
+
+
+def best(
+    found: Searched,
+    at: Bench,
+    count: int,
+    *,
+    memory_bytes: int | None,
+    objective: str,
+    tell: Callable[[str], None] = lambda what: None,
+) -> list[int]:
+    """The numbers of the best `count` recipes that fit and are timed differently, the best first; fewer
+    where there are no more. Raises `Irregular` as the search does."""
+    place_of, groups = homes(found, len(at.places)), _groups(found, memory_bytes, objective)
+    while True:
+        ranked = _ranked(found, memory_bytes, objective)[:count]
+        worst = _worth(found, ranked[-1], objective) if len(ranked) == count else None
+        tell(f"judging the best {count}: {len(ranked)} found")
+        todo: dict[int, deque[list[int]]] = defaultdict(deque)
+        for group in groups[: TOGETHER * len(at.places)]:
+            if worst is None or _least(found, group[0], objective) < worst:
+                todo[place_of[group[0]]].append(group)
+        if not todo:
+            return ranked
+        groups = groups[sum(map(len, todo.values())) :]
+        _judge(found, at, todo)
+
+
+def _groups(found: Searched, memory_bytes: int | None, objective: str) -> list[list[int]]:
+    """What was not judged and could fit, those of one tape together, in the order of the least it takes."""
+    tapes: dict[Hashable, list[int]] = defaultdict(list)
+    for number in sorted(found.bounds, key=lambda each: _least(found, each, objective)):
+        could_fit = memory_bytes is None or found.bounds[number].needed_bytes <= memory_bytes
+        if number not in found.judged and could_fit:
+            tapes[one_tape(found.space.candidates[number])].append(number)
+    return list(tapes.values())
+
+
+def _judge(found: Searched, at: Bench, todo: dict[int, deque[list[int]]]) -> None:
+    asked: dict[int, list[int]] = {}
+
+    def ask(place: int) -> Question | None:
+        if not todo[place]:
+            return None
+        group = todo[place].popleft()
+        asked[group[0]] = group
+        return group[0], "judge", ([found.space.candidates[each].setup for each in group],)
+
+    for number, answer in at.answers(ask):
+        if isinstance(answer, SnugfitError):
+            continue
+        for each, (figures,) in zip(asked.pop(number), answer, strict=True):
+            least = found.bounds[each]
+            if figures.needed_bytes < least.needed_bytes or figures.seconds < least.seconds * (1 - SLACK):
+                raise Irregular
+            found.judged[each] = figures
+
+
+def _ranked(found: Searched, memory_bytes: int | None, objective: str) -> list[int]:
+    """Of those judged that fit, one for each length of a step, the best first."""
+
+    def order(number: int) -> tuple[Any, ...]:
+        worth = _worth(found, number, objective)
+        return worth, *found.rank(number)
+
+    fitting = (
+        number
+        for number, figures in found.judged.items()
+        if memory_bytes is None or figures.needed_bytes <= memory_bytes
+    )
+    return list(_different(found, sorted(fitting, key=order)))
+
+
+def _different(found: Searched, numbers: list[int]) -> Iterator[int]:
+    seen: set[float] = set()
+    for number in numbers:
+        seconds = found.judged[number].seconds
+        if seconds not in seen:
+            seen.add(seconds)
+            yield number
+
+
+def _worth(found: Searched, number: int, objective: str) -> float:
+    figures = found.judged[number]
+    return figures.needed_bytes if objective == "memory" else figures.seconds
+
+
+def _least(found: Searched, number: int, objective: str) -> float:
+    least = found.bounds[number]
+    return least.needed_bytes if objective == "memory" else least.seconds * (1 - SLACK)

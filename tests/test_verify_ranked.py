@@ -1,0 +1,85 @@
+"""The best recipes after the best: what brute force says, and what is planned is what is listed first."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from small_models import small_job
+from snugfit.job.gpu import find_gpu
+from snugfit.planning.clock import Alone
+from snugfit.planning.parts import Parts
+from snugfit.planning.ranked import best
+from snugfit.planning.search import plan, search
+from snugfit.planning.searched import Searched
+from snugfit.planning.space import space_of
+from snugfit.planning.workers import Bench
+from snugfit.prediction.seconds import step_seconds
+from snugfit.rehearsal.tape import Tape
+from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.technique import Fidelity
+
+H200 = find_gpu("h200")
+
+
+def seconds(tape: Tape) -> float:
+    return step_seconds(tape, H200, batch_size=1).step_seconds
+
+
+@pytest.fixture(scope="module")
+def parts() -> Parts:
+    return Parts(small_job("gpt2", 2, batch_size=1, sequence_length=32), [H200], Alone(seconds))
+
+
+@pytest.fixture(scope="module")
+def found(parts: Parts) -> Searched:
+    """A search of a small space, each tape judged once whole to compare with."""
+    space = space_of(parts.job, fidelity=Fidelity.SAME, capability=(9, 0))
+    return search(space, Bench([parts]))
+
+
+@pytest.fixture(scope="module")
+def everything(parts: Parts, found: Searched) -> list[tuple[float, int]]:
+    """Seconds and bytes of each candidate, judged by itself."""
+    return [
+        (figures.seconds, figures.needed_bytes)
+        for each in found.space.candidates
+        for ((figures,),) in (parts.judge([each.setup]),)
+    ]
+
+
+@pytest.mark.parametrize("objective", ["speed", "memory"])
+@pytest.mark.parametrize("count", [1, 12])
+def test_the_best_are_those_of_brute_force(
+    parts: Parts, found: Searched, everything: list[tuple[float, int]], objective: str, count: int
+) -> None:
+    memory = sorted(size for _, size in everything)[len(everything) * 3 // 4]
+    asked = replace(found, judged=dict(found.judged))
+    numbers = best(asked, Bench([parts]), count, memory_bytes=memory, objective=objective)
+    place = 1 if objective == "memory" else 0
+    smallest: dict[float, int] = {}
+    for length, size in everything:
+        if size <= memory:
+            smallest[length] = min(size, smallest.get(length, size))
+    wanted = sorted((size if place else length) for length, size in smallest.items())[:count]
+    told = [asked.judged[n].needed_bytes if place else asked.judged[n].seconds for n in numbers]
+    assert told == pytest.approx(wanted)
+    assert len({asked.judged[number].seconds for number in numbers}) == len(numbers)
+    assert all(asked.judged[number].needed_bytes <= memory for number in numbers)
+    if objective == "speed":
+        fitting = [n for n in asked.front() if asked.judged[n].needed_bytes <= memory]
+        assert numbers[0] == fitting[0], "what is planned is what is listed first"
+
+
+def test_nothing_is_listed_where_nothing_fits(parts: Parts, found: Searched) -> None:
+    assert best(found, Bench([parts]), 3, memory_bytes=1 << 20, objective="speed") == []
+
+
+def test_a_plan_lists_its_first_choice_first() -> None:
+    job = small_job("gpt2", 2, batch_size=1, sequence_length=32)
+    made = plan(job, gpu=H200, fidelity="same", objective="memory", workers=1, ranked=3)
+    assert made.best is not None
+    assert made.ranked[0] == made.best
+    assert len({Recipe.parse(choice.recipe) for choice in made.ranked}) == 3
+    assert type(made).from_json(made.to_json()) == made
