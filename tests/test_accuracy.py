@@ -15,9 +15,11 @@ import pytest
 from made_up import footprint, job, measurement, prediction
 from snugfit.cli.main import run as command
 from snugfit.comparison import accuracy as room
+from snugfit.comparison import foresee as foreseeing
 from snugfit.comparison.compare import compare
 from snugfit.comparison.draw import Drawn, proposals
 from snugfit.comparison.families import FAMILIES
+from snugfit.comparison.kept import read
 from snugfit.comparison.runs import BAND, Accuracy, Run, quantiles
 from snugfit.errors import RecipeError, RehearsalError, UsageError
 from snugfit.job.gpu import find_gpu
@@ -177,7 +179,7 @@ def answered(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         asked.append((job, recipe))
         return replace(prediction(), job=job, recipe=recipe, gpu=how["gpu"], memory_bytes=140 * GIB)
 
-    monkeypatch.setattr(room, "predict", predict)
+    monkeypatch.setattr(foreseeing, "predict", predict)
     monkeypatch.setattr(
         "snugfit.measurement.measure.measure",
         lambda job, recipe, **how: measurement(job=job, recipe=recipe),
@@ -197,7 +199,7 @@ def test_every_run_is_kept_as_soon_as_it_ended(
 
     with pytest.raises(KeyboardInterrupt):
         room.accuracy(4, 5, H200, file=file, tell=tell)
-    kept = room.read(file)
+    kept = read(file)
     assert [run.number for run in kept.runs] == [0, 1]
     assert kept.device == "NVIDIA H200"
     assert not kept.outside
@@ -213,8 +215,8 @@ def test_a_recipe_that_the_model_refuses_is_passed_over_and_told(monkeypatch: py
             raise RecipeError("peft knows no targets")
         return replace(prediction(), job=job, recipe=recipe)
 
-    monkeypatch.setattr(room, "predict", predict)
-    run = room.foresee(1, H200, 2)
+    monkeypatch.setattr(foreseeing, "predict", predict)
+    run = foreseeing.foresee(1, H200, 2)
     following = proposals(1, 2)
     next(following)
     assert run.recipe == next(following).recipe
@@ -229,7 +231,7 @@ def test_what_cannot_be_predicted_keeps_its_place(
     def predict(*_: Any, **__: Any) -> Any:
         raise failure
 
-    monkeypatch.setattr(room, "predict", predict)
+    monkeypatch.setattr(foreseeing, "predict", predict)
     result = room.accuracy(1, 2, H200, file=tmp_path / "a.json", measured=False)
     assert [run.number for run in result.outside] == [0, 1]
     assert "\n" not in result.runs[0].refused
@@ -267,7 +269,7 @@ def test_a_file_that_is_none_of_ours_is_refused(content: str, why: str, tmp_path
     file = tmp_path / "accuracy-seed1.json"
     file.write_text(content)
     with pytest.raises(UsageError, match=rf"seed1.json is no result of `snugfit accuracy`: .*{why}.*Name an"):
-        room.read(file)
+        read(file)
 
 
 # ---- the command and its pages -----------------------------------------------------------------------------
@@ -334,4 +336,4 @@ def test_the_page_tells_the_committed_results() -> None:
     if not files:
         assert not PAGE.exists(), "docs/accuracy.md shows figures that no committed result holds"
         pytest.skip("no draw is committed under results/ yet")
-    assert PAGE.read_text() == document([room.read(file) for file in files])
+    assert PAGE.read_text() == document([read(file) for file in files])

@@ -93,7 +93,7 @@ def _print(results: list[Accuracy], form: str) -> None:
 
 def _read(path: Path) -> list[Accuracy]:
     """The results in a file, or in a folder's `accuracy-seed*.json`."""
-    from snugfit.comparison.accuracy import read
+    from snugfit.comparison.kept import read
 
     files = sorted(path.glob("accuracy-seed*.json")) if path.is_dir() else [path]
     if not files:

@@ -3,32 +3,47 @@
 Predictions are made in worker processes and measurements one after the other in processes of their own, so
 a run is measured while later ones are still being predicted. Nothing drawn is left out of the result: a draw
 that could not be predicted, or whose run died, keeps its place and says why. The document is written again
-after every run, whole each time, so that an interrupted session leaves what it has.
+after every run, whole each time, so that an interrupted session leaves what it has; `measure_rest` goes on
+where one stopped, or measures on one machine what was predicted on another.
+
+Three kinds of draws: a job and a recipe each (how large are errors?), several recipes of each job (is their
+order right?), and the best recipes of each job's plan (is its first choice the best?).
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from functools import partial
+from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from snugfit.comparison.ask import side_by_side
-from snugfit.comparison.draw import Drawn, proposals
-from snugfit.comparison.runs import SCHEMA, Accuracy, Run
-from snugfit.errors import RecipeError, SnugfitError, UsageError
-from snugfit.job.gpu import Gpu
-from snugfit.measurement.exchange import BadDocument, read_document, write_document
-from snugfit.prediction.predict import predict
+from snugfit.comparison.foresee import Foreseen, foresee, foresee_again, foresee_job, recipes_of
+from snugfit.comparison.kept import keep
+from snugfit.comparison.runs import Accuracy, Run
+from snugfit.errors import GpuError, SnugfitError
 from snugfit.prediction.profile import installed_versions
+from snugfit.prediction.rates import rates_for
+from snugfit.techniques.recipe import Recipe
+
+if TYPE_CHECKING:
+    from snugfit.job.gpu import Gpu
+    from snugfit.job.job import Job
+    from snugfit.prediction.rates import Rates
 
 WARMUP, STEPS = 3, 8
 """Of a measured run: states are born at the end of the first step, and the second is like all later ones;
 several steady ones, because a step's time is their median."""
 
 DEADLINE_SECONDS = 240.0
-LARGEST_FILE = 64 << 20
+
+Tell = Callable[[str], None]
+Ranked = Callable[["Job"], Sequence[Foreseen]]
+"""A job's best recipes by its plan, the best first. Planning stands beside this room, so whoever knows both
+hands it in."""
 
 
 def accuracy(
@@ -39,64 +54,156 @@ def accuracy(
     file: Path,
     measured: bool = True,
     workers: int = 1,
-    tell: Callable[[str], None] = lambda line: None,
+    tell: Tell = lambda line: None,
 ) -> Accuracy:
     """Draws `count` runs from `seed`, predicts each for `gpu`, measures it here, and keeps all in `file`.
 
     `tell` hears what is being done. Raises `SnugfitError` when `file` cannot be written.
     """
-    result = Accuracy(seed=seed, gpu=gpu.name, device=None, versions=installed_versions(), runs=())
     tell("predicting the first draw")
-    for foreseen in side_by_side(partial(foresee, seed, gpu), range(count), workers):
-        number, run, device = foreseen.number, foreseen, None
-        if measured:
-            tell(f"measuring {number + 1} of {count}: {foreseen.job.model.name} · {foreseen.recipe}")
-            run, device = see(foreseen)
-        result = replace(result, device=device or result.device, runs=(*result.runs, run))
-        _keep(result, file)
-        tell(f"predicting {number + 2} of {count}")
+    foreseen = side_by_side(partial(foresee, seed, gpu), range(count), workers)
+    begun = _begun(gpu, seed, "drawn")
+    return _gathered(begun, foreseen, file=file, measured=measured, total=count, tell=tell)
+
+
+def within_jobs(
+    seed: int,
+    jobs: int | Sequence[Job],
+    recipes: int,
+    gpu: Gpu,
+    *,
+    file: Path,
+    measured: bool = True,
+    workers: int = 1,
+    tell: Tell = lambda line: None,
+) -> Accuracy:
+    """The same with several drawn recipes of each job; `jobs` are so many drawn ones, or these."""
+    tell("predicting the first job")
+    if isinstance(jobs, int):
+        groups = side_by_side(partial(foresee_job, seed, gpu, recipes), range(jobs), workers)
+    else:
+        asked = partial(_recipes_of, gpu, recipes, seed)
+        groups = side_by_side(asked, list(enumerate(jobs)), workers)
+    total = recipes * (jobs if isinstance(jobs, int) else len(jobs))
+    begun = _begun(gpu, seed, "within-job")
+    return _gathered(begun, chain.from_iterable(groups), file=file, measured=measured, total=total, tell=tell)
+
+
+def _recipes_of(gpu: Gpu, recipes: int, seed: int, job: tuple[int, Job]) -> list[Run]:
+    return recipes_of(job[1], gpu, recipes, seed=seed, number=job[0])
+
+
+def best_of(
+    jobs: Sequence[Job],
+    count: int,
+    ranked: Ranked,
+    gpu: Gpu,
+    *,
+    seed: int | None,
+    file: Path,
+    measured: bool = True,
+    tell: Tell = lambda line: None,
+) -> Accuracy:
+    """The same with the best `count` recipes of each job's plan. A plan that fails keeps its job's place."""
+
+    def planned() -> Iterator[Run]:
+        for place, job in enumerate(jobs):
+            tell(f"planning job {place + 1} of {len(jobs)}: {job.model.name}")
+            first = place * count
+            try:
+                found = ranked(job)[:count]
+            except SnugfitError as failure:
+                yield Run(
+                    number=first,
+                    family=job.model.architecture,
+                    job=job,
+                    recipe=Recipe(),
+                    refused=str(failure),
+                )
+                continue
+            yield from (each.run(job, first + rank) for rank, each in enumerate(found))
+
+    total = count * len(jobs)
+    begun = _begun(gpu, seed, "top")
+    return _gathered(begun, planned(), file=file, measured=measured, total=total, tell=tell)
+
+
+def measure_rest(result: Accuracy, *, file: Path, tell: Tell = lambda line: None) -> Accuracy:
+    """The draw with what was not measured yet measured here; `file` always holds all of its runs."""
+    runs = list(result.runs)
+    waiting = [place for place, run in enumerate(runs) if run.outcome is None]
+    for done, place in enumerate(waiting):
+        tell(f"measuring {done + 1} of {len(waiting)}: {runs[place].job.model.name} · {runs[place].recipe}")
+        runs[place], device = see(runs[place])
+        result = replace(result, device=result.device or device, runs=tuple(runs))
+        keep(result, file)
     return result
 
 
-def foresee(seed: int, gpu: Gpu, number: int) -> Run:
-    """The draw of this number, predicted. A recipe that the model turns out not to take is passed over."""
-    passed_over: list[str] = []
-    for drawn in proposals(seed, number):
-        began = time.monotonic()
-        try:
-            seen = predict(drawn.job, drawn.recipe, gpu=gpu)
-        except RecipeError as refusal:
-            passed_over.append(f"{drawn.job.model.name}, {drawn.recipe}: {refusal}")
-            continue
-        except Exception as failure:  # a draw that fails is a result, whatever failed
-            return _run(drawn, passed_over, refused=_one_line(failure))
-        taken = round(time.monotonic() - began, 2)
-        return replace(
-            _run(drawn, passed_over),
-            predicted=seen.footprint,
-            fits=seen.fits,
-            predicted_step_seconds=seen.timing.step_seconds if seen.timing else None,
-            bound=seen.timing.bound if seen.timing else None,
-            doubts=seen.doubts,
-            prediction_seconds=taken,
-        )
-    raise SnugfitError(f"Draw {number} of seed {seed} gave no lawful job and recipe.")
+def rescore(
+    result: Accuracy,
+    gpu: Gpu,
+    *,
+    file: Path,
+    rates: Rates | None = None,
+    workers: int = 1,
+    tell: Tell = lambda line: None,
+) -> Accuracy:
+    """The draw predicted again with today's code, and these rates or today's. What was measured stands, what
+    was foreseen at first is kept, and the document says that its predictions are no forecasts."""
+    source = rates.source if rates else _source(gpu)
+    runs: list[Run] = []
+    for run in side_by_side(partial(foresee_again, gpu, rates), result.runs, workers):
+        runs.append(run)
+        tell(f"predicted {len(runs)} of {len(result.runs)} again")
+    versions = installed_versions()
+    told = f"{datetime.now(UTC):%Y-%m-%d}, with snugfit {versions['snugfit']} and torch {versions['torch']}"
+    again = replace(
+        result,
+        runs=tuple(runs),
+        versions=versions,
+        original_versions=result.original_versions or result.versions,
+        rates=source,
+        rescored=told,
+    )
+    keep(again, file)
+    return again
 
 
-def _run(drawn: Drawn, passed_over: Iterable[str], refused: str = "") -> Run:
-    return Run(
-        number=drawn.number,
-        family=drawn.family,
-        job=drawn.job,
-        recipe=drawn.recipe,
-        passed_over=tuple(passed_over),
-        refused=refused,
+def _begun(gpu: Gpu, seed: int | None, kind: str) -> Accuracy:
+    return Accuracy(
+        seed=seed,
+        gpu=gpu.name,
+        device=None,
+        versions=installed_versions(),
+        runs=(),
+        kind=kind,
+        rates=_source(gpu),
     )
 
 
-def _one_line(failure: Exception) -> str:
-    kind = "" if isinstance(failure, SnugfitError) else f"{type(failure).__name__}: "
-    return kind + " ".join(str(failure).split())
+def _source(gpu: Gpu) -> str:
+    """Where this GPU's rates come from; nothing where none are known."""
+    try:
+        return rates_for(gpu).source
+    except GpuError:
+        return ""
+
+
+def _gathered(
+    result: Accuracy, foreseen: Iterable[Run], *, file: Path, measured: bool, total: int, tell: Tell
+) -> Accuracy:
+    """The runs, measured as they come; `file` always holds those that are done."""
+    for place, each in enumerate(foreseen):
+        run, device = each, None
+        if measured:
+            tell(f"measuring {place + 1} of {total}: {run.job.model.name} · {run.recipe}")
+            run, device = see(run)
+        result = replace(result, device=device or result.device, runs=(*result.runs, run))
+        keep(result, file)
+        if place + 1 < total:
+            tell(f"predicting {place + 2} of {total}")
+    return result
 
 
 def see(run: Run) -> tuple[Run, str | None]:
@@ -121,46 +228,9 @@ def see(run: Run) -> tuple[Run, str | None]:
         step_seconds=seen.timing.step_seconds if seen.timing else None,
         spread=seen.timing.spread if seen.timing else None,
         contaminated=seen.contaminated,
+        crowded=seen.crowded,
         message=seen.message,
         when=seen.when,
         versions=seen.versions,
     )
     return done, seen.device.name
-
-
-def read(file: Path) -> Accuracy:
-    """The draw in a file. Raises `UsageError` when it is none of ours."""
-    try:
-        document = read_document(file, limit=LARGEST_FILE)
-    except FileNotFoundError:
-        raise UsageError(f"{file}: no such file.") from None
-    except BadDocument as fault:
-        raise _no_result(file, str(fault)) from None
-    what, schema = document.get("what"), document.get("schema")
-    if what != "accuracy":
-        raise _no_result(file, f"it says it is {what!r}" if what else "it does not say what it is")
-    if schema != SCHEMA:
-        raise _no_result(file, f"it is of schema {schema!r}, and this snugfit reads {SCHEMA}")
-    try:
-        return Accuracy.from_json(document)
-    except KeyError as fault:
-        raise _no_result(file, f"it has no {fault}") from None
-    except SnugfitError as fault:
-        raise _no_result(file, str(fault)) from None
-    except (AttributeError, TypeError, ValueError) as fault:
-        raise _no_result(file, f"it is damaged ({fault})") from None
-
-
-def _no_result(file: Path, why: str) -> UsageError:
-    return UsageError(
-        f"{file} is no result of `snugfit accuracy`: {why.rstrip('.')}. Name an accuracy-seed*.json, or the "
-        "folder that holds it."
-    )
-
-
-def _keep(result: Accuracy, file: Path) -> None:
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_document(file, result.to_json())
-    except OSError as error:
-        raise SnugfitError(f"{file}: cannot be written ({error.strerror}).") from None

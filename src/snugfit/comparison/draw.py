@@ -9,10 +9,13 @@ prediction or by the machine.
 
 A recipe may still turn out unlawful when the model is built (peft knows no targets for it, a layer hands on
 more than its hidden state). Then `proposals` goes on to the next, and whoever draws says what was passed by.
+
+`recipes_for` draws recipes for one job, so that their order can be told: across jobs it tells nothing.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from collections.abc import Iterator
@@ -71,6 +74,27 @@ def proposals(seed: int, number: int) -> Iterator[Drawn]:
         recipe = _draw_recipe(job, rng) if job else None
         if job and recipe:
             yield Drawn(number=number, family=family.name, job=job, recipe=recipe)
+
+
+def job_for(seed: int, number: int) -> Drawn:
+    """The first job of this number that trains, and the recipe that was drawn with it."""
+    for drawn in proposals(seed, number):
+        if drawn.job.trains:
+            return drawn
+    raise SnugfitError(f"Draw {number} of seed {seed} gave no job that trains.")
+
+
+def recipes_for(job: Job, seed: int) -> Iterator[Recipe]:
+    """Different lawful recipes for this job, the plain one first; the seed and the job choose them."""
+    rng = random.Random(f"snugfit recipes {seed} {json.dumps(job.to_json(), sort_keys=True)}")
+    plain = Recipe()
+    given = {plain}
+    yield plain
+    for _ in range(MOST_PROPOSALS):
+        recipe = _draw_recipe(job, rng)
+        if recipe is not None and recipe not in given:
+            given.add(recipe)
+            yield recipe
 
 
 def _family(seed: int, number: int) -> Family:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -12,9 +14,15 @@ from snugfit.job.job import Job
 from snugfit.step.footprint import Footprint
 from snugfit.techniques.recipe import Recipe
 
-SCHEMA = 1
+SCHEMA = 2
+READABLE = (1, 2)
+"""Schemas that are read: the first knew neither orders nor rescoring."""
+
 BAND: Mapping[str, float] = {"allocated_bytes": 0.005, "reserved_bytes": 0.03, "nvml_bytes": 0.03}
 """The largest error that a drawn run may have, as a share of what was measured."""
+
+_FOOTPRINTS = ("predicted", "measured", "original")
+_DERIVED = ("errors", "complaint", "job_id")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +89,31 @@ class Run:
     versions: Mapping[str, str] = field(default_factory=dict)
     """Of the measured run's packages."""
 
+    crowded: str | None = None
+    """What other processes took of the host's cores while steps were timed, when none was left."""
+
+    cause: str = ""
+    """Why it is off, where somebody found out: the one thing that is written into a result by hand."""
+
+    original: Footprint | None = None
+    """Of a rescored run: what was foreseen at first."""
+
+    original_step_seconds: float | None = None
+    """Of a rescored run: the seconds that were foreseen at first."""
+
+    @property
+    def job_id(self) -> str:
+        """The same for runs of the same job."""
+        text = json.dumps(self.job.to_json(), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    @property
+    def seconds(self) -> tuple[float, float] | None:
+        """Of a step, foreseen and seen, of a run that ended as it should; None when one is not known."""
+        if self.outcome != "ok" or not self.predicted_step_seconds or not self.step_seconds:
+            return None
+        return self.predicted_step_seconds, self.step_seconds
+
     @property
     def lines(self) -> tuple[ErrorLine, ...]:
         """The figures that are known on both sides, of a run that ended as it should."""
@@ -119,12 +152,13 @@ class Run:
     def to_json(self) -> dict[str, Any]:
         """A JSON object; `Run.from_json` reads it back."""
         errors = {line.figure: line.error for line in self.lines}
+        footprints = {name: getattr(self, name) for name in _FOOTPRINTS}
         return {
             **{declared.name: getattr(self, declared.name) for declared in fields(self)},
             "job": self.job.to_json(),
+            "job_id": self.job_id,
             "recipe": str(self.recipe),
-            "predicted": self.predicted.to_json() if self.predicted else None,
-            "measured": self.measured.to_json() if self.measured else None,
+            **{name: each.to_json() if each else None for name, each in footprints.items()},
             "versions": dict(self.versions),
             "errors": errors,
             "complaint": self.complaint,
@@ -133,9 +167,9 @@ class Run:
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
         """The run that `to_json` wrote."""
-        values = {name: value for name, value in document.items() if name not in ("errors", "complaint")}
-        for name in ("predicted", "measured"):
-            values[name] = Footprint.from_json(values[name]) if values[name] else None
+        values = {name: value for name, value in document.items() if name not in _DERIVED}
+        for name in _FOOTPRINTS:
+            values[name] = Footprint.from_json(values[name]) if values.get(name) else None
         for name in ("passed_over", "doubts"):
             values[name] = tuple(values[name])
         values["job"], values["recipe"] = Job.from_json(values["job"]), Recipe.parse(values["recipe"])
@@ -146,8 +180,8 @@ class Run:
 class Accuracy:
     """A whole draw."""
 
-    seed: int
-    """That it was drawn from."""
+    seed: int | None
+    """That it was drawn from; None when the jobs were named."""
 
     gpu: str
     """Predicted for."""
@@ -160,6 +194,19 @@ class Accuracy:
 
     runs: tuple[Run, ...]
     """In the order of their numbers."""
+
+    kind: str = "drawn"
+    """`drawn`: each run is a job of its own; `within-job`: several drawn recipes of each job; `top`: each
+    job's best recipes by its plan."""
+
+    rates: str = ""
+    """Where the rates come from that foresaw the seconds."""
+
+    rescored: str = ""
+    """When what was measured was predicted once more, later; the predictions are then no forecast."""
+
+    original_versions: Mapping[str, str] = field(default_factory=dict)
+    """Of a rescored draw: of the packages that predicted at first."""
 
     @property
     def outside(self) -> tuple[Run, ...]:
@@ -176,19 +223,25 @@ class Accuracy:
         return {
             "schema": SCHEMA,
             "what": "accuracy",
-            "seed": self.seed,
-            "gpu": self.gpu,
-            "device": self.device,
-            "band": dict(BAND),
+            **{name: getattr(self, name) for name in _PLAIN},
             "versions": dict(self.versions),
+            "original_versions": dict(self.original_versions),
+            "band": dict(BAND),
             "runs": [run.to_json() for run in self.runs],
         }
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
         """The draw that `to_json` wrote."""
-        values = {name: document[name] for name in ("seed", "gpu", "device", "versions")}
+        missing = [name for name in ("seed", "gpu", "device", "versions") if name not in document]
+        if missing:
+            raise KeyError(missing[0])
+        names = {declared.name for declared in fields(cls)} - {"runs"}
+        values = {name: document[name] for name in names & document.keys()}
         return cls(**values, runs=tuple(Run.from_json(run) for run in document["runs"]))
+
+
+_PLAIN = ("seed", "gpu", "device", "kind", "rates", "rescored")
 
 
 def quantiles(errors: list[float], shares: Iterable[float] = (0.5, 0.9, 1.0)) -> Iterator[float | None]:

@@ -13,7 +13,7 @@ from snugfit.prediction.device import context_of, doubts_about, policy_for
 from snugfit.prediction.host import host_bytes
 from snugfit.prediction.prediction import Prediction
 from snugfit.prediction.profile import INSTALLED, find_software, installed_versions
-from snugfit.prediction.rates import rates_for
+from snugfit.prediction.rates import Rates, rates_for
 from snugfit.prediction.seconds import StepSeconds, step_seconds
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.step.footprint import Footprint, Moment
@@ -33,12 +33,14 @@ def predict(
     loop: str = "plain",
     software: str = INSTALLED,
     trainer_class: type[Any] | None = None,
+    rates: Rates | None = None,
 ) -> Prediction:
     """What `job` under `recipe` will take on `gpu`, found without one. Recipe and GPU may be given as text.
 
     `memory_bytes` is what may be used, when it is not all of the GPU's. `loop` is `plain`, `accelerate` or
-    `trainer`; `trainer_class` is a subclass of `transformers.Trainer` to rehearse in its place. Raises
-    `UsageError` for what cannot be, `RehearsalError` for a step without a tape.
+    `trainer`; `trainer_class` is a subclass of `transformers.Trainer` to rehearse in its place. `rates`
+    tell the seconds; by default they are this GPU's (`rates_for`). Raises `UsageError` for what cannot be,
+    `RehearsalError` for a step without a tape.
     """
     _refuse(job, memory_bytes)
     recipe = recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe)
@@ -58,7 +60,7 @@ def predict(
     )
     after = replay(tape, expandable=setup.expandable_segments)
     context, about_context = context_of(gpu, profile, tape)
-    timing, about_seconds = _seconds(tape, gpu, job)
+    timing, about_seconds = _seconds(tape, gpu, job, rates)
     _, peak = tape.peak()
     footprint = Footprint(
         requested_bytes=after.requested_peak,
@@ -85,12 +87,14 @@ def predict(
     )
 
 
-def _seconds(tape: Tape, gpu: Gpu | None, job: Job) -> tuple[StepSeconds | None, tuple[str, ...]]:
+def _seconds(
+    tape: Tape, gpu: Gpu | None, job: Job, rates: Rates | None = None
+) -> tuple[StepSeconds | None, tuple[str, ...]]:
     """The steady step's seconds on this GPU, and what is doubtful in them."""
     if gpu is None:
         return None, ()
     try:
-        rates = rates_for(gpu)
+        rates = rates or rates_for(gpu)
     except GpuError as unknown:
         return None, (str(unknown),)
     doubts = () if rates.measured else (f"Seconds: no rates were measured on this GPU; {rates.source}.",)

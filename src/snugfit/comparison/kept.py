@@ -1,0 +1,51 @@
+"""Draws as files: written whole or not at all, and read with suspicion."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from snugfit.comparison.runs import READABLE, Accuracy
+from snugfit.errors import SnugfitError, UsageError
+from snugfit.measurement.exchange import BadDocument, read_document, write_document
+
+LARGEST_FILE = 64 << 20
+
+
+def read(file: Path) -> Accuracy:
+    """The draw in a file. Raises `UsageError` when it is none of ours."""
+    try:
+        document = read_document(file, limit=LARGEST_FILE)
+    except FileNotFoundError:
+        raise UsageError(f"{file}: no such file.") from None
+    except BadDocument as fault:
+        raise _no_result(file, str(fault)) from None
+    what, schema = document.get("what"), document.get("schema")
+    if what != "accuracy":
+        raise _no_result(file, f"it says it is {what!r}" if what else "it does not say what it is")
+    if schema not in READABLE:
+        readable = " and ".join(map(str, READABLE))
+        raise _no_result(file, f"it is of schema {schema!r}, and this snugfit reads {readable}")
+    try:
+        return Accuracy.from_json(document)
+    except KeyError as fault:
+        raise _no_result(file, f"it has no {fault}") from None
+    except SnugfitError as fault:
+        raise _no_result(file, str(fault)) from None
+    except (AttributeError, TypeError, ValueError) as fault:
+        raise _no_result(file, f"it is damaged ({fault})") from None
+
+
+def keep(result: Accuracy, file: Path) -> None:
+    """Writes the draw. Raises `SnugfitError` when it cannot be written."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_document(file, result.to_json())
+    except OSError as error:
+        raise SnugfitError(f"{file}: cannot be written ({error.strerror}).") from None
+
+
+def _no_result(file: Path, why: str) -> UsageError:
+    return UsageError(
+        f"{file} is no result of `snugfit accuracy`: {why.rstrip('.')}. Name an accuracy-*.json, or the "
+        "folder that holds it."
+    )
