@@ -12,6 +12,7 @@ import typer
 
 from snugfit.cli import arguments as given
 from snugfit.cli.request import Request
+from snugfit.cli.verify import show_verified, verified, with_gpu_here
 from snugfit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -37,6 +38,11 @@ Plot = Annotated[
     Path | None, typer.Option(help="Draw memory against speed into this .png or .svg.", dir_okay=False)
 ]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Search again, also when the answer is remembered.")]
+Verify = Annotated[
+    int | None,
+    typer.Option(metavar="K", help="Measure the best K on the GPU here, and learn from it.", min=1, max=64),
+]
+NoLearn = Annotated[bool, typer.Option("--no-learn", help="With --verify: leave the calibration as it is.")]
 Format = Annotated[Literal["terminal", "markdown", "json"], typer.Option("--format", help="What to print.")]
 
 
@@ -50,18 +56,25 @@ def plan(
     workers: Workers = None,
     plot: Plot = None,
     fresh: Fresh = False,
+    verify: Verify = None,
+    no_learn: NoLearn = False,
     form: Format = "terminal",
     as_json: given.AsJson = False,
 ) -> int:
     """Find the fastest recipe that fits, without a GPU."""
+    request = with_gpu_here(request) if verify else request
     _refuse(request, plot)
-    found = _plan(request, fidelity, objective, workers, fresh=fresh)
+    found = _plan(request, fidelity, objective, workers, fresh=fresh, ranked=verify or 0)
     if plot:
         from snugfit.report.files import write_atomically
         from snugfit.report.plan_plot import draw
 
         write_atomically(plot, draw(found, plot.suffix[1:]))
-    _print(found, "json" if as_json else form)
+    form = "json" if as_json else form
+    if not verify or not found.fits or form != "json":
+        _print(found, form)
+    if verify and found.fits:
+        show_verified(found, verified(found, learn=not no_learn, workers=workers), form)
     return 0 if found.fits else DOES_NOT_FIT
 
 
@@ -90,13 +103,20 @@ def _refuse(request: Request, plot: Path | None) -> None:
         writable_folder(plot.parent)
 
 
-def _plan(request: Request, fidelity: str, objective: str, workers: int | None, *, fresh: bool) -> Plan:
+def _plan(
+    request: Request, fidelity: str, objective: str, workers: int | None, *, fresh: bool, ranked: int = 0
+) -> Plan:
     from snugfit.cli.progress import telling
     from snugfit.planning.cache import key_of, recall, remember
     from snugfit.planning.search import plan as search
 
     key = key_of(
-        request.job, request.gpu, memory=request.memory_bytes, fidelity=fidelity, objective=objective
+        request.job,
+        request.gpu,
+        memory=request.memory_bytes,
+        fidelity=fidelity,
+        objective=objective,
+        ranked=ranked,
     )
     if key and not fresh and (known := recall(key)):
         return known
@@ -108,6 +128,7 @@ def _plan(request: Request, fidelity: str, objective: str, workers: int | None, 
             fidelity=fidelity,
             objective=objective,
             workers=workers,
+            ranked=ranked,
             tell=tell,
         )
     if key:

@@ -38,15 +38,13 @@ def predict(
     """What `job` under `recipe` will take on `gpu`, found without one. Recipe and GPU may be given as text.
 
     `memory_bytes` is what may be used, when it is not all of the GPU's. `loop` is `plain`, `accelerate` or
-    `trainer`; `trainer_class` is a subclass of `transformers.Trainer` to rehearse in its place. `rates`
-    tell the seconds; by default they are this GPU's (`rates_for`). Raises `UsageError` for what cannot be,
-    `RehearsalError` for a step without a tape.
+    `trainer`; `trainer_class` is a subclass of `transformers.Trainer` to rehearse in its place; `rates` are
+    by default this GPU's. Raises `UsageError` for what cannot be, `RehearsalError` for a step without a tape.
     """
     _refuse(job, memory_bytes)
-    recipe = recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe)
     gpu = gpu if gpu is None or isinstance(gpu, Gpu) else find_gpu(gpu)
     profile = find_software(software)
-    recipe = profile.of_the_time(recipe)
+    recipe = profile.of_the_time(recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe))
     warnings = recipe.check(job, gpu.compute_capability if gpu else None)
     setup = profile.setup(recipe)
     tape = rehearse(
@@ -61,7 +59,7 @@ def predict(
     after = replay(tape, expandable=setup.expandable_segments)
     context, about_context = context_of(gpu, profile, tape)
     timing, about_seconds = _seconds(tape, gpu, job, rates)
-    _, peak = tape.peak()
+    peak = tape.peak()[1]
     footprint = Footprint(
         requested_bytes=after.requested_peak,
         allocated_bytes=after.allocated_peak,

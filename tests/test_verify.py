@@ -1,0 +1,257 @@
+"""`snugfit plan --verify`: the order of recipes, the gap of the first choice, and the command around them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from made_up import EVIL, footprint, job, measurement, timing
+from small_models import small_job
+from snugfit.cli.main import run
+from snugfit.comparison.foresee import Foreseen
+from snugfit.comparison.learn import Learned
+from snugfit.comparison.ranking import Order, by_job, gap, order_of, pooled
+from snugfit.comparison.runs import Run
+from snugfit.comparison.verify import verify
+from snugfit.job.gpu import find_gpu
+from snugfit.planning.plan import Choice, Counts, Plan
+from snugfit.prediction.rates import calibration_file
+from snugfit.report import verify as report
+from snugfit.report.terminal import as_text
+from snugfit.techniques.recipe import Recipe
+from snugfit.units import GIB
+
+# ---- the order -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("seconds", "tau"),
+    [
+        ([(1, 1), (2, 2), (3, 3)], 1.0),
+        ([(1, 3), (2, 2), (3, 1)], -1.0),
+        ([(1, 1), (2, 3), (3, 2)], 1 / 3),
+        # 7 pairs right, 1 wrong, 1 tied on each side: (7 - 1) / sqrt(9 * 9)
+        ([(1, 1), (2, 3), (2, 2), (3, 2), (4, 5)], 6 / 9),
+        ([(1, 1), (1, 2)], None),
+        ([(1, 1)], None),
+        ([], None),
+    ],
+)
+def test_kendall_s_tau(seconds: list[tuple[float, float]], tau: float | None) -> None:
+    found = order_of(seconds).tau
+    assert found == (None if tau is None else pytest.approx(tau))
+
+
+def test_only_pairs_that_differ_clearly_can_be_asked_for() -> None:
+    close = [(1.0, 1.02), (2.0, 1.0), (3.0, 2.0)]
+    assert order_of(close) == Order(right=2, wrong=1)
+    assert order_of(close, apart=0.05) == Order(right=2)
+
+
+def a_run(number: int, foreseen: float, seen: float | None, **changes: Any) -> Run:
+    whole = Run(
+        number=number,
+        family="bert",
+        job=job(),
+        recipe=Recipe.parse(f"micro_batches({number + 2})"),
+        predicted=footprint(),
+        fits=True,
+        predicted_step_seconds=foreseen,
+        outcome="ok" if seen else "oom:torch",
+        measured=footprint() if seen else None,
+        step_seconds=seen,
+    )
+    return replace(whole, **changes)
+
+
+def test_orders_are_told_within_jobs_only() -> None:
+    other = replace(job(), batch_size=8)
+    runs = [
+        a_run(0, 1, 1),
+        a_run(1, 5, 5, job=other),
+        a_run(2, 2, 2),
+        a_run(3, 6, 4, job=other),
+        a_run(4, 0.1, 9, outcome="oom:torch"),
+    ]
+    assert [[each.number for each in group] for group in by_job(runs)] == [[0, 2, 4], [1, 3]]
+    assert pooled(runs) == Order(right=1, wrong=1)
+
+
+def test_the_gap_is_what_the_first_choice_loses() -> None:
+    assert gap([a_run(0, 1.0, 1.1), a_run(1, 1.2, 1.0), a_run(2, 1.3, 1.4)]) == pytest.approx(0.1)
+    assert gap([a_run(0, 1.0, 1.0), a_run(1, 1.2, 1.1)]) == 0
+    assert gap([a_run(0, 1.0, None), a_run(1, 1.2, 1.1)]) is None, "the first choice died"
+    assert gap([]) is None
+
+
+# ---- the command -----------------------------------------------------------------------------------------
+
+ASK = ["plan", "bert-large-uncased", "--task", "sequence-classification"]
+SEEN = {"bf16": 0.05, "bf16 + every_layer": 0.08, "plain": 0.075}
+
+
+def choice(recipe: str, seconds: float) -> Choice:
+    shape = footprint()
+    assert shape.requested_bytes
+    assert shape.allocated_bytes
+    assert shape.reserved_bytes
+    assert shape.context_bytes
+    return Choice(
+        recipe=recipe,
+        requested_bytes=shape.requested_bytes,
+        allocated_bytes=shape.allocated_bytes,
+        reserved_bytes=shape.reserved_bytes,
+        context_bytes=shape.context_bytes,
+        step_seconds=seconds,
+        samples_per_second=4 / seconds,
+    )
+
+
+def planned(count: int, memory: int | None = None) -> Plan:
+    ranked = (choice("bf16", 0.05), choice("bf16 + every_layer", 0.07), choice("plain", 0.09))
+    fits = memory is None or ranked[0].needed_bytes <= memory
+    return Plan(
+        job=job(),
+        gpu=find_gpu("h200"),
+        memory_bytes=memory,
+        fidelity="rounds",
+        objective="speed",
+        front=ranked[:1],
+        best=ranked[0] if fits else None,
+        ranked=ranked[:count] if fits else (),
+        counts=Counts(recipes=9, tapes=8, footprints=7, passes=6, replayed=5),
+        versions={"torch": "2.13.0"},
+    )
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
+    """An H200 here; searches and measurements are made up, and the list collects what was asked."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("SNUGFIT_RATES", str(tmp_path / "rates"))
+    questions: list[Any] = []
+
+    def search(job: Any, **how: Any) -> Plan:
+        questions.append(how["ranked"])
+        return planned(how["ranked"], how["memory_bytes"])
+
+    def measure(job: Any, recipe: Any, **how: Any) -> Any:
+        questions.append(str(recipe))
+        pace = timing(4 / SEEN[str(recipe)])
+        return measurement(job=job, recipe=recipe, timing=pace)
+
+    monkeypatch.setattr("snugfit.planning.search.plan", search)
+    monkeypatch.setattr("snugfit.measurement.measure.measure", measure)
+    monkeypatch.setattr("snugfit.cli.verify.gpu_here", lambda: "NVIDIA H200")
+    return questions
+
+
+def test_the_best_are_measured_and_shown_beside(asked: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*ASK, "--verify", "3", "--no-learn"]) == 0
+    assert asked == [3, "bf16", "bf16 + every_layer", "plain"]
+    text = " ".join(capsys.readouterr().out.split())
+    assert "bf16: 7.59 GiB, 50.0 ms a step" in text, "the plan comes first"
+    assert "Kendall's tau 0.33 over 3 pairs of recipes" in text
+    assert "of the 3 that were measured more than 5 % apart, 2 are in the foreseen order" in text
+    assert "The first choice is the fastest measured one." in text
+    assert "earned" not in text
+
+
+def test_json_is_one_document(asked: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*ASK, "--gpu", "h200", "--verify", "2", "--no-learn", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["what"], document["tau"], document["gap"]) == ("verification", 1.0, 0.0)
+    assert [each["recipe"] for each in document["runs"]] == ["bf16", "bf16 + every_layer"]
+    assert document["runs"][1]["errors"]["step_seconds"] == pytest.approx(-0.125)
+    assert Plan.from_json(document["plan"]) == planned(2)
+
+
+def test_the_calibration_learns_unless_told_otherwise(
+    asked: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taught = Learned(host=1.25, device=1.0, before=(-0.2, -0.2, -0.2), after=(0.0, 0.0, 0.01))
+    monkeypatch.setattr("snugfit.comparison.learn.learn", lambda *_, **__: taught)
+    assert run([*ASK, "--verify", "3", "--no-learn"]) == 0
+    assert not calibration_file(find_gpu("h200")).exists()
+    assert run([*ASK, "--verify", "3"]) == 0
+    assert calibration_file(find_gpu("h200")).exists()
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Learned from 3 runs: the host takes 1.25 times and the device 1.00 times" in text
+    assert "22.3 % before, 0.3 % after" in text
+
+
+def test_a_run_that_dies_is_told_with_exit_5(
+    asked: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(job: Any, recipe: Any, **how: Any) -> Any:
+        if str(recipe) != "bf16":
+            return measurement(job=job, recipe=recipe)
+        return measurement(
+            job=job,
+            recipe=recipe,
+            outcome="oom:torch",
+            footprint=None,
+            timing=None,
+            message="CUDA out of memory",
+        )
+
+    monkeypatch.setattr("snugfit.measurement.measure.measure", measure)
+    assert run([*ASK, "--verify", "2", "--no-learn"]) == 5
+    out, err = capsys.readouterr()
+    assert "bf16: the run ended with oom:torch" in out
+    assert "CUDA out of memory" in out
+    assert "1 of 2 runs are outside the band" in err
+
+
+def test_nothing_is_measured_where_nothing_fits(asked: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*ASK, "--verify", "2", "--memory", "1GiB", "--json"]) == 3
+    assert asked == [2]
+    assert json.loads(capsys.readouterr().out)["what"] == "plan"
+
+
+@pytest.mark.parametrize(
+    ("here", "more", "told"),
+    [
+        (None, [], "there is none here"),
+        (None, ["--gpu", "h200"], "there is none here"),
+        ("NVIDIA H200", ["--gpu", "v100-16gb"], "a NVIDIA H200; the plan was asked for"),
+        ("NVIDIA H200", ["--verify", "0"], "--verify"),
+    ],
+)
+def test_what_cannot_be_verified_is_said_before_the_search(
+    here: str | None, more: list[str], told: str, asked: list[Any], monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr("snugfit.cli.verify.gpu_here", lambda: here)
+    assert run([*ASK, "--verify", "2", *more]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert told in err
+    assert asked == []
+
+
+def test_foreign_words_are_data(asked: list[Any]) -> None:
+    found = verify(job(EVIL), EVIL, [], versions={})
+    died = a_run(0, 1.0, None, message=EVIL)
+    text = as_text(report.render(replace(found, runs=(died,))))
+    assert "\x1b" not in text
+    page = report.markdown(replace(found, runs=(died,), device=EVIL))
+    assert "<script>" not in page
+
+
+def test_real_runs_on_the_cpu() -> None:
+    """Two recipes of a small model, each in a process of its own: what CPUs can tell is there."""
+    small = small_job("gpt2", 2, batch_size=4, sequence_length=32)
+    recipes = [
+        Foreseen(recipe=Recipe.parse(text), footprint=footprint(GIB), step_seconds=seconds)
+        for text, seconds in (("sgd", 0.01), ("micro_batches(4)", 0.04))
+    ]
+    found = verify(small, "NVIDIA H200", recipes, versions={})
+    assert [each.outcome for each in found.runs] == ["ok", "ok"]
+    assert found.order.pairs == 1
+    assert found.gap is not None
+    assert found.outside, "no CPU knows the GPU's bytes"
