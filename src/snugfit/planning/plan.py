@@ -192,9 +192,9 @@ class Plan:
                 memory_bytes=document["memory_bytes"],
                 fidelity=document["fidelity"],
                 objective=document["objective"],
-                front=tuple(_choice(each) for each in document["front"]),
-                ranked=tuple(_choice(each) for each in document["ranked"]),
-                best=_choice(document["best"]) if document["best"] else None,
+                front=tuple(choice_from(each) for each in document["front"]),
+                ranked=tuple(choice_from(each) for each in document["ranked"]),
+                best=choice_from(document["best"]) if document["best"] else None,
                 reasons=tuple(Reason(**each) for each in document["reasons"]),
                 cures=tuple(document["cures"]),
                 refused=tuple(Refusal(**each) for each in document["refused"]),
@@ -207,7 +207,8 @@ class Plan:
             raise UsageError(f"This plan is damaged: {damaged}.") from None
 
 
-def _choice(document: Mapping[str, Any]) -> Choice:
+def choice_from(document: Mapping[str, Any]) -> Choice:
+    """The choice that a plan's document holds."""
     fields = dict(document)
     Recipe.parse(fields["recipe"])
     return Choice(**{**fields, "alike": tuple(fields["alike"])})

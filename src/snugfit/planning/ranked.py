@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError
-from snugfit.planning.search import Irregular, homes, one_tape
+from snugfit.planning.search import homes, one_tape
 from snugfit.planning.searched import SLACK
 
 if TYPE_CHECKING:
@@ -74,10 +74,7 @@ def _judge(found: Searched, at: Bench, todo: dict[int, deque[list[int]]]) -> Non
         if isinstance(answer, SnugfitError):
             continue
         for each, (figures,) in zip(asked.pop(number), answer, strict=True):
-            least = found.bounds[each]
-            if figures.needed_bytes < least.needed_bytes or figures.seconds < least.seconds * (1 - SLACK):
-                raise Irregular
-            found.judged[each] = figures
+            found.judge(each, figures)
 
 
 def _ranked(found: Searched, memory_bytes: int | None, objective: str) -> list[int]:

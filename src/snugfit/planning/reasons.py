@@ -23,7 +23,7 @@ from snugfit.units import show_bytes
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
     from snugfit.job.job import Job
-    from snugfit.planning.search import Tell
+    from snugfit.planning.screening import Tell
     from snugfit.planning.workers import Bench, Question
     from snugfit.techniques.recipe import Recipe
 

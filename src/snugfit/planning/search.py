@@ -15,7 +15,6 @@ At the end the best recipe is rehearsed whole, by `predict`, and the plan says w
 from __future__ import annotations
 
 import os
-import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable
 from dataclasses import replace
@@ -23,17 +22,16 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError, UsageError, did_you_mean
 from snugfit.planning.plan import OBJECTIVES, Plan
-from snugfit.planning.searched import SLACK, Searched
+from snugfit.planning.screening import Progress, Tell, refusal, screened
+from snugfit.planning.searched import Irregular, Searched
 from snugfit.planning.space import (
     Candidate,
-    Refusal,
     Space,
     fidelity_of,
     not_plain,
     passes_key,
     space_of,
     tape_key,
-    update_key,
 )
 from snugfit.techniques.technique import Fidelity
 
@@ -43,12 +41,6 @@ if TYPE_CHECKING:
     from snugfit.planning.parts import Clock
     from snugfit.planning.workers import Bench, Question
     from snugfit.rehearsal.tape import Tape
-
-Tell = Callable[[str], None]
-
-
-class Irregular(Exception):
-    """A Setup took less than the least that it was given."""
 
 
 def plan(
@@ -78,7 +70,7 @@ def plan(
 
     gpu = find_gpu(gpu) if isinstance(gpu, str) else gpu
     fidelity = fidelity_of(fidelity)
-    _refuse(objective, memory_bytes)
+    refuse(objective, memory_bytes)
     clocks = Alone(clock) if clock else _clock_of(gpu)
     if memory_bytes is None and gpu is not None:
         memory_bytes = gpu.memory_bytes
@@ -101,11 +93,9 @@ def plan(
 def search(space: Space, at: Bench, tell: Tell = lambda what: None) -> Searched:
     """The space's whole Pareto front. Raises `Irregular`, and `SnugfitError` when nothing can be
     rehearsed."""
-    found = Searched(space)
-    _screen_all(found, at, tell)
-    if not found.bounds:
-        why = found.refused[0].why if found.refused else "there is none"
-        raise SnugfitError(f"No recipe could be rehearsed: {why}")
+    seen = screened(space, at, tell)
+    bounds = {number: each for number, (each,) in seen.bounds.items()}
+    found = Searched(space, bounds, refused=seen.refused, kinds=seen.kinds)
     _judge_all(found, at, tell)
     return found
 
@@ -118,7 +108,8 @@ def _with_ranked(made: Plan, searched: Searched, at: Bench, count: int, tell: Te
     return replace(made, ranked=tuple(searched.choice(each, made.job.batch_size) for each in numbers))
 
 
-def _refuse(objective: str, memory_bytes: int | None) -> None:
+def refuse(objective: str, memory_bytes: int | None) -> None:
+    """Raises `UsageError` for an objective that there is not, and a bound that is no number of bytes."""
     if objective not in OBJECTIVES:
         raise UsageError(
             f"Unknown objective {objective!r}.{did_you_mean(str(objective), OBJECTIVES)} "
@@ -136,47 +127,6 @@ def _clock_of(gpu: Gpu | None) -> Clock:
     return GpuClocks([gpu])
 
 
-# ---- screening -------------------------------------------------------------------------------------------
-
-
-def _screen_all(found: Searched, at: Bench, tell: Tell) -> None:
-    """Gives every candidate the least that it takes. One place begins at each end of the list, which is in
-    the order of what updates depend on, so that few updates are rehearsed in both."""
-    groups: dict[Hashable, list[int]] = defaultdict(list)
-    for number, candidate in enumerate(found.space.candidates):
-        groups[passes_key(candidate.setup)].append(number)
-    candidates = found.space.candidates
-    order = sorted(groups.values(), key=lambda group: repr(update_key(candidates[group[0]].setup)))
-    todo = deque(enumerate(order))
-    progress = _Progress("screening", len(order), tell)
-    found.kinds = len(order)
-
-    def ask(place: int) -> Question | None:
-        if not todo:
-            return None
-        index, group = todo.pop() if place % 2 else todo.popleft()
-        return index, "screen", ([candidates[number].setup for number in group],)
-
-    for index, answer in at.answers(ask):
-        progress.step()
-        if isinstance(answer, SnugfitError):
-            group = [candidates[number] for number in order[index]]
-            found.refused.append(_refusal(group, answer))
-            continue
-        found.bounds.update((number, each[0]) for number, each in zip(order[index], answer, strict=True))
-
-
-def _refusal(group: list[Candidate], why: SnugfitError) -> Refusal:
-    return Refusal(
-        what=str(group[0].recipe),
-        why=str(why).splitlines()[0],
-        recipes=sum(1 + len(candidate.alike) for candidate in group),
-    )
-
-
-# ---- judging ---------------------------------------------------------------------------------------------
-
-
 def _judge_all(found: Searched, at: Bench, tell: Tell) -> None:
     """Judges whatever can be on the front; Setups of one tape together."""
     tapes: dict[Hashable, list[int]] = defaultdict(list)
@@ -188,7 +138,7 @@ def _judge_all(found: Searched, at: Bench, tell: Tell) -> None:
         deque(group for group in order if places[group[0]] == place) for place in range(len(at.places))
     ]
     asked: dict[int, list[int]] = {}
-    progress = _Progress("judging", len(order), tell)
+    progress = Progress("judging", len(order), tell)
 
     def ask(place: int) -> Question | None:
         while waiting[place]:
@@ -202,13 +152,10 @@ def _judge_all(found: Searched, at: Bench, tell: Tell) -> None:
     for number, answer in at.answers(ask):
         group = asked.pop(number)
         if isinstance(answer, SnugfitError):
-            found.refused.append(_refusal([found.space.candidates[each] for each in group], answer))
+            found.refused.append(refusal([found.space.candidates[each] for each in group], answer))
             continue
         for each, (figures,) in zip(group, answer, strict=True):
-            least = found.bounds[each]
-            if figures.needed_bytes < least.needed_bytes or figures.seconds < least.seconds * (1 - SLACK):
-                raise Irregular
-            found.judged[each] = figures
+            found.judge(each, figures)
 
 
 def one_tape(candidate: Candidate) -> Hashable:
@@ -237,18 +184,3 @@ def _least_rank(found: Searched, group: list[int]) -> tuple[Any, ...]:
         min(map(not_plain, recipes)),
         group[0],
     )
-
-
-class _Progress:
-    """Tells how far a part of the search is, and how long it may still take."""
-
-    def __init__(self, what: str, total: int, tell: Tell) -> None:
-        self.what, self.total, self.tell = what, total, tell
-        self.done, self.began = 0, time.monotonic()
-        tell(f"{what} {total} kinds of steps" if what == "screening" else what)
-
-    def step(self) -> None:
-        """One more is done."""
-        self.done += 1
-        left = (time.monotonic() - self.began) / self.done * (self.total - self.done)
-        self.tell(f"{self.what} {self.done} of {self.total}, about {left:.0f} s left")

@@ -17,6 +17,10 @@ SLACK = 0.001
 convex figure's, and a queue of host and device is convex but for what happens at its ends."""
 
 
+class Irregular(Exception):
+    """A Setup took less than the least that it was given."""
+
+
 @dataclass
 class Searched:
     """A space, screened and judged."""
@@ -38,6 +42,13 @@ class Searched:
             for number, candidate in enumerate(self.space.candidates):
                 self._numbers |= dict.fromkeys((candidate.recipe, *candidate.alike), number)
         return self._numbers.get(recipe)
+
+    def judge(self, number: int, figures: Figures) -> None:
+        """This is what it takes. Raises `Irregular` where that is less than the least."""
+        least = self.bounds[number]
+        if figures.needed_bytes < least.needed_bytes or figures.seconds < least.seconds * (1 - SLACK):
+            raise Irregular
+        self.judged[number] = figures
 
     def front(self) -> list[int]:
         """Of those judged, which no other is both as fast and as small as; the fastest first."""

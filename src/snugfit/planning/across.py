@@ -1,0 +1,132 @@
+"""The same plan on many GPUs: which of them trains a job, with what recipe, how fast.
+
+What a run costs is no part of it: prices are the user's, and change by the day (`prices.py` lays them beside
+this answer). A GPU whose bytes or seconds cannot be told stands in the list with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
+
+from snugfit.errors import UsageError
+from snugfit.job.gpu import Gpu, find_gpu
+from snugfit.job.job import Job
+from snugfit.planning.plan import Choice, Counts, choice_from
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnGpu:
+    """The answer for one GPU."""
+
+    key: str
+    """Of the GPU, in the table."""
+
+    fits: bool | None
+    """Whether anything does; None where that cannot be told."""
+
+    choice: Choice | None = None
+    """The best recipe, or where nothing fits the nearest miss. Its seconds are 0 where they are not known."""
+
+    rates: str = ""
+    """Where the seconds come from."""
+
+    measured_rates: bool | None = None
+    """Whether the GPU's rates were measured; False where they were scaled from another's by data sheet, None
+    where there are no seconds."""
+
+    why: str = ""
+    """Why bytes or seconds cannot be told."""
+
+    @property
+    def gpu(self) -> Gpu:
+        """The GPU."""
+        return find_gpu(self.key)
+
+    @property
+    def seconds(self) -> float | None:
+        """Of a step, where that is known and fits."""
+        return self.choice.step_seconds or None if self.choice and self.fits else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Across:
+    """The answers for many GPUs."""
+
+    job: Job
+    """What must be trained."""
+
+    fidelity: str
+    """The least exact that the user allows."""
+
+    objective: str
+    """What is best on each GPU: `speed`, `memory` or `cost` (which on one GPU is `speed`)."""
+
+    answers: tuple[OnGpu, ...]
+    """In the order in which the GPUs were asked about."""
+
+    counts: tuple[Counts, ...] = ()
+    """How much each of the searches looked at; GPUs that run the same kernels share one."""
+
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Packages that it was made with."""
+
+    @property
+    def fitting(self) -> tuple[OnGpu, ...]:
+        """Where something fits."""
+        return tuple(answer for answer in self.answers if answer.fits)
+
+    @property
+    def smallest(self) -> OnGpu | None:
+        """The GPU of the least memory that trains this; of several the fastest."""
+        return min(
+            self.fitting,
+            key=lambda each: (each.gpu.memory_bytes or 0, each.seconds or 0.0, each.key),
+            default=None,
+        )
+
+    @property
+    def fastest(self) -> OnGpu | None:
+        """The GPU with the shortest step."""
+        timed = (each for each in self.fitting if each.seconds)
+        return min(timed, key=lambda each: (each.seconds or 0.0, each.key), default=None)
+
+    def to_json(self) -> dict[str, Any]:
+        """The document that `snugfit gpus --for MODEL --json` prints; `Across.from_json` reads it back."""
+        return {
+            "schema": SCHEMA,
+            "what": "plans for many GPUs",
+            "job": self.job.to_json(),
+            "fidelity": self.fidelity,
+            "objective": self.objective,
+            "smallest": self.smallest.key if self.smallest else None,
+            "fastest": self.fastest.key if self.fastest else None,
+            "answers": [asdict(answer) for answer in self.answers],
+            "counts": [asdict(counts) for counts in self.counts],
+            "versions": dict(self.versions),
+        }
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Self:
+        """The answers that `to_json` wrote. Raises `UsageError` for anything else."""
+        if document.get("what") != "plans for many GPUs" or document.get("schema") != SCHEMA:
+            raise UsageError("These are no plans that this version of snugfit wrote.")
+        try:
+            return cls(
+                job=Job.from_json(document["job"]),
+                fidelity=document["fidelity"],
+                objective=document["objective"],
+                answers=tuple(_answer(each) for each in document["answers"]),
+                counts=tuple(Counts(**each) for each in document["counts"]),
+                versions=dict(document["versions"]),
+            )
+        except (KeyError, TypeError) as damaged:
+            raise UsageError(f"These plans are damaged: {damaged}.") from None
+
+
+def _answer(document: Mapping[str, Any]) -> OnGpu:
+    find_gpu(document["key"])
+    return OnGpu(**{**document, "choice": choice_from(document["choice"]) if document["choice"] else None})

@@ -1,0 +1,89 @@
+"""One GPU's part in a search that several share: what it still has to know, and its answer.
+
+Each GPU looks for one recipe only, the fastest that fits it or the smallest, and not for a whole front. So a
+candidate is worth judging while it could still be that one: while it can fit, and its least seconds are not
+above those of the best that is known to fit. Where nothing can fit, the smallest is looked for instead.
+
+GPUs that share a search run the same kernels, and take workspaces and scratch of their own. The search judges
+by the one that takes least, so what it finds is again a lower bound; the answer is then judged by the GPU's
+own policy (`Parts.own`), and where that shows that it does not fit after all, the next one is looked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from snugfit.planning.searched import SLACK, Searched
+
+if TYPE_CHECKING:
+    from snugfit.job.gpu import Gpu
+    from snugfit.planning.parts import Figures
+
+
+class Seat:
+    """One GPU at a shared search."""
+
+    def __init__(self, gpu: Gpu, place: int, found: Searched, *, smallest: bool) -> None:
+        self.gpu, self.place, self.found, self.smallest = gpu, place, found, smallest
+        self.own: set[int] = set()
+        """Candidates that were judged by this GPU's own policy."""
+        self._by_seconds = sorted(found.bounds, key=lambda number: found.bounds[number][::-1])
+        self._by_bytes = sorted(found.bounds, key=lambda number: found.bounds[number])
+
+    def wants(self) -> Iterator[int]:
+        """What could be better than the answer of now and was not judged, the most hopeful first."""
+        wanted = [] if self.smallest else list(self._faster())
+        yield from wanted
+        if self.smallest or not (wanted or self._fitting()):
+            yield from self._smaller()
+
+    def answer(self) -> int:
+        """The best of those judged; when none of them fits, the smallest."""
+        fitting = self._fitting()
+        if fitting and not self.smallest:
+            return self._first(fitting, lambda figures: (figures.seconds, figures.needed_bytes))
+        judged = list(self.found.judged)
+        return self._first(judged, lambda figures: (figures.needed_bytes, figures.seconds))
+
+    def settle(self, number: int, figures: Figures) -> None:
+        """What this GPU itself takes."""
+        self.found.judged[number] = figures
+        self.own.add(number)
+
+    def leave_out(self, numbers: Collection[int]) -> None:
+        """These cannot be judged."""
+        for number in numbers:
+            self.found.bounds.pop(number, None)
+        self._by_seconds = [number for number in self._by_seconds if number not in numbers]
+        self._by_bytes = [number for number in self._by_bytes if number not in numbers]
+
+    def fits(self, number: int) -> bool:
+        """Whether a candidate that was judged fits."""
+        return self.found.judged[number].needed_bytes <= (self.gpu.memory_bytes or 0)
+
+    def _fitting(self) -> list[int]:
+        return [number for number in self.found.judged if self.fits(number)]
+
+    def _first(self, numbers: Sequence[int], order: Callable[[Figures], tuple[float, float]]) -> int:
+        """The first in this order, and among equals the one that any plan would take."""
+        judged = self.found.judged
+        best = min(order(judged[number]) for number in numbers)
+        return min((number for number in numbers if order(judged[number]) == best), key=self.found.rank)
+
+    def _faster(self) -> Iterator[int]:
+        enough = min((self.found.judged[number].seconds for number in self._fitting()), default=None)
+        for number in self._by_seconds:
+            least = self.found.bounds[number]
+            if enough is not None and least.seconds * (1 - SLACK) > enough:
+                return
+            if number not in self.found.judged and least.needed_bytes <= (self.gpu.memory_bytes or 0):
+                yield number
+
+    def _smaller(self) -> Iterator[int]:
+        least = min((figures.needed_bytes for figures in self.found.judged.values()), default=None)
+        for number in self._by_bytes:
+            if least is not None and self.found.bounds[number].needed_bytes > least:
+                return
+            if number not in self.found.judged:
+                yield number
