@@ -2,13 +2,17 @@
 
 They are imported by name all over torch and transformers, also long before a rehearsal and also during one.
 So every loaded module's binding is replaced, and at the end every binding is put back, wherever it is.
+
+Looking through every name of every module takes longer than a small rehearsal. Where the functions were found
+is therefore remembered, and a module is looked through again only when it has more or fewer names than then.
 """
 
 from __future__ import annotations
 
 import contextlib
+import operator
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 from snugfit.rehearsal.autocast import SWITCH, WeightCache
@@ -51,6 +55,7 @@ def bindings(policy: Policy, cache: WeightCache) -> Iterator[None]:
         replaced[moe._can_use_grouped_mm] = lambda *operands: policy.groups_products
     torch.clear_autocast_cache = clear_both
     torch.autocast.__init__ = on_the_switch  # type: ignore[method-assign]
+    _look_for(replaced.keys())
     _rebind(replaced)
     try:
         yield
@@ -60,13 +65,36 @@ def bindings(policy: Policy, cache: WeightCache) -> Iterator[None]:
         torch.clear_autocast_cache = clear
 
 
+_LOOKED_THROUGH: dict[int, tuple[dict[str, Any], int]] = {}
+"""Modules' namespaces, by identity, and how many names each had when it was looked through."""
+
+_FOUND: dict[tuple[int, str], dict[str, Any]] = {}
+"""The namespaces, by identity and name, in which one of the functions was ever found."""
+
+_ORIGINALS: list[Any] = []
+"""Which functions were looked for."""
+
+
 def _rebind(replacements: dict[Any, Any]) -> None:
     """In every loaded module, each name bound to a key of `replacements` is bound to its value."""
     by_id = {id(old): new for old, new in replacements.items()}
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", None)
-        if names is None or by_id.keys().isdisjoint(map(id, list(names.values()))):
+        if names is None or _LOOKED_THROUGH.get(id(names), (None, -1))[1] == len(names):
             continue
+        _LOOKED_THROUGH[id(names)] = names, len(names)
         for name, value in list(names.items()):
             if id(value) in by_id:
-                names[name] = by_id[id(value)]
+                _FOUND[id(names), name] = names
+    for (_, name), names in _FOUND.items():
+        if (new := by_id.get(id(names.get(name)))) is not None:
+            names[name] = new
+
+
+def _look_for(originals: Collection[Any]) -> None:
+    """Forgets where functions were found when these are others."""
+    if len(originals) == len(_ORIGINALS) and all(map(operator.is_, originals, _ORIGINALS)):
+        return
+    _ORIGINALS[:] = originals
+    _LOOKED_THROUGH.clear()
+    _FOUND.clear()
