@@ -30,6 +30,7 @@ from snugfit.cli.doctor import doctor
 from snugfit.cli.export import export
 from snugfit.cli.gpus import gpus
 from snugfit.cli.guide import guide
+from snugfit.cli.lengths import lengths
 from snugfit.cli.measure import measure
 from snugfit.cli.plan import plan
 from snugfit.cli.predict import predict
@@ -54,7 +55,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (predict, plan, measure, check, export, guide, accuracy, calibrate, gpus, techniques, doctor):
+COMMANDS = (
+    predict, plan, lengths, measure, check, export, guide, accuracy, calibrate, gpus, techniques, doctor,
+)  # fmt: skip
+for command in COMMANDS:
     app.command()(command)
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from snugfit.exchange.account import Reading
     from snugfit.job.gpu import Gpu
     from snugfit.job.job import Job
+    from snugfit.job.lengths import Lengths
     from snugfit.techniques.recipe import Recipe
 
 
@@ -46,6 +47,9 @@ class Request:
     reading: Reading | None = None
     """What was found in the user's own configuration, when one was given."""
 
+    lengths: Lengths | None = None
+    """A dataset's, when a file of them was given: the longest is then the job's length."""
+
     @classmethod
     def read(cls, flags: Mapping[str, Any]) -> Self:
         """The request in a command's parameters; every mistake in it raises a `UsageError`."""
@@ -56,14 +60,16 @@ class Request:
         settings = _settings(flags)
         reading = _reading(flags, settings)
         settings = {**(reading.settings if reading else {}), **settings}
+        lengths = _lengths(flags, settings)
         return cls(
             reading=reading,
+            lengths=lengths,
             recipe=Recipe.parse(settings.get("recipe", "plain")),
             gpu=find_gpu(settings["gpu"]) if "gpu" in settings else None,
             memory_bytes=parse_bytes(settings["memory"], what="memory") if "memory" in settings else None,
             loop=_known_loop(settings.get("loop", "plain")),
             software=settings.get("software", "installed"),
-            job=_job(settings, online=bool(flags.get("online"))),
+            job=_job(_with_lengths(settings, lengths), online=bool(flags.get("online"))),
         )
 
 
@@ -89,6 +95,30 @@ def _reading(flags: Mapping[str, Any], settings: Mapping[str, Any]) -> Reading |
     reading = read_arguments(flags["arguments_file"])
     reading.refuse(settings)
     return reading
+
+
+def _lengths(flags: Mapping[str, Any], settings: Mapping[str, Any]) -> Lengths | None:
+    """A dataset's lengths; what they say must not be said otherwise on the command line."""
+    if flags.get("lengths") is None:
+        return None
+    from snugfit.job.lengths import Lengths
+    from snugfit.job.limits import NO_SEQUENCE
+
+    if settings.get("task") in NO_SEQUENCE:
+        raise UsageError(f"--lengths: the task {settings['task']} has no sequences. Leave it out.")
+    for key in ("sequence_length", "padding"):
+        if flags.get(key) is not None:
+            option = f"--{key.replace('_', '-')}"
+            raise UsageError(f"{option} {flags[key]}: the file of --lengths says it already. Leave it out.")
+    return Lengths.read(flags["lengths"], column=flags.get("column"))
+
+
+def _with_lengths(settings: Mapping[str, Any], lengths: Lengths | None) -> Mapping[str, Any]:
+    """The settings of the longest batch."""
+    if lengths is None:
+        return settings
+    longest = min(lengths.longest, settings.get("truncate") or lengths.longest)
+    return {**settings, "sequence_length": longest, "padding": 1 - lengths.mean / lengths.longest}
 
 
 def _job(settings: Mapping[str, Any], *, online: bool) -> Job:

@@ -1,0 +1,269 @@
+"""The lengths of a dataset's sequences: how many samples have how many tokens.
+
+A batch is as long as its longest sample, so what a run takes follows from the lengths of all of them and not
+from their mean. They are read from a file that somebody else wrote, in one of these forms, told by its name:
+
+| name            | what stands in it                                                              |
+|-----------------|--------------------------------------------------------------------------------|
+| `.txt`          | one length a line                                                              |
+| `.csv`, `.tsv`  | a column of lengths, with a head                                               |
+| `.jsonl`        | a number a line, or an object with a length (or a list of token ids) under a key |
+| `.json`         | a list of lengths, or a histogram: `{"128": 5000, "512": 40}`                  |
+
+Which column or key is asked for only when it is not plain: one column alone is it, else one of `NAMES`.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from snugfit.errors import UsageError, did_you_mean
+from snugfit.job.job import LARGEST_LENGTH
+
+LARGEST_FILE = 64 << 20
+"""Bytes: ten million lengths, a line each. More samples fit a histogram."""
+
+MOST_SAMPLES = 10**12
+NAMES = ("length", "lengths", "num_tokens", "n_tokens", "input_length", "input_ids")
+"""Columns and keys that are taken unasked; `length` is what transformers' Trainer looks for."""
+
+FORMS = (".txt", ".csv", ".tsv", ".jsonl", ".json")
+_NUMBER = re.compile(r"[0-9]{1,18}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lengths:
+    """How many samples of a dataset have how many tokens."""
+
+    counts: tuple[tuple[int, int], ...]
+    """(tokens, samples), the shortest first."""
+
+    source: str = "given"
+    """Where they come from."""
+
+    def __post_init__(self) -> None:
+        if not self.counts:
+            raise UsageError(f"{self.source}: there are no lengths in it.")
+
+    @classmethod
+    def read(cls, path: Path, *, column: str | None = None) -> Self:
+        """The lengths in a file; raises `UsageError` that names the file, the line and what is allowed."""
+        suffix = path.suffix.lower()
+        if suffix not in FORMS:
+            raise UsageError(f"{path}: lengths are read from {', '.join(FORMS)}; the name says which.")
+        if column is not None and suffix in (".txt", ".json"):
+            raise UsageError(f"{path}: a {suffix} file has no columns. Leave --column {column} out.")
+        text = _text(path)
+        if suffix == ".json":
+            return cls._counted(_of_document(_parsed(text, str(path)), str(path)), str(path))
+        lines = {".txt": _of_lines, ".jsonl": _of_objects}.get(suffix, _of_table)
+        return cls._counted(((length, 1) for length in lines(text, path, column)), str(path))
+
+    @classmethod
+    def of(cls, lengths: Iterable[int] | Mapping[int, int], *, source: str = "given") -> Self:
+        """The lengths in a list, or in a histogram `{tokens: samples}`. Raises `UsageError`."""
+        pairs: Iterable[tuple[Any, Any]] = (
+            lengths.items() if isinstance(lengths, Mapping) else ((length, 1) for length in lengths)
+        )
+        return cls._counted(
+            ((_length(length, source), _samples(count, source)) for length, count in pairs), source
+        )
+
+    @classmethod
+    def _counted(cls, pairs: Iterable[tuple[int, int]], source: str) -> Self:
+        counts: Counter[int] = Counter()
+        for length, samples in pairs:
+            counts[length] += samples
+        if sum(counts.values()) > MOST_SAMPLES:
+            raise UsageError(f"{source}: more than {MOST_SAMPLES:,} samples. Divide the counts.")
+        return cls(counts=tuple(sorted((+counts).items())), source=source)
+
+    @property
+    def samples(self) -> int:
+        """How many there are."""
+        return sum(samples for _, samples in self.counts)
+
+    @property
+    def tokens(self) -> int:
+        """Of all samples together."""
+        return sum(length * samples for length, samples in self.counts)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sample."""
+        return self.counts[-1][0]
+
+    @property
+    def shortest(self) -> int:
+        """Tokens of the shortest sample."""
+        return self.counts[0][0]
+
+    @property
+    def mean(self) -> float:
+        """Tokens of a sample, on average."""
+        return self.tokens / self.samples
+
+    @property
+    def median(self) -> int:
+        """Half of the samples have so many tokens or fewer."""
+        seen, half = 0, self.samples / 2
+        for length, samples in self.counts:
+            seen += samples
+            if seen >= half:
+                return length
+        raise AssertionError("there are lengths")
+
+    def cut(self, at: int) -> Lengths:
+        """The same samples, each of at most `at` tokens. Raises `UsageError` for what is no length."""
+        longest = _length(at, "truncation")
+        pairs = ((min(length, longest), samples) for length, samples in self.counts)
+        return Lengths._counted(pairs, f"{self.source}, cut at {longest}")
+
+    def to_json(self) -> dict[str, Any]:
+        """A summary and the histogram."""
+        return {
+            "source": self.source,
+            "samples": self.samples,
+            "tokens": self.tokens,
+            "shortest": self.shortest,
+            "median": self.median,
+            "mean": self.mean,
+            "longest": self.longest,
+            "histogram": {str(length): samples for length, samples in self.counts},
+        }
+
+
+# ---- one number -----------------------------------------------------------------------------------------
+
+
+def _length(value: object, where: str) -> int:
+    """A number of tokens; a list of token ids stands for its length."""
+    if isinstance(value, list):
+        value = len(value)
+    if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):
+        value = int(value.strip())
+    if type(value) is not int:
+        hint = " Count tokens, not text." if isinstance(value, str) and len(value) > 40 else ""
+        raise UsageError(f"{where}: {_shown(value)} is no length; it takes a whole number of tokens.{hint}")
+    if not 1 <= value <= LARGEST_LENGTH:
+        raise UsageError(f"{where}: {value} is no length; a sequence has 1 to {LARGEST_LENGTH:,} tokens.")
+    return value
+
+
+def _samples(value: object, where: str) -> int:
+    if type(value) is not int or not 0 <= value <= MOST_SAMPLES:
+        raise UsageError(
+            f"{where}: {_shown(value)} is no number of samples; it is a whole number from 0 to"
+            f" {MOST_SAMPLES:,}."
+        )
+    return value
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, dict):
+        return "an object"
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."
+
+
+# ---- whole files ----------------------------------------------------------------------------------------
+
+
+def _text(path: Path) -> str:
+    try:
+        if not path.exists():
+            raise UsageError(f"{path}: no such file of lengths.")
+        if not path.is_file():
+            raise UsageError(f"{path}: a file of lengths is a regular file, and this is not one.")
+        if (size := path.stat().st_size) > LARGEST_FILE:
+            raise UsageError(
+                f"{path}: {size:,} bytes; a file of lengths has at most {LARGEST_FILE:,}. Count them into"
+                ' a histogram instead: a .json file with {"128": 5000, ...}.'
+            )
+        return path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise UsageError(f"{path}: this is not UTF-8 text. Save it as UTF-8.") from None
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read ({error.strerror}).") from None
+
+
+def _of_lines(text: str, path: Path, column: str | None) -> Iterator[int]:
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.strip():
+            yield _length(line, f"{path}, line {number}")
+
+
+def _of_table(text: str, path: Path, column: str | None) -> Iterator[int]:
+    rows = csv.reader(text.splitlines(), delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
+    try:
+        heads = [head.strip() for head in next(rows, [])]
+        place = heads.index(_column(heads, column, str(path)))
+        for row in rows:
+            if not any(cell.strip() for cell in row):
+                continue
+            where = f"{path}, line {rows.line_num}"
+            if len(row) <= place:
+                raise UsageError(f"{where}: it has no column {heads[place]!r}.")
+            yield _length(row[place], where)
+    except csv.Error as error:
+        raise UsageError(f"{path}, line {rows.line_num}: {error}.") from None
+
+
+def _of_objects(text: str, path: Path, column: str | None) -> Iterator[int]:
+    for number, line in enumerate(text.split("\n"), start=1):  # JSON text may hold what splitlines cuts at
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        value = _parsed(line, where)
+        if isinstance(value, dict):
+            value = value[_column([*value], column, where)]
+        yield _length(value, where)
+
+
+def _column(heads: list[str], asked: str | None, where: str) -> str:
+    """The one that holds the lengths."""
+    known = asked if asked is not None else next((name for name in NAMES if name in heads), None)
+    if known is None and len(heads) == 1:
+        known = heads[0]
+        if _NUMBER.fullmatch(known):
+            raise UsageError(f"{where}: the first line is {known}; a table begins with the names of columns.")
+    if known is None or known not in heads:
+        listed = ", ".join(heads[:12]) or "none"
+        said = f"no column {known!r}.{did_you_mean(known, heads)}" if known else "which column?"
+        raise UsageError(f"{where}: {said} Name one with --column: {listed}.")
+    return known
+
+
+def _of_document(value: object, where: str) -> Iterator[tuple[int, int]]:
+    if isinstance(value, list):
+        yield from ((_length(length, where), 1) for length in value)
+    elif isinstance(value, dict):
+        yield from ((_length(length, where), _samples(count, where)) for length, count in value.items())
+    else:
+        raise UsageError(f'{where}: a .json file holds a list of lengths, or a histogram {{"128": 5000}}.')
+
+
+def _parsed(text: str, where: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_without_repeats)
+    except RecursionError:
+        raise UsageError(f"{where}: nested too deep.") from None
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{where}: not JSON: {error.msg} (line {error.lineno}).") from None
+    except ValueError as error:  # a key twice, or a number of thousands of digits
+        raise UsageError(f"{where}: {error}.") from None
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} stands twice")
+    return found
