@@ -7,13 +7,14 @@ arguments from its signature, so that is what is put together: nothing is listed
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
+    from snugfit.cli.request import Request
     from snugfit.exchange.account import Reading
 
 JOB, HOW, WHERE = "The job", "How it is done", "Where it must fit"
@@ -111,19 +112,29 @@ def about_a_job(command: Callable[..., int]) -> Callable[..., int]:
     """The command with the arguments of a job in front of its own. It is called with its own, and with the
     `Request` that all of them make as its first."""
     _, *own = inspect.signature(command, eval_str=True).parameters.values()
-    shared = inspect.signature(_job_arguments, eval_str=True).parameters.values()
 
     def asked(**given: Any) -> int:
-        from snugfit.cli.request import Request
-
-        request = Request.read(given)
-        if request.reading:
-            _tell(request.reading)
-        return command(request, **{each.name: given[each.name] for each in own})
+        return command(read_request(given), **{each.name: given[each.name] for each in own})
 
     asked.__name__, asked.__doc__ = command.__name__, command.__doc__
-    asked.__signature__ = inspect.Signature([*shared, *own])  # type: ignore[attr-defined]
+    asked.__signature__ = inspect.Signature([*job_parameters(), *own])  # type: ignore[attr-defined]
     return asked
+
+
+def job_parameters(*, without: Collection[str] = ()) -> list[inspect.Parameter]:
+    """The arguments of a question about a job, in the order of its help."""
+    shared = inspect.signature(_job_arguments, eval_str=True).parameters.values()
+    return [each for each in shared if each.name not in without]
+
+
+def read_request(given: Mapping[str, Any]) -> Request:
+    """The request that these arguments make; what became of the user's own configuration is told."""
+    from snugfit.cli.request import Request
+
+    request = Request.read(given)
+    if request.reading:
+        _tell(request.reading)
+    return request
 
 
 def _tell(reading: Reading) -> None:

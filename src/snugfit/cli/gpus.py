@@ -1,25 +1,172 @@
-"""`snugfit gpus`: the GPUs that can be predicted for, with the sources of their figures."""
+"""`snugfit gpus`: the GPUs that can be predicted for; with a job, what each of them makes of it.
+
+The two questions share a table and no option, so an option of the second without a job is a mistake. Exit
+code 3 when none of the GPUs trains the job.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+import inspect
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-Name = Annotated[
-    str | None, typer.Argument(help="Show one GPU with its sources: h200, v100-16gb, 'rtx 4090'.")
+from snugfit.cli import arguments as given
+from snugfit.cli.plan import DOES_NOT_FIT, Fidelity, Format, Fresh, Workers
+from snugfit.errors import UsageError
+
+if TYPE_CHECKING:
+    from snugfit.cli.request import Request
+    from snugfit.job.gpu import Gpu
+    from snugfit.planning.across import Across
+
+MONEY = "What it costs"
+
+Names = Annotated[
+    list[str] | None,
+    typer.Argument(help="Only these: h200, v100-16gb, 'rtx 4090'. One alone is shown with its sources."),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+For = Annotated[
+    str | None,
+    typer.Option("--for", metavar="MODEL", help="Plan this model's job on each GPU. A preset, a folder, ...",
+                 rich_help_panel=given.JOB),
+]  # fmt: skip
+Objective = Annotated[
+    Literal["speed", "memory", "cost"],
+    typer.Option(
+        help="What is best on each GPU: the fastest that fits, the smallest, or the cheapest; and the order.",
+        rich_help_panel=given.HOW,
+    ),
+]
+PriceFile = Annotated[
+    Path | None,
+    typer.Option("--prices", help="YAML or JSON of USD an hour, by GPU.", rich_help_panel=MONEY),
+]
+Price = Annotated[
+    list[str] | None,
+    typer.Option("--price", metavar="NAME=USD", help="What an hour of one GPU costs; repeatable.",
+                 rich_help_panel=MONEY),
+]  # fmt: skip
+Samples = Annotated[
+    int | None, typer.Option(help="Length of the run, in samples.", min=1, rich_help_panel=MONEY)
+]
+Steps = Annotated[int | None, typer.Option(help="Length of the run, in steps.", min=1, rich_help_panel=MONEY)]
+
+_JOB = given.job_parameters(without=("model", "recipe", "loop", "gpu"))
 
 
-def gpus(name: Name = None, as_json: AsJson = False) -> None:
-    """List the GPUs that snugfit knows, or show one with the sources of its figures."""
+def _asked(
+    names: Names = None,
+    for_model: For = None,
+    *,
+    fidelity: Fidelity = "rounds",
+    objective: Objective = "speed",
+    prices: PriceFile = None,
+    price: Price = None,
+    samples: Samples = None,
+    steps: Steps = None,
+    workers: Workers = None,
+    fresh: Fresh = False,
+    form: Format = "terminal",
+    as_json: given.AsJson = False,
+) -> None:
+    """What the command may be asked, beside what a job is."""
+
+
+def gpus(**asked: Any) -> int:
+    """List the GPUs that snugfit knows, show one with its sources, or plan a job on each of them."""
     from snugfit.job.gpu import all_gpus, find_gpu
+
+    found = [find_gpu(name) for name in asked["names"]] if asked["names"] else list(all_gpus())
+    if asked["for_model"] or asked["job_file"] or asked["arguments_file"]:
+        return _plan(found, asked)
+    _refuse_without_job(asked)
+    _list(found, asked)
+    return 0
+
+
+_OWN = list(inspect.signature(_asked, eval_str=True).parameters.values())
+gpus.__signature__ = inspect.Signature([*_OWN[:2], *_JOB, *_OWN[2:]])  # type: ignore[attr-defined]
+
+
+def _refuse_without_job(asked: Mapping[str, Any]) -> None:
+    listing = ("names", "form", "as_json")
+    for each in (*_JOB, *_OWN):
+        if each.name not in listing and asked[each.name] not in (each.default, None, [], ()):
+            flag = each.name.replace("_", "-")
+            raise UsageError(f"--{flag} is about a job, and none was named. Add --for MODEL and --task.")
+    if asked["form"] == "markdown":
+        raise UsageError("--format markdown is for plans. Add --for MODEL and --task, or leave it out.")
+
+
+def _list(found: Sequence[Gpu], asked: Mapping[str, Any]) -> None:
     from snugfit.report.gpus import render, render_one
     from snugfit.report.terminal import show, show_json
 
-    found = [find_gpu(name)] if name else list(all_gpus())
-    if as_json:
+    if asked["as_json"] or asked["form"] == "json":
         show_json({"schema": 1, "what": "gpus", "gpus": [gpu.to_json() for gpu in found]})
     else:
-        show(render_one(found[0]) if name else render(found))
+        show(render_one(found[0]) if len(found) == 1 else render(found))
+
+
+# ---- the same plan on each ---------------------------------------------------------------------------------
+
+
+def _plan(found: Sequence[Gpu], asked: Mapping[str, Any]) -> int:
+    from snugfit.cli.prices import read_prices
+    from snugfit.planning.prices import steps_of
+
+    prices = read_prices(asked["prices"], asked["price"] or ())
+    if asked["objective"] == "cost" and not prices.per_hour:
+        raise UsageError("--objective cost needs prices: add --prices FILE, or --price h100=2.5 and so on.")
+    job_arguments = {each.name: asked[each.name] for each in _JOB} | {"model": asked["for_model"]}
+    request = given.read_request(job_arguments)
+    _refuse(request)
+    steps = steps_of(asked["samples"], asked["steps"], request.job.batch_size)
+    answers = _answers(request, found, asked)
+    _print(answers, prices, steps, "json" if asked["as_json"] else asked["form"])
+    return 0 if answers.fitting else DOES_NOT_FIT
+
+
+def _refuse(request: Request) -> None:
+    """What a job file may say, and this question has no use for."""
+    from snugfit.techniques.recipe import Recipe
+
+    if request.recipe != Recipe() and not request.reading:
+        raise UsageError(f"recipe {str(request.recipe)!r}: a plan chooses the recipe itself. Leave it out.")
+    if request.loop != "plain" and not request.reading:
+        raise UsageError(f"loop {request.loop}: plans are made for the plain loop. Leave it out.")
+    if request.gpu or request.memory_bytes:
+        raise UsageError("gpu and memory have no place here: name the GPUs after `snugfit gpus`, or none.")
+
+
+def _answers(request: Request, found: Sequence[Gpu], asked: Mapping[str, Any]) -> Across:
+    from snugfit.cli.progress import telling
+    from snugfit.planning.across import Across
+    from snugfit.planning.cache import key_of, recall, remember
+    from snugfit.planning.search_across import across
+
+    question = {name: asked[name] for name in ("fidelity", "objective")}
+    key = key_of(request.job, *found, what="across", **question)
+    if key and not asked["fresh"] and (known := recall(key, Across.from_json)):
+        return known
+    with telling() as tell:
+        answers = across(request.job, found, workers=asked["workers"], tell=tell, **question)
+    if key:
+        remember(key, answers)
+    return answers
+
+
+def _print(found: Across, prices: Any, steps: int | None, form: str) -> None:
+    from snugfit.planning.prices import document
+    from snugfit.report import across as report
+    from snugfit.report.terminal import show, show_json
+
+    if form == "json":
+        show_json({**found.to_json(), "run": document(found, prices, steps)})
+    elif form == "markdown":
+        typer.echo(report.markdown(found, prices, steps), nl=False)
+    else:
+        show(report.render(found, prices, steps))

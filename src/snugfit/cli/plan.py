@@ -108,6 +108,7 @@ def _plan(
 ) -> Plan:
     from snugfit.cli.progress import telling
     from snugfit.planning.cache import key_of, recall, remember
+    from snugfit.planning.plan import Plan
     from snugfit.planning.search import plan as search
 
     key = key_of(
@@ -118,7 +119,7 @@ def _plan(
         objective=objective,
         ranked=ranked,
     )
-    if key and not fresh and (known := recall(key)):
+    if key and not fresh and (known := recall(key, Plan.from_json)):
         return known
     with telling() as tell:
         found = search(

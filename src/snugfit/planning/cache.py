@@ -1,10 +1,11 @@
 """Plans remembered: a question asked again is answered from a file.
 
-A plan is one JSON file in the user's cache folder (`$XDG_CACHE_HOME/snugfit/plans`, or `~/.cache/...`),
-named by a digest of all that it depends on: the job, the GPU and its rates (a calibration changes them), the
-memory, fidelity and objective, the versions of the packages that it was rehearsed with, and the source files
-of snugfit itself. A file that is damaged, or that another version wrote, counts as none. A folder that cannot
-be written is no error: the plan is made anew each time.
+A plan, or the plans for many GPUs, is one JSON file in the user's cache folder
+(`$XDG_CACHE_HOME/snugfit/plans`, or `~/.cache/...`), named by a digest of all that it depends on: the job,
+the GPUs and their rates (a calibration changes them), the memory, fidelity and objective, the versions of the
+packages that it was rehearsed with, and the source files of snugfit itself. A file that is damaged, or that
+another version wrote, counts as none. A folder that cannot be written is no error: the plan is made anew each
+time.
 """
 
 from __future__ import annotations
@@ -15,16 +16,27 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from snugfit.errors import SnugfitError
-from snugfit.planning.plan import Plan
+from snugfit.errors import GpuError, SnugfitError
 from snugfit.prediction.profile import installed_versions
 from snugfit.prediction.rates import rates_for
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from snugfit.job.gpu import Gpu
     from snugfit.job.job import Job
+
+_Answer = TypeVar("_Answer")
+
+
+class Rememberable(Protocol):
+    """What can be written down."""
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object."""
+
 
 LARGEST_FILE = 16 << 20
 """A plan is some hundred kilobytes; what is larger is none."""
@@ -37,15 +49,15 @@ def folder() -> Path:
     return root / "snugfit" / "plans"
 
 
-def key_of(job: Job, gpu: Gpu | None, **asked: Any) -> str | None:
-    """A digest of all that a plan depends on; None for a model that lives in this process only. Raises
-    `GpuError` as `rates_for` does."""
+def key_of(job: Job, *gpus: Gpu | None, **asked: Any) -> str | None:
+    """A digest of all that a plan for these GPUs depends on; None for a model that lives in this process
+    only."""
     if job.model.module is not None:
         return None
     question = {
         "job": job.to_json(),
-        "gpu": gpu.to_json() if gpu else None,
-        "rates": rates_for(gpu).to_json() if gpu else None,
+        "gpus": [gpu.to_json() for gpu in gpus if gpu],
+        "rates": [_rates(gpu) for gpu in gpus if gpu],
         "asked": asked,
         "versions": installed_versions(),
         "source": _source(),
@@ -54,31 +66,40 @@ def key_of(job: Job, gpu: Gpu | None, **asked: Any) -> str | None:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def recall(key: str) -> Plan | None:
-    """The plan that was remembered under this key; None when there is none that can be read."""
+def recall(key: str, read: Callable[[dict[str, Any]], _Answer]) -> _Answer | None:
+    """What was remembered under this key, as `read` makes it of its document; None when there is none that
+    can be read."""
     path = folder() / f"{key}.json"
     try:
         if path.stat().st_size > LARGEST_FILE:
             return None
         document = json.loads(path.read_text(encoding="utf-8"))
-        return Plan.from_json(document) if isinstance(document, dict) else None
+        return read(document) if isinstance(document, dict) else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SnugfitError):
         return None
 
 
-def remember(key: str, plan: Plan) -> None:
-    """Writes the plan down, whole or not at all."""
+def remember(key: str, answer: Rememberable) -> None:
+    """Writes the answer down, whole or not at all."""
     path = folder() / f"{key}.json"
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, beside = tempfile.mkstemp(dir=path.parent, prefix=".plan-")
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(plan.to_json(), file)
+                json.dump(answer.to_json(), file)
             os.replace(beside, path)
         except BaseException:
             Path(beside).unlink(missing_ok=True)
             raise
+
+
+def _rates(gpu: Gpu) -> Any:
+    """How fast this GPU is, or why that is not known."""
+    try:
+        return rates_for(gpu).to_json()
+    except GpuError as unknown:
+        return str(unknown)
 
 
 def _source() -> str:

@@ -1,0 +1,199 @@
+"""Plans for many GPUs, in a terminal and as Markdown: which card trains this, and what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from snugfit.planning.across import Across, OnGpu
+from snugfit.planning.plan import Choice
+from snugfit.planning.prices import Cost, Prices, cheapest, cost
+from snugfit.report.grid import Grid, escape, terminal
+from snugfit.report.grid import markdown as markdown_table
+from snugfit.report.terminal import words
+from snugfit.units import GIB, show_bytes, show_seconds
+
+HOUR = 3600
+SCALED = "~"
+"""Stands before seconds that were scaled from another GPU's by data sheet."""
+
+
+def render(found: Across, prices: Prices, steps: int | None = None) -> RenderableType:
+    """The whole report."""
+    parts: list[RenderableType] = [words(question(found), "bold")]
+    parts += [words(line, "bold green" if found.fitting else "bold red") for line in headline(found, prices)]
+    parts += [words(line) for line in the_run(found, prices, steps)]
+    parts += [Text(), terminal(table(found, prices, steps))]
+    parts += [terminal(grid) for grid in unknown(found)]
+    parts += [words(line) for line in looked_at(found)]
+    return Group(*parts)
+
+
+def markdown(found: Across, prices: Prices, steps: int | None = None) -> str:
+    """The same for a file."""
+    lines = [f"## {escape(question(found))}"]
+    lines += ["\n".join(f"- **{escape(line)}**" for line in headline(found, prices))]
+    lines += [escape(line) for line in the_run(found, prices, steps)]
+    lines += [markdown_table(table(found, prices, steps)).rstrip()]
+    lines += [markdown_table(grid).rstrip() for grid in unknown(found)]
+    lines += [escape(line) for line in looked_at(found)]
+    return "\n\n".join(lines) + "\n"
+
+
+def question(found: Across) -> str:
+    """What was asked, in one line."""
+    job = found.job
+    what = f"{job.model.name} · {job.task} · {job.phase} · batch {job.batch_size} × {job.sequence_length}"
+    return f"{what} · {len(found.answers)} GPUs · fidelity {found.fidelity} · objective {found.objective}"
+
+
+def headline(found: Across, prices: Prices) -> Iterator[str]:
+    """The answers that are asked for: the smallest card, the fastest, the cheapest."""
+    if not found.fitting:
+        yield f"None of these GPUs trains this. {_nearest(found)}".strip()
+        return
+    named = {
+        "The smallest that trains this": found.smallest,
+        "The fastest": found.fastest,
+        "The cheapest": cheapest(found, prices),
+    }
+    for what, answer in named.items():
+        if answer and answer.choice:
+            taking = _taking(answer, answer.choice)
+            yield f"{what}: {answer.key}{_about(what, answer, prices)}, with {taking}."
+
+
+def _about(what: str, answer: OnGpu, prices: Prices) -> str:
+    each = cost(answer, prices, None)
+    if what == "The cheapest" and each.per_1000_samples:
+        return f" ({_money(each.per_1000_samples)} USD for 1,000 samples at {each.per_hour:g} USD an hour)"
+    return f" ({show_bytes(answer.gpu.memory_bytes or 0)})" if "smallest" in what else ""
+
+
+def _taking(answer: OnGpu, choice: Choice) -> str:
+    seconds = f", {_ms(answer, choice)} ms a step" if choice.step_seconds else ""
+    return f"{choice.recipe}: {show_bytes(choice.needed_bytes)}{seconds}"
+
+
+def _nearest(found: Across) -> str:
+    lacking = [
+        (answer.choice.needed_bytes - (answer.gpu.memory_bytes or 0), answer.key, answer.choice.recipe)
+        for answer in found.answers
+        if answer.choice
+    ]
+    if not lacking:
+        return ""
+    least, key, recipe = min(lacking)
+    return f"The nearest miss: {key} lacks {show_bytes(least)} for {recipe}."
+
+
+def the_run(found: Across, prices: Prices, steps: int | None) -> Iterator[str]:
+    """A line about the whole run, where its length was said."""
+    if steps:
+        samples = steps * found.job.batch_size
+        yield f"The run: {steps:,} steps, {samples:,} samples. Start-up and loading of data are not counted."
+    unpriced = [answer.key for answer in found.fitting if answer.key not in prices.per_hour]
+    if prices.per_hour and unpriced:
+        yield f"{len(unpriced)} GPUs that train this have no price."
+
+
+def table(found: Across, prices: Prices, steps: int | None) -> Grid:
+    """A line for each GPU whose bytes are known, the best first, and those on which nothing fits last."""
+    costs = {answer.key: cost(answer, prices, steps) for answer in found.answers}
+    columns = _columns(found, prices, steps)
+    known = [answer for answer in found.answers if answer.choice]
+    rows = [
+        tuple(show(answer, answer.choice, costs[answer.key]) for _, show in columns)
+        for answer in sorted(known, key=lambda answer: _order(found, answer, costs[answer.key]))
+        if answer.choice
+    ]
+    scaled = any(answer.measured_rates is False for answer in known)
+    note = f"{SCALED} scaled from an H200's achieved rates by data sheet: nobody measured this GPU here."
+    return Grid(
+        title="On each GPU the best recipe; where nothing fits, the one that lacks least",
+        heads=tuple(head for head, _ in columns),
+        rows=tuple(rows),
+        note=note if scaled else "",
+    )
+
+
+_Show = Callable[[OnGpu, Choice, Cost], str]
+
+
+def _columns(found: Across, prices: Prices, steps: int | None) -> list[tuple[str, _Show]]:
+    columns: list[tuple[str, _Show]] = [
+        ("GPU", lambda answer, choice, cost: answer.key),
+        ("GiB>", lambda answer, choice, cost: f"{(answer.gpu.memory_bytes or 0) / GIB:,.1f}"),
+        ("Recipe", lambda answer, choice, cost: choice.recipe),
+        ("needs GiB>", lambda answer, choice, cost: f"{choice.needed_bytes / GIB:,.2f}"),
+        ("", lambda answer, choice, cost: "" if answer.fits else "does not fit"),
+        ("ms a step>", lambda answer, choice, cost: _ms(answer, choice) if choice.step_seconds else "?"),
+        ("samples/s>", lambda answer, choice, cost: _number(choice.samples_per_second)),
+    ]
+    if steps:
+        columns.append(("run>", lambda answer, choice, cost: _duration(cost.run_seconds)))
+    if prices.per_hour:
+        columns.append(("USD/h>", lambda answer, choice, cost: _money(cost.per_hour)))
+        columns.append(("USD/1,000>", lambda answer, choice, cost: _money(cost.per_1000_samples)))
+    if prices.per_hour and steps:
+        columns.append(("USD a run>", lambda answer, choice, cost: _money(cost.run)))
+    if all(answer.fits for answer in found.answers if answer.choice):
+        columns = [column for column in columns if column[0]]
+    return columns
+
+
+def _order(found: Across, answer: OnGpu, cost: Cost) -> tuple[float, ...]:
+    """What fits before what does not; then by the objective, what is not known last."""
+    choice = answer.choice
+    assert choice is not None
+    seconds, far = answer.seconds, float("inf")
+    by = {
+        "speed": (seconds or far,),
+        "memory": (choice.needed_bytes, seconds or far),
+        "cost": (far if cost.per_1000_samples is None else cost.per_1000_samples, seconds or far),
+    }
+    lacking = choice.needed_bytes - (answer.gpu.memory_bytes or 0)
+    return (0.0, *by[found.objective]) if answer.fits else (1.0, lacking)
+
+
+def unknown(found: Across) -> list[Grid]:
+    """What cannot be told, and why."""
+    rows = tuple((answer.key, answer.why) for answer in found.answers if answer.why)
+    return [Grid(title="What cannot be told", heads=("GPU", "Why"), rows=rows)] if rows else []
+
+
+def looked_at(found: Across) -> Iterator[str]:
+    """How much was looked at."""
+    if found.counts:
+        recipes = max(counts.recipes for counts in found.counts)
+        judged = sum(counts.replayed for counts in found.counts)
+        yield (
+            f"{recipes:,} lawful recipes; GPUs that run the same kernels were searched together, "
+            f"{len(found.counts)} searches in all, {judged:,} recipes put together whole. Each answer was "
+            "judged by its GPU's own workspaces and scratch."
+        )
+
+
+def _ms(answer: OnGpu, choice: Choice) -> str:
+    return f"{SCALED if answer.measured_rates is False else ''}{choice.step_seconds * 1e3:,.1f}"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.1f}" if value else "?"
+
+
+def _money(value: float | None) -> str:
+    """Three figures, or none where it is not known."""
+    if value is None:
+        return ""
+    return f"{value:,.2f}" if value >= 1 else f"{value:.3g}"
+
+
+def _duration(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    if seconds < HOUR:
+        return show_seconds(seconds) if seconds < 60 else f"{seconds / 60:,.1f} min"
+    return f"{seconds / HOUR:,.1f} h"
