@@ -164,7 +164,7 @@ def test_a_factor_beyond_belief_is_told_and_not_taken_in() -> None:
         {"contaminated": "another process"},
         {"crowded": "another process took 4 cores"},
         {"outcome": "oom:torch", "step_seconds": None},
-        {"spread": 0.3},
+        {"spread": 0.6},
     ],
 )
 def test_too_few_clean_runs_teach_nothing(spoilt: dict[str, object]) -> None:

@@ -1,10 +1,16 @@
-"""`snugfit accuracy`: jobs that nobody chose, predicted and measured."""
+"""`snugfit accuracy`: jobs that nobody chose, predicted and measured; and what becomes of such results later.
+
+It draws (each run a job of its own, or several recipes of each job, or each job's best recipes by its plan),
+goes on with a draw that was only predicted or was interrupted, predicts one again with today's code, or shows
+what there is. What does not go together is said before anything begins.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -14,16 +20,54 @@ from snugfit.errors import GpuError, OutsideBand, UsageError
 
 if TYPE_CHECKING:
     from snugfit.comparison.runs import Accuracy
+    from snugfit.job.gpu import Gpu
 
-Draw = Annotated[int, typer.Option("--draw", help="How many jobs and recipes.", min=1, max=1000)]
+ORDER, LATER = "The order of recipes", "What was drawn before"
+
+Draw = Annotated[int, typer.Option("--draw", help="How many jobs.", min=1, max=1000)]
 Seed = Annotated[int, typer.Option(help="What they are drawn from.", min=0)]
+WithinJob = Annotated[
+    int | None,
+    typer.Option(
+        metavar="R", help="So many drawn recipes of each job.", min=2, max=64, rich_help_panel=ORDER
+    ),
+]
+Top = Annotated[
+    int | None,
+    typer.Option(metavar="K", help="The best K recipes of each job's plan.", min=2, max=64,
+                 rich_help_panel=ORDER),
+]  # fmt: skip
+Jobs = Annotated[
+    list[Path] | None,
+    typer.Option("--job", help="A job file in place of a drawn job; repeatable.", rich_help_panel=ORDER),
+]
 Output = Annotated[Path, typer.Option(help="Folder for the result.", file_okay=False)]
 PredictOnly = Annotated[bool, typer.Option("--predict-only", help="Draw and predict; measure nothing.")]
 Workers = Annotated[
     int | None, typer.Option(help="Processes that predict side by side. [4, or one a core]", min=1)
 ]
+Measure = Annotated[
+    Path | None,
+    typer.Option(help="Measure here what this file only predicts, and write it there.", metavar="FILE",
+                 rich_help_panel=LATER),
+]  # fmt: skip
+Rescore = Annotated[
+    Path | None,
+    typer.Option(help="Predict this file's runs again; what was measured stands.", metavar="FILE",
+                 rich_help_panel=LATER),
+]  # fmt: skip
+RatesFile = Annotated[
+    Path | None,
+    typer.Option("--rates", help="With --rescore: a calibration to take the rates from.", metavar="FILE",
+                 rich_help_panel=LATER),
+]  # fmt: skip
 Show = Annotated[
-    Path | None, typer.Option(help="Show the results in this file or folder; draw nothing.", metavar="PATH")
+    Path | None,
+    typer.Option(help="Show the results in this file or folder; draw nothing.", metavar="PATH",
+                 rich_help_panel=LATER),
+]  # fmt: skip
+Plot = Annotated[
+    Path | None, typer.Option(help="Draw the errors of seconds into this .png or .svg.", dir_okay=False)
 ]
 Format = Annotated[Literal["terminal", "markdown", "json"], typer.Option("--format", help="What to print.")]
 
@@ -36,66 +80,180 @@ def accuracy(
     draw: Draw = 16,
     seed: Seed = 0,
     gpu: given.GpuName = None,
+    within_job: WithinJob = None,
+    top: Top = None,
+    job: Jobs = None,
     output: Output = Path("snugfit-accuracy"),
     predict_only: PredictOnly = False,
     workers: Workers = None,
+    measure: Measure = None,
+    rescore: Rescore = None,
+    rates: RatesFile = None,
     show: Show = None,
+    plot: Plot = None,
     form: Format = "terminal",
     as_json: given.AsJson = False,
 ) -> None:
     """Draw jobs and recipes, predict and measure each, and show the errors."""
     form = "json" if as_json else form
+    _refuse(locals())
     if show is not None:
-        _print(_read(show), form)
+        _answer(_read(show), form, plot)
         return
-    from snugfit.cli.progress import telling
-    from snugfit.comparison.accuracy import accuracy as run
-    from snugfit.job.gpu import find_gpu
-    from snugfit.report.accuracy import file_name
-    from snugfit.report.files import writable_folder
-
-    here = gpu_here()
-    if here is None and not predict_only:
-        raise GpuError("There is no GPU here to measure on. Try --predict-only --gpu NAME.")
-    if gpu is None and here is None:
-        raise GpuError("No GPU to predict for: add --gpu NAME. `snugfit gpus` lists them.")
-    wanted = find_gpu(gpu or here or "")
-    file = writable_folder(output) / file_name(seed)
-    with telling() as tell:
-        result = run(
-            seed,
-            draw,
-            wanted,
-            file=file,
-            measured=not predict_only,
-            workers=workers or min(USUAL_WORKERS, os.cpu_count() or 1),
-            tell=tell,
+    workers = workers or min(USUAL_WORKERS, os.cpu_count() or 1)
+    if measure is not None:
+        result, file = _measured(measure)
+    elif rescore is not None:
+        result, file = _rescored(rescore, rates, output, workers)
+    else:
+        wanted = _gpu(gpu, predict_only)
+        result, file = _drawn(
+            wanted, output, workers, draw, seed, within_job, top, job or [], not predict_only
         )
-    _print([result], form)
+    _answer([result], form, plot)
     typer.echo(f"Written: {file}", err=form != "terminal")
     if result.outside:
         raise OutsideBand(f"{len(result.outside)} of {len(result.runs)} runs are outside the band.")
 
 
-def _print(results: list[Accuracy], form: str) -> None:
+def _refuse(asked: dict[str, Any]) -> None:
+    """What does not go together."""
+    ways = [name for name in ("within_job", "top", "measure", "rescore", "show") if asked[name] is not None]
+    if len(ways) > 1:
+        shown = " and ".join(f"--{name.replace('_', '-')}" for name in ways)
+        raise UsageError(f"{shown} are different questions. Ask one of them.")
+    if asked["rates"] is not None and ways != ["rescore"]:
+        raise UsageError("--rates goes with --rescore; a draw takes this GPU's own (snugfit calibrate).")
+    if asked["job"] and ways not in (["within_job"], ["top"]):
+        raise UsageError("--job names what would be drawn; it goes with --within-job or --top.")
+    plot = asked["plot"]
+    if plot is not None and plot.suffix not in (".png", ".svg"):
+        raise UsageError(f"--plot {plot}: a plot is a .png or a .svg file.")
+
+
+def _gpu(name: str | None, predict_only: bool) -> Gpu:
+    """The GPU to predict for; measuring needs one here."""
+    from snugfit.job.gpu import find_gpu
+
+    here = gpu_here()
+    if here is None and not predict_only:
+        raise GpuError("There is no GPU here to measure on. Try --predict-only --gpu NAME.")
+    if name is None and here is None:
+        raise GpuError("No GPU to predict for: add --gpu NAME. `snugfit gpus` lists them.")
+    return find_gpu(name or here or "")
+
+
+def _drawn(
+    gpu: Gpu,
+    output: Path,
+    workers: int,
+    count: int,
+    seed: int,
+    recipes: int | None,
+    top: int | None,
+    files: list[Path],
+    measured: bool,
+) -> tuple[Accuracy, Path]:
+    """A new draw, of whichever kind was asked for."""
+    from snugfit.cli.progress import telling
+    from snugfit.comparison import accuracy as room
+    from snugfit.report.accuracy import file_name
+    from snugfit.report.files import writable_folder
+
+    named = [_job(file) for file in files]
+    kind = "within-job" if recipes else "top" if top else "drawn"
+    called = "-".join(file.stem for file in files)[:80] or f"seed{seed}"
+    file = writable_folder(output) / file_name(called, kind, top or 0)
+    with telling() as tell:
+        how: Any = {"file": file, "measured": measured, "tell": tell}
+        if recipes:
+            jobs = named or count
+            return room.within_jobs(seed, jobs, recipes, gpu, workers=workers, **how), file
+        if top:
+            jobs = named or room.drawn_jobs(seed, count)
+            ranked = _ranked(gpu, top, workers, tell)
+            return room.best_of(jobs, top, ranked, gpu, seed=None if named else seed, **how), file
+        return room.accuracy(seed, count, gpu, workers=workers, **how), file
+
+
+def _ranked(gpu: Gpu, count: int, workers: int, tell: Callable[[str], None]) -> Any:
+    """A job's best recipes by its plan."""
+    from snugfit.cli.verify import foreseen
+    from snugfit.planning.search import plan
+
+    def ranked(job: Any) -> list[Any]:
+        found = plan(job, gpu=gpu, ranked=count, workers=workers, tell=tell)
+        return [foreseen(choice) for choice in found.ranked]
+
+    return ranked
+
+
+def _job(file: Path) -> Any:
+    """The job in a job file."""
+    from snugfit.cli.request import Request
+    from snugfit.techniques.recipe import Recipe
+
+    request = Request.read({"job_file": file})
+    if request.recipe != Recipe():
+        raise UsageError(f"{file}: it names a recipe, and here recipes are drawn or planned. Leave it out.")
+    return request.job
+
+
+def _measured(file: Path) -> tuple[Accuracy, Path]:
+    """What a file only predicts, measured here."""
+    from snugfit.cli.progress import telling
+    from snugfit.comparison.accuracy import measure_rest
+    from snugfit.comparison.kept import read
+    from snugfit.job.gpu import find_gpu
+
+    result, here = read(file), gpu_here()
+    if here is None:
+        raise GpuError("There is no GPU here to measure on.")
+    if find_gpu(here).key != find_gpu(result.gpu).key:
+        raise GpuError(f"{file} predicts for {result.gpu}, and the GPU here is {here}.")
+    with telling() as tell:
+        return measure_rest(result, file=file, tell=tell), file
+
+
+def _rescored(source: Path, rates_file: Path | None, output: Path, workers: int) -> tuple[Accuracy, Path]:
+    """A file's runs predicted again."""
+    from snugfit.cli.progress import telling
+    from snugfit.comparison.accuracy import rescore
+    from snugfit.comparison.kept import read, read_rates
+    from snugfit.job.gpu import find_gpu
+    from snugfit.report.files import writable_folder
+
+    result = read(source)
+    gpu = find_gpu(result.gpu)
+    rates = read_rates(rates_file, gpu) if rates_file else None
+    file = writable_folder(output) / f"{source.stem.removesuffix('-rescored')}-rescored.json"
+    with telling() as tell:
+        return rescore(result, gpu, file=file, rates=rates, workers=workers, tell=tell), file
+
+
+def _answer(results: list[Accuracy], form: str, plot: Path | None) -> None:
     from snugfit.report import accuracy as report
     from snugfit.report.terminal import show, show_json
 
+    if plot is not None:
+        from snugfit.report.accuracy_plot import draw
+        from snugfit.report.files import write_atomically
+
+        write_atomically(plot, draw(results, plot.suffix[1:]))
     if form == "markdown":
-        typer.echo(report.document(results), nl=False)
-    elif form == "json":
-        for result in results:
-            show_json(result.to_json())
-    else:
-        for result in results:
-            show(report.render(result))
+        from snugfit.report.accuracy_page import document
+
+        typer.echo(document(results), nl=False)
+        return
+    for result in results:
+        show_json(result.to_json()) if form == "json" else show(report.render(result))
 
 
 def _read(path: Path) -> list[Accuracy]:
-    """The results in a file, or in a folder's `accuracy-seed*.json`."""
+    """The results in a file, or in a folder's `accuracy-*.json`."""
     from snugfit.comparison.kept import read
 
-    files = sorted(path.glob("accuracy-seed*.json")) if path.is_dir() else [path]
+    files = sorted(path.glob("accuracy-*.json")) if path.is_dir() else [path]
     if not files:
-        raise UsageError(f"--show {path}: no accuracy-seed*.json there.")
+        raise UsageError(f"--show {path}: no accuracy-*.json there.")
     return [read(file) for file in files]

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from snugfit.comparison.ask import side_by_side
+from snugfit.comparison.draw import job_for
 from snugfit.comparison.foresee import Foreseen, foresee, foresee_again, foresee_job, recipes_of
 from snugfit.comparison.kept import keep
 from snugfit.comparison.runs import Accuracy, Run
@@ -91,6 +92,11 @@ def within_jobs(
 
 def _recipes_of(gpu: Gpu, recipes: int, seed: int, job: tuple[int, Job]) -> list[Run]:
     return recipes_of(job[1], gpu, recipes, seed=seed, number=job[0])
+
+
+def drawn_jobs(seed: int, count: int) -> list[Job]:
+    """So many drawn jobs that train."""
+    return [job_for(seed, number).job for number in range(count)]
 
 
 def best_of(

@@ -6,7 +6,9 @@ from pathlib import Path
 
 from snugfit.comparison.runs import READABLE, Accuracy
 from snugfit.errors import SnugfitError, UsageError
+from snugfit.job.gpu import Gpu
 from snugfit.measurement.exchange import BadDocument, read_document, write_document
+from snugfit.prediction.rates import Rates
 
 LARGEST_FILE = 64 << 20
 
@@ -42,6 +44,23 @@ def keep(result: Accuracy, file: Path) -> None:
         write_document(file, result.to_json())
     except OSError as error:
         raise SnugfitError(f"{file}: cannot be written ({error.strerror}).") from None
+
+
+def read_rates(file: Path, gpu: Gpu) -> Rates:
+    """The rates in a calibration's file. Raises `UsageError` when they are none, or another GPU's."""
+    try:
+        document = read_document(file)
+        rates = Rates.from_json(document["rates"])
+    except FileNotFoundError:
+        raise UsageError(f"{file}: no such file.") from None
+    except (BadDocument, KeyError, TypeError, ValueError, AttributeError) as fault:
+        raise UsageError(
+            f"{file} is no calibration ({type(fault).__name__}: {fault}). Name a file that `snugfit "
+            "calibrate` wrote."
+        ) from None
+    if rates.gpu != gpu.key:
+        raise UsageError(f"{file} holds the rates of {rates.gpu}, and the runs are of {gpu.key}.")
+    return rates
 
 
 def _no_result(file: Path, why: str) -> UsageError:

@@ -28,7 +28,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from snugfit.comparison.ask import side_by_side
-from snugfit.measurement.stopwatch import LARGEST_SPREAD
 from snugfit.prediction.device import policy_for
 from snugfit.prediction.profile import Software
 from snugfit.prediction.rates import Rates, rates_for
@@ -41,6 +40,10 @@ if TYPE_CHECKING:
 
 FEWEST = 3
 """Runs from which anything is learned: one more than there are factors."""
+
+WILDEST = 0.5
+"""Spread of a run's steps beyond which their median says little. Steps that the host bounds vary by a fifth
+on a shared machine, and the median of eight of them by less than half of that."""
 
 LARGEST_FACTOR = 3.0
 """A factor beyond it, either way, is not believed: something else went wrong."""
@@ -143,9 +146,9 @@ def learn(
 
 
 def _trusted(run: Run) -> bool:
-    """Whether its seconds are the machine's own, and steady."""
+    """Whether its seconds are the machine's own, and no wild ones."""
     alone = run.contaminated is None and run.crowded is None
-    return run.seconds is not None and alone and (run.spread or 0.0) <= LARGEST_SPREAD
+    return run.seconds is not None and alone and (run.spread or 0.0) <= WILDEST
 
 
 def _doubt(host: float, device: float, before: Sequence[float], after: Sequence[float]) -> str:
@@ -253,6 +256,7 @@ def slower(rates: Rates, *, host: float, device: float) -> Rates:
         attention=attention,
         patterns=patterns,
         bandwidth=rates.bandwidth / device,
+        link=rates.link / device,
         start=rates.start * device,
         host=rates.host.slower(host),
     )

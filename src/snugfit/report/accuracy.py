@@ -1,17 +1,17 @@
-"""A draw in a terminal and in Markdown: every run with its errors, the quantiles, and the band."""
+"""Draws in a terminal: every run with its errors, the order within jobs, the quantiles, and the band."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import Group, RenderableType
 
-from snugfit.comparison.families import FAMILIES
+from snugfit.comparison.ranking import by_job, gap
 from snugfit.comparison.runs import BAND, Accuracy, Run, quantiles
-from snugfit.report.grid import Grid, markdown, terminal
+from snugfit.report.grid import Grid, terminal
 from snugfit.report.job import sizes
+from snugfit.report.order import gap_line, order_line, per_cent, recipes_grid, seen_bytes, seen_seconds
 from snugfit.report.terminal import words
-from snugfit.units import show_mib
 
 FIGURES = {
     "requested_bytes": "requested",
@@ -20,54 +20,90 @@ FIGURES = {
     "nvml_bytes": "NVML",
     "step_seconds": "step",
 }
-SHOWN = (*BAND, "step_seconds")
+GAP = 0.05
+"""What the first choice of a plan may lose to the best of its measured recipes."""
 
 
 def render(result: Accuracy) -> RenderableType:
     """The draw for a terminal."""
+    parts = [terminal(grid) for grid in grids(result)]
+    told = [words(line) for line in about_order(result)]
     complaints = [words(f"Run {run.number}: {run.complaint}", "red") for run in result.outside]
-    return Group(terminal(runs_grid(result)), terminal(summary_grid(result)), *complaints)
+    return Group(words(title(result), "bold"), *parts, *told, terminal(summary_grid(result)), *complaints)
+
+
+def grids(result: Accuracy) -> Iterator[Grid]:
+    """The runs: one table, or one for each job where jobs have several."""
+    if result.kind == "drawn":
+        yield runs_grid(result)
+        return
+    for runs in by_job(result.runs):
+        lines = [order_line(runs), gap_line(runs) if result.kind == "top" else ""]
+        yield recipes_grid(runs, job_words(runs[0]), " ".join(filter(None, lines)))
 
 
 def runs_grid(result: Accuracy) -> Grid:
     """One row a run."""
-    heads = ("", "Job", "Recipe", "NVML MiB>", "seen MiB>")
+    heads = ("", "Job", "Recipe", "NVML MiB>", "seen>", "allocated %>", "reserved %>", "NVML %>")
     return Grid(
-        title=title(result),
-        heads=(*heads, *(f"{FIGURES[figure]} %>" for figure in SHOWN), "bound by"),
-        rows=tuple(_row(run) for run in result.runs),
-    )
+        title=f"Runs of seed {result.seed}",
+        heads=(*heads, "ms a step>", "seen>", "%>", "bound by"),
+        rows=tuple(
+            (
+                str(run.number), job_words(run), str(run.recipe), *seen_bytes(run), *seen_seconds(run),
+                run.bound or "",
+            )
+            for run in result.runs
+        ),
+    )  # fmt: skip
 
 
 def title(result: Accuracy) -> str:
     """What was drawn, and where it ran."""
     families = len({run.family for run in result.runs})
+    jobs = len(by_job(result.runs))
+    what = f"Seed {result.seed}" if result.seed is not None else "Named jobs"
+    runs = {
+        "drawn": f"{len(result.runs)} runs of {families} families",
+        "within-job": f"{len(result.runs)} runs of {jobs} jobs, each in drawn recipes",
+        "top": f"{len(result.runs)} runs of {jobs} jobs, each in its plan's best recipes",
+    }
     where = f"measured on {result.device}" if result.device else f"predicted for {result.gpu}, not measured"
-    return f"Seed {result.seed}: {len(result.runs)} runs of {families} families, {where}"
+    again = f", predicted again {result.rescored}" if result.rescored else ""
+    return f"{what}: {runs.get(result.kind, runs['drawn'])}, {where}{again}"
 
 
-def _row(run: Run) -> tuple[str, ...]:
+def job_words(run: Run) -> str:
+    """A drawn job in one cell."""
     job = run.job
     what = f"{job.model.name}: {job.task}, {sizes(job)}"
     extras = [f"built on the {job.build_on}"] if job.build_on != "device" else []
     extras += [f"padding {job.padding:g}"] if job.padding else []
     extras += ["evaluate"] if not job.trains else []
-    return (
-        str(run.number),
-        ", ".join([what, *extras]),
-        str(run.recipe),
-        _mib(run.predicted.nvml_bytes if run.predicted else None),
-        _seen(run),
-        *(_per_cent(run.error(figure)) for figure in SHOWN),
-        run.bound or "",
-    )
+    return ", ".join([what, *extras])
 
 
-def _seen(run: Run) -> str:
-    """What was measured, or how the run died."""
-    if run.outcome not in (None, "ok"):
-        return str(run.outcome)
-    return _mib(run.measured.nvml_bytes if run.measured else None)
+def about_order(result: Accuracy) -> Iterator[str]:
+    """The order within all jobs together, and what first choices lost."""
+    if result.kind == "drawn":
+        return
+    if line := order_line(result.runs):
+        yield f"All jobs together. {line}"
+    if result.kind == "top":
+        yield from gaps_line(by_job(result.runs))
+
+
+def gaps_line(jobs: Sequence[Sequence[Run]]) -> Iterator[str]:
+    """How many first choices were near the best, and the worst of them."""
+    lost = [gap(runs) for runs in jobs if any(run.outcome for run in runs)]
+    known = [each for each in lost if each is not None]
+    if lost:
+        inside = sum(each <= GAP for each in known)
+        worst = f"; the worst is {100 * max(known):.1f} % behind" if known else ""
+        yield (
+            f"The plan's first choice is within {100 * GAP:g} % of the best of its measured recipes on "
+            f"{inside} of {len(lost)} jobs{worst}."
+        )
 
 
 def summary_grid(result: Accuracy) -> Grid:
@@ -75,14 +111,14 @@ def summary_grid(result: Accuracy) -> Grid:
     rows = []
     for figure, name in FIGURES.items():
         errors = result.errors(figure)
-        shown = [_per_cent(error, signed=False) for error in quantiles(errors)]
+        shown = [per_cent(error, signed=False) for error in quantiles(errors)]
         band = BAND.get(figure)
         inside = sum(error <= band for error in errors) if band else None
         rows.append(
             (
                 name,
                 *shown,
-                _per_cent(band, signed=False),
+                per_cent(band, signed=False),
                 f"{inside} of {len(errors)}" if inside is not None else "",
             )
         )
@@ -100,43 +136,7 @@ def _verdict(result: Accuracy) -> str:
     return f"All {len(result.runs)} runs are inside the band."
 
 
-def document(results: Sequence[Accuracy]) -> str:
-    """`docs/accuracy.md`: what is claimed, how it was found, and every drawn run."""
-    band = ", ".join(f"{FIGURES[figure]} {100 * share:g} %" for figure, share in BAND.items())
-    parts = [_HEAD.format(band=band, families=len(FAMILIES))]
-    for result in results:
-        parts += [markdown(runs_grid(result)), _outside(result), markdown(summary_grid(result))]
-        versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
-        parts.append(f"Predicted with {versions}.\n")
-    return "\n".join(part for part in parts if part)
-
-
-def _outside(result: Accuracy) -> str:
-    lines = (f"- Run {run.number}: {' '.join((run.complaint or '').split())}\n" for run in result.outside)
-    return "".join(lines)
-
-
-_HEAD = """# Accuracy
-
-Written by `snugfit accuracy --show FOLDER --format markdown` from the files in that folder.
-
-A seed draws models, jobs and recipes over {families} families; each is predicted, then measured in a process
-of its own, and none is left out. The largest errors that are allowed: {band}. Errors are
-`predicted / measured - 1`, of the peak over the whole run. How a run is measured stands in
-[measuring.md](measuring.md).
-"""
-
-
-def _mib(amount: int | None) -> str:
-    return "" if amount is None else show_mib(amount)
-
-
-def _per_cent(share: float | None, *, signed: bool = True) -> str:
-    if share is None:
-        return ""
-    return f"{100 * share:+.2f}" if signed else f"{100 * share:.2f}"
-
-
-def file_name(seed: int) -> str:
-    """The file of a seed's draw."""
-    return f"accuracy-seed{seed}.json"
+def file_name(result: str, kind: str = "drawn", count: int = 0) -> str:
+    """The file of a draw: by its seed or its jobs' files, and what was drawn of them."""
+    ending = {"drawn": "", "within-job": "-within-job", "top": f"-top{count}"}[kind]
+    return f"accuracy-{result}{ending}.json"

@@ -9,14 +9,12 @@ from typing import Any
 from rich.console import Group, RenderableType
 
 from snugfit.comparison.learn import Learned, mean_size
-from snugfit.comparison.runs import Run
 from snugfit.comparison.verify import Verification
 from snugfit.planning.plan import Plan
 from snugfit.report.grid import Grid, escape, terminal
 from snugfit.report.grid import markdown as markdown_table
-from snugfit.report.order import gap_line, order_line
+from snugfit.report.order import gap_line, order_line, recipes_grid
 from snugfit.report.terminal import words
-from snugfit.units import show_mib
 
 
 def render(found: Verification) -> RenderableType:
@@ -37,37 +35,9 @@ def document(plan: Plan, found: Verification) -> dict[str, Any]:
 
 
 def grid(found: Verification) -> Grid:
-    """One row a recipe, in the plan's order; errors are the shares by which predictions are too high."""
+    """One row a recipe, in the plan's order."""
     where = found.device or "not measured"
-    places = _places(found)
-    heads = ("", "Recipe", "NVML MiB>", "seen>", "allocated %>", "reserved %>", "NVML %>")
-    return Grid(
-        title=f"The plan's best, foreseen for {found.gpu} and measured on {where}",
-        heads=(*heads, "ms a step>", "seen>", "%>", "place seen>"),
-        rows=tuple(_row(run, places.get(run.number)) for run in found.runs),
-    )
-
-
-def _row(run: Run, place: int | None) -> tuple[str, ...]:
-    measured = run.measured if run.outcome == "ok" else None
-    seen = _mib(measured.nvml_bytes if measured else None) or (run.outcome if not measured else "") or ""
-    return (
-        str(run.number + 1),
-        str(run.recipe),
-        _mib(run.predicted.nvml_bytes if run.predicted else None),
-        seen,
-        *(_per_cent(run.error(f"{what}_bytes")) for what in ("allocated", "reserved", "nvml")),
-        _ms(run.predicted_step_seconds),
-        _ms(run.step_seconds),
-        _per_cent(run.error("step_seconds")),
-        "" if place is None else str(place),
-    )
-
-
-def _places(found: Verification) -> dict[int, int]:
-    """The place of each run among those measured, the fastest first."""
-    seen = sorted((run for run in found.runs if run.seconds), key=lambda run: run.step_seconds or 0.0)
-    return {run.number: place for place, run in enumerate(seen, 1)}
+    return recipes_grid(found.runs, f"The plan's best, foreseen for {found.gpu} and measured on {where}")
 
 
 def told(found: Verification) -> Iterator[str]:
@@ -98,15 +68,3 @@ def _complaints(found: Verification) -> Iterator[str]:
         yield f"{run.recipe}: {run.complaint}"
         if run.message:
             yield run.message.strip().splitlines()[-1]
-
-
-def _mib(amount: int | None) -> str:
-    return "" if amount is None else show_mib(amount)
-
-
-def _ms(seconds: float | None) -> str:
-    return "" if seconds is None else f"{seconds * 1e3:,.1f}"
-
-
-def _per_cent(share: float | None) -> str:
-    return "" if share is None else f"{100 * share:+.2f}"
