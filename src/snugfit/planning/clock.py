@@ -9,25 +9,67 @@ been asked for and `w` the device's time for all those before it, the device end
     all its work + max(when it was free, when the host began + max(a - w))
 
 for it never stops but to wait for a kernel, and the last one that it waits for settles the end. So a stretch
-is three numbers for each GPU, and the rounds of `play` need no more than those.
+is three numbers for each GPU, and the rounds of `play` need no more than those. Two stretches without a wait
+between are one again, so what a piece of a step takes is worked out once, wherever the piece stands.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
+from snugfit.planning.lines import waits_of
 from snugfit.prediction.kernel_seconds import KernelClock
 from snugfit.prediction.rates import Rates, rates_for
 from snugfit.prediction.seconds import ROUNDS, asking
+from snugfit.rehearsal.tape import Tape
 
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
-    from snugfit.rehearsal.tape import Kernel, Tape
+    from snugfit.rehearsal.sizes import Work
+    from snugfit.rehearsal.tape import Kernel
+
+Clock = Callable[[Tape], Sequence[float]]
+"""Seconds of a tape's steady step on each GPU, from its kernels and waits."""
+
+REMEMBERED_WORKS = 1_000
+"""Pieces of steps whose stretches are kept."""
+
+
+@runtime_checkable
+class Joining(Protocol):
+    """A clock that knows what a step takes from what its pieces do."""
+
+    def of(self, works: Sequence[Work]) -> Sequence[float]:
+        """Seconds of a steady step that does these one after the other, on each GPU."""
+
+
+def seconds_of(clock: Clock, works: Sequence[Work]) -> Sequence[float]:
+    """The same of any clock: one that does not join is given a tape."""
+    if isinstance(clock, Joining):
+        return clock.of(works)
+    kernels = tuple(kernel for work in works for kernel in work.kernels)
+    return clock(Tape((), (), (), kernels, tuple(waits_of(works)), ()))
+
+
+class Stretch(NamedTuple):
+    """What happens between two waits, on each GPU."""
+
+    asks: Any
+    """The host's seconds."""
+    works: Any
+    """The device's."""
+    latest: Any
+    """From the host's beginning, the latest that the device would begin if it did nothing but wait."""
+
+    def then(self, other: Stretch) -> Stretch:
+        """This, and the other after it without a wait."""
+        latest = np.maximum(self.latest, self.asks + other.latest - self.works)
+        return Stretch(self.asks + other.asks, self.works + other.works, latest)
 
 
 @dataclass(frozen=True)
@@ -49,26 +91,49 @@ class GpuClocks:
         self.rates: tuple[Rates, ...] = tuple(rates_for(gpu) for gpu in gpus)
         self._clocks = [KernelClock(rates) for rates in self.rates]
         self._places: dict[Kernel, int] = {}
+        self._works: dict[int, tuple[Work, list[Stretch]]] = {}  # by id, with the work that it is the id of
         self._known: Any = np.empty((2, 0, len(self.rates)))  # device and asked, by kernel and GPU
 
     def __call__(self, tape: Tape) -> tuple[float, ...]:
         """Seconds of the tape's steady step on each GPU."""
-        places = [self._place(kernel) for kernel in tape.kernels]
-        device, asked = self._known[:, places]
+        return self._played(self._stretches(tape.kernels, tape.waits))
+
+    def of(self, works: Sequence[Work]) -> tuple[float, ...]:
+        """Seconds of a steady step that does these one after the other, on each GPU."""
+        first, *others = map(self._remembered, works)
+        stretches = list(first)
+        for more in others:
+            stretches[-1:] = stretches[-1].then(more[0]), *more[1:]
+        return self._played(stretches)
+
+    def _remembered(self, work: Work) -> list[Stretch]:
+        known = self._works.get(id(work))
+        if known is None:
+            if len(self._works) >= REMEMBERED_WORKS:
+                self._works.clear()
+            known = self._works[id(work)] = work, self._stretches(work.kernels, work.waits)
+        return known[1]
+
+    def _played(self, stretches: Sequence[Stretch]) -> tuple[float, ...]:
+        """As `prediction/seconds.py:play` does it."""
         hosts = [rates.host for rates in self.rates]
         waiting, beginning = np.array([(host.wait, host.step) for host in hosts]).T
-        stretches = [*_stretches(device, asked, tape.waits)]
         now = free = last = length = np.zeros(len(hosts))
         for _ in range(ROUNDS):
             now = now + beginning
-            for number, (asks, works, latest) in enumerate(stretches):
+            for number, stretch in enumerate(stretches):
                 if number:
                     now = np.maximum(now, free) + waiting
-                free = works + np.maximum(free, now + latest)
-                now = now + asks
+                free = stretch.works + np.maximum(free, now + stretch.latest)
+                now = now + stretch.asks
             end = np.maximum(now, free)
             length, last = end - last, end
         return tuple(length.tolist())
+
+    def _stretches(self, kernels: Sequence[Kernel], waits: Sequence[int]) -> list[Stretch]:
+        places = [self._place(kernel) for kernel in kernels]
+        device, asked = self._known[:, places]
+        return [*_cut(device, asked, waits)]
 
     def _place(self, kernel: Kernel) -> int:
         place = self._places.get(kernel)
@@ -86,16 +151,15 @@ class GpuClocks:
         self._known[1, place] = [asking(kernel, rates.host) for rates in self.rates]
 
 
-def _stretches(device: Any, asked: Any, waits: Sequence[int]) -> Iterable[tuple[Any, Any, Any]]:
-    """Of the kernels before, between and after the waits: the host's time, the device's, and the latest that
-    the device may wait for work, on each GPU."""
+def _cut(device: Any, asked: Any, waits: Sequence[int]) -> Iterator[Stretch]:
+    """What is before, between and after the waits."""
     cuts = [0, *(min(place, len(device)) for place in sorted(waits)), len(device)]
     nothing = np.zeros(device.shape[1])
     for start, end in pairwise(cuts):
         if start == end:
-            yield nothing, nothing, nothing - np.inf
+            yield Stretch(nothing, nothing, nothing - np.inf)
             continue
         asks, works = np.cumsum(asked[start:end], axis=0), np.cumsum(device[start:end], axis=0)
         latest = asks.copy()
         latest[1:] -= works[:-1]
-        yield asks[-1], works[-1], latest.max(axis=0)
+        yield Stretch(asks[-1], works[-1], latest.max(axis=0))

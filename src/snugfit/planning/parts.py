@@ -21,8 +21,10 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from snugfit.errors import SnugfitError
-from snugfit.planning.lines import Lines, Shallow, along, few, waits_of
+from snugfit.planning.clock import Clock as Clock  # noqa: PLC0414 -- others ask here for it
+from snugfit.planning.clock import seconds_of
+from snugfit.planning.lines import Lines, Shallow, along, few
+from snugfit.planning.products import kernels_under, under
 from snugfit.planning.space import passes_key, tape_key, update_key
 from snugfit.prediction.allocator import replay
 from snugfit.prediction.device import context_of, policy_for
@@ -31,7 +33,7 @@ from snugfit.prediction.profile import Software
 from snugfit.rehearsal.brief import PIECES, brief_passes, is_brief
 from snugfit.rehearsal.depth import Depth, depth_of, span_period
 from snugfit.rehearsal.rehearse import rehearse
-from snugfit.rehearsal.sizes import Round, Update, rehearse_sizes, update_of
+from snugfit.rehearsal.sizes import Round, Update, Work, rehearse_sizes, update_of
 from snugfit.rehearsal.splice import Part, rehearse_passes, rehearse_update, spliced
 from snugfit.rehearsal.tape import Mark, Tape
 
@@ -41,9 +43,6 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.policy import CudaPolicy
     from snugfit.techniques.recipe import Recipe
     from snugfit.techniques.setup import Setup
-
-Clock = Callable[[Tape], Sequence[float]]
-"""Seconds of a tape's steady step on each GPU, from its kernels and waits."""
 
 _Kept = TypeVar("_Kept")
 
@@ -91,6 +90,7 @@ class Parts:
         self._depths: dict[Hashable, Depth | None] = {}
         self._updates: dict[Hashable, Update] = {}
         self._seconds: dict[Hashable, Sequence[float]] = {}
+        self._works: dict[Hashable, tuple[Work, Work]] = {}
         self._brief: dict[Hashable, bool] = {}
         self._whole: OrderedDict[Hashable, Any] = OrderedDict()
 
@@ -103,11 +103,12 @@ class Parts:
             return [self._exact_bound(setup) for setup in setups]
         sizes = {self.job.batch_size // setup.micro_batches for setup in setups if setup.micro_batches > 1}
         whole = any(setup.micro_batches == 1 for setup in setups)
-        depths = list(self._shallows(setups[0]))
+        depths = list(self._shallows(replace(setups[0], matmul="ieee")))
         passes = [rehearse_sizes(each.job, each.setup, self.policy, sizes, whole=whole) for each in depths]
         seen = Lines(depths, passes, self._layers(setups[0]))
         bounds = [self._least(setup, seen) for setup in setups]
         self._seconds.clear()
+        self._works.clear()
         return bounds
 
     def _least(self, setup: Setup, seen: Lines) -> tuple[Bound, ...]:
@@ -146,14 +147,17 @@ class Parts:
         """Seconds of so many micro-batches of a size, and an update."""
         key = (what, update_key(setup), setup.matmul)
         if key not in self._seconds:
-            works = [once.first, *[once.further] * (what[-1] - 1), update.work]
-            kernels = tuple(kernel for work in works for kernel in work.kernels)
-            tape = Tape((), (), (), kernels, tuple(waits_of(works)), ())
-            asked = under(setup.matmul, tape)
-            plain = (what, update_key(setup), "ieee")
-            same = asked.kernels is kernels and plain in self._seconds
-            self._seconds[key] = self._seconds[plain] if same else self.clock(asked)
+            first, further, last = (self._under(setup.matmul, work) for work in (*once[-2:], update.work))
+            self._seconds[key] = seconds_of(self.clock, [first, *[further] * (what[-1] - 1), last])
         return self._seconds[key]
+
+    def _under(self, matmul: str, work: Work) -> Work:
+        key = matmul, id(work)
+        if key not in self._works:
+            changed = kernels_under(matmul, work.kernels)
+            asked = work if changed is work.kernels else work._replace(kernels=changed)
+            self._works[key] = work, asked  # by id, with the work that it is the id of
+        return self._works[key][1]
 
     def _update(self, setup: Setup, shallow: Shallow, gradients: tuple[int, ...]) -> Update:
         key = (update_key(setup), shallow.layers, gradients)
@@ -237,6 +241,7 @@ class Parts:
         """The tape of the step under this Setup, and whether it had to be rehearsed whole."""
         if not self.job.trains:
             return self._whole_tape(setup), True
+        setup = replace(setup, matmul="ieee")  # what is remembered serves every precision of products
         passes = self._whole_passes(setup)
         key = ("update", update_key(setup), passes.gradients)
         update = self._kept(key, lambda: rehearse_update(self.job, setup, self.policy, passes.gradients))
@@ -278,21 +283,3 @@ class Parts:
             self._whole.popitem(last=False)
         kept: _Kept = self._whole[key]
         return kept
-
-
-def under(matmul: str, tape: Tape) -> Tape:
-    """A tape that was rehearsed with plain products of fp32 matrices, as it is under this precision: nothing
-    differs but what such products are computed in."""
-    from snugfit.rehearsal import kernels
-
-    if matmul == "ieee":
-        return tape
-    if matmul != kernels.TF32:
-        raise SnugfitError(f"a plan knows no products in {matmul!r}")
-    changed = tuple(
-        kernel._replace(dtype=kernels.TF32)
-        if kernel.dtype == "torch.float32" and kernel.operator in kernels.PRODUCTS
-        else kernel
-        for kernel in tape.kernels
-    )
-    return tape if changed == tape.kernels else replace(tape, kernels=changed)

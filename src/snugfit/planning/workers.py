@@ -28,7 +28,8 @@ from snugfit.errors import SnugfitError
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
     from snugfit.job.job import Job
-    from snugfit.planning.parts import Clock, Parts
+    from snugfit.planning.clock import Clock
+    from snugfit.planning.parts import Parts
 
 _PRELOADED = ["torch", "transformers", "snugfit.planning.parts", "snugfit.planning.clock"]
 
