@@ -17,6 +17,7 @@ from snugfit.comparison.learn import Learned
 from snugfit.comparison.ranking import Order, by_job, gap, order_of, pooled
 from snugfit.comparison.runs import Run
 from snugfit.comparison.verify import verify
+from snugfit.errors import RehearsalError
 from snugfit.job.gpu import find_gpu
 from snugfit.planning.plan import Choice, Counts, Plan
 from snugfit.prediction.rates import calibration_file
@@ -182,6 +183,19 @@ def test_the_calibration_learns_unless_told_otherwise(
     text = " ".join(capsys.readouterr().out.split())
     assert "Learned from 3 runs: the host takes 1.25 times and the device 1.00 times" in text
     assert "22.3 % before, 0.3 % after" in text
+
+
+def test_what_was_measured_is_shown_even_where_learning_fails(
+    asked: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def learn(*_: Any, **__: Any) -> Any:
+        raise RehearsalError("An operator has no shapes.")
+
+    monkeypatch.setattr("snugfit.comparison.learn.learn", learn)
+    assert run([*ASK, "--verify", "3"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Kendall's tau" in text
+    assert "Nothing was learned: An operator has no shapes." in text
 
 
 def test_a_run_that_dies_is_told_with_exit_5(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from snugfit.cli.here import gpu_here
-from snugfit.errors import GpuError, OutsideBand
+from snugfit.errors import GpuError, OutsideBand, SnugfitError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,12 +59,16 @@ def verified(plan: Plan, *, learn: bool, workers: int | None = None) -> Verifica
 
 
 def _learned(plan: Plan, found: Verification, workers: int, tell: Callable[[str], None]) -> Verification:
-    from snugfit.comparison.learn import learn
+    """With what the calibration took in. What was measured is shown even where nothing can be learned."""
+    from snugfit.comparison.learn import learn, nothing
     from snugfit.comparison.remember import remember
 
     assert plan.gpu is not None
-    what = learn(found.runs, plan.gpu, workers=workers, tell=tell)
-    return replace(found, learned=remember(what, found.runs, plan.gpu))
+    try:
+        what = remember(learn(found.runs, plan.gpu, workers=workers, tell=tell), found.runs, plan.gpu)
+    except SnugfitError as failure:
+        what = nothing(str(failure))
+    return replace(found, learned=what)
 
 
 def foreseen(choice: Choice, memory_bytes: int | None = None) -> Foreseen:

@@ -132,8 +132,7 @@ def learn(
     rates = rates or rates_for(gpu)
     good = [run for run in runs if _trusted(run)]
     if len(good) < FEWEST:
-        told = f"{len(good)} of {len(runs)} runs can be learned from, and it takes {FEWEST}"
-        return Learned(host=1.0, device=1.0, before=(), after=(), why_not=told)
+        return nothing(f"{len(good)} of {len(runs)} runs can be learned from, and it takes {FEWEST}")
     curves = []
     for curve in side_by_side(partial(curve_of, gpu, rates), good, workers):
         curves.append(curve)
@@ -143,6 +142,11 @@ def learn(
     before, after = _errors(curves, measured), _errors(curves, measured, host, device)
     why_not = _doubt(host, device, before, after)
     return Learned(host=math.exp(host), device=math.exp(device), before=before, after=after, why_not=why_not)
+
+
+def nothing(why: str) -> Learned:
+    """Nothing was learned, and why."""
+    return Learned(host=1.0, device=1.0, before=(), after=(), why_not=why.rstrip("."))
 
 
 def _trusted(run: Run) -> bool:
