@@ -13,6 +13,8 @@ import pytest
 
 from made_up import guide_result, measurement, prediction
 from snugfit.cli.main import run
+from snugfit.comparison.learn import nothing
+from test_verify import planned
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -48,7 +50,10 @@ def answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("snugfit.comparison.guide.run", lambda *_, **__: guide_result())
     monkeypatch.setattr("snugfit.comparison.calibrate._measured", lambda *_: 0.05)
     monkeypatch.setenv("SNUGFIT_RATES", str(tmp_path / "rates"))
-    for command in ("measure", "guide", "accuracy", "calibrate"):
+    monkeypatch.setattr("snugfit.planning.search.plan", lambda job, **how: planned(how["ranked"]))
+    monkeypatch.setattr("snugfit.comparison.learn.learn", lambda *_, **__: nothing("made up"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for command in ("measure", "guide", "accuracy", "calibrate", "verify"):
         monkeypatch.setattr(f"snugfit.cli.{command}.gpu_here", lambda *_: "NVIDIA H200")
     for text in (*pieces("yaml"), *(text for text in pieces("python") if text.startswith("# "))):
         (tmp_path / text.splitlines()[0].removeprefix("# ")).write_text(text)
