@@ -4,11 +4,12 @@ held, and what the calibration learned."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from statistics import fmean
 from typing import Any
 
 from rich.console import Group, RenderableType
 
-from snugfit.comparison.learn import Learned, mean_size
+from snugfit.comparison.learn import Learned
 from snugfit.comparison.verify import Verification
 from snugfit.planning.plan import Plan
 from snugfit.report.grid import Grid, escape, terminal
@@ -55,7 +56,7 @@ def learned_line(learned: Learned) -> str:
     """What the calibration took in, or why nothing."""
     if not learned.taken:
         return f"Nothing was learned: {learned.why_not}."
-    before, after = 100 * mean_size(learned.before), 100 * mean_size(learned.after)
+    before, after = (100 * fmean(map(abs, errors)) for errors in (learned.before, learned.after))
     return (
         f"Learned from {len(learned.before)} runs: the host takes {learned.host:.2f} times and the device "
         f"{learned.device:.2f} times as long as the rates said. Mean error of the seconds: {before:.1f} % "
