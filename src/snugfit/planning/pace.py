@@ -163,7 +163,8 @@ class Pace:
 
     def seconds(self, lengths: Collection[int], padded: bool) -> dict[int, Seconds]:
         """Seconds of the step at each of these lengths."""
-        return self._family(sorted(set(lengths)), padded)
+        alone = {1} & set(lengths)  # one token has nothing to attend to: other kernels
+        return self._family(sorted(set(lengths) - alone), padded) | self._family(sorted(alone), padded)
 
     def _timing(self, tape: Tape, rates: Rates | None = None) -> StepSeconds:
         return step_seconds(tape, self.gpu, batch_size=self.job.batch_size, rates=rates or self.rates)
