@@ -160,6 +160,9 @@ def test_rescoring_predicts_again_and_says_so(answered: list[Recipe], tmp_path: 
     page = document([again])
     assert "these predictions are no forecasts" in page
     assert "no forecasts" not in document([first])
+    measured = replace(again.runs[0], versions={"torch": "2.11.0"})
+    drifted = replace(again, versions={"torch": "2.13.0"}, runs=(measured, *again.runs[1:]))
+    assert "Measured with torch 2.11.0: an error may be a difference" in document([drifted])
     third = room.rescore(again, H200, file=tmp_path / "b.json")
     assert third.runs[0].original == first.runs[0].predicted, "the first prediction stays the first"
     assert read(tmp_path / "b.json") == third

@@ -32,10 +32,10 @@ def render(result: Accuracy) -> RenderableType:
     return Group(words(title(result), "bold"), *parts, *told, terminal(summary_grid(result)), *complaints)
 
 
-def grids(result: Accuracy) -> Iterator[Grid]:
-    """The runs: one table, or one for each job where jobs have several."""
+def grids(result: Accuracy, *, wide: bool = False) -> Iterator[Grid]:
+    """The runs: one table, or one for each job where jobs have several. A terminal has no room for all."""
     if result.kind == "drawn":
-        yield runs_grid(result)
+        yield runs_grid(result) if wide else narrow_grid(result)
         return
     for runs in by_job(result.runs):
         lines = [order_line(runs), gap_line(runs) if result.kind == "top" else ""]
@@ -44,18 +44,28 @@ def grids(result: Accuracy) -> Iterator[Grid]:
 
 def runs_grid(result: Accuracy) -> Grid:
     """One row a run."""
-    heads = ("", "Job", "Recipe", "NVML MiB>", "seen>", "allocated %>", "reserved %>", "NVML %>")
-    return Grid(
-        title=f"Runs of seed {result.seed}",
-        heads=(*heads, "ms a step>", "seen>", "%>", "bound by"),
-        rows=tuple(
-            (
-                str(run.number), job_words(run), str(run.recipe), *seen_bytes(run), *seen_seconds(run),
-                run.bound or "",
-            )
-            for run in result.runs
-        ),
-    )  # fmt: skip
+    bytes_heads = ("NVML MiB>", "seen>", "allocated %>", "reserved %>", "NVML %>")
+    heads = ("", "Job", "Recipe", *bytes_heads, "ms a step>", "seen>", "%>", "bound by")
+    rows = tuple(
+        (str(run.number), job_words(run), str(run.recipe), *seen_bytes(run), *seen_seconds(run), _bound(run))
+        for run in result.runs
+    )
+    return Grid(title=f"Runs of seed {result.seed}", heads=heads, rows=rows)
+
+
+def narrow_grid(result: Accuracy) -> Grid:
+    """One row a run, of the bytes NVML's only."""
+    rows = []
+    for run in result.runs:
+        foreseen, seen, *_, error = seen_bytes(run)
+        what = f"{job_words(run)}: {run.recipe}"
+        rows.append((str(run.number), what, foreseen, seen, error, *seen_seconds(run), _bound(run)))
+    heads = ("", "Job and recipe", "NVML MiB>", "seen>", "%>", "ms a step>", "seen>", "%>", "bound by")
+    return Grid(title=f"Runs of seed {result.seed}", heads=heads, rows=tuple(rows))
+
+
+def _bound(run: Run) -> str:
+    return run.bound or ""
 
 
 def title(result: Accuracy) -> str:

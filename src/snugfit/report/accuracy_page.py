@@ -51,7 +51,7 @@ def document(results: Sequence[Accuracy]) -> str:
     for result in results:
         parts.append(f"## {escape(title(result))}\n")
         parts += [f"{escape(line)}\n" for line in _origin(result)]
-        parts += [markdown(grid) for grid in grids(result)]
+        parts += [markdown(grid) for grid in grids(result, wide=True)]
         parts += [f"{escape(line)}\n" for line in about_order(result)]
         parts += [_outside(result), markdown(summary_grid(result))]
     return "\n".join(part for part in parts if part)
@@ -130,6 +130,13 @@ def _origin(result: Accuracy) -> Iterator[str]:
             f"Predicted again {result.rescored}, after the runs were measured: these predictions are no "
             f"forecasts. The first were made with {_packages(result.original_versions)}."
         )
+    seen = {
+        _packages({name: run.versions[name] for name in result.versions if name in run.versions})
+        for run in result.runs
+        if run.versions
+    }
+    for packages in sorted(seen - {_packages(result.versions)}):
+        yield f"Measured with {packages}: an error may be a difference between the two."
 
 
 def _packages(versions: Mapping[str, str]) -> str:
