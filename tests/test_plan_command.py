@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from snugfit.job.gpu import find_gpu
 from snugfit.planning import cache
 from snugfit.planning.plan import Choice, Counts, Plan, Reason
 from snugfit.planning.space import Refusal
+from snugfit.planning.start import Change, Start
 from snugfit.report.plan import markdown, render
 from snugfit.report.plan_plot import draw
 from snugfit.report.terminal import as_text
@@ -107,6 +109,35 @@ def test_an_answer_is_remembered_and_a_damaged_one_is_not_believed(
         assert len(asked) == 4 + number
 
 
+def test_the_user_s_own_recipe_is_where_a_plan_starts(
+    asked: list[Any], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "mine.json").write_text(
+        json.dumps({"output_dir": "out", "bf16": True, "per_device_train_batch_size": 8})
+    )
+    assert run([*ASK, "--arguments", "mine.json"]) == 0
+    assert str(asked[0]["start"]) == "bf16 + adamw_fused"
+    assert run(ASK) == 0
+    assert asked[1]["start"] is None, "another question"
+    change = Change(slot="precision", theirs="fp32", ours="bf16", needed_bytes=7 * GIB, step_seconds=0.06)
+    start = Start(recipe=EVIL, needed_bytes=9 * GIB, step_seconds=0.1, changes=(change,))
+    for begun, told in (
+        (start, ["as it is", "9.00", "100.0", "precision", "7.00", "60.0", "all of them"]),
+        (replace(start, changes=()), ["Yours is the best"]),
+        (replace(start, needed_bytes=None, step_seconds=None, why_not="too old"), ["cannot run", "too old"]),
+    ):
+        known = replace(made_up(), start=begun)
+        assert Plan.from_json(json.loads(json.dumps(known.to_json()))) == known
+        assert "\x1b" not in as_text(render(known))
+        for text in (as_text(render(known)), markdown(known)):
+            assert all(word in text for word in told)
+
+
+def test_on_one_gpu_the_cheapest_is_the_fastest_and_that_is_said() -> None:
+    assert "snugfit gpus --for" in as_text(render(replace(made_up(), objective="cost")))
+    assert "snugfit gpus --for" not in as_text(render(made_up()))
+
+
 def test_a_folder_that_cannot_be_written_is_no_error(
     asked: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -143,6 +174,8 @@ def test_a_mistake_is_one_message(
 
 @pytest.mark.parametrize("form", ["png", "svg"])
 def test_the_plot_is_drawn_the_same_twice(form: str) -> None:
-    once = draw(replace(made_up(name=EVIL), best=None), form)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a control character has no glyph
+        once = draw(replace(made_up(name=EVIL), best=None), form)
     assert once == draw(replace(made_up(name=EVIL), best=None), form)
     assert once[:4] == (b"\x89PNG" if form == "png" else b"<?xm")

@@ -20,6 +20,7 @@ from snugfit.planning.reasons import explained
 from snugfit.planning.search import plan, search
 from snugfit.planning.searched import Searched
 from snugfit.planning.space import Space, passes_key, space_of, tape_key
+from snugfit.planning.start import compared
 from snugfit.planning.workers import Bench
 from snugfit.prediction.allocator import replay
 from snugfit.prediction.seconds import step_seconds
@@ -346,6 +347,36 @@ def test_when_nothing_fits_the_nearest_miss_and_its_cures_are_told(
     assert answer.shown == answer.nearest == answer.front[-1]
     assert "more memory" in answer.cures[0]
     assert any("--fidelity learns" in cure for cure in answer.cures)
+
+
+def test_what_a_plan_changes_in_the_user_s_recipe(small: tuple[Job, Searched, Bench]) -> None:
+    job, _, at = small
+    theirs, ours = Recipe.parse("every_layer + sgd"), Recipe.parse("micro_batches(2) + sgd")
+    start = compared(theirs, ours, at, job=job, gpu=H200)
+    assert start.recipe == "every_layer + sgd"
+    parts, found = parts_of(job), [(each.slot, each.theirs, each.ours) for each in start.changes]
+    assert found == [
+        ("checkpointing", "every_layer", "keep_all"), ("batching", "whole_batch", "micro_batches(2)")
+    ]  # fmt: skip
+    for change, recipe in zip(start.changes, ("sgd", "every_layer + micro_batches(2) + sgd"), strict=True):
+        figures = parts.judge([Recipe.parse(recipe).setup()])[0][0]
+        assert (change.needed_bytes, change.step_seconds) == (figures.needed_bytes, figures.seconds)
+    assert compared(theirs, theirs, at, job=job, gpu=H200) == replace(start, changes=())
+
+
+def test_a_recipe_that_cannot_run_is_told_so(small: tuple[Job, Searched, Bench]) -> None:
+    job, _, at = small
+    start = compared(Recipe.parse("tf32"), Recipe(), at, job=job, gpu=find_gpu("t4"))
+    assert (start.needed_bytes, start.step_seconds) == (None, None)
+    assert "7.5" in start.why_not
+    assert start.changes[0].needed_bytes is not None, "the change makes it run"
+
+
+def test_pictures_have_no_sequences_to_shorten() -> None:
+    for family, told in (("vit", "smaller inputs"), ("bert", "shorter sequences")):
+        job = small_job(family, 2, batch_size=1, phase=Phase.EVALUATE)
+        answer = plan(job, gpu=H200, memory_bytes=MIB, fidelity="same", clock=Invented(), workers=1)
+        assert told in answer.cures[-1]
 
 
 def test_a_plan_survives_json(small: tuple[Job, Searched, Bench]) -> None:

@@ -27,7 +27,7 @@ Fidelity = Annotated[
 Objective = Annotated[
     Literal["speed", "memory", "cost"],
     typer.Option(
-        help="What is best: the fastest that fits, the smallest, or (on one GPU the fastest) the cheapest.",
+        help="What is best: the fastest that fits, the smallest, or the cheapest (on one GPU the fastest).",
         rich_help_panel=given.HOW,
     ),
 ]
@@ -83,12 +83,12 @@ def _refuse(request: Request, plot: Path | None) -> None:
     from snugfit.report.files import writable_folder
     from snugfit.techniques.recipe import Recipe
 
-    if request.recipe != Recipe():
+    if request.recipe != Recipe() and not request.reading:
         raise UsageError(
             f"--recipe {str(request.recipe)!r}: a plan chooses the recipe itself. Leave it out, or ask "
             "snugfit predict about this one."
         )
-    if request.loop != "plain":
+    if request.loop != "plain" and not request.reading:
         raise UsageError(
             f"--loop {request.loop}: a plan is made for the plain loop. Leave it out, and ask snugfit "
             f"predict about its answer with --loop {request.loop}."
@@ -111,6 +111,7 @@ def _plan(
     from snugfit.planning.plan import Plan
     from snugfit.planning.search import plan as search
 
+    start = request.recipe if request.reading else None
     key = key_of(
         request.job,
         request.gpu,
@@ -118,6 +119,7 @@ def _plan(
         fidelity=fidelity,
         objective=objective,
         ranked=ranked,
+        start=str(start),
     )
     if key and not fresh and (known := recall(key, Plan.from_json)):
         return known
@@ -130,6 +132,7 @@ def _plan(
             objective=objective,
             workers=workers,
             ranked=ranked,
+            start=start,
             tell=tell,
         )
     if key:

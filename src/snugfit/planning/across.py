@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 from snugfit.errors import UsageError
-from snugfit.job.gpu import Gpu, find_gpu
+from snugfit.job.gpu import Gpu
 from snugfit.job.job import Job
 from snugfit.planning.plan import Choice, Counts, choice_from
 
@@ -22,8 +22,8 @@ SCHEMA = 1
 class OnGpu:
     """The answer for one GPU."""
 
-    key: str
-    """Of the GPU, in the table."""
+    gpu: Gpu
+    """The GPU."""
 
     fits: bool | None
     """Whether anything does; None where that cannot be told."""
@@ -42,9 +42,14 @@ class OnGpu:
     """Why bytes or seconds cannot be told."""
 
     @property
-    def gpu(self) -> Gpu:
-        """The GPU."""
-        return find_gpu(self.key)
+    def key(self) -> str:
+        """The GPU's, in the table."""
+        return self.gpu.key
+
+    @property
+    def lacking_bytes(self) -> int:
+        """How much memory there is too little; negative where something fits, 0 where that is not known."""
+        return self.choice.needed_bytes - (self.gpu.memory_bytes or 0) if self.choice else 0
 
     @property
     def seconds(self) -> float | None:
@@ -128,5 +133,5 @@ class Across:
 
 
 def _answer(document: Mapping[str, Any]) -> OnGpu:
-    find_gpu(document["key"])
-    return OnGpu(**{**document, "choice": choice_from(document["choice"]) if document["choice"] else None})
+    choice = choice_from(document["choice"]) if document["choice"] else None
+    return OnGpu(**{**document, "gpu": Gpu.from_json(document["gpu"]), "choice": choice})

@@ -10,6 +10,7 @@ from snugfit.errors import UsageError
 from snugfit.job.gpu import Gpu
 from snugfit.job.job import Job
 from snugfit.planning.space import Refusal
+from snugfit.planning.start import Start, start_from
 from snugfit.techniques.recipe import Recipe
 
 SCHEMA = 1
@@ -124,6 +125,9 @@ class Plan:
     reasons: tuple[Reason, ...] = ()
     """Of the best recipe, or of the nearest miss, slot by slot."""
 
+    start: Start | None = None
+    """The recipe that the user started from, where there is one."""
+
     cures: tuple[str, ...] = ()
     """When nothing fits: what would make it fit."""
 
@@ -172,6 +176,7 @@ class Plan:
             "front": [asdict(choice) for choice in self.front],
             "ranked": [asdict(choice) for choice in self.ranked],
             "reasons": [asdict(reason) for reason in self.reasons],
+            "start": asdict(self.start) if self.start else None,
             "cures": list(self.cures),
             "refused": [asdict(refusal) for refusal in self.refused],
             "counts": asdict(self.counts),
@@ -196,6 +201,7 @@ class Plan:
                 ranked=tuple(choice_from(each) for each in document["ranked"]),
                 best=choice_from(document["best"]) if document["best"] else None,
                 reasons=tuple(Reason(**each) for each in document["reasons"]),
+                start=start_from(document["start"]) if document["start"] else None,
                 cures=tuple(document["cures"]),
                 refused=tuple(Refusal(**each) for each in document["refused"]),
                 counts=Counts(**document["counts"]),

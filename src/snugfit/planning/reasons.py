@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError
 from snugfit.job.gpu import all_gpus
+from snugfit.job.limits import NO_SEQUENCE
 from snugfit.planning.plan import Plan, Reason
 from snugfit.planning.searched import Searched
 from snugfit.prediction.device import doubts_about
@@ -58,7 +59,7 @@ def explained(
         front=tuple(found.choice(number, job.batch_size) for number in front),
         best=None if best is None else found.choice(best, job.batch_size),
         reasons=reasons,
-        cures=() if best is not None else tuple(_cures(found, front[-1], memory_bytes or 0, fidelity)),
+        cures=() if best is not None else tuple(_cures(found, front[-1], job, memory_bytes or 0, fidelity)),
         refused=(*found.space.refused, *found.refused),
         counts=found.counts(),
         verified=verified,
@@ -134,7 +135,7 @@ def _fastest_other(found: Searched, recipe: Recipe, slot: Slot) -> Recipe | None
     return found.space.candidates[min(others)[1]].recipe if others else None
 
 
-def _cures(found: Searched, nearest: int, memory_bytes: int, fidelity: Fidelity) -> Iterator[str]:
+def _cures(found: Searched, nearest: int, job: Job, memory_bytes: int, fidelity: Fidelity) -> Iterator[str]:
     """What would make the nearest miss fit."""
     figures = found.judged[nearest]
     lacking = figures.needed_bytes - memory_bytes
@@ -148,4 +149,5 @@ def _cures(found: Searched, nearest: int, memory_bytes: int, fidelity: Fidelity)
     if looser:
         more = [each.name for each in roster.techniques() if each.fidelity in looser]
         yield f"--fidelity {looser[-1].value} allows more: {', '.join(more)}."
-    yield "Or with shorter sequences: the global batch is cut as far as it goes already."
+    smaller = "smaller inputs" if job.task in NO_SEQUENCE else "shorter sequences"
+    yield f"Or with {smaller}: the global batch is cut as far as it goes already."

@@ -33,6 +33,8 @@ from snugfit.planning.space import (
     space_of,
     tape_key,
 )
+from snugfit.planning.start import compared
+from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Fidelity
 
 if TYPE_CHECKING:
@@ -53,13 +55,15 @@ def plan(
     clock: Callable[[Tape], float] | None = None,
     workers: int | None = None,
     ranked: int = 0,
+    start: Recipe | None = None,
     tell: Tell = lambda what: None,
 ) -> Plan:
     """The recipe that `objective` asks for among those that fit `gpu`, or `memory_bytes` of it.
 
     `fidelity` is the least exact that is allowed. `clock` tells the seconds of a tape; by default it is this
     GPU's. `workers` processes rehearse side by side, by default two where there are as many cores. The plan
-    lists the `ranked` best that fit. `tell` hears what is being done. Raises `UsageError` for what cannot be,
+    lists the `ranked` best that fit, and says what it would change in the recipe to `start` from. `tell`
+    hears what is being done. Raises `UsageError` for what cannot be,
     and `SnugfitError` when no recipe of the space can be rehearsed. When nothing fits, the plan says so and
     holds the nearest miss.
     """
@@ -84,7 +88,8 @@ def plan(
                     searched, at, job=job, gpu=gpu, memory_bytes=memory_bytes, fidelity=fidelity,
                     objective=objective, tell=tell,
                 )  # fmt: skip
-                return _with_ranked(made, searched, at, ranked, tell) if ranked else made
+                made = _with_ranked(made, searched, at, ranked, tell) if ranked else made
+                return _with_start(made, start, at) if start else made
             except Irregular:
                 tell("the layers do not grow evenly: beginning again with whole models")
     raise AssertionError("a whole rehearsal is never less than itself")
@@ -106,6 +111,12 @@ def _with_ranked(made: Plan, searched: Searched, at: Bench, count: int, tell: Te
 
     numbers = best(searched, at, count, memory_bytes=made.memory_bytes, objective=made.objective, tell=tell)
     return replace(made, ranked=tuple(searched.choice(each, made.job.batch_size) for each in numbers))
+
+
+def _with_start(made: Plan, start: Recipe, at: Bench) -> Plan:
+    """The plan beside the recipe that the user started from."""
+    ours = Recipe.parse(made.shown.recipe)
+    return replace(made, start=compared(start, ours, at, job=made.job, gpu=made.gpu))
 
 
 def refuse(objective: str, memory_bytes: int | None) -> None:

@@ -66,7 +66,7 @@ def across(
         try:
             groups[_kind(gpu)].append(gpu)
         except GpuError as unknown:
-            answers[gpu.key] = OnGpu(key=gpu.key, fits=None, why=str(unknown))
+            answers[gpu.key] = OnGpu(gpu=gpu, fits=None, why=str(unknown))
     counts = []
     began = time.monotonic()
     for number, group in enumerate(groups.values()):
@@ -143,7 +143,7 @@ def _on_gpu(seat: Seat, job: Job, *, timed: bool) -> OnGpu:
     why = why_unknown(seat.gpu) if timed else ""
     rates = rates_for(seat.gpu) if timed and not why else None
     return OnGpu(
-        key=seat.gpu.key,
+        gpu=seat.gpu,
         fits=seat.fits(number),
         choice=seat.found.choice(number, job.batch_size),
         rates=rates.source if rates else "",

@@ -12,6 +12,7 @@ from snugfit.planning.plan import Choice
 from snugfit.planning.prices import Cost, Prices, cheapest, cost
 from snugfit.report.grid import Grid, escape, terminal
 from snugfit.report.grid import markdown as markdown_table
+from snugfit.report.job import job_line
 from snugfit.report.terminal import words
 from snugfit.units import GIB, show_bytes, show_seconds
 
@@ -44,9 +45,8 @@ def markdown(found: Across, prices: Prices, steps: int | None = None) -> str:
 
 def question(found: Across) -> str:
     """What was asked, in one line."""
-    job = found.job
-    what = f"{job.model.name} · {job.task} · {job.phase} · batch {job.batch_size} × {job.sequence_length}"
-    return f"{what} · {len(found.answers)} GPUs · fidelity {found.fidelity} · objective {found.objective}"
+    asked = f"fidelity {found.fidelity} · objective {found.objective}"
+    return f"{job_line(found.job)} · {len(found.answers)} GPUs · {asked}"
 
 
 def headline(found: Across, prices: Prices) -> Iterator[str]:
@@ -78,15 +78,12 @@ def _taking(answer: OnGpu, choice: Choice) -> str:
 
 
 def _nearest(found: Across) -> str:
-    lacking = [
-        (answer.choice.needed_bytes - (answer.gpu.memory_bytes or 0), answer.key, answer.choice.recipe)
-        for answer in found.answers
-        if answer.choice
-    ]
-    if not lacking:
+    known = [answer for answer in found.answers if answer.choice]
+    nearest = min(known, key=lambda answer: answer.lacking_bytes, default=None)
+    if nearest is None or nearest.choice is None:
         return ""
-    least, key, recipe = min(lacking)
-    return f"The nearest miss: {key} lacks {show_bytes(least)} for {recipe}."
+    lacking = show_bytes(nearest.lacking_bytes)
+    return f"The nearest miss: {nearest.key} lacks {lacking} for {nearest.choice.recipe}."
 
 
 def the_run(found: Across, prices: Prices, steps: int | None) -> Iterator[str]:
@@ -154,8 +151,7 @@ def _order(found: Across, answer: OnGpu, cost: Cost) -> tuple[float, ...]:
         "memory": (choice.needed_bytes, seconds or far),
         "cost": (far if cost.per_1000_samples is None else cost.per_1000_samples, seconds or far),
     }
-    lacking = choice.needed_bytes - (answer.gpu.memory_bytes or 0)
-    return (0.0, *by[found.objective]) if answer.fits else (1.0, lacking)
+    return (0.0, *by[found.objective]) if answer.fits else (1.0, answer.lacking_bytes)
 
 
 def unknown(found: Across) -> list[Grid]:

@@ -10,6 +10,7 @@ from rich.text import Text
 from snugfit.planning.plan import Choice, Plan, Reason
 from snugfit.report.grid import Grid, escape, terminal
 from snugfit.report.grid import markdown as markdown_table
+from snugfit.report.job import job_line
 from snugfit.report.terminal import words
 from snugfit.units import GIB, show_bytes, show_per_cent, show_seconds
 
@@ -18,7 +19,8 @@ def render(plan: Plan) -> RenderableType:
     """The whole report of one plan."""
     parts: list[RenderableType] = [words(question(plan), "bold"), words(answer(plan), _style(plan)), Text()]
     parts += [words(sentence) for sentence in because(plan)]
-    parts += [Text(), terminal(front(plan))]
+    parts += [words(line) for line in about_cost(plan)]
+    parts += [Text(), *(terminal(grid) for grid in changes(plan)), terminal(front(plan))]
     parts += [terminal(refusals(plan))] if plan.refused else []
     parts += [words(line) for line in plan.cures]
     parts += [words(looked_at(plan))]
@@ -30,7 +32,8 @@ def markdown(plan: Plan) -> str:
     """The same for a file."""
     lines = [f"## {escape(question(plan))}", f"**{escape(answer(plan))}**"]
     lines += ["\n".join(f"- {escape(sentence)}" for sentence in because(plan))]
-    lines += [markdown_table(front(plan)).rstrip()]
+    lines += [escape(line) for line in about_cost(plan)]
+    lines += [markdown_table(grid).rstrip() for grid in (*changes(plan), front(plan))]
     lines += [markdown_table(refusals(plan)).rstrip()] if plan.refused else []
     lines += [escape(line) for line in plan.cures]
     lines += [escape(looked_at(plan)), *(f"Doubt: {escape(doubt)}" for doubt in _doubts(plan))]
@@ -39,12 +42,9 @@ def markdown(plan: Plan) -> str:
 
 def question(plan: Plan) -> str:
     """What was asked, in one line."""
-    job = plan.job
-    size = f"batch {job.batch_size} × {job.sequence_length}"
     where = plan.gpu.name if plan.gpu else "no GPU named"
     memory = f", {show_bytes(plan.memory_bytes)}" if plan.memory_bytes else ""
-    what = f"{job.model.name} · {job.task} · {job.phase} · {size}"
-    return f"{what} · {where}{memory} · fidelity {plan.fidelity}"
+    return f"{job_line(plan.job)} · {where}{memory} · fidelity {plan.fidelity}"
 
 
 def answer(plan: Plan) -> str:
@@ -75,6 +75,45 @@ def _sentence(shown: Choice, reason: Reason) -> str:
     slower = show_per_cent(reason.step_seconds, shown.step_seconds)
     length = f"a step of {show_seconds(reason.step_seconds)} ({slower})"
     return f"{head}, which takes {size}{share} and {length}."
+
+
+def about_cost(plan: Plan) -> Iterator[str]:
+    """What the cheapest is, where that was asked for."""
+    if plan.objective == "cost":
+        yield (
+            "An hour of a GPU costs the same whatever runs on it, so the cheapest run on it is the fastest. "
+            "Which GPU is the cheapest: snugfit gpus --for MODEL --price NAME=USD."
+        )
+
+
+def changes(plan: Plan) -> list[Grid]:
+    """What the plan would change in the recipe that the user started from."""
+    start = plan.start
+    if start is None:
+        return []
+    rows = [("as it is", start.recipe, "", *_figures(start.needed_bytes, start.step_seconds))]
+    rows += [
+        (change.slot, change.theirs, change.ours, *_figures(change.needed_bytes, change.step_seconds))
+        for change in start.changes
+    ]
+    shown = plan.shown
+    rows += [("all of them", "", shown.recipe, *_figures(shown.needed_bytes, shown.step_seconds))]
+    what = "What it changes in your recipe, each change alone" if start.changes else "Yours is the best"
+    note = f"Yours cannot run: {start.why_not} " if start.why_not else ""
+    return [
+        Grid(
+            title=what,
+            heads=("Slot", "Yours", "The plan's", "GiB on the GPU>", "ms a step>"),
+            rows=tuple(rows if start.changes else rows[:1]),
+            note=f"{note}Figures are the plain loop's.",
+        )
+    ]
+
+
+def _figures(needed: int | None, seconds: float | None) -> tuple[str, str]:
+    if needed is None or seconds is None:
+        return "cannot run", ""
+    return f"{needed / GIB:,.2f}", f"{seconds * 1e3:,.1f}"
 
 
 def front(plan: Plan) -> Grid:

@@ -9,6 +9,7 @@ from io import BytesIO
 
 from snugfit.planning.plan import Plan
 from snugfit.report.plot import STYLE
+from snugfit.report.terminal import words
 from snugfit.units import GIB
 
 
@@ -37,7 +38,7 @@ def draw(plan: Plan, form: str) -> bytes:
         axes.text(1.02, 1, listed, transform=axes.transAxes, fontsize=7, va="top", linespacing=1.6)
         axes.set_xlabel("GPU memory, GiB")
         axes.set_ylabel("Samples per second")
-        axes.set_title(f"{plan.job.model.name}, batch {plan.job.batch_size}")
+        axes.set_title(f"{words(plan.job.model.name).plain}, batch {plan.job.batch_size}")
         axes.legend(frameon=False, loc="lower right")
         out = BytesIO()
         metadata = {"Date": None} if form == "svg" else {"Software": None}
