@@ -383,6 +383,19 @@ def test_the_childs_environment() -> None:
     assert expandable["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
 
 
+def test_measured_processes_keep_bytecode_where_an_image_forbids_it(tmp_path: Path) -> None:
+    """Else each of them compiles torch again."""
+    shell = {"PYTHONDONTWRITEBYTECODE": "1", "XDG_CACHE_HOME": str(tmp_path)}
+    kept = child_environment(shell, visibility={}, expandable_segments=False)
+    assert "PYTHONDONTWRITEBYTECODE" not in kept
+    assert Path(kept["PYTHONPYCACHEPREFIX"]).is_relative_to(tmp_path)
+    theirs = child_environment(
+        {**shell, "PYTHONPYCACHEPREFIX": "/p"}, visibility={}, expandable_segments=False
+    )
+    assert theirs["PYTHONPYCACHEPREFIX"] == "/p"
+    assert "PYTHONPYCACHEPREFIX" not in child_environment({}, visibility={}, expandable_segments=False)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

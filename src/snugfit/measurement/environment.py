@@ -3,6 +3,9 @@
 A list of what is allowed would lose what makes a user's machine work (library paths, CUDA's and the threads'
 settings), so variables are handed on except those whose names say that they hold a secret: a measurement
 opens no socket and has no use for them.
+
+Images often tell Python to keep no bytecode. Each measured process would then compile torch and transformers
+again, some fifteen seconds of one core, so bytecode goes to the user's folder of caches.
 """
 
 from __future__ import annotations
@@ -26,6 +29,9 @@ def child_environment(
     kept = {
         name: value for name, value in inherited.items() if not _SECRET.search(name) and name not in ALLOCATOR
     }
+    if kept.pop("PYTHONDONTWRITEBYTECODE", ""):
+        cache = inherited.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        kept.setdefault("PYTHONPYCACHEPREFIX", str(Path(cache) / "snugfit" / "bytecode"))
     if expandable_segments:
         kept |= dict.fromkeys(ALLOCATOR, "expandable_segments:True")
     ours = Path(__file__).resolve().parents[2]
