@@ -38,8 +38,8 @@ FREE = 0.005
 
 MULTIPLES = (8, 64)
 STEEP = 2
-"""A shorter length or a smaller batch stands at the end of a tile or a wave when the seconds that it saves
-are so many times its share: attention alone makes shorter sequences a little faster, token by token."""
+"""A shorter length stands at the end of a tile or a wave when the seconds that it saves are so many times its
+share: attention alone makes shorter sequences a little faster, token by token."""
 
 NEAR = 4
 """A batch is near when it is within a fourth of the job's."""
@@ -210,7 +210,7 @@ def _batch(at: _At) -> Iterator[Size]:
     for size in sorted({smaller, free} - {samples}):
         other = steps.get(size) or at.resized(batch_size=size * pieces)
         one = at.instead("batch", at.pace.job.batch_size, other, size * pieces)
-        if one.gain > WORTH and (size > samples or at.steep(other, 1 - size / samples)):
+        if one.gain > WORTH:
             yield one
 
 
