@@ -7,9 +7,8 @@ real CPU autocast never passes here.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -62,10 +61,13 @@ def register_autocast(
     """For each operator of the policy's lists: cast, then call the kernel that was there."""
     import torch
 
+    def lower() -> Callable[[Any], Any]:
+        return functools.partial(_to_lower, cache, torch.get_autocast_dtype(SWITCH))
+
     lists = policy.autocast
     castings: tuple[tuple[Sequence[str], Callable[[Any], Callable[..., Any]]], ...] = (
-        (lists.lower, functools.partial(_casting, functools.partial(_to_lower, cache))),
-        (lists.fp32, functools.partial(_casting, _to_fp32)),
+        (lists.lower, functools.partial(_casting, lower)),
+        (lists.fp32, functools.partial(_casting, lambda: _to_fp32)),
         (lists.fp32_result, _with_fp32_result),
         (lists.promote, _promoting),
     )
@@ -86,21 +88,8 @@ def _without_keyset(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return lambda keyset, *arguments, **keywords: kernel(*arguments, **keywords)
 
 
-def _on() -> bool:
-    import torch
-
-    return torch.is_autocast_enabled(SWITCH)
-
-
-@contextlib.contextmanager
-def _switched_off() -> Iterator[None]:
-    import torch
-
-    torch.set_autocast_enabled(SWITCH, False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_enabled(SWITCH, True)
+def _each(cast: Callable[[Any], Any], value: Any) -> Any:
+    return type(value)(cast(item) for item in value) if isinstance(value, (list, tuple)) else cast(value)
 
 
 def _floats(value: Any) -> bool:
@@ -109,16 +98,13 @@ def _floats(value: Any) -> bool:
 
     return (
         isinstance(value, torch.Tensor)
-        and value.device.type == "meta"
+        and value.is_meta
         and value.is_floating_point()
         and value.dtype != torch.float64
     )
 
 
-def _to_lower(cache: WeightCache, value: Any) -> Any:
-    import torch
-
-    dtype = torch.get_autocast_dtype(SWITCH)
+def _to_lower(cache: WeightCache, dtype: torch.dtype, value: Any) -> Any:
     return cache.cast(value, dtype) if _floats(value) and value.dtype != dtype else value
 
 
@@ -128,21 +114,36 @@ def _to_fp32(value: Any) -> Any:
     return value.to(torch.float32) if _floats(value) and value.dtype != torch.float32 else value
 
 
-def _each(cast: Callable[[Any], Any], value: Any) -> Any:
-    return type(value)(cast(item) for item in value) if isinstance(value, (list, tuple)) else cast(value)
+def _switched_off(
+    previous: Callable[..., Any], prepared: Callable[..., tuple[Iterable[Any], dict[str, Any]]]
+) -> Callable[..., Any]:
+    """A kernel that, while the switch is on, prepares its arguments and then calls `previous` with the switch
+    off. Every operator of a rehearsal goes through one, so it does no more than that."""
+    import torch
 
+    is_on, switch = torch.is_autocast_enabled, torch.set_autocast_enabled
 
-def _casting(cast: Callable[[Any], Any], previous: Callable[..., Any]) -> Callable[..., Any]:
     def kernel(keyset: Any, *arguments: Any, **keywords: Any) -> Any:
-        if not _on():
+        if not is_on(SWITCH):
             return previous(keyset, *arguments, **keywords)
-        # C++ evaluates the wrapper's arguments from right to left, and so do the births of the copies.
-        cast_arguments = [_each(cast, value) for value in reversed(arguments)][::-1]
-        cast_keywords = {name: _each(cast, value) for name, value in keywords.items()}
-        with _switched_off():
-            return previous(keyset, *cast_arguments, **cast_keywords)
+        changed, named = prepared(arguments, keywords)
+        switch(SWITCH, False)
+        try:
+            return previous(keyset, *changed, **named)
+        finally:
+            switch(SWITCH, True)
 
     return kernel
+
+
+def _casting(cast: Callable[[], Callable[[Any], Any]], previous: Callable[..., Any]) -> Callable[..., Any]:
+    def prepared(arguments: Any, keywords: Any) -> tuple[Iterable[Any], dict[str, Any]]:
+        # C++ evaluates the wrapper's arguments from right to left, and so do the births of the copies.
+        one = cast()
+        cast_arguments = [_each(one, value) for value in reversed(arguments)][::-1]
+        return cast_arguments, {name: _each(one, value) for name, value in keywords.items()}
+
+    return _switched_off(previous, prepared)
 
 
 def _with_fp32_result(previous: Callable[..., Any]) -> Callable[..., Any]:
@@ -150,29 +151,24 @@ def _with_fp32_result(previous: Callable[..., Any]) -> Callable[..., Any]:
 
     halves = (torch.float16, torch.bfloat16)
 
-    def kernel(keyset: Any, x: Any, *arguments: Any, **keywords: Any) -> Any:
-        if not _on():
-            return previous(keyset, x, *arguments, **keywords)
-        given = keywords.get("dtype") is not None or any(isinstance(a, torch.dtype) for a in arguments)
+    def prepared(arguments: Any, keywords: Any) -> tuple[Iterable[Any], dict[str, Any]]:
+        x, *others = arguments
+        given = keywords.get("dtype") is not None or any(isinstance(a, torch.dtype) for a in others)
         if _floats(x) and x.dtype in halves and not given:
-            keywords["dtype"] = torch.float32
-        with _switched_off():
-            return previous(keyset, x, *arguments, **keywords)
+            keywords = {**keywords, "dtype": torch.float32}
+        return arguments, keywords
 
-    return kernel
+    return _switched_off(previous, prepared)
 
 
 def _promoting(previous: Callable[..., Any]) -> Callable[..., Any]:
     import torch
 
-    def kernel(keyset: Any, *arguments: Any, **keywords: Any) -> Any:
-        if not _on():
-            return previous(keyset, *arguments, **keywords)
+    def prepared(arguments: Any, keywords: Any) -> tuple[Iterable[Any], dict[str, Any]]:
         flat = [item for a in arguments for item in (a if isinstance(a, (list, tuple)) else (a,))]
         dtypes = {item.dtype for item in flat if _floats(item)}
         if len(dtypes) > 1 and torch.float32 in dtypes:
             arguments = tuple(_each(_to_fp32, value) for value in arguments)
-        with _switched_off():
-            return previous(keyset, *arguments, **keywords)
+        return arguments, keywords
 
-    return kernel
+    return _switched_off(previous, prepared)

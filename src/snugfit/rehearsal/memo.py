@@ -14,7 +14,7 @@ views deny it in their schema (`aten::_unsafe_view`), so the storages themselves
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,46 +28,66 @@ MOST = 200_000
 """Calls remembered at most, at about a kilobyte each; a rehearsal makes some hundreds of different ones."""
 
 
+class _Operator:
+    """What is remembered of one operator."""
+
+    __slots__ = ("func", "manner", "own", "results")
+
+    def __init__(self, func: Any) -> None:
+        self.func = func
+        self.manner = _manner(func)
+        self.own = OWN.get(func)
+        self.results: dict[Any, Any] = {}
+
+
 class ShapeMemo:
     """Runs operators on meta tensors, from memory where it can."""
 
     def __init__(self) -> None:
-        self._results: dict[Any, Any] = {}
-        self._manner: dict[Any, str] = {}
+        self._operators: dict[int, _Operator] = {}  # by id, which hashes faster than an operator does
+        self._count = 0
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What `func` gives on these meta operands."""
-        manner = self._manner.get(func)
-        if manner is None:
-            manner = self._manner[func] = _manner(func)
-        if (own := OWN.get(func)) is not None:
-            return own(*args, **kwargs)
+        known = self._operators.get(id(func))
+        if known is None:
+            known = self._operators[id(func)] = _Operator(func)
+        if known.own is not None:
+            return known.own(*args, **kwargs)
+        manner = known.manner
         if manner == "other":
             return func(*args, **kwargs)
         try:
-            # Factories without a dtype take the default one, which models are built under.
-            key = (func, torch.get_default_dtype(), _key(args), _key(tuple(kwargs.items())) if kwargs else ())
-            found = self._results.get(key)
+            # Without a dtype, some results take the default one, which models are built under.
+            named = _key(tuple(kwargs.items())) if kwargs else ()
+            key = _key(args), named, torch.get_default_dtype()
+            found = known.results.get(key)
         except _NotAKey:
             return func(*args, **kwargs)
         if found is not None:
             return _made(found) if manner == "pure" else args[0] if manner == "in place" else None
         if manner != "pure":
-            return self._run_in_place(key, func, args, kwargs)
+            return self._run_in_place(known, key, args, kwargs)
         out = func(*args, **kwargs)
         described = _described(out)
-        if len(self._results) >= MOST:
-            self._results.clear()
         if described is not None and not _shares(out, (args, tuple(kwargs.values()))):
-            self._results[key] = described
+            self._keep(known, key, described)
         return out
 
-    def _run_in_place(self, key: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_in_place(self, known: _Operator, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before = _key(args[:1])
-        out = func(*args, **kwargs)
+        out = known.func(*args, **kwargs)
         if (out is None or out is args[0]) and _key(args[:1]) == before:
-            self._results[key] = True
+            self._keep(known, key, True)
         return out
+
+    def _keep(self, known: _Operator, key: Any, result: Any) -> None:
+        if self._count >= MOST:
+            self._count = 0
+            for operator in self._operators.values():
+                operator.results.clear()
+        known.results[key] = result
+        self._count += 1
 
 
 REMEMBERED = ShapeMemo()
@@ -96,17 +116,30 @@ def _manner(func: Any) -> str:
     return "other"
 
 
-def _key(value: Any) -> Any:
-    """Something hashable that says all of an operand that its operator's shapes can depend on."""
+_PLAIN = frozenset(
+    (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+)
+"""Types of most arguments that are no tensors."""
+
+
+def _key(values: Sequence[Any]) -> tuple[Any, ...]:
+    """Something hashable that says all of these operands that their operator's shapes can depend on."""
+    return tuple([_one_key(value) for value in values])
+
+
+def _one_key(value: Any) -> Any:
+    kind = type(value)
+    if kind in _PLAIN:
+        return kind, value
     if isinstance(value, torch.Tensor):
-        if value.device.type != "meta":
+        if not value.is_meta:
             raise _NotAKey
         return value.shape, value.stride(), value.dtype, value.storage_offset()
     if isinstance(value, (tuple, list)):
-        return tuple(_key(item) for item in value)
+        return _key(value)
     if isinstance(value, torch.Generator):
         raise _NotAKey
-    return type(value), value
+    return kind, value
 
 
 def _described(out: Any) -> Any:
