@@ -30,7 +30,7 @@ class Each:
 class Known:
     """The seconds of those GPUs whose rates are known, and 0 for the others."""
 
-    clocks: GpuClocks
+    clocks: GpuClocks | None
     places: tuple[int | None, ...]
     """Of each GPU, which of the clocks is its; None where its rates are not known."""
 
@@ -45,11 +45,11 @@ class Known:
             else:
                 places.append(len(known))
                 known.append(gpu)
-        return cls(GpuClocks(known), tuple(places))
+        return cls(GpuClocks(known) if known else None, tuple(places))
 
     def __call__(self, tape: Tape) -> tuple[float, ...]:
         """Seconds of the tape's steady step on each GPU."""
-        told = self.clocks(tape)
+        told = self.clocks(tape) if self.clocks else ()
         return tuple(0.0 if place is None else told[place] for place in self.places)
 
 

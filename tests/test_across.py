@@ -1,0 +1,246 @@
+"""Many GPUs at once: each gets what it would alone and what brute force finds; memory never hurts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from small_models import small_job
+from snugfit.errors import UsageError
+from snugfit.job.gpu import Gpu, all_gpus, find_gpu
+from snugfit.job.job import Job
+from snugfit.planning.across import Across
+from snugfit.planning.clock import Alone
+from snugfit.planning.many_clocks import Each, Known
+from snugfit.planning.parts import Bound, Figures, Parts
+from snugfit.planning.search import plan
+from snugfit.planning.search_across import across
+from snugfit.planning.searched import Searched
+from snugfit.planning.seat import Seat
+from snugfit.planning.space import space_of
+from snugfit.prediction.device import policy_for
+from snugfit.prediction.predict import predict
+from snugfit.prediction.profile import Software
+from snugfit.prediction.seconds import step_seconds
+from snugfit.rehearsal.rehearse import rehearse
+from snugfit.rehearsal.tape import Kernel, Tape
+from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.technique import Fidelity
+from snugfit.units import MIB
+
+H200 = find_gpu("h200")
+
+
+@dataclass(frozen=True)
+class Invented:
+    """A device that nobody made: the larger of arithmetic and traffic, and a launch."""
+
+    bandwidth: float
+
+    def __call__(self, tape: Tape) -> float:
+        return sum(map(self._seconds, tape.kernels))
+
+    def _seconds(self, kernel: Kernel) -> float:
+        return max(kernel.flops / 1e11, kernel.nbytes / self.bandwidth) + 1e-6
+
+
+def clock_of(gpu: Gpu) -> Invented:
+    """An invented GPU's clock: its bandwidth is in the table's entry."""
+    return Invented(float(gpu.bandwidth or 0))
+
+
+def invented(memory: int, *, bandwidth: int = 10**9, like: str = "h200") -> Gpu:
+    key = f"{like}-{memory}-{bandwidth}"
+    return replace(find_gpu(like), key=key, memory_bytes=memory, bandwidth=bandwidth)
+
+
+@pytest.fixture(scope="module")
+def job() -> Job:
+    return small_job("gpt2", 2, batch_size=1, sequence_length=32)
+
+
+@pytest.fixture(scope="module")
+def everything(job: Job) -> list[tuple[Recipe, Figures, Figures]]:
+    """Every recipe that is as exact as the plain one, each judged by itself: on a slow device and a fast."""
+    clock = Each((Invented(1e8), Invented(1e12)))
+    parts = Parts(job, [H200, H200], clock, shallow=False)
+    space = space_of(job, fidelity=Fidelity.SAME, capability=(9, 0))
+    return [(each.recipe, *parts.judge([each.setup])[0]) for each in space.candidates]  # type: ignore[misc]
+
+
+def sizes(everything: list[tuple[Recipe, Figures, Figures]]) -> list[int]:
+    """Memories between which another recipe becomes the best, and one that is too small for all."""
+    found = sorted({slow.needed_bytes for _, slow, _ in everything})
+    return sorted({found[0] - 1, *found[:: max(1, len(found) // 5)], found[-1]})
+
+
+def test_each_gpu_gets_what_brute_force_finds(
+    job: Job, everything: list[tuple[Recipe, Figures, Figures]]
+) -> None:
+    gpus = [
+        invented(memory, bandwidth=bandwidth) for memory in sizes(everything) for bandwidth in (10**8, 10**12)
+    ]
+    found = across(job, gpus, fidelity="same", clock_of=clock_of, workers=1)
+    assert [answer.gpu for answer in found.answers] == gpus
+    assert len(found.counts) == 1, "one search for all"
+    for answer in found.answers:
+        which = 1 if answer.gpu.bandwidth == 10**8 else 2
+        fitting = [each[which] for each in everything if each[which].needed_bytes <= answer.gpu.memory_bytes]
+        assert answer.fits == bool(fitting)
+        assert answer.choice is not None
+        if fitting:
+            best = min((each.seconds, each.needed_bytes) for each in fitting)
+            assert answer.choice.step_seconds == pytest.approx(best[0])
+            assert answer.choice.needed_bytes == best[1]
+        else:
+            assert answer.choice.needed_bytes == min(each[which].needed_bytes for each in everything)
+
+
+def test_more_memory_or_bandwidth_never_gives_a_slower_answer(
+    job: Job, everything: list[tuple[Recipe, Figures, Figures]]
+) -> None:
+    memories, bandwidths = sizes(everything)[1:], (10**8, 10**9, 10**10)
+    gpus = [invented(memory, bandwidth=bandwidth) for bandwidth in bandwidths for memory in memories]
+    found = across(job, gpus, fidelity="same", clock_of=clock_of, workers=1)
+    rows = [found.answers[n : n + len(memories)] for n in range(0, len(gpus), len(memories))]
+    seconds = [[answer.seconds or 0.0 for answer in row] for row in rows]
+    for row in seconds:
+        assert row == sorted(row, reverse=True), "less memory was faster"
+    for column in zip(*seconds, strict=True):
+        assert list(column) == sorted(column, reverse=True), "less bandwidth was faster"
+    assert found.smallest is not None
+    assert found.smallest.gpu.memory_bytes == memories[0]
+    assert found.smallest.gpu.bandwidth == 10**10, "of equals the fastest"
+    assert found.fastest is not None
+    assert found.fastest.gpu.bandwidth == 10**10
+
+
+def test_together_as_one_by_one(job: Job) -> None:
+    """Three GPUs of the table in two searches: the same answers as three plans."""
+    gpus = [find_gpu(name) for name in ("t4", "rtx 4090", "rtx 5090")]
+    found = across(job, gpus, fidelity="same", workers=1)
+    assert len(found.counts) == 2
+    for gpu, answer in zip(gpus, found.answers, strict=True):
+        alone = plan(job, gpu=gpu, fidelity="same", workers=1)
+        assert answer.choice == alone.best
+        assert answer.measured_rates is False
+        assert "data sheet" in answer.rates
+
+
+def test_an_answer_is_by_the_gpu_s_own_scratch_and_workspaces() -> None:
+    """Sums over many rows take scratch by the number of multiprocessors."""
+    job = small_job("bert", 1, {"max_position_embeddings": 2048}, batch_size=4, sequence_length=2048)
+    gpus = [find_gpu(name) for name in ("rtx 3060", "a100-80gb", "rtx pro 6000")]
+    found = across(job, gpus, fidelity="same", objective="memory", workers=1)
+    assert len(found.counts) == 1
+    taken = set()
+    for answer in found.answers:
+        assert answer.choice is not None
+        alone = predict(job, answer.choice.recipe, gpu=answer.gpu).footprint
+        assert answer.choice.reserved_bytes == alone.reserved_bytes
+        assert answer.choice.requested_bytes == alone.requested_bytes
+        assert answer.choice.needed_bytes == alone.nvml_bytes
+        taken.add(answer.choice.requested_bytes)
+    assert len(taken) > 1, "this job shows no difference between the GPUs"
+
+
+def test_the_smallest_recipe_is_the_same_question_for_all(
+    job: Job, everything: list[tuple[Recipe, Figures, Figures]]
+) -> None:
+    gpus = [invented(1 << 40, bandwidth=bandwidth) for bandwidth in (10**8, 10**12)]
+    found = across(job, gpus, fidelity="same", objective="memory", clock_of=clock_of, workers=1)
+    least = min(slow.needed_bytes for _, slow, _ in everything)
+    assert {answer.choice.needed_bytes for answer in found.answers if answer.choice} == {least}
+
+
+def test_what_cannot_be_told_is_said(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = replace(find_gpu("t4"), key="no-rates", bandwidth=None)
+    unsized = replace(find_gpu("t4"), key="no-size", memory_bytes=None)
+    found = across(job, [slow, find_gpu("mi300x"), unsized], fidelity="same", workers=1)
+    no_rates, no_cuda, no_size = found.answers
+    assert no_rates.fits is True, "its bytes are known"
+    assert no_rates.choice is not None
+    assert no_rates.choice.step_seconds == no_rates.choice.samples_per_second == 0
+    assert no_rates.seconds is None
+    assert "seconds" in no_rates.why
+    smallest = across(job, [find_gpu("t4")], fidelity="same", objective="memory", workers=1).answers[0]
+    assert smallest.choice is not None
+    assert no_rates.choice.recipe == smallest.choice.recipe, "the smallest, where speed is not known"
+    for answer in (no_cuda, no_size):
+        assert (answer.fits, answer.choice) == (None, None)
+        assert answer.why
+    assert found.fastest is None
+
+
+def test_gpus_that_run_other_kernels_are_searched_apart() -> None:
+    """The clock and the workspaces differ within a kind, its attention and its techniques do not."""
+    kinds = {gpu.key: policy_for(gpu, Software()).decisions for gpu in all_gpus() if gpu.compute_capability}
+    assert kinds["T4"] == kinds["V100-SXM2-16"] != kinds["RTX4090"]
+    assert kinds["RTX4090"] == kinds["A100-SXM-80"] == kinds["RTX5090"] == kinds["B300"] != kinds["H200-SXM"]
+    assert kinds["H200-SXM"] == kinds["B200"]
+    setup, job = Recipe.parse("bf16").setup(), small_job("bert", 2)
+    tapes = {
+        key: rehearse(job, setup, policy_for(find_gpu(key), Software())).kernels
+        for key in ("RTX4090", "B300", "H200-SXM", "B200")
+    }
+    assert tapes["RTX4090"] == tapes["B300"]
+    assert tapes["H200-SXM"] == tapes["B200"] != tapes["RTX4090"]
+
+
+def test_seconds_of_those_that_have_none_are_nothing(job: Job) -> None:
+    tape = rehearse(job, Recipe().setup(), policy_for(H200, Software()))
+    told = Known.of([replace(H200, key="no-rates", bandwidth=None), H200])(tape)
+    assert told == (0.0, pytest.approx(step_seconds(tape, H200, batch_size=2).step_seconds))
+
+
+def test_an_answer_that_does_not_fit_after_all_makes_way(job: Job) -> None:
+    space = space_of(job, fidelity=Fidelity.SAME)
+    bounds = {number: Bound(needed_bytes=10, seconds=float(number)) for number in (1, 2, 3)}
+    seat = Seat(replace(H200, memory_bytes=100), 0, Searched(space, bounds), smallest=False)
+    assert list(seat.wants()) == [1, 2, 3]
+    for number in (1, 2):
+        seat.found.judge(number, figures(99 + number // 2, float(number)))
+        seat.found.judged[number] = figures(99, float(number))
+    assert list(seat.wants()) == [], "the third is slower"
+    assert seat.answer() == 1
+    seat.settle(1, figures(101, 1.0))
+    assert seat.answer() == 2
+    seat.settle(2, figures(102, 2.0))
+    assert list(seat.wants()) == [3]
+    seat.leave_out([3])
+    assert (list(seat.wants()), seat.answer(), seat.fits(1)) == ([], 1, False), "the nearest miss"
+
+
+def figures(needed: int, seconds: float) -> Figures:
+    return Figures(needed, needed, needed, 0, seconds, False)
+
+
+def test_the_answers_survive_json(job: Job) -> None:
+    gpus = [invented(1 << 40), invented(100 * MIB), find_gpu("mi300x")]
+    found = across(job, gpus, fidelity="same", clock_of=clock_of, workers=1)
+    document: dict[str, Any] = json.loads(json.dumps(found.to_json()))
+    assert Across.from_json(document) == found
+    assert document["smallest"] == document["fastest"] == gpus[0].key
+    for damage in ({"schema": 99}, {"what": "plan"}, {"answers": [{}]}, {"counts": [1]}):
+        with pytest.raises(UsageError):
+            Across.from_json({**document, **damage})
+
+
+def test_two_processes_find_what_one_finds(job: Job) -> None:
+    gpus = [find_gpu("t4"), find_gpu("h200")]
+    alone, together = (across(job, gpus, fidelity="same", workers=count) for count in (1, 2))
+    assert [answer.choice for answer in together.answers] == [answer.choice for answer in alone.answers]
+
+
+def test_an_unknown_objective_is_refused_before_any_work(job: Job) -> None:
+    with pytest.raises(UsageError, match="speed"):
+        across(job, [H200], objective="sped")
+
+
+def test_one_clock_is_one_of_several() -> None:
+    tape = Tape((), (), (), (), (), ())
+    assert Alone(lambda _: 2.0)(tape) == (2.0,)
+    assert Each((lambda _: 2.0, lambda _: 3.0))(tape) == (2.0, 3.0)
