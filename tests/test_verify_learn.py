@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from snugfit.comparison import learn as learning
 from snugfit.comparison.learn import (
     LARGEST_FACTOR,
     Curve,
@@ -43,6 +44,16 @@ RECIPES = ("plain", "bf16", "bf16 + every_layer", "adamw_loop", "sgd", "bf16 + m
 @pytest.fixture(autouse=True)
 def no_calibration_of_this_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SNUGFIT_RATES", str(tmp_path / "rates"))
+
+
+@pytest.fixture(autouse=True)
+def curves_sampled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learning, "curve_of", lambda gpu, rates, run: known_curve(str(run.recipe)))
+
+
+@cache
+def known_curve(recipe: str) -> Curve:
+    return curve_of(GPU, packaged_rates(GPU), a_run(0, recipe, 1.0))
 
 
 def llama(*, width: int = 1024, batch: int = 8) -> Job:
@@ -112,7 +123,7 @@ def test_everything_takes_so_many_times_as_long_on_slower_rates() -> None:
 def test_the_curve_is_the_queue_s_own_seconds() -> None:
     known = packaged_rates(GPU)
     for recipe in ("plain", "bf16"):
-        curve = curve_of(GPU, known, a_run(0, recipe, 1.0))
+        curve = known_curve(recipe)
         for ratio in (0.15, 0.5, 0.93, 1.0, 1.61, 7.0):
             told = math.exp(curve.at(math.log(ratio)))
             assert told == pytest.approx(seconds(llama(), recipe, known, host=ratio), rel=0.005)

@@ -72,11 +72,12 @@ def title(result: Accuracy) -> str:
     """What was drawn, and where it ran."""
     families = len({run.family for run in result.runs})
     jobs = len(by_job(result.runs))
+    count = f"{jobs} job{'s' if jobs > 1 else ''}"
     what = f"Seed {result.seed}" if result.seed is not None else "Named jobs"
     runs = {
         "drawn": f"{len(result.runs)} runs of {families} families",
-        "within-job": f"{len(result.runs)} runs of {jobs} jobs, each in drawn recipes",
-        "top": f"{len(result.runs)} runs of {jobs} jobs, each in its plan's best recipes",
+        "within-job": f"{len(result.runs)} runs of {count}, each in drawn recipes",
+        "top": f"{len(result.runs)} runs of {count}, each in its plan's best recipes",
     }
     where = f"measured on {result.device}" if result.device else f"predicted for {result.gpu}, not measured"
     again = f", predicted again {result.rescored}" if result.rescored else ""
