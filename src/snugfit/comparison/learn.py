@@ -186,11 +186,12 @@ def _errors(
 
 def curve_of(gpu: Gpu, rates: Rates, run: Run) -> Curve:
     """How the seconds of this run follow the ratio of its host to its device."""
-    tape = rehearse(run.job, run.recipe.setup(), policy_for(gpu, Software()))
+    setup = run.recipe.setup()
+    tape = rehearse(run.job, setup, policy_for(gpu, Software()))
+    known = partial(step_seconds, tape, gpu, batch_size=run.job.batch_size, rates=rates)
 
     def seconds(ratio: float) -> float:
-        size = run.job.batch_size
-        return step_seconds(tape, gpu, batch_size=size, rates=rates, host=ratio).step_seconds
+        return known(host=ratio, workers=setup.loader.workers).step_seconds
 
     return sampled(seconds)
 
