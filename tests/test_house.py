@@ -29,6 +29,7 @@ HEAVY_THEMSELVES = {
     "rehearsal/memo.py",
     "rehearsal/recorder.py",
     "rehearsal/shapes.py",
+    "rehearsal/whereabouts.py",
     "prediction/published_optimizer.py",
 }
 """Their classes derive from torch's, or they run at every operator of a rehearsal."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -25,7 +25,7 @@ from snugfit.techniques.recipe import Recipe
 
 RESULTS = Path(__file__).parents[1] / "results"
 H200 = rates_for(find_gpu("h200"))
-FREE = HostRate(forward=0, backward=0, recompute=0, update=0, tensor=0, step=0, wait=0)
+FREE = HostRate(**dict.fromkeys((field.name for field in fields(HostRate)), 0.0))
 
 
 # ---- the queue -----------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from snugfit.techniques.recipe import Recipe
 if TYPE_CHECKING:
     from snugfit.job.job import Job
     from snugfit.rehearsal.tape import Tape
+    from snugfit.techniques.setup import Setup
 
 
 def predict(
@@ -58,7 +59,7 @@ def predict(
     )
     after = replay(tape, expandable=setup.expandable_segments)
     context, about_context = context_of(gpu, profile, tape)
-    timing, about_seconds = _seconds(tape, gpu, job, rates)
+    timing, about_seconds = _seconds(tape, gpu, job, setup, rates)
     peak = tape.peak()[1]
     footprint = Footprint(
         requested_bytes=after.requested_peak,
@@ -86,7 +87,7 @@ def predict(
 
 
 def _seconds(
-    tape: Tape, gpu: Gpu | None, job: Job, rates: Rates | None = None
+    tape: Tape, gpu: Gpu | None, job: Job, setup: Setup, rates: Rates | None = None
 ) -> tuple[StepSeconds | None, tuple[str, ...]]:
     """The steady step's seconds on this GPU, and what is doubtful in them."""
     if gpu is None:
@@ -96,7 +97,8 @@ def _seconds(
     except GpuError as unknown:
         return None, (str(unknown),)
     doubts = () if rates.measured else (f"Seconds: no rates were measured on this GPU; {rates.source}.",)
-    return step_seconds(tape, gpu, batch_size=job.batch_size, rates=rates), doubts
+    workers = setup.loader.workers
+    return step_seconds(tape, gpu, batch_size=job.batch_size, rates=rates, workers=workers), doubts
 
 
 def _refuse(job: object, memory_bytes: object) -> None:

@@ -59,25 +59,47 @@ class HostRate:
     """Seconds that Python and torch take on the host to ask for one kernel, before a GPU is asked."""
 
     forward: float
-    """A kernel of the forward pass: modules, autograd's graph and views included."""
+    """A kernel of the forward pass: autograd's graph and views included."""
+
+    module: float
+    """A module that is entered, in the forward pass or again in backward."""
 
     backward: float
     """A kernel of the backward pass, asked for by autograd's own thread."""
 
     recompute: float
-    """A kernel that runs forward again in backward: also the hooks of checkpointing, a tensor at a time."""
+    """A kernel that runs forward again in backward."""
+
+    hook: float
+    """A saved tensor that goes through a hook of checkpointing, in or out."""
 
     update: float
     """A kernel of an optimizer or of clipping."""
 
+    foreign: float
+    """A kernel of a library that calls it from Python, as bitsandbytes does."""
+
     tensor: float
     """One more tensor in the lists that a foreach or fused kernel is given."""
 
+    copy: float
+    """A tensor of a micro-batch that is copied to the device, beside the making of it."""
+
+    sample: float
+    """A sample in such a tensor that the loop's own process makes: asked of the dataset, and collated."""
+
+    byte: float
+    """Of such a tensor, likewise."""
+
     step: float
-    """Each step beside its kernels: the batch, the loop, the scheduler."""
+    """Each step beside its kernels: the loop, the scheduler."""
 
     wait: float
     """Each time the host waits for the device, beside the waiting: the way there and back."""
+
+    def helped(self) -> HostRate:
+        """A host whose worker processes make the batches."""
+        return replace(self, sample=0.0, byte=0.0)
 
     def slower(self, factor: float) -> HostRate:
         """A host that takes `factor` times as long."""
@@ -107,6 +129,9 @@ class Rates:
 
     start: float
     """Seconds of the smallest kernel."""
+
+    link: float
+    """Bytes per second from the host's memory."""
 
     patterns: Mapping[str, tuple[float, float]]
     """By operator, for those that are slower: bytes per second, seconds to start."""
@@ -214,6 +239,7 @@ def _scaled(known: Rates, of: Gpu, gpu: Gpu) -> Rates:
             for name, (flops, start) in known.attention.items()
         },
         bandwidth=known.bandwidth * wider,
+        link=known.link * _link(gpu) / _link(of),
         patterns=patterns,
         source=f"scaled from {known.gpu} by data sheet",
         measured=False,
@@ -222,6 +248,11 @@ def _scaled(known: Rates, of: Gpu, gpu: Gpu) -> Rates:
 
 def _peak(gpu: Gpu, precision: str) -> float:
     return float(gpu.peak_dense.get(precision) or gpu.peak_dense["fp32"])
+
+
+def _link(gpu: Gpu) -> float:
+    """To the host, by data sheet; PCIe gen3 x16 where it is not known."""
+    return float((gpu.host_link or {}).get("bytes_per_second") or 15_750_000_000)
 
 
 def _instructions(gpu: Gpu) -> float:

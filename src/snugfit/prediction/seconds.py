@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.prediction.kernel_seconds import KernelClock
 from snugfit.prediction.rates import PRECISIONS, HostRate, Rates, rates_for
+from snugfit.rehearsal.tape import COPY_IN
 
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
@@ -68,8 +69,8 @@ class StepSeconds:
     """By phase and operator group."""
 
     bound: str
-    """`host` when the device waits for work most of the time that it does not work, else the operator group
-    that keeps it longest."""
+    """`host` when the device waits for work most of the time that it does not work, `loading` when all wait
+    for the processes that make batches, else the operator group that keeps the device longest."""
 
     measured_rates: bool
     """Whether the GPU's rates were measured; else they were scaled from another's by data sheet."""
@@ -80,14 +81,22 @@ class StepSeconds:
 
 
 def step_seconds(
-    tape: Tape, gpu: Gpu, *, batch_size: int, rates: Rates | None = None, host: float = 1.0
+    tape: Tape,
+    gpu: Gpu,
+    *,
+    batch_size: int,
+    rates: Rates | None = None,
+    host: float = 1.0,
+    workers: int = 0,
 ) -> StepSeconds:
     """The seconds of the tape's steady step on this GPU; `host` is how many times slower than the rates' the
-    host is. Raises `GpuError` when the GPU's rates are not known."""
+    host is, `workers` how many processes make the batches. Raises `GpuError` when the GPU's rates are not
+    known."""
     from snugfit.rehearsal.kernels import group_of
 
     rates = rates or rates_for(gpu)
     clock, pace = KernelClock(rates), rates.host.slower(host)
+    pace, making = (pace.helped(), making_seconds(tape.kernels, pace) / workers) if workers else (pace, 0.0)
     device = [clock.seconds(kernel) for kernel in tape.kernels]
     asked = [asking(kernel, pace) for kernel in tape.kernels]
     lines: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
@@ -102,7 +111,7 @@ def step_seconds(
         )
         for (phase, group), (works, asks, least) in lines.items()
     )
-    length = play(device, asked, tape.waits, pace)
+    length = max(play(device, asked, tape.waits, pace), making)
     busy = sum(device)
     host_seconds = sum(asked) + pace.step + pace.wait * len(tape.waits)
     return StepSeconds(
@@ -111,7 +120,7 @@ def step_seconds(
         device_seconds=busy,
         host_seconds=host_seconds,
         phases=phases,
-        bound=_bound(length, busy, phases),
+        bound="loading" if making == length > 0 else _bound(length, busy, phases),
         measured_rates=rates.measured,
     )
 
@@ -140,12 +149,24 @@ def play(device: Sequence[float], asked: Sequence[float], waits: Iterable[int], 
 
 def asking(kernel: Kernel, host: HostRate) -> float:
     """Seconds until this kernel has been asked for."""
-    if kernel.recomputed:
+    if kernel.operator == COPY_IN and kernel.phase == "load":
+        samples = kernel.shapes[0][0] if kernel.shapes and kernel.shapes[0] else 1
+        return host.copy + host.sample * samples + host.byte * (kernel.nbytes // 2)
+    if not kernel.operator.startswith("aten::"):
+        each = host.foreign
+    elif kernel.recomputed:
         each = host.recompute
     else:
         phases = {"forward": host.forward, "backward": host.backward, "load": host.forward}
         each = phases.get(kernel.phase, host.update)
-    return each + host.tensor * max(0, kernel.tensors - FEW_TENSORS)
+    hooks = host.module * kernel.modules + host.hook * kernel.hooks
+    return each + hooks + host.tensor * max(0, kernel.tensors - FEW_TENSORS)
+
+
+def making_seconds(kernels: Iterable[Kernel], host: HostRate) -> float:
+    """Seconds that one process takes to make a step's batches."""
+    copies = [kernel for kernel in kernels if kernel.operator == COPY_IN and kernel.phase == "load"]
+    return sum(asking(kernel, host) - asking(kernel, host.helped()) for kernel in copies)
 
 
 def _roofline(kernel: Kernel, gpu: Gpu) -> float:

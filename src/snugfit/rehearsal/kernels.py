@@ -57,6 +57,11 @@ def describe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any)
     return flops, moved, shapes, _arithmetic(func, (inputs or outputs)[0]), len(inputs)
 
 
+def copies_in(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether this operator copies a host's tensor to the device."""
+    return func is torch.ops.aten._to_copy.default and args[0].device.type == "cpu"
+
+
 def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 

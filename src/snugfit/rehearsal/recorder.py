@@ -16,7 +16,6 @@ The garbage collector is off during a rehearsal: cycles would otherwise die at a
 
 from __future__ import annotations
 
-import bisect
 import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -26,11 +25,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from snugfit.rehearsal.accumulation import SoleOwner
 from snugfit.rehearsal.buffers import OUTPUTS, Scratch
-from snugfit.rehearsal.kernels import describe
+from snugfit.rehearsal.kernels import copies_in, describe
 from snugfit.rehearsal.kinds import kinds
 from snugfit.rehearsal.memo import REMEMBERED
+from snugfit.rehearsal.saved import tell_of_saved_tensors
 from snugfit.rehearsal.score import Note
-from snugfit.rehearsal.tape import Block, Kernel, Mark, Tape
+from snugfit.rehearsal.tape import COPY_IN, Block, Kernel, Mark, Tape
+from snugfit.rehearsal.whereabouts import Whereabouts
 from snugfit.step.footprint import Kind
 
 if TYPE_CHECKING:
@@ -55,16 +56,14 @@ class Recorder(TorchDispatchMode):
         self._living: dict[int, tuple[int, Any]] = {}  # storage's address -> block, weak reference
         self._sole_owner = SoleOwner()
         self._workspaces: set[tuple[str, str]] = set()
-        self._paths: list[str] = []
-        self._names: dict[int, str] = {}
+        self._where = Whereabouts()
         self._owners: dict[torch.Tensor, str] = {}
-        self._sequence: list[int] = []
-        self._sequence_path: list[str] = []
         self._any_results: set[int] = set()
         self._model: torch.nn.Module | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._recomputed: set[int] = set()
         self._hooks: list[Any] = []
+        self._hooked = 0  # saved tensors that went through a hook since the last kernel
 
     # ---- the observer's side -------------------------------------------------------------------------
 
@@ -82,24 +81,20 @@ class Recorder(TorchDispatchMode):
         if name == "update" and self._model is not None:
             self._claim_gradients()
         self.current_phase = name
+        self._hooked = 0
         self.marks.append(Mark(len(self.events), self.current_step, name))
 
     def built(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         """Model and optimizer stand: their storages get names and kinds."""
         self._model, self._optimizer = model, optimizer
-        self._names = {id(module): name for name, module in model.named_modules()}
+        self._where.name(model)
         for name, module in model.named_modules():
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                 self._owners[tensor] = name
                 self.claim(tensor, Kind.WEIGHTS, name)
 
     def __enter__(self) -> Recorder:
-        from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-
-        self._hooks = [
-            register_module_forward_pre_hook(self._enters),
-            register_module_forward_hook(self._leaves, always_call=True),
-        ]
+        self._hooks = [*self._where.follow(), tell_of_saved_tensors(self._passes_hook)]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -158,7 +153,12 @@ class Recorder(TorchDispatchMode):
             if kernel is not None:
                 self._note_down("kernel")
                 again = self.current_phase == "backward" and torch.is_grad_enabled()
-                self.kernels.append(Kernel(operator, self._path(), self.current_phase, *kernel, again))
+                name = COPY_IN if copies_in(func, args) else operator
+                path, entered = self._path(), self._where.entered()
+                self.kernels.append(
+                    Kernel(name, path, self.current_phase, *kernel, again, entered, self._hooked)
+                )
+                self._hooked = 0
         return out
 
     def _scalar(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -180,6 +180,12 @@ class Recorder(TorchDispatchMode):
 
     def _note_down(self, what: str) -> None:
         self.notes.append(Note(len(self.events), len(self.marks), what))
+
+    def _path(self) -> str:
+        return self._where.path(self.current_phase)
+
+    def _passes_hook(self) -> None:
+        self._hooked += 1
 
     # ---- births and deaths ---------------------------------------------------------------------------
 
@@ -242,35 +248,6 @@ class Recorder(TorchDispatchMode):
                 held[name] = self._birth(f"{operator}: {name}", nbytes, Kind.WORKSPACES)
             elif nbytes < 0:
                 self.events.append(-(held.pop(name) + 1))
-
-    # ---- where: modules ----------------------------------------------------------------------------------
-
-    def _enters(self, module: torch.nn.Module, arguments: Any) -> None:
-        name = self._names.get(id(module), type(module).__name__)
-        self._paths.append(name)
-        self._note(name)
-
-    def _leaves(self, module: torch.nn.Module, arguments: Any, out: Any) -> None:
-        if self._paths:
-            self._paths.pop()
-        self._note(self._paths[-1] if self._paths else "")
-
-    def _note(self, path: str) -> None:
-        """Autograd nodes made from now on belong to `path`."""
-        self._sequence.append(torch._C._autograd._get_sequence_nr())
-        self._sequence_path.append(path)
-
-    def _path(self) -> str:
-        """The module that runs: in backward, the one whose forward made the running autograd node."""
-        if self._paths:
-            return self._paths[-1]
-        if self.current_phase == "backward":
-            node = torch._C._current_autograd_node()
-            if node is not None:
-                place = bisect.bisect_right(self._sequence, node._sequence_nr()) - 1
-                if place >= 0:
-                    return self._sequence_path[place]
-        return ""
 
     # ---- what for: kinds -------------------------------------------------------------------------------
 

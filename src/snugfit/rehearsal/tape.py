@@ -12,6 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+COPY_IN = "Memcpy HtoD"
+"""A kernel that copies from the host's memory, as CUDA's profiler calls it."""
+
 
 class Block(NamedTuple):
     """One allocation."""
@@ -54,6 +57,10 @@ class Kernel(NamedTuple):
     """How many it is given: lists of them are what foreach optimizers work on."""
     recomputed: bool = False
     """Whether it runs forward again in the backward pass."""
+    modules: int = 0
+    """Modules in which it is the first to run."""
+    hooks: int = 0
+    """Saved tensors that went through a hook since then: checkpointing packs and unpacks each."""
 
 
 @dataclass(frozen=True)
