@@ -14,6 +14,7 @@ import pytest
 from made_up import guide_result, measurement, prediction
 from snugfit.cli.main import run
 from snugfit.comparison.learn import nothing
+from test_gpus_command import made_up as across
 from test_verify import planned
 
 ROOT = Path(__file__).parents[1]
@@ -51,6 +52,7 @@ def answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("snugfit.comparison.calibrate._measured", lambda *_: 0.05)
     monkeypatch.setenv("SNUGFIT_RATES", str(tmp_path / "rates"))
     monkeypatch.setattr("snugfit.planning.search.plan", lambda job, **how: planned(how["ranked"]))
+    monkeypatch.setattr("snugfit.planning.search_across.across", lambda *_, **__: across())
     monkeypatch.setattr("snugfit.comparison.learn.learn", lambda *_, **__: nothing("made up"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for command in ("measure", "guide", "accuracy", "calibrate", "verify"):

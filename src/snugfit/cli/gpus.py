@@ -120,7 +120,7 @@ def _plan(found: Sequence[Gpu], asked: Mapping[str, Any]) -> int:
 
     prices = read_prices(asked["prices"], asked["price"] or ())
     if asked["objective"] == "cost" and not prices.per_hour:
-        raise UsageError("--objective cost needs prices: add --prices FILE, or --price h100=2.5 and so on.")
+        raise UsageError("--objective cost needs prices: add --prices FILE, or --price h200=2.5 and so on.")
     job_arguments = {each.name: asked[each.name] for each in _JOB} | {"model": asked["for_model"]}
     request = given.read_request(job_arguments)
     _refuse(request)

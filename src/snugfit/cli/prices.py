@@ -11,7 +11,7 @@ from snugfit.errors import UsageError
 if TYPE_CHECKING:
     from snugfit.planning.prices import Prices
 
-EXAMPLE = "Write lines such as `h100: 2.5`: a GPU's name, and USD for an hour of it."
+EXAMPLE = "Write lines such as `h200: 2.5`: a GPU's name, and USD for an hour of it."
 
 
 def read_prices(file: Path | None, single: Sequence[str]) -> Prices:
@@ -36,7 +36,7 @@ def _document(file: Path) -> dict[Any, Any]:
 def _pair(text: str) -> tuple[str, Any]:
     name, equals, price = text.rpartition("=")
     if not equals or not name.strip():
-        raise UsageError(f"--price {text!r}: write NAME=PRICE, for example --price h100=2.5.")
+        raise UsageError(f"--price {text!r}: write NAME=PRICE, for example --price h200=2.5.")
     try:
         return name.strip(), float(price)
     except ValueError:
