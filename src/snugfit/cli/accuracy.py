@@ -96,7 +96,8 @@ def accuracy(
 ) -> None:
     """Draw jobs and recipes, predict and measure each, and show the errors."""
     form = "json" if as_json else form
-    _refuse(locals())
+    ways = {"within-job": within_job, "top": top, "measure": measure, "rescore": rescore, "show": show}
+    _refuse([way for way, value in ways.items() if value is not None], rates, job, plot)
     if show is not None:
         _answer(_read(show), form, plot)
         return
@@ -116,17 +117,15 @@ def accuracy(
         raise OutsideBand(f"{len(result.outside)} of {len(result.runs)} runs are outside the band.")
 
 
-def _refuse(asked: dict[str, Any]) -> None:
+def _refuse(ways: list[str], rates: Path | None, jobs: list[Path] | None, plot: Path | None) -> None:
     """What does not go together."""
-    ways = [name for name in ("within_job", "top", "measure", "rescore", "show") if asked[name] is not None]
     if len(ways) > 1:
-        shown = " and ".join(f"--{name.replace('_', '-')}" for name in ways)
+        shown = " and ".join(f"--{way}" for way in ways)
         raise UsageError(f"{shown} are different questions. Ask one of them.")
-    if asked["rates"] is not None and ways != ["rescore"]:
+    if rates is not None and ways != ["rescore"]:
         raise UsageError("--rates goes with --rescore; a draw takes this GPU's own (snugfit calibrate).")
-    if asked["job"] and ways not in (["within_job"], ["top"]):
+    if jobs and ways not in (["within-job"], ["top"]):
         raise UsageError("--job names what would be drawn; it goes with --within-job or --top.")
-    plot = asked["plot"]
     if plot is not None and plot.suffix not in (".png", ".svg"):
         raise UsageError(f"--plot {plot}: a plot is a .png or a .svg file.")
 

@@ -48,6 +48,9 @@ on a shared machine, and the median of eight of them by less than half of that."
 LARGEST_FACTOR = 3.0
 """A factor beyond it, either way, is not believed: something else went wrong."""
 
+WORTH = 0.005
+"""What the mean |log| error must lose at least: each correction makes the plans that are remembered anew."""
+
 SEARCHED = 12.0
 """How far factors are looked for, so that one beyond belief is seen for what it is."""
 
@@ -61,14 +64,16 @@ NARROW = 0.02
 """Logarithm of the ratio between two points of a curve below which it is not divided further."""
 
 RATIOS = 4_000
-"""Ratios that are tried, evenly in logarithms: one every eighth of a per cent."""
+"""Ratios that are tried, evenly in logarithms: one every quarter of a per cent."""
 
 
 class Curve(NamedTuple):
-    """Seconds of one run's step, by how much slower its host is than its device; both in logarithms."""
+    """Seconds of one run's step by the ratio of its host's factor to its device's."""
 
     ratios: tuple[float, ...]
+    """In logarithms, rising."""
     seconds: tuple[float, ...]
+    """In logarithms, with the device as its rates say."""
 
     def at(self, ratio: float) -> float:
         """By the straight line between the two nearest points."""
@@ -164,8 +169,8 @@ def _doubt(host: float, device: float, before: Sequence[float], after: Sequence[
     ]
     if far:
         return f"{' and '.join(far)}, and a factor beyond {LARGEST_FACTOR:g} is not believed"
-    if mean_size(after) >= mean_size(before):
-        return "no factor makes the predictions better: the rates stand"
+    if mean_size(after) > mean_size(before) - WORTH:
+        return "no factors make the predictions better by half a per cent: the rates stand"
     return ""
 
 
