@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 from small_models import small_job
+from snugfit.errors import SnugfitError
 from snugfit.job.gpu import find_gpu
 from snugfit.planning.clock import GpuClocks, seconds_of
 from snugfit.planning.parts import Parts
+from snugfit.planning.workers import Bench, Question, Worker, bench
 from snugfit.rehearsal.policy import CudaPolicy
 from snugfit.rehearsal.sizes import rehearse_sizes, update_of
 from snugfit.rehearsal.splice import rehearse_update
@@ -58,3 +60,28 @@ def test_a_clock_that_does_not_join_is_given_a_tape() -> None:
     assert seconds_of(clock, [first, last]) == (len(first.kernels) + len(last.kernels),)
     offset = len(first.kernels)
     assert seen[0].waits == (*first.waits, *(offset + place for place in last.waits))
+
+
+def answers(at: Bench, questions: list[Question]) -> dict[int, object]:
+    """What a bench says to these questions."""
+    waiting = list(questions)
+    return dict(at.answers(lambda place: waiting.pop() if waiting else None))
+
+
+def test_workers_answer_as_parts_do_and_a_killed_one_is_told() -> None:
+    job, clock = small_job("bert", 2, batch_size=2), GpuClocks(GPUS[:1])
+    setups = [Recipe.parse(text).setup() for text in ("fp32", "bf16")]
+    questions: list[Question] = [(0, "judge", ([setups[0]],)), (1, "screen", ([setups[1]],))]
+    processes = []
+
+    def ask_and_kill() -> None:
+        with bench(job, GPUS[:1], clock, workers=2, shallow=True) as there:
+            processes.extend(place.process for place in there.places if isinstance(place, Worker))
+            assert answers(there, questions) == answers(Bench([Parts(job, GPUS[:1], clock)]), questions)
+            processes[0].kill()
+            processes[0].join()
+            answers(there, questions)
+
+    with pytest.raises(SnugfitError, match="killed"):
+        ask_and_kill()
+    assert [process.is_alive() for process in processes] == [False, False]

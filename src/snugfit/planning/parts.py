@@ -49,7 +49,7 @@ _Kept = TypeVar("_Kept")
 FEWEST = 2
 """Layers of the shallowest model that is rehearsed."""
 
-TRIED_LAYERS = 4
+TRIED_LAYERS = 2
 """Periods of layers in the model on which brief passes are tried."""
 
 REMEMBERED_PARTS = 24

@@ -4,8 +4,9 @@ Each holds its own `Parts` and remembers what it rehearsed, so whoever asks says
 cannot travel (a module of the user's own, a clock that is a closure) or one process is enough, the parts are
 here and every answer is there at once.
 
-The processes come from a fork server, which has imported torch once and never computed anything: a copy of a
-process that has is not safe. They die with whoever asked, also when it is killed.
+The processes come from a fork server, which has imported torch and the code of the model once and never
+computed anything: a copy of a process that has is not safe. A pipe is all that joins them to whoever asked,
+so nothing is left of them when they end; and they end with whoever asked, also when that is killed.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ import os
 import pickle
 import signal
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for
 from typing import TYPE_CHECKING, Any
 
@@ -31,51 +32,86 @@ if TYPE_CHECKING:
     from snugfit.planning.clock import Clock
     from snugfit.planning.parts import Parts
 
-_PRELOADED = ["torch", "transformers", "snugfit.planning.parts", "snugfit.planning.clock"]
-
 FEW_COLLECTIONS = 100_000
 """Objects made between two collections: tapes are millions of them, and hold no cycles."""
+
+ENDS_WITHIN = 2.0
+"""Seconds that a process has to end by itself when nothing is asked any more."""
 
 Question = tuple[int, str, tuple[Any, ...]]
 """Number, method of `Parts`, arguments."""
 
 
+class Worker:
+    """A process with `Parts` of its own, which answers one question at a time."""
+
+    def __init__(
+        self, context: Any, job: Job, gpus: Sequence[Gpu | None], clock: Clock, shallow: bool
+    ) -> None:
+        self.connection, there = context.Pipe()
+        what = (there, job, gpus, clock, shallow)
+        self.process = context.Process(target=_answers, args=what, daemon=True)
+        self.process.start()
+        there.close()
+
+    def ask(self, method: str, arguments: tuple[Any, ...]) -> None:
+        """Asks, and does not wait. Raises `SnugfitError` when the process is no more."""
+        try:
+            self.connection.send((method, arguments))
+        except OSError:
+            raise _killed() from None
+
+    def answer(self) -> Any | SnugfitError:
+        """What it says; raises `SnugfitError` when the process is no more, and `RuntimeError` with the
+        process's own traceback for an error that is ours."""
+        try:
+            answer, bug = self.connection.recv()
+        except (EOFError, OSError):
+            raise _killed() from None
+        if bug:
+            raise RuntimeError(f"in a process of the plan:\n{bug}")
+        return answer
+
+    def hurry(self) -> None:
+        """The end is near: nothing is asked any more."""
+        self.connection.close()
+
+    def end(self) -> None:
+        """Sees the process end, or ends it."""
+        self.process.join(ENDS_WITHIN)
+        if self.process.is_alive():
+            self.process.terminate()
+            self.process.join()
+
+
 class Bench:
     """`Parts` in so many places, each doing one thing at a time."""
 
-    def __init__(self, places: Sequence[ProcessPoolExecutor | Parts]) -> None:
+    def __init__(self, places: Sequence[Worker | Parts]) -> None:
         self.places = places
 
     def answers(self, ask: Callable[[int], Question | None]) -> Iterator[tuple[int, Any | SnugfitError]]:
         """Asks what `ask(place)` says whenever a place is free, until it says None to all; gives each answer
         with its number as it comes, an error among them."""
-        working: dict[Future[Any], tuple[int, int]] = {}
+        working: dict[Any, tuple[int, Worker]] = {}
         while True:
-            busy = {place for place, _ in working.values()}
-            for place in range(len(self.places)):
-                if place not in busy and (question := ask(place)) is not None:
-                    number, method, arguments = question
-                    working[self._asked(place, method, arguments)] = place, number
-            if not working:
+            here: list[tuple[int, Any]] = []
+            busy = [worker for _, worker in working.values()]
+            for place, where in enumerate(self.places):
+                if where in busy or (question := ask(place)) is None:
+                    continue
+                number, method, arguments = question
+                if isinstance(where, Worker):
+                    where.ask(method, arguments)
+                    working[where.connection] = number, where
+                else:
+                    here.append((number, _asked(where, method, arguments)))
+            yield from here
+            if not working and not here:
                 return
-            for done in wait(working, return_when=FIRST_COMPLETED).done:
-                _, number = working.pop(done)
-                yield number, _result(done)
-
-    def one(self, place: int, method: str, *arguments: Any) -> Any:
-        """The answer to one question; raises what it raises."""
-        return self._asked(place, method, arguments).result()
-
-    def _asked(self, place: int, method: str, arguments: tuple[Any, ...]) -> Future[Any]:
-        where = self.places[place]
-        if isinstance(where, ProcessPoolExecutor):
-            return where.submit(_ask, method, arguments)
-        done: Future[Any] = Future()
-        try:
-            done.set_result(getattr(where, method)(*arguments))
-        except SnugfitError as refusal:
-            done.set_exception(refusal)
-        return done
+            for connection in wait_for(working) if working and not here else ():
+                number, worker = working.pop(connection)
+                yield number, worker.answer()
 
 
 @contextmanager
@@ -89,23 +125,30 @@ def bench(
         yield Bench([Parts(job, gpus, clock, shallow=shallow)])
         return
     context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
-    pools = [
-        ProcessPoolExecutor(1, mp_context=context, initializer=_begin, initargs=(job, gpus, clock, shallow))
-        for _ in range(workers)
-    ]
+    name = job.model.architecture
+    code = f"transformers.models.{name}.modeling_{name}"  # passed over where it is not there
+    context.set_forkserver_preload(["torch", "transformers", "snugfit.planning.parts", code])
+    places = [Worker(context, job, gpus, clock, shallow) for _ in range(workers)]
     try:
-        yield Bench(pools)
-    except BrokenProcessPool:
-        raise SnugfitError("A process that rehearsed was killed, perhaps for lack of memory.") from None
+        yield Bench(places)
+    except BaseException:
+        for place in places:
+            place.process.terminate()
+        raise
     finally:
-        for pool in pools:
-            pool.shutdown(wait=False, cancel_futures=True)
+        for place in places:
+            place.hurry()
+        for place in places:
+            place.end()
 
 
-def _result(done: Future[Any]) -> Any | SnugfitError:
+def _killed() -> SnugfitError:
+    return SnugfitError("A process that rehearsed was killed, perhaps for lack of memory.")
+
+
+def _asked(parts: Parts, method: str, arguments: tuple[Any, ...]) -> Any | SnugfitError:
     try:
-        return done.result()
+        return getattr(parts, method)(*arguments)
     except SnugfitError as refusal:
         return refusal
 
@@ -118,15 +161,14 @@ def _travels(what: Any) -> bool:
     return what[0].model.module is None
 
 
-_parts: Parts | None = None
-"""In a worker: what it rehearses with."""
+# ---- in a worker -----------------------------------------------------------------------------------------
 
 
-def _begin(job: Job, gpus: Sequence[Gpu | None], clock: Clock, shallow: bool) -> None:
-    """In a worker: Ctrl-C ends it without a word, and so does the end of whoever asked."""
+def _answers(asked: Connection, job: Job, gpus: Sequence[Gpu | None], clock: Clock, shallow: bool) -> None:
+    """Answers until nobody asks any more. Ctrl-C ends it without a word, and so does the end of whoever
+    asked."""
     from snugfit.planning.parts import Parts
 
-    global _parts
     gc.freeze()
     gc.set_threshold(FEW_COLLECTIONS, 50, 50)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -134,9 +176,17 @@ def _begin(job: Job, gpus: Sequence[Gpu | None], clock: Clock, shallow: bool) ->
     if parent is not None:
         sentinel = parent.sentinel
         threading.Thread(target=lambda: (wait_for([sentinel]), os._exit(1)), daemon=True).start()
-    _parts = Parts(job, gpus, clock, shallow=shallow)
-
-
-def _ask(method: str, arguments: tuple[Any, ...]) -> Any:
-    assert _parts is not None
-    return getattr(_parts, method)(*arguments)
+    parts = Parts(job, gpus, clock, shallow=shallow)
+    while True:
+        try:
+            method, arguments = asked.recv()
+        except EOFError:
+            return
+        try:
+            answer: tuple[Any, str] = _asked(parts, method, arguments), ""
+        except Exception:
+            answer = None, traceback.format_exc()
+        try:
+            asked.send(answer)
+        except OSError:  # nobody listens any more
+            return
