@@ -13,7 +13,7 @@ from snugfit.errors import UsageError
 from snugfit.job.gpu import Gpu, all_gpus, find_gpu
 from snugfit.job.job import Job
 from snugfit.planning.across import Across
-from snugfit.planning.clock import Alone
+from snugfit.planning.clock import Alone, GpuClocks, Joining
 from snugfit.planning.many_clocks import Each, Known
 from snugfit.planning.parts import Bound, Figures, Parts
 from snugfit.planning.search import plan
@@ -24,8 +24,8 @@ from snugfit.planning.space import space_of
 from snugfit.prediction.device import policy_for
 from snugfit.prediction.predict import predict
 from snugfit.prediction.profile import Software
-from snugfit.prediction.seconds import step_seconds
 from snugfit.rehearsal.rehearse import rehearse
+from snugfit.rehearsal.sizes import Work
 from snugfit.rehearsal.tape import Kernel, Tape
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Fidelity
@@ -192,8 +192,11 @@ def test_gpus_that_run_other_kernels_are_searched_apart() -> None:
 
 def test_seconds_of_those_that_have_none_are_nothing(job: Job) -> None:
     tape = rehearse(job, Recipe().setup(), policy_for(H200, Software()))
-    told = Known.of([replace(H200, key="no-rates", bandwidth=None), H200])(tape)
-    assert told == (0.0, pytest.approx(step_seconds(tape, H200, batch_size=2).step_seconds))
+    clock, seconds = Known.on([replace(H200, key="no-rates", bandwidth=None), H200]), GpuClocks([H200])
+    assert clock(tape) == (0.0, *seconds(tape))
+    work = Work(tape.kernels, tape.waits)
+    assert clock.of([work, work]) == (0.0, *seconds.of([work, work]))
+    assert isinstance(clock, Joining)
 
 
 def test_an_answer_that_does_not_fit_after_all_makes_way(job: Job) -> None:

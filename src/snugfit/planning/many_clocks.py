@@ -12,6 +12,7 @@ from snugfit.prediction.rates import rates_for
 
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
+    from snugfit.rehearsal.sizes import Work
     from snugfit.rehearsal.tape import Tape
 
 
@@ -35,7 +36,7 @@ class Known:
     """Of each GPU, which of the clocks is its; None where its rates are not known."""
 
     @classmethod
-    def of(cls, gpus: Sequence[Gpu]) -> Self:
+    def on(cls, gpus: Sequence[Gpu]) -> Self:
         """The clocks of these GPUs."""
         known: list[Gpu] = []
         places: list[int | None] = []
@@ -49,7 +50,13 @@ class Known:
 
     def __call__(self, tape: Tape) -> tuple[float, ...]:
         """Seconds of the tape's steady step on each GPU."""
-        told = self.clocks(tape) if self.clocks else ()
+        return self._placed(self.clocks(tape) if self.clocks else ())
+
+    def of(self, works: Sequence[Work]) -> tuple[float, ...]:
+        """Seconds of a steady step that does these one after the other, on each GPU."""
+        return self._placed(self.clocks.of(works) if self.clocks else ())
+
+    def _placed(self, told: Sequence[float]) -> tuple[float, ...]:
         return tuple(0.0 if place is None else told[place] for place in self.places)
 
 

@@ -118,7 +118,7 @@ def _group(
     from snugfit.planning.workers import bench
 
     gpus = sorted(gpus, key=lambda gpu: policy_for(gpu, Software()).scratch_size)
-    clock = Each(tuple(map(clock_of, gpus))) if clock_of else Known.of(gpus)
+    clock = Each(tuple(map(clock_of, gpus))) if clock_of else Known.on(gpus)
     space = space_of(job, fidelity=fidelity, capability=gpus[0].compute_capability)
     for shallow in (True, False):
         with bench(job, gpus, clock, workers=workers, shallow=shallow) as at:
