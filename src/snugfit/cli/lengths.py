@@ -5,6 +5,8 @@ Exit code 3 when the longest batch does not fit, so that a script can ask.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -16,6 +18,7 @@ from snugfit.errors import UsageError
 
 if TYPE_CHECKING:
     from snugfit.planning.length_plan import LengthPlan
+    from snugfit.planning.plan import Plan
 
 DOES_NOT_FIT = 3
 
@@ -24,6 +27,14 @@ File = Annotated[
     typer.Option(
         "--lengths",
         help="Tokens of each sample: .txt (one a line), .csv, .tsv, .jsonl, .json (a list, or a histogram).",
+        rich_help_panel=given.JOB,
+    ),
+]
+Planned = Annotated[
+    Path | None,
+    typer.Option(
+        "--lengths",
+        help="Tokens of each sample: plan for the longest, and say how to pad (snugfit lengths).",
         rich_help_panel=given.JOB,
     ),
 ]
@@ -36,6 +47,7 @@ Truncate = Annotated[
     typer.Option(metavar="TOKENS", help="Also say what cutting longer sequences brings: another job.",
                  rich_help_panel=given.JOB),
 ]  # fmt: skip
+Fresh = Annotated[bool, typer.Option("--fresh", help="Ask again, also when the answer is remembered.")]
 Format = Annotated[Literal["terminal", "markdown", "json"], typer.Option("--format", help="What to print.")]
 
 
@@ -47,6 +59,7 @@ def lengths(
     column: Column = None,
     truncate: Truncate = None,
     memory: given.Memory = None,
+    fresh: Fresh = False,
     form: Format = "terminal",
     as_json: given.AsJson = False,
 ) -> int:
@@ -55,29 +68,58 @@ def lengths(
         raise UsageError("Lengths are weighed in seconds, which need a GPU: add --gpu NAME.")
     if request.software != "installed":
         raise UsageError("Lengths are for the installed software. Leave the software profile out.")
-    found = plan_of(request, truncate)
+    found = plan_of(request, truncate, fresh=fresh)
     show(found, "json" if as_json else form)
     return 0 if found.best or not found.ways else DOES_NOT_FIT
 
 
-def plan_of(request: Request, truncate: int | None = None) -> LengthPlan:
-    """The answer to a request with lengths and a GPU."""
+def plan_of(request: Request, cut: int | None = None, *, fresh: bool = False) -> LengthPlan:
+    """The answer to a request with lengths and a GPU, remembered like a plan."""
     from snugfit.cli.progress import telling
+    from snugfit.planning.cache import key_of, recall, remember
+    from snugfit.planning.length_plan import LengthPlan
     from snugfit.planning.lengths import plan_lengths
 
     assert request.lengths is not None
     assert request.gpu is not None
+    asked = {"memory_bytes": request.memory_bytes, "loop": request.loop, "cut": cut}
+    key = key_of(
+        request.job, request.gpu, what="lengths", of=request.lengths, recipe=str(request.recipe), **asked
+    )
+    if key and not fresh and (known := recall(key, LengthPlan.from_json)):
+        return known
     with telling() as tell:
-        return plan_lengths(
+        found = plan_lengths(
             request.job,
             request.recipe,
             lengths=request.lengths,
             gpu=request.gpu,
             memory_bytes=request.memory_bytes,
             loop=request.loop,
-            cut=truncate,
+            cut=cut,
             tell=tell,
         )
+    if key:
+        remember(key, found)
+    return found
+
+
+def show_planned(
+    request: Request, plan: Plan, form: str, *, show_plan: Callable[[Plan, str], None], fresh: bool
+) -> None:
+    """Prints a plan for the longest batch, and under it what its best recipe makes of all lengths."""
+    from snugfit.report.terminal import show_json
+    from snugfit.techniques.recipe import Recipe
+
+    if form != "json":
+        show_plan(plan, form)
+        typer.echo()
+    best = Recipe.parse(plan.shown.recipe)
+    found = plan_of(replace(request, recipe=best, loop="plain"), fresh=fresh)
+    if form == "json":
+        show_json({**plan.to_json(), "lengths": found.to_json()})
+    else:
+        show(found, form)
 
 
 def show(found: LengthPlan, form: str) -> None:

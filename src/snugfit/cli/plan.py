@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from snugfit.cli import arguments as given
+from snugfit.cli import lengths as of_lengths
 from snugfit.cli.request import Request
 from snugfit.cli.verify import show_verified, verified, with_gpu_here
 from snugfit.errors import UsageError
@@ -51,6 +52,7 @@ def plan(
     request: Request,
     *,
     memory: given.Memory = None,
+    lengths: of_lengths.Planned = None,
     fidelity: Fidelity = "rounds",
     objective: Objective = "speed",
     workers: Workers = None,
@@ -63,7 +65,7 @@ def plan(
 ) -> int:
     """Find the fastest recipe that fits, without a GPU."""
     request = with_gpu_here(request) if verify else request
-    _refuse(request, plot)
+    _refuse(request, plot, verify)
     found = _plan(request, fidelity, objective, workers, fresh=fresh, ranked=verify or 0)
     if plot:
         from snugfit.report.files import write_atomically
@@ -71,14 +73,16 @@ def plan(
 
         write_atomically(plot, draw(found, plot.suffix[1:]))
     form = "json" if as_json else form
-    if not verify or not found.fits or form != "json":
+    if lengths and found.best:
+        of_lengths.show_planned(request, found, form, show_plan=_print, fresh=fresh)
+    elif not verify or not found.fits or form != "json":
         _print(found, form)
     if verify and found.fits:
         show_verified(found, verified(found, learn=not no_learn, workers=workers), form)
     return 0 if found.fits else DOES_NOT_FIT
 
 
-def _refuse(request: Request, plot: Path | None) -> None:
+def _refuse(request: Request, plot: Path | None, verify: int | None) -> None:
     """What belongs to other questions, before long work begins."""
     from snugfit.report.files import writable_folder
     from snugfit.techniques.recipe import Recipe
@@ -97,6 +101,8 @@ def _refuse(request: Request, plot: Path | None) -> None:
         raise UsageError("A plan is made for the installed software. Leave the software profile out.")
     if request.gpu is None:
         raise UsageError("A plan weighs seconds, which need a GPU: add --gpu NAME; --memory may go with it.")
+    if request.lengths and verify:
+        raise UsageError("--lengths and --verify are two questions. Ask one at a time.")
     if plot and plot.suffix not in (".png", ".svg"):
         raise UsageError(f"--plot {plot}: a plot is a .png or a .svg file.")
     if plot:

@@ -15,12 +15,12 @@ from snugfit.report.grid import Grid, escape, terminal
 from snugfit.report.grid import markdown as markdown_table
 from snugfit.report.job import job_line
 from snugfit.report.terminal import words
-from snugfit.units import GIB, show_bytes, show_seconds
+from snugfit.units import GIB, show_bytes
 
 ORDERS = {
     "fixed": "all alike",
-    "random": "to its own longest",
-    "grouped": "the same, grouped",
+    "random": "at random",
+    "grouped": "grouped",
 }
 """How each order pads a batch, in a few words."""
 
@@ -104,6 +104,8 @@ def _tables(plan: LengthPlan) -> Iterator[Grid]:
         yield _table(plan, plan.ways, title, mark=plan.best)
     if plan.cut:
         yield _table(plan, plan.cut.ways, _of_cut(plan.cut))
+    if plan.sizes:
+        yield sizes(plan.sizes)
 
 
 def _of_cut(cut: Cut) -> str:
@@ -114,8 +116,8 @@ def _of_cut(cut: Cut) -> str:
 
 
 def _table(plan: LengthPlan, ways: Sequence[Way], title: str, mark: Way | None = None) -> Grid:
-    heads: tuple[str, ...] = ("", "Batches", "multiple>", "longest>", "GiB on the GPU>", "padding>")
-    heads += ("ms a step>", "its longest>", "samples/s>", "tokens/s>")
+    heads: tuple[str, ...] = ("", "Batches", "multiple>", "longest>", "GiB>", "padding>")
+    heads += ("ms a step>", "at most>", "samples/s>", "tokens/s>")
     rows = tuple(_row(plan, way, "best" if way is mark or way == mark else "") for way in ways)
     refused = next((way.why_not for way in ways if way.why_not), "")
     return Grid(title=title, heads=heads, rows=rows, note=f"cannot be: {refused}" if refused else "")
@@ -154,7 +156,6 @@ def remarks(plan: LengthPlan) -> Iterator[str]:
         )
     if plan.assumed:
         yield "Rounding lengths up pays only by what unaligned rows are assumed to cost."
-    yield from (size_line(size) for size in plan.sizes)
     if plan.assumed or any(size.assumed for size in plan.sizes):
         yield ASSUMPTION
     yield how_known(plan)
@@ -169,44 +170,51 @@ def how_known(plan: LengthPlan) -> str:
     )
 
 
-def size_line(size: Size) -> str:
-    """One size that costs, and what would be better."""
-    gain = f"{100 * size.gain:.1f} %"
-    if size.what == "width":
-        return (
-            f"The width {size.given:,} ({size.where}) is no multiple of 16 bytes: up to {gain} if unaligned "
-            "rows cost what is assumed. It is the model's own: told, not proposed."
+def sizes(found: Sequence[Size]) -> Grid:
+    """Sizes that cost, and what would be better."""
+    rows = tuple(
+        (
+            size.what,
+            f"{size.given:,}",
+            f"{size.instead:,}" if size.instead else "",
+            f"{100 * size.gain:.1f} %{' *' if size.assumed else ''}",
+            _memory(size),
+            f"{1e3 * size.step_seconds:,.1f}" if size.step_seconds else "",
+            _means(size),
         )
-    text = f"{_beside(size, gain)}, with {_memory(size.more_bytes or 0)}"
-    text += f"; a step of {show_seconds(size.step_seconds)}" if size.step_seconds else ""
-    return text + (". By the assumed price of unaligned rows alone." if size.assumed else ".")
-
-
-def _beside(size: Size, gain: str) -> str:
-    given, instead = f"{size.given:,}", f"{size.instead or 0:,}"
-    if size.what == "vocabulary":
-        multiple = 64 if (size.instead or 0) % 64 == 0 else 8
-        return (
-            f"Vocabulary {given}: filled up to {instead} "
-            f"(resize_token_embeddings(pad_to_multiple_of={multiple})) it brings {gain} more samples/s"
-        )
-    larger = (size.instead or 0) > size.given
-    if size.what == "sequence length" and larger:
-        return f"The longest batch: {given} tokens padded to {instead} bring {gain} more samples/s"
-    if size.what == "sequence length":
-        return (
-            f"The longest batch, {given} tokens, stands just past a boundary: {instead} would bring {gain} "
-            "more tokens/s, but cutting is another job"
-        )
-    if larger:
-        return (
-            f"Batch {given}: {instead} would take no longer, {gain} more samples/s, but that is another job"
-        )
-    return (
-        f"Batch {given} stands just past a boundary: {instead} would bring {gain} more samples/s, but is "
-        "another job"
+        for size in found
+    )
+    return Grid(
+        title="Sizes that the GPU dislikes, in the longest batch",
+        heads=("Size", "is>", "better>", "gain>", "memory>", "ms a step>", "what that means"),
+        rows=rows,
+        note="* by the assumed price of unaligned rows alone" if any(size.assumed for size in found) else "",
     )
 
 
-def _memory(more: int) -> str:
-    return f"{show_bytes(abs(more))} {'more' if more > 0 else 'less'}" if more else "the same memory"
+def _cuts(size: Size) -> bool:
+    return size.what == "sequence length" and not size.proposed
+
+
+def _means(size: Size) -> str:
+    """What changing it does, and how."""
+    if size.what == "vocabulary":
+        multiple = 64 if (size.instead or 0) % 64 == 0 else 8
+        return f"rows that no token uses: resize_token_embeddings, to a multiple of {multiple}"
+    if size.what == "sequence length":
+        return (
+            "another job: it cuts sequences (gain in tokens/s)"
+            if _cuts(size)
+            else "more padding, with pad_to_multiple_of"
+        )
+    if size.what == "batch":
+        larger = (size.instead or 0) > size.given
+        return "another job: more samples, no more time" if larger else "another job: past a tile or a wave"
+    return f"the model's own, in {size.where}"
+
+
+def _memory(size: Size) -> str:
+    more = size.more_bytes
+    if more is None:
+        return ""
+    return f"{show_bytes(abs(more))} {'more' if more > 0 else 'less'}" if more else "the same"
