@@ -114,10 +114,16 @@ def test_evaluating_keeps_nothing_for_a_backward_pass(name: str) -> None:
 def test_experts_are_multiplied_as_the_gpu_can() -> None:
     """transformers takes grouped products from Ampere on, and multiplies expert by expert before."""
     job = small(NAMED["mixtral"], Task.CAUSAL_LM)
-    for recipe in ("plain", "bf16_pure"):
-        operators = {kernel.operator for kernel in tape_of(job, recipe).kernels}
-        assert "aten::_grouped_mm" in operators
-        assert "transformers::grouped_mm_fallback" not in operators
+    grouped, apart = tape_of(job, "bf16_pure"), tape_of(job, "plain")
+    for tape in (grouped, apart):
+        assert "transformers::grouped_mm_fallback" not in {kernel.operator for kernel in tape.kernels}
+    products = [kernel for kernel in grouped.kernels if kernel.operator == "aten::_grouped_mm"]
+    assert products
+    assert not grouped.waits
+    experts = job.model.settings(job).num_local_experts
+    counts = [sum(k.operator == "aten::mm" for k in tape.kernels) for tape in (apart, grouped)]
+    assert counts[0] - counts[1] == experts * len(products), "in fp32 each group is a product of its own"
+    assert len(apart.waits) == len(products), "whose ends the host reads"
     if not WHOLE_FALLBACK:
         with pytest.raises(RehearsalError, match=r"grouped_mm_fallback_backward.*measure it"):
             tape_of(job, "fp16", V100)

@@ -57,6 +57,21 @@ def describe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any)
     return flops, moved, shapes, _arithmetic(func, (inputs or outputs)[0]), len(inputs)
 
 
+def apart(args: tuple[Any, ...], kwargs: dict[str, Any], kernel: Description) -> list[Description]:
+    """A grouped product as so many products of equal groups: (M, K) by (G, K, N) by rows, (N, M) by (M, K) by
+    what they have in common."""
+    flops, moved, _, dtype, tensors = kernel
+    ends = args[2] if len(args) > 2 else kwargs.get("offs")
+    groups = args[0].size(0) if ends is None else ends.size(0)
+    (rows, inner), columns = args[0].shape[-2:], args[1].shape[-1]
+    if args[0].dim() == args[1].dim():
+        inner = -(-inner // groups)
+    else:
+        rows = -(-rows // groups)
+    each = (flops // groups, moved // groups, ((rows, inner), (inner, columns)), dtype, min(tensors, 2))
+    return [each] * groups
+
+
 def copies_in(func: Any, args: tuple[Any, ...]) -> bool:
     """Whether this operator copies a host's tensor to the device."""
     return func is torch.ops.aten._to_copy.default and args[0].device.type == "cpu"

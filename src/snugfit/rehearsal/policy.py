@@ -13,11 +13,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from snugfit.rehearsal import attention, autocast_lists
 from snugfit.rehearsal.buffers import Scratch
 from snugfit.rehearsal.scratch import cuda_scratch, everywhere
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +58,10 @@ class Policy(ABC):
     @abstractmethod
     def groups_products(self) -> bool:
         """Whether products of experts go through `grouped_mm`."""
+
+    @abstractmethod
+    def fuses_groups(self, dtype: torch.dtype) -> bool:
+        """Whether such a grouped product is one kernel."""
 
     @abstractmethod
     def scratch(self, operator: str, arguments: Sequence[Any], out: Any) -> Scratch:
@@ -98,7 +105,8 @@ class CudaPolicy(Policy):
     def decisions(self) -> Hashable:
         """Equal for GPUs that run the same kernels whatever they are given; they may yet differ in
         workspaces and scratch."""
-        return self._fused, self.groups_products, self.softmax_saves_input
+        grouped = self.groups_products, self.capability[0] in _GROUPED
+        return self._fused, grouped, self.softmax_saves_input
 
     @property
     def scratch_size(self) -> tuple[int, int]:
@@ -130,6 +138,11 @@ class CudaPolicy(Policy):
     def groups_products(self) -> bool:
         """From Ampere on: `_can_use_grouped_mm`, transformers' `integrations/moe.py`."""
         return self.capability >= (8, 0)
+
+    def fuses_groups(self, dtype: torch.dtype) -> bool:
+        """CUTLASS's grouped kernel is for bfloat16 on sm_90 and sm_100. Else the ends of the groups are read
+        on the host, and each group is a product of its own (`native/cuda/GroupedBlas.cpp`)."""
+        return str(dtype) == "torch.bfloat16" and self.capability[0] in _GROUPED
 
     def scratch(self, operator: str, arguments: Sequence[Any], out: Any) -> Scratch:
         """Reductions, attention and embedding backward: see `scratch.py`."""
@@ -179,6 +192,10 @@ class CpuPolicy(Policy):
         """Yes, in torch 2.11 and later."""
         return True
 
+    def fuses_groups(self, dtype: torch.dtype) -> bool:
+        """No device waits for the CPU's groups."""
+        return True
+
     def scratch(self, operator: str, arguments: Sequence[Any], out: Any) -> Scratch:
         """What torch composes of other operators; buffers of the kernels themselves are not modelled."""
         return everywhere(operator, arguments, out)
@@ -188,6 +205,7 @@ class CpuPolicy(Policy):
         return ()
 
 
+_GROUPED = (9, 10)
 _GEMMS = frozenset(
     {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::addmv", "aten::mv", "aten::_grouped_mm"}
 )

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from snugfit.rehearsal.accumulation import SoleOwner
 from snugfit.rehearsal.buffers import OUTPUTS, Scratch
-from snugfit.rehearsal.kernels import copies_in, describe
+from snugfit.rehearsal.kernels import Description, apart, copies_in, describe
 from snugfit.rehearsal.kinds import kinds
 from snugfit.rehearsal.memo import REMEMBERED
 from snugfit.rehearsal.saved import tell_of_saved_tensors
@@ -150,16 +150,21 @@ class Recorder(TorchDispatchMode):
             weakref.finalize(out, self._any_results.discard, id(out)).atexit = False
         if self.current_step == self.steps - 1:
             kernel = describe(func, args, kwargs, out)
-            if kernel is not None:
-                self._note_down("kernel")
-                again = self.current_phase == "backward" and torch.is_grad_enabled()
-                name = COPY_IN if copies_in(func, args) else operator
-                path, entered = self._path(), self._where.entered()
-                self.kernels.append(
-                    Kernel(name, path, self.current_phase, *kernel, again, entered, self._hooked)
-                )
-                self._hooked = 0
+            if kernel and func is aten._grouped_mm.default and not self.policy.fuses_groups(args[0].dtype):
+                self._sync()
+                for each in apart(args, kwargs, kernel):
+                    self._ran("aten::mm", each)
+            elif kernel:
+                self._ran(COPY_IN if copies_in(func, args) else operator, kernel)
         return out
+
+    def _ran(self, operator: str, kernel: Description) -> None:
+        """The steady step's device is asked for this kernel."""
+        self._note_down("kernel")
+        again = self.current_phase == "backward" and torch.is_grad_enabled()
+        path, entered = self._path(), self._where.entered()
+        self.kernels.append(Kernel(operator, path, self.current_phase, *kernel, again, entered, self._hooked))
+        self._hooked = 0
 
     def _scalar(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The value of a one-element tensor. Real host tensors have theirs. A device's are unknown: numbers
