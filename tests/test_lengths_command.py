@@ -18,7 +18,8 @@ from snugfit.planning.length_plan import Cut, LengthPlan
 from snugfit.planning.padding import Way
 from snugfit.planning.plan import Choice, Counts, Plan
 from snugfit.planning.sizes import Size
-from snugfit.report.lengths import ASSUMPTION, markdown, render
+from snugfit.report.grid import markdown as as_markdown
+from snugfit.report.lengths import ASSUMPTION, answer, markdown, render, tables
 from snugfit.report.terminal import as_text
 from snugfit.techniques.recipe import Recipe
 from snugfit.units import GIB
@@ -229,3 +230,17 @@ def test_foreign_words_are_data() -> None:
     assert "[a/path]" in shown
     page = markdown(plan)
     assert "<script>" not in page
+
+
+def test_the_tables_of_the_docs_are_the_command_s_own() -> None:
+    """docs/lengths.md shows what `snugfit lengths --json` wrote under results/, and nothing else."""
+    root = Path(__file__).parents[1]
+    written = json.loads((root / "results/lengths-2026-11-20/gpt2-large.json").read_text())
+    page = (root / "docs/lengths.md").read_text()
+    plan = LengthPlan.from_json(written)
+    assert plan.lengths == replace(
+        Lengths.read(root / "results/lengths-2026-11-20/lengths.json"), source=plan.lengths.source
+    )
+    assert answer(plan) in page
+    for table in tables(plan):
+        assert as_markdown(table).rstrip() in page

@@ -24,10 +24,13 @@ if TYPE_CHECKING:
     from snugfit.errors import SnugfitError
     from snugfit.job.gpu import Gpu, all_gpus, find_gpu
     from snugfit.job.job import Job, Phase, Task
+    from snugfit.job.lengths import Lengths
     from snugfit.job.model import Model
     from snugfit.measurement.measure import measure
     from snugfit.measurement.measurement import Measurement
     from snugfit.measurement.watch import watch
+    from snugfit.planning.length_plan import LengthPlan
+    from snugfit.planning.lengths import plan_lengths
     from snugfit.planning.plan import Plan
     from snugfit.planning.search import plan
     from snugfit.prediction.predict import predict
@@ -45,12 +48,15 @@ __all__ = [
     "Footprint",
     "Gpu",
     "Job",
+    "LengthPlan",
+    "Lengths",
     "measure",
     "Measurement",
     "Model",
     "Phase",
     "plan",
     "Plan",
+    "plan_lengths",
     "predict",
     "Prediction",
     "Recipe",
@@ -65,10 +71,13 @@ _HOMES = {
     "errors": ("SnugfitError",),
     "job.gpu": ("Gpu", "all_gpus", "find_gpu"),
     "job.job": ("Job", "Phase", "Task"),
+    "job.lengths": ("Lengths",),
     "job.model": ("Model",),
     "measurement.measure": ("measure",),
     "measurement.measurement": ("Measurement",),
     "measurement.watch": ("watch",),
+    "planning.length_plan": ("LengthPlan",),
+    "planning.lengths": ("plan_lengths",),
     "planning.plan": ("Plan",),
     "planning.search": ("plan",),
     "prediction.predict": ("predict",),

@@ -36,7 +36,7 @@ def render(plan: LengthPlan) -> RenderableType:
     style = "bold green" if plan.best else "bold red"
     parts: list[RenderableType] = [words(question(plan), "bold"), words(dataset(plan.lengths))]
     parts += [words(answer(plan), style), Text()]
-    parts += [terminal(table) for table in _tables(plan)]
+    parts += [terminal(table) for table in tables(plan)]
     parts += [words(line) for line in remarks(plan)]
     parts += [words(f"Doubt: {doubt}", "yellow") for doubt in plan.doubts]
     return Group(*parts)
@@ -45,7 +45,7 @@ def render(plan: LengthPlan) -> RenderableType:
 def markdown(plan: LengthPlan) -> str:
     """The same for a file."""
     lines = [f"## {escape(question(plan))}", escape(dataset(plan.lengths)), f"**{escape(answer(plan))}**"]
-    lines += [markdown_table(table).rstrip() for table in _tables(plan)]
+    lines += [markdown_table(table).rstrip() for table in tables(plan)]
     lines += [escape(line) for line in remarks(plan)]
     lines += [f"Doubt: {escape(doubt)}" for doubt in plan.doubts]
     return "\n\n".join(lines) + "\n"
@@ -96,7 +96,8 @@ def _how(way: Way) -> str:
     return f"{text}, rounded up to a multiple of {way.multiple} (pad_to_multiple_of={way.multiple})"
 
 
-def _tables(plan: LengthPlan) -> Iterator[Grid]:
+def tables(plan: LengthPlan) -> Iterator[Grid]:
+    """The ways of padding, those of a cut, and the sizes that cost."""
     if plan.ways:
         title = (
             f"Predicted for {plan.steps:,} steps drawn from the dataset, each micro-batch padded on its own"
