@@ -58,11 +58,9 @@ class ShapeMemo:
         if manner == "other":
             return func(*args, **kwargs)
         try:
-            # Without a dtype, some results take the default one, which models are built under.
-            named = _key(tuple(kwargs.items())) if kwargs else ()
-            key = _key(args), named, torch.get_default_dtype()
+            key = key_of(args, kwargs)
             found = known.results.get(key)
-        except _NotAKey:
+        except NotAKey:
             return func(*args, **kwargs)
         if found is not None:
             return _made(found) if manner == "pure" else args[0] if manner == "in place" else None
@@ -94,7 +92,7 @@ REMEMBERED = ShapeMemo()
 """What every rehearsal of this process remembers."""
 
 
-class _NotAKey(Exception):
+class NotAKey(Exception):
     """An operand that no result may be remembered by."""
 
 
@@ -122,8 +120,15 @@ _PLAIN = frozenset(
 """Types of most arguments that are no tensors."""
 
 
+def key_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Something hashable that says all of a call's operands that its results' shapes can depend on: metadata
+    of tensors on `meta`, and whatever else is given. Raises `NotAKey` where there are others."""
+    named = _key(tuple(kwargs.items())) if kwargs else ()
+    # Without a dtype, some results take the default one, which models are built under.
+    return _key(args), named, torch.get_default_dtype()
+
+
 def _key(values: Sequence[Any]) -> tuple[Any, ...]:
-    """Something hashable that says all of these operands that their operator's shapes can depend on."""
     return tuple([_one_key(value) for value in values])
 
 
@@ -133,12 +138,12 @@ def _one_key(value: Any) -> Any:
         return kind, value
     if isinstance(value, torch.Tensor):
         if not value.is_meta:
-            raise _NotAKey
+            raise NotAKey
         return value.shape, value.stride(), value.dtype, value.storage_offset()
     if isinstance(value, (tuple, list)):
         return _key(value)
     if isinstance(value, torch.Generator):
-        raise _NotAKey
+        raise NotAKey
     return kind, value
 
 

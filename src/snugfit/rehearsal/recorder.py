@@ -25,7 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from snugfit.rehearsal.accumulation import SoleOwner
 from snugfit.rehearsal.buffers import OUTPUTS, Scratch
-from snugfit.rehearsal.kernels import Description, apart, copies_in, describe
+from snugfit.rehearsal.described import described
+from snugfit.rehearsal.kernels import Description, apart, copies_in
 from snugfit.rehearsal.kinds import kinds
 from snugfit.rehearsal.memo import REMEMBERED
 from snugfit.rehearsal.saved import tell_of_saved_tensors
@@ -149,7 +150,7 @@ class Recorder(TorchDispatchMode):
             self._any_results.add(id(out))
             weakref.finalize(out, self._any_results.discard, id(out)).atexit = False
         if self.current_step == self.steps - 1:
-            kernel = describe(func, args, kwargs, out)
+            kernel = described(func, args, kwargs, out)
             if kernel and func is aten._grouped_mm.default and not self.policy.fuses_groups(args[0].dtype):
                 self._sync()
                 for each in apart(args, kwargs, kernel):
