@@ -14,7 +14,7 @@ import pytest
 from made_up import guide_result, measurement, prediction
 from snugfit.cli.main import run
 from snugfit.comparison.learn import nothing
-from test_gpus_command import made_up as across
+from test_gpus_command import made_up as plans_for_gpus
 from test_lengths_command import made_up as of_lengths
 from test_verify import planned
 
@@ -53,7 +53,7 @@ def answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("snugfit.comparison.calibrate._measured", lambda *_: 0.05)
     monkeypatch.setenv("SNUGFIT_RATES", str(tmp_path / "rates"))
     monkeypatch.setattr("snugfit.planning.search.plan", lambda job, **how: planned(how["ranked"]))
-    monkeypatch.setattr("snugfit.planning.search_across.across", lambda *_, **__: across())
+    monkeypatch.setattr("snugfit.planning.search_gpus.plan_gpus", lambda *_, **__: plans_for_gpus())
     monkeypatch.setattr("snugfit.planning.lengths.plan_lengths", lambda *_, **__: of_lengths())
     (tmp_path / "lengths.json").write_text('{"128": 60, "500": 4}')
     monkeypatch.setattr("snugfit.comparison.learn.learn", lambda *_, **__: nothing("made up"))

@@ -13,10 +13,10 @@ from made_up import EVIL, job
 from snugfit.cli.main import run
 from snugfit.errors import GpuError, UsageError
 from snugfit.job.gpu import find_gpu
-from snugfit.planning.across import Across, OnGpu
+from snugfit.planning.gpu_plans import GpuPlans, OnGpu
 from snugfit.planning.plan import Choice, Counts
 from snugfit.planning.prices import Prices, cheapest, cost, steps_of
-from snugfit.report.across import markdown, render
+from snugfit.report.gpu_plans import markdown, render
 from snugfit.report.terminal import as_text
 from snugfit.units import GIB
 
@@ -36,8 +36,8 @@ def answer(key: str, seconds: float, size: int = 10 * GIB, **changes: Any) -> On
     return replace(whole, **changes)
 
 
-def made_up(*, name: str = "bert-large-uncased") -> Across:
-    return Across(
+def made_up(*, name: str = "bert-large-uncased") -> GpuPlans:
+    return GpuPlans(
         job=job(name),
         fidelity="rounds",
         objective="speed",
@@ -60,11 +60,11 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
     monkeypatch.chdir(tmp_path)
     questions: list[Any] = []
 
-    def across(job: Any, gpus: Any, **how: Any) -> Across:
+    def plan_gpus(job: Any, gpus: Any, **how: Any) -> GpuPlans:
         questions.append(([gpu.key for gpu in gpus], how))
         return replace(made_up(), job=job, objective=how["objective"])
 
-    monkeypatch.setattr("snugfit.planning.search_across.across", across)
+    monkeypatch.setattr("snugfit.planning.search_gpus.plan_gpus", plan_gpus)
     return questions
 
 
@@ -166,7 +166,7 @@ def test_the_whole_table_or_the_named_ones(asked: list[Any], capsys: pytest.Capt
     assert run([*ASK, "--json"]) == 0
     assert len(asked[0][0]) > 50
     document = json.loads(capsys.readouterr().out)
-    assert Across.from_json(document).answers == made_up().answers
+    assert GpuPlans.from_json(document).answers == made_up().answers
     assert document["run"]["cheapest"] is None
     assert run([*ASK, "h200", "rtx 4090", "--fidelity", "same", "--objective", "memory"]) == 0
     assert asked[1][0] == ["H200-SXM", "RTX4090"]
@@ -198,7 +198,7 @@ def test_none_that_trains_it_is_exit_3(
     asked: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     alone = replace(made_up(), answers=(answer("RTX2060", 0.8, 7 * GIB),))
-    monkeypatch.setattr("snugfit.planning.search_across.across", lambda *_, **__: alone)
+    monkeypatch.setattr("snugfit.planning.search_gpus.plan_gpus", lambda *_, **__: alone)
     assert run([*ASK, "rtx2060"]) == 3
     assert "nearest miss" in capsys.readouterr().out
 

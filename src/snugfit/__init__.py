@@ -29,10 +29,12 @@ if TYPE_CHECKING:
     from snugfit.measurement.measure import measure
     from snugfit.measurement.measurement import Measurement
     from snugfit.measurement.watch import watch
+    from snugfit.planning.gpu_plans import GpuPlans
     from snugfit.planning.length_plan import LengthPlan
     from snugfit.planning.lengths import plan_lengths
     from snugfit.planning.plan import Plan
     from snugfit.planning.search import plan
+    from snugfit.planning.search_gpus import plan_gpus
     from snugfit.prediction.predict import predict
     from snugfit.prediction.prediction import Prediction
     from snugfit.step.footprint import Footprint, Timing
@@ -47,6 +49,7 @@ __all__ = [
     "find_gpu",
     "Footprint",
     "Gpu",
+    "GpuPlans",
     "Job",
     "LengthPlan",
     "Lengths",
@@ -56,6 +59,7 @@ __all__ = [
     "Phase",
     "plan",
     "Plan",
+    "plan_gpus",
     "plan_lengths",
     "predict",
     "Prediction",
@@ -76,10 +80,12 @@ _HOMES = {
     "measurement.measure": ("measure",),
     "measurement.measurement": ("Measurement",),
     "measurement.watch": ("watch",),
+    "planning.gpu_plans": ("GpuPlans",),
     "planning.length_plan": ("LengthPlan",),
     "planning.lengths": ("plan_lengths",),
     "planning.plan": ("Plan",),
     "planning.search": ("plan",),
+    "planning.search_gpus": ("plan_gpus",),
     "prediction.predict": ("predict",),
     "prediction.prediction": ("Prediction",),
     "step.footprint": ("Footprint", "Timing"),

@@ -20,7 +20,7 @@ from snugfit.errors import UsageError
 if TYPE_CHECKING:
     from snugfit.cli.request import Request
     from snugfit.job.gpu import Gpu
-    from snugfit.planning.across import Across
+    from snugfit.planning.gpu_plans import GpuPlans
 
 MONEY = "What it costs"
 
@@ -142,26 +142,26 @@ def _refuse(request: Request) -> None:
         raise UsageError("gpu and memory have no place here: name the GPUs after `snugfit gpus`, or none.")
 
 
-def _answers(request: Request, found: Sequence[Gpu], asked: Mapping[str, Any]) -> Across:
+def _answers(request: Request, found: Sequence[Gpu], asked: Mapping[str, Any]) -> GpuPlans:
     from snugfit.cli.progress import telling
-    from snugfit.planning.across import Across
     from snugfit.planning.cache import key_of, recall, remember
-    from snugfit.planning.search_across import across
+    from snugfit.planning.gpu_plans import GpuPlans
+    from snugfit.planning.search_gpus import plan_gpus
 
     question = {name: asked[name] for name in ("fidelity", "objective")}
-    key = key_of(request.job, *found, what="across", **question)
-    if key and not asked["fresh"] and (known := recall(key, Across.from_json)):
+    key = key_of(request.job, *found, what="gpus", **question)
+    if key and not asked["fresh"] and (known := recall(key, GpuPlans.from_json)):
         return known
     with telling() as tell:
-        answers = across(request.job, found, workers=asked["workers"], tell=tell, **question)
+        answers = plan_gpus(request.job, found, workers=asked["workers"], tell=tell, **question)
     if key:
         remember(key, answers)
     return answers
 
 
-def _print(found: Across, prices: Any, steps: int | None, form: str) -> None:
+def _print(found: GpuPlans, prices: Any, steps: int | None, form: str) -> None:
     from snugfit.planning.prices import document
-    from snugfit.report import across as report
+    from snugfit.report import gpu_plans as report
     from snugfit.report.terminal import show, show_json
 
     if form == "json":

@@ -20,7 +20,7 @@ from snugfit.errors import UsageError
 from snugfit.job.gpu import find_gpu
 
 if TYPE_CHECKING:
-    from snugfit.planning.across import Across, OnGpu
+    from snugfit.planning.gpu_plans import GpuPlans, OnGpu
 
 HOUR = 3600
 SAMPLES = 1000
@@ -96,7 +96,7 @@ def cost(answer: OnGpu, prices: Prices, steps: int | None) -> Cost:
     )
 
 
-def cheapest(found: Across, prices: Prices) -> OnGpu | None:
+def cheapest(found: GpuPlans, prices: Prices) -> OnGpu | None:
     """The GPU on which a sample costs least; None where no price is known for one that trains this."""
     costs = {answer.key: cost(answer, prices, None).per_1000_samples for answer in found.fitting}
     priced = [answer for answer in found.fitting if costs[answer.key] is not None]
@@ -110,7 +110,7 @@ def steps_of(samples: int | None, steps: int | None, batch_size: int) -> int | N
     return math.ceil(samples / batch_size) if samples is not None else steps
 
 
-def document(found: Across, prices: Prices, steps: int | None) -> dict[str, Any]:
+def document(found: GpuPlans, prices: Prices, steps: int | None) -> dict[str, Any]:
     """What `snugfit gpus --for MODEL --json` prints beside the plans: the run, and what it costs where prices
     are known."""
     costs = [cost(answer, prices, steps) for answer in found.fitting]

@@ -16,10 +16,11 @@ from snugfit.comparison.compare import Comparison
 from snugfit.comparison.result import GuideResult
 from snugfit.measurement.doctor import Doctor
 from snugfit.measurement.measurement import Measurement
+from snugfit.planning.gpu_plans import GpuPlans
 from snugfit.planning.length_plan import LengthPlan
 from snugfit.planning.plan import Plan
 from snugfit.prediction.prediction import Prediction
-from snugfit.report import compare, doctor, guide, lengths, measurement, plan, prediction
+from snugfit.report import compare, doctor, gpu_plans, guide, lengths, measurement, plan, prediction
 from snugfit.report.terminal import as_html, as_text
 
 _RENDERERS: dict[type, Callable[[Any], RenderableType]] = {
@@ -28,6 +29,7 @@ _RENDERERS: dict[type, Callable[[Any], RenderableType]] = {
     Comparison: compare.beside,
     Plan: plan.render,
     LengthPlan: lengths.render,
+    GpuPlans: gpu_plans.render,
     GuideResult: guide.render,
     Doctor: doctor.render,
 }

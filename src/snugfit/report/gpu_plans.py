@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from snugfit.planning.across import Across, OnGpu
+from snugfit.planning.gpu_plans import GpuPlans, OnGpu
 from snugfit.planning.plan import Choice
 from snugfit.planning.prices import Cost, Prices, cheapest, cost
 from snugfit.report.grid import Grid, escape, terminal
@@ -21,8 +21,9 @@ SCALED = "~"
 """Stands before seconds that were scaled from another GPU's by data sheet."""
 
 
-def render(found: Across, prices: Prices, steps: int | None = None) -> RenderableType:
+def render(found: GpuPlans, prices: Prices | None = None, steps: int | None = None) -> RenderableType:
     """The whole report."""
+    prices = prices or Prices()
     parts: list[RenderableType] = [words(question(found), "bold")]
     parts += [words(line, "bold green" if found.fitting else "bold red") for line in headline(found, prices)]
     parts += [words(line) for line in the_run(found, prices, steps)]
@@ -32,7 +33,7 @@ def render(found: Across, prices: Prices, steps: int | None = None) -> Renderabl
     return Group(*parts)
 
 
-def markdown(found: Across, prices: Prices, steps: int | None = None) -> str:
+def markdown(found: GpuPlans, prices: Prices, steps: int | None = None) -> str:
     """The same for a file."""
     lines = [f"## {escape(question(found))}"]
     lines += ["\n".join(f"- **{escape(line)}**" for line in headline(found, prices))]
@@ -43,13 +44,13 @@ def markdown(found: Across, prices: Prices, steps: int | None = None) -> str:
     return "\n\n".join(lines) + "\n"
 
 
-def question(found: Across) -> str:
+def question(found: GpuPlans) -> str:
     """What was asked, in one line."""
     asked = f"fidelity {found.fidelity} · objective {found.objective}"
     return f"{job_line(found.job)} · {len(found.answers)} GPUs · {asked}"
 
 
-def headline(found: Across, prices: Prices) -> Iterator[str]:
+def headline(found: GpuPlans, prices: Prices) -> Iterator[str]:
     """The answers that are asked for: the smallest card, the fastest, the cheapest."""
     if not found.fitting:
         yield f"None of these GPUs trains this. {_nearest(found)}".strip()
@@ -77,7 +78,7 @@ def _taking(answer: OnGpu, choice: Choice) -> str:
     return f"{choice.recipe}: {show_bytes(choice.needed_bytes)}{seconds}"
 
 
-def _nearest(found: Across) -> str:
+def _nearest(found: GpuPlans) -> str:
     known = [answer for answer in found.answers if answer.choice]
     nearest = min(known, key=lambda answer: answer.lacking_bytes, default=None)
     if nearest is None or nearest.choice is None:
@@ -86,7 +87,7 @@ def _nearest(found: Across) -> str:
     return f"The nearest miss: {nearest.key} lacks {lacking} for {nearest.choice.recipe}."
 
 
-def the_run(found: Across, prices: Prices, steps: int | None) -> Iterator[str]:
+def the_run(found: GpuPlans, prices: Prices, steps: int | None) -> Iterator[str]:
     """A line about the whole run, where its length was said."""
     if steps:
         samples = steps * found.job.batch_size
@@ -96,7 +97,7 @@ def the_run(found: Across, prices: Prices, steps: int | None) -> Iterator[str]:
         yield f"{len(unpriced)} GPUs that train this have no price."
 
 
-def table(found: Across, prices: Prices, steps: int | None) -> Grid:
+def table(found: GpuPlans, prices: Prices, steps: int | None) -> Grid:
     """A line for each GPU whose bytes are known, the best first, and those on which nothing fits last."""
     costs = {answer.key: cost(answer, prices, steps) for answer in found.answers}
     columns = _columns(found, prices, steps)
@@ -119,7 +120,7 @@ def table(found: Across, prices: Prices, steps: int | None) -> Grid:
 _Show = Callable[[OnGpu, Choice, Cost], str]
 
 
-def _columns(found: Across, prices: Prices, steps: int | None) -> list[tuple[str, _Show]]:
+def _columns(found: GpuPlans, prices: Prices, steps: int | None) -> list[tuple[str, _Show]]:
     columns: list[tuple[str, _Show]] = [
         ("GPU", lambda answer, choice, cost: answer.key),
         ("GiB>", lambda answer, choice, cost: f"{(answer.gpu.memory_bytes or 0) / GIB:,.1f}"),
@@ -141,7 +142,7 @@ def _columns(found: Across, prices: Prices, steps: int | None) -> list[tuple[str
     return columns
 
 
-def _order(found: Across, answer: OnGpu, cost: Cost) -> tuple[float, ...]:
+def _order(found: GpuPlans, answer: OnGpu, cost: Cost) -> tuple[float, ...]:
     """What fits before what does not; then by the objective, what is not known last."""
     choice = answer.choice
     assert choice is not None
@@ -154,13 +155,13 @@ def _order(found: Across, answer: OnGpu, cost: Cost) -> tuple[float, ...]:
     return (0.0, *by[found.objective]) if answer.fits else (1.0, answer.lacking_bytes)
 
 
-def unknown(found: Across) -> list[Grid]:
+def unknown(found: GpuPlans) -> list[Grid]:
     """What cannot be told, and why."""
     rows = tuple((answer.key, answer.why) for answer in found.answers if answer.why)
     return [Grid(title="What cannot be told", heads=("GPU", "Why"), rows=rows)] if rows else []
 
 
-def looked_at(found: Across) -> Iterator[str]:
+def looked_at(found: GpuPlans) -> Iterator[str]:
     """How much was looked at."""
     if found.counts:
         recipes = max(counts.recipes for counts in found.counts)

@@ -16,7 +16,8 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from snugfit.errors import GpuError, SnugfitError
-from snugfit.planning.across import Across, OnGpu
+from snugfit.job.gpu import all_gpus, find_gpu
+from snugfit.planning.gpu_plans import GpuPlans, OnGpu
 from snugfit.planning.many_clocks import Each, Known, why_unknown
 from snugfit.planning.plan import Counts
 from snugfit.planning.screening import Progress, Tell, refusal, screened
@@ -40,24 +41,25 @@ if TYPE_CHECKING:
 ClockOf = Callable[["Gpu"], Callable[["Tape"], float]]
 
 
-def across(
+def plan_gpus(
     job: Job,
-    gpus: Iterable[Gpu],
+    gpus: Iterable[Gpu | str] | None = None,
     *,
     fidelity: str | Fidelity = Fidelity.ROUNDS,
     objective: str = "speed",
     clock_of: ClockOf | None = None,
     workers: int | None = None,
     tell: Tell = lambda what: None,
-) -> Across:
-    """On each of these GPUs the recipe that `objective` asks for among those that fit it.
+) -> GpuPlans:
+    """On each of these GPUs, by default all of the table, the recipe that `objective` asks for among those
+    that fit it.
 
     `clock_of` gives a GPU's clock, the seconds of a tape on it; by default its rates tell. `fidelity`,
     `workers` and `tell` are as for a plan. A GPU whose seconds are not known gets its smallest recipe, and
     one that is not CUDA's no answer, each with the reason. Raises `UsageError` for what cannot be, and
     `SnugfitError` when no recipe of a space can be rehearsed.
     """
-    gpus, fidelity = tuple({gpu.key: gpu for gpu in gpus}.values()), fidelity_of(fidelity)
+    gpus, fidelity = _found(gpus), fidelity_of(fidelity)
     refuse(objective, None)
     workers = min(2, os.cpu_count() or 1) if workers is None else workers
     answers: dict[str, OnGpu] = {}
@@ -74,7 +76,7 @@ def across(
         found, looked = _group(job, group, fidelity, objective, clock_of, workers, told)
         answers |= {answer.key: answer for answer in found}
         counts.append(looked)
-    return Across(
+    return GpuPlans(
         job=job,
         fidelity=fidelity.value,
         objective=objective,
@@ -82,6 +84,13 @@ def across(
         counts=tuple(counts),
         versions=installed_versions(),
     )
+
+
+def _found(gpus: Iterable[Gpu | str] | None) -> list[Gpu]:
+    """Each GPU once, in the order in which they were named."""
+    named = all_gpus() if gpus is None else gpus
+    found = (find_gpu(gpu) if isinstance(gpu, str) else gpu for gpu in named)
+    return list({gpu.key: gpu for gpu in found}.values())
 
 
 def _kind(gpu: Gpu) -> Hashable:

@@ -58,7 +58,7 @@ class OnGpu:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Across:
+class GpuPlans:
     """The answers for many GPUs."""
 
     job: Job
@@ -100,7 +100,7 @@ class Across:
         return min(timed, key=lambda each: (each.seconds or 0.0, each.key), default=None)
 
     def to_json(self) -> dict[str, Any]:
-        """The document that `snugfit gpus --for MODEL --json` prints; `Across.from_json` reads it back."""
+        """The document that `snugfit gpus --for MODEL --json` prints; `GpuPlans.from_json` reads it back."""
         return {
             "schema": SCHEMA,
             "what": "plans for many GPUs",

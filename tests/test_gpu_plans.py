@@ -12,12 +12,12 @@ from small_models import small_job
 from snugfit.errors import UsageError
 from snugfit.job.gpu import Gpu, all_gpus, find_gpu
 from snugfit.job.job import Job
-from snugfit.planning.across import Across
 from snugfit.planning.clock import Alone, GpuClocks, Joining
+from snugfit.planning.gpu_plans import GpuPlans
 from snugfit.planning.many_clocks import Each, Known
 from snugfit.planning.parts import Bound, Figures, Parts
 from snugfit.planning.search import plan
-from snugfit.planning.search_across import across
+from snugfit.planning.search_gpus import plan_gpus
 from snugfit.planning.searched import Searched
 from snugfit.planning.seat import Seat
 from snugfit.planning.space import space_of
@@ -83,7 +83,7 @@ def test_each_gpu_gets_what_brute_force_finds(
     gpus = [
         invented(memory, bandwidth=bandwidth) for memory in sizes(everything) for bandwidth in (10**8, 10**12)
     ]
-    found = across(job, gpus, fidelity="same", clock_of=clock_of, workers=1)
+    found = plan_gpus(job, gpus, fidelity="same", clock_of=clock_of, workers=1)
     assert [answer.gpu for answer in found.answers] == gpus
     assert len(found.counts) == 1, "one search for all"
     for answer in found.answers:
@@ -104,7 +104,7 @@ def test_more_memory_or_bandwidth_never_gives_a_slower_answer(
 ) -> None:
     memories, bandwidths = sizes(everything)[1:], (10**8, 10**9, 10**10)
     gpus = [invented(memory, bandwidth=bandwidth) for bandwidth in bandwidths for memory in memories]
-    found = across(job, gpus, fidelity="same", clock_of=clock_of, workers=1)
+    found = plan_gpus(job, gpus, fidelity="same", clock_of=clock_of, workers=1)
     rows = [found.answers[n : n + len(memories)] for n in range(0, len(gpus), len(memories))]
     seconds = [[answer.seconds or 0.0 for answer in row] for row in rows]
     for row in seconds:
@@ -121,7 +121,7 @@ def test_more_memory_or_bandwidth_never_gives_a_slower_answer(
 def test_together_as_one_by_one(job: Job) -> None:
     """Three GPUs of the table in two searches: the same answers as three plans."""
     gpus = [find_gpu(name) for name in ("t4", "rtx 4090", "rtx 5090")]
-    found = across(job, gpus, fidelity="same", workers=1)
+    found = plan_gpus(job, [*gpus, "RTX 4090"], fidelity="same", workers=1)
     assert len(found.counts) == 2
     for gpu, answer in zip(gpus, found.answers, strict=True):
         alone = plan(job, gpu=gpu, fidelity="same", workers=1)
@@ -134,7 +134,7 @@ def test_an_answer_is_by_the_gpu_s_own_scratch_and_workspaces() -> None:
     """Sums over many rows take scratch by the number of multiprocessors."""
     job = small_job("bert", 1, {"max_position_embeddings": 2048}, batch_size=4, sequence_length=2048)
     gpus = [find_gpu(name) for name in ("rtx 3060", "a100-80gb", "rtx pro 6000")]
-    found = across(job, gpus, fidelity="same", objective="memory", workers=1)
+    found = plan_gpus(job, gpus, fidelity="same", objective="memory", workers=1)
     assert len(found.counts) == 1
     taken = set()
     for answer in found.answers:
@@ -151,7 +151,7 @@ def test_the_smallest_recipe_is_the_same_question_for_all(
     job: Job, everything: list[tuple[Recipe, Figures, Figures]]
 ) -> None:
     gpus = [invented(1 << 40, bandwidth=bandwidth) for bandwidth in (10**8, 10**12)]
-    found = across(job, gpus, fidelity="same", objective="memory", clock_of=clock_of, workers=1)
+    found = plan_gpus(job, gpus, fidelity="same", objective="memory", clock_of=clock_of, workers=1)
     least = min(slow.needed_bytes for _, slow, _ in everything)
     assert {answer.choice.needed_bytes for answer in found.answers if answer.choice} == {least}
 
@@ -159,14 +159,14 @@ def test_the_smallest_recipe_is_the_same_question_for_all(
 def test_what_cannot_be_told_is_said(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = replace(find_gpu("t4"), key="no-rates", bandwidth=None)
     unsized = replace(find_gpu("t4"), key="no-size", memory_bytes=None)
-    found = across(job, [slow, find_gpu("mi300x"), unsized], fidelity="same", workers=1)
+    found = plan_gpus(job, [slow, find_gpu("mi300x"), unsized], fidelity="same", workers=1)
     no_rates, no_cuda, no_size = found.answers
     assert no_rates.fits is True, "its bytes are known"
     assert no_rates.choice is not None
     assert no_rates.choice.step_seconds == no_rates.choice.samples_per_second == 0
     assert no_rates.seconds is None
     assert "seconds" in no_rates.why
-    smallest = across(job, [find_gpu("t4")], fidelity="same", objective="memory", workers=1).answers[0]
+    smallest = plan_gpus(job, [find_gpu("t4")], fidelity="same", objective="memory", workers=1).answers[0]
     assert smallest.choice is not None
     assert no_rates.choice.recipe == smallest.choice.recipe, "the smallest, where speed is not known"
     for answer in (no_cuda, no_size):
@@ -223,24 +223,24 @@ def figures(needed: int, seconds: float) -> Figures:
 
 def test_the_answers_survive_json(job: Job) -> None:
     gpus = [invented(1 << 40), invented(100 * MIB), find_gpu("mi300x")]
-    found = across(job, gpus, fidelity="same", clock_of=clock_of, workers=1)
+    found = plan_gpus(job, gpus, fidelity="same", clock_of=clock_of, workers=1)
     document: dict[str, Any] = json.loads(json.dumps(found.to_json()))
-    assert Across.from_json(document) == found
+    assert GpuPlans.from_json(document) == found
     assert document["smallest"] == document["fastest"] == gpus[0].key
     for damage in ({"schema": 99}, {"what": "plan"}, {"answers": [{}]}, {"counts": [1]}):
         with pytest.raises(UsageError):
-            Across.from_json({**document, **damage})
+            GpuPlans.from_json({**document, **damage})
 
 
 def test_two_processes_find_what_one_finds(job: Job) -> None:
     gpus = [find_gpu("t4"), find_gpu("h200")]
-    alone, together = (across(job, gpus, fidelity="same", workers=count) for count in (1, 2))
+    alone, together = (plan_gpus(job, gpus, fidelity="same", workers=count) for count in (1, 2))
     assert [answer.choice for answer in together.answers] == [answer.choice for answer in alone.answers]
 
 
 def test_an_unknown_objective_is_refused_before_any_work(job: Job) -> None:
     with pytest.raises(UsageError, match="speed"):
-        across(job, [H200], objective="sped")
+        plan_gpus(job, [H200], objective="sped")
 
 
 def test_one_clock_is_one_of_several() -> None:
