@@ -202,6 +202,7 @@ def test_seconds_of_those_that_have_none_are_nothing(job: Job) -> None:
 def test_an_answer_that_does_not_fit_after_all_makes_way(job: Job) -> None:
     space = space_of(job, fidelity=Fidelity.SAME)
     bounds = {number: Bound(needed_bytes=10, seconds=float(number)) for number in (1, 2, 3)}
+    bounds[4] = Bound(needed_bytes=103, seconds=0.5)
     seat = Seat(replace(H200, memory_bytes=100), 0, Searched(space, bounds), smallest=False)
     assert list(seat.wants()) == [1, 2, 3]
     for number in (1, 2):
@@ -215,6 +216,18 @@ def test_an_answer_that_does_not_fit_after_all_makes_way(job: Job) -> None:
     assert list(seat.wants()) == [3]
     seat.leave_out([3])
     assert (list(seat.wants()), seat.answer(), seat.fits(1)) == ([], 1, False), "the nearest miss"
+
+
+def test_what_nearly_fits_may_fit_by_the_gpu_s_own_scratch(job: Job) -> None:
+    bounds = {1: Bound(needed_bytes=10, seconds=1.0), 2: Bound(needed_bytes=103, seconds=0.5)}
+    seat = Seat(replace(H200, memory_bytes=100), 0, Searched(space_of(job), bounds), smallest=False)
+    assert list(seat.wants()) == [1], "the other is too large whatever its scratch"
+    seat.found.judge(1, figures(101, 1.0))
+    assert (seat.answer(), seat.fits(1)) == (1, True)
+    seat.settle(1, figures(99, 1.0))
+    assert seat.fits(1)
+    seat.settle(1, figures(101, 1.0))
+    assert not seat.fits(1)
 
 
 def figures(needed: int, seconds: float) -> Figures:

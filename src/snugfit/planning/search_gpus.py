@@ -215,9 +215,13 @@ def _judge(space: Space, at: Bench, seats: Sequence[Seat], tell: Tell) -> None:
 def _settle(space: Space, at: Bench, seats: Sequence[Seat], tell: Tell) -> None:
     """Judges each seat's answer by its GPU's own policy, once for GPUs whose policy is the same."""
     alike: dict[Hashable, list[Seat]] = defaultdict(list)
+    shared = policy_for(seats[0].gpu, Software())
     for seat in seats:
-        if (number := seat.answer()) not in seat.own:
-            alike[number, policy_for(seat.gpu, Software())].append(seat)
+        number, policy = seat.answer(), policy_for(seat.gpu, Software())
+        if policy == shared:
+            seat.settle(number, seat.found.judged[number])
+        elif number not in seat.own:
+            alike[number, policy].append(seat)
     groups = list(alike.values())
     todo = deque(enumerate(groups))
     progress = Progress("judging by each GPU's own scratch", len(groups), tell)
