@@ -58,7 +58,7 @@ def test_lengths_that_run_other_kernels_do_not_stretch() -> None:
         Stretched([known.sight(length, True) for length in (9, 16, 31)])
 
 
-@pytest.mark.parametrize(("recipe", "gpu"), [("bf16", "h200"), ("fp16", "v100-16gb")])
+@pytest.mark.parametrize(("recipe", "gpu"), [("bf16 + workers", "h200"), ("fp16", "v100-16gb")])
 def test_seconds_of_every_length_are_those_of_its_rehearsal(recipe: str, gpu: str) -> None:
     known = pace(small_job("gpt2", layers=2), recipe, gpu)
     found = known.seconds(range(1, 33), True)

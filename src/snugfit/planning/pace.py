@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from snugfit.planning.stretch import Irregular, Sight, Stretched
 from snugfit.prediction.allocator import replay
 from snugfit.prediction.device import context_of, policy_for
+from snugfit.prediction.kernel_seconds import PRODUCTS, KernelClock
 from snugfit.prediction.profile import Software
 from snugfit.prediction.rates import Rates, rates_for
 from snugfit.prediction.seconds import StepSeconds, step_seconds
@@ -47,7 +48,7 @@ ROW = 16
 MOST_KNOTS = 9
 """Rehearsed lengths of a line where nothing stretches."""
 
-STAIRS = 64
+STAIRS = 32
 """Lengths of one alignment that are timed; between them the seconds are a straight line."""
 
 
@@ -159,7 +160,12 @@ class Pace:
 
     def seconds_of(self, tape: Tape) -> Seconds:
         """Seconds of the steady step of any tape."""
-        return Seconds(self._timing(tape).step_seconds, self._timing(tape, aligned(self.rates)).step_seconds)
+        priced = self._timing(tape).step_seconds
+        clocks = KernelClock(self.rates), KernelClock(aligned(self.rates))
+        products = {kernel for kernel in tape.kernels if kernel.operator in PRODUCTS}
+        if all(clocks[0].seconds(kernel) == clocks[1].seconds(kernel) for kernel in products):
+            return Seconds(priced, priced)
+        return Seconds(priced, self._timing(tape, aligned(self.rates)).step_seconds)
 
     def seconds(self, lengths: Collection[int], padded: bool) -> dict[int, Seconds]:
         """Seconds of the step at each of these lengths."""
@@ -167,7 +173,13 @@ class Pace:
         return self._family(sorted(set(lengths) - alone), padded) | self._family(sorted(alone), padded)
 
     def _timing(self, tape: Tape, rates: Rates | None = None) -> StepSeconds:
-        return step_seconds(tape, self.gpu, batch_size=self.job.batch_size, rates=rates or self.rates)
+        return step_seconds(
+            tape,
+            self.gpu,
+            batch_size=self.job.batch_size,
+            rates=rates or self.rates,
+            workers=self.recipe.setup().loader.workers,
+        )
 
     def _family(self, lengths: Sequence[int], padded: bool) -> dict[int, Seconds]:
         if len(lengths) <= FEW:

@@ -82,9 +82,9 @@ class Size:
 
 
 def sizes_of(pace: Pace, length: int, padded: bool) -> tuple[Size, ...]:
-    """What could gain by another size in the step of this length. Nothing when the host bounds the step:
-    no product is waited for."""
-    if pace.timing(length, padded).bound == "host":
+    """What could gain by another size in the step of this length. Nothing when the host bounds the step, or
+    the making of its batches: no product is waited for."""
+    if pace.timing(length, padded).bound in ("host", "loading"):
         return ()
     at = _At(pace, length, padded)
     return (*_vocabulary(at), *_length(at), *_batch(at), *_widths(at))

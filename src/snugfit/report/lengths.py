@@ -150,6 +150,11 @@ def remarks(plan: LengthPlan) -> Iterator[str]:
             "The host bounds the step, also of the longest batch: padding costs little time, and no size of "
             "a product would make it faster. A larger micro-batch would."
         )
+    if plan.bound == "loading":
+        yield (
+            "Making the batches bounds the step, also of the longest batch: padding costs little time, and "
+            "no size of a product would make it faster. More loader workers would."
+        )
     if plan.best and plan.best.order == "grouped":
         yield (
             "Batches of like lengths are less random than others: the same samples, in an order that is only "
