@@ -50,10 +50,7 @@ class Birth(NamedTuple):
     def alike(self) -> Birth:
         """What all blocks share that are born as this one is, whichever layer they belong to. Whether one is
         a state, and whose, or was temporary is known when the run is over only, so it tells none apart."""
-        if self.kind not in (Kind.TEMPORARIES, Kind.OPTIMIZER_STATES):
-            return Birth(self.nbytes, self.operator, folded(self.module), self.phase, self.kind)
-        module = "" if self.phase == "update" else folded(self.module)
-        return Birth(self.nbytes, self.operator, module, self.phase, "")
+        return _alike(self)
 
 
 class Death(NamedTuple):
@@ -91,6 +88,14 @@ Move = Birth | Death | Entry | Run | Wait | End
 def folded(module: str) -> str:
     """A dotted name with its layers' numbers left open: `encoder.layer.*.output`."""
     return NUMBER.sub("*", module)
+
+
+@functools.lru_cache(maxsize=1 << 17)
+def _alike(birth: Birth) -> Birth:
+    if birth.kind not in (Kind.TEMPORARIES, Kind.OPTIMIZER_STATES):
+        return birth._replace(module=folded(birth.module))
+    module = "" if birth.phase == "update" else folded(birth.module)
+    return birth._replace(module=module, kind="")
 
 
 @dataclass(frozen=True)
