@@ -1,0 +1,134 @@
+"""How long a plan takes: wall time, CPU time of all its processes and peak memory, cold and warm.
+
+    python benchmarks/plan_time.py [MODEL ...]
+
+Each command runs as a user starts it, with a cache of its own: first cold, then once more, when the answer is
+remembered. The processes that rehearse are children of a fork server, whose CPU time no `wait` of ours would
+tell, so all of the command's descendants are looked at while they live. What one used in its last moments is
+missing (`EVERY` seconds at most each).
+
+Wall time is worth something only where the machine does nothing else: the load before and after stands
+beside it. CPU seconds suffer less, yet they too grow when the cores are shared.
+
+Writes results/plan-time-DATE.json, whole or not at all.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import re
+import shlex
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from snugfit.measurement.host import cpu_name
+from snugfit.measurement.versions import versions
+from snugfit.report.files import write_atomically
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+EVERY = 0.1
+"""Seconds between two looks."""
+
+COUNTED = re.compile(
+    r"([\d,]+) lawful recipes, ([\d,]+) of them different, with ([\d,]+) different footprints; "
+    r"([\d,]+) kinds of passes rehearsed, ([\d,]+) recipes"
+)
+"""What a plan says of its search."""
+
+LLAMA = "plan Llama-3.1-8B --task causal-lm --gpu h200"
+BERT = "plan bert-large-uncased --task sequence-classification --gpu h200"
+COMMANDS = {
+    "BERT-large": BERT,
+    "BERT-large, learns": f"{BERT} --fidelity learns",
+    "Llama-3.1-8B": LLAMA,
+    "Llama-3.1-8B, 8 x 2048": f"{LLAMA} --sequence-length 2048 --batch-size 8",
+    "Llama-3.1-8B, learns": f"{LLAMA} --fidelity learns",
+}
+
+
+def cost(command: str, cache: Path) -> dict[str, Any]:
+    """What `snugfit COMMAND` takes; raises `RuntimeError` when it gives no answer."""
+    load, began = os.getloadavg()[0], time.perf_counter()
+    program = str(Path(sys.executable).with_name("snugfit"))
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
+    with tempfile.TemporaryFile("w+") as said:
+        child = psutil.Popen([program, *shlex.split(command)], env=environment, stdout=said)
+        seconds: dict[tuple[int, float], float] = {}
+        peak = 0
+        while child.poll() is None:
+            peak = max(peak, _look(child, seconds))
+            time.sleep(EVERY)
+        wall = time.perf_counter() - began
+        said.seek(0)
+        answer = " ".join(said.read().split())
+    if child.returncode not in (0, 3):
+        raise RuntimeError(f"{command} ended with {child.returncode}")
+    return {
+        "wall_seconds": round(wall, 1),
+        "cpu_seconds": round(sum(seconds.values()), 1),
+        "peak_bytes": peak,
+        "load": [round(load, 2), round(os.getloadavg()[0], 2)],
+        **_counts(answer),
+    }
+
+
+def _look(child: psutil.Process, seconds: dict[tuple[int, float], float]) -> int:
+    """Notes the CPU seconds of all that live; gives their resident bytes together."""
+    resident = 0
+    try:
+        living = [child, *child.children(recursive=True)]
+    except psutil.Error:
+        return 0
+    for process in living:
+        try:
+            used = process.cpu_times()
+            seconds[process.pid, process.create_time()] = used.user + used.system
+            resident += process.memory_info().rss
+        except psutil.Error:
+            continue
+    return resident
+
+
+def _counts(answer: str) -> dict[str, Any]:
+    found = COUNTED.search(answer)
+    if not found:
+        return {}
+    names = ("recipes", "tapes", "footprints", "passes", "replayed")
+    counted = {name: int(text.replace(",", "")) for name, text in zip(names, found.groups(), strict=True)}
+    return {**counted, "verified": "came out the same to the byte" in answer}
+
+
+def line(name: str) -> dict[str, Any]:
+    """One command, cold and warm."""
+    with tempfile.TemporaryDirectory() as cache:
+        cold, warm = (cost(COMMANDS[name], Path(cache)) for _ in range(2))
+    print(f"{name}: cold {cold}, warm {warm['wall_seconds']} s", file=sys.stderr)
+    return {"name": name, "command": f"snugfit {COMMANDS[name]}", "cold": cold, "warm": warm}
+
+
+def main() -> None:
+    """Measures, and writes the day's file."""
+    names = sys.argv[1:] or list(COMMANDS)
+    now = datetime.datetime.now(datetime.UTC)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    found = {
+        "schema": 1,
+        "what": "plan-time",
+        "date": now.isoformat(timespec="seconds"),
+        "machine": {"cpu": cpu_name(), "cores": cores},
+        "versions": versions(),
+        "commands": [line(name) for name in names],
+    }
+    path = RESULTS / f"plan-time-{found['date'][:10]}.json"
+    print(write_atomically(path, json.dumps(found, indent=1).encode() + b"\n"))
+
+
+if __name__ == "__main__":
+    main()
