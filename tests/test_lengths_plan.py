@@ -191,3 +191,9 @@ def test_the_document_is_read_back(mixed: LengthPlan) -> None:
     for damaged in ({**document, "schema": 0}, {**document, "ways": 3}, {"what": "plan"}):
         with pytest.raises(UsageError):
             LengthPlan.from_json(damaged)
+
+
+def test_freed_pieces_are_a_doubt_where_segments_do_not_grow(mixed: LengthPlan) -> None:
+    growing = plan_lengths(BERT, "eager + expandable", lengths=MIXED, gpu="h200")
+    assert any("pieces of freed memory" in doubt for doubt in mixed.doubts)
+    assert not any("pieces of freed memory" in doubt for doubt in growing.doubts)

@@ -125,7 +125,7 @@ def _doubts(pace: Pace, lengths: Lengths) -> Iterable[str]:
             "Seconds: this model's kernels at one length do not follow from those at another, so the seconds "
             "between rehearsed lengths lie on straight lines."
         )
-    if lengths.shortest < lengths.longest:
+    if lengths.shortest < lengths.longest and not pace.recipe.setup().expandable_segments:
         yield (
             "Bytes are those of a run whose every batch is the longest. Batches of many lengths leave pieces "
             "of freed memory that suit no other, so a run can reserve more; expandable segments keep it low."
