@@ -185,7 +185,10 @@ def test_prices_of_a_file_and_of_the_command_line(
         assert document["steps"] == 1000
         t4 = next(each for each in document["costs"] if each["key"] == "T4")
         assert t4["run"] == pytest.approx(0.09)
-    assert len(asked) == 1, "prices change nothing that was searched"
+    assert run([*ASK, "--price", "t4=1"]) == 0
+    text = capsys.readouterr().out
+    assert "No price was given for RTX4090, H200-SXM, which would train this too." in text
+    assert len(asked) == 1, "prices change nothing that was searched, nor does asking for the cheapest"
 
 
 def test_answers_are_remembered_for_these_gpus(asked: list[Any], capsys: pytest.CaptureFixture[str]) -> None:

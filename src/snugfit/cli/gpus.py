@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -148,15 +149,16 @@ def _answers(request: Request, found: Sequence[Gpu], asked: Mapping[str, Any]) -
     from snugfit.planning.gpu_plans import GpuPlans
     from snugfit.planning.search_gpus import plan_gpus
 
-    question = {name: asked[name] for name in ("fidelity", "objective")}
+    wanted = asked["objective"]
+    question = {"fidelity": asked["fidelity"], "objective": "speed" if wanted == "cost" else wanted}
     key = key_of(request.job, *found, what="gpus", **question)
     if key and not asked["fresh"] and (known := recall(key, GpuPlans.from_json)):
-        return known
+        return replace(known, objective=wanted)
     with telling() as tell:
         answers = plan_gpus(request.job, found, workers=asked["workers"], tell=tell, **question)
     if key:
         remember(key, answers)
-    return answers
+    return replace(answers, objective=wanted)
 
 
 def _print(found: GpuPlans, prices: Any, steps: int | None, form: str) -> None:

@@ -17,6 +17,9 @@ from snugfit.report.terminal import words
 from snugfit.units import GIB, show_bytes, show_seconds
 
 HOUR = 3600
+FEW = 6
+"""GPUs that are named where there may be many."""
+
 SCALED = "~"
 """Stands before seconds that were scaled from another GPU's by data sheet."""
 
@@ -94,7 +97,8 @@ def the_run(found: GpuPlans, prices: Prices, steps: int | None) -> Iterator[str]
         yield f"The run: {steps:,} steps, {samples:,} samples. Start-up and loading of data are not counted."
     unpriced = [answer.key for answer in found.fitting if answer.key not in prices.per_hour]
     if prices.per_hour and unpriced:
-        yield f"{len(unpriced)} GPUs that train this have no price."
+        more = f" and {len(unpriced) - FEW} more" if len(unpriced) > FEW else ""
+        yield f"No price was given for {', '.join(unpriced[:FEW])}{more}, which would train this too."
 
 
 def table(found: GpuPlans, prices: Prices, steps: int | None) -> Grid:
