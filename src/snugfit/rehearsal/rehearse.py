@@ -15,7 +15,7 @@ from snugfit.rehearsal.score import Score
 from snugfit.step.footprint import Kind
 from snugfit.step.install import call
 from snugfit.step.step import open_step
-from snugfit.techniques.hub_kernels import import_peft
+from snugfit.techniques.hub_kernels import import_peft, no_hub_kernels
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
@@ -78,6 +78,7 @@ def rehearsed(step: Step, policy: Policy, steps: int) -> tuple[Tape, list[Note]]
 
     recorder = Recorder(policy, steps, padded=step.job.padding > 0 or step.always_mask)
     with _without_collector(), contextlib.ExitStack() as stack:
+        stack.enter_context(no_hub_kernels())  # what a step is the first to import (Adafactor's file) may ask
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         cached = stack.enter_context(in_force(policy, lambda tensor: recorder.claim(tensor, Kind.CACHES)))

@@ -1,0 +1,61 @@
+"""What a process remembers from rehearsal to rehearsal changes nothing, and nothing is fetched meanwhile."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+from small_models import small_job
+from snugfit.rehearsal import recorder
+from snugfit.rehearsal.described import described
+from snugfit.rehearsal.kernels import describe
+from snugfit.rehearsal.memo import ShapeMemo
+from snugfit.rehearsal.policy import CudaPolicy
+from snugfit.rehearsal.rehearse import rehearse
+from snugfit.step.plain_loop import PlainStep
+from snugfit.techniques.recipe import Recipe
+
+RECIPES = ["fp32 + adamw_loop", "tf32 + adamw_fused", "fp16 + every_layer + micro_batches(2)", "bf16 + sgd"]
+
+
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_what_is_remembered_of_kernels_is_what_they_do(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def both(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
+        told = described(func, args, kwargs, out)
+        assert told == describe(func, args, kwargs, out), func
+        asked.append(func)
+        return told
+
+    monkeypatch.setattr(recorder, "described", both)
+    for recipe in RECIPES * 2:
+        rehearse(small_job(family, 2, batch_size=2), Recipe.parse(recipe).setup(), CudaPolicy())
+    assert asked
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_rehearsal_from_memory_is_the_first_one(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, setup = small_job("gpt2", 2, batch_size=2), Recipe.parse(recipe).setup()
+    rehearse(job, setup, CudaPolicy())
+    from_memory = rehearse(job, setup, CudaPolicy())
+    monkeypatch.setattr(recorder, "REMEMBERED", ShapeMemo())
+    monkeypatch.setattr(recorder, "described", describe)
+    assert rehearse(job, setup, CudaPolicy()) == from_memory
+
+
+def test_nothing_can_be_fetched_while_a_step_is_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' file with Adafactor imports peft, that bitsandbytes, and that one would fetch kernels."""
+    seen, run = [], PlainStep.run
+
+    def watched(*arguments: Any) -> Any:
+        seen.append(sys.modules.get("kernels", "importable"))
+        return run(*arguments)
+
+    monkeypatch.setattr(PlainStep, "run", watched)
+    before = sys.modules.get("kernels", "importable")
+    rehearse(small_job("bert", 2), Recipe().setup(), CudaPolicy())
+    assert seen == [None]
+    assert sys.modules.get("kernels", "importable") == before
