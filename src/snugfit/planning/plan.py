@@ -43,7 +43,7 @@ class Choice:
     """Global batch over `step_seconds`."""
 
     alike: tuple[str, ...] = ()
-    """Recipes that take the same: they differ in how batches are loaded."""
+    """Recipes of the same tape: they differ in how batches are loaded. The seconds are this one's."""
 
     @property
     def needed_bytes(self) -> int:

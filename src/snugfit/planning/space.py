@@ -5,7 +5,8 @@ fidelity, the GPU's age or a missing package rules out is left out before anythi
 what two techniques object to together is left out recipe by recipe, and counted.
 
 Recipes whose Setups differ only in how batches reach the device, or not at all, have the same tape: one of
-them is asked about, the simplest, and the others stand beside it (`alike`).
+them is asked about, the simplest, and the others stand beside it (`alike`). The seconds are the simplest
+one's: batches that other processes make can only shorten them.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def not_plain(recipe: Recipe) -> int:
 
 
 def tape_key(setup: Setup) -> tuple[Any, ...]:
-    """All of a Setup that its tape, its allocator and its seconds depend on: all but the loader."""
+    """All of a Setup that its tape and its allocator depend on: all but the loader."""
     wish = setup.optimizer
     optimizer = (_said(wish.factory), _said(wish.prepare), wish.weight_decay, _said(wish.shapes))
     return (
