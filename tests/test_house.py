@@ -25,6 +25,7 @@ HEAVY = {
 }
 HEAVY_THEMSELVES = {
     "rehearsal/accumulation.py",
+    "rehearsal/described.py",
     "rehearsal/kernels.py",
     "rehearsal/memo.py",
     "rehearsal/recorder.py",
