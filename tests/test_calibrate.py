@@ -50,26 +50,26 @@ def other_machine() -> Rates:
 
 def test_another_machine_is_found() -> None:
     true = other_machine()
-    found, readings = calibrate(GPU, measure_seconds=lambda job, recipe: machine(true, job, recipe))
+    found, readings = calibrate(GPU, measure_seconds=lambda job, recipe, _: machine(true, job, recipe))
     assert found.host.forward == pytest.approx(true.host.forward, rel=0.05)
     assert found.bandwidth == pytest.approx(true.bandwidth, rel=0.1)
     for name, rate in found.products.items():
         assert rate.flops == pytest.approx(true.products[name].flops, rel=0.15)
     assert found.measured
-    assert [reading.probe.corrects for reading in readings[:3]] == ["host", "host", "bandwidth"]
+    assert [reading.probe.corrects for reading in readings[:4]] == ["host", "host", "host", "bandwidth"]
     job, recipe = small_job("gpt2", 3), Recipe.parse("bf16")
     assert machine(found, job, recipe) == pytest.approx(machine(true, job, recipe), rel=0.05)
 
 
 def test_the_machine_that_is_known_changes_nothing() -> None:
     known = rates_for(GPU)
-    found, _ = calibrate(GPU, measure_seconds=lambda job, recipe: machine(known, job, recipe))
+    found, _ = calibrate(GPU, measure_seconds=lambda job, recipe, _: machine(known, job, recipe))
     assert found.host.forward == pytest.approx(known.host.forward)
     assert found.products["bf16"] == known.products["bf16"]
 
 
 def test_a_probe_that_dies_corrects_nothing_and_says_why() -> None:
-    def dies(job: Job, recipe: Recipe) -> float:
+    def dies(job: Job, recipe: Recipe, steps: int) -> float:
         raise SnugfitError("The probe's run ended with oom.")
 
     found, readings = calibrate(GPU, measure_seconds=dies)
@@ -107,12 +107,12 @@ def test_one_that_cannot_be_read_can_be_made_again() -> None:
     file.parent.mkdir(parents=True)
     known = rates_for(GPU)
     file.write_text("damaged")
-    found, _ = calibrate(GPU, measure_seconds=lambda job, recipe: machine(known, job, recipe))
+    found, _ = calibrate(GPU, measure_seconds=lambda job, recipe, _: machine(known, job, recipe))
     assert found.host.forward == pytest.approx(known.host.forward)
 
 
 def test_what_no_probe_told_is_not_called_measured() -> None:
-    def dies(job: Job, recipe: Recipe) -> float:
+    def dies(job: Job, recipe: Recipe, steps: int) -> float:
         raise SnugfitError("The probe's run ended with oom.")
 
     found, _ = calibrate(find_gpu("a100-80gb"), measure_seconds=dies)

@@ -25,6 +25,7 @@ from snugfit.comparison.draw import job_for
 from snugfit.comparison.foresee import Foreseen, foresee, foresee_again, foresee_job, recipes_of
 from snugfit.comparison.kept import keep
 from snugfit.comparison.runs import Accuracy, Run
+from snugfit.comparison.steady import WARMUP, steady_steps
 from snugfit.errors import GpuError, SnugfitError
 from snugfit.prediction.profile import installed_versions
 from snugfit.prediction.rates import rates_for
@@ -34,10 +35,6 @@ if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
     from snugfit.job.job import Job
     from snugfit.prediction.rates import Rates
-
-WARMUP, STEPS = 3, 8
-"""Of a measured run: states are born at the end of the first step, and the second is like all later ones;
-several steady ones, because a step's time is their median."""
 
 DEADLINE_SECONDS = 240.0
 
@@ -221,7 +218,7 @@ def see(run: Run) -> tuple[Run, str | None]:
             run.job,
             run.recipe,
             warmup=WARMUP,
-            steps=STEPS,
+            steps=steady_steps(run.predicted_step_seconds),
             deadline_seconds=DEADLINE_SECONDS,
             ledger=None,
         )

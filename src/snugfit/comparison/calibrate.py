@@ -5,7 +5,7 @@ beside its prediction; the difference of the two corrects the rate of that thing
 what is predicted, through the same steps, and no benchmark of ours stands between. Probes that something else
 turned out to bound correct nothing.
 
-- The host by a small model in two recipes: the device has next to nothing to do.
+- The host by a small model in three recipes: the device has next to nothing to do.
 - The bandwidth by an update of many parameters, with next to no tokens.
 - Matrix products by a wide model, in each precision that the GPU has; bf16 stands for fp16 too, which the
   same units compute.
@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from snugfit.comparison.steady import WARMUP, steady_steps
 from snugfit.errors import SnugfitError
 from snugfit.job.gpu import Gpu
 from snugfit.job.job import Job, Task
@@ -35,7 +36,6 @@ from snugfit.techniques.recipe import Recipe
 if TYPE_CHECKING:
     from snugfit.rehearsal.tape import Tape
 
-WARMUP, STEPS = 3, 8
 DEADLINE_SECONDS = 120.0
 ALIKE = {"bf16": ("bf16", "fp16")}
 """Precisions that one probe corrects together."""
@@ -43,8 +43,8 @@ ALIKE = {"bf16": ("bf16", "fp16")}
 LEAST_FACTOR = 0.1
 """A rate ten times off, either way, is not believed: something else went wrong."""
 
-MeasureSeconds = Callable[[Job, Recipe], float]
-"""Median seconds of a measured step; raises `SnugfitError` when the run died."""
+MeasureSeconds = Callable[[Job, Recipe, int], float]
+"""Median seconds of so many measured steps; raises `SnugfitError` when the run died."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +96,7 @@ def probes(precisions: tuple[str, ...]) -> tuple[Probe, ...]:
     return (
         Probe(corrects="host", job=small, recipe="sgd"),
         Probe(corrects="host", job=small, recipe="bf16 + every_layer"),
+        Probe(corrects="host", job=small, recipe="eager + bf16"),
         Probe(corrects="bandwidth", job=table, recipe="adamw"),
         *(Probe(corrects=name, job=wide, recipe=words[name]) for name in words if name in precisions),
     )
@@ -146,7 +147,7 @@ def _read(probe: Probe, gpu: Gpu, rates: Rates, measured: MeasureSeconds) -> Rea
     tape = rehearse(probe.job, recipe.setup(), policy_for(gpu, Software()))
     foreseen = step_seconds(tape, gpu, batch_size=probe.job.batch_size, rates=rates)
     try:
-        seen = measured(probe.job, recipe)
+        seen = measured(probe.job, recipe, steady_steps(foreseen.step_seconds))
     except SnugfitError as died:
         return Reading(
             probe=probe,
@@ -183,10 +184,10 @@ def _share(corrects: str, tape: Tape, rates: Rates, foreseen: StepSeconds) -> fl
     return seconds[corrects != "bandwidth"]
 
 
-def _measured(job: Job, recipe: Recipe) -> float:
+def _measured(job: Job, recipe: Recipe, steps: int) -> float:
     from snugfit.measurement.measure import measure
 
-    seen = measure(job, recipe, warmup=WARMUP, steps=STEPS, deadline_seconds=DEADLINE_SECONDS, ledger=None)
+    seen = measure(job, recipe, warmup=WARMUP, steps=steps, deadline_seconds=DEADLINE_SECONDS, ledger=None)
     if seen.timing is None:
         raise SnugfitError(f"The probe's run ended with {seen.outcome}: {seen.message}")
     return seen.timing.step_seconds

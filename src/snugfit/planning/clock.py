@@ -25,7 +25,7 @@ import numpy as np
 from snugfit.planning.lines import waits_of
 from snugfit.prediction.kernel_seconds import KernelClock
 from snugfit.prediction.rates import Rates, rates_for
-from snugfit.prediction.seconds import ROUNDS, asking
+from snugfit.prediction.seconds import ROUNDS, all_waits, asking
 from snugfit.rehearsal.tape import Tape
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class GpuClocks:
     def _stretches(self, kernels: Sequence[Kernel], waits: Sequence[int]) -> list[Stretch]:
         places = [self._place(kernel) for kernel in kernels]
         device, asked = self._known[:, places]
-        return [*_cut(device, asked, waits)]
+        return [*_cut(device, asked, all_waits(kernels, waits))]
 
     def _place(self, kernel: Kernel) -> int:
         place = self._places.get(kernel)

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 ROUNDS = 3
 """Steps that are played: the last one's length is stated."""
 
+LARGEST_SMALL_COPY = 64 * 1024
+"""Bytes that are copied from pageable memory without waiting (CUDA Runtime API, "API synchronization
+behavior")."""
+
 FEW_TENSORS = 8
 """Operands that any operator may have; more are lists."""
 
@@ -111,9 +115,10 @@ def step_seconds(
         )
         for (phase, group), (works, asks, least) in lines.items()
     )
-    length = max(play(device, asked, tape.waits, pace), making)
+    waits = all_waits(tape.kernels, tape.waits, pinned=workers > 0)
+    length = max(play(device, asked, waits, pace), making)
     busy = sum(device)
-    host_seconds = sum(asked) + pace.step + pace.wait * len(tape.waits)
+    host_seconds = sum(asked) + pace.step + pace.wait * len(waits)
     return StepSeconds(
         step_seconds=length,
         samples_per_second=batch_size / length if length else 0.0,
@@ -161,6 +166,19 @@ def asking(kernel: Kernel, host: HostRate) -> float:
         each = phases.get(kernel.phase, host.update)
     hooks = host.module * kernel.modules + host.hook * kernel.hooks
     return each + hooks + host.tensor * max(0, kernel.tensors - FEW_TENSORS)
+
+
+def all_waits(kernels: Sequence[Kernel], waits: Sequence[int], *, pinned: bool = False) -> tuple[int, ...]:
+    """Where the host waits: where it reads a value, and where it copies a batch from memory that is not
+    page-locked, for until such a copy is done the driver does not return, small ones apart."""
+    if pinned:
+        return tuple(waits)
+    copied = (
+        place + 1
+        for place, kernel in enumerate(kernels)
+        if kernel.operator == COPY_IN and kernel.nbytes // 2 > LARGEST_SMALL_COPY
+    )
+    return tuple(sorted((*waits, *copied)))
 
 
 def making_seconds(kernels: Iterable[Kernel], host: HostRate) -> float:
