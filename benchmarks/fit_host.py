@@ -31,7 +31,7 @@ from snugfit.prediction.device import policy_for
 from snugfit.prediction.kernel_seconds import KernelClock
 from snugfit.prediction.profile import Software, installed_versions
 from snugfit.prediction.rates import HostRate, packaged_rates
-from snugfit.prediction.seconds import ROUNDS, asking
+from snugfit.prediction.seconds import ROUNDS, all_waits, asking
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.techniques.recipe import Recipe
 
@@ -108,7 +108,7 @@ def prepared(run: dict[str, Any]) -> Steps | str:
                 for kernel in tape.kernels
             ]
         ),
-        waits=tape.waits,
+        waits=all_waits(tape.kernels, tape.waits, pinned=workers > 0),
         loading=None if workers else loading,
     )
 

@@ -88,7 +88,7 @@ class Reading:
 
 def probes(precisions: tuple[str, ...]) -> tuple[Probe, ...]:
     """What is run, in its order."""
-    small = _llama(layers=6, width=256, vocabulary=1_000, batch=2, length=32)
+    small = _llama(layers=16, width=512, vocabulary=8_000, batch=4, length=64)
     table = _llama(layers=1, width=2048, vocabulary=100_000, batch=1, length=8)
     wide = _llama(layers=4, width=2048, vocabulary=1_000, batch=16, length=512)
     words = {"fp32": "sgd", "tf32": "tf32 + sgd"}

@@ -61,6 +61,9 @@ class HostRate:
     forward: float
     """A kernel of the forward pass: autograd's graph and views included."""
 
+    cast: float
+    """A kernel that casts in the forward pass, or again in backward: autocast asks for it without Python."""
+
     module: float
     """A module that is entered, in the forward pass or again in backward."""
 

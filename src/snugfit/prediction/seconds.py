@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 ROUNDS = 3
 """Steps that are played: the last one's length is stated."""
 
+CAST = "aten::_to_copy"
+
 LARGEST_SMALL_COPY = 64 * 1024
 """Bytes that are copied from pageable memory without waiting (CUDA Runtime API, "API synchronization
 behavior")."""
@@ -159,6 +161,8 @@ def asking(kernel: Kernel, host: HostRate) -> float:
         return host.copy + host.sample * samples + host.byte * (kernel.nbytes // 2)
     if not kernel.operator.startswith("aten::"):
         each = host.foreign
+    elif kernel.operator == CAST and (kernel.phase == "forward" or kernel.recomputed):
+        each = host.cast
     elif kernel.recomputed:
         each = host.recompute
     else:
