@@ -31,13 +31,13 @@ from snugfit.prediction.device import policy_for
 from snugfit.prediction.kernel_seconds import KernelClock
 from snugfit.prediction.profile import Software, installed_versions
 from snugfit.prediction.rates import HostRate, packaged_rates
-from snugfit.prediction.seconds import ROUNDS, all_waits, asking
+from snugfit.prediction.seconds import ROUNDS, all_waits, asking, prepared_by
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.techniques.recipe import Recipe
 
 GPU = "h200"
 NAMES = tuple(field.name for field in fields(HostRate))
-LOADING = ("copy", "sample", "byte")
+LOADING = ("copy", "prepared", "sample", "byte")
 LARGEST_ERROR = 0.5
 TRIES = 6_000
 MANY_BYTES = 1_000_000
@@ -59,7 +59,7 @@ class Steps:
     """How often each kernel asks for each of `NAMES`, (kernels, names)."""
     waits: tuple[int, ...]
     loading: float | None
-    """Seconds that a drained host spent in loading, where its batches are made in the loop's own process."""
+    """Seconds that a drained host spent in loading."""
 
     def predicted(self, host: Any) -> float:
         """Seconds between the ends of two steps: `play`, a stretch between two waits at a time."""
@@ -90,26 +90,19 @@ def prepared(run: dict[str, Any]) -> Steps | str:
     except SnugfitError as refusal:
         return f"{job.model.name}, {recipe}: {refusal}"
     clock = KernelClock(packaged_rates(gpu))
-    units = [HostRate(**{name: float(name == unit) for name in NAMES}) for unit in NAMES]
-    kinds = dict.fromkeys(tape.kernels)
-    of_kind = {kernel: [asking(kernel, unit) for unit in units] for kernel in kinds}
     workers = recipe.setup().loader.workers
+    kernels = prepared_by(workers, tape.kernels)
+    units = [HostRate(**{name: float(name == unit) for name in NAMES}) for unit in NAMES]
+    kinds = dict.fromkeys(kernels)
+    of_kind = {kernel: [asking(kernel, unit) for unit in units] for kernel in kinds}
     loading = run["host_seconds_drained"].get("load")
     return Steps(
         name=f"{job.model.name}, {recipe}",
         measured=run["step_seconds"],
-        device=np.array([clock.seconds(kernel) for kernel in tape.kernels]),
-        counts=np.array(
-            [
-                [
-                    count if not (workers and name in ("sample", "byte")) else 0.0
-                    for name, count in zip(NAMES, of_kind[kernel], strict=True)
-                ]
-                for kernel in tape.kernels
-            ]
-        ),
-        waits=all_waits(tape.kernels, tape.waits, pinned=workers > 0),
-        loading=None if workers else loading,
+        device=np.array([clock.seconds(kernel) for kernel in kernels]),
+        counts=np.array([of_kind[kernel] for kernel in kernels]),
+        waits=all_waits(kernels, tape.waits),
+        loading=loading,
     )
 
 
@@ -125,13 +118,13 @@ def fitted_loading(runs: list[Steps], host: Any) -> Any:
     seen = [run for run in runs if run.loading and run.device.sum() < run.measured / 2]
     counts = np.array([run.counts[:, places].sum(axis=0) for run in seen])
     spent = np.array([run.loading for run in seen])
-    large = counts[:, 2] > MANY_BYTES
+    large = counts[:, 3] > MANY_BYTES
     weight = np.ones(int((~large).sum()))
-    small, took = counts[~large, :2], spent[~large]
+    small, took = counts[~large, :3], spent[~large]
     for _ in range(50):  # least absolute errors, as shares
         found = np.linalg.lstsq(small / took[:, None] * weight[:, None], weight, rcond=None)[0]
         weight = 1 / np.sqrt(np.maximum(np.abs(small @ found / took - 1), 0.02))
-    byte = np.median((spent[large] - counts[large, :2] @ found) / counts[large, 2])
+    byte = np.median((spent[large] - counts[large, :3] @ found) / counts[large, 3])
     host = host.copy()
     host[places] = [*found, max(0.0, float(byte))]
     return host

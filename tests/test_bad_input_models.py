@@ -122,7 +122,7 @@ def test_a_model_that_fails_on_its_shapes_is_told_with_its_own_line() -> None:
 def test_our_own_mistakes_are_called_ours(mistake: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
     names: dict[str, Any] = {"__name__": recorder.__name__, "mistake": mistake}
     exec("def describe(*_):\n    raise mistake('lost')\n", names)  # as if it stood in that file
-    monkeypatch.setattr(recorder, "describe", names["describe"])
+    monkeypatch.setattr(recorder, "described", names["describe"])
     with pytest.raises(RehearsalError, match=r"fault of snugfit \d.*lost.*Please report it") as told:
         tape_of(job_of(BERT, "masked-lm"))
     assert mistake.__name__ in str(told.value)

@@ -23,6 +23,7 @@ from snugfit.planning.space import Space, passes_key, space_of, tape_key
 from snugfit.planning.start import compared
 from snugfit.planning.workers import Bench
 from snugfit.prediction.allocator import replay
+from snugfit.prediction.predict import predict
 from snugfit.prediction.seconds import step_seconds
 from snugfit.rehearsal.brief import is_brief
 from snugfit.rehearsal.policy import CudaPolicy
@@ -31,6 +32,7 @@ from snugfit.rehearsal.sizes import rehearse_sizes, update_of
 from snugfit.rehearsal.splice import rehearse_passes, rehearse_update, spliced
 from snugfit.rehearsal.tape import Kernel, Tape
 from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity
 from snugfit.units import MIB
 
@@ -215,8 +217,31 @@ def test_a_model_that_keeps_its_last_output_is_not_brief() -> None:
 def test_products_in_tf32_are_what_a_rehearsal_says() -> None:
     job = small_job("bert", 2)
     plain, tf32 = (rehearse(job, Recipe.parse(text).setup(), CUDA) for text in ("plain", "tf32"))
-    assert under("tf32", plain) == tf32 != plain
-    assert under("ieee", plain) is plain
+    assert under(Recipe.parse("tf32").setup(), plain) == tf32 != plain
+    assert under(Setup(), plain) is plain
+
+
+PICTURES = {"vit": {"image_size": 224, "patch_size": 32}, "bert": {}}
+
+
+@pytest.mark.parametrize("workers", [0, 1, 4])
+@pytest.mark.parametrize("family", ["bert", "vit"])
+def test_batches_that_workers_make_take_what_a_prediction_says(family: str, workers: int) -> None:
+    """Also where the workers are slower than the step: pictures."""
+    job = small_job(family, 2, PICTURES[family], batch_size=64)
+    text = f"workers(n={workers})" if workers else "plain"
+    setup = Recipe.parse(text).setup()
+    tape = rehearse(job, Setup(), CUDA)
+    told = predict(job, text, gpu="h200").timing
+    assert told is not None
+    assert GpuClocks([H200])(under(setup, tape)) == pytest.approx([told.step_seconds], rel=1e-12)
+    assert (told.bound == "loading") == (family == "vit" and workers > 0)
+
+
+def test_workers_are_proposed_where_making_the_batches_bounds_the_step() -> None:
+    found = plan(small_job("vit", 2, PICTURES["vit"], batch_size=64), gpu=H200, fidelity="same", workers=1)
+    assert found.best is not None
+    assert "workers" in found.best.recipe
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp16 + micro_batches(2)"])

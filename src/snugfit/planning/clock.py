@@ -25,7 +25,7 @@ import numpy as np
 from snugfit.planning.lines import waits_of
 from snugfit.prediction.kernel_seconds import KernelClock
 from snugfit.prediction.rates import Rates, rates_for
-from snugfit.prediction.seconds import ROUNDS, all_waits, asking
+from snugfit.prediction.seconds import ROUNDS, all_waits, asking, making_seconds
 from snugfit.rehearsal.tape import Tape
 
 if TYPE_CHECKING:
@@ -65,11 +65,13 @@ class Stretch(NamedTuple):
     """The device's."""
     latest: Any
     """From the host's beginning, the latest that the device would begin if it did nothing but wait."""
+    makes: Any
+    """Worker processes' seconds."""
 
     def then(self, other: Stretch) -> Stretch:
         """This, and the other after it without a wait."""
         latest = np.maximum(self.latest, self.asks + other.latest - self.works)
-        return Stretch(self.asks + other.asks, self.works + other.works, latest)
+        return Stretch(self.asks + other.asks, self.works + other.works, latest, self.makes + other.makes)
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ class GpuClocks:
         self._clocks = [KernelClock(rates) for rates in self.rates]
         self._places: dict[Kernel, int] = {}
         self._works: dict[int, tuple[Work, list[Stretch]]] = {}  # by id, with the work that it is the id of
-        self._known: Any = np.empty((2, 0, len(self.rates)))  # device and asked, by kernel and GPU
+        self._known: Any = np.empty((3, 0, len(self.rates)))  # device, asked, made, by kernel and GPU
 
     def __call__(self, tape: Tape) -> tuple[float, ...]:
         """Seconds of the tape's steady step on each GPU."""
@@ -128,12 +130,13 @@ class GpuClocks:
                 now = now + stretch.asks
             end = np.maximum(now, free)
             length, last = end - last, end
-        return tuple(length.tolist())
+        made = sum(stretch.makes for stretch in stretches)
+        return tuple(np.maximum(length, made).tolist())
 
     def _stretches(self, kernels: Sequence[Kernel], waits: Sequence[int]) -> list[Stretch]:
         places = [self._place(kernel) for kernel in kernels]
-        device, asked = self._known[:, places]
-        return [*_cut(device, asked, all_waits(kernels, waits))]
+        device, asked, made = self._known[:, places]
+        return [*_cut(device, asked, made, all_waits(kernels, waits))]
 
     def _place(self, kernel: Kernel) -> int:
         place = self._places.get(kernel)
@@ -144,22 +147,23 @@ class GpuClocks:
 
     def _learn(self, place: int, kernel: Kernel) -> None:
         if place >= self._known.shape[1]:
-            larger = np.empty((2, 2 * place + 64, len(self.rates)))
+            larger = np.empty((3, 2 * place + 64, len(self.rates)))
             larger[:, :place] = self._known[:, :place]
             self._known = larger
         self._known[0, place] = [clock.seconds(kernel) for clock in self._clocks]
         self._known[1, place] = [asking(kernel, rates.host) for rates in self.rates]
+        self._known[2, place] = [making_seconds(kernel, rates.host) for rates in self.rates]
 
 
-def _cut(device: Any, asked: Any, waits: Sequence[int]) -> Iterator[Stretch]:
+def _cut(device: Any, asked: Any, made: Any, waits: Sequence[int]) -> Iterator[Stretch]:
     """What is before, between and after the waits."""
     cuts = [0, *(min(place, len(device)) for place in sorted(waits)), len(device)]
     nothing = np.zeros(device.shape[1])
     for start, end in pairwise(cuts):
         if start == end:
-            yield Stretch(nothing, nothing, nothing - np.inf)
+            yield Stretch(nothing, nothing, nothing - np.inf, nothing)
             continue
         asks, works = np.cumsum(asked[start:end], axis=0), np.cumsum(device[start:end], axis=0)
         latest = asks.copy()
         latest[1:] -= works[:-1]
-        yield Stretch(asks[-1], works[-1], latest.max(axis=0))
+        yield Stretch(asks[-1], works[-1], latest.max(axis=0), made[start:end].sum(axis=0))

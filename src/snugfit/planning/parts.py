@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from snugfit.planning.clock import Clock as Clock  # noqa: PLC0414 -- others ask here for it
 from snugfit.planning.clock import seconds_of
 from snugfit.planning.lines import Lines, Shallow, along, few
-from snugfit.planning.products import kernels_under, under
+from snugfit.planning.products import kernels_under, seen_by_clock, under
 from snugfit.planning.space import passes_key, tape_key, update_key
 from snugfit.prediction.allocator import replay
 from snugfit.prediction.device import context_of, policy_for
@@ -36,6 +36,7 @@ from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.sizes import Round, Update, Work, rehearse_sizes, update_of
 from snugfit.rehearsal.splice import Part, rehearse_passes, rehearse_update, spliced
 from snugfit.rehearsal.tape import Mark, Tape
+from snugfit.techniques.setup import LoaderWish
 
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
@@ -145,16 +146,16 @@ class Parts:
         self, setup: Setup, once: Round, what: tuple[int, int, int], update: Update
     ) -> Sequence[float]:
         """Seconds of so many micro-batches of a size, and an update."""
-        key = (what, update_key(setup), setup.matmul)
+        key = (what, update_key(setup), seen_by_clock(setup))
         if key not in self._seconds:
-            first, further, last = (self._under(setup.matmul, work) for work in (*once[-2:], update.work))
+            first, further, last = (self._under(setup, work) for work in (*once[-2:], update.work))
             self._seconds[key] = seconds_of(self.clock, [first, *[further] * (what[-1] - 1), last])
         return self._seconds[key]
 
-    def _under(self, matmul: str, work: Work) -> Work:
-        key = matmul, id(work)
+    def _under(self, setup: Setup, work: Work) -> Work:
+        key = seen_by_clock(setup), id(work)
         if key not in self._works:
-            changed = kernels_under(matmul, work.kernels)
+            changed = kernels_under(setup, work.kernels)
             asked = work if changed is work.kernels else work._replace(kernels=changed)
             self._works[key] = work, asked  # by id, with the work that it is the id of
         return self._works[key][1]
@@ -168,7 +169,7 @@ class Parts:
 
     def _exact_bound(self, setup: Setup) -> tuple[Bound, ...]:
         tape = self._whole_tape(setup)
-        return self._bounds(tape.peak()[0], tape, self.clock(under(setup.matmul, tape)))
+        return self._bounds(tape.peak()[0], tape, self.clock(under(setup, tape)))
 
     # ---- few layers --------------------------------------------------------------------------------------
 
@@ -207,11 +208,12 @@ class Parts:
             expandable: replay(tape, expandable=expandable)
             for expandable in {setup.expandable_segments for setup in setups}
         }
-        seconds = {matmul: self.clock(under(matmul, tape)) for matmul in {setup.matmul for setup in setups}}
+        told = {seen_by_clock(setup): setup for setup in setups}
+        seconds = {key: self.clock(under(setup, tape)) for key, setup in told.items()}
         return [
             tuple(
                 Figures(after.requested_peak, after.allocated_peak, after.reserved_peak, context, each, whole)
-                for context, each in zip(contexts, seconds[setup.matmul], strict=True)
+                for context, each in zip(contexts, seconds[seen_by_clock(setup)], strict=True)
             )
             for setup in setups
             for after in (replays[setup.expandable_segments],)
@@ -270,8 +272,8 @@ class Parts:
         return self._brief[key]
 
     def _whole_tape(self, setup: Setup) -> Tape:
-        key = ("whole", *tape_key(replace(setup, matmul="ieee", expandable_segments=False)))
-        plain = replace(setup, matmul="ieee", expandable_segments=False)
+        plain = replace(setup, matmul="ieee", expandable_segments=False, loader=LoaderWish())
+        key = ("whole", *tape_key(plain))
         return self._kept(key, lambda: rehearse(self.job, plain, self.policy))
 
     def _kept(self, key: Hashable, make: Callable[[], _Kept]) -> _Kept:

@@ -1,5 +1,5 @@
-"""Products of fp32 matrices in TF32, put onto what was rehearsed without: nothing differs but what such
-products are computed in, so a plan rehearses once for both."""
+"""What a tape does not tell apart, put onto it: products of fp32 matrices in TF32, and batches that workers
+make. Nothing else differs, so a plan rehearses once for all of these."""
 
 from __future__ import annotations
 
@@ -7,19 +7,30 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from snugfit.errors import SnugfitError
+from snugfit.prediction.seconds import prepared_by
 
 if TYPE_CHECKING:
     from snugfit.rehearsal.tape import Kernel, Tape
+    from snugfit.techniques.setup import Setup
 
 
-def under(matmul: str, tape: Tape) -> Tape:
-    """A tape that was rehearsed with plain products of fp32 matrices, as it is under this precision."""
-    changed = kernels_under(matmul, tape.kernels)
+def seen_by_clock(setup: Setup) -> tuple[str, int]:
+    """All of a Setup that its seconds depend on beside its tape."""
+    return setup.matmul, setup.loader.workers
+
+
+def under(setup: Setup, tape: Tape) -> Tape:
+    """A tape that was rehearsed with plain products and loading, as it is under this Setup."""
+    changed = kernels_under(setup, tape.kernels)
     return tape if changed is tape.kernels else replace(tape, kernels=changed)
 
 
-def kernels_under(matmul: str, kernels: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
-    """The same for kernels; the very same where there is no such product among them."""
+def kernels_under(setup: Setup, kernels: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
+    """The same for kernels; the very same where nothing is to be changed."""
+    return _computed(setup.matmul, tuple(prepared_by(setup.loader.workers, kernels)))
+
+
+def _computed(matmul: str, kernels: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
     from snugfit.rehearsal.kernels import PRODUCTS, TF32
 
     if matmul == "ieee":

@@ -170,9 +170,9 @@ def _judge_all(found: Searched, at: Bench, tell: Tell) -> None:
 
 
 def one_tape(candidate: Candidate) -> Hashable:
-    """Equal for Setups that have one tape, but for what products are computed in."""
+    """Equal for Setups that have one tape, but for what products are computed in and who makes batches."""
     key = tape_key(candidate.setup)
-    return (*key[:2], *key[3:-1])
+    return (*key[:2], *key[3:-2])
 
 
 def homes(found: Searched, places: int) -> dict[int, int]:

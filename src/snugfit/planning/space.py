@@ -105,7 +105,7 @@ def not_plain(recipe: Recipe) -> int:
 
 
 def tape_key(setup: Setup) -> tuple[Any, ...]:
-    """All of a Setup that its tape and its allocator depend on: all but the loader."""
+    """All of a Setup that its tape, its allocator and its seconds depend on."""
     wish = setup.optimizer
     optimizer = (_said(wish.factory), _said(wish.prepare), wish.weight_decay, _said(wish.shapes))
     return (
@@ -119,18 +119,19 @@ def tape_key(setup: Setup) -> tuple[Any, ...]:
         setup.scale_gradients,
         setup.micro_batches,
         setup.expandable_segments,
+        setup.loader.workers,
     )
 
 
 def passes_key(setup: Setup) -> Hashable:
     """All of a Setup that its passes depend on, but for the size of a micro-batch."""
-    weights, attention, _, adapt, checkpoint, _, autocast, scale, _, _ = tape_key(setup)
+    weights, attention, _, adapt, checkpoint, _, autocast, scale, _, _, _ = tape_key(setup)
     return weights, attention, adapt, checkpoint, autocast, scale
 
 
 def update_key(setup: Setup) -> Hashable:
     """All of a Setup that its update depends on."""
-    weights, _, _, adapt, _, optimizer, _, scale, _, _ = tape_key(setup)
+    weights, _, _, adapt, _, optimizer, _, scale, _, _, _ = tape_key(setup)
     return weights, adapt, optimizer, scale
 
 

@@ -19,7 +19,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from snugfit.prediction.rates import PRECISIONS, ProductRate, Rates
-from snugfit.rehearsal.tape import COPY_IN
+from snugfit.rehearsal.tape import COPY_IN, PREPARED
 
 if TYPE_CHECKING:
     from snugfit.rehearsal.tape import Kernel
@@ -72,7 +72,7 @@ class KernelClock:
     def _seconds(self, kernel: Kernel) -> float:
         if kernel.operator in PRODUCTS and len(kernel.shapes) > 1:
             return self._product(kernel)
-        if kernel.operator == COPY_IN:
+        if kernel.operator in (COPY_IN, PREPARED):
             return self.rates.start + kernel.nbytes / 2 / self.rates.link
         if "convolution" in kernel.operator:
             rate = self._rate(kernel.dtype)

@@ -88,6 +88,9 @@ class HostRate:
     copy: float
     """A tensor of a micro-batch that is copied to the device, beside the making of it."""
 
+    prepared: float
+    """A tensor of a micro-batch that worker processes made: taken from their queue, and copied."""
+
     sample: float
     """A sample in such a tensor that the loop's own process makes: asked of the dataset, and collated."""
 
@@ -99,10 +102,6 @@ class HostRate:
 
     wait: float
     """Each time the host waits for the device, beside the waiting: the way there and back."""
-
-    def helped(self) -> HostRate:
-        """A host whose worker processes make the batches."""
-        return replace(self, sample=0.0, byte=0.0)
 
     def slower(self, factor: float) -> HostRate:
         """A host that takes `factor` times as long."""

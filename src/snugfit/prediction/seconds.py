@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.prediction.kernel_seconds import KernelClock
 from snugfit.prediction.rates import PRECISIONS, HostRate, Rates, rates_for
-from snugfit.rehearsal.tape import COPY_IN
+from snugfit.rehearsal.tape import COPY_IN, PREPARED
 
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
@@ -102,11 +102,11 @@ def step_seconds(
 
     rates = rates or rates_for(gpu)
     clock, pace = KernelClock(rates), rates.host.slower(host)
-    pace, making = (pace.helped(), making_seconds(tape.kernels, pace) / workers) if workers else (pace, 0.0)
-    device = [clock.seconds(kernel) for kernel in tape.kernels]
-    asked = [asking(kernel, pace) for kernel in tape.kernels]
+    kernels = prepared_by(workers, tape.kernels)
+    device = [clock.seconds(kernel) for kernel in kernels]
+    asked = [asking(kernel, pace) for kernel in kernels]
     lines: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
-    for kernel, works, asks in zip(tape.kernels, device, asked, strict=True):
+    for kernel, works, asks in zip(kernels, device, asked, strict=True):
         line = lines[kernel.phase, group_of(kernel.operator)]
         line[0] += works
         line[1] += asks
@@ -117,7 +117,7 @@ def step_seconds(
         )
         for (phase, group), (works, asks, least) in lines.items()
     )
-    waits = all_waits(tape.kernels, tape.waits, pinned=workers > 0)
+    waits, making = all_waits(kernels, tape.waits), sum(making_seconds(kernel, pace) for kernel in kernels)
     length = max(play(device, asked, waits, pace), making)
     busy = sum(device)
     host_seconds = sum(asked) + pace.step + pace.wait * len(waits)
@@ -156,9 +156,10 @@ def play(device: Sequence[float], asked: Sequence[float], waits: Iterable[int], 
 
 def asking(kernel: Kernel, host: HostRate) -> float:
     """Seconds until this kernel has been asked for."""
+    if kernel.operator == PREPARED:
+        return host.prepared
     if kernel.operator == COPY_IN and kernel.phase == "load":
-        samples = kernel.shapes[0][0] if kernel.shapes and kernel.shapes[0] else 1
-        return host.copy + host.sample * samples + host.byte * (kernel.nbytes // 2)
+        return host.copy + _making(kernel, host)
     if not kernel.operator.startswith("aten::"):
         each = host.foreign
     elif kernel.operator == CAST and (kernel.phase == "forward" or kernel.recomputed):
@@ -172,11 +173,9 @@ def asking(kernel: Kernel, host: HostRate) -> float:
     return each + hooks + host.tensor * max(0, kernel.tensors - FEW_TENSORS)
 
 
-def all_waits(kernels: Sequence[Kernel], waits: Sequence[int], *, pinned: bool = False) -> tuple[int, ...]:
+def all_waits(kernels: Sequence[Kernel], waits: Sequence[int]) -> tuple[int, ...]:
     """Where the host waits: where it reads a value, and where it copies a batch from memory that is not
     page-locked, for until such a copy is done the driver does not return, small ones apart."""
-    if pinned:
-        return tuple(waits)
     copied = (
         place + 1
         for place, kernel in enumerate(kernels)
@@ -185,10 +184,26 @@ def all_waits(kernels: Sequence[Kernel], waits: Sequence[int], *, pinned: bool =
     return tuple(sorted((*waits, *copied)))
 
 
-def making_seconds(kernels: Iterable[Kernel], host: HostRate) -> float:
-    """Seconds that one process takes to make a step's batches."""
-    copies = [kernel for kernel in kernels if kernel.operator == COPY_IN and kernel.phase == "load"]
-    return sum(asking(kernel, host) - asking(kernel, host.helped()) for kernel in copies)
+def prepared_by(workers: int, kernels: Sequence[Kernel]) -> Sequence[Kernel]:
+    """The kernels of a step whose batches so many worker processes make; the very same for none."""
+    if not workers:
+        return kernels
+    return tuple(
+        kernel._replace(operator=PREPARED, tensors=workers)
+        if kernel.operator == COPY_IN and kernel.phase == "load"
+        else kernel
+        for kernel in kernels
+    )
+
+
+def making_seconds(kernel: Kernel, host: HostRate) -> float:
+    """Seconds beside the step in which worker processes make what this kernel copies; 0 for any other."""
+    return _making(kernel, host) / kernel.tensors if kernel.operator == PREPARED else 0.0
+
+
+def _making(kernel: Kernel, host: HostRate) -> float:
+    samples = kernel.shapes[0][0] if kernel.shapes and kernel.shapes[0] else 1
+    return host.sample * samples + host.byte * (kernel.nbytes // 2)
 
 
 def _roofline(kernel: Kernel, gpu: Gpu) -> float:

@@ -15,6 +15,9 @@ from typing import NamedTuple
 COPY_IN = "Memcpy HtoD"
 """A kernel that copies from the host's memory, as CUDA's profiler calls it."""
 
+PREPARED = "Memcpy HtoD, prepared"
+"""Such a copy of what so many (`Kernel.tensors`) worker processes made, in page-locked memory."""
+
 
 class Block(NamedTuple):
     """One allocation."""
