@@ -12,6 +12,7 @@ versions installed here; each failure names those of the truth beside them.
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import json
 import os
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers.integrations import sdpa_attention
 
 from snugfit.comparison.suite import machines, suite
 from snugfit.job.gpu import find_gpu
@@ -227,7 +229,7 @@ def drawn() -> Iterator[Truth]:
                         gpu=document["gpu"],
                         seen=figures(run["measured"]),
                         band=DRAWN,
-                        versions=str(document["versions"]),
+                        versions=str(run["versions"] or document["versions"]),
                     )
 
 
@@ -253,7 +255,24 @@ def test_recorded_truth_holds(truth: Truth) -> None:
     for technique in truth.recipe:
         if lacking := missing(type(technique)):
             pytest.skip(lacking)
+    if apart := drifted(truth):
+        pytest.skip(apart)
     truth.check()
+
+
+def drifted(truth: Truth) -> str:
+    """Why this truth says nothing of the packages that are installed here; nothing where it does.
+
+    T5's learned bias is made contiguous since some transformers after 5.17 (`position_bias_mask.contiguous()`
+    in `integrations/sdpa_attention.py`), and efficient attention then takes it; before, math did, with the
+    scores saved. A T5-large then needs 2 GiB more at batch 8 x 256."""
+    facts = json.dumps(truth.job.to_json()["model"])
+    eager = any(str(technique) == "eager" for technique in truth.recipe)
+    if '"model_type": "t5"' not in facts or eager or "'transformers': '5.17" not in truth.versions:
+        return ""
+    if "position_bias_mask.contiguous()" not in inspect.getsource(sdpa_attention):
+        return ""
+    return "measured with transformers 5.17, where T5's attention was math; here it is efficient attention"
 
 
 BATCH = 4 * 512 * 8 + 4 * 8
