@@ -239,7 +239,8 @@ def test_batches_that_workers_make_take_what_a_prediction_says(family: str, work
 
 
 def test_workers_are_proposed_where_making_the_batches_bounds_the_step() -> None:
-    found = plan(small_job("vit", 2, PICTURES["vit"], batch_size=64), gpu=H200, fidelity="same", workers=1)
+    job = small_job("vit", 2, PICTURES["vit"], batch_size=64, phase=Phase.EVALUATE)
+    found = plan(job, gpu=H200, fidelity="same", workers=1)
     assert found.best is not None
     assert "workers" in found.best.recipe
 
