@@ -2,7 +2,7 @@
 
     python benchmarks/fit_host.py OUT.json PROFILED.json [PROFILED.json ...]
 
-Every run of these files (`profile_steps.py` writes them) is rehearsed again, its device's seconds are taken
+Every run of these files (`profile_steps.py` or `snugfit accuracy` writes them) is rehearsed again, its device's seconds are taken
 from the rates as they are, and the constants of `HostRate` are sought that make the mean of
 |log(predicted / measured)| of step times smallest, through the same queue as any prediction. An error beyond
 a factor of 1.6 counts as that: a run that something else disturbed must not bend the rest. Four fits that
@@ -95,7 +95,7 @@ def prepared(run: dict[str, Any]) -> Steps | str:
     units = [HostRate(**{name: float(name == unit) for name in NAMES}) for unit in NAMES]
     kinds = dict.fromkeys(kernels)
     of_kind = {kernel: [asking(kernel, unit) for unit in units] for kernel in kinds}
-    loading = run["host_seconds_drained"].get("load")
+    loading = run.get("host_seconds_drained", {}).get("load")
     return Steps(
         name=f"{job.model.name}, {recipe}",
         measured=run["step_seconds"],
@@ -154,9 +154,10 @@ def main() -> None:
     """Prints what was found, and writes it."""
     out, files = Path(sys.argv[1]), [Path(name) for name in sys.argv[2:]]
     documents = [json.loads(file.read_text()) for file in files]
+    measured = [run for document in documents for run in document["runs"] if run["step_seconds"]]
     runs: list[Steps] = []
     with ProcessPoolExecutor(2) as pool:
-        for found in pool.map(prepared, [run for document in documents for run in document["runs"]]):
+        for found in pool.map(prepared, measured):
             if isinstance(found, str):
                 print(found, file=sys.stderr)
             else:
