@@ -5,7 +5,7 @@ settings), so variables are handed on except those whose names say that they hol
 opens no socket and has no use for them.
 
 Images often tell Python to keep no bytecode. Each measured process would then compile torch and transformers
-again, some fifteen seconds of one core, so bytecode goes to the user's folder of caches.
+again, so bytecode goes to the user's folder of caches.
 """
 
 from __future__ import annotations

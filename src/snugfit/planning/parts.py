@@ -21,8 +21,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from snugfit.planning.clock import Clock as Clock  # noqa: PLC0414 -- others ask here for it
-from snugfit.planning.clock import seconds_of
+from snugfit.planning.clock import Clock, seconds_of
 from snugfit.planning.lines import Lines, Shallow, along, few
 from snugfit.planning.products import kernels_under, seen_by_clock, under
 from snugfit.planning.space import passes_key, tape_key, update_key

@@ -40,7 +40,7 @@ from snugfit.techniques.technique import Fidelity
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
     from snugfit.job.job import Job
-    from snugfit.planning.parts import Clock
+    from snugfit.planning.clock import Clock
     from snugfit.planning.workers import Bench, Question
     from snugfit.rehearsal.tape import Tape
 

@@ -28,8 +28,8 @@ ROUNDS = 3
 CAST = "aten::_to_copy"
 
 LARGEST_SMALL_COPY = 64 * 1024
-"""Bytes that are copied from pageable memory without waiting (CUDA Runtime API, "API synchronization
-behavior")."""
+"""Bytes that are copied from pageable memory without waiting: CUDA's documentation calls such copies
+asynchronous. That larger ones wait for the device is assumed; we have not measured it apart."""
 
 FEW_TENSORS = 8
 """Operands that any operator may have; more are lists."""
@@ -174,8 +174,8 @@ def asking(kernel: Kernel, host: HostRate) -> float:
 
 
 def all_waits(kernels: Sequence[Kernel], waits: Sequence[int]) -> tuple[int, ...]:
-    """Where the host waits: where it reads a value, and where it copies a batch from memory that is not
-    page-locked, for until such a copy is done the driver does not return, small ones apart."""
+    """Where the host waits: where it reads a value, and, as is assumed, where it copies a batch from memory
+    that is not page-locked, small ones apart."""
     copied = (
         place + 1
         for place, kernel in enumerate(kernels)
