@@ -70,6 +70,9 @@ class GpuPlans:
     objective: str
     """What is best on each GPU: `speed`, `memory` or `cost` (which on one GPU is `speed`)."""
 
+    steps: int | None = None
+    """The run's length, over which what is paid once was spread; None where it was not said."""
+
     answers: tuple[OnGpu, ...]
     """In the order in which the GPUs were asked about."""
 
@@ -107,6 +110,7 @@ class GpuPlans:
             "job": self.job.to_json(),
             "fidelity": self.fidelity,
             "objective": self.objective,
+            "steps": self.steps,
             "smallest": self.smallest.key if self.smallest else None,
             "fastest": self.fastest.key if self.fastest else None,
             "answers": [asdict(answer) for answer in self.answers],
@@ -124,6 +128,7 @@ class GpuPlans:
                 job=Job.from_json(document["job"]),
                 fidelity=document["fidelity"],
                 objective=document["objective"],
+                steps=document["steps"],
                 answers=tuple(_answer(each) for each in document["answers"]),
                 counts=tuple(Counts(**each) for each in document["counts"]),
                 versions=dict(document["versions"]),

@@ -19,11 +19,13 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from snugfit.planning.clock import Clock, seconds_of
+from snugfit.planning.figures import Bound, Figures
 from snugfit.planning.lines import Lines, Shallow, along, few
 from snugfit.planning.products import kernels_under, seen_by_clock, under
+from snugfit.planning.run import ENDLESS, Opening, Run
 from snugfit.planning.space import passes_key, tape_key, update_key
 from snugfit.prediction.allocator import replay
 from snugfit.prediction.device import context_of, policy_for
@@ -56,36 +58,20 @@ REMEMBERED_PARTS = 24
 """Whole parts that are kept, at some ten megabytes each."""
 
 
-class Bound(NamedTuple):
-    """The least that a Setup takes on one GPU."""
-
-    needed_bytes: int
-    """Live bytes at the worst moment, and the context."""
-    seconds: float
-
-
-class Figures(NamedTuple):
-    """What a Setup takes on one GPU."""
-
-    requested_bytes: int
-    allocated_bytes: int
-    reserved_bytes: int
-    context_bytes: int
-    seconds: float
-    whole: bool
-    """Whether the step was rehearsed whole, because its parts do not meet."""
-
-    @property
-    def needed_bytes(self) -> int:
-        """What must be free on the device."""
-        return self.reserved_bytes + self.context_bytes
-
-
 class Parts:
     """Rehearses parts of one job's steps for GPUs that decide as the first of them does."""
 
-    def __init__(self, job: Job, gpus: Sequence[Gpu | None], clock: Clock, *, shallow: bool = True) -> None:
+    def __init__(
+        self,
+        job: Job,
+        gpus: Sequence[Gpu | None],
+        clock: Clock,
+        *,
+        shallow: bool = True,
+        run: Run = ENDLESS,
+    ) -> None:
         self.job, self.gpus, self.clock, self.shallow = job, gpus, clock, shallow
+        self.opening = Opening(job, run)
         self.policy: CudaPolicy = policy_for(gpus[0], Software())
         self._depths: dict[Hashable, Depth | None] = {}
         self._updates: dict[Hashable, Update] = {}
@@ -109,6 +95,7 @@ class Parts:
         bounds = [self._least(setup, seen) for setup in setups]
         self._seconds.clear()
         self._works.clear()
+        self.opening.forget()
         return bounds
 
     def _least(self, setup: Setup, seen: Lines) -> tuple[Bound, ...]:
@@ -130,7 +117,10 @@ class Parts:
             clocked = [self._clocked(setup, once, (samples, shallow.layers, n), update) for n in pieces]
             seconds.append([along(pieces, each, setup.micro_batches) for each in zip(*clocked, strict=True)])
         tape = Tape((), (), (Mark(0, 0, "backward"),), (), (), seen.passes[0].attention)
-        lines = [seen.along(each) for each in zip(*seconds, strict=True)]
+        share = self.opening.least_share(
+            setup, [self._under(setup, work) for work in (*rounds[0][-2:], updates[0].work)]
+        )
+        lines = [seen.along(each) + share for each in zip(*seconds, strict=True)]
         return self._bounds(int(live), tape, lines)
 
     def _bounds(self, live: int, tape: Tape, seconds: Sequence[float]) -> tuple[Bound, ...]:
@@ -168,7 +158,9 @@ class Parts:
 
     def _exact_bound(self, setup: Setup) -> tuple[Bound, ...]:
         tape = self._whole_tape(setup)
-        return self._bounds(tape.peak()[0], tape, self.clock(under(setup, tape)))
+        asked = under(setup, tape)
+        share = self.opening.of(setup, asked)[1]
+        return self._bounds(tape.peak()[0], tape, [each + share for each in self.clock(asked)])
 
     # ---- few layers --------------------------------------------------------------------------------------
 
@@ -208,15 +200,20 @@ class Parts:
             for expandable in {setup.expandable_segments for setup in setups}
         }
         told = {seen_by_clock(setup): setup for setup in setups}
-        seconds = {key: self.clock(under(setup, tape)) for key, setup in told.items()}
+        asked = {key: under(setup, tape) for key, setup in told.items()}
+        seconds = {key: self.clock(tape) for key, tape in asked.items()}
+        openings = {key: self.opening.of(told[key], tape) for key, tape in asked.items()}
         return [
             tuple(
-                Figures(after.requested_peak, after.allocated_peak, after.reserved_peak, context, each, whole)
-                for context, each in zip(contexts, seconds[seen_by_clock(setup)], strict=True)
+                Figures(
+                    after.requested_peak, after.allocated_peak, after.reserved_peak, context,
+                    each + openings[key][1], whole, *openings[key],
+                )
+                for context, each in zip(contexts, seconds[key], strict=True)
             )
             for setup in setups
-            for after in (replays[setup.expandable_segments],)
-        ]
+            for after, key in ((replays[setup.expandable_segments], seen_by_clock(setup)),)
+        ]  # fmt: skip
 
     def own(self, setup: Setup, gpu: int) -> Figures:
         """What this Setup takes on this one of the GPUs by its own policy: GPUs that run the same kernels

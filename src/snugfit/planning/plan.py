@@ -42,6 +42,9 @@ class Choice:
     samples_per_second: float
     """Global batch over `step_seconds`."""
 
+    once_seconds: float = 0.0
+    """What a run pays once, from the process's beginning to steady steps."""
+
     alike: tuple[str, ...] = ()
     """Recipes of the same tape: they differ in how batches are loaded. The seconds are this one's."""
 
@@ -69,6 +72,9 @@ class Reason:
 
     step_seconds: float | None = None
     """How long its step would be."""
+
+    once_seconds: float | None = None
+    """What it would pay once."""
 
     why_not: str = ""
     """Why that cannot be."""
@@ -112,6 +118,9 @@ class Plan:
 
     objective: str
     """`speed`, `memory` or `cost`."""
+
+    steps: int | None = None
+    """The run's length, over which what is paid once was spread; None where it was not said."""
 
     front: tuple[Choice, ...]
     """No other recipe is both as fast and as small; the fastest first."""
@@ -163,7 +172,7 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """The document that `snugfit plan --json` prints; `Plan.from_json` reads it back."""
-        document = {name: getattr(self, name) for name in ("memory_bytes", "fidelity", "objective")}
+        document = {name: getattr(self, name) for name in ("memory_bytes", "fidelity", "objective", "steps")}
         return {
             "schema": SCHEMA,
             "what": "plan",
@@ -197,6 +206,7 @@ class Plan:
                 memory_bytes=document["memory_bytes"],
                 fidelity=document["fidelity"],
                 objective=document["objective"],
+                steps=document["steps"],
                 front=tuple(choice_from(each) for each in document["front"]),
                 ranked=tuple(choice_from(each) for each in document["ranked"]),
                 best=choice_from(document["best"]) if document["best"] else None,

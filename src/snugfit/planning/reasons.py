@@ -117,7 +117,8 @@ def _reasons(found: Searched, best: int) -> Iterator[Reason]:
             chosen=str(recipe[slot]),
             against=str(other[slot]),
             needed_bytes=figures.needed_bytes if figures else None,
-            step_seconds=figures.seconds if figures else None,
+            step_seconds=figures.step_seconds if figures else None,
+            once_seconds=figures.once if figures else None,
             why_not="" if figures else "that recipe cannot run this job on this GPU at this fidelity",
         )
 

@@ -12,7 +12,7 @@ from snugfit.errors import SnugfitError
 from snugfit.planning.space import Candidate, Refusal, Space, passes_key, update_key
 
 if TYPE_CHECKING:
-    from snugfit.planning.parts import Bound
+    from snugfit.planning.figures import Bound
     from snugfit.planning.workers import Bench, Question
 
 Tell = Callable[[str], None]

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError, UsageError, did_you_mean
 from snugfit.planning.plan import OBJECTIVES, Plan
+from snugfit.planning.run import Run
 from snugfit.planning.screening import Progress, Tell, refusal, screened
 from snugfit.planning.searched import Irregular, Searched
 from snugfit.planning.space import (
@@ -34,6 +35,7 @@ from snugfit.planning.space import (
     tape_key,
 )
 from snugfit.planning.start import compared
+from snugfit.prediction.once import RATE, OnceRate
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Fidelity
 
@@ -56,16 +58,18 @@ def plan(
     workers: int | None = None,
     ranked: int = 0,
     start: Recipe | None = None,
+    steps: int | None = None,
+    once: OnceRate = RATE,
     tell: Tell = lambda what: None,
 ) -> Plan:
     """The recipe that `objective` asks for among those that fit `gpu`, or `memory_bytes` of it.
 
     `fidelity` is the least exact that is allowed. `clock` tells the seconds of a tape; by default it is this
     GPU's. `workers` processes rehearse side by side, by default two where there are as many cores. The plan
-    lists the `ranked` best that fit, and says what it would change in the recipe to `start` from. `tell`
-    hears what is being done. Raises `UsageError` for what cannot be,
-    and `SnugfitError` when no recipe of the space can be rehearsed. When nothing fits, the plan says so and
-    holds the nearest miss.
+    lists the `ranked` best that fit, and says what it would change in the recipe to `start` from. `steps` is
+    how long the run is: what a recipe pays once, at the rate of `once`, is then spread over it. `tell` hears
+    what is being done. Raises `UsageError` for what cannot be, and `SnugfitError` when no recipe of the space
+    can be rehearsed. When nothing fits, the plan says so and holds the nearest miss.
     """
     from snugfit.job.gpu import find_gpu
     from snugfit.planning.clock import Alone
@@ -75,19 +79,21 @@ def plan(
     gpu = find_gpu(gpu) if isinstance(gpu, str) else gpu
     fidelity = fidelity_of(fidelity)
     refuse(objective, memory_bytes)
+    run = Run(steps=steps, rate=once)
     clocks = Alone(clock) if clock else _clock_of(gpu)
     if memory_bytes is None and gpu is not None:
         memory_bytes = gpu.memory_bytes
     space = space_of(job, fidelity=fidelity, capability=gpu.compute_capability if gpu else None)
     workers = min(2, os.cpu_count() or 1) if workers is None else workers
     for shallow in (True, False):
-        with bench(job, [gpu], clocks, workers=workers, shallow=shallow) as at:
+        with bench(job, [gpu], clocks, workers=workers, shallow=shallow, run=run) as at:
             try:
                 searched = search(space, at, tell)
                 made = explained(
                     searched, at, job=job, gpu=gpu, memory_bytes=memory_bytes, fidelity=fidelity,
                     objective=objective, tell=tell,
                 )  # fmt: skip
+                made = replace(made, steps=steps)
                 made = _with_ranked(made, searched, at, ranked, tell) if ranked else made
                 return _with_start(made, start, at) if start else made
             except Irregular:

@@ -20,12 +20,14 @@ from snugfit.job.gpu import all_gpus, find_gpu
 from snugfit.planning.gpu_plans import GpuPlans, OnGpu
 from snugfit.planning.many_clocks import Each, Known, why_unknown
 from snugfit.planning.plan import Counts
+from snugfit.planning.run import Run
 from snugfit.planning.screening import Progress, Tell, refusal, screened
 from snugfit.planning.search import one_tape, refuse
 from snugfit.planning.searched import Irregular, Searched
 from snugfit.planning.seat import Seat
 from snugfit.planning.space import Space, fidelity_of, passes_key, space_of
 from snugfit.prediction.device import policy_for
+from snugfit.prediction.once import RATE, OnceRate
 from snugfit.prediction.profile import Software, installed_versions
 from snugfit.prediction.rates import rates_for
 from snugfit.techniques import roster
@@ -49,18 +51,21 @@ def plan_gpus(
     objective: str = "speed",
     clock_of: ClockOf | None = None,
     workers: int | None = None,
+    steps: int | None = None,
+    once: OnceRate = RATE,
     tell: Tell = lambda what: None,
 ) -> GpuPlans:
     """On each of these GPUs, by default all of the table, the recipe that `objective` asks for among those
     that fit it.
 
     `clock_of` gives a GPU's clock, the seconds of a tape on it; by default its rates tell. `fidelity`,
-    `workers` and `tell` are as for a plan. A GPU whose seconds are not known gets its smallest recipe, and
-    one that is not CUDA's no answer, each with the reason. Raises `UsageError` for what cannot be, and
-    `SnugfitError` when no recipe of a space can be rehearsed.
+    `workers`, `steps`, `once` and `tell` are as for a plan. A GPU whose seconds are not known gets its
+    smallest recipe, and one that is not CUDA's no answer, each with the reason. Raises `UsageError` for what
+    cannot be, and `SnugfitError` when no recipe of a space can be rehearsed.
     """
     gpus, fidelity = _found(gpus), fidelity_of(fidelity)
     refuse(objective, None)
+    run = Run(steps=steps, rate=once)
     workers = min(2, os.cpu_count() or 1) if workers is None else workers
     answers: dict[str, OnGpu] = {}
     groups: dict[Hashable, list[Gpu]] = defaultdict(list)
@@ -73,13 +78,14 @@ def plan_gpus(
     began = time.monotonic()
     for number, group in enumerate(groups.values()):
         told = _telling(tell, number, len(groups), len(group), began)
-        found, looked = _group(job, group, fidelity, objective, clock_of, workers, told)
+        found, looked = _group(job, group, fidelity, objective, clock_of, workers, run, told)
         answers |= {answer.key: answer for answer in found}
         counts.append(looked)
     return GpuPlans(
         job=job,
         fidelity=fidelity.value,
         objective=objective,
+        steps=steps,
         answers=tuple(answers[gpu.key] for gpu in gpus),
         counts=tuple(counts),
         versions=installed_versions(),
@@ -121,6 +127,7 @@ def _group(
     objective: str,
     clock_of: ClockOf | None,
     workers: int,
+    run: Run,
     tell: Tell,
 ) -> tuple[list[OnGpu], Counts]:
     """The answers for GPUs of one kind. The one that takes least goes first, and the rehearsal is its."""
@@ -130,7 +137,7 @@ def _group(
     clock = Each(tuple(map(clock_of, gpus))) if clock_of else Known.on(gpus)
     space = space_of(job, fidelity=fidelity, capability=gpus[0].compute_capability)
     for shallow in (True, False):
-        with bench(job, gpus, clock, workers=workers, shallow=shallow) as at:
+        with bench(job, gpus, clock, workers=workers, shallow=shallow, run=run) as at:
             try:
                 seats = _search(space, at, gpus, _smallest(objective, clock, len(gpus)), tell)
                 answers = [_on_gpu(seat, job, timed=clock_of is None) for seat in seats]
@@ -239,4 +246,4 @@ def _settle(space: Space, at: Bench, seats: Sequence[Seat], tell: Tell) -> None:
         for seat in groups[index]:
             number = seat.answer()
             known = seat.found.judged[number]
-            seat.settle(number, answer._replace(context_bytes=known.context_bytes, seconds=known.seconds))
+            seat.settle(number, known.with_bytes_of(answer))

@@ -9,7 +9,7 @@ from snugfit.planning.plan import Choice, Counts
 from snugfit.planning.space import Refusal, Space, not_plain
 
 if TYPE_CHECKING:
-    from snugfit.planning.parts import Bound, Figures
+    from snugfit.planning.figures import Bound, Figures
     from snugfit.techniques.recipe import Recipe
 
 SLACK = 0.001
@@ -82,8 +82,9 @@ class Searched:
             allocated_bytes=figures.allocated_bytes,
             reserved_bytes=figures.reserved_bytes,
             context_bytes=figures.context_bytes,
-            step_seconds=figures.seconds,
-            samples_per_second=batch_size / figures.seconds if figures.seconds else 0.0,
+            step_seconds=figures.step_seconds,
+            samples_per_second=batch_size / figures.step_seconds if figures.step_seconds else 0.0,
+            once_seconds=figures.once,
             alike=tuple(map(str, candidate.alike)),
         )
 

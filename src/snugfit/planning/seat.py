@@ -19,7 +19,7 @@ from snugfit.planning.searched import SLACK, Searched
 
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
-    from snugfit.planning.parts import Figures
+    from snugfit.planning.figures import Figures
 
 
 OWN_SHARE = 0.02

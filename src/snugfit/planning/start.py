@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from snugfit.job.gpu import Gpu
     from snugfit.job.job import Job
-    from snugfit.planning.parts import Figures
+    from snugfit.planning.figures import Figures
     from snugfit.planning.workers import Bench, Question
 
 
@@ -73,7 +73,7 @@ def compared(theirs: Recipe, ours: Recipe, at: Bench, *, job: Job, gpu: Gpu | No
     return Start(
         recipe=str(theirs),
         needed_bytes=mine.needed_bytes if not isinstance(mine, SnugfitError) else None,
-        step_seconds=mine.seconds if not isinstance(mine, SnugfitError) else None,
+        step_seconds=mine.step_seconds if not isinstance(mine, SnugfitError) else None,
         why_not=str(mine).splitlines()[-1] if isinstance(mine, SnugfitError) else "",
         changes=tuple(
             _change(slot, theirs, ours, figures) for slot, figures in zip(slots, single, strict=True)
@@ -90,7 +90,7 @@ def _change(slot: Slot, theirs: Recipe, ours: Recipe, figures: Figures | Snugfit
         theirs=change.theirs,
         ours=change.ours,
         needed_bytes=figures.needed_bytes,
-        step_seconds=figures.seconds,
+        step_seconds=figures.step_seconds,
     )
 
 

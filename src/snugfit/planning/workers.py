@@ -25,12 +25,14 @@ from multiprocessing.connection import wait as wait_for
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError
+from snugfit.planning.run import ENDLESS
 
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
     from snugfit.job.job import Job
     from snugfit.planning.clock import Clock
     from snugfit.planning.parts import Parts
+    from snugfit.planning.run import Run
 
 FEW_COLLECTIONS = 100_000
 """Objects made between two collections: tapes are millions of them, and hold no cycles."""
@@ -46,10 +48,10 @@ class Worker:
     """A process with `Parts` of its own, which answers one question at a time."""
 
     def __init__(
-        self, context: Any, job: Job, gpus: Sequence[Gpu | None], clock: Clock, shallow: bool
+        self, context: Any, job: Job, gpus: Sequence[Gpu | None], clock: Clock, shallow: bool, run: Run
     ) -> None:
         self.connection, there = context.Pipe()
-        what = (there, job, gpus, clock, shallow)
+        what = (there, job, gpus, clock, shallow, run)
         self.process = context.Process(target=_answers, args=what, daemon=True)
         self.process.start()
         there.close()
@@ -116,19 +118,19 @@ class Bench:
 
 @contextmanager
 def bench(
-    job: Job, gpus: Sequence[Gpu | None], clock: Clock, *, workers: int, shallow: bool
+    job: Job, gpus: Sequence[Gpu | None], clock: Clock, *, workers: int, shallow: bool, run: Run = ENDLESS
 ) -> Iterator[Bench]:
     """So many processes with parts of this job in each; here, when it cannot travel or one is enough."""
     if workers <= 1 or not _travels((job, gpus, clock)):
         from snugfit.planning.parts import Parts
 
-        yield Bench([Parts(job, gpus, clock, shallow=shallow)])
+        yield Bench([Parts(job, gpus, clock, shallow=shallow, run=run)])
         return
     context: Any = multiprocessing.get_context("forkserver")
     name = job.model.architecture
     code = f"transformers.models.{name}.modeling_{name}"  # passed over where it is not there
     context.set_forkserver_preload(["torch", "transformers", "snugfit.planning.parts", code])
-    places = [Worker(context, job, gpus, clock, shallow) for _ in range(workers)]
+    places = [Worker(context, job, gpus, clock, shallow, run) for _ in range(workers)]
     try:
         yield Bench(places)
     except BaseException:
@@ -164,7 +166,9 @@ def _travels(what: Any) -> bool:
 # ---- in a worker -----------------------------------------------------------------------------------------
 
 
-def _answers(asked: Connection, job: Job, gpus: Sequence[Gpu | None], clock: Clock, shallow: bool) -> None:
+def _answers(
+    asked: Connection, job: Job, gpus: Sequence[Gpu | None], clock: Clock, shallow: bool, run: Run
+) -> None:
     """Answers until nobody asks any more. Ctrl-C ends it without a word, and so does the end of whoever
     asked."""
     from snugfit.planning.parts import Parts
@@ -176,7 +180,7 @@ def _answers(asked: Connection, job: Job, gpus: Sequence[Gpu | None], clock: Clo
     if parent is not None:
         sentinel = parent.sentinel
         threading.Thread(target=lambda: (wait_for([sentinel]), os._exit(1)), daemon=True).start()
-    parts = Parts(job, gpus, clock, shallow=shallow)
+    parts = Parts(job, gpus, clock, shallow=shallow, run=run)
     while True:
         try:
             method, arguments = asked.recv()

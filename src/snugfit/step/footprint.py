@@ -1,8 +1,8 @@
 """What a step takes: bytes at the worst moment, and seconds. One shape, whether foreseen or seen.
 
-A prediction and a measurement hold the same `Footprint` and `Timing`, so that they can be laid side by side
-without translating one into the other. What one of them cannot know is None: a measurement knows no kinds,
-a prediction on a CPU no NVML.
+A prediction and a measurement hold the same `Footprint`, `Timing` and `Startup`, so that they can be laid
+side by side without translating one into the other. What one of them cannot know is None: a measurement
+knows no kinds, a prediction on a CPU no NVML.
 """
 
 from __future__ import annotations
@@ -123,3 +123,40 @@ class Timing:
         fields = dict(document)
         fields["seconds"] = tuple(fields.get("seconds", ()))
         return cls(**fields)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Startup:
+    """Seconds of the wall clock from a process's beginning to its steady steps, stage by stage."""
+
+    imports_seconds: float
+    """Until torch and the model's code are imported."""
+
+    context_seconds: float
+    """Until the device has a context; 0 on a CPU."""
+
+    build_seconds: float
+    """Until model and optimizer stand on the device."""
+
+    first_step_seconds: float
+    """Of the first step, to its end on the device: kernels are loaded and worker processes started in it."""
+
+    settling_seconds: float = 0.0
+    """Of the further steps before the steady ones."""
+
+    settling_steps: int = 0
+    """How many those are."""
+
+    def once_seconds(self, step_seconds: float) -> float:
+        """What is paid once: all of it, but for what its steps would take were they steady."""
+        steps = self.first_step_seconds + self.settling_seconds - step_seconds * (1 + self.settling_steps)
+        return self.imports_seconds + self.context_seconds + self.build_seconds + max(0.0, steps)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object; `Startup.from_json` reads it back."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Self:
+        """The start-up that `to_json` wrote."""
+        return cls(**document)

@@ -1,0 +1,50 @@
+"""What a search knows of a recipe on one GPU: first the least that it can take, then what it takes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Bound(NamedTuple):
+    """The least that a Setup takes on one GPU."""
+
+    needed_bytes: int
+    """Live bytes at the worst moment, and the context."""
+    seconds: float
+    """A step's, with its share of what is paid once."""
+
+
+class Figures(NamedTuple):
+    """What a Setup takes on one GPU."""
+
+    requested_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
+    context_bytes: int
+    seconds: float
+    """A step's, with its share of what is paid once: what recipes are compared by."""
+    whole: bool
+    """Whether the step was rehearsed whole, because its parts do not meet."""
+    once: float = 0.0
+    """What a run pays once."""
+    share: float = 0.0
+    """Of `seconds`, the share of that; 0 where the run's length was not said."""
+
+    @property
+    def step_seconds(self) -> float:
+        """Of the steady step."""
+        return self.seconds - self.share
+
+    def with_bytes_of(self, other: Figures) -> Figures:
+        """These seconds and this context, with what the other asks of the allocator."""
+        return self._replace(
+            requested_bytes=other.requested_bytes,
+            allocated_bytes=other.allocated_bytes,
+            reserved_bytes=other.reserved_bytes,
+            whole=other.whole,
+        )
+
+    @property
+    def needed_bytes(self) -> int:
+        """What must be free on the device."""
+        return self.reserved_bytes + self.context_bytes
