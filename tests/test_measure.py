@@ -32,7 +32,8 @@ from snugfit.measurement.measurement import Measurement
 from snugfit.measurement.nvml import open_nvml
 from snugfit.measurement.place import Place
 from snugfit.measurement.process import TAIL_BYTES, Child, Ending
-from snugfit.measurement.stopwatch import timing_of
+from snugfit.measurement.stopwatch import Stopwatch, timing_of
+from snugfit.step.footprint import Startup
 from snugfit.techniques.recipe import Recipe
 from snugfit.units import MIB
 
@@ -228,6 +229,9 @@ def test_one_whose_parent_is_gone_already_ends() -> None:
     assert "still here" not in ending.tail
 
 
+START = Startup(imports_seconds=6.0, context_seconds=0.3, build_seconds=0.5, first_step_seconds=1.0)
+
+
 def result(**changes: Any) -> dict[str, Any]:
     return Findings(outcome="ok", seconds=(0.1, 0.2), host_bytes=5).to_json() | changes
 
@@ -256,6 +260,8 @@ def result(**changes: Any) -> dict[str, Any]:
         json.dumps(result(outcome="splendid")).encode(),
         json.dumps(result(seconds=[])).encode(),
         json.dumps(result(versions={"torch": 2})).encode(),
+        json.dumps(result(startup={"imports_seconds": 1.0})).encode(),
+        json.dumps(result(startup=START.to_json() | {"build_seconds": -1.0})).encode(),
         json.dumps(result(surprise=1)).encode(),
         json.dumps(result(message="x" * 9_000_000)).encode(),
     ],
@@ -280,6 +286,11 @@ def test_a_result_counts_only_when_its_writer_ended_well(tmp_path: Path) -> None
     assert judge(ENDED, path)[1] == "ok"
     assert judge(replace(ENDED, returncode=-11), path)[1] == "signal:SEGV"
     assert judge(replace(ENDED, timed_out=True), path)[1] == "timeout"
+
+
+def test_a_start_comes_back() -> None:
+    found = Findings(outcome="ok", startup=replace(START, settling_seconds=0.25, settling_steps=2))
+    assert Findings.from_json(json.loads(json.dumps(found.to_json()))) == found
 
 
 def test_a_loss_may_be_nan() -> None:
@@ -320,6 +331,43 @@ def test_statistics(seconds: list[float], median: float, spread: float, unstable
     assert timing.spread == pytest.approx(spread)
     assert timing.samples_per_second == pytest.approx(8 / median)
     assert (timing.unstable, timing.steps) == (unstable, len(seconds))
+
+
+@pytest.mark.parametrize(
+    ("warmup", "steady", "start"),
+    [
+        (0, [3, 4, 5, 6], (0.0, 0)),
+        (1, [4, 5, 6], (0.5, 0)),
+        (3, [6], (10.5, 2)),  # two steps of 4 and 5 s, and three pauses of half a second
+    ],
+)
+def test_the_stages_of_a_start(
+    monkeypatch: pytest.MonkeyPatch, warmup: int, steady: list[float], start: tuple[float, int]
+) -> None:
+    """A model that is built in 2 s, steps of 3, 4, 5 and 6 s, and half a second before each."""
+    import torch
+
+    now = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    watch = Stopwatch(torch.device("cpu"), warmup)
+    now[0] += 2
+    watch.built(torch.nn.Linear(1, 1), None)
+    for index in range(4):
+        now[0] += 0.5
+        watch.step_begins(index)
+        now[0] += 3 + index
+        watch.step_ends(index)
+    assert watch.seconds() == [steady[0], *(each + 0.5 for each in steady[1:])]
+    found = watch.startup(imports_seconds=7.0, context_seconds=0.2)
+    assert (found.build_seconds, found.first_step_seconds) == (2, 3.5)
+    assert (found.settling_seconds, found.settling_steps) == start
+
+
+def test_what_is_paid_once_is_all_but_steady_steps() -> None:
+    settled = replace(START, settling_seconds=0.6, settling_steps=2)
+    assert START.once_seconds(0.2) == pytest.approx(6.8 + 1.0 - 0.2)
+    assert settled.once_seconds(0.2) == pytest.approx(6.8 + 1.6 - 3 * 0.2)
+    assert settled.once_seconds(2.0) == pytest.approx(6.8), "steps that are faster at first save nothing"
 
 
 def test_no_steps_no_timing() -> None:
@@ -477,10 +525,16 @@ def test_a_step_on_the_cpu(tmp_path: Path) -> None:
     assert len(seen.losses) == 4
     assert all(math.isfinite(loss) for loss in seen.losses)
     assert "torch" in seen.versions
+    assert seen.startup is not None
+    assert min(seen.startup.imports_seconds, seen.startup.build_seconds) > 0
+    assert seen.startup.first_step_seconds > 0
+    assert (seen.startup.context_seconds, seen.startup.settling_steps) == (0, 0)
     (folder,) = (tmp_path / "runs").iterdir()
     document = read_document(folder / "measurement.json")
     assert Measurement.from_json(document) == seen
     assert document["footprint"]["nvml_bytes"] is None
+    del document["startup"]  # as in results that are older
+    assert Measurement.from_json(document) == replace(seen, startup=None)
 
 
 def test_the_seed_is_the_same_in_every_run() -> None:

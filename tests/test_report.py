@@ -23,6 +23,7 @@ from snugfit.report import measurement as measurement_report
 from snugfit.report import prediction as prediction_report
 from snugfit.report.job import job_line
 from snugfit.report.terminal import as_html, as_text
+from snugfit.step.footprint import Startup
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.roster import techniques as roster
 from snugfit.units import GIB
@@ -84,6 +85,18 @@ def test_what_cannot_be_compared_is_refused() -> None:
         foreseen_beside_seen(prediction(recipe=Recipe.parse("bf16")), measurement())
     with pytest.raises(MeasurementError, match="oom:torch"):
         foreseen_beside_seen(prediction(), measurement(footprint=None, timing=None, outcome="oom:torch"))
+
+
+def test_a_measurement_tells_what_was_paid_once() -> None:
+    start = Startup(
+        imports_seconds=6.0, context_seconds=0.3, build_seconds=0.5, first_step_seconds=1.0,
+        settling_seconds=0.6, settling_steps=2,
+    )  # fmt: skip
+    text = as_text(measurement_report.render(measurement(startup=start)))
+    assert "2 more before the steady ones" in text
+    assert "paid once" in text
+    assert "8.10 s" in text  # 6 + 0.3 + 0.5 + 1 + 0.6, less three steps of 0.1 s
+    assert "paid once" not in as_text(measurement_report.render(measurement()))
 
 
 def test_a_measurement_tells_how_far_it_can_be_trusted() -> None:

@@ -5,14 +5,19 @@ so that the allocator's peaks are the Step's own: the context is made by one tin
 back, and the peaks count from there. After the last step the device is quiet, and that is the one moment when
 NVML and nvidia-smi are laid side by side.
 
+The start is timed by the wall clock, from the moment at which the parent launched this process. The model's
+code, which building would import, is imported before the context is made, so that each stage is one thing.
+
 Whatever is raised becomes a cause in the result, with the allocator's peaks so far, and exit code 1.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import replace
@@ -31,6 +36,8 @@ from snugfit.units import MIB
 
 if TYPE_CHECKING:
     import torch
+
+    from snugfit.job.job import Job
 
 SEED = 0
 """Weights and data are random but the same in every run."""
@@ -75,7 +82,9 @@ def _perform(request: Mapping[str, Any], history: Path) -> Findings:
 
     job, setup = Job.from_json(request["job"]), Setup.from_json(request["setup"])
     device = torch.device(request["device"])
-    context = _make_context(device, request) if device.type == "cuda" else None
+    _import_code_of(job)
+    imported = time.monotonic()
+    context, started = _make_context(device, request) if device.type == "cuda" else (None, imported)
     torch.manual_seed(SEED)
     records = bool(request["history"])
     if records:
@@ -100,6 +109,9 @@ def _perform(request: Mapping[str, Any], history: Path) -> Findings:
         found,
         outcome=causes.OK,
         seconds=tuple(seconds),
+        startup=stopwatch.startup(
+            imports_seconds=max(0.0, imported - request["launched"]), context_seconds=started - imported
+        ),
         losses=tuple(losses),
         crowded=crowded(loads[-2], loads[-1], os.cpu_count() or 1),
         first_context_bytes=context,
@@ -109,20 +121,31 @@ def _perform(request: Mapping[str, Any], history: Path) -> Findings:
     )
 
 
-def _make_context(device: torch.device, request: Mapping[str, Any]) -> int | None:
-    """Makes the CUDA context with one tiny tensor, and gives what the device's used bytes grew by."""
+def _import_code_of(job: Job) -> None:
+    """Imports the code of the job's model; one that transformers has no class for is refused when it is
+    built."""
+    from snugfit.job.architectures import class_of
+
+    with contextlib.suppress(KeyError):
+        class_of(job.task, job.model.settings(job))
+
+
+def _make_context(device: torch.device, request: Mapping[str, Any]) -> tuple[int | None, float]:
+    """Makes the CUDA context with one tiny tensor; gives what the device's used bytes grew by, and the moment
+    at which the context stood."""
     import torch
 
     torch.cuda.set_device(device)
     tiny = torch.empty(1, device=device)
     torch.cuda.synchronize(device)
+    stood = time.monotonic()
     used = _used_bytes(request["uuid"])
     del tiny
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     if used is None or request["ground_bytes"] is None:
-        return None
-    return max(0, used - int(request["ground_bytes"]))
+        return None, stood
+    return max(0, used - int(request["ground_bytes"])), stood
 
 
 def _peaks() -> Findings:

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
 
 from snugfit.measurement.exchange import BadDocument
+from snugfit.step.footprint import Startup
 
 _COUNTS = (
     "requested_bytes",
@@ -42,6 +43,9 @@ class Findings:
 
     seconds: tuple[float, ...] = ()
     """Each steady step."""
+
+    startup: Startup | None = None
+    """From the process's beginning to the steady steps."""
 
     losses: tuple[float, ...] = ()
     """Each step's loss, warm-up included."""
@@ -97,11 +101,13 @@ class Findings:
         _all_of(document, ("outcome",), lambda value: isinstance(value, str) and _OUTCOME.fullmatch(value))
         _all_of(document, ("device_name", "crowded"), lambda value: value is None or isinstance(value, str))
         _all_of(document, _COUNTS, lambda value: value is None or (type(value) is int and value >= 0))
-        _all_of(document, ("seconds",), lambda value: _numbers(value) and all(each >= 0 for each in value))
+        _all_of(document, ("seconds",), _lengths)
         _all_of(document, ("losses",), lambda value: _numbers(value, null=True))
         _all_of(document, ("versions",), _texts)
+        _all_of(document, ("startup",), lambda value: value is None or _startup(value))
+        startup = Startup.from_json(document["startup"]) if document["startup"] else None
         lists = {"seconds": tuple(document["seconds"]), "losses": null_to_nan(document["losses"])}
-        return cls(**dict(document) | lists)
+        return cls(**dict(document) | lists | {"startup": startup})
 
 
 def finite_or_null(numbers: Sequence[float]) -> list[float | None]:
@@ -123,6 +129,15 @@ def _all_of(document: Mapping[str, Any], names: Sequence[str], lawful: Any) -> N
 def _numbers(value: Any, *, null: bool = False) -> bool:
     kinds = (int, float, type(None)) if null else (int, float)
     return isinstance(value, list) and all(type(each) in kinds for each in value)
+
+
+def _startup(value: Any) -> bool:
+    names = {each.name for each in fields(Startup)}
+    return isinstance(value, dict) and set(value) == names and _lengths(list(value.values()))
+
+
+def _lengths(value: Any) -> bool:
+    return _numbers(value) and all(each >= 0 for each in value)
 
 
 def _texts(value: Any) -> bool:

@@ -20,6 +20,7 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -134,6 +135,7 @@ def perform(experiment: Experiment, place: Place) -> tuple[Measurement, str]:
         timing=timing_of(findings.seconds, experiment.job.batch_size),
         versions=findings.versions,
         when=when,
+        startup=findings.startup,
         first_context_bytes=findings.first_context_bytes,
         smi_bytes=findings.smi_bytes,
         smi_nvml_bytes=findings.smi_nvml_bytes,
@@ -198,6 +200,7 @@ def _path_of(what: str, given: object) -> Path | None:
 def _request(experiment: Experiment, place: Place, ground: clean.Ground | None) -> dict[str, object]:
     return {
         "parent": os.getpid(),
+        "launched": time.monotonic(),
         "job": experiment.job.to_json(),
         "setup": experiment.recipe.setup().to_json(),
         "loop": experiment.loop,

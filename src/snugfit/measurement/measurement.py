@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from snugfit.job.job import Job
 from snugfit.measurement.findings import finite_or_null, null_to_nan
-from snugfit.step.footprint import Footprint, Timing
+from snugfit.step.footprint import Footprint, Startup, Timing
 from snugfit.techniques.recipe import Recipe
 
 SCHEMA = 1
@@ -45,6 +45,8 @@ class Measurement:
     versions: Mapping[str, str]
     when: str
     """Start, ISO 8601 in UTC."""
+    startup: Startup | None = None
+    """What came before the steady steps; None for a run that died, and in results older than this field."""
     first_context_bytes: int | None = None
     """NVML bytes right after the first tiny tensor, before any kernel of the step was loaded."""
     smi_bytes: int | None = None
@@ -76,6 +78,7 @@ class Measurement:
             "outcome": self.outcome,
             "footprint": self.footprint.to_json() if self.footprint else None,
             "timing": self.timing.to_json() if self.timing else None,
+            "startup": self.startup.to_json() if self.startup else None,
             "versions": dict(self.versions),
             "when": self.when,
             "first_context_bytes": self.first_context_bytes,
@@ -96,5 +99,6 @@ class Measurement:
         fields["device"] = Device(**fields["device"])
         fields["footprint"] = Footprint.from_json(fields["footprint"]) if fields["footprint"] else None
         fields["timing"] = Timing.from_json(fields["timing"]) if fields["timing"] else None
+        fields["startup"] = Startup.from_json(fields["startup"]) if fields.get("startup") else None
         fields["losses"] = null_to_nan(fields["losses"])
         return cls(**fields)

@@ -5,6 +5,9 @@ synchronisation after each step would drain the device and charge the next step 
 real loop does not pay. The time between two borders holds everything a loop does there, the loader too. On
 the CPU the clock is read.
 
+What happens once is taken in the same way: from the stopwatch's making, when the device is quiet, to the
+built model, the end of the first step, and the first border.
+
 A step's time is stated as the median, with the spread (90th percentile - 10th percentile) / median beside it.
 """
 
@@ -13,9 +16,10 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from snugfit.step.footprint import Timing
+from snugfit.step.footprint import Startup, Timing
 
 if TYPE_CHECKING:
     import torch
@@ -33,16 +37,20 @@ class Stopwatch:
     ) -> None:
         self._device, self._warmup, self._after_step = device, warmup, after_step
         self._borders: list[Any] = []
+        self._starting: list[Any] = [self._mark()]
+        """The making of this stopwatch, the built model, the end of the first step."""
 
     def step_begins(self, index: int) -> None:
         """The first steady step's beginning is a border."""
         if index == self._warmup:
-            self._mark()
+            self._borders.append(self._mark())
 
     def step_ends(self, index: int) -> None:
-        """Each steady step's end is a border."""
+        """Each steady step's end is a border, and the first step's end is the end of a start."""
+        if index == 0:
+            self._starting.append(self._mark())
         if index >= self._warmup:
-            self._mark()
+            self._borders.append(self._mark())
         if self._after_step is not None:
             self._after_step(index)
 
@@ -50,11 +58,29 @@ class Stopwatch:
         """Phases are not timed: their borders would cost events inside the step."""
 
     def built(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        """Building is not timed."""
+        """The end of building."""
+        self._starting.append(self._mark())
 
     def seconds(self) -> list[float]:
         """Seconds of each steady step; waits for the device."""
-        pairs = zip(self._borders, self._borders[1:])
+        return self._between(self._borders)
+
+    def startup(self, *, imports_seconds: float, context_seconds: float) -> Startup:
+        """The start of a run whose process took so long before this stopwatch; waits for the device."""
+        settles = self._warmup > 0
+        build, first, *settling = self._between(self._starting + self._borders[:1] * settles)
+        return Startup(
+            imports_seconds=imports_seconds,
+            context_seconds=context_seconds,
+            build_seconds=build,
+            first_step_seconds=first,
+            settling_seconds=sum(settling),
+            settling_steps=self._warmup - 1 if settles else 0,
+        )
+
+    def _between(self, marks: Sequence[Any]) -> list[float]:
+        """Seconds from each mark to the next."""
+        pairs = pairwise(marks)
         if self._device.type != "cuda":
             return [end - begin for begin, end in pairs]
         import torch
@@ -62,15 +88,14 @@ class Stopwatch:
         torch.cuda.synchronize(self._device)
         return [begin.elapsed_time(end) / 1000 for begin, end in pairs]
 
-    def _mark(self) -> None:
+    def _mark(self) -> Any:
         if self._device.type != "cuda":
-            self._borders.append(time.perf_counter())
-            return
+            return time.perf_counter()
         import torch
 
         border = torch.cuda.Event(enable_timing=True)
         border.record()
-        self._borders.append(border)
+        return border
 
 
 def timing_of(seconds: Sequence[float], batch_size: int) -> Timing | None:

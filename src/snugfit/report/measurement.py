@@ -10,7 +10,7 @@ from snugfit.measurement.measurement import Measurement
 from snugfit.report.job import job_line
 from snugfit.report.prediction import footprint_table
 from snugfit.report.terminal import table, words
-from snugfit.step.footprint import Timing
+from snugfit.step.footprint import Startup, Timing
 from snugfit.units import MIB, show_bytes, show_seconds
 
 
@@ -21,6 +21,8 @@ def render(measurement: Measurement) -> RenderableType:
         parts.append(footprint_table(measurement.footprint))
     if measurement.timing:
         parts.append(timing_table(measurement.timing))
+    if measurement.startup and measurement.timing:
+        parts.append(startup_table(measurement.startup, measurement.timing.step_seconds))
     parts += [words(note, style) for note, style in _notes(measurement)]
     return Group(*parts)
 
@@ -42,6 +44,24 @@ def timing_table(timing: Timing) -> Table:
         ("samples/s", f"{timing.samples_per_second:.2f}", ""),
     ]
     return table(("Time", ">", ""), rows)
+
+
+def startup_table(startup: Startup, step_seconds: float) -> Table:
+    """The stages of a start, and what of them is paid once."""
+    rows = [
+        ("imports", startup.imports_seconds, "from the process's beginning: torch, and the model's code"),
+        ("context", startup.context_seconds, "CUDA, and the device's context"),
+        ("build", startup.build_seconds, "model and optimizer"),
+        ("first step", startup.first_step_seconds, "kernels are loaded, worker processes started"),
+    ]
+    if startup.settling_steps:
+        steps = f"{startup.settling_steps} more before the steady ones"
+        rows.append(("further steps", startup.settling_seconds, steps))
+    once = startup.once_seconds(step_seconds)
+    rows.append(("paid once", once, "all of it, but for what its steps would take were they steady"))
+    return table(
+        ("Start", ">", ""), [(what, show_seconds(seconds), about) for what, seconds, about in rows if seconds]
+    )
 
 
 def _notes(measurement: Measurement) -> list[tuple[str, str]]:
