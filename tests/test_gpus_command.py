@@ -24,11 +24,12 @@ ASK = ["gpus", "--for", "bert-large-uncased", "--task", "sequence-classification
 PRICES = Prices({"T4": 0.36, "RTX4090": 0.9, "H200-SXM": 3.6})
 
 
-def answer(key: str, seconds: float, size: int = 10 * GIB, **changes: Any) -> OnGpu:
+def answer(key: str, seconds: float, size: int = 10 * GIB, *, once: float = 0.0, **changes: Any) -> OnGpu:
     gpu = find_gpu(key)
     choice = Choice(
         recipe="bf16", requested_bytes=size, allocated_bytes=size, reserved_bytes=size, context_bytes=0,
         step_seconds=seconds, samples_per_second=4 / seconds if seconds else 0.0,
+        once_seconds=once,
     )  # fmt: skip
     whole = OnGpu(
         gpu=gpu, fits=size <= (gpu.memory_bytes or 0), choice=choice, rates="scaled", measured_rates=False
@@ -62,7 +63,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
 
     def plan_gpus(job: Any, gpus: Any, **how: Any) -> GpuPlans:
         questions.append(([gpu.key for gpu in gpus], how))
-        return replace(made_up(), job=job, objective=how["objective"])
+        return replace(made_up(), job=job, objective=how["objective"], steps=how["steps"])
 
     monkeypatch.setattr("snugfit.planning.search_gpus.plan_gpus", plan_gpus)
     return questions
@@ -84,6 +85,22 @@ def test_what_a_run_costs() -> None:
     assert cost(unknown, Prices({"MI300X": 1.0}), 10).run is None
     assert cheapest(found, PRICES) == rtx4090
     assert cheapest(found, Prices({"RTX2060": 0.01})) is None, "nothing fits it"
+
+
+def test_what_a_run_pays_once_costs_too() -> None:
+    """On a run of ten steps the card that starts sooner costs less, though its steps are slower."""
+    slow, fast = answer("T4", 0.9, once=6.0), answer("RTX4090", 0.2, once=60.0)
+    prices = Prices({"T4": 1.0, "RTX4090": 1.0})
+    assert cost(slow, prices, 10).run_seconds == pytest.approx(15)
+    assert cost(slow, prices, 10).run == pytest.approx(15 / 3600)
+    assert cost(slow, prices, 10).per_1000_samples == pytest.approx(15 / 3600 * 1000 / 40)
+    for steps, best in ((None, fast), (10, slow), (1000, fast)):
+        found = replace(made_up(), answers=(slow, fast), steps=steps)
+        assert (found.fastest, cheapest(found, prices)) == (best, best)
+    text = markdown(replace(made_up(), answers=(slow, fast), steps=10), prices)
+    cells = [[cell.strip() for cell in line.split("|")] for line in text.splitlines() if line[:2] == "| "]
+    assert [row[1] for row in cells[-2:]] == ["T4", "RTX4090"]
+    assert "6.0" in cells[-2]
 
 
 def test_a_run_is_as_long_as_was_said_once() -> None:
@@ -113,7 +130,7 @@ def test_what_is_no_price_is_refused(price: object) -> None:
 
 
 def test_the_headline_names_the_smallest_the_fastest_and_the_cheapest() -> None:
-    text = as_text(render(made_up(name=EVIL), PRICES, 1000), width=160)
+    text = as_text(render(replace(made_up(name=EVIL), steps=1000), PRICES), width=160)
     assert "\x1b" not in text
     assert "The smallest that trains this: T4 (14.74 GiB)" in text
     assert "The fastest: H200-SXM" in text
@@ -126,7 +143,7 @@ def test_the_headline_names_the_smallest_the_fastest_and_the_cheapest() -> None:
     assert "does not fit" in " ".join(row)
     assert "~900.0" in text
     assert "~100.0" not in text, "measured rates are not marked"
-    assert "<script>" not in markdown(made_up(name=EVIL), PRICES, 1000)
+    assert "<script>" not in markdown(replace(made_up(name=EVIL), steps=1000), PRICES)
 
 
 def test_the_cheapest_first_when_that_is_asked_for() -> None:
@@ -140,7 +157,7 @@ def test_without_prices_and_length_there_is_no_money() -> None:
     assert "USD" not in text
     assert "The run" not in text
     assert "cheapest" not in text
-    timed = as_text(render(made_up(), Prices(), 36_000), width=160)
+    timed = as_text(render(replace(made_up(), steps=36_000), Prices()), width=160)
     assert "9.0 h" in timed
     assert "USD" not in timed
 
@@ -152,9 +169,9 @@ def test_when_none_trains_it_the_nearest_miss_is_told() -> None:
 
 def test_seconds_that_are_not_known_are_not_invented() -> None:
     blind = answer("T4", 0.0, measured_rates=None, why="its rates are not known")
-    found = replace(made_up(), answers=(blind,))
+    found = replace(made_up(), answers=(blind,), steps=10)
     assert (found.fastest, found.smallest) == (None, blind)
-    text = as_text(render(found, PRICES, 10), width=160)
+    text = as_text(render(found, PRICES), width=160)
     assert "its rates are not known" in text
     assert "0.0 " not in text
 
@@ -185,7 +202,7 @@ def test_prices_of_a_file_and_of_the_command_line(
         assert document["steps"] == 1000
         t4 = next(each for each in document["costs"] if each["key"] == "T4")
         assert t4["run"] == pytest.approx(0.09)
-    assert run([*ASK, "--price", "t4=1"]) == 0
+    assert run([*ASK, "--price", "t4=1", "--steps", "1000"]) == 0
     text = capsys.readouterr().out
     assert "No price was given for RTX4090, H200-SXM, which would train this too." in text
     assert len(asked) == 1, "prices change nothing that was searched, nor does asking for the cheapest"

@@ -25,10 +25,10 @@ from snugfit.units import GIB
 ASK = ["plan", "bert-large-uncased", "--task", "sequence-classification", "--gpu", "h200"]
 
 
-def choice(recipe: str, size: int, seconds: float) -> Choice:
+def choice(recipe: str, size: int, seconds: float, once: float = 7.0) -> Choice:
     return Choice(
         recipe=recipe, requested_bytes=size, allocated_bytes=size, reserved_bytes=size, context_bytes=GIB,
-        step_seconds=seconds, samples_per_second=4 / seconds,
+        step_seconds=seconds, samples_per_second=4 / seconds, once_seconds=once,
     )  # fmt: skip
 
 
@@ -63,7 +63,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any
 
     def search(job: Any, **how: Any) -> Plan:
         questions.append(how)
-        return made_up(memory=how["memory_bytes"] or 40 * GIB)
+        return replace(made_up(memory=how["memory_bytes"] or 40 * GIB), steps=how["steps"])
 
     monkeypatch.setattr("snugfit.planning.search.plan", search)
     return questions
@@ -107,6 +107,32 @@ def test_an_answer_is_remembered_and_a_damaged_one_is_not_believed(
             file.write_bytes(damage)
         assert run(ASK) == 0
         assert len(asked) == 4 + number
+
+
+def test_the_length_of_a_run(asked: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    for more, steps in (
+        ([], None),
+        (["--steps", "50"], 50),
+        (["--samples", "200"], 50),
+        (["--samples", "9"], 3),
+    ):
+        assert run([*ASK, *more, "--json"]) == 0
+        assert asked[-1]["steps"] == steps
+        assert Plan.from_json(json.loads(capsys.readouterr().out)).steps == steps
+    assert len(asked) == 3, "50 steps of 4 are 200 samples: remembered"
+
+
+def test_what_is_paid_once_is_told() -> None:
+    slower = Reason(slot="loading", chosen="inline", against="workers", needed_bytes=10 * GIB,
+                    step_seconds=0.04, once_seconds=9.0)  # fmt: skip
+    known = replace(made_up(), reasons=(slower,))
+    text = as_text(render(known), width=200)
+    assert "pays about 7.00 s once, which is not counted here" in text
+    assert "a step of 40.0 ms (-20.0 %), 2.00 s more once." in text
+    counted = as_text(render(replace(known, steps=100)), width=200)
+    assert "Ranked for a run of 100 steps, 400 samples: about 7.00 s once" in counted
+    assert "5.00 s of steps" in counted
+    assert "not counted" not in counted
 
 
 def test_the_user_s_own_recipe_is_where_a_plan_starts(
@@ -154,6 +180,9 @@ MISTAKES = {
     "unknown objective": ([*ASK, "--objective", "sped"], "objective"),
     "a plot that is none": ([*ASK, "--plot", "front.pdf"], ".svg"),
     "no workers": ([*ASK, "--workers", "0"], "workers"),
+    "no steps": ([*ASK, "--steps", "0"], "steps"),
+    "no samples": ([*ASK, "--samples", "0"], "samples"),
+    "two lengths of a run": ([*ASK, "--steps", "1", "--samples", "1"], "both"),
     "no batch": ([*ASK, "--batch-size", "0"], "batch size is 0"),
 }
 

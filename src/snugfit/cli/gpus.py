@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from snugfit.cli import arguments as given
-from snugfit.cli.plan import DOES_NOT_FIT, Fidelity, Format, Fresh, Workers
+from snugfit.cli.plan import DOES_NOT_FIT, Fidelity, Format, Fresh, Samples, Steps, Workers
 from snugfit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -50,10 +50,6 @@ Price = Annotated[
     typer.Option("--price", metavar="NAME=USD", help="What an hour of one GPU costs; repeatable.",
                  rich_help_panel=MONEY),
 ]  # fmt: skip
-Samples = Annotated[
-    int | None, typer.Option(help="Length of the run, in samples.", min=1, rich_help_panel=MONEY)
-]
-Steps = Annotated[int | None, typer.Option(help="Length of the run, in steps.", min=1, rich_help_panel=MONEY)]
 
 _JOB = given.job_parameters(without=("model", "recipe", "loop", "gpu"))
 
@@ -126,8 +122,8 @@ def _plan(found: Sequence[Gpu], asked: Mapping[str, Any]) -> int:
     request = given.read_request(job_arguments)
     _refuse(request)
     steps = steps_of(asked["samples"], asked["steps"], request.job.batch_size)
-    answers = _answers(request, found, asked)
-    _print(answers, prices, steps, "json" if asked["as_json"] else asked["form"])
+    answers = _answers(request, found, steps, asked)
+    _print(answers, prices, "json" if asked["as_json"] else asked["form"])
     return 0 if answers.fitting else DOES_NOT_FIT
 
 
@@ -143,14 +139,15 @@ def _refuse(request: Request) -> None:
         raise UsageError("gpu and memory have no place here: name the GPUs after `snugfit gpus`, or none.")
 
 
-def _answers(request: Request, found: Sequence[Gpu], asked: Mapping[str, Any]) -> GpuPlans:
+def _answers(request: Request, found: Sequence[Gpu], steps: int | None, asked: Mapping[str, Any]) -> GpuPlans:
     from snugfit.cli.progress import telling
     from snugfit.planning.cache import key_of, recall, remember
     from snugfit.planning.gpu_plans import GpuPlans
     from snugfit.planning.search_gpus import plan_gpus
 
     wanted = asked["objective"]
-    question = {"fidelity": asked["fidelity"], "objective": "speed" if wanted == "cost" else wanted}
+    objective = "speed" if wanted == "cost" else wanted
+    question = {"fidelity": asked["fidelity"], "objective": objective, "steps": steps}
     key = key_of(request.job, *found, what="gpus", **question)
     if key and not asked["fresh"] and (known := recall(key, GpuPlans.from_json)):
         return replace(known, objective=wanted)
@@ -161,14 +158,14 @@ def _answers(request: Request, found: Sequence[Gpu], asked: Mapping[str, Any]) -
     return replace(answers, objective=wanted)
 
 
-def _print(found: GpuPlans, prices: Any, steps: int | None, form: str) -> None:
+def _print(found: GpuPlans, prices: Any, form: str) -> None:
     from snugfit.planning.prices import document
     from snugfit.report import gpu_plans as report
     from snugfit.report.terminal import show, show_json
 
     if form == "json":
-        show_json({**found.to_json(), "run": document(found, prices, steps)})
+        show_json({**found.to_json(), "run": document(found, prices)})
     elif form == "markdown":
-        typer.echo(report.markdown(found, prices, steps), nl=False)
+        typer.echo(report.markdown(found, prices), nl=False)
     else:
-        show(report.render(found, prices, steps))
+        show(report.render(found, prices))

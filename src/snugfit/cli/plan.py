@@ -6,7 +6,7 @@ Exit code 3 when nothing fits, so that a script can ask.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from snugfit.planning.plan import Plan
 
 DOES_NOT_FIT = 3
+RUN = "The run"
 
 Fidelity = Annotated[
     Literal["same", "rounds", "learns"],
@@ -32,6 +33,13 @@ Objective = Annotated[
         rich_help_panel=given.HOW,
     ),
 ]
+Samples = Annotated[
+    int | None,
+    typer.Option(
+        help="Length of the run, in samples: what is paid once counts too.", min=1, rich_help_panel=RUN
+    ),
+]
+Steps = Annotated[int | None, typer.Option(help="Length of the run, in steps.", min=1, rich_help_panel=RUN)]
 Workers = Annotated[
     int | None, typer.Option(help="Processes that rehearse side by side. \\[two]", min=1, max=64)
 ]
@@ -55,6 +63,8 @@ def plan(
     lengths: of_lengths.Planned = None,
     fidelity: Fidelity = "rounds",
     objective: Objective = "speed",
+    samples: Samples = None,
+    steps: Steps = None,
     workers: Workers = None,
     plot: Plot = None,
     fresh: Fresh = False,
@@ -64,9 +74,13 @@ def plan(
     as_json: given.AsJson = False,
 ) -> int:
     """Find the fastest recipe that fits, without a GPU."""
+    from snugfit.planning.prices import steps_of
+
     request = with_gpu_here(request) if verify else request
     _refuse(request, plot, verify)
-    found = _plan(request, fidelity, objective, workers, fresh=fresh, ranked=verify or 0)
+    steps = steps_of(samples, steps, request.job.batch_size)
+    asked = {"fidelity": fidelity, "objective": objective, "steps": steps, "ranked": verify or 0}
+    found = _plan(request, asked, workers, fresh=fresh)
     if plot:
         from snugfit.report.files import write_atomically
         from snugfit.report.plan_plot import draw
@@ -109,24 +123,14 @@ def _refuse(request: Request, plot: Path | None, verify: int | None) -> None:
         writable_folder(plot.parent)
 
 
-def _plan(
-    request: Request, fidelity: str, objective: str, workers: int | None, *, fresh: bool, ranked: int = 0
-) -> Plan:
+def _plan(request: Request, asked: dict[str, Any], workers: int | None, *, fresh: bool) -> Plan:
     from snugfit.cli.progress import telling
     from snugfit.planning.cache import key_of, recall, remember
     from snugfit.planning.plan import Plan
     from snugfit.planning.search import plan as search
 
     start = request.recipe if request.reading else None
-    key = key_of(
-        request.job,
-        request.gpu,
-        memory=request.memory_bytes,
-        fidelity=fidelity,
-        objective=objective,
-        ranked=ranked,
-        start=str(start),
-    )
+    key = key_of(request.job, request.gpu, memory=request.memory_bytes, start=str(start), **asked)
     if key and not fresh and (known := recall(key, Plan.from_json)):
         return known
     with telling() as tell:
@@ -134,12 +138,10 @@ def _plan(
             request.job,
             gpu=request.gpu,
             memory_bytes=request.memory_bytes,
-            fidelity=fidelity,
-            objective=objective,
             workers=workers,
-            ranked=ranked,
             start=start,
             tell=tell,
+            **asked,
         )
     if key:
         remember(key, found)

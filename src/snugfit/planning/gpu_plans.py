@@ -51,10 +51,10 @@ class OnGpu:
         """How much memory there is too little; negative where something fits, 0 where that is not known."""
         return self.choice.needed_bytes - (self.gpu.memory_bytes or 0) if self.choice else 0
 
-    @property
-    def seconds(self) -> float | None:
-        """Of a step, where that is known and fits."""
-        return self.choice.step_seconds or None if self.choice and self.fits else None
+    def pace(self, steps: int | None) -> float | None:
+        """Seconds a step on a run of so many (`Choice.pace`), where that is known and fits."""
+        known = self.choice if self.fits and self.choice and self.choice.step_seconds else None
+        return known.pace(steps) if known else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,15 +92,15 @@ class GpuPlans:
         """The GPU of the least memory that trains this; of several the fastest."""
         return min(
             self.fitting,
-            key=lambda each: (each.gpu.memory_bytes or 0, each.seconds or 0.0, each.key),
+            key=lambda each: (each.gpu.memory_bytes or 0, each.pace(self.steps) or 0.0, each.key),
             default=None,
         )
 
     @property
     def fastest(self) -> OnGpu | None:
-        """The GPU with the shortest step."""
-        timed = (each for each in self.fitting if each.seconds)
-        return min(timed, key=lambda each: (each.seconds or 0.0, each.key), default=None)
+        """The GPU with the shortest step, or where its length is known the shortest run."""
+        timed = (each for each in self.fitting if each.pace(self.steps))
+        return min(timed, key=lambda each: (each.pace(self.steps) or 0.0, each.key), default=None)
 
     def to_json(self) -> dict[str, Any]:
         """The document that `snugfit gpus --for MODEL --json` prints; `GpuPlans.from_json` reads it back."""

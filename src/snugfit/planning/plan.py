@@ -53,6 +53,11 @@ class Choice:
         """What must be free on the device."""
         return self.reserved_bytes + self.context_bytes
 
+    def pace(self, steps: int | None) -> float:
+        """Seconds a step, with its share of what a run of so many steps pays once; of the steady step where
+        the run's length is not known."""
+        return self.step_seconds + (self.once_seconds / steps if steps else 0.0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Reason:

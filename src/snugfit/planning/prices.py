@@ -3,10 +3,9 @@
 Prices differ by a factor of five between vendors, change by the week, and count different things (the host,
 the disk, an hour begun), so none are shipped: the user says what an hour costs, and gets
 
-    cost of a run = price of an hour x steps x seconds of a step / 3600
+    cost of a run = price of an hour x (seconds paid once + steps x seconds of a step) / 3600
 
-which leaves out what a run costs once (starting the machine, loading weights and data), and what a vendor
-rounds up.
+which leaves out renting the machine, fetching weights and data, and what a vendor rounds up.
 """
 
 from __future__ import annotations
@@ -71,10 +70,10 @@ class Cost:
     """USD; None where the user gave no price."""
 
     per_1000_samples: float | None
-    """USD for a thousand samples."""
+    """USD for a thousand samples of the run, or where its length was not said, of steady steps."""
 
     run_seconds: float | None
-    """Of all the run's steps; None where its length was not said."""
+    """Of the run, with what it pays once; None where its length was not said."""
 
     run: float | None
     """USD for the run."""
@@ -82,11 +81,12 @@ class Cost:
 
 def cost(answer: OnGpu, prices: Prices, steps: int | None) -> Cost:
     """What this GPU costs, for a thousand samples and for a run of so many steps."""
-    price, seconds = prices.per_hour.get(answer.key), answer.seconds
+    price, pace = prices.per_hour.get(answer.key), answer.pace(steps)
     per_second = None if price is None else price / HOUR
-    choice = answer.choice
-    each = SAMPLES / choice.samples_per_second if choice and choice.samples_per_second and seconds else None
-    run = steps * seconds if steps and seconds else None
+    each = None
+    if (choice := answer.choice) and pace:
+        each = SAMPLES / choice.samples_per_second * pace / choice.step_seconds
+    run = steps * pace if steps and pace else None
     return Cost(
         key=answer.key,
         per_hour=price,
@@ -98,7 +98,7 @@ def cost(answer: OnGpu, prices: Prices, steps: int | None) -> Cost:
 
 def cheapest(found: GpuPlans, prices: Prices) -> OnGpu | None:
     """The GPU on which a sample costs least; None where no price is known for one that trains this."""
-    costs = {answer.key: cost(answer, prices, None).per_1000_samples for answer in found.fitting}
+    costs = {answer.key: cost(answer, prices, found.steps).per_1000_samples for answer in found.fitting}
     priced = [answer for answer in found.fitting if costs[answer.key] is not None]
     return min(priced, key=lambda answer: (costs[answer.key] or 0.0, answer.key), default=None)
 
@@ -110,14 +110,14 @@ def steps_of(samples: int | None, steps: int | None, batch_size: int) -> int | N
     return math.ceil(samples / batch_size) if samples is not None else steps
 
 
-def document(found: GpuPlans, prices: Prices, steps: int | None) -> dict[str, Any]:
+def document(found: GpuPlans, prices: Prices) -> dict[str, Any]:
     """What `snugfit gpus --for MODEL --json` prints beside the plans: the run, and what it costs where prices
     are known."""
-    costs = [cost(answer, prices, steps) for answer in found.fitting]
+    costs = [cost(answer, prices, found.steps) for answer in found.fitting]
     best = cheapest(found, prices)
     return {
         "currency": "USD",
-        "steps": steps,
+        "steps": found.steps,
         "cheapest": best.key if best else None,
         "costs": [asdict(each) for each in costs],
     }

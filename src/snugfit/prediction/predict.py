@@ -11,16 +11,18 @@ from snugfit.prediction.allocator import replay
 from snugfit.prediction.anatomy import anatomy, by_kind
 from snugfit.prediction.device import context_of, doubts_about, policy_for
 from snugfit.prediction.host import host_bytes
+from snugfit.prediction.once import loaded_by, startup
 from snugfit.prediction.prediction import Prediction
 from snugfit.prediction.profile import INSTALLED, find_software, installed_versions
 from snugfit.prediction.rates import Rates, rates_for
 from snugfit.prediction.seconds import StepSeconds, step_seconds
 from snugfit.rehearsal.rehearse import rehearse
-from snugfit.step.footprint import Footprint, Moment
+from snugfit.step.footprint import Footprint, Moment, Startup
 from snugfit.techniques.recipe import Recipe
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
+    from snugfit.prediction.allocator import Replay
     from snugfit.rehearsal.tape import Tape
     from snugfit.techniques.setup import Setup
 
@@ -61,28 +63,32 @@ def predict(
     context, about_context = context_of(gpu, profile, tape)
     timing, about_seconds = _seconds(tape, gpu, job, setup, rates)
     peak = tape.peak()[1]
-    footprint = Footprint(
-        requested_bytes=after.requested_peak,
-        allocated_bytes=after.allocated_peak,
-        reserved_bytes=after.reserved_peak,
-        nvml_bytes=context + after.reserved_peak,
-        context_bytes=context,
-        host_bytes=host_bytes(job, setup, tape, loop),
-        at=_moment(tape, peak),
-        kinds=by_kind(tape, peak),
-    )
     return Prediction(
         job=job,
         recipe=recipe,
         loop=loop,
         gpu=gpu,
         memory_bytes=memory_bytes if memory_bytes is not None else gpu.memory_bytes if gpu else None,
-        footprint=footprint,
+        footprint=_footprint(tape, peak, after, context, host_bytes(job, setup, tape, loop)),
         anatomy=anatomy(tape, peak, after.reserved, setup),
         versions=installed_versions(),
         doubts=(*warnings, *tape.doubts, *about_context, *doubts_about(gpu), *about_seconds),
         timing=timing,
+        startup=_startup(tape, job, setup, timing) if loop == "plain" else None,
         software=software,
+    )
+
+
+def _footprint(tape: Tape, peak: int, after: Replay, context: int, host: int) -> Footprint:
+    return Footprint(
+        requested_bytes=after.requested_peak,
+        allocated_bytes=after.allocated_peak,
+        reserved_bytes=after.reserved_peak,
+        nvml_bytes=context + after.reserved_peak,
+        context_bytes=context,
+        host_bytes=host,
+        at=_moment(tape, peak),
+        kinds=by_kind(tape, peak),
     )
 
 
@@ -99,6 +105,13 @@ def _seconds(
     doubts = () if rates.measured else (f"Seconds: no rates were measured on this GPU; {rates.source}.",)
     workers = setup.loader.workers
     return step_seconds(tape, gpu, batch_size=job.batch_size, rates=rates, workers=workers), doubts
+
+
+def _startup(tape: Tape, job: Job, setup: Setup, timing: StepSeconds | None) -> Startup | None:
+    """What comes before the steady steps, on a host such as the H200's."""
+    if timing is None:
+        return None
+    return startup(job, setup, loaded_by(tape.kernels), step_seconds=timing.step_seconds)
 
 
 def _refuse(job: object, memory_bytes: object) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from snugfit.job.gpu import Gpu
 from snugfit.job.job import Job
 from snugfit.prediction.seconds import StepSeconds
-from snugfit.step.footprint import Footprint
+from snugfit.step.footprint import Footprint, Startup
 from snugfit.techniques.recipe import Recipe
 
 SCHEMA = 1
@@ -91,6 +91,8 @@ class Prediction:
     """What in this prediction is less certain than the rest, in words."""
     timing: StepSeconds | None = None
     """Seconds of the steady step; None when no GPU was named, or its rates are not known."""
+    startup: Startup | None = None
+    """What comes before the steady steps; None where their seconds are, and outside the plain loop."""
     software: str = "installed"
     """`installed`, or the name of a software profile that was emulated."""
 
@@ -124,6 +126,7 @@ class Prediction:
             "spare_bytes": self.spare_bytes,
             "footprint": self.footprint.to_json(),
             "timing": self.timing.to_json() if self.timing else None,
+            "startup": self.startup.to_json() if self.startup else None,
             "anatomy": asdict(self.anatomy),
             "software": self.software,
             "versions": dict(self.versions),

@@ -24,24 +24,24 @@ SCALED = "~"
 """Stands before seconds that were scaled from another GPU's by data sheet."""
 
 
-def render(found: GpuPlans, prices: Prices | None = None, steps: int | None = None) -> RenderableType:
+def render(found: GpuPlans, prices: Prices | None = None) -> RenderableType:
     """The whole report."""
     prices = prices or Prices()
     parts: list[RenderableType] = [words(question(found), "bold")]
     parts += [words(line, "bold green" if found.fitting else "bold red") for line in headline(found, prices)]
-    parts += [words(line) for line in the_run(found, prices, steps)]
-    parts += [Text(), terminal(table(found, prices, steps))]
+    parts += [words(line) for line in the_run(found, prices)]
+    parts += [Text(), terminal(table(found, prices))]
     parts += [terminal(grid) for grid in unknown(found)]
     parts += [words(line) for line in looked_at(found)]
     return Group(*parts)
 
 
-def markdown(found: GpuPlans, prices: Prices, steps: int | None = None) -> str:
+def markdown(found: GpuPlans, prices: Prices) -> str:
     """The same for a file."""
     lines = [f"## {escape(question(found))}"]
     lines += ["\n".join(f"- **{escape(line)}**" for line in headline(found, prices))]
-    lines += [escape(line) for line in the_run(found, prices, steps)]
-    lines += [markdown_table(table(found, prices, steps)).rstrip()]
+    lines += [escape(line) for line in the_run(found, prices)]
+    lines += [markdown_table(table(found, prices)).rstrip()]
     lines += [markdown_table(grid).rstrip() for grid in unknown(found)]
     lines += [escape(line) for line in looked_at(found)]
     return "\n\n".join(lines) + "\n"
@@ -66,11 +66,11 @@ def headline(found: GpuPlans, prices: Prices) -> Iterator[str]:
     for what, answer in named.items():
         if answer and answer.choice:
             taking = _taking(answer, answer.choice)
-            yield f"{what}: {answer.key}{_about(what, answer, prices)}, with {taking}."
+            yield f"{what}: {answer.key}{_about(what, answer, prices, found.steps)}, with {taking}."
 
 
-def _about(what: str, answer: OnGpu, prices: Prices) -> str:
-    each = cost(answer, prices, None)
+def _about(what: str, answer: OnGpu, prices: Prices, steps: int | None) -> str:
+    each = cost(answer, prices, steps)
     if what == "The cheapest" and each.per_1000_samples:
         return f" ({_money(each.per_1000_samples)} USD for 1,000 samples at {each.per_hour:g} USD an hour)"
     return f" ({show_bytes(answer.gpu.memory_bytes or 0)})" if "smallest" in what else ""
@@ -90,21 +90,24 @@ def _nearest(found: GpuPlans) -> str:
     return f"The nearest miss: {nearest.key} lacks {lacking} for {nearest.choice.recipe}."
 
 
-def the_run(found: GpuPlans, prices: Prices, steps: int | None) -> Iterator[str]:
+def the_run(found: GpuPlans, prices: Prices) -> Iterator[str]:
     """A line about the whole run, where its length was said."""
-    if steps:
-        samples = steps * found.job.batch_size
-        yield f"The run: {steps:,} steps, {samples:,} samples. Start-up and loading of data are not counted."
+    if found.steps:
+        samples = found.steps * found.job.batch_size
+        yield (
+            f"The run: {found.steps:,} steps, {samples:,} samples. What it pays once is counted, as on the "
+            "host of an H200; renting a machine and fetching weights and data are not."
+        )
     unpriced = [answer.key for answer in found.fitting if answer.key not in prices.per_hour]
     if prices.per_hour and unpriced:
         more = f" and {len(unpriced) - FEW} more" if len(unpriced) > FEW else ""
         yield f"No price was given for {', '.join(unpriced[:FEW])}{more}, which would train this too."
 
 
-def table(found: GpuPlans, prices: Prices, steps: int | None) -> Grid:
+def table(found: GpuPlans, prices: Prices) -> Grid:
     """A line for each GPU whose bytes are known, the best first, and those on which nothing fits last."""
-    costs = {answer.key: cost(answer, prices, steps) for answer in found.answers}
-    columns = _columns(found, prices, steps)
+    costs = {answer.key: cost(answer, prices, found.steps) for answer in found.answers}
+    columns = _columns(found, prices)
     known = [answer for answer in found.answers if answer.choice]
     rows = [
         tuple(show(answer, answer.choice, costs[answer.key]) for _, show in columns)
@@ -124,7 +127,7 @@ def table(found: GpuPlans, prices: Prices, steps: int | None) -> Grid:
 _Show = Callable[[OnGpu, Choice, Cost], str]
 
 
-def _columns(found: GpuPlans, prices: Prices, steps: int | None) -> list[tuple[str, _Show]]:
+def _columns(found: GpuPlans, prices: Prices) -> list[tuple[str, _Show]]:
     columns: list[tuple[str, _Show]] = [
         ("GPU", lambda answer, choice, cost: answer.key),
         ("GiB>", lambda answer, choice, cost: f"{(answer.gpu.memory_bytes or 0) / GIB:,.1f}"),
@@ -134,12 +137,13 @@ def _columns(found: GpuPlans, prices: Prices, steps: int | None) -> list[tuple[s
         ("ms a step>", lambda answer, choice, cost: _ms(answer, choice) if choice.step_seconds else "?"),
         ("samples/s>", lambda answer, choice, cost: _number(choice.samples_per_second)),
     ]
-    if steps:
+    if found.steps:
+        columns.append(("s once>", lambda answer, choice, cost: _number(choice.once_seconds)))
         columns.append(("run>", lambda answer, choice, cost: _duration(cost.run_seconds)))
     if prices.per_hour:
         columns.append(("USD/h>", lambda answer, choice, cost: _money(cost.per_hour)))
         columns.append(("USD/1,000>", lambda answer, choice, cost: _money(cost.per_1000_samples)))
-    if prices.per_hour and steps:
+    if prices.per_hour and found.steps:
         columns.append(("USD a run>", lambda answer, choice, cost: _money(cost.run)))
     if all(answer.fits for answer in found.answers if answer.choice):
         columns = [column for column in columns if column[0]]
@@ -150,7 +154,7 @@ def _order(found: GpuPlans, answer: OnGpu, cost: Cost) -> tuple[float, ...]:
     """What fits before what does not; then by the objective, what is not known last."""
     choice = answer.choice
     assert choice is not None
-    seconds, far = answer.seconds, float("inf")
+    seconds, far = answer.pace(found.steps), float("inf")
     by = {
         "speed": (seconds or far,),
         "memory": (choice.needed_bytes, seconds or far),

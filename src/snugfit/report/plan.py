@@ -14,12 +14,15 @@ from snugfit.report.job import job_line
 from snugfit.report.terminal import words
 from snugfit.units import GIB, show_bytes, show_per_cent, show_seconds
 
+LEAST_ONCE = 0.05
+"""Seconds: a difference in what is paid once that is worth a word."""
+
 
 def render(plan: Plan) -> RenderableType:
     """The whole report of one plan."""
     parts: list[RenderableType] = [words(question(plan), "bold"), words(answer(plan), _style(plan)), Text()]
     parts += [words(sentence) for sentence in because(plan)]
-    parts += [words(line) for line in about_cost(plan)]
+    parts += [words(line) for line in (*about_run(plan), *about_cost(plan))]
     parts += [Text(), *(terminal(grid) for grid in changes(plan)), terminal(front(plan))]
     parts += [terminal(refusals(plan))] if plan.refused else []
     parts += [words(line) for line in plan.cures]
@@ -32,7 +35,7 @@ def markdown(plan: Plan) -> str:
     """The same for a file."""
     lines = [f"## {escape(question(plan))}", f"**{escape(answer(plan))}**"]
     lines += ["\n".join(f"- {escape(sentence)}" for sentence in because(plan))]
-    lines += [escape(line) for line in about_cost(plan)]
+    lines += [escape(line) for line in (*about_run(plan), *about_cost(plan))]
     lines += [markdown_table(grid).rstrip() for grid in (*changes(plan), front(plan))]
     lines += [markdown_table(refusals(plan)).rstrip()] if plan.refused else []
     lines += [escape(line) for line in plan.cures]
@@ -74,7 +77,26 @@ def _sentence(shown: Choice, reason: Reason) -> str:
     share = f" ({show_per_cent(reason.needed_bytes, shown.needed_bytes)})" if more else ""
     slower = show_per_cent(reason.step_seconds, shown.step_seconds)
     length = f"a step of {show_seconds(reason.step_seconds)} ({slower})"
+    apart = (reason.once_seconds or shown.once_seconds) - shown.once_seconds
+    if abs(apart) >= LEAST_ONCE:
+        length += f", {show_seconds(abs(apart))} {'more' if apart > 0 else 'less'} once"
     return f"{head}, which takes {size}{share} and {length}."
+
+
+def about_run(plan: Plan) -> Iterator[str]:
+    """What is paid once, and whether that was counted."""
+    once, steps = plan.shown.once_seconds, plan.steps
+    if steps:
+        stepping = plan.shown.step_seconds * steps
+        yield (
+            f"Ranked for a run of {steps:,} steps, {steps * plan.job.batch_size:,} samples: about "
+            f"{show_seconds(once)} once, as on the host of an H200, and {show_seconds(stepping)} of steps."
+        )
+    elif once:
+        yield (
+            f"Beside its steps a run of it pays about {show_seconds(once)} once, which is not counted here; "
+            "for a short run add --steps N or --samples N."
+        )
 
 
 def about_cost(plan: Plan) -> Iterator[str]:
@@ -126,10 +148,11 @@ def front(plan: Plan) -> Grid:
             f"{choice.reserved_bytes / GIB:,.2f}",
             f"{choice.step_seconds * 1e3:,.1f}",
             f"{choice.samples_per_second:,.1f}",
+            f"{choice.once_seconds:,.1f}",
         )
         for choice in plan.front
     )
-    heads = ("", "Recipe", "GiB on the GPU>", "reserved>", "ms a step>", "samples/s>")
+    heads = ("", "Recipe", "GiB on the GPU>", "reserved>", "ms a step>", "samples/s>", "s once>")
     return Grid(title="Memory against speed: each is the smallest at its speed", heads=heads, rows=rows)
 
 

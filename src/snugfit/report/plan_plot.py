@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from io import BytesIO
 
-from snugfit.planning.plan import Plan
+from snugfit.planning.plan import Choice, Plan
 from snugfit.report.plot import STYLE
 from snugfit.report.terminal import words
 from snugfit.units import GIB
@@ -19,14 +19,14 @@ def draw(plan: Plan, form: str) -> bytes:
     from matplotlib.figure import Figure
 
     sizes = [choice.needed_bytes / GIB for choice in plan.front]
-    speeds = [choice.samples_per_second for choice in plan.front]
+    speeds = [_speed(plan, choice) for choice in plan.front]
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(11, 5.5), layout="constrained")
         axes = figure.subplots()
         axes.step(sizes[::-1], speeds[::-1], where="post", color="#56B4E9", linewidth=1)
         axes.scatter(sizes, speeds, color="#0072B2", zorder=3, label="nothing is both faster and smaller")
         if plan.best:
-            best = plan.best.needed_bytes / GIB, plan.best.samples_per_second
+            best = plan.best.needed_bytes / GIB, _speed(plan, plan.best)
             axes.scatter(*best, s=90, facecolors="none", edgecolors="#D55E00", zorder=4, label="best")
         if plan.memory_bytes:
             axes.axvline(
@@ -37,10 +37,16 @@ def draw(plan: Plan, form: str) -> bytes:
         listed = "\n".join(f"{number:2}  {choice.recipe}" for number, choice in enumerate(plan.front, 1))
         axes.text(1.02, 1, listed, transform=axes.transAxes, fontsize=7, va="top", linespacing=1.6)
         axes.set_xlabel("GPU memory, GiB")
-        axes.set_ylabel("Samples per second")
+        axes.set_ylabel(f"Samples per second{', its start counted' if plan.steps else ''}")
         axes.set_title(f"{words(plan.job.model.name).plain}, batch {plan.job.batch_size}")
         axes.legend(frameon=False, loc="lower right")
         out = BytesIO()
         metadata = {"Date": None} if form == "svg" else {"Software": None}
         figure.savefig(out, format=form, dpi=130, metadata=metadata)
     return out.getvalue()
+
+
+def _speed(plan: Plan, choice: Choice) -> float:
+    """Samples per second on a run of the length that was said."""
+    pace = choice.pace(plan.steps)
+    return plan.job.batch_size / pace if pace else 0.0

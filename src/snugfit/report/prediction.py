@@ -26,7 +26,7 @@ def render(prediction: Prediction, *, operators: bool = False) -> RenderableType
     """The whole report of one prediction."""
     anatomy = prediction.anatomy
     parts: list[RenderableType] = [heading(prediction), footprint_table(prediction.footprint)]
-    parts += [verdict(prediction), *_pace(prediction.timing), Text(), *_peak(prediction)]
+    parts += [verdict(prediction), *_pace(prediction.timing), *_once(prediction), Text(), *_peak(prediction)]
     parts += [kinds_table(prediction)]
     parts += [_largest_table(anatomy)] if anatomy.largest else []
     parts += _curve(anatomy.curve) if anatomy.curve else []
@@ -81,6 +81,22 @@ def _pace(timing: StepSeconds | None) -> list[RenderableType]:
             f"({timing.samples_per_second:.1f} samples/s), bound by {bound}: the GPU works "
             f"{show_seconds(timing.device_seconds)} of it, and would need {show_seconds(roofline)} at the "
             "rates of its data sheet."
+        )
+    ]
+
+
+def _once(prediction: Prediction) -> list[RenderableType]:
+    """What is paid before that."""
+    start, timing = prediction.startup, prediction.timing
+    if start is None or timing is None:
+        return []
+    before = start.imports_seconds + start.context_seconds
+    longer = start.first_step_seconds - timing.step_seconds
+    return [
+        words(
+            f"A run pays about {show_seconds(start.once_seconds(timing.step_seconds))} once: "
+            f"{show_seconds(before)} to import and to make a context, {show_seconds(start.build_seconds)} to "
+            f"build the model, and its first step takes {show_seconds(longer)} longer."
         )
     ]
 
