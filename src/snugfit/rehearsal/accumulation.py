@@ -4,7 +4,8 @@ Where several uses of a tensor send gradients back, the engine sums them as they
 first one when nobody else holds it (`can_accumulate_inplace`, `torch/csrc/autograd/input_buffer.cpp`: the
 tensor's and its storage's use counts are 1, layout dense), but never while a dispatch mode is active. Under
 the recorder the same addition arrives as `aten::add.Tensor`, with the engine's references plus those that
-the way through Python adds. How many these are depends on the torch release, so they are counted once, in a
+the way through Python adds. How many these are depends on the torch release, and on a policy's own kernels on
+that way (autocast's, for `index_put` and `scatter_add`), so they are counted when a recording begins, in a
 graph whose answer is known. A tensor that Python code holds (a backward written in Python) has more.
 
 Derivatives that scatter a gradient into zeros do so in place likewise, and out of place under a dispatch

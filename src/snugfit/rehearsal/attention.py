@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 CUDNN_PREFERRED_ABOVE = 91500
 HALVES = ("torch.float16", "torch.bfloat16")
 
+MASK_IN = 8
+"""Elements of which a row of efficient attention's mask, and every other stride of it, is a multiple."""
+
 
 @dataclass(frozen=True)
 class Operands:
@@ -157,12 +160,19 @@ def _efficient(of: Operands) -> Any:
     import torch
 
     bias = additive(of.mask, of.query.dtype)
-    if bias is not None and bias.size(-1) % 16:  # pad_bias: rows of the mask are stored in sixteens
+    if bias is not None and not _aligned(bias):
         columns = bias.size(-1)
-        bias = torch.constant_pad_nd(bias, (0, 16 - columns % 16))[..., :columns]
+        bias = torch.constant_pad_nd(bias, (0, MASK_IN - columns % MASK_IN))[..., :columns]
     bias = _expanded(bias, of.query, of.key)
     operator = torch.ops.aten._scaled_dot_product_efficient_attention
     return operator(of.query, of.key, of.value, bias, of.needs_grad, of.dropout, of.causal, scale=of.scale)[0]
+
+
+def _aligned(mask: torch.Tensor) -> bool:
+    """Whether efficient attention takes this mask as it lies: `preprocess_mask`,
+    `native/transformers/attention.cpp`. On an H200, one of 216 columns was taken, and its padding to 224 was
+    the first difference between a history and a rehearsal that padded to sixteens."""
+    return mask.stride(-1) == 1 and not any(stride % MASK_IN for stride in mask.stride()[:-1])
 
 
 def _math(of: Operands) -> Any:
@@ -179,6 +189,7 @@ def _math(of: Operands) -> Any:
     if of.causal:
         triangle = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool, device=q.device).tril()
         bias = additive(triangle, q.dtype)
+        del triangle
     if of.grouped:
         heads = q.size(-3)
         k, v = (each.repeat_interleave(heads // each.size(-3), -3) for each in (k, v))

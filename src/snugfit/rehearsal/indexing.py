@@ -6,16 +6,17 @@ death in the recorded order of `tests/data/history-h200` (BERT, Llama and T5; 2,
 Embedding backward adds atomically up to 3,072 indices. Above, it sorts them, cuts runs of one row into
 partial runs of at most ten indices, and sums partial runs: each in a row of its own that is summed again, or
 atomically into the gradient where the two-pass way would leave the GPU idle. What it allocates is bounded by
-the number of rows and does not depend on the data. Sorting and scanning are CUB's; the sizes of its tiles are
-those tuned for sm_90 and 8-byte keys, and move a few KiB on other GPUs.
+the number of rows and does not depend on the data. Sorting and scanning are CUB's (`sorting.py`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from snugfit.rehearsal.buffers import OUTPUTS, Scratch, held
+from snugfit.rehearsal.sorting import INDEX, SCAN_TILE, scan_bytes, sort_bytes
 
 SORTED_ABOVE = 3072
 """Indices above which embedding backward sorts instead of adding atomically (`native/cuda/Embedding.cu`)."""
@@ -29,9 +30,9 @@ ATOMIC_BLOCKS = 4
 
 WARP, LARGEST_BLOCK = 32, 1024
 
-SORT_TILE, UNIQUE_TILE, SCAN_TILE = 384 * 12, 640 * 7, 128 * 15
-"""Items a thread block of CUB works on, sm_90 and 8-byte keys: `cub/device/dispatch/tuning`. That of scans is
-CUB's oldest and only bounds a few hundred bytes."""
+UNIQUE_TILE = 640 * 7
+"""Items of which a thread block of CUB finds the different ones, sm_90 and 8-byte keys
+(`cub/device/dispatch/tuning`)."""
 
 
 def embedding(arguments: Sequence[Any], out: Any) -> Scratch:
@@ -65,6 +66,47 @@ def index(arguments: Sequence[Any], out: Any, sizes: tuple[int, int]) -> Scratch
     return held(tuple(copies), (OUTPUTS,))
 
 
+def index_put(arguments: Sequence[Any], out: Any, sizes: tuple[int, int]) -> Scratch:
+    """What is added where indices point (the gradient of gathering) goes there sorted, so that it adds in one
+    order: `index_put_with_sort_kernel`, `native/cuda/Indexing.cu`. What is only written goes unsorted."""
+    operand, indices = arguments[0], [one for one in arguments[1] if one is not None]
+    if any(str(one.dtype) in ("torch.bool", "torch.uint8") for one in indices):
+        return ()  # how many are true depends on data
+    if len(arguments) < 4 or not arguments[3]:
+        return index(arguments, out, sizes)
+    count, value = math.prod(_broadcast(indices)), arguments[2]
+    each = count * INDEX
+    linear: Scratch = (("wrapped", each), ("linear", each), ("wrapped", -each))
+    for _ in indices[1:]:
+        linear += held((("wrapped", each), ("stride", each)))
+    kept: Scratch = ()
+    rows = _rows_indexed(operand, arguments[1])
+    if value.numel() < count * (operand.numel() // max(rows, 1)) or not value.is_contiguous():
+        kept = (("value", count * (operand.numel() // max(rows, 1)) * value.element_size()),)
+    if not _adjacent(arguments[1]):
+        kept = (*kept, ("indexed first", _nbytes(operand)))
+    bits = max(rows - 1, 1).bit_length()
+    buffers = (*kept, ("sorted", each), ("original", each), ("range", each))
+    sorting = held(buffers, held((("sort", sort_bytes(count, INDEX, bits)),)))
+    return (OUTPUTS, *linear, *sorting, ("linear", -each))
+
+
+def _broadcast(indices: Sequence[Any]) -> tuple[int, ...]:
+    import torch
+
+    return tuple(torch.broadcast_shapes(*(one.shape for one in indices)))
+
+
+def _rows_indexed(operand: Any, indices: Sequence[Any]) -> int:
+    """Of how many rows the indices choose."""
+    return math.prod(operand.size(place) for place, one in enumerate(indices) if one is not None)
+
+
+def _adjacent(indices: Sequence[Any]) -> bool:
+    places = [place for place, one in enumerate(indices) if one is not None]
+    return places[-1] - places[0] == len(places) - 1
+
+
 def embedding_backward(arguments: Sequence[Any], out: Any, sizes: tuple[int, int]) -> Scratch:
     """`embedding_dense_backward_cuda` (`native/cuda/Embedding.cu`) without `scale_grad_by_freq`."""
     gradient, indices, rows = arguments[0], arguments[1], int(arguments[2])
@@ -96,32 +138,11 @@ def _summing(count: int, rows: int, gradient: Any, item: int, multiprocessors: i
             last = (*last, ("wide gradient", rows * width * 4))
     else:
         last = (("partial sums", partials * width * accumulated),)
-    unique = held((("unique", count * item), ("scan", scan_bytes(-(-count // UNIQUE_TILE)))))
-    scan = held((("scan", scan_bytes(-(-runs // SCAN_TILE))),))
+    unique = held((("unique", count * item), ("scan", scan_bytes(-(-count // UNIQUE_TILE), item))))
+    scan = held((("scan", scan_bytes(-(-runs // SCAN_TILE), item)),))
     inner = held((("number of partials", 8), ("partials", partials * item), *last))
     middle = held((("sizes", runs * item), ("offsets", runs * item)), (*scan, *inner))
     return held((("run starts", count * item), ("number of runs", 8)), (*unique, *middle))
-
-
-def sort_bytes(count: int, item: int) -> int:
-    """CUB's buffers for sorting pairs of `item`-byte keys and values: bins, look-back, the other key and
-    value buffer, counters (`InvokeOnesweep`, `cub/device/dispatch/dispatch_radix_sort.cuh`)."""
-    passes = item  # of eight bits each
-    return _aliased(
-        passes * 256 * 8, -(-count // SORT_TILE) * 256 * 4, count * item, count * item, passes * 4
-    )
-
-
-def scan_bytes(tiles: int) -> int:
-    """CUB's state of a scan over 8-byte values: one 16-byte word a tile and 32 of padding (`ScanTileState`,
-    `cub/agent/single_pass_scan_operators.cuh`)."""
-    return _aliased(_aliased((32 + tiles) * 16))
-
-
-def _aliased(*sizes: int) -> int:
-    """Several buffers in one, each at a multiple of 256 B, in memory that may start anywhere
-    (`AliasTemporaries`, `cub/util_device.cuh`)."""
-    return sum(-(-size // 256) * 256 for size in sizes) + 255
 
 
 def _nbytes(tensor: Any) -> int:

@@ -55,7 +55,6 @@ class Recorder(TorchDispatchMode):
         self.waits: list[int] = []
         self.current_phase, self.current_step = "build", -1
         self._living: dict[int, tuple[int, Any]] = {}  # storage's address -> block, weak reference
-        self._sole_owner = SoleOwner()
         self._workspaces: set[tuple[str, str]] = set()
         self._where = Whereabouts()
         self._owners: dict[torch.Tensor, str] = {}
@@ -95,6 +94,7 @@ class Recorder(TorchDispatchMode):
                 self.claim(tensor, Kind.WEIGHTS, name)
 
     def __enter__(self) -> Recorder:
+        self._sole_owner = SoleOwner()  # counts on the way that operators take now, past a policy's kernels
         self._hooks = [*self._where.follow(), tell_of_saved_tensors(self._passes_hook)]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self

@@ -14,14 +14,14 @@ On every device, because dispatch sees one operator where torch composes several
 - embedding flattens its indices (`indexing.py`).
 
 On CUDA besides:
-- Sums over rows (gradients of biases and norms) split the reduction over thread blocks when it is long, and
-  then hold partial results and semaphores: `setReduceConfig` of `native/cuda/Reduce.cuh`.
+- Sums and norms over many rows hold partial results: `reductions.py`.
 - Softmax backward holds `grad * output`: `softmax_backward_cuda_out`, `native/cuda/SoftMax.cu`.
 - cuDNN and flash attention backward hold fp32 accumulators of the query's gradient and one fp32 row each;
   with grouped queries also the ungrouped gradients of key and value. Exact on three recorded shapes.
 - Efficient attention backward: a product and a row sum for delta, then its workspace. Exact at S = 512.
 - The norms of a list of tensors hold partial norms: `native/cuda/ForeachReduceOp.cu`.
-- Indexing and embedding backward: `indexing.py`. Convolutions: `convolution.py`.
+- Indexing and embedding backward: `indexing.py`. Sorts and scans: `sorting.py`. Convolutions:
+  `convolution.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from snugfit.rehearsal import convolution, indexing
+from snugfit.rehearsal import convolution, indexing, reductions, sorting
 from snugfit.rehearsal.buffers import OUTPUTS, Scratch, held
 
 
@@ -86,82 +86,22 @@ def _within(name: str, nbytes: int) -> Scratch:
     return ((name, nbytes), (name, -nbytes)) if nbytes else ()
 
 
+def _scan(arguments: Sequence[Any], out: Any, sizes: tuple[int, int]) -> Scratch:
+    converted = _converted(arguments, out) or (OUTPUTS,)
+    return (*converted[:2], *sorting.scan(arguments[0], out), *converted[2:])
+
+
 def _sum(arguments: Sequence[Any], out: Any, sizes: tuple[int, int]) -> Scratch:
     operand = arguments[0]
-    partial = _partial_sums(arguments, out, sizes)
+    partial = reductions.partial(operand, reductions.dimensions(arguments[1:]), out, sizes)
     if operand.element_size() == 2 and out.element_size() == 4:
         return partial
     converted = _converted(arguments, out)
     return (*converted[:2], *partial, *converted[2:])
 
 
-def _partial_sums(arguments: Sequence[Any], out: Any, sizes: tuple[int, int]) -> Scratch:
-    operand = arguments[0]
-    results, inputs = out.numel(), operand.numel()
-    if results in (0, inputs):
-        return ()
-    over = arguments[1] if len(arguments) > 1 else None
-    over = [over] if isinstance(over, int) else list(over) if over else list(range(operand.dim()))
-    dims = {dim % operand.dim() for dim in over}
-    strides = [
-        (operand.stride(dim), dim)
-        for dim in range(operand.dim())
-        if operand.size(dim) > 1 and operand.stride(dim) > 0
-    ]
-    if not strides:
-        return ()
-    buffer, semaphores = reduction(inputs // results, results, min(strides)[1] in dims, sizes)
-    if not buffer:
-        return ()
-    return (
-        ("partial sums", buffer),
-        ("semaphores", semaphores),
-        ("semaphores", -semaphores),
-        ("partial sums", -buffer),
-    )
-
-
-def reduction(inputs: int, outputs: int, inner: bool, sizes: tuple[int, int]) -> tuple[int, int]:
-    """Bytes of partial results and of semaphores for reducing `inputs` values to each of `outputs`.
-
-    `inner` says that the reduced dimension is the fastest moving one. (0, 0) when one block per output is
-    enough. Source: `setReduceConfig`, `ReduceConfig::global_memory_size`, Reduce.cuh.
-    """
-    multiprocessors, threads = sizes
-    vector = 4
-    if inner:
-        vector, dim0, dim1 = 1, inputs, outputs
-    else:
-        while vector > 1 and outputs % vector:
-            vector //= 2
-        dim0, dim1 = outputs // vector, inputs
-    most = 512 // vector
-    power0, power1 = min(_power(dim0), most), min(_power(dim1), most)
-    width = min(power0, 32)
-    height = min(power1, most // width)
-    width = min(power0, most // height)
-    step_in, step_out = (width, 1) if inner else (1, width)
-    per_thread = -(-inputs // step_in)
-    tall = per_thread >= height * 16 or per_thread >= 256
-    if tall:
-        step_in *= height
-    else:
-        step_out *= height
-    per_thread = -(-inputs // step_in)
-    grid = -(-(outputs // vector) // step_out)
-    target = multiprocessors * (threads // (width * height))
-    if not (tall and per_thread >= 256 and grid <= target):
-        return 0, 0
-    blocks = max(min(-(-target // grid), -(-per_thread // 16)), -(-per_thread // 256))
-    if blocks <= 1:
-        return 0, 0
-    size = 4 * outputs * blocks * (1 if inner else width * vector)
-    return size, 4 * grid
-
-
-def _power(number: int) -> int:
-    """The largest power of two that is not above `number`."""
-    return 1 << (max(number, 1).bit_length() - 1)
+def _norm(arguments: Sequence[Any], out: Any, sizes: tuple[int, int]) -> Scratch:
+    return reductions.partial(arguments[0], reductions.dimensions(arguments[2:]), out, sizes)
 
 
 def _softmax_backward(arguments: Sequence[Any], out: Any, sizes: tuple[int, int]) -> Scratch:
@@ -207,7 +147,7 @@ def _convolution(arguments: Sequence[Any], out: Any, sizes: tuple[int, int]) -> 
 def _convolution_backward(arguments: Sequence[Any], out: Any, sizes: tuple[int, int]) -> Scratch:
     gradient, bias = arguments[0], out[2]
     over = [0, *range(2, gradient.dim())]
-    summed = () if bias is None else _partial_sums((gradient, over), bias, sizes)
+    summed = () if bias is None else reductions.partial(gradient, over, bias, sizes)
     return (*convolution.backward(arguments, out), *summed)
 
 
@@ -215,6 +155,7 @@ _CUDA: dict[str, Callable[[Sequence[Any], Any, tuple[int, int]], Scratch]] = {
     "aten::_foreach_norm": _foreach_norm,
     "aten::sum": _sum,
     "aten::mean": _sum,
+    "aten::linalg_vector_norm": _norm,
     "aten::_softmax_backward_data": _softmax_backward,
     "aten::_scaled_dot_product_cudnn_attention": _cudnn_forward,
     "aten::_scaled_dot_product_cudnn_attention_backward": _fused_attention_backward,
@@ -222,7 +163,12 @@ _CUDA: dict[str, Callable[[Sequence[Any], Any, tuple[int, int]], Scratch]] = {
     "aten::_scaled_dot_product_efficient_attention_backward": _efficient_backward,
     "aten::convolution": _convolution,
     "aten::convolution_backward": _convolution_backward,
+    "aten::cumsum": _scan,
+    "aten::cumprod": _scan,
+    "aten::sort": sorting.sort,
     "aten::index": indexing.index,
+    "aten::index_put": indexing.index_put,
+    "aten::index_put_": indexing.index_put,
     "aten::embedding_dense_backward": indexing.embedding_backward,
 }
 

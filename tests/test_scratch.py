@@ -1,0 +1,162 @@
+"""What kernels take for themselves, beside histories of an H200's allocator (torch 2.11): runs of a drawn
+mixture of experts and of torch's Adafactor, whose reserved bytes were wrong until these rules stood.
+
+Deaths that follow one another are compared in their order, too: each is the death of a certain buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from snugfit.rehearsal.buffers import OUTPUTS
+from snugfit.rehearsal.overrides import in_force
+from snugfit.rehearsal.policy import CudaPolicy
+from snugfit.rehearsal.recorder import Recorder
+from snugfit.rehearsal.tape import Tape
+
+aten = torch.ops.aten
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def taken(func: Any, *arguments: Any, **more: Any) -> list[int]:
+    """Bytes that are born and that die beside the outputs, which stand as 0."""
+    out = func(*arguments, **more)
+    scratch = CudaPolicy().scratch(func._schema.name, arguments, out)
+    return [0 if (name, nbytes) == OUTPUTS else nbytes for name, nbytes in scratch]
+
+
+TOKENS, INDICES = 1854, 1854 * 8
+"""Of the recorded mixture, and the bytes of their indices."""
+
+GATHERED = [
+    *(0, INDICES, INDICES, -INDICES),  # the output; remainder, product
+    *(INDICES, INDICES, INDICES, 1),  # two for the sorted, a range, a single tile's byte
+    *(-1, -INDICES, -INDICES, -INDICES, -INDICES),
+]
+
+
+@pytest.mark.parametrize("shape", [(TOKENS, 640), (TOKENS,)])
+def test_a_gradient_is_scattered_in_sorted_order(shape: Sequence[int]) -> None:
+    index = meta(TOKENS, dtype=torch.long)
+    assert taken(aten.index_put.default, meta(*shape), [index], meta(*shape), True) == GATHERED
+
+
+def test_indices_only_written_are_not_sorted() -> None:
+    index = meta(TOKENS, dtype=torch.long)
+    assert taken(aten.index_put.default, meta(TOKENS, 640), [index], meta(TOKENS, 640)) == []
+
+
+def test_a_scattered_row_is_expanded_and_several_indices_are_one() -> None:
+    """By the source: `linearIndex` of two dimensions, and the value where it stands for many."""
+    indices = [meta(5000, dtype=torch.long), meta(5000, dtype=torch.long)]
+    found = taken(aten.index_put.default, meta(300, 200, 16), indices, meta(16), True)
+    each, value = 5000 * 8, 5000 * 16 * 4
+    assert found[:8] == [0, each, each, -each, each, each, -each, -each]
+    assert found[8] == value
+    sort = found[12]
+    assert 2 * each < sort < 2 * each + 20_000  # two passes over 16 bits of 60,000 rows
+    assert sum(found) == 0
+
+
+def test_a_short_sort_takes_a_range() -> None:
+    assert taken(aten.sort.default, meta(TOKENS, dtype=torch.long)) == [0, INDICES, -INDICES]
+
+
+def test_a_long_sort_is_by_radix() -> None:
+    """4,096 indices of an embedding's backward took 83,455 bytes in the recorded Llama."""
+    count = 4097
+    found = taken(aten.sort.default, meta(count, dtype=torch.long))
+    assert found[:2] == [0, count * 8]
+    assert found[2] == pytest.approx(83_455, abs=512)
+    assert sum(found) == 0
+
+
+def test_a_scan_of_few_numbers_takes_its_state() -> None:
+    assert taken(aten.cumsum.default, meta(4, dtype=torch.int), 0, dtype=torch.int) == [0, 1023, -1023]
+    assert taken(aten.cumsum.default, meta(5, 512, dtype=torch.long), 1) == [0]
+
+
+@pytest.mark.parametrize(
+    ("shape", "seen"),
+    [
+        ((2048, 2176), [35_651_584]),  # a projection: what made the peak of the requested bytes
+        ((256_000, 2176), [139_264_000, 139_264_000]),  # an embedding beyond 2 GiB, by halves
+    ],
+)
+def test_norms_of_columns_hold_partial_sums(shape: Sequence[int], seen: list[int]) -> None:
+    found = taken(aten.linalg_vector_norm.default, meta(*shape), 2, [-2], True)
+    assert found == [each for buffer in seen for each in (buffer, 68, -68, -buffer)]
+
+
+def test_sums_in_half_precision_beyond_two_gigabytes_are_kept_in_fp32() -> None:
+    """By the source: `AccumulationBuffer`."""
+    found = taken(aten.sum.dim_IntList, meta(600_000, 2176, dtype=torch.bfloat16), [0])
+    assert (found[0], found[-1], sum(found)) == (2176 * 4, -2176 * 4, 0)
+
+
+# ---- as a rehearsal sees it ------------------------------------------------------------------------------
+
+
+def tape_of(run: Any) -> Tape:
+    policy = CudaPolicy()
+    recorder = Recorder(policy, 1, padded=False)
+    with in_force(policy) as chosen, recorder:
+        recorder.step_begins(0)
+        recorder.phase("forward")
+        run(recorder)
+        recorder.step_ends(0)
+    return recorder.tape(chosen)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_gathered_gradient_is_written_in_place(autocast: bool) -> None:
+    """Autocast has a kernel for `index_put` and `scatter_add` in its place, on and off: a tensor that only
+    this derivative holds is held on the way through it, too. Out of place it was a matrix too many."""
+    rows = meta(TOKENS, 640).requires_grad_()
+
+    def run(recorder: Recorder) -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            gathered = (rows * 2)[meta(TOKENS, dtype=torch.long)]
+            picked = gathered.gather(0, meta(10, 640, dtype=torch.long))
+        recorder.phase("backward")
+        picked.sum().backward()
+
+    made = [block.operator for block in tape_of(run).blocks]
+    assert "aten::index_put: sorted" in made
+    assert not {"aten::index_put", "aten::scatter_add"} & set(made)
+
+
+@pytest.mark.parametrize(("columns", "padded"), [(216, 0), (214, 216)])
+def test_rows_of_a_mask_are_stored_in_eights(columns: int, padded: int) -> None:
+    """The recorded T5 took a mask of 216 columns as it was."""
+    query, key = meta(2, 10, 64, 64), meta(2, 10, columns, 64)
+    mask = meta(2, 1, 64, columns)
+
+    def run(recorder: Recorder) -> None:
+        torch.nn.functional.scaled_dot_product_attention(query, key, key, mask)
+
+    found = [block.nbytes for block in tape_of(run).blocks if block.operator == "aten::constant_pad_nd"]
+    assert found == ([2 * 64 * padded * 4] if padded else [])
+
+
+def test_the_triangle_of_causal_attention_dies_when_it_is_a_mask() -> None:
+    """Recorded: 3,437,316 bytes of truths were gone before the scores came."""
+    query, key = meta(1, 5, TOKENS, 128), meta(1, 1, TOKENS, 128)
+
+    def run(recorder: Recorder) -> None:
+        attend = torch.nn.functional.scaled_dot_product_attention
+        attend(query, key, key, is_causal=True, enable_gqa=True)
+
+    tape = tape_of(run)
+    assert "math" in tape.attention
+    triangle = next(place for place, block in enumerate(tape.blocks) if block.operator == "aten::tril")
+    scores = next(place for place, block in enumerate(tape.blocks) if block.operator == "aten::bmm")
+    assert tape.blocks[triangle].nbytes == 3_437_316
+    assert tape.events.index(-triangle - 1) < tape.events.index(scores + 1)
