@@ -200,6 +200,16 @@ def test_many_gpus_look_at_the_run_too(job: Job) -> None:
     assert short.answers[0].choice.once_seconds == alone.once_seconds
 
 
+@pytest.mark.parametrize("family", ["gpt2", "gemma2"])
+def test_few_layers_tell_what_many_pay_once(family: str) -> None:
+    """The least share is never more than the share; here it is the same."""
+    deep = small_job(family, 8, batch_size=2)
+    parts = Parts(deep, [H200], Alone(lambda tape: 0.0), run=Run(steps=1))
+    setups = [setup_of(recipe) for recipe in ("bf16 + every_layer", "bf16 + every_layer + micro_batches(2)")]
+    for setup, (bound,) in zip(setups, parts.screen(setups), strict=True):
+        assert bound.seconds == pytest.approx(parts.judge([setup])[0][0].once)
+
+
 def test_a_run_without_end_shares_nothing(job: Job) -> None:
     opening, tape = Opening(job, ENDLESS), Tape((), (), (), (kernel(),), (), ())
     seconds, share = opening.of(Setup(), tape)
