@@ -106,7 +106,7 @@ def test_more_memory_or_bandwidth_never_gives_a_slower_answer(
     gpus = [invented(memory, bandwidth=bandwidth) for bandwidth in bandwidths for memory in memories]
     found = plan_gpus(job, gpus, fidelity="same", clock_of=clock_of, workers=1)
     rows = [found.answers[n : n + len(memories)] for n in range(0, len(gpus), len(memories))]
-    seconds = [[answer.seconds or 0.0 for answer in row] for row in rows]
+    seconds = [[answer.pace(None) or 0.0 for answer in row] for row in rows]
     for row in seconds:
         assert row == sorted(row, reverse=True), "less memory was faster"
     for column in zip(*seconds, strict=True):
@@ -164,7 +164,7 @@ def test_what_cannot_be_told_is_said(job: Job, monkeypatch: pytest.MonkeyPatch) 
     assert no_rates.fits is True, "its bytes are known"
     assert no_rates.choice is not None
     assert no_rates.choice.step_seconds == no_rates.choice.samples_per_second == 0
-    assert no_rates.seconds is None
+    assert no_rates.pace(None) is None
     assert "seconds" in no_rates.why
     smallest = plan_gpus(job, [find_gpu("t4")], fidelity="same", objective="memory", workers=1).answers[0]
     assert smallest.choice is not None

@@ -333,6 +333,20 @@ def test_statistics(seconds: list[float], median: float, spread: float, unstable
     assert (timing.unstable, timing.steps) == (unstable, len(seconds))
 
 
+class FakeEvent:
+    """A CUDA event on a device that is never behind its host."""
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return 1000 * (end.at - self.at)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize(
     ("warmup", "steady", "start"),
     [
@@ -342,14 +356,16 @@ def test_statistics(seconds: list[float], median: float, spread: float, unstable
     ],
 )
 def test_the_stages_of_a_start(
-    monkeypatch: pytest.MonkeyPatch, warmup: int, steady: list[float], start: tuple[float, int]
+    monkeypatch: pytest.MonkeyPatch, device: str, warmup: int, steady: list[float], start: tuple[float, int]
 ) -> None:
     """A model that is built in 2 s, steps of 3, 4, 5 and 6 s, and half a second before each."""
     import torch
 
     now = [100.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    watch = Stopwatch(torch.device("cpu"), warmup)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    watch = Stopwatch(torch.device(device), warmup)
     now[0] += 2
     watch.built(torch.nn.Linear(1, 1), None)
     for index in range(4):
