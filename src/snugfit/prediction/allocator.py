@@ -37,6 +37,12 @@ LARGE_ROUND = 2 << 20
 CUBLAS_WORKSPACE = "cuBLAS workspace"
 """The tape's name of the block that shows that cuBLAS has started."""
 
+NO_KERNEL = frozenset(
+    {"aten::empty", "aten::empty_strided", "aten::new_empty", "aten::detach", "aten::_to_copy"}
+)
+"""Operators that make room, or copy little from the host into it: behind every other one a kernel has run. So
+it has behind `empty_like`, with which a model that is built on the host comes over, copied whole."""
+
 
 class OutOfDeviceMemory(Exception):
     """The device refused a segment, also after the cache was given back."""
@@ -220,13 +226,17 @@ def replay(tape: Tape, *, expandable: bool = False, limit: int | None = None) ->
     held: dict[int, _Piece] = {}
     reserved: list[int] = []
     blocks = tape.blocks
-    cublas_runs = False
+    kernels_run = cublas_runs = False
     for event in tape.events:
         if event > 0:
-            if not cublas_runs and blocks[event - 1].operator == CUBLAS_WORKSPACE:
+            operator = blocks[event - 1].operator
+            if not cublas_runs and operator == CUBLAS_WORKSPACE:
                 cublas_runs = True
                 allocator.addresses.take_for_cublas()
             held[event] = allocator.allocate(blocks[event - 1].nbytes)
+            if not kernels_run and operator not in NO_KERNEL:
+                kernels_run = True
+                allocator.addresses.launch()
         else:
             allocator.release(held.pop(-event))
         reserved.append(allocator.reserved)
