@@ -12,7 +12,7 @@ from small_models import small_job
 from snugfit.errors import UsageError
 from snugfit.job.gpu import Gpu, all_gpus, find_gpu
 from snugfit.job.job import Job
-from snugfit.planning.clock import Alone, GpuClocks, Joining
+from snugfit.planning.clock import Alone, GpuClocks, Joining, seconds_of
 from snugfit.planning.gpu_plans import GpuPlans
 from snugfit.planning.many_clocks import Each, Known
 from snugfit.planning.parts import Bound, Figures, Parts
@@ -143,6 +143,7 @@ def test_an_answer_is_by_the_gpu_s_own_scratch_and_workspaces() -> None:
         assert answer.choice.reserved_bytes == alone.reserved_bytes
         assert answer.choice.requested_bytes == alone.requested_bytes
         assert answer.choice.needed_bytes == alone.nvml_bytes
+        assert answer.verified is True
         taken.add(answer.choice.requested_bytes)
     assert len(taken) > 1, "this job shows no difference between the GPUs"
 
@@ -197,7 +198,7 @@ def test_seconds_of_those_that_have_none_are_nothing(job: Job) -> None:
     clock, seconds = Known.on([replace(H200, key="no-rates", bandwidth=None), H200]), GpuClocks([H200])
     assert clock(tape) == (0.0, *seconds(tape))
     work = Work(tape.kernels, tape.waits)
-    assert clock.of([work, work]) == (0.0, *seconds.of([work, work]))
+    assert seconds_of(clock, [work, work]) == (0.0, *seconds_of(seconds, [work, work]))
     assert isinstance(clock, Joining)
 
 
@@ -218,6 +219,37 @@ def test_an_answer_that_does_not_fit_after_all_makes_way(job: Job) -> None:
     assert list(seat.wants()) == [3]
     seat.leave_out([3])
     assert (list(seat.wants()), seat.answer(), seat.fits(1)) == ([], 1, False), "the nearest miss"
+
+
+def test_an_answer_that_a_whole_rehearsal_does_not_give_says_so(job: Job) -> None:
+    bounds = {1: Bound(needed_bytes=10, seconds=1.0)}
+    seat = Seat(H200, 0, Searched(space_of(job, fidelity=Fidelity.SAME), bounds), smallest=False)
+    known = figures(1000, 1.0)
+    for whole, same in (
+        (known, True),
+        (figures(1019, 1.0), True),  # scratch and workspaces of its own
+        (figures(1021, 1.0), False),
+        (figures(1000, 1.0 + 1e-6), False),
+    ):
+        seat.found.judge(1, known)
+        seat.settle(1, whole)
+        assert (seat.own[1], seat.found.judged[1]) == (same, whole)
+
+
+def count_concavely(tape: Tape) -> float:
+    """A clock of which few layers tell the wrong thing: its line lies above it."""
+    return len(tape.kernels) ** 0.25
+
+
+def test_layers_that_do_not_grow_evenly_are_rehearsed_whole_for_all_gpus() -> None:
+    job, told = small_job("gpt2", 6, batch_size=1), []
+    gpus = [invented(1 << 40), invented(1 << 41)]
+    found = plan_gpus(
+        job, gpus, fidelity="same", objective="memory", clock_of=lambda _: count_concavely, workers=1,
+        tell=told.append,
+    )  # fmt: skip
+    assert any("beginning again" in line for line in told)
+    assert [answer.verified for answer in found.answers] == [True, True]
 
 
 def test_what_nearly_fits_may_fit_by_the_gpu_s_own_scratch(job: Job) -> None:

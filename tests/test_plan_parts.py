@@ -1,6 +1,9 @@
-"""Parts of a plan: what is remembered serves every recipe, and pieces of a step are timed as the step is."""
+"""Parts of a plan: what is remembered serves every recipe, pieces of a step are timed as the step is, and few
+layers and few micro-batches tell no more than the truth about many."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 
@@ -9,7 +12,11 @@ from snugfit.errors import SnugfitError
 from snugfit.job.gpu import find_gpu
 from snugfit.planning.clock import GpuClocks, seconds_of
 from snugfit.planning.parts import Parts
+from snugfit.planning.same_tape import under
+from snugfit.planning.searched import SLACK
+from snugfit.planning.settled import FEW, MANY, settled
 from snugfit.planning.workers import Bench, Question, Worker, bench
+from snugfit.prediction.allocator import replay
 from snugfit.rehearsal.policy import CudaPolicy
 from snugfit.rehearsal.sizes import rehearse_sizes, update_of
 from snugfit.rehearsal.splice import rehearse_update
@@ -85,3 +92,64 @@ def test_workers_answer_as_parts_do_and_a_killed_one_is_told() -> None:
     with pytest.raises(SnugfitError, match="killed"):
         ask_and_kill()
     assert [process.is_alive() for process in processes] == [False, False]
+
+
+# ---- few tell of many ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "fp32",
+        "fp16 + every_nth_layer(2) + micro_batches(4)",  # the scaler asks: the host waits
+        "bf16 + tf32 + segments + adamw_8bit + workers",  # waits for each parameter
+        "bf16_pure + every_layer + adafactor_torch + micro_batches(2)",
+    ],
+)
+def test_joined_pieces_of_few_layers_take_no_longer_than_the_step(recipe: str) -> None:
+    pytest.importorskip("bitsandbytes")
+    job, setup = small_job("bert", 13, batch_size=4), Recipe.parse(recipe).setup()
+    parts = Parts(job, GPUS, GpuClocks(GPUS))
+    for least, figures in zip(parts.screen([setup])[0], parts.judge([setup])[0], strict=True):
+        assert 0.9 * figures.seconds < least.seconds <= (1 + SLACK) * figures.seconds
+        assert least.needed_bytes <= figures.requested_bytes + figures.context_bytes
+
+
+def test_updates_are_rehearsed_once_whatever_is_recomputed() -> None:
+    parts = Parts(small_job("bert", 13, batch_size=2), GPUS, GpuClocks(GPUS))
+    for recipe in ("fp32", "every_nth_layer(2)", "every_nth_layer(3)"):
+        parts.screen([Recipe.parse(recipe).setup()])
+    assert len(parts.least._updates) == 2, "one for each of two depths"
+
+
+@pytest.mark.parametrize("family", ["bert", "llama"])
+@pytest.mark.parametrize("recipe", ["fp16 + every_layer + adamw_loop", "lora + bf16 + expandable"])
+def test_few_micro_batches_tell_what_many_take(family: str, recipe: str) -> None:
+    job = small_job(family, 2, batch_size=2 * MANY)
+    for pieces in (MANY, 2 * MANY):
+        setup = Recipe.parse(f"{recipe} + micro_batches({pieces})").setup()
+        parts = Parts(job, GPUS, GpuClocks(GPUS))
+        found = parts.judge([setup])[0]
+        tape = parts.tape(setup)[0]
+        after = replay(tape, expandable=setup.expandable_segments)
+        assert found[0][:3] == (after.requested_peak, after.allocated_peak, after.reserved_peak)
+        seconds = GpuClocks(GPUS)(under(setup, tape))
+        assert [each.seconds for each in found] == pytest.approx(seconds, rel=1e-12)
+
+
+def test_what_comes_round_must_come_round_as_often() -> None:
+    setup = Recipe.parse("micro_batches(16)").setup()
+    tape, _ = Parts(small_job("llama", 2, batch_size=16), GPUS, GpuClocks(GPUS)).tape(setup, most=FEW[0])
+    assert settled(tape, 16, expandable=False) is not None, "every second one begins alike"
+    assert settled(tape, 17, expandable=False) is None
+
+
+def test_micro_batches_that_leave_something_behind_do_not_settle() -> None:
+    setup = Recipe.parse("micro_batches(16)").setup()
+    tape, _ = Parts(small_job("llama", 2, batch_size=16), GPUS, GpuClocks(GPUS)).tape(setup, most=FEW[0])
+    assert settled(tape, 16, expandable=False) is not None
+    backward = [mark.event for mark in tape.marks if (mark.step, mark.phase) == (1, "backward")]
+    dying = [next(n for n in range(event, 0, -1) if tape.events[n] < 0) for event in backward]
+    kept = tuple(event for n, event in enumerate(tape.events) if n not in dying)
+    marks = tuple(mark._replace(event=mark.event - sum(n < mark.event for n in dying)) for mark in tape.marks)
+    assert settled(replace(tape, events=kept, marks=marks), 16, expandable=False) is None

@@ -13,12 +13,14 @@ from snugfit.errors import GpuError, SnugfitError, UsageError
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job, Phase
 from snugfit.planning.clock import Alone, GpuClocks
-from snugfit.planning.lines import along
-from snugfit.planning.parts import Parts, under
+from snugfit.planning.figures import Bound, Figures
+from snugfit.planning.parts import Parts
 from snugfit.planning.plan import Plan
 from snugfit.planning.reasons import explained
+from snugfit.planning.same_tape import under
 from snugfit.planning.search import plan, search
-from snugfit.planning.searched import Searched
+from snugfit.planning.searched import SLACK, Searched
+from snugfit.planning.shallow import along
 from snugfit.planning.space import Space, passes_key, space_of, tape_key
 from snugfit.planning.start import compared
 from snugfit.planning.workers import Bench
@@ -33,7 +35,7 @@ from snugfit.rehearsal.splice import rehearse_passes, rehearse_update, spliced
 from snugfit.rehearsal.tape import Kernel, Tape
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Setup
-from snugfit.techniques.technique import Fidelity
+from snugfit.techniques.technique import Fidelity, Slot
 from snugfit.units import MIB
 
 H200 = find_gpu("h200")
@@ -69,8 +71,8 @@ def parts_of(job: Job, clock: object = None, *, shallow: bool = True) -> Parts:
 def test_every_recipe_is_lawful_and_keeps_the_batch() -> None:
     job = small_job("bert", 2, batch_size=6)
     space = space_of(job, capability=(9, 0))
-    recipes = [recipe for each in space.candidates for recipe in (each.recipe, *each.alike)]
-    assert len(set(recipes)) == len(recipes) == space.recipes > 2000
+    recipes = [each.recipe for each in space.candidates]
+    assert len(set(recipes)) == len(recipes) > 2000
     for recipe in random.Random(SEED).sample(recipes, 100):
         recipe.check(job, (9, 0))
     assert {each.setup.micro_batches for each in space.candidates} == {1, 2, 3, 6}
@@ -83,7 +85,7 @@ def test_the_space_of_bert_large_is_as_large_as_was_asked_for() -> None:
     from snugfit.job.model import Model
 
     job = Job(model=Model.find("bert-large-uncased"), task="sequence-classification")  # type: ignore[arg-type]
-    assert space_of(job, capability=(9, 0)).recipes >= 2000
+    assert len(space_of(job, capability=(9, 0)).candidates) >= 2000
 
 
 @pytest.mark.parametrize("fidelity", list(Fidelity))
@@ -94,6 +96,32 @@ def test_nothing_less_exact_than_allowed(fidelity: Fidelity) -> None:
     refused = {refusal.what for refusal in space.refused}
     assert ("sgd" in refused) == (fidelity is not Fidelity.LEARNS)
     assert ("bf16" in refused) == (fidelity is Fidelity.SAME)
+
+
+def test_a_recipe_is_found_by_what_stands_in_its_slots() -> None:
+    job = small_job("t5", 2, batch_size=2)  # some of its recipes are unlawful
+    space = space_of(job, fidelity=Fidelity.SAME, capability=(9, 0))
+    for number in random.Random(SEED).sample(range(len(space.candidates)), 50):
+        assert space.number(space.candidates[number].recipe) == number
+    assert space.number(Recipe.parse("segments")) is None, "unlawful"
+    assert space.number(Recipe.parse("bf16")) is None, "less exact than allowed"
+    others = [str(space.candidates[number].recipe) for number in space.others(Recipe(), Slot.OPTIMIZER)]
+    assert others == ["adamw_fused", "adamw_loop"]
+
+
+def test_what_is_beaten_is_what_some_judged_recipe_beats() -> None:
+    rng = random.Random(SEED)
+    found = Searched(space_of(small_job("bert", 2, batch_size=2), fidelity=Fidelity.SAME))
+    found.bounds = {n: Bound(rng.randrange(50), rng.randrange(1, 50)) for n in range(300)}
+    for number in range(0, 300, 3):
+        least = found.bounds[number]
+        needed, seconds = least.needed_bytes + rng.randrange(9), least.seconds + rng.randrange(9)
+        found.judge(number, Figures(needed, needed, needed, 0, seconds, False))
+        for other, bound in found.bounds.items():
+            assert found.beaten(other) == any(
+                each.seconds <= bound.seconds * (1 - SLACK) and each.needed_bytes <= bound.needed_bytes
+                for each in found.judged.values()
+            )
 
 
 def test_what_a_gpu_cannot_do_is_left_out_and_said() -> None:
@@ -108,7 +136,7 @@ def test_what_two_techniques_object_to_is_counted() -> None:
     space = space_of(small_job("t5", 2, batch_size=2), fidelity=Fidelity.SAME)
     refusal = next(refusal for refusal in space.refused if refusal.what == "segments")
     assert "position bias" in refusal.why
-    assert refusal.recipes * 5 == space.recipes, "five other ways of checkpointing"
+    assert refusal.recipes * 5 == len(space.candidates), "five other ways of checkpointing"
 
 
 def test_an_evaluation_has_no_optimizers_to_choose_from() -> None:

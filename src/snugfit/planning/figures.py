@@ -35,15 +35,6 @@ class Figures(NamedTuple):
         """Of the steady step."""
         return self.seconds - self.share
 
-    def with_bytes_of(self, other: Figures) -> Figures:
-        """These seconds and this context, with what the other asks of the allocator."""
-        return self._replace(
-            requested_bytes=other.requested_bytes,
-            allocated_bytes=other.allocated_bytes,
-            reserved_bytes=other.reserved_bytes,
-            whole=other.whole,
-        )
-
     @property
     def needed_bytes(self) -> int:
         """What must be free on the device."""

@@ -31,6 +31,10 @@ class OnGpu:
     choice: Choice | None = None
     """The best recipe, or where nothing fits the nearest miss. Its seconds are 0 where they are not known."""
 
+    verified: bool | None = None
+    """Whether the whole rehearsal, whose figures these are, took what the search had found: the same seconds,
+    and the same bytes but for the GPU's own workspaces and scratch. None where there is no recipe."""
+
     rates: str = ""
     """Where the seconds come from."""
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
 
 from snugfit.errors import GpuError
 from snugfit.planning.clock import GpuClocks
@@ -12,6 +14,7 @@ from snugfit.prediction.rates import rates_for
 
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
+    from snugfit.planning.queueing import Stretch
     from snugfit.rehearsal.sizes import Work
     from snugfit.rehearsal.tape import Tape
 
@@ -31,7 +34,8 @@ class Each:
 class Known:
     """The seconds of those GPUs whose rates are known, and 0 for the others."""
 
-    clocks: GpuClocks | None
+    clocks: GpuClocks
+    """Of those whose rates are known."""
     places: tuple[int | None, ...]
     """Of each GPU, which of the clocks is its; None where its rates are not known."""
 
@@ -46,18 +50,27 @@ class Known:
             else:
                 places.append(len(known))
                 known.append(gpu)
-        return cls(GpuClocks(known) if known else None, tuple(places))
+        return cls(GpuClocks(known), tuple(places))
 
     def __call__(self, tape: Tape) -> tuple[float, ...]:
         """Seconds of the tape's steady step on each GPU."""
-        return self._placed(self.clocks(tape) if self.clocks else ())
-
-    def of(self, works: Sequence[Work]) -> tuple[float, ...]:
-        """Seconds of a steady step that does these one after the other, on each GPU."""
-        return self._placed(self.clocks.of(works) if self.clocks else ())
-
-    def _placed(self, told: Sequence[float]) -> tuple[float, ...]:
+        told = self.clocks(tape)
         return tuple(0.0 if place is None else told[place] for place in self.places)
+
+    def stretches(self, work: Work) -> Sequence[Stretch]:
+        """What this does between the waits, on those that are known."""
+        return self.clocks.stretches(work)
+
+    def merged(self, stretches: Sequence[Stretch]) -> Stretch:
+        """One stretch that takes no longer than these, with waits between them."""
+        return self.clocks.merged(stretches)
+
+    def played(self, stretches: Sequence[Stretch]) -> Any:
+        """Seconds of a steady step of these stretches, on each GPU."""
+        told = self.clocks.played(stretches)
+        unknown = np.zeros((*told.shape[:-1], 1))
+        every = np.concatenate([told, unknown], axis=-1)
+        return every[..., [-1 if place is None else place for place in self.places]]
 
 
 def why_unknown(gpu: Gpu) -> str:

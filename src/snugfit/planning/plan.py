@@ -45,9 +45,6 @@ class Choice:
     once_seconds: float = 0.0
     """What a run pays once, from the process's beginning to steady steps."""
 
-    alike: tuple[str, ...] = ()
-    """Recipes of the same tape: they differ in how batches are loaded. The seconds are this one's."""
-
     @property
     def needed_bytes(self) -> int:
         """What must be free on the device."""
@@ -93,7 +90,8 @@ class Counts:
     """Lawful recipes."""
 
     tapes: int
-    """Different ones among them: by tape, allocator and arithmetic."""
+    """Different tapes among them; the allocator, what products are computed in and who makes the batches
+    change none."""
 
     footprints: int
     """Different live bytes at the worst moment."""
@@ -232,4 +230,4 @@ def choice_from(document: Mapping[str, Any]) -> Choice:
     """The choice that a plan's document holds."""
     fields = dict(document)
     Recipe.parse(fields["recipe"])
-    return Choice(**{**fields, "alike": tuple(fields["alike"])})
+    return Choice(**fields)

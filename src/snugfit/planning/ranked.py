@@ -9,11 +9,11 @@ the precision of products that there are none of) take the same seconds, and cou
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError
-from snugfit.planning.search import homes, one_tape
+from snugfit.planning.search import homes
 from snugfit.planning.searched import SLACK
 
 if TYPE_CHECKING:
@@ -52,11 +52,11 @@ def best(
 
 def _groups(found: Searched, memory_bytes: int | None, objective: str) -> list[list[int]]:
     """What was not judged and could fit, those of one tape together, in the order of the least it takes."""
-    tapes: dict[Hashable, list[int]] = defaultdict(list)
+    tapes: dict[int, list[int]] = defaultdict(list)
     for number in sorted(found.bounds, key=lambda each: _least(found, each, objective)):
         could_fit = memory_bytes is None or found.bounds[number].needed_bytes <= memory_bytes
         if number not in found.judged and could_fit:
-            tapes[one_tape(found.space.candidates[number])].append(number)
+            tapes[found.space.candidates[number].tape].append(number)
     return list(tapes.values())
 
 

@@ -72,7 +72,7 @@ def _questioned(found: Searched, at: Bench, shown: int) -> tuple[bool, tuple[str
     """Rehearses the answer whole, and judges what its slots are compared with; gives whether the answer came
     out the same, and its doubts."""
     candidates = found.space.candidates
-    others = {found.number(recipe) for _, recipe in _others(found, shown)}
+    others = {found.space.number(recipe) for _, recipe in _others(found, shown)}
     judging = [n for n in others if n is not None and n in found.bounds and n not in found.judged]
     todo = deque([shown, *judging])
     verified: Any = (False, ())
@@ -110,7 +110,7 @@ def _reasons(found: Searched, best: int) -> Iterator[Reason]:
     """A reason for each slot that could be filled otherwise."""
     recipe = found.space.candidates[best].recipe
     for slot, other in _others(found, best):
-        number = found.number(other)
+        number = found.space.number(other)
         figures = None if number is None else found.judged.get(number)
         yield Reason(
             slot=slot.value,
@@ -128,10 +128,8 @@ def _fastest_other(found: Searched, recipe: Recipe, slot: Slot) -> Recipe | None
     slot could hold nothing else that a tape would tell from it."""
     others = [
         (found.bounds[number].seconds, number)
-        for number, candidate in enumerate(found.space.candidates)
+        for number in found.space.others(recipe, slot)
         if number in found.bounds
-        and candidate.recipe[slot] != recipe[slot]
-        and all(candidate.recipe[each] == recipe[each] for each in Slot if each is not slot)
     ]
     return found.space.candidates[min(others)[1]].recipe if others else None
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from snugfit.errors import SnugfitError
-from snugfit.planning.space import Candidate, Refusal, Space, passes_key, update_key
+from snugfit.planning.space import Candidate, Refusal, Space, update_key
 
 if TYPE_CHECKING:
     from snugfit.planning.figures import Bound
@@ -36,9 +36,9 @@ def screened(space: Space, at: Bench, tell: Tell = lambda what: None) -> Screene
     """Gives every candidate the least that it takes. One place begins at each end of the list, which is in
     the order of what updates depend on, so that few updates are rehearsed in both. Raises `SnugfitError` when
     nothing can be rehearsed."""
-    groups: dict[Hashable, list[int]] = defaultdict(list)
+    groups: dict[int, list[int]] = defaultdict(list)
     for number, candidate in enumerate(space.candidates):
-        groups[passes_key(candidate.setup)].append(number)
+        groups[candidate.passes].append(number)
     order = sorted(groups.values(), key=lambda group: repr(update_key(space.candidates[group[0]].setup)))
     todo = deque(enumerate(order))
     found = Screened(kinds=len(order))
@@ -67,7 +67,7 @@ def refusal(group: Sequence[Candidate], why: SnugfitError) -> Refusal:
     return Refusal(
         what=str(group[0].recipe),
         why=str(why).splitlines()[0],
-        recipes=sum(1 + len(candidate.alike) for candidate in group),
+        recipes=len(group),
     )
 
 

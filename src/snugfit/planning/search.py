@@ -16,24 +16,16 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from snugfit.errors import SnugfitError, UsageError, did_you_mean
 from snugfit.planning.plan import OBJECTIVES, Plan
 from snugfit.planning.run import Run
 from snugfit.planning.screening import Progress, Tell, refusal, screened
-from snugfit.planning.searched import Irregular, Searched
-from snugfit.planning.space import (
-    Candidate,
-    Space,
-    fidelity_of,
-    not_plain,
-    passes_key,
-    space_of,
-    tape_key,
-)
+from snugfit.planning.searched import Searched
+from snugfit.planning.space import Space, fidelity_of, space_of
 from snugfit.planning.start import compared
 from snugfit.prediction.once import RATE, OnceRate
 from snugfit.techniques.recipe import Recipe
@@ -74,7 +66,7 @@ def plan(
     from snugfit.job.gpu import find_gpu
     from snugfit.planning.clock import Alone
     from snugfit.planning.reasons import explained
-    from snugfit.planning.workers import bench
+    from snugfit.planning.workers import at_a_bench
 
     gpu = find_gpu(gpu) if isinstance(gpu, str) else gpu
     fidelity = fidelity_of(fidelity)
@@ -85,20 +77,18 @@ def plan(
         memory_bytes = gpu.memory_bytes
     space = space_of(job, fidelity=fidelity, capability=gpu.compute_capability if gpu else None)
     workers = min(2, os.cpu_count() or 1) if workers is None else workers
-    for shallow in (True, False):
-        with bench(job, [gpu], clocks, workers=workers, shallow=shallow, run=run) as at:
-            try:
-                searched = search(space, at, tell)
-                made = explained(
-                    searched, at, job=job, gpu=gpu, memory_bytes=memory_bytes, fidelity=fidelity,
-                    objective=objective, tell=tell,
-                )  # fmt: skip
-                made = replace(made, steps=steps)
-                made = _with_ranked(made, searched, at, ranked, tell) if ranked else made
-                return _with_start(made, start, at) if start else made
-            except Irregular:
-                tell("the layers do not grow evenly: beginning again with whole models")
-    raise AssertionError("a whole rehearsal is never less than itself")
+
+    def made(at: Bench) -> Plan:
+        searched = search(space, at, tell)
+        made = explained(
+            searched, at, job=job, gpu=gpu, memory_bytes=memory_bytes, fidelity=fidelity,
+            objective=objective, tell=tell,
+        )  # fmt: skip
+        made = replace(made, steps=steps)
+        made = _with_ranked(made, searched, at, ranked, tell) if ranked else made
+        return _with_start(made, start, at) if start else made
+
+    return at_a_bench(made, job, [gpu], clocks, workers=workers, run=run, tell=tell)
 
 
 def search(space: Space, at: Bench, tell: Tell = lambda what: None) -> Searched:
@@ -146,9 +136,9 @@ def _clock_of(gpu: Gpu | None) -> Clock:
 
 def _judge_all(found: Searched, at: Bench, tell: Tell) -> None:
     """Judges whatever can be on the front; Setups of one tape together."""
-    tapes: dict[Hashable, list[int]] = defaultdict(list)
+    tapes: dict[int, list[int]] = defaultdict(list)
     for number in found.bounds:
-        tapes[one_tape(found.space.candidates[number])].append(number)
+        tapes[found.space.candidates[number].tape].append(number)
     places = homes(found, len(at.places))
     order = sorted(tapes.values(), key=lambda group: _least_rank(found, group))
     waiting = [
@@ -175,29 +165,11 @@ def _judge_all(found: Searched, at: Bench, tell: Tell) -> None:
             found.judge(each, figures)
 
 
-def one_tape(candidate: Candidate) -> Hashable:
-    """Equal for Setups that have one tape, but for what products are computed in and who makes batches."""
-    key = tape_key(candidate.setup)
-    return (*key[:2], *key[3:-2])
-
-
 def homes(found: Searched, places: int) -> dict[int, int]:
     """Where each candidate is judged: all that share their passes in one place."""
-    kinds: dict[Hashable, int] = {}
-    homes = {}
-    for number in found.bounds:
-        setup = found.space.candidates[number].setup
-        kind = kinds.setdefault((passes_key(setup), setup.micro_batches), len(kinds))
-        homes[number] = kind % places
-    return homes
+    return {number: found.space.candidates[number].sized % places for number in found.bounds}
 
 
-def _least_rank(found: Searched, group: list[int]) -> tuple[Any, ...]:
+def _least_rank(found: Searched, group: list[int]) -> tuple[float, int, int]:
     bounds = [found.bounds[number] for number in group]
-    recipes = [found.space.candidates[number].recipe for number in group]
-    return (
-        min(bound.seconds for bound in bounds),
-        min(bound.needed_bytes for bound in bounds),
-        min(map(not_plain, recipes)),
-        group[0],
-    )
+    return min(bound.seconds for bound in bounds), min(bound.needed_bytes for bound in bounds), group[0]

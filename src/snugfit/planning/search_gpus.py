@@ -22,10 +22,10 @@ from snugfit.planning.many_clocks import Each, Known, why_unknown
 from snugfit.planning.plan import Counts
 from snugfit.planning.run import Run
 from snugfit.planning.screening import Progress, Tell, refusal, screened
-from snugfit.planning.search import one_tape, refuse
-from snugfit.planning.searched import Irregular, Searched
+from snugfit.planning.search import refuse
+from snugfit.planning.searched import Searched
 from snugfit.planning.seat import Seat
-from snugfit.planning.space import Space, fidelity_of, passes_key, space_of
+from snugfit.planning.space import Space, fidelity_of, space_of
 from snugfit.prediction.device import policy_for
 from snugfit.prediction.once import RATE, OnceRate
 from snugfit.prediction.profile import Software, installed_versions
@@ -131,20 +131,17 @@ def _group(
     tell: Tell,
 ) -> tuple[list[OnGpu], Counts]:
     """The answers for GPUs of one kind. The one that takes least goes first, and the rehearsal is its."""
-    from snugfit.planning.workers import bench
+    from snugfit.planning.workers import at_a_bench
 
     gpus = sorted(gpus, key=lambda gpu: policy_for(gpu, Software()).scratch_size)
     clock = Each(tuple(map(clock_of, gpus))) if clock_of else Known.on(gpus)
     space = space_of(job, fidelity=fidelity, capability=gpus[0].compute_capability)
-    for shallow in (True, False):
-        with bench(job, gpus, clock, workers=workers, shallow=shallow, run=run) as at:
-            try:
-                seats = _search(space, at, gpus, _smallest(objective, clock, len(gpus)), tell)
-                answers = [_on_gpu(seat, job, timed=clock_of is None) for seat in seats]
-                return answers, seats[0].found.counts()
-            except Irregular:
-                tell("the layers do not grow evenly: beginning again with whole models")
-    raise AssertionError("a whole rehearsal is never less than itself")
+
+    def answers(at: Bench) -> tuple[list[OnGpu], Counts]:
+        seats = _search(space, at, gpus, _smallest(objective, clock, len(gpus)), tell)
+        return [_on_gpu(seat, job, timed=clock_of is None) for seat in seats], seats[0].found.counts()
+
+    return at_a_bench(answers, job, gpus, clock, workers=workers, run=run, tell=tell)
 
 
 def _smallest(objective: str, clock: Clock, gpus: int) -> list[bool]:
@@ -162,6 +159,7 @@ def _on_gpu(seat: Seat, job: Job, *, timed: bool) -> OnGpu:
         gpu=seat.gpu,
         fits=seat.fits(number),
         choice=seat.found.choice(number, job.batch_size),
+        verified=seat.own[number],
         rates=rates.source if rates else "",
         measured_rates=rates.measured if rates else None,
         why=why,
@@ -191,17 +189,16 @@ def _search(space: Space, at: Bench, gpus: Sequence[Gpu], smallest: Sequence[boo
 def _judge(space: Space, at: Bench, seats: Sequence[Seat], tell: Tell) -> None:
     """Judges whatever a seat wants, until none wants anything: tapes that share their passes in one place,
     and Setups of one tape together."""
-    tapes = {number: one_tape(space.candidates[number]) for number in seats[0].found.bounds}
     asked: dict[int, list[int]] = {}
-    homes: dict[Hashable, int] = {}
+    homes: dict[int, int] = {}
 
     def ask(place: int) -> Question | None:
         busy = {number for group in asked.values() for number in group}
         wanted = {number: None for seat in seats for number in seat.wants() if number not in busy}
         for number in wanted:
-            setup = space.candidates[number].setup
-            if homes.setdefault((passes_key(setup), setup.micro_batches), place) == place:
-                asked[number] = [each for each in wanted if tapes[each] == tapes[number]]
+            this = space.candidates[number]
+            if homes.setdefault(this.sized, place) == place:
+                asked[number] = [each for each in wanted if space.candidates[each].tape == this.tape]
                 return number, "judge", ([space.candidates[each].setup for each in asked[number]],)
         return None
 
@@ -220,30 +217,26 @@ def _judge(space: Space, at: Bench, seats: Sequence[Seat], tell: Tell) -> None:
 
 
 def _settle(space: Space, at: Bench, seats: Sequence[Seat], tell: Tell) -> None:
-    """Judges each seat's answer by its GPU's own policy, once for GPUs whose policy is the same."""
+    """Rehearses each seat's answer whole by its GPU's own policy, once for GPUs whose policy is the same:
+    they have one tape. Those are the figures that are stated."""
     alike: dict[Hashable, list[Seat]] = defaultdict(list)
-    shared = policy_for(seats[0].gpu, Software())
     for seat in seats:
-        number, policy = seat.answer(), policy_for(seat.gpu, Software())
-        if policy == shared:
-            seat.settle(number, seat.found.judged[number])
-        elif number not in seat.own:
-            alike[number, policy].append(seat)
+        if seat.answer() not in seat.own:
+            alike[seat.answer(), policy_for(seat.gpu, Software())].append(seat)
     groups = list(alike.values())
     todo = deque(enumerate(groups))
-    progress = Progress("judging by each GPU's own scratch", len(groups), tell)
+    progress = Progress("rehearsing the answers whole", len(groups), tell)
 
     def ask(place: int) -> Question | None:
         if not todo:
             return None
-        index, (first, *_) = todo.popleft()
-        return index, "own", (space.candidates[first.answer()].setup, first.place)
+        index, group = todo.popleft()
+        setup = space.candidates[group[0].answer()].setup
+        return index, "whole", (setup, [seat.place for seat in group])
 
     for index, answer in at.answers(ask):
         progress.step()
         if isinstance(answer, SnugfitError):
             raise answer
-        for seat in groups[index]:
-            number = seat.answer()
-            known = seat.found.judged[number]
-            seat.settle(number, known.with_bytes_of(answer))
+        for seat, figures in zip(groups[index], answer, strict=True):
+            seat.settle(seat.answer(), figures)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +12,6 @@ from snugfit.planning.space import Refusal, Space, not_plain
 
 if TYPE_CHECKING:
     from snugfit.planning.figures import Bound, Figures
-    from snugfit.techniques.recipe import Recipe
 
 SLACK = 0.001
 """Of its least seconds, how much less a step may take than was screened: the line through two depths is the
@@ -34,14 +35,8 @@ class Searched:
     """What could not be rehearsed."""
     kinds: int = 0
     """Of passes."""
-    _numbers: dict[Recipe, int] = field(default_factory=dict)
-
-    def number(self, recipe: Recipe) -> int | None:
-        """The candidate that stands for this recipe; None when it is not in the space."""
-        if not self._numbers:
-            for number, candidate in enumerate(self.space.candidates):
-                self._numbers |= dict.fromkeys((candidate.recipe, *candidate.alike), number)
-        return self._numbers.get(recipe)
+    _best: list[tuple[float, int]] = field(default_factory=list)
+    """Seconds and bytes of those judged that no other beats, the fastest first."""
 
     def judge(self, number: int, figures: Figures) -> None:
         """This is what it takes. Raises `Irregular` where that is less than the least."""
@@ -49,6 +44,7 @@ class Searched:
         if figures.needed_bytes < least.needed_bytes or figures.seconds < least.seconds * (1 - SLACK):
             raise Irregular
         self.judged[number] = figures
+        self._learn(figures.seconds, figures.needed_bytes)
 
     def front(self) -> list[int]:
         """Of those judged, which no other is both as fast and as small as; the fastest first."""
@@ -68,10 +64,17 @@ class Searched:
     def beaten(self, number: int) -> bool:
         """Whether this one cannot be better than one that was judged."""
         least = self.bounds[number]
-        return any(
-            known.seconds <= least.seconds * (1 - SLACK) and known.needed_bytes <= least.needed_bytes
-            for known in self.judged.values()
-        )
+        place = bisect.bisect_right(self._best, (least.seconds * (1 - SLACK), math.inf))
+        return place > 0 and self._best[place - 1][1] <= least.needed_bytes
+
+    def _learn(self, seconds: float, needed_bytes: int) -> None:
+        place = bisect.bisect_right(self._best, (seconds, needed_bytes))
+        if place and self._best[place - 1][1] <= needed_bytes:
+            return
+        end = place
+        while end < len(self._best) and self._best[end][1] >= needed_bytes:
+            end += 1
+        self._best[place:end] = [(seconds, needed_bytes)]
 
     def choice(self, number: int, batch_size: int) -> Choice:
         """This one, as a plan states it."""
@@ -85,14 +88,13 @@ class Searched:
             step_seconds=figures.step_seconds,
             samples_per_second=batch_size / figures.step_seconds if figures.step_seconds else 0.0,
             once_seconds=figures.once,
-            alike=tuple(map(str, candidate.alike)),
         )
 
     def counts(self) -> Counts:
         """How much was looked at."""
         return Counts(
-            recipes=self.space.recipes,
-            tapes=len(self.space.candidates),
+            recipes=len(self.space.candidates),
+            tapes=len({candidate.tape for candidate in self.space.candidates}),
             footprints=len({bound.needed_bytes for bound in self.bounds.values()}),
             passes=self.kinds,
             replayed=len(self.judged),

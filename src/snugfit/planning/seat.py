@@ -6,12 +6,13 @@ above those of the best that is known to fit. Where nothing can fit, the smalles
 
 GPUs that share a search run the same kernels, and take workspaces and scratch of their own. The search judges
 by the one that takes least, and what comes near enough to fitting counts as if it did; the answer is then
-judged by the GPU's own policy (`Parts.own`). Where that shows that it does not fit, the next one is looked
-for.
+rehearsed whole, by the GPU's own policy (`Parts.whole`). Where that shows that it does not fit, the next one
+is looked for.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
     from snugfit.planning.figures import Figures
 
+
+SAME_SECONDS = 1e-9
+"""Of a step's seconds, by how much sums of the same kernels in another order may differ."""
 
 OWN_SHARE = 0.02
 """Of the bytes that a recipe takes, how many may be another GPU's workspaces and scratch: twice the most that
@@ -32,8 +36,9 @@ class Seat:
 
     def __init__(self, gpu: Gpu, place: int, found: Searched, *, smallest: bool) -> None:
         self.gpu, self.place, self.found, self.smallest = gpu, place, found, smallest
-        self.own: set[int] = set()
-        """Candidates that were judged by this GPU's own policy."""
+        self.own: dict[int, bool] = {}
+        """Candidates that were rehearsed whole by this GPU's own policy, and whether that took what they had
+        been judged to take."""
         self._by_seconds = sorted(found.bounds, key=lambda number: found.bounds[number][::-1])
         self._by_bytes = sorted(found.bounds, key=lambda number: found.bounds[number])
 
@@ -54,8 +59,11 @@ class Seat:
 
     def settle(self, number: int, figures: Figures) -> None:
         """What this GPU itself takes."""
+        known = self.found.judged[number]
+        more = figures.reserved_bytes - known.reserved_bytes
+        as_long = math.isclose(figures.seconds, known.seconds, rel_tol=SAME_SECONDS)
+        self.own[number] = as_long and abs(more) <= OWN_SHARE * known.reserved_bytes
         self.found.judged[number] = figures
-        self.own.add(number)
 
     def leave_out(self, numbers: Collection[int]) -> None:
         """These cannot be judged."""

@@ -1,18 +1,17 @@
-"""The space of a plan: every lawful recipe for a job, those that no tape tells apart together.
+"""The space of a plan: every lawful recipe for a job.
 
 Each slot offers what its techniques' own `settings(job)` yield; a recipe takes one of each. What the user's
 fidelity, the GPU's age or a missing package rules out is left out before anything is multiplied, and said;
 what two techniques object to together is left out recipe by recipe, and counted.
 
-Recipes whose Setups differ only in how batches reach the device, or not at all, have the same tape: one of
-them is asked about, the simplest, and the others stand beside it (`alike`). The seconds are the simplest
-one's: batches that other processes make can only shorten them.
+A large space has a hundred thousand recipes that are made of a few dozen techniques. So what many of them
+share is worked out once and told apart by a number: which passes a step has, which update, which tape.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -45,16 +44,22 @@ class Refusal:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A Setup, and the recipes that ask for it."""
+    """A recipe that may be tried. What recipes share has a number, the same for all that share it."""
 
     recipe: Recipe
-    """The simplest of them: the fewest techniques that are not plain."""
+    """The recipe."""
 
     setup: Setup
     """What it asks of the loop."""
 
-    alike: tuple[Recipe, ...] = ()
-    """The others."""
+    passes: int
+    """Which kind of passes its step has, whatever the size of a micro-batch."""
+
+    sized: int
+    """Which kind and size of passes."""
+
+    tape: int
+    """Which tape, but for what products are computed in and who makes the batches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,15 +67,32 @@ class Space:
     """All that may be tried."""
 
     candidates: tuple[Candidate, ...]
-    """One for each tape that is different, or is timed differently."""
+    """Every lawful recipe."""
 
     refused: tuple[Refusal, ...]
     """What was left out."""
 
-    @property
-    def recipes(self) -> int:
-        """How many recipes the candidates stand for."""
-        return sum(1 + len(candidate.alike) for candidate in self.candidates)
+    choices: tuple[tuple[Technique, ...], ...]
+    """What each slot offers."""
+
+    places: Mapping[int, int]
+    """Of each candidate its number, by its place among all combinations of the choices."""
+
+    def number(self, recipe: Recipe) -> int | None:
+        """The number of the candidate with this recipe; None when it is not in the space."""
+        place = 0
+        for technique, offered in zip(recipe, self.choices, strict=True):
+            if technique not in offered:
+                return None
+            place = place * len(offered) + offered.index(technique)
+        return self.places.get(place)
+
+    def others(self, recipe: Recipe, slot: Slot) -> Iterator[int]:
+        """The candidates that differ from this recipe in this slot alone."""
+        for technique in self.choices[list(Slot).index(slot)]:
+            number = self.number(recipe.with_(technique))
+            if technique != recipe[slot] and number is not None:
+                yield number
 
 
 def fidelity_of(text: str | Fidelity) -> Fidelity:
@@ -86,17 +108,24 @@ def fidelity_of(text: str | Fidelity) -> Fidelity:
 def space_of(job: Job, *, fidelity: Fidelity = Fidelity.ROUNDS, capability: Capability = None) -> Space:
     """Every lawful recipe for this job on such a GPU that is no less exact than `fidelity`."""
     refused: list[Refusal] = []
-    choices = [list(_choices(slot, job, fidelity, capability, refused)) for slot in Slot]
-    groups: dict[Any, list[tuple[Recipe, Setup]]] = {}
+    choices = tuple(tuple(_choices(slot, job, fidelity, capability, refused)) for slot in Slot)
+    candidates: list[Candidate] = []
+    numbers: tuple[dict[Hashable, int], ...] = ({}, {}, {})
     objections: Counter[tuple[str, str]] = Counter()
-    for techniques, setup in _combined(choices, Setup()):
+    places: dict[int, int] = {}
+    for place, (techniques, setup) in enumerate(_combined(choices, Setup())):
         recipe = Recipe(techniques)
         if objected := _objection(recipe, job):
             objections[objected] += 1
-        else:
-            groups.setdefault(tape_key(setup), []).append((recipe, setup))
+            continue
+        places[place] = len(candidates)
+        passes, update = passes_key(setup), update_key(setup)
+        keys = (passes, (passes, setup.micro_batches), (passes, setup.micro_batches, update))
+        shared = (seen.setdefault(key, len(seen)) for seen, key in zip(numbers, keys, strict=True))
+        first, second, third = shared
+        candidates.append(Candidate(recipe=recipe, setup=setup, passes=first, sized=second, tape=third))
     refused += [Refusal(what=what, why=why, recipes=n) for (what, why), n in objections.items()]
-    return Space(candidates=tuple(_candidate(group) for group in groups.values()), refused=tuple(refused))
+    return Space(candidates=tuple(candidates), refused=tuple(refused), choices=choices, places=places)
 
 
 def not_plain(recipe: Recipe) -> int:
@@ -127,6 +156,12 @@ def passes_key(setup: Setup) -> Hashable:
     """All of a Setup that its passes depend on, but for the size of a micro-batch."""
     weights, attention, _, adapt, checkpoint, _, autocast, scale, _, _, _ = tape_key(setup)
     return weights, attention, adapt, checkpoint, autocast, scale
+
+
+def adapters_key(setup: Setup) -> Hashable:
+    """All of a Setup that decides which parameters train."""
+    said: Hashable = _said(setup.adapt)
+    return said
 
 
 def update_key(setup: Setup) -> Hashable:
@@ -172,7 +207,7 @@ def _ruled_out(technique: type[Technique], capability: Capability) -> str | None
 
 
 def _combined(
-    choices: list[list[Technique]], setup: Setup, chosen: tuple[Technique, ...] = ()
+    choices: Sequence[Sequence[Technique]], setup: Setup, chosen: tuple[Technique, ...] = ()
 ) -> Iterator[tuple[tuple[Technique, ...], Setup]]:
     """One technique of each slot, in every way, with the Setup that they make one after the other."""
     if not choices:
@@ -189,9 +224,3 @@ def _objection(recipe: Recipe, job: Job) -> tuple[str, str] | None:
             for text in technique.objections(job, recipe):
                 return str(technique), text
     return None
-
-
-def _candidate(group: list[tuple[Recipe, Setup]]) -> Candidate:
-    ordered = sorted(group, key=lambda pair: (not_plain(pair[0]), str(pair[0])))
-    recipe, setup = ordered[0]
-    return Candidate(recipe=recipe, setup=setup, alike=tuple(other for other, _ in ordered[1:]))

@@ -22,10 +22,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from snugfit.errors import SnugfitError
 from snugfit.planning.run import ENDLESS
+from snugfit.planning.searched import Irregular
 
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
@@ -39,6 +40,8 @@ FEW_COLLECTIONS = 100_000
 
 ENDS_WITHIN = 2.0
 """Seconds that a process has to end by itself when nothing is asked any more."""
+
+_Answer = TypeVar("_Answer")
 
 Question = tuple[int, str, tuple[Any, ...]]
 """Number, method of `Parts`, arguments."""
@@ -142,6 +145,26 @@ def bench(
             place.hurry()
         for place in places:
             place.end()
+
+
+def at_a_bench(
+    answer: Callable[[Bench], _Answer],
+    job: Job,
+    gpus: Sequence[Gpu | None],
+    clock: Clock,
+    *,
+    workers: int,
+    run: Run,
+    tell: Callable[[str], None],
+) -> _Answer:
+    """What `answer` finds with parts of few layers, where those tell; else with whole models."""
+    for shallow in (True, False):
+        with bench(job, gpus, clock, workers=workers, shallow=shallow, run=run) as at:
+            try:
+                return answer(at)
+            except Irregular:
+                tell("the layers do not grow evenly: beginning again with whole models")
+    raise AssertionError("a whole rehearsal is never less than itself")
 
 
 def _killed() -> SnugfitError:

@@ -21,7 +21,7 @@ Addresses matter only as an order; `addresses.py` says in which order the driver
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from snugfit.prediction.addresses import DeviceAddresses
@@ -117,6 +117,10 @@ class Allocator:
             if self._range_end[piece.small] is after:
                 self._range_end[piece.small] = piece
         self._keep(piece)
+
+    def state(self) -> Hashable:
+        """All that what it does next depends on, beside the blocks that are handed out."""
+        return self.reserved, *(tuple((size, at) for size, at, _ in pool) for pool in self._free.values())
 
     def give_back(self) -> None:
         """Returns every wholly free segment to the device (`release_cached_blocks`)."""
@@ -218,16 +222,26 @@ class Replay:
     retries: int
     reserved: Sequence[int]
     """Reserved bytes after each event."""
+    states: Mapping[int, Hashable]
+    """Of each event that was asked about, what is handed out and free when it comes: the blocks that live,
+    in the order of their births, with their addresses, and `Allocator.state`."""
 
 
-def replay(tape: Tape, *, expandable: bool = False, limit: int | None = None) -> Replay:
-    """The tape's requests through the allocator. Raises `OutOfDeviceMemory` when `limit` is too small."""
+def replay(
+    tape: Tape, *, expandable: bool = False, limit: int | None = None, states: Collection[int] = ()
+) -> Replay:
+    """The tape's requests through the allocator; `states` are events before which it is looked at. Raises
+    `OutOfDeviceMemory` when `limit` is too small."""
     allocator = Allocator(expandable=expandable, limit=limit)
     held: dict[int, _Piece] = {}
     reserved: list[int] = []
     blocks = tape.blocks
     kernels_run = cublas_runs = False
-    for event in tape.events:
+    seen: dict[int, Hashable] = {}
+    for place, event in enumerate(tape.events):
+        if place in states:
+            living = tuple((blocks[block - 1][:4], piece.address) for block, piece in held.items())
+            seen[place] = living, allocator.state()
         if event > 0:
             operator = blocks[event - 1].operator
             if not cublas_runs and operator == CUBLAS_WORKSPACE:
@@ -246,4 +260,5 @@ def replay(tape: Tape, *, expandable: bool = False, limit: int | None = None) ->
         allocator.reserved_peak,
         allocator.retries,
         reserved,
+        seen,
     )

@@ -1,0 +1,92 @@
+"""The queue of host and device in closed form: what is between two waits is four numbers for each GPU.
+
+With `a` the time until the first kernels up to this one have been asked for and `w` the device's time for all
+those before it, the device ends a stretch at
+
+    all its work + max(when it was free, when the host began + max(a - w))
+
+for it never stops but to wait for a kernel, and the last one that it waits for settles the end. Two stretches
+without a wait between are one again, so what a piece of a step takes is worked out once, wherever the piece
+stands.
+
+The numbers of deeper models follow from those of two shallow ones. What is asked and worked grows evenly with
+the layers; `max(a - w)` is a largest of such, so the line through two depths is never more than it, and
+neither is what is played with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class Stretch(NamedTuple):
+    """What happens between two waits, on each GPU (the last axis of each array)."""
+
+    asks: Any
+    """The host's seconds."""
+    works: Any
+    """The device's."""
+    latest: Any
+    """From the host's beginning, the latest that the device would begin if it did nothing but wait."""
+    makes: Any
+    """Worker processes' seconds."""
+
+    def then(self, other: Stretch) -> Stretch:
+        """This, and the other after it without a wait."""
+        latest = np.maximum(self.latest, self.asks + other.latest - self.works)
+        return Stretch(self.asks + other.asks, self.works + other.works, latest, self.makes + other.makes)
+
+
+def joined(pieces: Iterable[Sequence[Stretch]]) -> list[Stretch]:
+    """These pieces one after the other, without waits between them."""
+    first, *others = pieces
+    stretches = list(first)
+    for more in others:
+        stretches[-1:] = stretches[-1].then(more[0]), *more[1:]
+    return stretches
+
+
+def cut(device: Any, asked: Any, made: Any, waits: Sequence[int]) -> Iterator[Stretch]:
+    """What is before, between and after the waits; of each kernel the seconds on each GPU."""
+    cuts = [0, *(min(place, len(device)) for place in sorted(waits)), len(device)]
+    nothing = np.zeros(device.shape[1])
+    for start, end in pairwise(cuts):
+        if start == end:
+            yield Stretch(nothing, nothing, nothing - np.inf, nothing)
+            continue
+        asks, works = np.cumsum(asked[start:end], axis=0), np.cumsum(device[start:end], axis=0)
+        latest = asks.copy()
+        latest[1:] -= works[:-1]
+        yield Stretch(asks[-1], works[-1], latest.max(axis=0), made[start:end].sum(axis=0))
+
+
+def merged(stretches: Sequence[Stretch], waiting: Any) -> Stretch:
+    """One stretch that never takes longer: at each wait the host loses `waiting` seconds, and no more."""
+    nothing = np.zeros_like(waiting)
+    first, *others = stretches
+    for stretch in others:
+        first = first.then(Stretch(waiting, nothing, nothing - np.inf, nothing)).then(stretch)
+    return first
+
+
+def lined(seen: Sequence[Sequence[Stretch]], line: Callable[[Sequence[Any]], Any]) -> list[Stretch] | None:
+    """The stretches on the line through those of these depths; None where those do not wait alike."""
+    if len({tuple(bool(np.isinf(each.latest).any()) for each in stretches) for stretches in seen}) != 1:
+        return None
+    found = []
+    for same in zip(*seen, strict=True):
+        asks, works, latest, makes = zip(*same, strict=True)
+        never = bool(np.isinf(latest[0]).any())
+        found.append(Stretch(line(asks), line(works), latest[0] if never else line(latest), line(makes)))
+    return found
+
+
+def side_by_side(seen: Sequence[Sequence[Stretch]]) -> list[Stretch]:
+    """As many stretches each, as one whose arrays have a first axis for which of these it was."""
+    return [
+        Stretch(*(np.stack(values) for values in zip(*same, strict=True))) for same in zip(*seen, strict=True)
+    ]
