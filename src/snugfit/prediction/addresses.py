@@ -9,13 +9,9 @@ reserves what was reserved (`docs/accuracy.md` has the figures).
 1. The driver keeps address space in chunks of whole 32 MiB. A segment goes to the lowest hole that it fits
    in, at the hole's lower end.
 2. Where none fits, a new chunk is made right below all others, and its upper rest is a hole.
-3. Above all chunks lie two holes from the start, of 2 and, higher, of 24 MiB. The first kernel that is
-   launched leaves one of 414 MiB below them. Making room launches none, nor does copying a number from the
-   host; copying a model does.
+3. The first kernel that is launched, right after the first large tensor, leaves a hole of 416 MiB above all
+   chunks; the first segment of the process lies at its upper end.
 4. cuBLAS takes 64 MiB of its own from the holes when it starts.
-
-The third was read off two more recorded runs, of a mixture of experts and of a T5, whose first layers have
-large weights before their first kernel; with it both reserve to the byte what was reserved.
 
 What else the driver and libraries place in between only shifts addresses, and no order changes.
 """
@@ -26,20 +22,19 @@ import bisect
 
 MIB = 1 << 20
 CHUNK = 32 * MIB
-TOP = 1 << 46
-"""Below it are the chunks."""
-FROM_THE_START = ((TOP + 414 * MIB, 2 * MIB), (TOP + 488 * MIB, 24 * MIB))
-FROM_THE_FIRST_KERNEL = (TOP, 414 * MIB)
-"""Holes: addresses, which matter as an order, and sizes."""
+FIRST_HOLE = 414 * MIB
+"""416 MiB less the first segment of 2 MiB at its upper end."""
 CUBLAS = 64 * MIB
+SMALL_SEGMENT = 2 * MIB
 
 
 class DeviceAddresses:
     """Hands out addresses of segments in the driver's order."""
 
     def __init__(self) -> None:
-        self._lowest = TOP
-        self._holes = list(FROM_THE_START)  # (address, size), ascending
+        self._lowest = 1 << 46
+        self._holes: list[tuple[int, int]] = []  # (address, size), ascending
+        self._taken_large = False
 
     def take(self, size: int) -> int:
         """The address of a new segment of `size` bytes."""
@@ -50,11 +45,10 @@ class DeviceAddresses:
             address = self._lowest
             if chunk > size:
                 bisect.insort(self._holes, (address + size, chunk - size))
+        if size > SMALL_SEGMENT and not self._taken_large:
+            self._taken_large = True
+            bisect.insort(self._holes, (1 << 46, FIRST_HOLE))
         return address
-
-    def launch(self) -> None:
-        """The first kernel is launched."""
-        bisect.insort(self._holes, FROM_THE_FIRST_KERNEL)
 
     def take_for_cublas(self) -> None:
         """What cuBLAS itself takes at its start."""

@@ -37,12 +37,6 @@ LARGE_ROUND = 2 << 20
 CUBLAS_WORKSPACE = "cuBLAS workspace"
 """The tape's name of the block that shows that cuBLAS has started."""
 
-NO_KERNEL = frozenset(
-    {"aten::empty", "aten::empty_strided", "aten::new_empty", "aten::detach", "aten::_to_copy"}
-)
-"""Operators that make room, or copy little from the host into it: behind every other one a kernel has run. So
-it has behind `empty_like`, with which a model that is built on the host comes over, copied whole."""
-
 
 class OutOfDeviceMemory(Exception):
     """The device refused a segment, also after the cache was given back."""
@@ -236,21 +230,17 @@ def replay(
     held: dict[int, _Piece] = {}
     reserved: list[int] = []
     blocks = tape.blocks
-    kernels_run = cublas_runs = False
+    cublas_runs = False
     seen: dict[int, Hashable] = {}
     for place, event in enumerate(tape.events):
         if place in states:
             living = tuple((blocks[block - 1][:4], piece.address) for block, piece in held.items())
             seen[place] = living, allocator.state()
         if event > 0:
-            operator = blocks[event - 1].operator
-            if not cublas_runs and operator == CUBLAS_WORKSPACE:
+            if not cublas_runs and blocks[event - 1].operator == CUBLAS_WORKSPACE:
                 cublas_runs = True
                 allocator.addresses.take_for_cublas()
             held[event] = allocator.allocate(blocks[event - 1].nbytes)
-            if not kernels_run and operator not in NO_KERNEL:
-                kernels_run = True
-                allocator.addresses.launch()
         else:
             allocator.release(held.pop(-event))
         reserved.append(allocator.reserved)
