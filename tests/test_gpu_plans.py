@@ -143,9 +143,10 @@ def test_an_answer_is_by_the_gpu_s_own_scratch_and_workspaces() -> None:
         assert answer.choice.reserved_bytes == alone.reserved_bytes
         assert answer.choice.requested_bytes == alone.requested_bytes
         assert answer.choice.needed_bytes == alone.nvml_bytes
-        assert answer.verified is True
         taken.add(answer.choice.requested_bytes)
     assert len(taken) > 1, "this job shows no difference between the GPUs"
+    assert found.answers[0].verified is True, "the one that takes least, by which the others were judged"
+    assert found.answers[2].verified is False, "so small a job takes more scratch than is allowed for"
 
 
 def test_the_smallest_recipe_is_the_same_question_for_all(
