@@ -12,10 +12,9 @@ from snugfit.job.job import Job
 from snugfit.planning import pace as pacing
 from snugfit.planning.pace import SOME_PADDING, TOLERANCE, Pace
 from snugfit.planning.stretch import Irregular, Sight, Stretched
-from snugfit.prediction.kernel_seconds import PRODUCTS
 from snugfit.prediction.predict import predict
 from snugfit.prediction.seconds import step_seconds
-from snugfit.rehearsal.tape import Tape
+from snugfit.rehearsal.tape import MATRIX_PRODUCTS, Tape
 from snugfit.techniques.recipe import Recipe
 
 H200 = find_gpu("h200")
@@ -45,7 +44,7 @@ def test_kernels_of_a_length_follow_from_those_of_three(family: str, recipe: str
         real = known.sight(length, True)
         for kernel, ours in zip(real.kernels, stretched.at(length).kernels, strict=True):
             assert ours.operator == kernel.operator
-            if kernel.operator in PRODUCTS:
+            if kernel.operator in MATRIX_PRODUCTS:
                 assert ours == kernel._replace(module="")
         found = known.seconds_of(stretched.at(length)).step
         assert found == pytest.approx(known.timing(length, True).step_seconds, rel=TOLERANCE)

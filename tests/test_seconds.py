@@ -65,6 +65,7 @@ def product(rows: int, columns: int, inner: int, dtype: str = "torch.bfloat16", 
         ((batch, rows, inner), (batch, inner, columns)),
         dtype,
         2,
+        leading=(inner, columns, columns),
     )
 
 

@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from snugfit.planning.stretch import Irregular, Sight, Stretched
 from snugfit.prediction.allocator import replay
 from snugfit.prediction.device import context_of, policy_for
-from snugfit.prediction.kernel_seconds import PRODUCTS, KernelClock
+from snugfit.prediction.kernel_seconds import KernelClock
 from snugfit.prediction.profile import Software
 from snugfit.prediction.rates import Rates, rates_for
 from snugfit.prediction.seconds import StepSeconds, step_seconds
 from snugfit.rehearsal.rehearse import rehearse
-from snugfit.rehearsal.tape import Tape
+from snugfit.rehearsal.tape import MATRIX_PRODUCTS, Tape
 
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
@@ -162,7 +162,7 @@ class Pace:
         """Seconds of the steady step of any tape."""
         priced = self._timing(tape).step_seconds
         clocks = KernelClock(self.rates), KernelClock(aligned(self.rates))
-        products = {kernel for kernel in tape.kernels if kernel.operator in PRODUCTS}
+        products = {kernel for kernel in tape.kernels if kernel.operator in MATRIX_PRODUCTS}
         if all(clocks[0].seconds(kernel) == clocks[1].seconds(kernel) for kernel in products):
             return Seconds(priced, priced)
         return Seconds(priced, self._timing(tape, aligned(self.rates)).step_seconds)
@@ -238,7 +238,8 @@ class Pace:
 def aligned(rates: Rates) -> Rates:
     """The rates, were rows that are no multiple of 16 bytes to cost nothing."""
     return replace(
-        rates, products={name: replace(rate, unaligned=1.0) for name, rate in rates.products.items()}
+        rates,
+        products={name: replace(rate, unaligned=(1.0, 1.0, 1.0)) for name, rate in rates.products.items()},
     )
 
 

@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Any
 from snugfit.errors import SnugfitError
 from snugfit.planning.pace import Pace, aligned
 from snugfit.planning.stretch import Irregular, Stretched
-from snugfit.prediction.kernel_seconds import PRODUCTS, KernelClock
-from snugfit.prediction.rates import Rates
+from snugfit.prediction.kernel_seconds import KernelClock
+from snugfit.prediction.rates import ALIGNMENT, Rates
+from snugfit.rehearsal.tape import MATRIX_PRODUCTS
 
 if TYPE_CHECKING:
     from snugfit.job.model import Model
@@ -241,11 +242,10 @@ def _widths(at: _At) -> Iterator[Size]:
     lost: dict[int, float] = defaultdict(float)
     where: dict[int, str] = {}
     for kernel in at.pace.sight(at.length, at.padded).kernels:
-        if kernel.operator not in PRODUCTS:
+        if kernel.operator not in MATRIX_PRODUCTS:
             continue
         extra = slow.seconds(kernel) - fast.seconds(kernel)
-        item = 2 if "16" in kernel.dtype else 4
-        sizes = {size for shape in kernel.shapes for size in shape[-2:] if size * item % 16}
+        sizes = {length for length in kernel.leading if length * kernel.itemsize % ALIGNMENT}
         if extra > 0 and sizes and not sizes & of_the_job:
             width = min(sizes)
             lost[width] += extra

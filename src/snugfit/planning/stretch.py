@@ -63,7 +63,7 @@ class Stretched:
 
 def _alike(kernels: Sequence[Kernel]) -> bool:
     """Whether these differ in sizes only."""
-    plain = {each._replace(module="", shapes=(), flops=0, nbytes=0) for each in kernels}
+    plain = {each._replace(module="", shapes=(), flops=0, nbytes=0, leading=()) for each in kernels}
     return len(plain) == 1 and len({tuple(map(len, each.shapes)) for each in kernels}) == 1
 
 
@@ -91,6 +91,7 @@ def _written(law: Sequence[Kernel], weights: Sequence[float]) -> Kernel:
     )
     return law[0]._replace(
         shapes=shapes,
+        leading=tuple(through(lengths) for lengths in zip(*(kernel.leading for kernel in law), strict=True)),
         flops=through([kernel.flops for kernel in law]),
         nbytes=through([kernel.nbytes for kernel in law]),
     )

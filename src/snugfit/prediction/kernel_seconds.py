@@ -6,10 +6,11 @@ small ones reach a tenth of the peak. cuBLAS chooses tile and split of the inner
 is taken here is the fastest of a handful of tiles and splits, as a good choice would be. (The model is the
 usual one of tile and wave quantisation: NVIDIA, "Matrix Multiplication Background User's Guide".)
 
-**Attention** by its FLOPs; when there are fewer blocks of 64 queries than multiprocessors, the rest idle.
+**Attention** by its FLOPs, in waves of blocks of 64 queries.
 
-**Everything else** is bound by the bytes it moves, and a small one by the time that any kernel takes. Strided
-copies, reductions and norms reach less than the bandwidth (`Rates.patterns`).
+**Everything else** is bound by the bytes it moves, and a small one by the time that any kernel takes.
+Pointwise operators reach the bandwidth when their operands lie alike; those that look each element's place up
+or cast on the way, reductions and norms reach less (`Rates.patterns`, by layout and by operator).
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import math
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from snugfit.prediction.rates import PRECISIONS, ProductRate, Rates
-from snugfit.rehearsal.tape import COPY_IN, PREPARED
+from snugfit.prediction.rates import ALIGNMENT, PRECISIONS, ProductRate, Rates
+from snugfit.rehearsal.tape import COPY_IN, MATRIX_PRODUCTS, PREPARED, WITH_BIAS, WITH_DROPOUT
 
 if TYPE_CHECKING:
     from snugfit.rehearsal.tape import Kernel
@@ -48,10 +49,19 @@ ADDING_UP = 1e-6
 QUERIES = 64
 """Of one block of an attention kernel."""
 
-PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm"})
-_WITH_BIAS = frozenset({"aten::addmm", "aten::baddbmm"})
-_CONVOLUTION_SHARE = 0.35
-"""Of the product rate, for convolutions with channels first: assumed, not fitted."""
+PAGEABLE = 11e9
+"""Bytes per second from memory that is not page-locked: 8 to 13e9 were measured on the host of one H200
+(2026-11-21), 52e9 from page-locked memory."""
+
+CONVOLUTION = {"torch.float32": 0.5}
+LOW_CONVOLUTION = 0.22
+"""Of the product rate, by dtype: what cuDNN reached with channels first, pictures and sound alike, on one
+H200. Between 0.1 and 0.5 were measured in low precisions: the larger, the better."""
+
+FEW_CHANNELS = 8
+FEW_CHANNELS_FLOPS = 0.4
+"""Of fp32's product rate: convolutions of a picture's three channels, in whichever precision (15 to 29e12
+FLOPs per second were measured on one H200)."""
 
 
 class KernelClock:
@@ -63,26 +73,37 @@ class KernelClock:
 
     def seconds(self, kernel: Kernel) -> float:
         """Of this kernel alone, when nothing else runs."""
-        key = (kernel.operator, kernel.shapes, kernel.dtype, kernel.nbytes, kernel.flops)
+        key = (
+            kernel.operator, kernel.shapes, kernel.dtype, kernel.nbytes, kernel.flops, kernel.layout,
+            kernel.leading,
+        )  # fmt: skip
         found = self._remembered.get(key)
         if found is None:
             found = self._remembered[key] = self._seconds(kernel)
         return found
 
     def _seconds(self, kernel: Kernel) -> float:
-        if kernel.operator in PRODUCTS and len(kernel.shapes) > 1:
+        if kernel.operator in MATRIX_PRODUCTS and len(kernel.shapes) > 1:
             return self._product(kernel)
         if kernel.operator in (COPY_IN, PREPARED):
-            return self.rates.start + kernel.nbytes / 2 / self.rates.link
+            link = self.rates.link if kernel.operator == PREPARED else min(PAGEABLE, self.rates.link)
+            return self.rates.start + kernel.nbytes / 2 / link
         if "convolution" in kernel.operator:
-            rate = self._rate(kernel.dtype)
-            return self.rates.start + max(
-                kernel.flops / (rate.flops * _CONVOLUTION_SHARE), kernel.nbytes / self.rates.bandwidth
-            )
+            return self._convolution(kernel)
         if "attention" in kernel.operator and kernel.shapes:
             return self._attention(kernel)
-        moved, start = self.rates.patterns.get(kernel.operator, (self.rates.bandwidth, self.rates.start))
+        moved, start = self._pattern(kernel)
         return start + kernel.nbytes / moved
+
+    def _pattern(self, kernel: Kernel) -> tuple[float, float]:
+        """Bytes per second, and seconds to start."""
+        sixteen = " in 16 bits" if "16" in kernel.dtype else ""
+        names = (f"{kernel.operator} {kernel.layout}", kernel.layout) if kernel.layout else (kernel.operator,)
+        for name in names:
+            found = self.rates.patterns.get(name + sixteen) or self.rates.patterns.get(name)
+            if found:
+                return found
+        return self.rates.bandwidth, self.rates.start
 
     def _rate(self, dtype: str) -> ProductRate:
         precision = PRECISIONS.get(dtype, "fp32")
@@ -90,30 +111,38 @@ class KernelClock:
 
     def _product(self, kernel: Kernel) -> float:
         rate = self._rate(kernel.dtype)
-        first, second = kernel.shapes[1:3] if kernel.operator in _WITH_BIAS else kernel.shapes[:2]
+        first, second = kernel.shapes[1:3] if kernel.operator in WITH_BIAS else kernel.shapes[:2]
         batch = math.prod(first[:-2])
         rows, inner, columns = first[-2], first[-1], second[-1]
         if min(batch, rows, inner, columns) == 0:
             return self.rates.start
-        item = 2 if "16" in kernel.dtype else 4
-        aligned = (
-            all(length * item % 16 == 0 for length in (inner, columns)) or kernel.dtype == "torch.float32"
-        )
-        share = 1.0 if aligned else rate.unaligned
+        share = rate.share(math.gcd(ALIGNMENT, *(length * kernel.itemsize for length in kernel.leading)))
         tiles = tile_seconds(
             rate, self.rates.multiprocessors, self.rates.bandwidth, (batch, rows, columns, inner), share
         )
         return rate.start + max(tiles, kernel.nbytes / self.rates.bandwidth)
+
+    def _convolution(self, kernel: Kernel) -> float:
+        rate = self._rate(kernel.dtype).flops * CONVOLUTION.get(kernel.dtype, LOW_CONVOLUTION)
+        weights = kernel.shapes[2 if "backward" in kernel.operator else 1]
+        if weights[1] < FEW_CHANNELS:
+            rate = min(rate, self.rates.products["fp32"].flops * FEW_CHANNELS_FLOPS)
+        return self.rates.start + max(kernel.flops / rate, kernel.nbytes / self.rates.bandwidth)
 
     def _attention(self, kernel: Kernel) -> float:
         backward = "backward" in kernel.operator
         family = next((name for name in ("cudnn", "flash", "efficient") if name in kernel.operator), "flash")
         if family == "efficient" and "16" in kernel.dtype:
             family = "efficient half"
-        flops, start = self.rates.attention[f"{family} backward" if backward else family]
+        if backward:
+            family += " backward"
+        known = self.rates.attention
+        dropping = f"{family} {WITH_DROPOUT}"
+        flops, start = known[dropping if kernel.layout == WITH_DROPOUT and dropping in known else family]
         query = kernel.shapes[1] if backward else kernel.shapes[0]
         blocks = math.prod(query[:-2]) * -(-query[-2] // QUERIES)
-        busy = min(1.0, blocks / self.rates.multiprocessors)
+        waves = -(-blocks // self.rates.multiprocessors)
+        busy = math.prod(query[:-1]) / QUERIES / (waves * self.rates.multiprocessors) if blocks else 1.0
         return start + max(kernel.flops / (flops * busy), kernel.nbytes / self.rates.bandwidth)
 
 

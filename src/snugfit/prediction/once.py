@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from snugfit.prediction.kernel_seconds import PRODUCTS
+from snugfit.rehearsal.tape import MATRIX_PRODUCTS
 from snugfit.step.footprint import Startup
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def _counted(model: torch.nn.Module) -> Size:
 
 
 def _kind(kernel: Kernel) -> Hashable:
-    shapes = kernel.shapes if kernel.operator in PRODUCTS else ()
+    shapes = kernel.shapes if kernel.operator in MATRIX_PRODUCTS else ()
     return (
         kernel.operator,
         kernel.dtype,

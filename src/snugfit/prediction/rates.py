@@ -30,6 +30,9 @@ REFERENCE = "H200-SXM"
 
 LARGEST_FILE = 1 << 20
 
+ALIGNMENT = 16
+"""Bytes to which rows of a product must be aligned for its fastest kernels."""
+
 BOUND_BY_BYTES = 0.3
 """An operator that reaches less of the bandwidth than this is bound by its instructions."""
 
@@ -50,8 +53,12 @@ class ProductRate:
     efficiency: tuple[float, float, float, float]
     """Of tiles of 128 x 128, 128 x 64, 64 x 64 and 64 x 32, against the largest."""
 
-    unaligned: float
-    """What is left of the rate when a row of an operand is no multiple of 16 bytes."""
+    unaligned: tuple[float, float, float]
+    """What is left of the rate when rows of an operand are aligned to 2, to 4 and to 8 bytes, not to 16."""
+
+    def share(self, alignment: int) -> float:
+        """What is left of the rate when all rows are aligned to so many bytes, a power of two up to 16."""
+        return 1.0 if alignment >= ALIGNMENT else self.unaligned[alignment.bit_length() - 2]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +82,9 @@ class HostRate:
 
     hook: float
     """A saved tensor that goes through a hook of checkpointing, in or out."""
+
+    view: float
+    """An operator that runs no kernel: a view, an empty tensor, and what autograd does of such ones."""
 
     update: float
     """A kernel of an optimizer or of clipping."""
@@ -155,7 +165,7 @@ class Rates:
         """The rates of one entry of `rates.json`."""
         fields = dict(document)
         fields["products"] = {
-            name: ProductRate(**{**rate, "efficiency": tuple(rate["efficiency"])})
+            name: ProductRate(**{**rate, **{each: tuple(rate[each]) for each in ("efficiency", "unaligned")}})
             for name, rate in fields["products"].items()
         }
         for name in ("attention", "patterns"):

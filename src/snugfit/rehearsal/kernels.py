@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from snugfit.rehearsal.tape import CASTS, MATRIX_PRODUCTS, STRIDED, WITH_BIAS, WITH_DROPOUT
+
 CONTRACTIONS = "tensor contractions"
 NORMALISATIONS = "statistical normalisations"
 ELEMENTWISE = "element-wise"
@@ -23,8 +25,13 @@ GROUPS = (CONTRACTIONS, NORMALISATIONS, ELEMENTWISE)
 _CONTRACTING = ("mm", "bmm", "addmm", "baddbmm", "addmv", "mv", "dot", "convolution", "attention", "einsum")
 _NORMALISING = ("norm", "softmax", "sum", "mean", "var", "std", "amax", "argmax", "cumsum", "nll_loss")
 
-Description = tuple[int, int, tuple[tuple[int, ...], ...], str, int]
-"""FLOPs, bytes read and written, shapes of the first tensor inputs, dtype, number of tensor inputs."""
+Description = tuple[int, int, tuple[tuple[int, ...], ...], str, int, str, tuple[int, ...]]
+"""FLOPs, bytes read and written, shapes of the first tensor inputs, dtype, number of tensor inputs, layout,
+leading dimensions."""
+
+
+MATRICES = 3
+"""Of a product. A grouped one that runs group by group takes a view of each, each time."""
 
 
 def group_of(operator: str) -> str:
@@ -49,18 +56,64 @@ def describe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any)
     returned = {id(tensor) for tensor in outputs}
     outputs += [tensor for tensor in _tensors(_written(func, args, kwargs)) if id(tensor) not in returned]
     moved = sum(map(_nbytes, (*inputs, *outputs)))
-    if func._schema.name in _GATHERING:  # reads the rows that it was asked for, not the whole table
-        moved -= max(0, _nbytes(inputs[0]) - sum(map(_nbytes, outputs)))
+    gathered = inputs[_GATHERING.get(func._schema.name, len(inputs)) :][:1]
+    for table in gathered:  # reads what it was asked for, not the whole table
+        moved -= max(0, _nbytes(table) - sum(map(_nbytes, outputs)))
+    if func._schema.name in _UNREAD:
+        moved -= _nbytes(inputs[1])
     flops = _flops(func, args, kwargs, out)
     flops = sum(tensor.numel() for tensor in outputs) if flops is None else flops
     shapes = tuple(tuple(tensor.shape) for tensor in inputs[:3])
-    return flops, moved, shapes, _arithmetic(func, (inputs or outputs)[0]), len(inputs)
+    dtype, layout = _arithmetic(func, (inputs or outputs)[0]), _layout(func, args, kwargs, inputs, outputs)
+    return flops, moved, shapes, dtype, len(inputs), layout, _leading(func, inputs, outputs)
+
+
+def _layout(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Any], outputs: list[Any]
+) -> str:
+    """How the operands lie, as far as it decides which kernel runs: see `Kernel.layout`."""
+    if "attention" in func._schema.name:
+        return WITH_DROPOUT if _argument(func, args, kwargs, "dropout_p") else ""
+    if torch.Tag.pointwise in func.tags or func._schema.name in _COPYING:
+        return _pointwise_layout([each for each in (*inputs, *outputs) if each.device.type == "meta"])
+    return ""
+
+
+def _leading(func: Any, inputs: list[Any], outputs: list[Any]) -> tuple[int, ...]:
+    """Of a product's matrices; nothing for other operators, and for those whose matrices are no matrices."""
+    name = func._schema.name
+    if name not in MATRIX_PRODUCTS:
+        return ()
+    matrices = [*(inputs[1:3] if name in WITH_BIAS else inputs[:2]), *outputs[:1]]
+    return tuple(max(each.stride()[-2:]) for each in matrices if each.dim() > 1)
+
+
+def _pointwise_layout(operands: list[Any]) -> str:
+    """As torch's TensorIterator chooses: one kernel where all operands lie alike, another where it must look
+    each element's place up, a third where it casts on the way."""
+    last = operands[-1]
+    alike = all(
+        each.shape == last.shape and each.stride() == last.stride() for each in operands
+    ) and torch.ops.aten.is_non_overlapping_and_dense.default(last)
+    if not alike:
+        return STRIDED
+    floats = [each.dtype for each in operands if each.is_floating_point()]
+    narrows = len(operands) == 2 and floats[:1] == [torch.float32]  # torch has kernels of its own for it
+    return CASTS if len(set(floats)) > 1 and not narrows else ""
+
+
+def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
+    """The value of a named argument, given or by default."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name == name:
+            return args[place] if place < len(args) else kwargs.get(name, argument.default_value)
+    return None
 
 
 def apart(args: tuple[Any, ...], kwargs: dict[str, Any], kernel: Description) -> list[Description]:
     """A grouped product as so many products of equal groups: (M, K) by (G, K, N) by rows, (N, M) by (M, K) by
     what they have in common."""
-    flops, moved, _, dtype, tensors = kernel
+    flops, moved, _, dtype, tensors, _, _ = kernel
     ends = args[2] if len(args) > 2 else kwargs.get("offs")
     groups = args[0].size(0) if ends is None else ends.size(0)
     (rows, inner), columns = args[0].shape[-2:], args[1].shape[-1]
@@ -68,8 +121,8 @@ def apart(args: tuple[Any, ...], kwargs: dict[str, Any], kernel: Description) ->
         inner = -(-inner // groups)
     else:
         rows = -(-rows // groups)
-    each = (flops // groups, moved // groups, ((rows, inner), (inner, columns)), dtype, min(tensors, 2))
-    return [each] * groups
+    shapes, leading = ((rows, inner), (inner, columns)), (inner, columns, columns)
+    return [(flops // groups, moved // groups, shapes, dtype, min(tensors, 2), "", leading)] * groups
 
 
 def copies_in(func: Any, args: tuple[Any, ...]) -> bool:
@@ -109,8 +162,9 @@ def _arithmetic(func: Any, operand: torch.Tensor) -> str:
 
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int | None:
-    """By torch's registry; None where it has no formula. Its formulas for attention know no grouped queries:
-    keys and values then count once for each query head that uses them."""
+    """By torch's registry; None where it has no formula. Its formulas for attention know no grouped queries
+    (keys and values then count once for each query head that uses them), and count what a causal mask spares,
+    half of it."""
     formula = flop_registry.get(func._overloadpacket)
     if formula is None:
         return None
@@ -121,18 +175,22 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -
             each.new_empty((each.size(0), heads, *each.shape[2:])) for each in args[first + 1 : first + 3]
         ]
         args = (*args[: first + 1], *ungrouped, *args[first + 3 :])
-    return int(formula(*args, **kwargs, out_val=out))
+    spared = 2 if _argument(func, args, kwargs, "is_causal") else 1
+    return int(formula(*args, **kwargs, out_val=out)) // spared
 
 
-PRODUCTS = frozenset(
-    {
-        "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm", "aten::convolution",
-        "aten::convolution_backward",
-    }
-)  # fmt: skip
+PRODUCTS = MATRIX_PRODUCTS | {"aten::convolution", "aten::convolution_backward"}
 """Operators of fp32 tensors that torch hands to cuBLAS and cuDNN, which may compute them in TF32."""
 
-_GATHERING = frozenset({"aten::embedding", "aten::index", "aten::index_select", "aten::gather"})
+_COPYING = frozenset({"aten::_to_copy", "aten::clone", "aten::copy_"})
+
+_GATHERING = dict.fromkeys(
+    ("aten::embedding", "aten::index", "aten::index_select", "aten::gather", "aten::nll_loss_forward"), 0
+)
+"""Operators that read a few elements of a large operand, and which operand that is."""
+
+_UNREAD = frozenset({"aten::nll_loss_backward"})
+"""Operators whose second operand only tells a shape."""
 
 _NO_KERNEL = frozenset(
     {

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from snugfit.rehearsal.accumulation import SoleOwner
 from snugfit.rehearsal.buffers import OUTPUTS, Scratch
 from snugfit.rehearsal.described import described
-from snugfit.rehearsal.kernels import Description, apart, copies_in
+from snugfit.rehearsal.kernels import MATRICES, Description, apart, copies_in
 from snugfit.rehearsal.kinds import kinds
 from snugfit.rehearsal.memo import REMEMBERED
 from snugfit.rehearsal.saved import tell_of_saved_tensors
@@ -64,6 +64,7 @@ class Recorder(TorchDispatchMode):
         self._recomputed: set[int] = set()
         self._hooks: list[Any] = []
         self._hooked = 0  # saved tensors that went through a hook since the last kernel
+        self._viewed = 0  # operators without a kernel since then
 
     # ---- the observer's side -------------------------------------------------------------------------
 
@@ -81,7 +82,7 @@ class Recorder(TorchDispatchMode):
         if name == "update" and self._model is not None:
             self._claim_gradients()
         self.current_phase = name
-        self._hooked = 0
+        self._hooked = self._viewed = 0
         self.marks.append(Mark(len(self.events), self.current_step, name))
 
     def built(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
@@ -154,18 +155,21 @@ class Recorder(TorchDispatchMode):
             if kernel and func is aten._grouped_mm.default and not self.policy.fuses_groups(args[0].dtype):
                 self._sync()
                 for each in apart(args, kwargs, kernel):
+                    self._viewed += MATRICES
                     self._ran("aten::mm", each)
             elif kernel:
                 self._ran(COPY_IN if copies_in(func, args) else operator, kernel)
+            else:
+                self._viewed += 1
         return out
 
     def _ran(self, operator: str, kernel: Description) -> None:
         """The steady step's device is asked for this kernel."""
         self._note_down("kernel")
         again = self.current_phase == "backward" and torch.is_grad_enabled()
-        path, entered = self._path(), self._where.entered()
-        self.kernels.append(Kernel(operator, path, self.current_phase, *kernel, again, entered, self._hooked))
-        self._hooked = 0
+        hosts = again, self._where.entered(), self._hooked, self._viewed
+        self.kernels.append(Kernel(operator, self._path(), self.current_phase, *kernel, *hosts))
+        self._hooked = self._viewed = 0
 
     def _scalar(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The value of a one-element tensor. Real host tensors have theirs. A device's are unknown: numbers

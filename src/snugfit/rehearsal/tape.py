@@ -19,6 +19,15 @@ PREPARED = "Memcpy HtoD, prepared"
 """Such a copy of what so many (`Kernel.tensors`) worker processes made, in page-locked memory."""
 
 
+WITH_BIAS = frozenset({"aten::addmm", "aten::baddbmm"})
+"""Products whose first operand is added."""
+
+MATRIX_PRODUCTS = WITH_BIAS | {"aten::mm", "aten::bmm", "aten::_grouped_mm"}
+
+CASTS, STRIDED, WITH_DROPOUT = "casts", "strided", "with dropout"
+"""Layouts of kernels."""
+
+
 class Block(NamedTuple):
     """One allocation."""
 
@@ -58,12 +67,25 @@ class Kernel(NamedTuple):
     """Of its first input; `tf32` for a product of fp32 tensors that runs in it."""
     tensors: int
     """How many it is given: lists of them are what foreach optimizers work on."""
+    layout: str = ""
+    """What decides, beside its operands' sizes, which kernel runs. Of a pointwise operator or a copy
+    `strided` when its operands lie in different ways, and `casts` when it mixes precisions; of attention
+    `with dropout`."""
+    leading: tuple[int, ...] = ()
+    """Of a product of matrices: their leading dimensions, as BLAS calls the elements from row to row."""
     recomputed: bool = False
     """Whether it runs forward again in the backward pass."""
     modules: int = 0
     """Modules in which it is the first to run."""
     hooks: int = 0
     """Saved tensors that went through a hook since then: checkpointing packs and unpacks each."""
+    views: int = 0
+    """Operators since then that run no kernel: views of tensors, and empty ones."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element of the first input, if it is a number that products know."""
+        return 2 if "16" in self.dtype else 4
 
 
 @dataclass(frozen=True)
