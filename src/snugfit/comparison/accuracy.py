@@ -218,7 +218,7 @@ def see(run: Run) -> tuple[Run, str | None]:
             run.job,
             run.recipe,
             warmup=WARMUP,
-            steps=steady_steps(run.predicted_step_seconds),
+            steps=steady_steps(run.predicted_step_seconds, host=run.bound == "host"),
             deadline_seconds=DEADLINE_SECONDS,
             ledger=None,
         )

@@ -42,8 +42,8 @@ FEWEST = 3
 """Runs from which anything is learned: one more than there are factors."""
 
 WILDEST = 0.5
-"""Spread of a run's steps beyond which their median says little. Steps that the host bounds vary by a fifth
-on a shared machine, and the median of eight of them by less than half of that."""
+"""Spread of a run's steps beyond which their mean says little. Steps that the host bounds vary by a fifth on
+a shared machine, and the mean of eight of them by less than half of that."""
 
 LARGEST_FACTOR = 3.0
 """A factor beyond it, either way, is not believed: something else went wrong."""

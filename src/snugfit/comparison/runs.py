@@ -75,7 +75,7 @@ class Run:
     """Median of the steady steps."""
 
     spread: float | None = None
-    """(90th percentile - 10th percentile) / median of the steady steps."""
+    """(90th percentile - 10th percentile) / mean of the steady steps."""
 
     contaminated: str | None = None
     """Why the GPU was not this run's alone, when it was not."""

@@ -8,7 +8,9 @@ the CPU the clock is read.
 What happens once is taken in the same way: from the stopwatch's making, when the device is quiet, to the
 built model, the end of the first step, and the first border.
 
-A step's time is stated as the median, with the spread (90th percentile - 10th percentile) / median beside it.
+A step's time is stated as the mean of the middle nine tenths. A run's length is made of means: a host that
+others use too is slow and fast by turns, and the median of its steps is now one and now the other. A hiccup
+in a hundred steps is left out. The spread (90th percentile - 10th percentile) / mean stands beside it.
 """
 
 from __future__ import annotations
@@ -25,8 +27,11 @@ if TYPE_CHECKING:
     import torch
 
 LARGEST_SPREAD = 0.10
-"""Above it the median is called unstable. A convention of ours, not a measured bound. It cannot see a host
+"""Above it the mean is called unstable. A convention of ours, not a measured bound. It cannot see a host
 that is crowded all the time, which makes every step equally slow; crowd.py looks for that."""
+
+ASIDE = 0.05
+"""Share of the shortest steps, and of the longest, that the mean leaves out."""
 
 
 class Stopwatch:
@@ -99,21 +104,22 @@ class Stopwatch:
 
 
 def timing_of(seconds: Sequence[float], batch_size: int) -> Timing | None:
-    """Median, spread and samples per second of steady steps; None when none was timed.
+    """Mean, spread and samples per second of steady steps; None when none was timed.
 
     One step alone has no spread, so it cannot be called stable.
     """
     if not seconds:
         return None
-    median = statistics.median(seconds)
+    aside = int(len(seconds) * ASIDE)
+    mean = statistics.fmean(sorted(seconds)[aside : len(seconds) - aside])
     spread = 0.0
     if len(seconds) > 1:
         deciles = statistics.quantiles(seconds, n=10, method="inclusive")
-        spread = (deciles[8] - deciles[0]) / median if median else 0.0
+        spread = (deciles[8] - deciles[0]) / mean if mean else 0.0
     return Timing(
-        step_seconds=median,
+        step_seconds=mean,
         spread=spread,
-        samples_per_second=batch_size / median if median else 0.0,
+        samples_per_second=batch_size / mean if mean else 0.0,
         steps=len(seconds),
         unstable=len(seconds) < 2 or spread > LARGEST_SPREAD,
         seconds=tuple(seconds),

@@ -36,7 +36,7 @@ Written by `snugfit accuracy --show FOLDER --format markdown` from the files in 
 
 A seed draws models, jobs and recipes over {families} families; each is predicted, then measured in a process
 of its own, and none is left out. The largest errors that are allowed: {band}. Errors are
-`predicted / measured - 1`, of the peak over the whole run and of the median steady step. How a run is
+`predicted / measured - 1`, of the peak over the whole run and of the mean steady step. How a run is
 measured stands in [measuring.md](measuring.md), how seconds are predicted in [seconds.md](seconds.md).
 """
 

@@ -39,8 +39,8 @@ def _heading(measurement: Measurement) -> Text:
 def timing_table(timing: Timing) -> Table:
     """Seconds of a step, and what follows from them."""
     rows = [
-        ("step (median)", show_seconds(timing.step_seconds), f"of {timing.steps} steady steps"),
-        ("spread", f"{100 * timing.spread:.1f} %", "90th less 10th percentile, of the median"),
+        ("step", show_seconds(timing.step_seconds), f"mean of {timing.steps} steady steps"),
+        ("spread", f"{100 * timing.spread:.1f} %", "90th less 10th percentile, of the mean"),
         ("samples/s", f"{timing.samples_per_second:.2f}", ""),
     ]
     return table(("Time", ">", ""), rows)
@@ -72,7 +72,7 @@ def _notes(measurement: Measurement) -> list[tuple[str, str]]:
         notes.append((measurement.message, ""))
     if measurement.timing and measurement.timing.unstable:
         notes.append(
-            ("Unstable: the steps differ too much for the median to be trusted. Measure again.", "yellow")
+            ("Unstable: the steps differ too much for the mean to be trusted. Measure again.", "yellow")
         )
     if measurement.footprint and measurement.footprint.retries:
         times = measurement.footprint.retries

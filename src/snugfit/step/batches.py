@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 SAMPLES = 512
 """Size of the synthetic dataset, as in the guide (512 sequences)."""
 
+EPOCH = 1_000
+"""Optimizer steps of an epoch of the plain loop: each epoch starts its workers anew, which a measured step
+must not pay more often than a real one. Samples are made when they are asked for."""
+
 
 def dataset_size(job: Job, device: torch.device, steps: int = 1) -> int:
     """Samples to go through: the guide's, at least one global batch; a rehearsal makes only what it uses."""
@@ -96,12 +100,12 @@ def dataset(job: Job, setup: Setup, device: torch.device, steps: int = 1) -> Syn
 
 
 def loader(job: Job, setup: Setup, device: torch.device) -> torch.utils.data.DataLoader[Any]:
-    """A DataLoader of host micro-batches, over at least one global batch of synthetic samples."""
+    """A DataLoader of host micro-batches, over an epoch of synthetic samples; a rehearsal's is one step."""
     import torch
 
     rehearsed = device.type == "meta"
     made: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
-        cast("torch.utils.data.Dataset[Any]", dataset(job, setup, device)),
+        cast("torch.utils.data.Dataset[Any]", dataset(job, setup, device, 1 if rehearsed else EPOCH)),
         batch_size=job.batch_size // setup.micro_batches,
         drop_last=True,
         collate_fn=collator(device, collate),

@@ -99,7 +99,7 @@ class Timing:
     """Median over the steady steps."""
 
     spread: float
-    """(90th percentile - 10th percentile) / median of the steady steps."""
+    """(90th percentile - 10th percentile) / mean of the steady steps."""
 
     samples_per_second: float
     """Global batch over `step_seconds`."""
@@ -108,7 +108,7 @@ class Timing:
     """How many steady steps were timed."""
 
     unstable: bool = False
-    """True when the spread is too large for the median to be trusted."""
+    """True when the spread is too large for the mean to be trusted."""
 
     seconds: tuple[float, ...] = ()
     """Every timed step."""
