@@ -41,7 +41,7 @@ DEADLINE_SECONDS = 120.0
 ALIKE = {"bf16": ("bf16", "fp16")}
 """Precisions that one probe corrects together."""
 
-PROBE_ERRORS = {"host": 0.89, "bandwidth": 1.04, "fp32": 0.955, "tf32": 1.01, "bf16": 1.025}
+PROBE_ERRORS = {"host": 0.89, "bandwidth": 1.04, "fp32": 0.955, "tf32": 1.03, "bf16": 1.05}
 """What probes take against their prediction, where the rates were fitted to all kernels of an H200, and to
 all families on its host (2026-11-21). A probe's own error says nothing about another machine: a Llama's steps
 take the host eleven per cent less, beside their prediction, than those of the middle of thirteen families."""
@@ -167,9 +167,9 @@ def _read(probe: Probe, gpu: Gpu, rates: Rates, measured: MeasureSeconds) -> Rea
     why = ""
     if bound_by_host != (probe.corrects == "host"):
         why = "the device bounds it" if probe.corrects == "host" else "the host bounds it"
-    share = _share(probe.corrects, tape, rates, foreseen)
-    known = foreseen.step_seconds * PROBE_ERRORS.get(probe.corrects, 1.0)
-    factor = 1 + (seen - known) / share  # the rest of the step is taken to be right
+    error = PROBE_ERRORS.get(probe.corrects, 1.0)
+    share = _share(probe.corrects, tape, rates, foreseen) * error
+    factor = 1 + (seen - foreseen.step_seconds * error) / share  # the rest of the step is taken to be right
     if not why and not LEAST_FACTOR < factor < 1 / LEAST_FACTOR:
         factor, why = 1.0, f"it would have to change by {factor:.2f}, which nothing here explains"
     return Reading(

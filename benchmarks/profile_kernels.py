@@ -1,0 +1,220 @@
+"""Profile steps on a GPU, kernel by kernel, and their host, phase by phase.
+
+    python benchmarks/profile_kernels.py device OUT.json SEED DRAWS
+    python benchmarks/profile_kernels.py host OUT.json
+
+`device` runs drawn jobs (`snugfit accuracy` draws them too) and some that are named below, one after the
+other in this process. Each is timed by events in its steady state; then one step runs under `torch.profiler`
+with its operands' shapes, and what is kept is every operator with its sizes, dtypes and kernel, how often it ran
+and how long it took in all. That is what the rates of a device are fitted to (`prediction/rates.json`).
+
+`host` runs every family in a small size under a handful of recipes. Before each step the device is drained,
+and the clock is read at the borders of phases: what is seen is the host alone. Beside it stands how long a
+loop of pure Python took on the same thread before and after: on a shared host it tells how fast the core was.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from snugfit.comparison.draw import proposals
+from snugfit.comparison.families import FAMILIES, Family
+from snugfit.errors import SnugfitError
+from snugfit.job.config import check_facts
+from snugfit.job.find import read_preset
+from snugfit.job.job import Job, Task
+from snugfit.job.model import Model
+from snugfit.measurement.versions import versions
+from snugfit.step.step import open_step
+from snugfit.techniques.recipe import Recipe
+
+WARMUP, TIMED, DRAINED = 4, 14, 8
+PACE = 1_500
+"""Turns of the loop of pure Python."""
+
+NAMED = (
+    ("openai-community/gpt2", "causal-lm", 16, 1024, ("bf16", "fp16 + adamw_fused", "plain")),
+    ("google-t5/t5-large", "seq2seq-lm", 16, 512, ("eager + tf32 + adamw_fused", "tf32", "bf16")),
+    ("meta-llama/Llama-3.2-1B", "causal-lm", 8, 1024, ("bf16 + adamw_fused", "fp16")),
+    ("Qwen/Qwen2.5-0.5B", "causal-lm", 4, 2048, ("fp16 + expandable", "bf16 + every_nth_layer(n=4)")),
+    ("bert-large-uncased", "sequence-classification", 32, 512, ("bf16", "plain", "tf32 + every_layer")),
+)  # fmt: skip
+RECIPES = (
+    "plain", "bf16", "bf16 + every_layer", "fp16 + adamw_fused", "eager", "eager + bf16 + segments",
+    "micro_batches(2)", "bf16 + micro_batches(2) + adamw_loop", "adafactor", "bf16 + adafactor_torch", "sgd",
+    "adamw_8bit", "lora(r=16)", "lora(r=16, targets=all-linear) + bf16 + every_layer", "bf16_pure",
+)  # fmt: skip
+
+
+class Watch:
+    """Times the borders of steps, profiles one, and reads the clock at the phases of drained ones."""
+
+    def __init__(self, *, device: bool) -> None:
+        self.borders: list[torch.cuda.Event] = []
+        self.marks: list[tuple[str, float]] = []
+        self.drained: list[tuple[float, dict[str, float]]] = []
+        self.profiler: Any = None
+        self.profiled = WARMUP + TIMED if device else -1
+        self.quiet = self.profiled + 1 if device else WARMUP
+        self._pace = 0.0
+
+    def built(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        """Nothing to note."""
+
+    def phase(self, name: str) -> None:
+        """A phase begins."""
+        self.marks.append((name, time.perf_counter()))
+
+    def step_begins(self, index: int) -> None:
+        """A border; the profiled step begins with its profiler, the last ones with a drained device."""
+        if index >= self.profiled >= 0 or index >= self.quiet:
+            torch.cuda.synchronize()
+        if index == self.profiled:
+            activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+            self.profiler = profile(activities=activities, record_shapes=True)
+            self.profiler.__enter__()
+        if WARMUP <= index <= self.profiled:
+            border = torch.cuda.Event(enable_timing=True)
+            border.record()
+            self.borders.append(border)
+        if index >= self.quiet:
+            self._pace = pace()
+        self.marks = []
+
+    def step_ends(self, index: int) -> None:
+        """The profiler stops when the device has ended its work; a drained step is written down."""
+        self.phase("end")
+        if index == self.profiled:
+            torch.cuda.synchronize()
+            self.profiler.__exit__(None, None, None)
+        if index >= self.quiet:
+            spent: dict[str, float] = defaultdict(float)
+            for (name, begin), (_, end) in zip(self.marks, self.marks[1:], strict=False):
+                spent[name] += end - begin
+            self.drained.append(((self._pace + pace()) / 2, dict(spent)))
+
+
+def pace() -> float:
+    """Seconds of a loop of pure Python."""
+    begin = time.perf_counter()
+    for _ in range(PACE):
+        pass
+    return time.perf_counter() - begin
+
+
+def kernels(profiler: Any) -> list[list[Any]]:
+    """Of the profiled step: operator, sizes of its tensors, dtypes, kernel, how often, microseconds."""
+    with tempfile.TemporaryDirectory() as room:
+        file = Path(room) / "trace.json"
+        profiler.export_chrome_trace(str(file))
+        events = json.loads(file.read_text())["traceEvents"]
+    asked = {event["args"].get("External id"): event for event in events if event.get("cat") == "cpu_op"}
+    found: dict[str, list[Any]] = {}
+    for event in events:
+        if event.get("cat") not in ("kernel", "gpu_memcpy", "gpu_memset"):
+            continue
+        operator = asked.get(event["args"].get("External id"))
+        given = operator["args"] if operator else {}
+        what = [
+            operator["name"] if operator else "?",
+            [size for size in given.get("Input Dims", []) if size and not isinstance(size[0], list)][:3],
+            given.get("Input type", [])[:3],
+            event["name"][:40],
+        ]
+        line = found.setdefault(json.dumps(what), [*what, 0, 0.0])
+        line[4] += 1
+        line[5] = round(line[5] + event["dur"], 2)
+    return list(found.values())
+
+
+def device_jobs(seed: int, draws: int) -> Iterator[tuple[Job, Recipe]]:
+    """The named ones, and the drawn ones."""
+    for name, task, batch, length, recipes in NAMED:
+        for recipe in recipes:
+            job = Job(model=Model.find(name), task=Task.parse(task), batch_size=batch, sequence_length=length)
+            yield job, Recipe.parse(recipe)
+    for number in range(draws):
+        drawn = next(proposals(seed, number))
+        yield drawn.job, drawn.recipe
+
+
+def host_jobs() -> Iterator[tuple[Job, Recipe]]:
+    """Every family in a small size, in an order that no state of the host goes along with."""
+    pairs = [(small(family), Recipe.parse(recipe)) for family in FAMILIES for recipe in RECIPES]
+    random.Random(5).shuffle(pairs)
+    yield from pairs
+
+
+def small(family: Family, depth: int = 6, heads: int = 6) -> Job:
+    """A job of this family that gives a device next to nothing to do."""
+    facts, head = dict(read_preset(family.preset)), family.head_widths[0]
+    sizes = {"depth": depth, "width": heads * head, "heads": heads, "inner": 2 * heads * head}
+    for size, keys in family.keys:
+        facts |= dict.fromkeys(keys, sizes[size])
+    facts |= {key: head for key in (family.free_heads, "head_dim") if key in facts}
+    facts |= {key: values[0] for key, values in family.choices}
+    if family.grouped:
+        facts["num_key_value_heads"] = 2
+    if family.vocabulary:
+        facts[family.vocabulary] = 8_000
+        tokens = {name: value for name, value in facts.items() if name.endswith("_token_id")}
+        facts |= {name: value % 8_000 for name, value in tokens.items() if isinstance(value, int)}
+    model = Model.from_config(
+        check_facts(facts, where=family.name), name=f"{family.name}-small", origin="drawn"
+    )
+    return Job(model=model, task=family.tasks[-1], batch_size=4, sequence_length=64, target_length=64)
+
+
+def observed(job: Job, recipe: Recipe, *, device: bool) -> dict[str, Any]:
+    """One run."""
+    watch = Watch(device=device)
+    step = open_step(job, recipe.setup(), "plain", torch.device("cuda"))
+    step.run(watch.quiet + (2 if device else DRAINED), watch)
+    torch.cuda.synchronize()
+    row: dict[str, Any] = {"job": job.to_json(), "recipe": str(recipe), "drained": watch.drained}
+    if device:
+        pairs = zip(watch.borders, watch.borders[1:], strict=False)
+        row["seconds"] = [begin.elapsed_time(end) / 1000 for begin, end in pairs]
+        row["kernels"] = kernels(watch.profiler)
+    return row
+
+
+def main() -> None:
+    """Writes the file that the command line asks for."""
+    kind, out = sys.argv[1], Path(sys.argv[2])
+    device = kind == "device"
+    runs = []
+    for job, recipe in device_jobs(int(sys.argv[3]), int(sys.argv[4])) if device else host_jobs():
+        try:
+            recipe.check(job)
+            runs.append(observed(job, recipe, device=device))
+        except (SnugfitError, torch.cuda.OutOfMemoryError) as refused:
+            print(f"{job.model.name}, {recipe}: {refused}", file=sys.stderr)
+        gc.collect()
+        torch.cuda.empty_cache()
+    document = {
+        "schema": 1,
+        "what": f"profiled-{kind}",
+        "gpu": torch.cuda.get_device_name(),
+        "date": datetime.now(UTC).date().isoformat(),
+        "versions": versions(),
+        "runs": runs,
+    }
+    out.write_text(json.dumps(document, separators=(",", ":")) + "\n")
+
+
+if __name__ == "__main__":
+    main()
