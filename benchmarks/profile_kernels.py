@@ -5,8 +5,8 @@
 
 `device` runs drawn jobs (`snugfit accuracy` draws them too) and some that are named below, one after the
 other in this process. Each is timed by events in its steady state; then one step runs under `torch.profiler`
-with its operands' shapes, and what is kept is every operator with its sizes, dtypes and kernel, how often it ran
-and how long it took in all. That is what the rates of a device are fitted to (`prediction/rates.json`).
+with its operands' shapes, and what is kept is every operator with its sizes, dtypes and kernel, how often it
+ran and how long it took in all. That is what the rates of a device are fitted to (`prediction/rates.json`).
 
 `host` runs every family in a small size under a handful of recipes. Before each step the device is drained,
 and the clock is read at the borders of phases: what is seen is the host alone. Beside it stands how long a
