@@ -51,7 +51,7 @@ def test_kernels_of_a_length_follow_from_those_of_three(family: str, recipe: str
 
 
 def test_lengths_that_run_other_kernels_do_not_stretch() -> None:
-    """A mask whose rows are no multiple of sixteen is copied, on a GPU that attends with masks so."""
+    """A mask whose rows are no multiple of eight is copied, on a GPU that attends with masks so."""
     known = pace(small_job("bert", layers=2), "fp16", "v100-16gb")
     with pytest.raises(Irregular):
         Stretched([known.sight(length, True) for length in (9, 16, 31)])
@@ -62,7 +62,7 @@ def test_seconds_of_every_length_are_those_of_its_rehearsal(recipe: str, gpu: st
     known = pace(small_job("gpt2", layers=2), recipe, gpu)
     found = known.seconds(range(1, 33), True)
     rehearsed = known.rehearsed
-    assert rehearsed <= 8
+    assert rehearsed <= 9
     assert known.off <= TOLERANCE
     assert not known.lines
     for length in (1, 7, 8, 16, 19, 24, 32):

@@ -37,7 +37,7 @@ def found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict
         rates = rates_for(H200)
         host = HostRate(**dict.fromkeys(rates.host.__dataclass_fields__, 0.0))
         products = {
-            name: replace(rate, flops=SLOW_PRODUCTS, unaligned=unaligned, start=0.0, wave=0.0)
+            name: replace(rate, flops=SLOW_PRODUCTS, unaligned=(unaligned,) * 3, start=0.0, wave=0.0)
             for name, rate in rates.products.items()
         }
         invented = replace(rates, host=host, products=products, multiprocessors=multiprocessors)
@@ -136,5 +136,5 @@ def test_where_the_host_bounds_the_step_no_size_is_told() -> None:
 
 def test_rates_without_the_assumption() -> None:
     rates = aligned(rates_for(H200))
-    assert {rate.unaligned for rate in rates.products.values()} == {1.0}
+    assert {rate.unaligned for rate in rates.products.values()} == {(1.0, 1.0, 1.0)}
     assert replace(rates, products=rates_for(H200).products) == rates_for(H200)

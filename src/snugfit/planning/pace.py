@@ -2,7 +2,7 @@
 
 Seconds are `prediction/seconds.py`'s, of the tape of that length. A few lengths are rehearsed; the kernels of
 the others follow from them (`stretch.py`), and one more rehearsed length says how far off that is. Masks of
-attention are stored in rows of sixteen, and some kernels copy those that are not: where the lengths part in
+attention are stored in rows of eight, and some kernels copy those that are not: where the lengths part in
 two lists of kernels there, each part is stretched on its own. A model that is not like that either gets a
 straight line between more rehearsed lengths, and the result says so.
 
@@ -42,7 +42,7 @@ FEW = 4
 TOLERANCE = 1e-3
 """Of a step's seconds: how far off the proof may be."""
 
-ROW = 16
+ROW = 8
 """Elements in a row of a mask that is stored whole (`pad_bias`, `native/transformers/attention.cpp`)."""
 
 MOST_KNOTS = 9

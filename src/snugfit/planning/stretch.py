@@ -7,7 +7,7 @@ kernels of three rehearsed lengths tell those of any other, tile by tile and wav
 interpolation of seconds would cut the corners off the stairs.
 
 What is no such list (a model that takes another path from some length on) is `Irregular`. Sizes that are
-rounded up inside (the rows of sixteen in which a mask is stored) are a little off between the lengths; the
+rounded up inside (the rows of eight in which a mask is stored) are a little off between the lengths; the
 caller rehearses a fourth and sees by how much.
 """
 

@@ -203,18 +203,23 @@ def _additions(first: Work, further: Work) -> Counter[Any]:
 
 
 def _without(work: Work, added: Counter[Any]) -> Work:
+    """The first micro-batch's work: where nothing stands yet, autograd takes a gradient by a view and adds
+    nothing. That view, and those before the addition, count for the kernel that comes next."""
     left = added.copy()
     kept: list[Kernel] = []
     waits: list[int] = []
     before = deque(work.waits)
+    views = 0
     for place, kernel in enumerate(work.kernels):
         while before and before[0] <= place:
             waits.append(len(kept))
             before.popleft()
         if left[what := _what(kernel)] > 0:
             left[what] -= 1
+            views += kernel.views + 1
         else:
-            kept.append(kernel)
+            kept.append(kernel._replace(views=kernel.views + views) if views else kernel)
+            views = 0
     return Work(tuple(kept), (*waits, *(len(kept) for _ in before)))
 
 
