@@ -69,6 +69,19 @@ def test_the_machine_that_is_known_changes_nothing() -> None:
     assert found.products["bf16"] == known.products["bf16"]
 
 
+def test_a_probe_s_own_error_is_no_machine_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine whose probes are off as they always are is the one that is known."""
+    errors = {"host": 0.9, "bandwidth": 1.05, "fp32": 0.95, "tf32": 1.02, "bf16": 1.04}
+    monkeypatch.setattr("snugfit.comparison.calibrate.PROBE_ERRORS", errors)
+    known, asked = rates_for(GPU), iter(("host", "host", "host", "bandwidth", "fp32", "tf32", "bf16"))
+    found, _ = calibrate(
+        GPU, measure_seconds=lambda job, recipe, _: machine(known, job, recipe) * errors[next(asked)]
+    )
+    assert found.host.forward == pytest.approx(known.host.forward)
+    assert found.bandwidth == pytest.approx(known.bandwidth)
+    assert found.products["fp32"].flops == pytest.approx(known.products["fp32"].flops)
+
+
 def test_a_probe_that_dies_corrects_nothing_and_says_why() -> None:
     def dies(job: Job, recipe: Recipe, steps: int) -> float:
         raise SnugfitError("The probe's run ended with oom.")

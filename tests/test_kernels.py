@@ -1,0 +1,105 @@
+"""What an operator asks of a device: how its operands lie, what its rows are aligned to, what is spared."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from snugfit.job.gpu import find_gpu
+from snugfit.prediction.kernel_seconds import KernelClock
+from snugfit.prediction.rates import rates_for
+from snugfit.prediction.seconds import asking
+from snugfit.rehearsal.kernels import describe
+from snugfit.rehearsal.tape import Kernel
+
+aten = torch.ops.aten
+H200 = rates_for(find_gpu("h200"))
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def kernel(func: Any, *args: Any, **kwargs: Any) -> Kernel:
+    found = describe(func, args, kwargs, func(*args, **kwargs))
+    assert found is not None
+    return Kernel(func._schema.name, "", "forward", *found)
+
+
+HALF = torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("func", "args", "layout"),
+    [
+        (aten.add.Tensor, (meta(8, 8), meta(8, 8)), ""),
+        (aten.add.Tensor, (meta(8, 8).t(), meta(8, 8).t()), ""),  # both transposed lie alike
+        (aten.add.Tensor, (meta(8, 8).t(), meta(8, 8)), "strided"),
+        (aten.mul.Tensor, (meta(8, 8), meta(8)), "strided"),  # broadcast
+        (aten.add.Tensor, (meta(8, 8, dtype=HALF), meta(8, 8)), "casts"),
+        (aten.gelu.default, (meta(8, 8)[:, ::2],), "strided"),
+        (aten.clone.default, (meta(8, 8),), ""),
+        (aten.sum.default, (meta(8, 8).t(),), ""),  # no pointwise operator
+    ],
+)
+def test_how_operands_lie(func: Any, args: tuple[Any, ...], layout: str) -> None:
+    assert kernel(func, *args).layout == layout
+
+
+def test_a_cast_to_fewer_bits_has_a_kernel_of_its_own() -> None:
+    assert kernel(aten._to_copy.default, meta(8, 8), dtype=HALF).layout == ""
+    assert kernel(aten._to_copy.default, meta(8, 8, dtype=HALF), dtype=torch.float32).layout == "casts"
+
+
+def test_leading_dimensions_are_those_in_memory() -> None:
+    """A classifier over 50,257 words: its weights' rows are long, and what it writes is not aligned."""
+    hidden, weights = meta(64, 768, dtype=HALF), meta(50_257, 768, dtype=HALF)
+    assert kernel(aten.mm.default, hidden, weights.t()).leading == (768, 768, 50_257)
+    bias = meta(50_257, dtype=HALF)
+    assert kernel(aten.addmm.default, bias, hidden, weights.t()).leading == (768, 768, 50_257)
+
+
+@pytest.mark.parametrize(("columns", "alignment"), [(50_257, 2), (50_258, 4), (50_260, 8), (50_264, 16)])
+def test_rows_that_are_less_aligned_are_slower(columns: int, alignment: int) -> None:
+    rate = H200.products["bf16"]
+    clock = KernelClock(H200)
+    of_words = kernel(aten.mm.default, meta(8192, 768, dtype=HALF), meta(columns, 768, dtype=HALF).t())
+    slowed = clock.seconds(of_words) / clock.seconds(of_words._replace(leading=(768, 768, 768)))
+    assert slowed == pytest.approx(1 / rate.share(alignment), rel=0.3)  # starts and waves are as they were
+
+
+def test_a_causal_mask_spares_half() -> None:
+    query = meta(2, 4, 128, 64, dtype=HALF)
+    attend = aten._scaled_dot_product_flash_attention.default
+    whole, half = (kernel(attend, query, query, query, 0.0, causal) for causal in (False, True))
+    assert 2 * half.flops == whole.flops
+    dropping = kernel(attend, query, query, query, 0.1, True)
+    assert (half.layout, dropping.layout) == ("", "with dropout")
+
+
+def test_dropout_slows_attention_down_where_it_was_measured() -> None:
+    query = meta(32, 16, 512, 64, dtype=HALF)
+    attend = aten._scaled_dot_product_cudnn_attention.default
+    with_it, without = (
+        KernelClock(H200).seconds(kernel(attend, query, query, query, None, True, dropout))
+        for dropout in (0.1, 0.0)
+    )
+    assert with_it > 1.5 * without
+
+
+def test_a_loss_reads_what_it_is_asked_for() -> None:
+    """Of 50,257 log-probabilities a row, one."""
+    told, targets = meta(1024, 50_257), meta(1024, dtype=torch.int64)
+    loss = kernel(aten.nll_loss_forward.default, told, targets, None, 1, -100)
+    assert loss.nbytes < told.numel()
+
+
+def test_a_view_costs_the_host_and_not_the_device() -> None:
+    alone = kernel(aten.add.Tensor, meta(8, 8), meta(8, 8))
+    viewed = alone._replace(views=3)
+    assert KernelClock(H200).seconds(viewed) == KernelClock(H200).seconds(alone)
+    host = replace(H200.host, view=1.0)
+    assert asking(viewed, host) - asking(alone, host) == pytest.approx(3.0)
