@@ -96,7 +96,7 @@ class Timing:
     """Seconds of one optimizer step in the steady state."""
 
     step_seconds: float
-    """Median over the steady steps."""
+    """Mean of the steady steps, the shortest and longest twentieths apart."""
 
     spread: float
     """(90th percentile - 10th percentile) / mean of the steady steps."""
