@@ -2,11 +2,11 @@
 
     python benchmarks/fit_host.py OUT.json PROFILED.json [PROFILED.json ...]
 
-Every run of these files (`profile_steps.py` or `snugfit accuracy` writes them) is rehearsed again, its
-device's seconds are taken from the rates as they are, and the constants of `HostRate` are sought that make
-the mean of |log(predicted / measured)| of step times smallest, through the same queue as any prediction. An
-error beyond a factor of 1.6 counts as that: a run that something else disturbed must not bend the rest. Four
-fits that leave out a quarter each say how well a run is predicted that was not fitted.
+Every run of these files (`profile_kernels.py device` or `snugfit accuracy` writes them) is rehearsed again,
+its device's seconds are taken from the rates as they are, and the constants of `HostRate` are sought that
+make the mean of |log(predicted / measured)| of step times smallest, through the same queue as any prediction.
+An error beyond a factor of 1.6 counts as that: a run that something else disturbed must not bend the rest.
+Four fits that leave out a quarter each say how well a run is predicted that was not fitted.
 
 What the making of a batch costs hardly shows in a step of text, so `copy`, `sample` and `byte` are fitted to
 what drained hosts spent in loading.

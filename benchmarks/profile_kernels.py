@@ -4,9 +4,11 @@
     python benchmarks/profile_kernels.py host OUT.json
 
 `device` runs drawn jobs (`snugfit accuracy` draws them too) and some that are named below, one after the
-other in this process. Each is timed by events in its steady state; then one step runs under `torch.profiler`
-with its operands' shapes, and what is kept is every operator with its sizes, dtypes and kernel, how often it
-ran and how long it took in all. That is what the rates of a device are fitted to (`prediction/rates.json`).
+other in this process. Each is timed by events in its steady state (`step_seconds`, the median); then one step
+runs under `torch.profiler` with its operands' shapes, and what is kept is every operator with its sizes,
+dtypes and kernel, how often it ran and how long it took in all (`device_seconds`, their sum); two with the
+device drained show the host alone (`host_seconds_drained`, by phase). The rates of a device are fitted to
+such a file (`prediction/rates.json`), and its host's by `fit_host.py`.
 
 `host` runs every family in a small size under a handful of recipes. Before each step the device is drained,
 and the clock is read at the borders of phases: what is seen is the host alone. Beside it stands how long a
@@ -18,6 +20,7 @@ from __future__ import annotations
 import gc
 import json
 import random
+import statistics
 import sys
 import tempfile
 import time
@@ -51,6 +54,11 @@ NAMED = (
     ("meta-llama/Llama-3.2-1B", "causal-lm", 8, 1024, ("bf16 + adamw_fused", "fp16")),
     ("Qwen/Qwen2.5-0.5B", "causal-lm", 4, 2048, ("fp16 + expandable", "bf16 + every_nth_layer(n=4)")),
     ("bert-large-uncased", "sequence-classification", 32, 512, ("bf16", "plain", "tf32 + every_layer")),
+    ("bert-large-uncased", "sequence-classification", 4, 512, (
+        "plain", "bf16", "fp16", "tf32", "bf16 + adamw_fused", "every_layer + bf16 + micro_batches(4)",
+        "adafactor + bf16", "sgd + bf16", "adamw_8bit + bf16", "adamw_loop + bf16", "eager + bf16",
+        "adafactor_torch + bf16", "bf16_pure + adamw_fused",
+    )),
 )  # fmt: skip
 RECIPES = (
     "plain", "bf16", "bf16 + every_layer", "fp16 + adamw_fused", "eager", "eager + bf16 + segments",
@@ -188,8 +196,16 @@ def observed(job: Job, recipe: Recipe, *, device: bool) -> dict[str, Any]:
     if device:
         pairs = zip(watch.borders, watch.borders[1:], strict=False)
         row["seconds"] = [begin.elapsed_time(end) / 1000 for begin, end in pairs]
+        row["step_seconds"] = statistics.median(row["seconds"])
         row["kernels"] = kernels(watch.profiler)
+        row["device_seconds"] = sum(microseconds for *_, microseconds in row["kernels"]) / 1e6
+        row["host_seconds_drained"] = by_phase(watch.drained)
     return row
+
+
+def by_phase(drained: list[tuple[float, dict[str, float]]]) -> dict[str, float]:
+    """Seconds of each phase, the mean of the drained steps."""
+    return {name: statistics.mean(spent[name] for _, spent in drained) for name in drained[0][1]}
 
 
 def main() -> None:
