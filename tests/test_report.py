@@ -18,7 +18,10 @@ from snugfit.errors import MeasurementError, UsageError
 from snugfit.job.gpu import all_gpus, find_gpu
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
-from snugfit.report import compare, files, gpus, grid, guide, plot, sketch, techniques
+from snugfit.planning.gpu_plans import GpuPlans, OnGpu
+from snugfit.planning.plan import Counts
+from snugfit.planning.prices import Prices
+from snugfit.report import compare, files, gpu_plans, gpus, grid, guide, plot, sketch, techniques
 from snugfit.report import measurement as measurement_report
 from snugfit.report import prediction as prediction_report
 from snugfit.report.job import job_line
@@ -198,6 +201,7 @@ def test_markdown_and_csv_make_foreign_words_inert() -> None:
     """U3 and U5: pipes, links, HTML; and formulas, but not numbers."""
     cell = grid.escape("[a](javascript:x)|<b>`c`")
     assert cell == r"\[a\](javascript:x)\|&lt;b&gt;\`c\`"
+    assert grid.escape("a\r\nb\x1b[2J\x07 \u202ec") == "a b\ufffd\\[2J\ufffd \ufffdc"
     for formula in ("=HYPERLINK(1)", "+1", "-cmd", "@sum", "\t=1"):
         assert grid.inert(formula) == f"'{formula}"
     assert grid.inert(-0.5) == "-0.5"
@@ -206,6 +210,28 @@ def test_markdown_and_csv_make_foreign_words_inert() -> None:
     assert rows[0]["experiment"] == "vanilla"
     assert int(rows[0]["published_bytes_v100"]) == 14949 << 20
     assert float(rows[1]["predicted_change"]) < 0
+
+
+@pytest.mark.parametrize(("verified", "told"), [
+    ((True, True), "Rehearsed whole, each took what the search had found."),
+    ((True, None), "Rehearsed whole, each took what the search had found."),
+    ((True, False), "Rehearsed whole, L4 came out otherwise than the search had found"),
+    ((None, None), ""),
+])  # fmt: skip
+def test_plans_for_gpus_say_whether_whole_rehearsals_bore_them_out(
+    verified: tuple[bool | None, ...], told: str
+) -> None:
+    answers = tuple(
+        OnGpu(gpu=find_gpu(name), fits=None, verified=each, why="an example")
+        for name, each in zip(("h200", "l4"), verified, strict=True)
+    )
+    counts = (Counts(recipes=1, tapes=1, footprints=1, passes=1, replayed=1),)
+    found = GpuPlans(
+        job=prediction().job, fidelity="rounds", objective="speed", answers=answers, counts=counts
+    )
+    for text in (as_text(gpu_plans.render(found)), gpu_plans.markdown(found, Prices())):
+        assert told in " ".join(text.split())
+        assert ("Rehearsed whole" in text) is bool(told)
 
 
 def test_the_plot_is_the_same_twice_and_reads_any_name() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -100,8 +100,7 @@ def the_run(found: GpuPlans, prices: Prices) -> Iterator[str]:
         )
     unpriced = [answer.key for answer in found.fitting if answer.key not in prices.per_hour]
     if prices.per_hour and unpriced:
-        more = f" and {len(unpriced) - FEW} more" if len(unpriced) > FEW else ""
-        yield f"No price was given for {', '.join(unpriced[:FEW])}{more}, which would train this too."
+        yield f"No price was given for {_some(unpriced)}, which would train this too."
 
 
 def table(found: GpuPlans, prices: Prices) -> Grid:
@@ -177,8 +176,26 @@ def looked_at(found: GpuPlans) -> Iterator[str]:
         yield (
             f"{recipes:,} lawful recipes; GPUs that run the same kernels were searched together, "
             f"{len(found.counts)} searches in all, {judged:,} recipes put together whole. Each answer was "
-            "judged by its GPU's own workspaces and scratch."
+            f"judged by its GPU's own workspaces and scratch. {_verified(found)}".strip()
         )
+
+
+def _verified(found: GpuPlans) -> str:
+    """Whether the whole rehearsals took what the search had found."""
+    other = [answer.key for answer in found.answers if answer.verified is False]
+    if other:
+        return (
+            f"Rehearsed whole, {_some(other)} came out otherwise than the search had found: the figures are "
+            "those of the whole rehearsal."
+        )
+    known = any(answer.verified for answer in found.answers)
+    return "Rehearsed whole, each took what the search had found." if known else ""
+
+
+def _some(keys: Sequence[str]) -> str:
+    """A few of these GPUs by name, and how many more there are."""
+    more = f" and {len(keys) - FEW} more" if len(keys) > FEW else ""
+    return f"{', '.join(keys[:FEW])}{more}"
 
 
 def _ms(answer: OnGpu, choice: Choice) -> str:

@@ -14,7 +14,7 @@ from io import StringIO
 
 from rich.console import Group, RenderableType
 
-from snugfit.report.terminal import table, words
+from snugfit.report.terminal import harmless, table, words
 
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]|~#])")
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
@@ -57,8 +57,8 @@ def markdown(grid: Grid) -> str:
 
 
 def escape(text: str) -> str:
-    """Foreign words in Markdown: on one line, with no character that means something."""
-    flat = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    """Foreign words in Markdown: on one line, no character of it means anything there or to a terminal."""
+    flat = harmless(" ".join(text.split())).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return _MARKDOWN.sub(r"\\\1", flat)
 
 

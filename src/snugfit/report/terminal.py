@@ -27,7 +27,12 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
 
 def words(value: object, style: str = "") -> Text:
     """Foreign words as data: no markup, and no control characters."""
-    return Text(_CONTROL.sub("\N{REPLACEMENT CHARACTER}", str(value)), style=style)
+    return Text(harmless(str(value)), style=style)
+
+
+def harmless(text: str) -> str:
+    """Foreign words without characters that speak to a terminal, or turn the direction of reading."""
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def table(columns: Iterable[str], rows: Iterable[Sequence[object]], *, title: str = "") -> Table:
