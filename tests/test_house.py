@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,7 @@ def room_of(path: Path) -> str:
     return path.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
+@cache
 def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
@@ -93,24 +95,36 @@ def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]
     return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_a_room_imports_only_rooms_below_it(path: Path) -> None:
-    own = room_of(path)
-    assert own in BELOW, f"a room without a floor: {own}"
-    rooms = {module.split(".")[1] for module in imported(tree_of(path)) if module.startswith("snugfit.")}
-    rooms = {room for room in rooms if (SOURCE / room).is_dir() or (SOURCE / f"{room}.py").is_file()}
-    assert rooms <= BELOW[own] | {own}
+def offending(rule: Callable[[Path], Iterable[str]]) -> dict[str, list[str]]:
+    """The files that break a rule, each with what breaks it. One test a rule: every file stands in its
+    failure."""
+    found = {name_of(path): sorted(rule(path)) for path in FILES}
+    return {name: wrong for name, wrong in found.items() if wrong}
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_nobody_imports_a_technique_by_name(path: Path) -> None:
+def test_a_room_imports_only_rooms_below_it() -> None:
+    rooms = {entry.stem for entry in SOURCE.iterdir()}
+    assert {room_of(path) for path in FILES} <= set(BELOW), "a room without a floor"
+
+    def above(path: Path) -> set[str]:
+        modules = imported(tree_of(path))
+        met = {module.split(".")[1] for module in modules if module.startswith("snugfit.")} & rooms
+        return met - BELOW[room_of(path)] - {room_of(path)}
+
+    assert not offending(above)
+
+
+def test_nobody_imports_a_technique_by_name() -> None:
     slots = {entry.name for entry in (SOURCE / "techniques").iterdir() if (entry / "__init__.py").is_file()}
-    named = {
-        module
-        for module in imported(tree_of(path))
-        if module.startswith("snugfit.techniques.") and module.split(".")[2] in slots
-    }
-    assert not named or room_of(path) == "techniques", f"a technique imported by name: {named}"
+
+    def named(path: Path) -> set[str]:
+        return {
+            module
+            for module in imported(tree_of(path))
+            if module.startswith("snugfit.techniques.") and module.split(".")[2] in slots
+        }
+
+    assert not offending(lambda path: named(path) if room_of(path) != "techniques" else ())
 
 
 def imported_at_import(path: Path) -> set[str]:
@@ -122,50 +136,56 @@ def imported_at_import(path: Path) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_nothing_heavy_is_imported_at_import(path: Path) -> None:
+def test_nothing_heavy_is_imported_at_import() -> None:
     """A module whose classes derive from torch's cannot but import it; then nobody else may import that
     module but inside a function."""
-    modules = imported_at_import(path)
-    if name_of(path) in HEAVY_THEMSELVES:
-        return
     heavy = {f"snugfit.{name.removesuffix('.py').replace('/', '.')}" for name in HEAVY_THEMSELVES}
-    assert not {module.split(".")[0] for module in modules} & HEAVY
-    assert not modules & heavy
+
+    def met(path: Path) -> set[str]:
+        modules = imported_at_import(path)
+        return (modules & heavy) | {module for module in modules if module.split(".")[0] in HEAVY}
+
+    assert not offending(lambda path: met(path) if name_of(path) not in HEAVY_THEMSELVES else ())
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_files_and_functions_stay_small(path: Path) -> None:
-    lines = len(path.read_text(encoding="utf-8").splitlines())
-    assert lines < 300
-    long = [one.name for one in functions(tree_of(path)) if (one.end_lineno or 0) - one.lineno + 1 >= 60]
-    assert not long
+def test_files_and_functions_stay_small() -> None:
+    def large(path: Path) -> Iterator[str]:
+        lines = len(path.read_text(encoding="utf-8").splitlines())
+        if lines >= 300:
+            yield f"{lines} lines"
+        for one in functions(tree_of(path)):
+            if (one.end_lineno or 0) - one.lineno + 1 >= 60:
+                yield one.name
+
+    assert not offending(large)
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_no_room_without_a_name_of_its_own(path: Path) -> None:
-    assert not {part.removesuffix(".py") for part in path.relative_to(SOURCE).parts} & {
-        "util", "utils", "common", "helper", "helpers", "misc",
-    }  # fmt: skip
+def test_no_room_without_a_name_of_its_own() -> None:
+    nameless = {"util", "utils", "common", "helper", "helpers", "misc"}
+    assert not offending(
+        lambda path: {part.removesuffix(".py") for part in path.relative_to(SOURCE).parts} & nameless
+    )
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_everything_public_has_a_docstring(path: Path) -> None:
-    tree = tree_of(path)
-    assert ast.get_docstring(tree) or not tree.body, "the file has no head"
-    silent = [
-        node.name
-        for scope in ast.walk(tree)
-        if isinstance(scope, ast.Module | ast.ClassDef) and not getattr(scope, "name", "").startswith("_")
-        for node in scope.body
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-        and not node.name.startswith("_")
-        and not ast.get_docstring(node)
-        and not any(
-            "overload" in ast.unparse(mark) or "override" in ast.unparse(mark) for mark in node.decorator_list
-        )
-    ]
-    assert not silent
+def test_everything_public_has_a_docstring() -> None:
+    def silent(path: Path) -> Iterator[str]:
+        tree = tree_of(path)
+        if tree.body and not ast.get_docstring(tree):
+            yield "the file's head"
+        for node in public(tree):
+            marks = [ast.unparse(mark) for mark in node.decorator_list]
+            if not ast.get_docstring(node) and not any("overload" in m or "override" in m for m in marks):
+                yield node.name
+
+    assert not offending(silent)
+
+
+def public(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
+    """Functions and classes of public names, of the file and of its public classes."""
+    for scope in ast.walk(tree):
+        if isinstance(scope, ast.Module | ast.ClassDef) and not getattr(scope, "name", "").startswith("_"):
+            named = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+            yield from (node for node in scope.body if isinstance(node, named) and node.name[0] != "_")
 
 
 def test_the_public_names_are_true() -> None:
