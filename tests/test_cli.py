@@ -99,6 +99,17 @@ TYPED = {
     "no job file": (["predict", "--job", "missing.yaml"], "no such job file"),
     "output is a file": (["guide", *V100, "--output", sys.executable], "file"),
     "unknown format": (["guide", *V100, "--format", "pdf"], "csv"),
+    "no such choice": (["plan", *BERT, *V100, "--fidelity", "exact"], "'--fidelity': 'exact' is not one"),
+    "no choice": (["export", "bf16", *BERT], "'--to'. Choose from: hf, accelerate,"),
+    "force of no file": (["check", "x.json", "--force"], "--force is about the file of --output"),
+    "force of no folder": (["export", "bf16", *BERT, "--to", "hf", "--force"], "in the folder of --output"),
+    "corrected in other words": (["check", "x.json", "--output", "y.py"], "must end in '.json'"),
+    "an export that evaluates": (["export", "bf16", *BERT, "--to", "hf", "--set", "phase=evaluate"], "train"),
+    "a show that draws": (["accuracy", "--show", "x.json", "--draw", "3"], "--draw says how to draw"),
+    "measured where it lies": (["accuracy", "--measure", "x.json", "--output", "y"], "--output says how"),
+    "predicted again only": (["accuracy", "--rescore", "x.json", "--gpu", "l4"], "--gpu says how to draw"),
+    "jobs that are drawn": (["accuracy", "--top", "3", "--job", "x.yaml", "--draw", "4"], "those of --job"),
+    "a plot in a file": (["accuracy", "--show", "x.json", "--plot", f"{sys.executable}/a.svg"], "is a file"),
 }  # fmt: skip
 
 

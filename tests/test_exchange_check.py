@@ -184,6 +184,9 @@ CONFLICTS = [
     {"dataloader_prefetch_factor": 2},
     {"lr_scheduler_type": "reduce_lr_on_plateau"},
     {"logging_steps": 0},
+    {"optim": "adamw_nope"},
+    {"lr_scheduler_type": "liner"},
+    {"eval_strategy": "epochs"},
 ]
 
 
@@ -260,6 +263,13 @@ def test_what_transformers_itself_writes_has_no_findings(tmp_path: Path) -> None
         ("a.json", {"optim": "galore_adamw_layerwise", "gradient_accumulation_steps": 2}, "conflict",
          "optim"),
         ("a.json", {"output_dir": "x", "auto_find_batch_size": True}, "trap", "auto_find_batch_size"),
+        ("a.json", {"per_device_train_batch_size": "eight"}, "conflict", "per_device_train_batch_size"),
+        ("a.json", {"per_device_train_batch_size": 8.5}, "conflict", "per_device_train_batch_size"),
+        ("a.json", {"per_device_train_batch_size": 0}, "conflict", "per_device_train_batch_size"),
+        ("a.json", {"output_dir": "x", "gradient_accumulation_steps": True}, "conflict",
+         "gradient_accumulation_steps"),
+        ("a.json", {"output_dir": "x", "learning_rate": "nan"}, "conflict", "learning_rate"),
+        ("a.yaml", "output_dir: x\nbf16: maybe", "conflict", "bf16"),
         ("a.yaml", "output_dir: x\nlearning_rate: 1e-5", "trap", "learning_rate"),
         ("a.py", "m = AutoModelForCausalLM.from_pretrained('gpt2')\nTrainingArguments(bf16=True)", "trap",
          "from_pretrained"),
@@ -284,6 +294,28 @@ def test_findings(tmp_path: Path, name: str, content: Any, kind: str, key: str) 
     assert key in about(checked, kind)
     again = found(tmp_path, name, corrected(checked))
     assert not [one for one in again.findings if one.fix]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"save_steps": 0.5}, {"bf16": 1}, {"learning_rate": 1}, {"seed": None}, {"report_to": ["wandb"]},
+     {"optim": "adamw_torch"}, {"activation_checkpointing": True}, {"dataloader_num_workers": 0}],
+    ids=str,
+)  # fmt: skip
+def test_values_that_the_class_takes_are_no_finding(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    assert not about(found(tmp_path, "a.json", {"output_dir": "x", **arguments}), "conflict")
+
+
+def test_what_only_running_a_script_would_tell_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "train.py"
+    file.write_text("args = TrainingArguments('x', learning_rate=rate * 2, **more)\n")
+    assert check(file).unread == ("learning_rate=rate * 2", "**more")
+    assert run(["check", str(file)]) == 0
+    assert "Not known before it runs, and not checked: learning_rate=rate * 2, **more." in (
+        capsys.readouterr().out
+    )
 
 
 def test_a_mended_accelerate_config_is_loaded_by_accelerate(tmp_path: Path) -> None:

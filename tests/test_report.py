@@ -212,6 +212,11 @@ def test_markdown_and_csv_make_foreign_words_inert() -> None:
     assert float(rows[1]["predicted_change"]) < 0
 
 
+def test_a_report_s_folder_is_made(tmp_path: Path) -> None:
+    """What took an hour is not lost because a plot was asked for in a folder that is not there."""
+    assert files.write_atomically(tmp_path / "a" / "b" / "plot.svg", b"drawn").read_bytes() == b"drawn"
+
+
 @pytest.mark.parametrize(("verified", "told"), [
     ((True, True), "Rehearsed whole, each took what the search had found."),
     ((True, None), "Rehearsed whole, each took what the search had found."),

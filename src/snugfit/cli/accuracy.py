@@ -8,7 +8,7 @@ what there is. What does not go together is said before anything begins.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -71,19 +71,20 @@ Plot = Annotated[
 ]
 Format = Annotated[Literal["terminal", "markdown", "json"], typer.Option("--format", help="What to print.")]
 
+DRAWS, OUTPUT = 16, Path("snugfit-accuracy")
 USUAL_WORKERS = 4
 """The GPU is waited for; more predictions at once would only crowd the host while steps are timed."""
 
 
 def accuracy(
     *,
-    draw: Draw = 16,
+    draw: Draw = DRAWS,
     seed: Seed = 0,
     gpu: given.GpuName = None,
     within_job: WithinJob = None,
     top: Top = None,
     job: Jobs = None,
-    output: Output = Path("snugfit-accuracy"),
+    output: Output = OUTPUT,
     predict_only: PredictOnly = False,
     workers: Workers = None,
     measure: Measure = None,
@@ -97,7 +98,14 @@ def accuracy(
     """Draw jobs and recipes, predict and measure each, and show the errors."""
     form = "json" if as_json else form
     ways = {"within-job": within_job, "top": top, "measure": measure, "rescore": rescore, "show": show}
+    about_a_draw = {
+        "draw": draw != DRAWS, "seed": seed != 0, "gpu": gpu is not None, "predict-only": predict_only,
+        "output": output != OUTPUT, "workers": workers is not None,
+    }  # fmt: skip
     _refuse([way for way, value in ways.items() if value is not None], rates, job, plot)
+    _refuse_idle({way for way, value in ways.items() if value is not None}, about_a_draw)
+    if job and draw != DRAWS:
+        raise UsageError(f"--draw {draw}: the jobs are those of --job. Leave it out.")
     if show is not None:
         _answer(_read(show), form, plot)
         return
@@ -128,6 +136,19 @@ def _refuse(ways: list[str], rates: Path | None, jobs: list[Path] | None, plot: 
         raise UsageError("--job names what would be drawn; it goes with --within-job or --top.")
     if plot is not None and plot.suffix not in (".png", ".svg"):
         raise UsageError(f"--plot {plot}: a plot is a .png or a .svg file.")
+    if plot is not None:
+        from snugfit.report.files import writable_folder
+
+        writable_folder(plot.parent)
+
+
+def _refuse_idle(ways: set[str], asked: Mapping[str, bool]) -> None:
+    """What says how to draw, where nothing is drawn."""
+    for way in ways & {"show", "measure", "rescore"}:
+        heard = ("output", "workers") if way == "rescore" else ()
+        for option, said in asked.items():
+            if said and option not in heard:
+                raise UsageError(f"--{option} says how to draw, and --{way} draws nothing. Leave it out.")
 
 
 def _gpu(name: str | None, predict_only: bool) -> Gpu:

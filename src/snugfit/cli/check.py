@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from snugfit.cli import arguments as given
+from snugfit.errors import UsageError
 
 FOUND = 3
 
@@ -30,6 +31,10 @@ def check(file: File, *, output: Output = None, force: Force = False, as_json: g
     from snugfit.report.check import render
     from snugfit.report.terminal import show, show_json
 
+    if output is None and force:
+        raise UsageError("--force is about the file of --output, and none was named.")
+    if output is not None and output.suffix.lower() != file.suffix.lower():
+        raise UsageError(f"--output {output}: it corrects {file}, so its name must end in {file.suffix!r}.")
     checked = look(file)
     if output is not None:
         from snugfit.exchange.correct import corrected

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from snugfit.cli import arguments as given
+from snugfit.errors import UsageError
 
 Recipe = Annotated[str, typer.Argument(help='Techniques: "bf16 + every_layer + micro_batches(4)", or plain.')]
 Target = Annotated[
@@ -46,6 +47,8 @@ def export(
         "batch_size": batch_size, "labels": labels, "clip": clip, "job_file": job_file,
         "settings": settings, "online": online, "recipe": recipe,
     }  # fmt: skip
+    if output is None and force:
+        raise UsageError("--force is about the files in the folder of --output, and none was named.")
     request = Request.read(flags)
     made = write(request.job, request.recipe, to)
     if output is not None:

@@ -121,10 +121,11 @@ def _tell_mistake(mistake: Exception) -> int:
     """A mistake in the command line, with the help that would have prevented it."""
     context = getattr(mistake, "ctx", None)
     path = context.command_path if context else "snugfit"
-    message = getattr(mistake, "format_message", mistake.__str__)()
+    message = " ".join(getattr(mistake, "format_message", mistake.__str__)().split())
     if not message:  # no arguments at all: typer has printed the help already
         return 2
-    return _tell(f"{message.rstrip('.')}. Try: {path} --help", 2)
+    message = message.replace("Value error, ", "").rstrip(".")  # typer's checks are pydantic's
+    return _tell(f"{message}. Try: {path} --help", 2)
 
 
 def _forget_reader() -> int:

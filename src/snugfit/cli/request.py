@@ -127,7 +127,7 @@ def _job(settings: Mapping[str, Any], *, online: bool) -> Job:
 
     if "model" not in settings:
         raise UsageError(
-            "No model. Name one: snugfit predict bert-large-uncased --task sequence-classification"
+            "No model. Name one and its task, for example: bert-large-uncased --task sequence-classification"
         )
     if "task" not in settings:
         tasks = ", ".join(task.value for task in Task if task is not Task.CUSTOM)

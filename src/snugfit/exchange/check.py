@@ -29,6 +29,7 @@ from snugfit.exchange import installed
 from snugfit.exchange.dialect import as_word, dialect, flatten
 from snugfit.exchange.document import Document, open_document
 from snugfit.exchange.python_call import Unknown
+from snugfit.exchange.values import wrong_values
 
 _CONDITIONS: Mapping[str, Callable[[Any, Any, Mapping[str, Any]], bool]] = {
     "not": lambda value, listed, force: value not in listed,
@@ -85,6 +86,12 @@ class Checked:
     findings: tuple[Finding, ...]
     """In the order of the kinds above, and of the file."""
 
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Arguments of a script that only running it would tell: nothing was said about them."""
+        found = ((key, value) for key, value in flatten(self.document.values) if isinstance(value, Unknown))
+        return tuple(key if key.startswith("**") else f"{key}={value}" for key, value in found)
+
     def to_json(self) -> dict[str, Any]:
         """A JSON object."""
         return {
@@ -104,6 +111,7 @@ class Checked:
                 }
                 for one in self.findings
             ],
+            "unread": list(self.unread),
         }  # fmt: skip
 
 
@@ -118,6 +126,10 @@ def check_document(document: Document) -> Checked:
     values = document.values
     found = [*_renamed(values, facts), *_removed(values, facts), *_words(document, facts)]
     found += [*_unknown(document, facts), *_batches(document)]
+    if document.dialect == "trainer":
+        told = {key for one in found for key in one.keys}
+        wrong = (one for one in wrong_values(values) if one[0] not in told)
+        found += [Finding(kind="conflict", keys=(key,), says=says) for key, says in wrong]
     if document.script is None or document.dialect == "trainer":  # other rules are about a file, not a call
         found += _rules(document, facts)
     kinds = ("conflict", "unknown", "renamed", "removed", "no effect", "trap")

@@ -51,7 +51,7 @@ def export(job: Job, recipe: Recipe, to: str) -> Export:
     if to not in TARGETS:
         raise UsageError(f"Unknown target {to!r}.{did_you_mean(to, TARGETS)} Targets: {', '.join(TARGETS)}.")
     if not job.trains:
-        raise UsageError("An export trains. Leave --phase out.")
+        raise UsageError("phase is evaluate, and an export trains. Leave it out.")
     if job.model.module is not None:
         raise UsageError(f"{job.model.name} lives in Python only, and a script could not build it.")
     recipe.check(job, installed=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import MISSING, fields
 from enum import Enum
 from functools import cache
-from typing import Any
+from typing import Any, get_type_hints
 
 from snugfit.job.architectures import transformers_version
 from snugfit.techniques.hub_kernels import no_hub_kernels
@@ -26,6 +26,15 @@ def defaults() -> dict[str, Any]:
             value = field.default_factory() if field.default_factory is not MISSING else None
         found[field.name] = value.value if isinstance(value, Enum) else value
     return found
+
+
+@cache
+def hints() -> dict[str, Any]:
+    """Every field of the installed `TrainingArguments` with its type."""
+    from transformers import TrainingArguments
+
+    found = get_type_hints(TrainingArguments)
+    return {name: found[name] for name in defaults()}
 
 
 def version() -> str:

@@ -70,8 +70,10 @@ def read_script(text: str, where: str) -> Script:
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
-        raise UsageError(f"{where}{line}: this is not Python ({error}).") from None
+        line, why = "", str(error)
+        if isinstance(error, SyntaxError):
+            line, why = f", line {error.lineno}" if error.lineno else "", error.msg
+        raise UsageError(f"{where}{line}: this is not Python ({why}).") from None
     reader = _Reader(text, tree)
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     if other := [call for call in calls if _name(call) in OTHER_DEFAULTS]:

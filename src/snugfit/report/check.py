@@ -13,11 +13,13 @@ def render(checked: Checked) -> RenderableType:
     """The findings, the gravest first, each with what to do."""
     title = dialect(checked.document.dialect).title
     head = f"{checked.document.path} ({title})"
+    unread = [words(f"Not known before it runs, and not checked: {', '.join(checked.unread)}.")]
+    notes = unread if checked.unread else []
     if not checked.findings:
-        return words(f"{head}: nothing found.")
+        return Group(words(f"{head}: nothing found."), *notes)
     rows = [(one.kind, ", ".join(one.keys), one.says, _cure(one)) for one in checked.findings]
     count = f"{len(rows)} finding{'s' if len(rows) > 1 else ''}"
-    return Group(words(f"{head}: {count}."), table(("Kind", "What", "Why", "Cure"), rows))
+    return Group(words(f"{head}: {count}."), table(("Kind", "What", "Why", "Cure"), rows), *notes)
 
 
 def _cure(finding: Finding) -> str:

@@ -10,11 +10,13 @@ from snugfit.errors import UsageError
 
 
 def write_atomically(path: Path, content: bytes) -> Path:
-    """Writes through a file beside it that is renamed when it is complete; gives the path back.
+    """Writes through a file beside it that is renamed when it is complete; gives the path back. A folder that
+    is not there yet is made.
 
     Raises `UsageError` when the place cannot be written.
     """
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     except OSError as error:
         raise UsageError(f"{path.parent}: cannot be written ({error.strerror}).") from None
@@ -46,6 +48,6 @@ def writable_folder(folder: Path) -> Path:
         tempfile.TemporaryFile(dir=nearest).close()
     except OSError as error:
         raise UsageError(
-            f"{folder}: {nearest} cannot be written ({error.strerror}). Name another folder with --output."
+            f"{folder}: {nearest} cannot be written ({error.strerror}). Name another folder."
         ) from None
     return folder

@@ -71,7 +71,6 @@ def write(result: GuideResult, folder: Path) -> list[Path]:
         "guide.csv": csv(result).encode(),
         "guide.json": json.dumps(result.to_json(), indent=2, allow_nan=False).encode() + b"\n",
     }
-    folder.mkdir(parents=True, exist_ok=True)
     return [write_atomically(folder / name, content) for name, content in contents.items()]
 
 
