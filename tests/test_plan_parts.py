@@ -111,7 +111,7 @@ def test_joined_pieces_of_few_layers_take_no_longer_than_the_step(recipe: str) -
     job, setup = small_job("bert", 13, batch_size=4), Recipe.parse(recipe).setup()
     parts = Parts(job, GPUS, GpuClocks(GPUS))
     for least, figures in zip(parts.screen([setup])[0], parts.judge([setup])[0], strict=True):
-        assert 0.9 * figures.seconds < least.seconds <= (1 + SLACK) * figures.seconds
+        assert 0.99 * figures.seconds < least.seconds <= (1 + SLACK) * figures.seconds
         assert least.needed_bytes <= figures.requested_bytes + figures.context_bytes
 
 

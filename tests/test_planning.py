@@ -283,10 +283,11 @@ def test_the_clock_of_a_gpu_is_the_prediction_s(recipe: str) -> None:
 
 
 def test_the_clock_waits_where_the_queue_does() -> None:
-    """Waits before the first kernel, twice at one place, and after the last."""
+    """Waits before the first kernel, twice at one place, after the last, and as often as for each parameter."""
     tape = rehearse(small_job("bert", 2), Recipe.parse("bf16").setup(), CUDA)
-    for waits in ((0,), (3, 3), (5, len(tape.kernels)), ()):
-        asked = replace(tape, waits=waits)
+    last = len(tape.kernels)
+    for waits in ((0,), (3, 3), (5, last), (), (0, 4, 4, 9, last, last), range(last // 2, last)):
+        asked = replace(tape, waits=tuple(waits))
         told = step_seconds(asked, H200, batch_size=4).step_seconds
         assert GpuClocks([H200])(asked) == pytest.approx([told], rel=1e-12), waits
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from snugfit.planning.queueing import Stretch, cut, joined, merged
+from snugfit.planning.queueing import Stretch, cut, joined, shortened
 from snugfit.prediction.kernel_seconds import KernelClock
 from snugfit.prediction.rates import Rates, rates_for
 from snugfit.prediction.seconds import ROUNDS, all_waits, asking, making_seconds
@@ -38,10 +38,7 @@ class Joining(Protocol):
     """A clock that knows what a step takes from what its pieces do."""
 
     def stretches(self, work: Work) -> Sequence[Stretch]:
-        """What this does between the waits."""
-
-    def merged(self, stretches: Sequence[Stretch]) -> Stretch:
-        """One stretch that takes no longer than these, with waits between them."""
+        """What this does between the waits; all between the first and the last is one."""
 
     def played(self, stretches: Sequence[Stretch]) -> Any:
         """Seconds of a steady step of these stretches, on each GPU."""
@@ -101,10 +98,6 @@ class GpuClocks:
             known = self._works[id(work)] = work, self._stretches(work.kernels, work.waits)
         return known[1]
 
-    def merged(self, stretches: Sequence[Stretch]) -> Stretch:
-        """One stretch that takes no longer than these, with waits between them."""
-        return merged(stretches, self._waiting)
-
     def played(self, stretches: Sequence[Stretch]) -> Any:
         """Seconds of a steady step of these stretches on each GPU, as `prediction/seconds.py:play` has it."""
         now = free = last = length = np.zeros(len(self.rates))
@@ -123,7 +116,7 @@ class GpuClocks:
     def _stretches(self, kernels: Sequence[Kernel], waits: Sequence[int]) -> list[Stretch]:
         places = [self._place(kernel) for kernel in kernels]
         device, asked, made = self._known[:, places]
-        return [*cut(device, asked, made, all_waits(kernels, waits))]
+        return shortened([*cut(device, asked, made, all_waits(kernels, waits))], self._waiting)
 
     def _place(self, kernel: Kernel) -> int:
         place = self._places.get(kernel)

@@ -165,8 +165,8 @@ class _Passes:
         return [self._under(setup, work) for work in (once.first, once.further, update.work)]
 
     def _met(self, setups: Sequence[Setup], clock: Joining) -> Mapping[int, Sequence[float]]:
-        """By the stretches of passes and updates at the whole depth; none where those of the passes do not
-        wait alike at every depth. Updates that wait for each parameter are taken not to wait."""
+        """By the stretches of passes and updates at the whole depth; nothing of those that do not wait alike
+        at every depth."""
         setup = setups[0]
 
         def at_depth(works: Sequence[Work], lines: Lines) -> list[Stretch] | None:
@@ -176,20 +176,16 @@ class _Passes:
         first = at_depth([once.first for once in rounds], self.lines)
         further = at_depth([once.further for once in rounds], self.lines)
         works = [[self.least.update(one, each).work for each in self.updates.depths] for one in setups]
-        updates = [at_depth(each, self.updates) or self._merged(setup, each, clock) for each in works]
+        updates = [at_depth(each, self.updates) for each in works]
         told: dict[int, Sequence[float]] = {}
         if first is None or further is None:
             return told
         pieces = few(setup.micro_batches)
-        for numbers in _by_length(updates):
-            lasts = side_by_side([updates[number] for number in numbers])
+        for same in _by_length(updates):
+            lasts = side_by_side(list(same.values()))
             found = [clock.played(joined([first, *[further] * (n - 1), lasts])) for n in pieces]
-            told |= zip(numbers, along(pieces, found, setup.micro_batches).tolist(), strict=True)
+            told |= zip(same, along(pieces, found, setup.micro_batches).tolist(), strict=True)
         return told
-
-    def _merged(self, setup: Setup, works: Sequence[Work], clock: Joining) -> list[Stretch]:
-        seen = [[clock.merged(clock.stretches(self._under(setup, work)))] for work in works]
-        return lined(seen, self.updates.along) or []
 
     def _by_depth(self, setup: Setup) -> Sequence[float]:
         """By the steps of each depth."""
@@ -216,9 +212,10 @@ def few(pieces: int) -> tuple[int, ...]:
     return (pieces,) if pieces <= PIECES + 1 else (PIECES, PIECES + 1)
 
 
-def _by_length(updates: Sequence[Sequence[Stretch]]) -> list[list[int]]:
-    """Those that wait equally often, together."""
-    groups: dict[int, list[int]] = defaultdict(list)
+def _by_length(updates: Sequence[Sequence[Stretch] | None]) -> list[dict[int, Sequence[Stretch]]]:
+    """Those of one number of stretches, together, by their numbers."""
+    groups: dict[int, dict[int, Sequence[Stretch]]] = defaultdict(dict)
     for number, stretches in enumerate(updates):
-        groups[len(stretches)].append(number)
+        if stretches is not None:
+            groups[len(stretches)][number] = stretches
     return list(groups.values())

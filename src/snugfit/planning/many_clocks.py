@@ -61,10 +61,6 @@ class Known:
         """What this does between the waits, on those that are known."""
         return self.clocks.stretches(work)
 
-    def merged(self, stretches: Sequence[Stretch]) -> Stretch:
-        """One stretch that takes no longer than these, with waits between them."""
-        return self.clocks.merged(stretches)
-
     def played(self, stretches: Sequence[Stretch]) -> Any:
         """Seconds of a steady step of these stretches, on each GPU."""
         told = self.clocks.played(stretches)

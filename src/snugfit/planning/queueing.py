@@ -9,6 +9,10 @@ for it never stops but to wait for a kernel, and the last one that it waits for 
 without a wait between are one again, so what a piece of a step takes is worked out once, wherever the piece
 stands.
 
+Where a step waits more than once, as an optimizer does that reads a value for each parameter, host and device
+begin together after each wait. So all between the first wait and the last is a sum, which does not depend on
+what went before, and any piece of a step is three stretches at most, however often it waits.
+
 The numbers of deeper models follow from those of two shallow ones. What is asked and worked grows evenly with
 the layers; `max(a - w)` is a largest of such, so the line through two depths is never more than it, and
 neither is what is played with it.
@@ -64,13 +68,15 @@ def cut(device: Any, asked: Any, made: Any, waits: Sequence[int]) -> Iterator[St
         yield Stretch(asks[-1], works[-1], latest.max(axis=0), made[start:end].sum(axis=0))
 
 
-def merged(stretches: Sequence[Stretch], waiting: Any) -> Stretch:
-    """One stretch that never takes longer: at each wait the host loses `waiting` seconds, and no more."""
-    nothing = np.zeros_like(waiting)
-    first, *others = stretches
-    for stretch in others:
-        first = first.then(Stretch(waiting, nothing, nothing - np.inf, nothing)).then(stretch)
-    return first
+def shortened(stretches: Sequence[Stretch], waiting: Any) -> list[Stretch]:
+    """No more than three that take as long: what is between the first wait and the last is one number. At
+    each of those waits, which takes the host `waiting` seconds, the device has nothing left to do."""
+    if len(stretches) < 3:
+        return list(stretches)
+    first, *middle, last = stretches
+    takes = sum(np.maximum(each.asks, each.works + each.latest) + waiting for each in middle) - waiting
+    nothing = np.zeros_like(takes)
+    return [first, Stretch(takes, nothing, nothing - np.inf, sum(each.makes for each in middle)), last]
 
 
 def lined(seen: Sequence[Sequence[Stretch]], line: Callable[[Sequence[Any]], Any]) -> list[Stretch] | None:
