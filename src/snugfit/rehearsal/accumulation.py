@@ -87,6 +87,11 @@ class _Counter(TorchDispatchMode):
         self.operator = operator
         self.seen: list[Uses] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """As the recorder does."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is self.operator and not torch.is_grad_enabled():
             self.seen.append(_uses(args))

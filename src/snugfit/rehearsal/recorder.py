@@ -66,6 +66,11 @@ class Recorder(TorchDispatchMode):
         self._hooked = 0  # saved tensors that went through a hook since the last kernel
         self._viewed = 0  # operators without a kernel since then
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No, says torch's own switch: nothing compiles here, and skipping it costs every operator."""
+        return False
+
     # ---- the observer's side -------------------------------------------------------------------------
 
     def step_begins(self, index: int) -> None:
