@@ -283,7 +283,7 @@ def test_the_clock_of_a_gpu_is_the_prediction_s(recipe: str) -> None:
 
 
 def test_the_clock_waits_where_the_queue_does() -> None:
-    """Waits before the first kernel, twice at one place, after the last, and as often as for each parameter."""
+    """Waits before the first kernel, twice at one place, after the last, and at every kernel of many."""
     tape = rehearse(small_job("bert", 2), Recipe.parse("bf16").setup(), CUDA)
     last = len(tape.kernels)
     for waits in ((0,), (3, 3), (5, last), (), (0, 4, 4, 9, last, last), range(last // 2, last)):

@@ -196,7 +196,7 @@ def _answers(
     asked."""
     from snugfit.planning.parts import Parts
 
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # bitsandbytes would load torch's compiler, and nothing is compiled
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # nothing is compiled, and bitsandbytes would load the compiler
     gc.freeze()
     gc.set_threshold(FEW_COLLECTIONS, 50, 50)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
