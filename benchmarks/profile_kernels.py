@@ -1,7 +1,7 @@
 """Profile steps on a GPU, kernel by kernel, and their host, phase by phase.
 
     python benchmarks/profile_kernels.py device OUT.json SEED DRAWS
-    python benchmarks/profile_kernels.py host OUT.json
+    python benchmarks/profile_kernels.py host OUT.json SECONDS
 
 `device` runs drawn jobs (`snugfit accuracy` draws them too) and some that are named below, one after the
 other in this process. Each is timed by events in its steady state (`step_seconds`, the median); then one step
@@ -10,15 +10,17 @@ dtypes and kernel, how often it ran and how long it took in all (`device_seconds
 device drained show the host alone (`host_seconds_drained`, by phase). The rates of a device are fitted to
 such a file (`prediction/rates.json`), and its host's by `fit_host.py`.
 
-`host` runs every family in a small size under a handful of recipes. Before each step the device is drained,
-and the clock is read at the borders of phases: what is seen is the host alone. Beside it stands how long a
-loop of pure Python took on the same thread before and after: on a shared host it tells how fast the core was.
+`host` runs families in a small size under recipes, in a mixed order until the seconds are over: the device
+has next to nothing to do. Steady steps are timed one after the other; then some with the device drained
+before each, and the clock is read at the borders of phases. Its thread keeps to quiet cores
+(`step/quiet_core.py`). Beside each drained step stands how long a loop of pure Python took.
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import math
 import random
 import statistics
 import sys
@@ -41,10 +43,11 @@ from snugfit.job.find import read_preset
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
 from snugfit.measurement.versions import versions
+from snugfit.step.quiet_core import QuietCore
 from snugfit.step.step import open_step
 from snugfit.techniques.recipe import Recipe
 
-WARMUP, TIMED, DRAINED = 4, 14, 8
+WARMUP, TIMED, DRAINED = 4, 14, 4
 PACE = 1_500
 """Turns of the loop of pure Python."""
 
@@ -64,6 +67,7 @@ RECIPES = (
     "plain", "bf16", "bf16 + every_layer", "fp16 + adamw_fused", "eager", "eager + bf16 + segments",
     "micro_batches(2)", "bf16 + micro_batches(2) + adamw_loop", "adafactor", "bf16 + adafactor_torch", "sgd",
     "adamw_8bit", "lora(r=16)", "lora(r=16, targets=all-linear) + bf16 + every_layer", "bf16_pure",
+    "workers", "workers + micro_batches(4) + tf32", "bf16 + micro_batches(4) + every_layer",
 )  # fmt: skip
 
 
@@ -75,8 +79,12 @@ class Watch:
         self.marks: list[tuple[str, float]] = []
         self.drained: list[tuple[float, dict[str, float]]] = []
         self.profiler: Any = None
-        self.profiled = WARMUP + TIMED if device else -1
-        self.quiet = self.profiled + 1 if device else WARMUP
+        self.last = WARMUP + TIMED
+        """The steady steps end here; with a device this one is profiled."""
+        self.profiled = self.last if device else -1
+        self.quiet = self.last + 1
+        """From here on the device is drained."""
+        self.core = None if device else QuietCore()
         self._pace = 0.0
 
     def built(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
@@ -88,13 +96,15 @@ class Watch:
 
     def step_begins(self, index: int) -> None:
         """A border; the profiled step begins with its profiler, the last ones with a drained device."""
-        if index >= self.profiled >= 0 or index >= self.quiet:
+        if self.core and index:
+            self.core.look()
+        if index == self.profiled or index >= self.quiet:
             torch.cuda.synchronize()
         if index == self.profiled:
             activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
             self.profiler = profile(activities=activities, record_shapes=True)
             self.profiler.__enter__()
-        if WARMUP <= index <= self.profiled:
+        if WARMUP <= index <= self.last:
             border = torch.cuda.Event(enable_timing=True)
             border.record()
             self.borders.append(border)
@@ -190,16 +200,24 @@ def observed(job: Job, recipe: Recipe, *, device: bool) -> dict[str, Any]:
     """One run."""
     watch = Watch(device=device)
     step = open_step(job, recipe.setup(), "plain", torch.device("cuda"))
-    step.run(watch.quiet + (2 if device else DRAINED), watch)
+    step.run(watch.quiet + DRAINED, watch)
     torch.cuda.synchronize()
-    row: dict[str, Any] = {"job": job.to_json(), "recipe": str(recipe), "drained": watch.drained}
+    pairs = zip(watch.borders, watch.borders[1:], strict=False)
+    seconds = [begin.elapsed_time(end) / 1000 for begin, end in pairs]
+    row: dict[str, Any] = {
+        "job": job.to_json(),
+        "recipe": str(recipe),
+        "seconds": seconds,
+        "step_seconds": statistics.median(seconds),
+        "host_seconds_drained": by_phase(watch.drained),
+        "drained": watch.drained,
+    }
+    if watch.core:
+        watch.core.leave()
+        row["disturbed"] = watch.core.disturbed()
     if device:
-        pairs = zip(watch.borders, watch.borders[1:], strict=False)
-        row["seconds"] = [begin.elapsed_time(end) / 1000 for begin, end in pairs]
-        row["step_seconds"] = statistics.median(row["seconds"])
         row["kernels"] = kernels(watch.profiler)
         row["device_seconds"] = sum(microseconds for *_, microseconds in row["kernels"]) / 1e6
-        row["host_seconds_drained"] = by_phase(watch.drained)
     return row
 
 
@@ -213,7 +231,10 @@ def main() -> None:
     kind, out = sys.argv[1], Path(sys.argv[2])
     device = kind == "device"
     runs = []
+    end = math.inf if device else time.monotonic() + float(sys.argv[3])
     for job, recipe in device_jobs(int(sys.argv[3]), int(sys.argv[4])) if device else host_jobs():
+        if time.monotonic() > end:
+            break
         try:
             recipe.check(job)
             runs.append(observed(job, recipe, device=device))

@@ -40,6 +40,8 @@ HALF = torch.bfloat16
         (aten.add.Tensor, (meta(8, 8).t(), meta(8, 8)), "strided"),
         (aten.mul.Tensor, (meta(8, 8), meta(8)), "strided"),  # broadcast
         (aten.add.Tensor, (meta(8, 8, dtype=HALF), meta(8, 8)), "casts"),
+        (aten.add.Tensor, (meta(2, 4096, 4096), meta(4096, 4096).t()), "transposed"),  # 64 MiB
+        (aten.add.Tensor, (meta(2, 2048, 2048), meta(2048, 2048).t()), "strided"),  # 16 MiB stay in a cache
         (aten.gelu.default, (meta(8, 8)[:, ::2],), "strided"),
         (aten.clone.default, (meta(8, 8),), ""),
         (aten.sum.default, (meta(8, 8).t(),), ""),  # no pointwise operator

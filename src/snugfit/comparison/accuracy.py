@@ -232,6 +232,7 @@ def see(run: Run) -> tuple[Run, str | None]:
         spread=seen.timing.spread if seen.timing else None,
         contaminated=seen.contaminated,
         crowded=seen.crowded,
+        disturbed=seen.disturbed,
         message=seen.message,
         when=seen.when,
         versions=seen.versions,

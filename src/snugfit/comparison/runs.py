@@ -92,6 +92,9 @@ class Run:
     crowded: str | None = None
     """What other processes took of the host's cores while steps were timed, when none was left."""
 
+    disturbed: float | None = None
+    """Share of looks at the loop's core that found it disturbed by somebody else."""
+
     cause: str = ""
     """Why it is off, where somebody found out: the one thing that is written into a result by hand."""
 

@@ -10,7 +10,7 @@ WARMUP = 3
 """States are born at the end of the first step, and the second is like all later ones."""
 
 FEWEST, MOST = 8, 400
-STEADY_SECONDS = 3.0
+STEADY_SECONDS = 2.0
 SHORT_SECONDS = 1.0
 """Where the device bounds."""
 

@@ -77,6 +77,7 @@ def _perform(request: Mapping[str, Any], history: Path) -> Findings:
 
     from snugfit.job.job import Job
     from snugfit.measurement.stopwatch import Stopwatch
+    from snugfit.step.quiet_core import QuietCore
     from snugfit.step.step import open_step
     from snugfit.techniques.setup import Setup
 
@@ -92,7 +93,11 @@ def _perform(request: Mapping[str, Any], history: Path) -> Findings:
     loads = [load()]
     last = request["warmup"] + request["steps"] - 1
 
+    core = QuietCore() if device.type == "cuda" else None
+
     def after_step(index: int) -> None:
+        if core:
+            core.look()
         if index in (request["warmup"] - 1, last):  # before the first steady border, after the last
             loads.append(load())
         if records:
@@ -114,6 +119,7 @@ def _perform(request: Mapping[str, Any], history: Path) -> Findings:
         ),
         losses=tuple(losses),
         crowded=crowded(loads[-2], loads[-1], os.cpu_count() or 1),
+        disturbed=core.disturbed() if core else None,
         first_context_bytes=context,
         smi_bytes=smi,
         smi_nvml_bytes=nvml,

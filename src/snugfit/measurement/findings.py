@@ -83,6 +83,9 @@ class Findings:
     crowded: str | None = None
     """What other processes took of the host's cores while steps were timed."""
 
+    disturbed: float | None = None
+    """Share of looks at the loop's core that found it disturbed, as `QuietCore.disturbed` tells it."""
+
     versions: Mapping[str, str] = field(default_factory=dict)
     """Of what took part."""
 
@@ -101,6 +104,7 @@ class Findings:
         _all_of(document, ("outcome",), lambda value: isinstance(value, str) and _OUTCOME.fullmatch(value))
         _all_of(document, ("device_name", "crowded"), lambda value: value is None or isinstance(value, str))
         _all_of(document, _COUNTS, lambda value: value is None or (type(value) is int and value >= 0))
+        _all_of(document, ("disturbed",), lambda value: value is None or _lengths([value]))
         _all_of(document, ("seconds",), _lengths)
         _all_of(document, ("losses",), lambda value: _numbers(value, null=True))
         _all_of(document, ("versions",), _texts)

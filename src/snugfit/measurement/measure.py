@@ -141,6 +141,7 @@ def perform(experiment: Experiment, place: Place) -> tuple[Measurement, str]:
         smi_nvml_bytes=findings.smi_nvml_bytes,
         contaminated=_contaminated(place, ground, sampler, findings),
         crowded=findings.crowded,
+        disturbed=findings.disturbed,
         losses=findings.losses,
         message=_message(outcome, findings, ending, experiment),
     )

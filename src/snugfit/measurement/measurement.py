@@ -13,6 +13,9 @@ from snugfit.techniques.recipe import Recipe
 
 SCHEMA = 1
 
+MUCH_DISTURBED = 0.2
+"""Share of looks at a core. A choice."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
@@ -58,6 +61,9 @@ class Measurement:
     crowded: str | None = None
     """What other processes took of the host's cores while steps were timed, when none was left: the seconds
     are then too long, however stable they look."""
+    disturbed: float | None = None
+    """Share of looks at the core that asks the GPU for its work that found it disturbed by somebody else
+    (`step/quiet_core.py`); None on a CPU."""
     message: str = ""
     """For a run that died: the last lines it wrote."""
 
@@ -86,6 +92,7 @@ class Measurement:
             "smi_nvml_bytes": self.smi_nvml_bytes,
             "contaminated": self.contaminated,
             "crowded": self.crowded,
+            "disturbed": self.disturbed,
             "losses": finite_or_null(self.losses),
             "message": self.message,
         }

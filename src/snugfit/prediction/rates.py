@@ -66,7 +66,7 @@ class HostRate:
     """Seconds that Python and torch take on the host to ask for one kernel, before a GPU is asked."""
 
     forward: float
-    """A kernel of the forward pass: autograd's graph and views included."""
+    """A kernel of the forward pass, or of forward again in backward."""
 
     cast: float
     """A kernel that casts in the forward pass, or again in backward: autocast asks for it without Python."""
@@ -76,9 +76,6 @@ class HostRate:
 
     backward: float
     """A kernel of the backward pass, asked for by autograd's own thread."""
-
-    recompute: float
-    """A kernel that runs forward again in backward."""
 
     hook: float
     """A saved tensor that goes through a hook of checkpointing, in or out."""

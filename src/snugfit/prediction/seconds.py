@@ -165,7 +165,7 @@ def asking(kernel: Kernel, host: HostRate) -> float:
     elif kernel.operator == CAST and (kernel.phase == "forward" or kernel.recomputed):
         each = host.cast
     elif kernel.recomputed:
-        each = host.recompute
+        each = host.forward
     else:
         phases = {"forward": host.forward, "backward": host.backward, "load": host.forward}
         each = phases.get(kernel.phase, host.update)

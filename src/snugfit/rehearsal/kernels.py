@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from snugfit.rehearsal.tape import CASTS, MATRIX_PRODUCTS, STRIDED, WITH_BIAS, WITH_DROPOUT
+from snugfit.rehearsal.tape import CASTS, MATRIX_PRODUCTS, STRIDED, TRANSPOSED, WITH_BIAS, WITH_DROPOUT
+from snugfit.units import MIB
 
 CONTRACTIONS = "tensor contractions"
 NORMALISATIONS = "statistical normalisations"
@@ -29,6 +30,11 @@ Description = tuple[int, int, tuple[tuple[int, ...], ...], str, int, str, tuple[
 """FLOPs, bytes read and written, shapes of the first tensor inputs, dtype, number of tensor inputs, layout,
 leading dimensions."""
 
+
+LARGEST_CACHED = 50 * MIB
+"""Of an operand that is read across its rows: beyond it each element costs a sector of memory of its own. An
+H200's second-level cache; on one, T5's position bias was added at full pace with 16 MiB, and at a fifth of it
+with 64 MiB (2026-11-22)."""
 
 MATRICES = 3
 """Of a product. A grouped one that runs group by group takes a view of each, each time."""
@@ -96,10 +102,17 @@ def _pointwise_layout(operands: list[Any]) -> str:
         each.shape == last.shape and each.stride() == last.stride() for each in operands
     ) and torch.ops.aten.is_non_overlapping_and_dense.default(last)
     if not alike:
-        return STRIDED
+        return TRANSPOSED if any(map(_across, operands)) else STRIDED
     floats = [each.dtype for each in operands if each.is_floating_point()]
     narrows = len(operands) == 2 and floats[:1] == [torch.float32]  # torch has kernels of its own for it
     return CASTS if len(set(floats)) > 1 and not narrows else ""
+
+
+def _across(operand: torch.Tensor) -> bool:
+    """Whether neighbours of this large operand lie apart."""
+    return (
+        operand.dim() > 0 and operand.stride(-1) > 1 < operand.size(-1) and _nbytes(operand) > LARGEST_CACHED
+    )
 
 
 def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:

@@ -24,7 +24,7 @@ WITH_BIAS = frozenset({"aten::addmm", "aten::baddbmm"})
 
 MATRIX_PRODUCTS = WITH_BIAS | {"aten::mm", "aten::bmm", "aten::_grouped_mm"}
 
-CASTS, STRIDED, WITH_DROPOUT = "casts", "strided", "with dropout"
+CASTS, STRIDED, TRANSPOSED, WITH_DROPOUT = "casts", "strided", "transposed", "with dropout"
 """Layouts of kernels."""
 
 
@@ -69,8 +69,8 @@ class Kernel(NamedTuple):
     """How many it is given: lists of them are what foreach optimizers work on."""
     layout: str = ""
     """What decides, beside its operands' sizes, which kernel runs. Of a pointwise operator or a copy
-    `strided` when its operands lie in different ways, and `casts` when it mixes precisions; of attention
-    `with dropout`."""
+    `strided` when its operands lie in different ways, `transposed` when one of them, larger than any cache,
+    is read across its rows, and `casts` when it mixes precisions; of attention `with dropout`."""
     leading: tuple[int, ...] = ()
     """Of a product of matrices: their leading dimensions, as BLAS calls the elements from row to row."""
     recomputed: bool = False

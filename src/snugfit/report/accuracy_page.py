@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from snugfit.comparison.families import FAMILIES
 from snugfit.comparison.ranking import by_job
 from snugfit.comparison.runs import BAND, Accuracy, Run, quantiles
+from snugfit.measurement.measurement import MUCH_DISTURBED
 from snugfit.measurement.stopwatch import LARGEST_SPREAD
 from snugfit.report.accuracy import (
     FIGURES,
@@ -117,6 +118,8 @@ def causes(run: Run) -> Iterator[str]:
         yield f"the GPU was not its alone: {run.contaminated}"
     if run.crowded:
         yield f"the host was crowded: {run.crowded}"
+    if run.disturbed and run.disturbed > MUCH_DISTURBED:
+        yield f"others disturbed its core at {100 * run.disturbed:.0f} % of looks"
     if run.spread is not None and run.spread > LARGEST_SPREAD:
         yield f"its own steps vary by {100 * run.spread:.0f} %"
     yield from (doubt for doubt in run.doubts if doubt.startswith("Seconds"))

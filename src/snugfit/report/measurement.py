@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from snugfit.measurement.measurement import Measurement
+from snugfit.measurement.measurement import MUCH_DISTURBED, Measurement
 from snugfit.report.job import job_line
 from snugfit.report.prediction import footprint_table
 from snugfit.report.terminal import table, words
@@ -74,6 +74,9 @@ def _notes(measurement: Measurement) -> list[tuple[str, str]]:
         notes.append(
             ("Unstable: the steps differ too much for the mean to be trusted. Measure again.", "yellow")
         )
+    if measurement.disturbed and measurement.disturbed > MUCH_DISTURBED:
+        share = f"{100 * measurement.disturbed:.0f} %"
+        notes.append((f"Others disturbed the core that asks for kernels, at {share} of the looks.", "yellow"))
     if measurement.footprint and measurement.footprint.retries:
         times = measurement.footprint.retries
         notes.append((f"It fits but thrashes: the allocator gave its cache back {times} times.", "yellow"))
