@@ -432,3 +432,9 @@ def test_help_says_what_holds_when_nothing_is_said(
     assert run([name, "--help"]) == 0
     told = capsys.readouterr().out
     assert [default for default in defaults if default not in told] == []
+
+
+def test_a_gpu_that_is_named_twice_is_listed_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["gpus", "h200", "l4", "H200-SXM", "--json"]) == 0
+    keys = [gpu["key"] for gpu in json.loads(capsys.readouterr().out)["gpus"]]
+    assert keys == ["H200-SXM", "L4"]

@@ -114,7 +114,7 @@ def test_an_answer_is_remembered_until_the_lengths_change(
         (["--lengths", "lengths.txt", "--padding", "0.5"], "--padding 0.5: the file of --lengths says it"),
         (["--lengths", "none.txt"], "none.txt: no such file of lengths"),
         (["--lengths", "lengths.txt", "--column", "length"], "a .txt file has no columns"),
-        (["--lengths", "lengths.txt", "--truncate", "-4"], "sequence length is -4"),
+        (["--lengths", "lengths.txt", "--truncate", "-4"], "'--truncate'"),
         ([], "Missing option '--lengths'"),
     ],
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -69,7 +69,6 @@ Show = Annotated[
 Plot = Annotated[
     Path | None, typer.Option(help="Draw the errors of seconds into this .png or .svg.", dir_okay=False)
 ]
-Format = Annotated[Literal["terminal", "markdown", "json"], typer.Option("--format", help="What to print.")]
 
 DRAWS, OUTPUT = 16, Path("snugfit-accuracy")
 USUAL_WORKERS = 4
@@ -92,7 +91,7 @@ def accuracy(
     rates: RatesFile = None,
     show: Show = None,
     plot: Plot = None,
-    form: Format = "terminal",
+    form: given.Format = "terminal",
     as_json: given.AsJson = False,
 ) -> None:
     """Draw jobs and recipes, predict and measure each, and show the errors."""

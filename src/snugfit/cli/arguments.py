@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -83,7 +83,9 @@ GpuName = Annotated[
 Memory = Annotated[
     str | None, typer.Option(help="Memory that may be used: 24GiB, 16GB, 16000MiB.", rich_help_panel=WHERE)
 ]
+Format = Annotated[Literal["terminal", "markdown", "json"], typer.Option("--format", help="What to print.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Ask again, also when the answer is remembered.")]
 
 
 def _job_arguments(

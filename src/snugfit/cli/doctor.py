@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+from snugfit.cli import arguments as given
 
 
-def doctor(as_json: AsJson = False) -> None:
+def doctor(as_json: given.AsJson = False) -> None:
     """Examine this machine: versions, extras, GPU, NVML."""
     from snugfit.measurement.doctor import examine
     from snugfit.report.doctor import render

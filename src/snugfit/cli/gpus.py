@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from snugfit.cli import arguments as given
-from snugfit.cli.plan import DOES_NOT_FIT, Fidelity, Format, Fresh, Samples, Steps, Workers
-from snugfit.errors import UsageError
+from snugfit.cli.plan import Fidelity, Samples, Steps, Workers
+from snugfit.errors import NothingFits, UsageError
 
 if TYPE_CHECKING:
     from snugfit.cli.request import Request
@@ -65,8 +65,8 @@ def _asked(
     samples: Samples = None,
     steps: Steps = None,
     workers: Workers = None,
-    fresh: Fresh = False,
-    form: Format = "terminal",
+    fresh: given.Fresh = False,
+    form: given.Format = "terminal",
     as_json: given.AsJson = False,
 ) -> None:
     """What the command may be asked, beside what a job is."""
@@ -76,7 +76,8 @@ def gpus(**asked: Any) -> int:
     """List the GPUs that snugfit knows, show one with its sources, or plan a job on each of them."""
     from snugfit.job.gpu import all_gpus, find_gpu
 
-    found = [find_gpu(name) for name in asked["names"]] if asked["names"] else list(all_gpus())
+    named = [find_gpu(name) for name in asked["names"] or ()]
+    found = list({gpu.key: gpu for gpu in named or all_gpus()}.values())
     if asked["for_model"] or asked["job_file"] or asked["arguments_file"]:
         return _plan(found, asked)
     _refuse_without_job(asked)
@@ -124,7 +125,7 @@ def _plan(found: Sequence[Gpu], asked: Mapping[str, Any]) -> int:
     steps = steps_of(asked["samples"], asked["steps"], request.job.batch_size)
     answers = _answers(request, found, steps, asked)
     _print(answers, prices, "json" if asked["as_json"] else asked["form"])
-    return 0 if answers.fitting else DOES_NOT_FIT
+    return 0 if answers.fitting else NothingFits.exit_code
 
 
 def _refuse(request: Request) -> None:

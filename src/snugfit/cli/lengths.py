@@ -8,19 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from snugfit.cli import arguments as given
 from snugfit.cli.request import Request
-from snugfit.errors import UsageError
+from snugfit.errors import NothingFits, UsageError
 
 if TYPE_CHECKING:
     from snugfit.planning.length_plan import LengthPlan
     from snugfit.planning.plan import Plan
-
-DOES_NOT_FIT = 3
 
 File = Annotated[
     Path,
@@ -45,10 +43,8 @@ Column = Annotated[
 Truncate = Annotated[
     int | None,
     typer.Option(metavar="TOKENS", help="Also say what cutting longer sequences brings: another job.",
-                 rich_help_panel=given.JOB),
+                 min=1, rich_help_panel=given.JOB),
 ]  # fmt: skip
-Fresh = Annotated[bool, typer.Option("--fresh", help="Ask again, also when the answer is remembered.")]
-Format = Annotated[Literal["terminal", "markdown", "json"], typer.Option("--format", help="What to print.")]
 
 
 @given.about_a_job
@@ -59,8 +55,8 @@ def lengths(
     column: Column = None,
     truncate: Truncate = None,
     memory: given.Memory = None,
-    fresh: Fresh = False,
-    form: Format = "terminal",
+    fresh: given.Fresh = False,
+    form: given.Format = "terminal",
     as_json: given.AsJson = False,
 ) -> int:
     """From a dataset's lengths: the longest batch, the mean speed, and how to pad."""
@@ -70,7 +66,7 @@ def lengths(
         raise UsageError("Lengths are for the installed software. Leave the software profile out.")
     found = plan_of(request, truncate, fresh=fresh)
     show(found, "json" if as_json else form)
-    return 0 if found.best or not found.ways else DOES_NOT_FIT
+    return 0 if found.best or not found.ways else NothingFits.exit_code
 
 
 def plan_of(request: Request, cut: int | None = None, *, fresh: bool = False) -> LengthPlan:

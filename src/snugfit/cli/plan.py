@@ -14,12 +14,11 @@ from snugfit.cli import arguments as given
 from snugfit.cli import lengths as of_lengths
 from snugfit.cli.request import Request
 from snugfit.cli.verify import show_verified, verified, with_gpu_here
-from snugfit.errors import UsageError
+from snugfit.errors import NothingFits, UsageError
 
 if TYPE_CHECKING:
     from snugfit.planning.plan import Plan
 
-DOES_NOT_FIT = 3
 RUN = "The run"
 
 Fidelity = Annotated[
@@ -46,13 +45,11 @@ Workers = Annotated[
 Plot = Annotated[
     Path | None, typer.Option(help="Draw memory against speed into this .png or .svg.", dir_okay=False)
 ]
-Fresh = Annotated[bool, typer.Option("--fresh", help="Search again, also when the answer is remembered.")]
 Verify = Annotated[
     int | None,
     typer.Option(metavar="K", help="Measure the best K on the GPU here, and learn from it.", min=1, max=64),
 ]
 NoLearn = Annotated[bool, typer.Option("--no-learn", help="With --verify: leave the calibration as it is.")]
-Format = Annotated[Literal["terminal", "markdown", "json"], typer.Option("--format", help="What to print.")]
 
 
 @given.about_a_job
@@ -67,10 +64,10 @@ def plan(
     steps: Steps = None,
     workers: Workers = None,
     plot: Plot = None,
-    fresh: Fresh = False,
+    fresh: given.Fresh = False,
     verify: Verify = None,
     no_learn: NoLearn = False,
-    form: Format = "terminal",
+    form: given.Format = "terminal",
     as_json: given.AsJson = False,
 ) -> int:
     """Find the fastest recipe that fits, without a GPU."""
@@ -93,7 +90,7 @@ def plan(
         _print(found, form)
     if verify and found.fits:
         show_verified(found, verified(found, learn=not no_learn, workers=workers), form)
-    return 0 if found.fits else DOES_NOT_FIT
+    return 0 if found.fits else NothingFits.exit_code
 
 
 def _refuse(request: Request, plot: Path | None, verify: int | None) -> None:

@@ -11,12 +11,10 @@ import typer
 
 from snugfit.cli import arguments as given
 from snugfit.cli.request import Request
-from snugfit.errors import UsageError
+from snugfit.errors import NothingFits, UsageError
 
 if TYPE_CHECKING:
     from snugfit.prediction.prediction import Prediction
-
-DOES_NOT_FIT = 3
 
 Software = Annotated[
     str | None,
@@ -51,7 +49,7 @@ def predict(
         raise UsageError("--largest and --compare are two questions. Ask one at a time.")
     found = [_largest(request, largest, quiet=as_json)] if largest else _predict_all(request, compare or [])
     _print(found, operators=operators, as_json=as_json)
-    return DOES_NOT_FIT if all(one.fits is False for one in found) else 0
+    return NothingFits.exit_code if all(one.fits is False for one in found) else 0
 
 
 def _predict_all(request: Request, others: list[str]) -> list[Prediction]:

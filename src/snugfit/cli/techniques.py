@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+from snugfit.cli import arguments as given
 
 
-def techniques(as_json: AsJson = False) -> None:
+def techniques(as_json: given.AsJson = False) -> None:
     """List the techniques by slot, each with its settings, its fidelity and what it needs."""
     from snugfit.report.techniques import document, render
     from snugfit.report.terminal import show, show_json
