@@ -28,7 +28,6 @@ def pace(job: Job, recipe: str = "bf16", gpu: str = "h200") -> Pace:
     ("family", "recipe", "gpu"),
     [
         ("bert", "bf16 + micro_batches(3)", "h200"),
-        ("bert", "plain", "h200"),
         ("gpt2", "bf16_pure + every_layer", "a100-80gb"),
         ("llama", "fp16", "v100-16gb"),
         ("gemma2", "bf16 + eager", "h200"),
@@ -65,7 +64,7 @@ def test_seconds_of_every_length_are_those_of_its_rehearsal(recipe: str, gpu: st
     assert rehearsed <= 9
     assert known.off <= TOLERANCE
     assert not known.lines
-    for length in (1, 7, 8, 16, 19, 24, 32):
+    for length in (1, 8, 19, 32):
         real = predict(replace(known.job, sequence_length=length, padding=0.5), recipe, gpu=gpu).timing
         assert real is not None
         assert found[length].step == pytest.approx(real.step_seconds, rel=TOLERANCE)

@@ -489,8 +489,16 @@ def test_what_cannot_be_measured(tmp_path: Path, options: dict[str, Any], words:
     assert os.listdir(tmp_path) == []
 
 
-def test_a_mistake_that_the_child_finds_writes_nothing(tmp_path: Path) -> None:
-    """Only building a model shows whether transformers knows its activation."""
+def test_a_mistake_that_the_child_finds_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only building a model shows whether transformers knows its activation. The child works in here."""
+
+    def done_here(request: Path, result: Path) -> list[str]:
+        write_document(result, child_room.run(read_document(request), tmp_path / "none").to_json())
+        return [sys.executable, "-S", "-c", "raise SystemExit(1)"]
+
+    monkeypatch.setattr(measure_room, "child_command", done_here)
     facts = tiny_job().model.config | {"hidden_act": "swoosh"}
     job = replace(tiny_job(), model=Model.from_config(facts, name="wrong"))
     with pytest.raises(UsageError, match=r"wrong.*swoosh"):
@@ -521,9 +529,16 @@ def test_a_module_from_python_is_not_pickled() -> None:
         measure(job, Recipe(), ledger=None)
 
 
-def test_a_step_on_the_cpu(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def on_the_cpu(tmp_path_factory: pytest.TempPathFactory) -> tuple[Measurement, Path]:
+    """A run in a process of its own, and its ledger."""
+    ledger = tmp_path_factory.mktemp("runs")
+    return measure(tiny_job(), Recipe(), device="cpu", warmup=1, steps=3, ledger=ledger), ledger
+
+
+def test_a_step_on_the_cpu(on_the_cpu: tuple[Measurement, Path]) -> None:
     """End to end: two processes, a ledger, and the GPU's fields null."""
-    seen = measure(tiny_job(), Recipe(), device="cpu", warmup=1, steps=3, ledger=tmp_path / "runs")
+    seen, ledger = on_the_cpu
     assert (seen.outcome, seen.message, seen.device.type) == ("ok", "", "cpu")
     assert seen.footprint is not None
     footprint = seen.footprint
@@ -546,7 +561,7 @@ def test_a_step_on_the_cpu(tmp_path: Path) -> None:
     assert min(seen.startup.imports_seconds, seen.startup.build_seconds) > 0
     assert seen.startup.first_step_seconds > 0
     assert (seen.startup.context_seconds, seen.startup.settling_steps) == (0, 0)
-    (folder,) = (tmp_path / "runs").iterdir()
+    (folder,) = ledger.iterdir()
     document = read_document(folder / "measurement.json")
     assert Measurement.from_json(document) == seen
     assert document["footprint"]["nvml_bytes"] is None
@@ -554,14 +569,11 @@ def test_a_step_on_the_cpu(tmp_path: Path) -> None:
     assert Measurement.from_json(document) == replace(seen, startup=None)
 
 
-def test_the_seed_is_the_same_in_every_run() -> None:
+def test_the_seed_is_the_same_in_every_run(on_the_cpu: tuple[Measurement, Path]) -> None:
     """Losses of two runs agree, so a difference between recipes is the recipe's."""
-    runs = [
-        measure(tiny_job(), Recipe.parse(text), device="cpu", warmup=0, steps=2, ledger=None)
-        for text in ("plain", "workers(1)")
-    ]
-    assert [run.outcome for run in runs] == ["ok", "ok"]
-    assert runs[0].losses == runs[1].losses
+    other = measure(tiny_job(), "workers(1)", device="cpu", warmup=1, steps=3, ledger=None)
+    assert other.outcome == "ok"
+    assert other.losses == on_the_cpu[0].losses
 
 
 def test_one_that_takes_too_long_is_ended_and_kept(tmp_path: Path) -> None:
