@@ -79,7 +79,7 @@ def test_each_sequence_ends_in_one_end_token_and_has_no_other() -> None:
 
 def test_a_classifier_that_looks_at_its_ids_is_refused_with_the_line_that_does() -> None:
     with pytest.raises(RehearsalError) as told:
-        tape_of(job_of(T5, "sequence-classification"))
+        tape_of(job_of(T5 | {"pad_token_id": 1}, "sequence-classification", padding=0.25))  # end tokens, too
     said = str(told.value)
     assert "the shape of what unique_consecutive gives depends on its data" in said
     assert re.search(

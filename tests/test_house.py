@@ -27,6 +27,7 @@ HEAVY = {
 HEAVY_THEMSELVES = {
     "rehearsal/accumulation.py",
     "rehearsal/described.py",
+    "rehearsal/end_tokens.py",
     "rehearsal/kernels.py",
     "rehearsal/memo.py",
     "rehearsal/recorder.py",

@@ -52,6 +52,15 @@ def synthetic(job: Job, samples: int, *, seed: int = 0) -> Batch:
     return _Maker.of(job).make(samples, seed)
 
 
+def end_token(job: Job) -> int | None:
+    """What each sequence of a batch holds once, for the classifiers that look for it; None for others, and
+    where it pads too."""
+    if job.task is not Task.SEQUENCE_CLASSIFICATION:
+        return None
+    maker = _Maker.of(job)
+    return None if job.padding and maker.pad_token == maker.end_token else maker.end_token
+
+
 def label_items(job: Job, batch: Mapping[str, Any]) -> int:
     """How many items the model's loss is a mean over in this batch (on the CPU).
 

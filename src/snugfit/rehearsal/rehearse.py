@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError, UsageError
+from snugfit.job.batch import end_token
 from snugfit.rehearsal.refusal import refusal
 from snugfit.rehearsal.repeat import fewer, repeated
 from snugfit.rehearsal.score import Score
@@ -73,6 +74,7 @@ def rehearse(
 
 def rehearsed(step: Step, policy: Policy, steps: int) -> tuple[Tape, list[Note]]:
     """The tape of a Step on `meta`, and where on it kernels run, the host waits and steps end."""
+    from snugfit.rehearsal.end_tokens import EndTokens
     from snugfit.rehearsal.overrides import in_force
     from snugfit.rehearsal.recorder import Recorder
 
@@ -84,6 +86,8 @@ def rehearsed(step: Step, policy: Policy, steps: int) -> tuple[Tape, list[Note]]
         cached = stack.enter_context(in_force(policy, lambda tensor: recorder.claim(tensor, Kind.CACHES)))
         if step.setup.optimizer.shapes:
             stack.enter_context(call(step.setup.optimizer.shapes))
+        if (end := end_token(step.job)) is not None:
+            stack.enter_context(EndTokens(end, recorder._sync))
         try:
             with recorder:
                 step.run(steps, recorder)
