@@ -14,7 +14,11 @@ from snugfit.errors import GpuError, JobError, ModelError, RecipeError, UsageErr
 from snugfit.job.config import check_facts
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
+from snugfit.job.lengths import Lengths
 from snugfit.job.model import Model
+from snugfit.planning.lengths import plan_lengths
+from snugfit.planning.search import plan
+from snugfit.planning.search_gpus import plan_gpus
 from snugfit.prediction.predict import predict
 from snugfit.rehearsal.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
@@ -117,6 +121,64 @@ def test_recipes_and_gpus_are_named_by_text() -> None:
 def test_each_argument_of_predict_is_checked(asked: dict[str, Any], told: str) -> None:
     with pytest.raises(UsageError, match=told):
         predict(**{"job": job(), **asked})
+
+
+LENGTHS = Lengths.of([3, 5, 8, 8])
+
+
+@pytest.mark.parametrize(("asked", "told"), [
+    ({"job": "bert"}, "job is 'bert'"),
+    ({"job": None}, "job is NoneType"),
+    ({"gpu": 24}, "named by text"),
+    ({"gpu": ["h200"]}, "named by text"),
+    ({"memory_bytes": "24GiB"}, "memory_bytes is '24GiB'"),
+    ({"workers": 0}, "workers is 0; it is a whole number of processes from 1"),
+    ({"workers": "two"}, "workers is 'two'"),
+    ({"fidelity": None}, "Unknown fidelity None"),
+    ({"objective": "fast"}, "Unknown objective 'fast'"),
+])  # fmt: skip
+def test_each_argument_of_plan_is_checked(asked: dict[str, Any], told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        plan(**{"job": job(), "gpu": "h200", **asked})
+
+
+@pytest.mark.parametrize(("gpus", "more", "told"), [
+    ("h200", {}, r"gpus is 'h200'; it is a list such as \['h200'"),
+    ([], {}, r"gpus is \[\]"),
+    (24, {}, "gpus is 24"),
+    ([24], {}, "named by text"),
+    (["h200"], {"job": "bert"}, "job is 'bert'"),
+    (["h200"], {"workers": -1}, "workers is -1"),
+])  # fmt: skip
+def test_each_argument_of_plan_gpus_is_checked(gpus: Any, more: dict[str, Any], told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        plan_gpus(**{"job": job(), "gpus": gpus, **more})
+
+
+@pytest.mark.parametrize(("asked", "told"), [
+    ({"job": "bert"}, "job is 'bert'"),
+    ({"gpu": None}, "named by text"),
+    ({"lengths": [3, 4]}, r"lengths is list; this takes a snugfit\.Lengths: Lengths\.of"),
+    ({"lengths": "lengths.txt"}, r"lengths is str.*Lengths\.read\(path\)"),
+    ({"memory_bytes": "3GiB"}, "memory_bytes is '3GiB'"),
+    ({"cut": 0}, "0 is no length"),
+    ({"recipe": 3}, "A recipe is text"),
+])  # fmt: skip
+def test_each_argument_of_plan_lengths_is_checked(asked: dict[str, Any], told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        plan_lengths(**{"job": job(), "lengths": LENGTHS, "gpu": "h200", **asked})
+
+
+@pytest.mark.parametrize("given", [None, 3, "lengths.txt"])
+def test_lengths_are_a_list_or_a_histogram(given: Any, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"neither a list of lengths nor a histogram.*Lengths\.read"):
+        Lengths.of(given)
+    (tmp_path / "a.txt").write_text("3\n5\n8\n8\n")
+    assert Lengths.read(str(tmp_path / "a.txt")).counts == LENGTHS.counts
+
+
+def test_a_gpu_is_found_by_itself() -> None:
+    assert find_gpu(find_gpu("h200")) is find_gpu("h200")
 
 
 @pytest.mark.parametrize("document", [[], None, "bert", 3])

@@ -182,8 +182,11 @@ def all_gpus() -> tuple[Gpu, ...]:
     return tuple(Gpu.from_json(entry) for entry in json.loads(content)["gpus"])
 
 
-def find_gpu(text: str) -> Gpu:
-    """The one GPU that `text` means. Raises `GpuError` with the choices when it is none or several."""
+def find_gpu(text: Gpu | str) -> Gpu:
+    """The one GPU that `text` means; a GPU is itself. Raises `GpuError` with the choices when it is none or
+    several."""
+    if isinstance(text, Gpu):
+        return text
     if not isinstance(text, str):
         raise GpuError(f"A GPU is named by text, such as 'h200', and not by {text!r}.")
     exact = [gpu for gpu in all_gpus() if _squashed(text) in _exact_names(gpu)]

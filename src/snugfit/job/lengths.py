@@ -53,8 +53,9 @@ class Lengths:
             raise UsageError(f"{self.source}: there are no lengths in it.")
 
     @classmethod
-    def read(cls, path: Path, *, column: str | None = None) -> Self:
+    def read(cls, path: Path | str, *, column: str | None = None) -> Self:
         """The lengths in a file; raises `UsageError` that names the file, the line and what is allowed."""
+        path = Path(path)
         suffix = path.suffix.lower()
         if suffix not in FORMS:
             raise UsageError(f"{path}: lengths are read from {', '.join(FORMS)}; the name says which.")
@@ -69,6 +70,11 @@ class Lengths:
     @classmethod
     def of(cls, lengths: Iterable[int] | Mapping[int, int], *, source: str = "given") -> Self:
         """The lengths in a list, or in a histogram `{tokens: samples}`. Raises `UsageError`."""
+        if isinstance(lengths, str) or not isinstance(lengths, Iterable):
+            raise UsageError(
+                f"{source}: {lengths!r} is neither a list of lengths nor a histogram {{128: 5000}}. "
+                "A file of them: Lengths.read(path)."
+            )
         pairs: Iterable[tuple[Any, Any]] = (
             lengths.items() if isinstance(lengths, Mapping) else ((length, 1) for length in lengths)
         )

@@ -15,12 +15,13 @@ from dataclasses import replace
 
 from snugfit.errors import JobError, UsageError
 from snugfit.job.gpu import Gpu, find_gpu
-from snugfit.job.job import Job
+from snugfit.job.job import Job, refuse_what_is_no_job
 from snugfit.job.lengths import Lengths
 from snugfit.job.limits import NO_SEQUENCE, WITH_TARGET
 from snugfit.planning.length_plan import Cut, LengthPlan
 from snugfit.planning.pace import Pace
 from snugfit.planning.padding import Way, Ways, seconds_of
+from snugfit.planning.search import refuse
 from snugfit.planning.sizes import sizes_of
 from snugfit.prediction.device import doubts_about
 from snugfit.prediction.profile import installed_versions
@@ -57,8 +58,14 @@ def plan_lengths(
     `tell` hears what is being done. Raises `UsageError` for what cannot be, `RehearsalError` for a step
     without a tape.
     """
-    recipe = recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe)
-    gpu = find_gpu(gpu) if isinstance(gpu, str) else gpu
+    refuse_what_is_no_job(job)
+    refuse("speed", memory_bytes)
+    if not isinstance(lengths, Lengths):
+        raise UsageError(
+            f"lengths is {type(lengths).__name__}; this takes a snugfit.Lengths: Lengths.of([12, 40, 7]), "
+            "Lengths.of({128: 5000}), or Lengths.read(path)."
+        )
+    recipe, gpu = recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe), find_gpu(gpu)
     shorter = _shorter(lengths, cut)
     longest = job_of(job, lengths if shorter is None or _takes(job, lengths.longest) else shorter)
     warnings = recipe.check(longest, gpu.compute_capability)

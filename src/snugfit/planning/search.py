@@ -64,13 +64,15 @@ def plan(
     can be rehearsed. When nothing fits, the plan says so and holds the nearest miss.
     """
     from snugfit.job.gpu import find_gpu
+    from snugfit.job.job import refuse_what_is_no_job
     from snugfit.planning.clock import Alone
     from snugfit.planning.reasons import explained
     from snugfit.planning.workers import at_a_bench
 
-    gpu = find_gpu(gpu) if isinstance(gpu, str) else gpu
+    refuse_what_is_no_job(job)
+    gpu = None if gpu is None else find_gpu(gpu)
     fidelity = fidelity_of(fidelity)
-    refuse(objective, memory_bytes)
+    refuse(objective, memory_bytes, workers)
     run = Run(steps=steps, rate=once)
     clocks = Alone(clock) if clock else _clock_of(gpu)
     if memory_bytes is None and gpu is not None:
@@ -115,8 +117,9 @@ def _with_start(made: Plan, start: Recipe, at: Bench) -> Plan:
     return replace(made, start=compared(start, ours, at, job=made.job, gpu=made.gpu))
 
 
-def refuse(objective: str, memory_bytes: int | None) -> None:
-    """Raises `UsageError` for an objective that there is not, and a bound that is no number of bytes."""
+def refuse(objective: str, memory_bytes: int | None, workers: int | None = None) -> None:
+    """Raises `UsageError` for an objective that there is not, a bound that is no number of bytes, and
+    processes that cannot be counted."""
     if objective not in OBJECTIVES:
         raise UsageError(
             f"Unknown objective {objective!r}.{did_you_mean(str(objective), OBJECTIVES)} "
@@ -124,6 +127,8 @@ def refuse(objective: str, memory_bytes: int | None) -> None:
         )
     if memory_bytes is not None and not (type(memory_bytes) is int and memory_bytes > 0):
         raise UsageError(f"memory_bytes is {memory_bytes!r}; it is a whole number of bytes above 0, or None.")
+    if workers is not None and not (type(workers) is int and workers > 0):
+        raise UsageError(f"workers is {workers!r}; it is a whole number of processes from 1, or None.")
 
 
 def _clock_of(gpu: Gpu | None) -> Clock:

@@ -15,8 +15,9 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from snugfit.errors import GpuError, SnugfitError
+from snugfit.errors import GpuError, SnugfitError, UsageError
 from snugfit.job.gpu import all_gpus, find_gpu
+from snugfit.job.job import refuse_what_is_no_job
 from snugfit.planning.gpu_plans import GpuPlans, OnGpu
 from snugfit.planning.many_clocks import Each, Known, why_unknown
 from snugfit.planning.plan import Counts
@@ -63,8 +64,9 @@ def plan_gpus(
     smallest recipe, and one that is not CUDA's no answer, each with the reason. Raises `UsageError` for what
     cannot be, and `SnugfitError` when no recipe of a space can be rehearsed.
     """
+    refuse_what_is_no_job(job)
     gpus, fidelity = _found(gpus), fidelity_of(fidelity)
-    refuse(objective, None)
+    refuse(objective, None, workers)
     run = Run(steps=steps, rate=once)
     workers = min(2, os.cpu_count() or 1) if workers is None else workers
     answers: dict[str, OnGpu] = {}
@@ -93,10 +95,11 @@ def plan_gpus(
 
 
 def _found(gpus: Iterable[Gpu | str] | None) -> list[Gpu]:
-    """Each GPU once, in the order in which they were named."""
+    """Each GPU once, in the order in which they were named. Raises `UsageError` where none is."""
     named = all_gpus() if gpus is None else gpus
-    found = (find_gpu(gpu) if isinstance(gpu, str) else gpu for gpu in named)
-    return list({gpu.key: gpu for gpu in found}.values())
+    if isinstance(named, str) or not isinstance(named, Iterable) or not (named := [*named]):
+        raise UsageError(f"gpus is {gpus!r}; it is a list such as ['h200', 'l4'], or None for all of them.")
+    return list({gpu.key: gpu for gpu in map(find_gpu, named)}.values())
 
 
 def _kind(gpu: Gpu) -> Hashable:
