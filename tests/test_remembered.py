@@ -11,7 +11,7 @@ from small_models import small_job
 from snugfit.rehearsal import recorder
 from snugfit.rehearsal.described import described
 from snugfit.rehearsal.kernels import describe
-from snugfit.rehearsal.memo import ShapeMemo
+from snugfit.rehearsal.memo import Operator, ShapeMemo
 from snugfit.rehearsal.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.step.plain_loop import PlainStep
@@ -24,10 +24,10 @@ RECIPES = ["fp32 + adamw_loop", "tf32 + adamw_fused", "fp16 + every_layer + micr
 def test_what_is_remembered_of_kernels_is_what_they_do(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def both(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
-        told = described(func, args, kwargs, out)
-        assert told == describe(func, args, kwargs, out), func
-        asked.append(func)
+    def both(known: Operator, *call: Any) -> Any:
+        told = described(known, *call)
+        assert told == describe(known.func, *call[1:]), known.name
+        asked.append(known.name)
         return told
 
     monkeypatch.setattr(recorder, "described", both)
@@ -42,7 +42,7 @@ def test_a_rehearsal_from_memory_is_the_first_one(recipe: str, monkeypatch: pyte
     rehearse(job, setup, CudaPolicy())
     from_memory = rehearse(job, setup, CudaPolicy())
     monkeypatch.setattr(recorder, "REMEMBERED", ShapeMemo())
-    monkeypatch.setattr(recorder, "described", describe)
+    monkeypatch.setattr(recorder, "described", lambda known, key, *call: describe(known.func, *call))
     assert rehearse(job, setup, CudaPolicy()) == from_memory
 
 

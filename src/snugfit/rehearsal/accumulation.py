@@ -43,7 +43,7 @@ class SoleOwner:
 
     def __init__(self) -> None:
         try:
-            self._most = {aten.add.Tensor: _counted_additions()}
+            self._most = {id(aten.add.Tensor): _counted_additions()}  # an operator itself hashes slowly
         except AttributeError as error:
             raise RehearsalError(
                 f"torch {torch.__version__} does not tell how often a tensor is used ({error}), so gradient "
@@ -52,11 +52,11 @@ class SoleOwner:
         for operator, example in SCATTERS.items():
             seen = _seen(operator, example)
             if len(seen) == 1:
-                self._most[operator] = seen[0]
+                self._most[id(operator)] = seen[0]
 
     def writes_in_place(self, func: Any, arguments: tuple[Any, ...]) -> bool:
         """Whether this operator of a backward pass, without a dispatch mode, would be done in place."""
-        most = self._most.get(func)
+        most = self._most.get(id(func))
         if most is None or torch.is_grad_enabled() or arguments[0].device.type != "meta":
             return False
         if any(uses > limit for uses, limit in zip(_uses(arguments), most, strict=True)):

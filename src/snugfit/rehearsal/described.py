@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from snugfit.rehearsal.kernels import PRODUCTS, Description, describe
-from snugfit.rehearsal.memo import NotAKey, key_of
+from snugfit.rehearsal.memo import Operator
 
 MOST = 200_000
 """Descriptions remembered at most, at some hundred bytes each."""
@@ -19,26 +19,25 @@ MOST = 200_000
 _KNOWN: dict[Any, Description | None] = {}
 
 
-def described(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Description | None:
-    """As `describe` says it."""
-    if func.is_view:
+def described(
+    known: Operator, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+) -> Description | None:
+    """As `describe` says it of a call with this key."""
+    if known.is_view:
         return None
-    try:
-        key = func, key_of(args, kwargs), _precision(func)
-    except NotAKey:
-        return describe(func, args, kwargs, out)
-    if key not in _KNOWN:
+    if key is None:
+        return describe(known.func, args, kwargs, out)
+    call = id(known.func), key, _precision() if known.name in PRODUCTS else None
+    if call not in _KNOWN:
         if len(_KNOWN) >= MOST:
             _KNOWN.clear()
-        _KNOWN[key] = describe(func, args, kwargs, out)
-    return _KNOWN[key]
+        _KNOWN[call] = describe(known.func, args, kwargs, out)
+    return _KNOWN[call]
 
 
-def _precision(func: Any) -> Any:
-    """What products of fp32 operands are computed in; nothing for other operators."""
+def _precision() -> Any:
+    """What products of fp32 operands are computed in."""
     import torch
 
-    if func._schema.name not in PRODUCTS:
-        return None
     backends: Any = torch.backends
     return backends.cuda.matmul.fp32_precision, backends.cudnn.conv.fp32_precision

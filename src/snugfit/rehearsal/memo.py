@@ -28,13 +28,15 @@ MOST = 200_000
 """Calls remembered at most, at about a kilobyte each; a rehearsal makes some hundreds of different ones."""
 
 
-class _Operator:
-    """What is remembered of one operator."""
+class Operator:
+    """An operator, what is often asked about it, and what is remembered of it."""
 
-    __slots__ = ("func", "manner", "own", "results")
+    __slots__ = ("func", "is_view", "manner", "name", "own", "results")
 
     def __init__(self, func: Any) -> None:
         self.func = func
+        self.name: str = func._schema.name
+        self.is_view: bool = func.is_view
         self.manner = _manner(func)
         self.own = OWN.get(func)
         self.results: dict[Any, Any] = {}
@@ -44,42 +46,42 @@ class ShapeMemo:
     """Runs operators on meta tensors, from memory where it can."""
 
     def __init__(self) -> None:
-        self._operators: dict[int, _Operator] = {}  # by id, which hashes faster than an operator does
+        self._operators: dict[int, Operator] = {}  # by id, which hashes faster than an operator does
         self._count = 0
 
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What `func` gives on these meta operands."""
+    def operator(self, func: Any) -> Operator:
+        """What is known of this operator."""
         known = self._operators.get(id(func))
         if known is None:
-            known = self._operators[id(func)] = _Operator(func)
+            known = self._operators[id(func)] = Operator(func)
+        return known
+
+    def run(self, known: Operator, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the operator gives on these meta operands, whose key this is."""
         if known.own is not None:
             return known.own(*args, **kwargs)
         manner = known.manner
-        if manner == "other":
-            return func(*args, **kwargs)
-        try:
-            key = key_of(args, kwargs)
-            found = known.results.get(key)
-        except NotAKey:
-            return func(*args, **kwargs)
+        if manner == "other" or key is None:
+            return known.func(*args, **kwargs)
+        found = known.results.get(key)
         if found is not None:
             return _made(found) if manner == "pure" else args[0] if manner == "in place" else None
         if manner != "pure":
             return self._run_in_place(known, key, args, kwargs)
-        out = func(*args, **kwargs)
+        out = known.func(*args, **kwargs)
         described = _described(out)
         if described is not None and not _shares(out, (args, tuple(kwargs.values()))):
             self._keep(known, key, described)
         return out
 
-    def _run_in_place(self, known: _Operator, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_in_place(self, known: Operator, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before = _key(args[:1])
         out = known.func(*args, **kwargs)
         if (out is None or out is args[0]) and _key(args[:1]) == before:
             self._keep(known, key, True)
         return out
 
-    def _keep(self, known: _Operator, key: Any, result: Any) -> None:
+    def _keep(self, known: Operator, key: Any, result: Any) -> None:
         if self._count >= MOST:
             self._count = 0
             for operator in self._operators.values():
@@ -92,7 +94,7 @@ REMEMBERED = ShapeMemo()
 """What every rehearsal of this process remembers."""
 
 
-class NotAKey(Exception):
+class _NotAKey(Exception):
     """An operand that no result may be remembered by."""
 
 
@@ -122,10 +124,12 @@ _PLAIN = frozenset(
 
 def key_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Something hashable that says all of a call's operands that its results' shapes can depend on: metadata
-    of tensors on `meta`, and whatever else is given. Raises `NotAKey` where there are others."""
-    named = _key(tuple(kwargs.items())) if kwargs else ()
-    # Without a dtype, some results take the default one, which models are built under.
-    return _key(args), named, torch.get_default_dtype()
+    of tensors on `meta`, and whatever else is given. None where there are others."""
+    try:
+        # Without a dtype, some results take the default one, which models are built under.
+        return _key(args), _key(tuple(kwargs.items())) if kwargs else (), torch.get_default_dtype()
+    except _NotAKey:
+        return None
 
 
 def _key(values: Sequence[Any]) -> tuple[Any, ...]:
@@ -138,12 +142,12 @@ def _one_key(value: Any) -> Any:
         return kind, value
     if isinstance(value, torch.Tensor):
         if not value.is_meta:
-            raise NotAKey
+            raise _NotAKey
         return value.shape, value.stride(), value.dtype, value.storage_offset()
     if isinstance(value, (tuple, list)):
         return _key(value)
     if isinstance(value, torch.Generator):
-        raise NotAKey
+        raise _NotAKey
     return kind, value
 
 

@@ -28,7 +28,7 @@ from snugfit.rehearsal.buffers import OUTPUTS, Scratch
 from snugfit.rehearsal.described import described
 from snugfit.rehearsal.kernels import MATRICES, Description, apart, copies_in
 from snugfit.rehearsal.kinds import kinds
-from snugfit.rehearsal.memo import REMEMBERED
+from snugfit.rehearsal.memo import REMEMBERED, key_of
 from snugfit.rehearsal.saved import tell_of_saved_tensors
 from snugfit.rehearsal.score import Note
 from snugfit.rehearsal.tape import COPY_IN, Block, Kernel, Mark, Tape
@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.policy import Policy
 
 aten = torch.ops.aten
+
+ANY = frozenset({"aten::any", "aten::isinf", "aten::isnan"})
+"""Operators whose truth ordinary data makes false."""
 
 
 class Recorder(TorchDispatchMode):
@@ -146,17 +149,18 @@ class Recorder(TorchDispatchMode):
             return True
         in_backward = self.current_phase == "backward" and not kwargs
         in_place = in_backward and self._sole_owner.writes_in_place(func, args)
-        out = args[0] if in_place else REMEMBERED.run(func, args, kwargs)
-        if isinstance(out, torch.Tensor) and out.device.type != "meta":
+        known = REMEMBERED.operator(func)
+        key, operator = None if known.is_view else key_of(args, kwargs), known.name
+        out = args[0] if in_place else REMEMBERED.run(known, key, args, kwargs)
+        if isinstance(out, torch.Tensor) and not out.is_meta:
             return out  # the host's own work
-        operator = func._schema.name
         scratch = self.policy.scratch(operator, args, out)
         self._run(operator, out, scratch, self.policy.workspaces(operator))
-        if operator in ("aten::any", "aten::isinf", "aten::isnan") and isinstance(out, torch.Tensor):
+        if operator in ANY and isinstance(out, torch.Tensor):
             self._any_results.add(id(out))
             weakref.finalize(out, self._any_results.discard, id(out)).atexit = False
         if self.current_step == self.steps - 1:
-            kernel = described(func, args, kwargs, out)
+            kernel = described(known, key, args, kwargs, out)
             if kernel and func is aten._grouped_mm.default and not self.policy.fuses_groups(args[0].dtype):
                 self._sync()
                 for each in apart(args, kwargs, kernel):
@@ -216,7 +220,7 @@ class Recorder(TorchDispatchMode):
 
     def _see(self, operator: str, tensor: torch.Tensor) -> int | None:
         """The block of this tensor's storage, born now if it was not known."""
-        if tensor.device.type != "meta":
+        if not tensor.is_meta:
             return None
         storage = tensor.untyped_storage()
         address = storage._cdata
