@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError, UsageError
 from snugfit.job.batch import end_token
+from snugfit.rehearsal.ordered_sets import sets_in_order
 from snugfit.rehearsal.refusal import refusal
 from snugfit.rehearsal.repeat import fewer, repeated
 from snugfit.rehearsal.score import Score
@@ -89,7 +90,7 @@ def rehearsed(step: Step, policy: Policy, steps: int) -> tuple[Tape, list[Note]]
         if (end := end_token(step.job)) is not None:
             stack.enter_context(EndTokens(end, recorder._sync))
         try:
-            with recorder:
+            with recorder, sets_in_order(step.job):
                 step.run(steps, recorder)
         except SnugfitError:
             raise
