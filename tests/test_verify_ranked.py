@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -49,11 +50,18 @@ def everything(parts: Parts, found: Searched) -> list[tuple[float, int]]:
     ]
 
 
-@pytest.mark.parametrize("objective", ["speed", "memory"])
-@pytest.mark.parametrize("count", [1, 12])
 def test_the_best_are_those_of_brute_force(
+    parts: Parts, found: Searched, everything: list[tuple[float, int]]
+) -> None:
+    """One test for all four questions: who asks another worker makes the whole space again."""
+    for objective, count in itertools.product(("speed", "memory"), (1, 12)):
+        hold_to_brute_force(parts, found, everything, objective, count)
+
+
+def hold_to_brute_force(
     parts: Parts, found: Searched, everything: list[tuple[float, int]], objective: str, count: int
 ) -> None:
+    """The `count` best by this objective, within three quarters of the sizes that there are."""
     memory = sorted(size for _, size in everything)[len(everything) * 3 // 4]
     asked = replace(found, judged=dict(found.judged))
     numbers = best(asked, Bench([parts]), count, memory_bytes=memory, objective=objective)
