@@ -32,12 +32,14 @@ from snugfit.measurement.host import peak_resident_bytes
 from snugfit.measurement.nvml import NvmlSilent, open_nvml
 from snugfit.measurement.process import die_with_parent
 from snugfit.measurement.versions import versions
+from snugfit.techniques.hub_kernels import import_peft
 from snugfit.units import MIB
 
 if TYPE_CHECKING:
     import torch
 
     from snugfit.job.job import Job
+    from snugfit.techniques.setup import Setup
 
 SEED = 0
 """Weights and data are random but the same in every run."""
@@ -83,7 +85,7 @@ def _perform(request: Mapping[str, Any], history: Path) -> Findings:
 
     job, setup = Job.from_json(request["job"]), Setup.from_json(request["setup"])
     device = torch.device(request["device"])
-    _import_code_of(job)
+    _import_code_of(job, setup)
     imported = time.monotonic()
     context, started = _make_context(device, request) if device.type == "cuda" else (None, imported)
     torch.manual_seed(SEED)
@@ -96,14 +98,12 @@ def _perform(request: Mapping[str, Any], history: Path) -> Findings:
     core = QuietCore() if device.type == "cuda" else None
 
     def after_step(index: int) -> None:
-        if core:
-            core.look()
         if index in (request["warmup"] - 1, last):  # before the first steady border, after the last
             loads.append(load())
         if records:
             _dump(index, history)
 
-    stopwatch = Stopwatch(device, request["warmup"], after_step=after_step)
+    stopwatch = Stopwatch(device, request["warmup"], after_step=after_step, core=core)
     # Predictions are compared to the byte, so nothing of ours may stay on a GPU: kept losses would.
     step = open_step(job, setup, request["loop"], device, keep_losses=device.type == "cpu")
     losses = step.run(request["warmup"] + request["steps"], stopwatch)
@@ -127,13 +127,16 @@ def _perform(request: Mapping[str, Any], history: Path) -> Findings:
     )
 
 
-def _import_code_of(job: Job) -> None:
-    """Imports the code of the job's model; one that transformers has no class for is refused when it is
-    built."""
+def _import_code_of(job: Job, setup: Setup) -> None:
+    """Imports the code of the job's model and of its adapters; a model that transformers has no class for is
+    refused when it is built. Imported while a model is built on the GPU, modules would put their constants
+    there: torchaudio's (by way of transformers) 4 bytes, peft's (LoHa) 16."""
     from snugfit.job.architectures import class_of
 
     with contextlib.suppress(KeyError):
         class_of(job.task, job.model.settings(job))
+    if setup.adapt is not None:
+        import_peft()
 
 
 def _make_context(device: torch.device, request: Mapping[str, Any]) -> tuple[int | None, float]:
