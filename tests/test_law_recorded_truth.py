@@ -4,9 +4,9 @@ Three truths: the carried one (`data/truth-h200.json`: nine plain loops and ten 
 H200), every measurement committed under `results/`, and the rows that Hugging Face published for a V100 in
 2022, under the software of that time.
 
-A run of all of it takes minutes, so the suite checks the nine plain loops and the published rows, and of the
-rest a sample that a seed draws (`SAMPLED`); `SNUGFIT_ALL_TRUTH=1` checks all. Predictions are made with the
-versions installed here; each failure names those of the truth beside them.
+A run of all of it takes minutes, so the suite checks the nine plain loops, four of the published rows, and of
+the rest a sample that a seed draws (`SAMPLED`); `SNUGFIT_ALL_TRUTH=1` checks all. Predictions are made with
+the versions installed here; each failure names those of the truth beside them.
 """
 
 from __future__ import annotations
@@ -51,8 +51,11 @@ TRAINER = {"allocated_bytes": 0.005, "reserved_bytes": 0.03, "nvml_bytes": 0.03}
 DRAWN = {"allocated_bytes": 0.005, "reserved_bytes": 0.03, "nvml_bytes": 0.03}
 """The largest errors allowed, by loop, as a share of what was measured; of drawn jobs, in any loop."""
 
-PUBLISHED, PUBLISHED_ROWS = 0.01, 8
-"""Of the V100's rows at least so many lie within so much of the printed figure."""
+PUBLISHED = 0.01
+"""All but one of the V100's rows lie within so much of the printed figure."""
+
+SHOWN = ("vanilla", "fp16", "Adafactor", "accumulation + checkpointing + fp16 + 8-bit Adam")
+"""The rows that stand for all ten, the one that lies outside among them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -352,6 +355,8 @@ class Row:
 def test_the_published_rows_hold_under_the_software_of_their_time() -> None:
     rows, speeds = [], []
     for experiment in suite():
+        if os.environ.get("SNUGFIT_ALL_TRUTH") != "1" and experiment.name not in SHOWN:
+            continue
         for printed in experiment.published:
             machine = machines()[printed.machine]
             if machine.gpu and machine.software and not _lacks(experiment.recipe):
@@ -367,10 +372,10 @@ def test_the_published_rows_hold_under_the_software_of_their_time() -> None:
                     speeds.append(
                         (experiment.name, printed.samples_per_second, found.timing.samples_per_second)
                     )
-    assert len(rows) >= PUBLISHED_ROWS + 1
+    assert len(rows) >= len(SHOWN) - 1, "all but 8-bit Adam, which may not be installed"
     within = [row for row in rows if row.within]
     told = "; ".join(f"{row.name} {row.predicted / row.published - 1:+.2%}" for row in rows)
-    assert len(within) >= PUBLISHED_ROWS + len(rows) - 9, f"{told}. Predicted with {installed_versions()}."
+    assert len(within) >= len(rows) - 1, f"{told}. Predicted with {installed_versions()}."
     hold_to_published_speeds(speeds)
 
 
@@ -380,7 +385,7 @@ difference on two rows must come in the published order."""
 
 
 def hold_to_published_speeds(speeds: list[tuple[str, float, float]]) -> None:
-    assert len(speeds) >= PUBLISHED_ROWS
+    assert len(speeds) >= len(SHOWN) - 1
     told = "; ".join(f"{name} {predicted / printed - 1:+.1%}" for name, printed, predicted in speeds)
     assert all(abs(predicted / printed - 1) <= SPEED for _, printed, predicted in speeds), told
     for (_, printed, predicted), (_, other, theirs) in itertools.combinations(speeds, 2):
