@@ -1,6 +1,7 @@
 """Profile steps on a GPU, kernel by kernel, and their host, phase by phase.
 
     python benchmarks/profile_kernels.py device OUT.json SEED DRAWS
+    python benchmarks/profile_kernels.py device OUT.json ACCURACY.json
     python benchmarks/profile_kernels.py host OUT.json SECONDS
 
 `device` runs drawn jobs (`snugfit accuracy` draws them too) and some that are named below, one after the
@@ -8,7 +9,8 @@ other in this process. Each is timed by events in its steady state (`step_second
 runs under `torch.profiler` with its operands' shapes, and what is kept is every operator with its sizes,
 dtypes and kernel, how often it ran and how long it took in all (`device_seconds`, their sum); two with the
 device drained show the host alone (`host_seconds_drained`, by phase). The rates of a device are fitted to
-such a file (`prediction/rates.json`), and its host's by `fit_host.py`.
+such a file (`prediction/rates.json`). With a result of `snugfit accuracy` it runs those of its runs instead
+whose step was foreseen wrongly, beyond `OFF`, though their steps were steady.
 
 `host` runs families in a small size under recipes, in a mixed order until the seconds are over: the device
 has next to nothing to do. Steady steps are timed one after the other; then some with the device drained
@@ -42,12 +44,14 @@ from snugfit.job.config import check_facts
 from snugfit.job.find import read_preset
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
+from snugfit.measurement.stopwatch import LARGEST_SPREAD
 from snugfit.measurement.versions import versions
 from snugfit.step.quiet_core import QuietCore
 from snugfit.step.step import open_step
 from snugfit.techniques.recipe import Recipe
 
 WARMUP, TIMED, DRAINED = 4, 14, 4
+OFF = 0.08
 PACE = 1_500
 """Turns of the loop of pure Python."""
 
@@ -158,6 +162,14 @@ def kernels(profiler: Any) -> list[list[Any]]:
     return list(found.values())
 
 
+def off_jobs(file: Path) -> Iterator[tuple[Job, Recipe]]:
+    """The steady runs of this result whose seconds were foreseen wrongly."""
+    for run in json.loads(file.read_text())["runs"]:
+        foreseen, seen = run["predicted_step_seconds"], run["step_seconds"]
+        if foreseen and seen and run["spread"] < LARGEST_SPREAD and abs(foreseen / seen - 1) > OFF:
+            yield Job.from_json(run["job"]), Recipe.parse(run["recipe"])
+
+
 def device_jobs(seed: int, draws: int) -> Iterator[tuple[Job, Recipe]]:
     """The named ones, and the drawn ones."""
     for name, task, batch, length, recipes in NAMED:
@@ -232,7 +244,13 @@ def main() -> None:
     device = kind == "device"
     runs = []
     end = math.inf if device else time.monotonic() + float(sys.argv[3])
-    for job, recipe in device_jobs(int(sys.argv[3]), int(sys.argv[4])) if device else host_jobs():
+    if not device:
+        jobs = host_jobs()
+    elif len(sys.argv) > 4:
+        jobs = device_jobs(int(sys.argv[3]), int(sys.argv[4]))
+    else:
+        jobs = off_jobs(Path(sys.argv[3]))
+    for job, recipe in jobs:
         if time.monotonic() > end:
             break
         try:

@@ -26,6 +26,8 @@ from snugfit.step.footprint import Startup, Timing
 if TYPE_CHECKING:
     import torch
 
+    from snugfit.step.quiet_core import QuietCore
+
 LARGEST_SPREAD = 0.10
 """Above it the mean is called unstable. A convention of ours, not a measured bound. It cannot see a host
 that is crowded all the time, which makes every step equally slow; crowd.py looks for that."""
@@ -38,9 +40,15 @@ class Stopwatch:
     """Watches a step as its `Observer`; `seconds()` afterwards."""
 
     def __init__(
-        self, device: torch.device, warmup: int, *, after_step: Callable[[int], None] | None = None
+        self,
+        device: torch.device,
+        warmup: int,
+        *,
+        after_step: Callable[[int], None] | None = None,
+        core: QuietCore | None = None,
     ) -> None:
-        self._device, self._warmup, self._after_step = device, warmup, after_step
+        self._device, self._warmup, self._after_step, self._core = device, warmup, after_step, core
+        self._began = False
         self._borders: list[Any] = []
         self._starting: list[Any] = [self._mark()]
         """The making of this stopwatch, the built model, the end of the first step."""
@@ -54,13 +62,17 @@ class Stopwatch:
         """Each steady step's end is a border, and the first step's end is the end of a start."""
         if index == 0:
             self._starting.append(self._mark())
+            self._began = True
         if index >= self._warmup:
             self._borders.append(self._mark())
         if self._after_step is not None:
             self._after_step(index)
 
     def phase(self, name: str) -> None:
-        """Phases are not timed: their borders would cost events inside the step."""
+        """Phases are not timed, their borders would cost events inside the step; from the second step on
+        the loop's thread looks there whether its core is quiet. (In the first one, threads are born.)"""
+        if self._core and self._began:
+            self._core.look()
 
     def built(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         """The end of building."""

@@ -80,6 +80,9 @@ class HostRate:
     hook: float
     """A saved tensor that goes through a hook of checkpointing, in or out."""
 
+    checkpoint: float
+    """A checkpointed part that begins, or begins to be computed again, beside what runs in it."""
+
     view: float
     """An operator that runs no kernel: a view, an empty tensor, and what autograd does of such ones."""
 

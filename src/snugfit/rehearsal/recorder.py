@@ -42,6 +42,7 @@ aten = torch.ops.aten
 
 ANY = frozenset({"aten::any", "aten::isinf", "aten::isnan"})
 """Operators whose truth ordinary data makes false."""
+TRUTHS = ANY | {"aten::all"}
 
 
 class Recorder(TorchDispatchMode):
@@ -61,12 +62,13 @@ class Recorder(TorchDispatchMode):
         self._workspaces: set[tuple[str, str]] = set()
         self._where = Whereabouts()
         self._owners: dict[torch.Tensor, str] = {}
-        self._any_results: set[int] = set()
+        self._truths: dict[int, bool] = {}
         self._model: torch.nn.Module | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._recomputed: set[int] = set()
         self._hooks: list[Any] = []
         self._hooked = 0  # saved tensors that went through a hook since the last kernel
+        self._frames = 0  # pairs of hooks that were made since then
         self._viewed = 0  # operators without a kernel since then
 
     @classmethod
@@ -90,7 +92,7 @@ class Recorder(TorchDispatchMode):
         if name == "update" and self._model is not None:
             self._claim_gradients()
         self.current_phase = name
-        self._hooked = self._viewed = 0
+        self._hooked = self._viewed = self._frames = 0
         self.marks.append(Mark(len(self.events), self.current_step, name))
 
     def built(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
@@ -104,7 +106,7 @@ class Recorder(TorchDispatchMode):
 
     def __enter__(self) -> Recorder:
         self._sole_owner = SoleOwner()  # counts on the way that operators take now, past a policy's kernels
-        self._hooks = [*self._where.follow(), tell_of_saved_tensors(self._passes_hook)]
+        self._hooks = [*self._where.follow(), tell_of_saved_tensors(self._makes_hooks, self._passes_hook)]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -156,9 +158,9 @@ class Recorder(TorchDispatchMode):
             return out  # the host's own work
         scratch = self.policy.scratch(operator, args, out)
         self._run(operator, out, scratch, self.policy.workspaces(operator))
-        if operator in ANY and isinstance(out, torch.Tensor):
-            self._any_results.add(id(out))
-            weakref.finalize(out, self._any_results.discard, id(out)).atexit = False
+        if operator in TRUTHS and (operator in ANY or args[0].dim() == 1) and isinstance(out, torch.Tensor):
+            self._truths[id(out)] = operator not in ANY
+            weakref.finalize(out, self._truths.pop, id(out), None).atexit = False
         if self.current_step == self.steps - 1:
             kernel = described(known, key, args, kwargs, out)
             if kernel and func is aten._grouped_mm.default and not self.policy.fuses_groups(args[0].dtype):
@@ -176,20 +178,20 @@ class Recorder(TorchDispatchMode):
         """The steady step's device is asked for this kernel."""
         self._note_down("kernel")
         again = self.current_phase == "backward" and torch.is_grad_enabled()
-        hosts = again, self._where.entered(), self._hooked, self._viewed
+        hosts = again, self._where.entered(), self._hooked, self._viewed, self._frames
         self.kernels.append(Kernel(operator, self._path(), self.current_phase, *kernel, *hosts))
-        self._hooked = self._viewed = 0
+        self._hooked = self._viewed = self._frames = 0
 
     def _scalar(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The value of a one-element tensor. Real host tensors have theirs. A device's are unknown: numbers
         are 0; of truths, `any` and its kind are False and the rest True (what ordinary data gives), except
-        that a mask is not all True when the job pads."""
+        that a mask is not all True when the job pads. What asks once a sample is no mask."""
         tensor = args[0]
         if tensor.device.type != "meta":
             return func(*args, **kwargs)
         self._sync()
         if tensor.dtype == torch.bool:
-            return id(tensor) not in self._any_results and not self.padded
+            return self._truths.get(id(tensor), not self.padded)
         return 0.0 if tensor.is_floating_point() else 0
 
     def _sync(self) -> None:
@@ -202,6 +204,9 @@ class Recorder(TorchDispatchMode):
 
     def _path(self) -> str:
         return self._where.path(self.current_phase)
+
+    def _makes_hooks(self) -> None:
+        self._frames += 1
 
     def _passes_hook(self) -> None:
         self._hooked += 1

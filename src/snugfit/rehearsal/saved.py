@@ -1,6 +1,7 @@
 """Hooks on saved tensors, counted: checkpointing, and whatever else packs what autograd saves, calls Python
 once for each tensor on its way in and once on its way out. On the host that is what checkpointing costs
-beside the kernels that run again.
+beside the kernels that run again, and beside each checkpoint's own beginning: it makes a pair of hooks, and
+another when it computes again, and keeps or puts back the states of random numbers each time.
 
 torch tells nobody when a hook runs, so for the time of a rehearsal each pair of hooks is wrapped when it is
 made.
@@ -25,15 +26,17 @@ class Telling(NamedTuple):
         self.kind.__init__ = self.before
 
 
-def tell_of_saved_tensors(tell: Callable[[], None]) -> Telling:
-    """Calls `tell` each time that a tensor goes through a hook made from now on, until `remove()`."""
+def tell_of_saved_tensors(made_one: Callable[[], None], passes: Callable[[], None]) -> Telling:
+    """Calls `made_one` when a pair of hooks is made from now on, and `passes` each time that a tensor goes
+    through one of these, until `remove()`."""
     from torch.autograd.graph import saved_tensors_hooks
 
     kind: Any = saved_tensors_hooks
     before = kind.__init__
 
     def made(self: Any, pack_hook: Hook, unpack_hook: Hook) -> None:
-        before(self, _told(tell, pack_hook), _told(tell, unpack_hook))
+        made_one()
+        before(self, _told(passes, pack_hook), _told(passes, unpack_hook))
 
     kind.__init__ = made
     return Telling(kind, before)

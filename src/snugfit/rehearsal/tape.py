@@ -81,6 +81,8 @@ class Kernel(NamedTuple):
     """Saved tensors that went through a hook since then: checkpointing packs and unpacks each."""
     views: int = 0
     """Operators since then that run no kernel: views of tensors, and empty ones."""
+    checkpoints: int = 0
+    """Checkpointed parts that began since then, or began to be computed again."""
 
     @property
     def itemsize(self) -> int:

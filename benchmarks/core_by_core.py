@@ -1,0 +1,92 @@
+"""One and the same step on each core of the host, one after the other, twice: how much a neighbour takes.
+
+    python benchmarks/core_by_core.py OUT.json
+
+A small BERT that gives the GPU next to nothing to do runs steady steps; every `STEPS` of them all threads of
+the process move to the next core. After each round they may go where the system likes. Beside each stay stand
+its steps' seconds and those of a loop of pure Python on that core. It is what `step/quiet_core.py` rests on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from contextlib import suppress
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from profile_kernels import FAMILIES, pace, small
+
+from snugfit.measurement.versions import versions
+from snugfit.step.step import open_step
+from snugfit.techniques.recipe import Recipe
+
+WARMUP, STEPS, ROUNDS = 20, 30, 2
+
+
+class Walk:
+    """Moves on at borders of steps, and notes when each step began."""
+
+    def __init__(self, stays: list[set[int]]) -> None:
+        self.stays = stays
+        self.begins: list[float] = []
+        self.paces: list[float] = []
+
+    def built(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        """Nothing to note."""
+
+    def phase(self, name: str) -> None:
+        """Nothing to note."""
+
+    def step_begins(self, index: int) -> None:
+        """Every so many steps all threads go to the next core."""
+        stay, turn = divmod(index - WARMUP, STEPS)
+        if stay >= 0 and turn == 0 and stay < len(self.stays):
+            for thread in os.listdir("/proc/self/task"):
+                with suppress(OSError):
+                    os.sched_setaffinity(int(thread), self.stays[stay])
+            self.paces.append(pace())
+        self.begins.append(time.perf_counter())
+
+    def step_ends(self, index: int) -> None:
+        """Nothing to note."""
+
+    def seconds(self, stay: int) -> list[float]:
+        """Of the steps of one stay."""
+        first = WARMUP + stay * STEPS
+        marks = self.begins[first : first + STEPS]
+        return [end - begin for begin, end in pairwise(marks)]
+
+
+def main() -> None:
+    """Writes the file that the command line asks for, and prints a line for each stay."""
+    cores = sorted(os.sched_getaffinity(0))
+    stays = [*({core} for core in cores), set(cores)] * ROUNDS
+    walk = Walk(stays)
+    job = small(next(family for family in FAMILIES if family.name == "bert"), depth=12)
+    step = open_step(job, Recipe.parse("bf16").setup(), "plain", torch.device("cuda"))
+    step.run(WARMUP + STEPS * len(stays) + 1, walk)
+    runs: list[dict[str, Any]] = []
+    for number, stay in enumerate(stays):
+        seconds = walk.seconds(number)
+        runs.append({"cores": sorted(stay), "seconds": seconds, "pace": walk.paces[number]})
+        print(f"{runs[-1]['cores']}: {1e3 * statistics.median(seconds):.1f} ms")
+    document = {
+        "schema": 1,
+        "what": "core-by-core",
+        "gpu": torch.cuda.get_device_name(),
+        "date": datetime.now(UTC).date().isoformat(),
+        "versions": versions(),
+        "runs": runs,
+    }
+    Path(sys.argv[1]).write_text(json.dumps(document) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Steps of three models at many lengths of sequence, aligned and not: what `snugfit lengths` foretells.
+
+    python benchmarks/steps_by_length.py OUT.json
+
+Each length is a job of its own, run one after the other in this process on quiet cores
+(`step/quiet_core.py`), its steady steps timed by events.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from snugfit.job.job import Job, Task
+from snugfit.job.model import Model
+from snugfit.measurement.stopwatch import Stopwatch
+from snugfit.measurement.versions import versions
+from snugfit.step.quiet_core import QuietCore
+from snugfit.step.step import open_step
+from snugfit.techniques.recipe import Recipe
+
+WARMUP, TIMED = 3, 12
+MODELS = (
+    ("bert-large-uncased", "sequence-classification", 32, "bf16 + adamw_fused",
+     (96, 127, 128, 129, 136, 192, 200, 255, 256, 257, 264, 320, 383, 384, 449, 456, 511, 512)),
+    ("openai-community/gpt2-large", "causal-lm", 8, "bf16 + adamw_fused",
+     (127, 128, 129, 256, 257, 264, 384, 509, 512, 700, 704, 1000, 1001, 1024)),
+    ("meta-llama/Llama-3.2-1B", "causal-lm", 8, "eager + bf16 + adamw_fused",
+     (127, 128, 129, 136, 256, 257, 384, 509, 512, 700, 701, 704)),
+)  # fmt: skip
+
+
+def observed(job: Job, recipe: Recipe) -> dict[str, Any]:
+    """One length."""
+    core, device = QuietCore(), torch.device("cuda")
+    stopwatch = Stopwatch(device, WARMUP, core=core)
+    open_step(job, recipe.setup(), "plain", device).run(WARMUP + TIMED, stopwatch)
+    seconds = stopwatch.seconds()
+    core.leave()
+    return {
+        "job": job.to_json(),
+        "recipe": str(recipe),
+        "step_seconds": statistics.median(seconds),
+        "seconds": seconds,
+        "disturbed": core.disturbed(),
+    }
+
+
+def main() -> None:
+    """Writes the file that the command line asks for, and prints a line for each length."""
+    runs = []
+    for name, task, batch, recipe, lengths in MODELS:
+        for length in lengths:
+            job = Job(model=Model.find(name), task=Task.parse(task), batch_size=batch, sequence_length=length)
+            runs.append(observed(job, Recipe.parse(recipe)))
+            print(f"{name}, {length}: {1e3 * runs[-1]['step_seconds']:.1f} ms", flush=True)
+            gc.collect()
+            torch.cuda.empty_cache()
+    document = {
+        "schema": 1,
+        "what": "steps-by-length",
+        "gpu": torch.cuda.get_device_name(),
+        "date": datetime.now(UTC).date().isoformat(),
+        "versions": versions(),
+        "runs": runs,
+    }
+    Path(sys.argv[1]).write_text(json.dumps(document) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""The threads that ask for kernels keep to quiet cores: tried on invented cores, whose pace the test sets."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from snugfit.step import quiet_core
+from snugfit.step.quiet_core import EVERY, EVERY_IN_VAIN, QuietCore
+
+
+class Cores:
+    """Four cores and a clock; the thread is on one of them, and a loop takes as long as the core says."""
+
+    def __init__(self, *paces: float) -> None:
+        self.paces = list(paces)
+        self.held: set[int] = set(range(len(paces)))
+        self.now = 0.0
+
+    def get(self, thread: int) -> set[int]:
+        return set(self.held)
+
+    def set(self, thread: int, cores: set[int]) -> None:
+        if thread in (0, threading.get_native_id()):
+            self.held = set(cores)
+
+    def pace(self, core: QuietCore) -> float:
+        pace = self.paces[min(self.held)]
+        core._best = min(core._best, pace)
+        return pace
+
+
+@pytest.fixture
+def cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cores]:
+    made = Cores(2.0, 1.0, 1.7, 1.0)
+    monkeypatch.setattr(os, "sched_getaffinity", made.get, raising=False)
+    monkeypatch.setattr(os, "sched_setaffinity", made.set, raising=False)
+
+    def pace(core: QuietCore) -> float:
+        return made.pace(core)
+
+    monkeypatch.setattr(QuietCore, "_pace", pace)
+    monkeypatch.setattr(quiet_core.time, "perf_counter", lambda: made.now)
+    yield made
+    quiet_core.ALL_CORES.clear()
+
+
+def test_the_first_look_finds_the_quietest_core(cores: Cores) -> None:
+    core = QuietCore()
+    core.look()
+    assert cores.held == {1}
+
+
+def test_a_disturbed_core_is_left_for_a_quiet_one(cores: Cores) -> None:
+    core = QuietCore()
+    core.look()
+    cores.paces[1] = 1.6
+    cores.now = EVERY / 2
+    core.look()
+    assert cores.held == {1}, "nobody looks so soon"
+    cores.now = EVERY
+    core.look()
+    assert cores.held == {3}
+    assert core.disturbed() == pytest.approx(
+        2 / 2
+    )  # it began on core 0, which was slow, and core 1 became so
+
+
+def test_where_every_core_is_disturbed_it_stays_on_the_least_and_looks_less_often(cores: Cores) -> None:
+    core = QuietCore()
+    core.look()
+    cores.paces[:] = [2.0, 1.6, 1.5, 1.9]
+    cores.now = EVERY
+    core.look()
+    assert cores.held == {2}
+    cores.paces[0] = 1.0
+    cores.now = EVERY + EVERY_IN_VAIN / 2
+    core.look()
+    assert cores.held == {2}
+    cores.now = EVERY + EVERY_IN_VAIN
+    core.look()
+    assert cores.held == {0}
+
+
+def test_a_pace_a_little_slower_moves_nobody(cores: Cores) -> None:
+    core = QuietCore()
+    core.look()
+    cores.paces[1] = 1.2
+    cores.now = EVERY
+    core.look()
+    assert cores.held == {1}
+
+
+def test_all_cores_are_given_back(cores: Cores) -> None:
+    core = QuietCore()
+    core.look()
+    core.leave()
+    assert cores.held == {0, 1, 2, 3}
+    assert not quiet_core.ALL_CORES
+
+
+def test_one_core_is_no_choice(cores: Cores) -> None:
+    cores.held = {2}
+    core = QuietCore()
+    core.look()
+    assert (cores.held, core.disturbed()) == ({2}, None)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system holds no thread to a core")
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core is no choice")
+def test_forked_processes_and_new_threads_have_all_cores() -> None:
+    """Loader workers are forked from the held thread, and must not share its core."""
+    before = os.sched_getaffinity(0)
+    core = QuietCore()
+    try:
+        core.look()
+        assert len(os.sched_getaffinity(0)) == 1
+        if (child := os.fork()) == 0:
+            os._exit(0 if os.sched_getaffinity(0) == before else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        ready, done, seen = threading.Event(), threading.Event(), []
+
+        def born_here() -> None:
+            ready.set()
+            done.wait(10)
+            seen.append(os.sched_getaffinity(0))
+
+        thread = threading.Thread(target=born_here)
+        thread.start()
+        ready.wait(10)
+        core._next = 0.0
+        core.look()
+        done.set()
+        thread.join()
+        assert seen == [before]
+    finally:
+        core.leave()
+    assert os.sched_getaffinity(0) == before
