@@ -42,7 +42,6 @@ aten = torch.ops.aten
 
 ANY = frozenset({"aten::any", "aten::isinf", "aten::isnan"})
 """Operators whose truth ordinary data makes false."""
-TRUTHS = ANY | {"aten::all"}
 
 
 class Recorder(TorchDispatchMode):
@@ -62,7 +61,7 @@ class Recorder(TorchDispatchMode):
         self._workspaces: set[tuple[str, str]] = set()
         self._where = Whereabouts()
         self._owners: dict[torch.Tensor, str] = {}
-        self._truths: dict[int, bool] = {}
+        self._any_results: set[int] = set()
         self._model: torch.nn.Module | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._recomputed: set[int] = set()
@@ -158,9 +157,9 @@ class Recorder(TorchDispatchMode):
             return out  # the host's own work
         scratch = self.policy.scratch(operator, args, out)
         self._run(operator, out, scratch, self.policy.workspaces(operator))
-        if operator in TRUTHS and (operator in ANY or args[0].dim() == 1) and isinstance(out, torch.Tensor):
-            self._truths[id(out)] = operator not in ANY
-            weakref.finalize(out, self._truths.pop, id(out), None).atexit = False
+        if operator in ANY and isinstance(out, torch.Tensor):
+            self._any_results.add(id(out))
+            weakref.finalize(out, self._any_results.discard, id(out)).atexit = False
         if self.current_step == self.steps - 1:
             kernel = described(known, key, args, kwargs, out)
             if kernel and func is aten._grouped_mm.default and not self.policy.fuses_groups(args[0].dtype):
@@ -185,13 +184,13 @@ class Recorder(TorchDispatchMode):
     def _scalar(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The value of a one-element tensor. Real host tensors have theirs. A device's are unknown: numbers
         are 0; of truths, `any` and its kind are False and the rest True (what ordinary data gives), except
-        that a mask is not all True when the job pads. What asks once a sample is no mask."""
+        that a mask is not all True when the job pads."""
         tensor = args[0]
         if tensor.device.type != "meta":
             return func(*args, **kwargs)
         self._sync()
         if tensor.dtype == torch.bool:
-            return self._truths.get(id(tensor), not self.padded)
+            return id(tensor) not in self._any_results and not self.padded
         return 0.0 if tensor.is_floating_point() else 0
 
     def _sync(self) -> None:
