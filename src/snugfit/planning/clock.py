@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from snugfit.planning.queueing import Stretch, cut, joined, shortened
+from snugfit.planning.queueing import Stretch, cut, joined, played, shortened
 from snugfit.prediction.kernel_seconds import KernelClock
 from snugfit.prediction.rates import Rates, rates_for
-from snugfit.prediction.seconds import ROUNDS, all_waits, asking, making_seconds
+from snugfit.prediction.seconds import all_waits, asking, making_seconds
 from snugfit.rehearsal.tape import Tape
 
 if TYPE_CHECKING:
@@ -99,19 +99,9 @@ class GpuClocks:
         return known[1]
 
     def played(self, stretches: Sequence[Stretch]) -> Any:
-        """Seconds of a steady step of these stretches on each GPU, as `prediction/seconds.py:play` has it."""
-        now = free = last = length = np.zeros(len(self.rates))
-        for _ in range(ROUNDS):
-            now = now + self._beginning
-            for number, stretch in enumerate(stretches):
-                if number:
-                    now = np.maximum(now, free) + self._waiting
-                free = stretch.works + np.maximum(free, now + stretch.latest)
-                now = now + stretch.asks
-            end = np.maximum(now, free)
-            length, last = end - last, end
-        made = sum(stretch.makes for stretch in stretches)
-        return np.maximum(length, made)
+        """Seconds of a steady step of these stretches on each GPU; making its batches may take longer."""
+        length = played(stretches, self._beginning, self._waiting)
+        return np.maximum(length, sum(stretch.makes for stretch in stretches))
 
     def _stretches(self, kernels: Sequence[Kernel], waits: Sequence[int]) -> list[Stretch]:
         places = [self._place(kernel) for kernel in kernels]

@@ -46,12 +46,6 @@ if TYPE_CHECKING:
 
 _Kept = TypeVar("_Kept")
 
-FEWEST = 2
-"""Layers of the shallowest model that is rehearsed."""
-
-TRIED_LAYERS = 2
-"""Periods of layers in the model on which brief passes are tried."""
-
 REMEMBERED_PARTS = 24
 """Whole parts that are kept, at some ten megabytes each."""
 

@@ -26,6 +26,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from snugfit.prediction.seconds import ROUNDS
+
 
 class Stretch(NamedTuple):
     """What happens between two waits, on each GPU (the last axis of each array)."""
@@ -77,6 +79,22 @@ def shortened(stretches: Sequence[Stretch], waiting: Any) -> list[Stretch]:
     takes = sum(np.maximum(each.asks, each.works + each.latest) + waiting for each in middle) - waiting
     nothing = np.zeros_like(takes)
     return [first, Stretch(takes, nothing, nothing - np.inf, sum(each.makes for each in middle)), last]
+
+
+def played(stretches: Sequence[Stretch], beginning: Any, waiting: Any) -> Any:
+    """Seconds of a steady step of these stretches, with waits between them, as `prediction/seconds.py:play`
+    has it: what the host takes to begin a step, and at each wait."""
+    now = free = last = length = np.zeros_like(waiting)
+    for _ in range(ROUNDS):
+        now = now + beginning
+        for number, stretch in enumerate(stretches):
+            if number:
+                now = np.maximum(now, free) + waiting
+            free = stretch.works + np.maximum(free, now + stretch.latest)
+            now = now + stretch.asks
+        end = np.maximum(now, free)
+        length, last = end - last, end
+    return length
 
 
 def lined(seen: Sequence[Sequence[Stretch]], line: Callable[[Sequence[Any]], Any]) -> list[Stretch] | None:

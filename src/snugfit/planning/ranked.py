@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError
-from snugfit.planning.search import homes
 from snugfit.planning.searched import SLACK
 
 if TYPE_CHECKING:
@@ -35,19 +34,19 @@ def best(
 ) -> list[int]:
     """The numbers of the best `count` recipes that fit and are timed differently, the best first; fewer
     where there are no more. Raises `Irregular` as the search does."""
-    place_of, groups = homes(found, len(at.places)), _groups(found, memory_bytes, objective)
+    groups, homes = deque(_groups(found, memory_bytes, objective)), dict[int, int]()
     while True:
         ranked = _ranked(found, memory_bytes, objective)[:count]
         worst = _worth(found, ranked[-1], objective) if len(ranked) == count else None
         tell(f"judging the best {count}: {len(ranked)} found")
-        todo: dict[int, deque[list[int]]] = defaultdict(deque)
-        for group in groups[: TOGETHER * len(at.places)]:
-            if worst is None or _least(found, group[0], objective) < worst:
-                todo[place_of[group[0]]].append(group)
+        todo: deque[list[int]] = deque()
+        while groups and len(todo) < TOGETHER * len(at.places):
+            if worst is not None and _least(found, groups[0][0], objective) >= worst:
+                break
+            todo.append(groups.popleft())
         if not todo:
             return ranked
-        groups = groups[sum(map(len, todo.values())) :]
-        _judge(found, at, todo)
+        _judge(found, at, todo, homes)
 
 
 def _groups(found: Searched, memory_bytes: int | None, objective: str) -> list[list[int]]:
@@ -60,15 +59,17 @@ def _groups(found: Searched, memory_bytes: int | None, objective: str) -> list[l
     return list(tapes.values())
 
 
-def _judge(found: Searched, at: Bench, todo: dict[int, deque[list[int]]]) -> None:
+def _judge(found: Searched, at: Bench, todo: deque[list[int]], homes: dict[int, int]) -> None:
+    """Judges these; all that share their passes in one place, which `homes` tells."""
     asked: dict[int, list[int]] = {}
 
     def ask(place: int) -> Question | None:
-        if not todo[place]:
-            return None
-        group = todo[place].popleft()
-        asked[group[0]] = group
-        return group[0], "judge", ([found.space.candidates[each].setup for each in group],)
+        for group in todo:
+            if homes.setdefault(found.space.candidates[group[0]].sized, place) == place:
+                todo.remove(group)
+                asked[group[0]] = group
+                return group[0], "judge", ([found.space.candidates[each].setup for each in group],)
+        return None
 
     for number, answer in at.answers(ask):
         if isinstance(answer, SnugfitError):

@@ -67,7 +67,7 @@ def plan(
     from snugfit.job.job import refuse_what_is_no_job
     from snugfit.planning.clock import Alone
     from snugfit.planning.reasons import explained
-    from snugfit.planning.workers import at_a_bench
+    from snugfit.planning.workers import at_a_bench, load_ahead
 
     refuse_what_is_no_job(job)
     gpu = None if gpu is None else find_gpu(gpu)
@@ -77,8 +77,9 @@ def plan(
     clocks = Alone(clock) if clock else _clock_of(gpu)
     if memory_bytes is None and gpu is not None:
         memory_bytes = gpu.memory_bytes
-    space = space_of(job, fidelity=fidelity, capability=gpu.compute_capability if gpu else None)
     workers = min(2, os.cpu_count() or 1) if workers is None else workers
+    load_ahead(job, [gpu], clocks, workers)
+    space = space_of(job, fidelity=fidelity, capability=gpu.compute_capability if gpu else None)
 
     def made(at: Bench) -> Plan:
         searched = search(space, at, tell)
@@ -144,22 +145,25 @@ def _judge_all(found: Searched, at: Bench, tell: Tell) -> None:
     tapes: dict[int, list[int]] = defaultdict(list)
     for number in found.bounds:
         tapes[found.space.candidates[number].tape].append(number)
-    places = homes(found, len(at.places))
-    order = sorted(tapes.values(), key=lambda group: _least_rank(found, group))
-    waiting = [
-        deque(group for group in order if places[group[0]] == place) for place in range(len(at.places))
-    ]
+    waiting = deque(sorted(tapes.values(), key=lambda group: _least_rank(found, group)))
+    homes: dict[int, int] = {}  # all that share their passes are judged in one place
     asked: dict[int, list[int]] = {}
-    progress = Progress("judging", len(order), tell)
+    progress = Progress("judging", len(waiting), tell)
 
     def ask(place: int) -> Question | None:
-        while waiting[place]:
-            group = [number for number in waiting[place].popleft() if not found.beaten(number)]
+        others: list[list[int]] = []
+        question: Question | None = None
+        while waiting and question is None:
+            group = [number for number in waiting.popleft() if not found.beaten(number)]
+            if group and homes.setdefault(found.space.candidates[group[0]].sized, place) != place:
+                others.append(group)
+                continue
             progress.step()
             if group:
                 asked[group[0]] = group
-                return group[0], "judge", ([found.space.candidates[number].setup for number in group],)
-        return None
+                question = group[0], "judge", ([found.space.candidates[number].setup for number in group],)
+        waiting.extendleft(reversed(others))
+        return question
 
     for number, answer in at.answers(ask):
         group = asked.pop(number)
@@ -168,11 +172,6 @@ def _judge_all(found: Searched, at: Bench, tell: Tell) -> None:
             continue
         for each, (figures,) in zip(group, answer, strict=True):
             found.judge(each, figures)
-
-
-def homes(found: Searched, places: int) -> dict[int, int]:
-    """Where each candidate is judged: all that share their passes in one place."""
-    return {number: found.space.candidates[number].sized % places for number in found.bounds}
 
 
 def _least_rank(found: Searched, group: list[int]) -> tuple[float, int, int]:

@@ -119,7 +119,8 @@ def space_of(job: Job, *, fidelity: Fidelity = Fidelity.ROUNDS, capability: Capa
             objections[objected] += 1
             continue
         places[place] = len(candidates)
-        passes, update = passes_key(setup), update_key(setup)
+        asked = tape_key(setup)
+        passes, update = _of_passes(asked), _of_update(asked)
         keys = (passes, (passes, setup.micro_batches), (passes, setup.micro_batches, update))
         shared = (seen.setdefault(key, len(seen)) for seen, key in zip(numbers, keys, strict=True))
         first, second, third = shared
@@ -154,8 +155,7 @@ def tape_key(setup: Setup) -> tuple[Any, ...]:
 
 def passes_key(setup: Setup) -> Hashable:
     """All of a Setup that its passes depend on, but for the size of a micro-batch."""
-    weights, attention, _, adapt, checkpoint, _, autocast, scale, _, _, _ = tape_key(setup)
-    return weights, attention, adapt, checkpoint, autocast, scale
+    return _of_passes(tape_key(setup))
 
 
 def adapters_key(setup: Setup) -> Hashable:
@@ -166,7 +166,16 @@ def adapters_key(setup: Setup) -> Hashable:
 
 def update_key(setup: Setup) -> Hashable:
     """All of a Setup that its update depends on."""
-    weights, _, _, adapt, _, optimizer, _, scale, _, _, _ = tape_key(setup)
+    return _of_update(tape_key(setup))
+
+
+def _of_passes(asked: tuple[Any, ...]) -> Hashable:
+    weights, attention, _, adapt, checkpoint, _, autocast, scale, _, _, _ = asked
+    return weights, attention, adapt, checkpoint, autocast, scale
+
+
+def _of_update(asked: tuple[Any, ...]) -> Hashable:
+    weights, _, _, adapt, _, optimizer, _, scale, _, _, _ = asked
     return weights, adapt, optimizer, scale
 
 

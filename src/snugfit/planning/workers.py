@@ -20,6 +20,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -119,6 +120,22 @@ class Bench:
                 yield number, worker.answer()
 
 
+def load_ahead(job: Job, gpus: Sequence[Gpu | None], clock: Clock, workers: int) -> None:
+    """Has everything imported that the processes of a bench need, while whoever asks does something else."""
+    if workers > 1 and _travels((job, gpus, clock)):
+        _forks(job)
+        forkserver.ensure_running()
+
+
+def _forks(job: Job) -> Any:
+    context: Any = multiprocessing.get_context("forkserver")
+    name = job.model.architecture
+    code = f"transformers.models.{name}.modeling_{name}"  # passed over where it is not there
+    ours = ["snugfit.planning.parts", "snugfit.rehearsal.recorder", "snugfit.rehearsal.overrides"]
+    context.set_forkserver_preload(["torch", "transformers", *ours, code])
+    return context
+
+
 @contextmanager
 def bench(
     job: Job, gpus: Sequence[Gpu | None], clock: Clock, *, workers: int, shallow: bool, run: Run = ENDLESS
@@ -129,10 +146,7 @@ def bench(
 
         yield Bench([Parts(job, gpus, clock, shallow=shallow, run=run)])
         return
-    context: Any = multiprocessing.get_context("forkserver")
-    name = job.model.architecture
-    code = f"transformers.models.{name}.modeling_{name}"  # passed over where it is not there
-    context.set_forkserver_preload(["torch", "transformers", "snugfit.planning.parts", code])
+    context = _forks(job)
     places = [Worker(context, job, gpus, clock, shallow, run) for _ in range(workers)]
     try:
         yield Bench(places)
