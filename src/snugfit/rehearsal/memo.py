@@ -152,6 +152,10 @@ def _one_key(value: Any) -> Any:
 
 
 def _described(out: Any) -> Any:
+    """What makes the same again; None where nothing does. A result that is not there (the gradient of what is
+    frozen) is described by nothing."""
+    if out is None:
+        return ()
     if isinstance(out, torch.Tensor):
         result = (out.shape, out.stride(), out.dtype)
         if out.device.type != "meta" or out.storage_offset() or type(out) is not torch.Tensor:
@@ -180,6 +184,8 @@ def _storages(value: Any) -> Iterator[int]:
 
 
 def _made(described: Any) -> Any:
+    if not described:
+        return None
     if isinstance(described[0], torch.Size):
         shape, stride, dtype = described
         return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
