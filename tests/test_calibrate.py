@@ -14,12 +14,16 @@ from snugfit.errors import GpuError, SnugfitError
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
 from snugfit.planning.cache import key_of
+from snugfit.prediction.device import policy_for
 from snugfit.prediction.predict import predict
+from snugfit.prediction.profile import Software
 from snugfit.prediction.rates import Rates, calibration_file, rates_for
 from snugfit.prediction.seconds import step_seconds
-from snugfit.rehearsal.policy import CudaPolicy
+from snugfit.rehearsal.policy import Policy
 from snugfit.rehearsal.rehearse import rehearse
+from snugfit.rehearsal.tape import Tape
 from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.setup import Setup
 
 GPU = find_gpu("h200")
 
@@ -28,11 +32,23 @@ GPU = find_gpu("h200")
 def no_calibration_of_this_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SNUGFIT_RATES", str(tmp_path / "rates"))
     monkeypatch.setattr("snugfit.comparison.calibrate.PROBE_ERRORS", {})  # invented machines do as predicted
+    monkeypatch.setattr("snugfit.comparison.calibrate.rehearse", rehearsed)
+
+
+TAPES: dict[str, Tape] = {}
+
+
+def rehearsed(job: Job, setup: Setup, policy: Policy) -> Tape:
+    """Every test asks for the same few probes."""
+    key = json.dumps([job.to_json(), setup.to_json(), repr(policy)])
+    if key not in TAPES:
+        TAPES[key] = rehearse(job, setup, policy)
+    return TAPES[key]
 
 
 def machine(rates: Rates, job: Job, recipe: Recipe) -> float:
     """The seconds of a step on a machine with these rates."""
-    tape = rehearse(job, recipe.setup(), CudaPolicy())
+    tape = rehearsed(job, recipe.setup(), policy_for(GPU, Software()))
     return step_seconds(tape, GPU, batch_size=job.batch_size, rates=rates).step_seconds
 
 

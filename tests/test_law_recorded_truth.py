@@ -267,7 +267,7 @@ BATCH = 4 * 512 * 8 + 4 * 8
 """Bytes of the carried loop's one batch, which it keeps; a loader's is dropped before the update."""
 
 
-@pytest.mark.parametrize("truth", plain_loops(), ids=lambda truth: truth.name)
+@pytest.mark.parametrize("truth", list(plain_loops()), ids=lambda truth: truth.name)
 def test_the_carried_plain_loops_hold(truth: Truth) -> None:
     """And more than the law asks: to the byte, but for the batch where the peak lies in the update."""
     truth.check()

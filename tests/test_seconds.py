@@ -15,7 +15,7 @@ from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
 from snugfit.prediction.kernel_seconds import KernelClock, tile_seconds
 from snugfit.prediction.predict import predict
-from snugfit.prediction.rates import HostRate, Rates, rates_for
+from snugfit.prediction.rates import HostRate, Rates, packaged_rates, rates_for
 from snugfit.prediction.seconds import play, step_seconds
 from snugfit.rehearsal.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
@@ -104,6 +104,21 @@ def test_a_product_without_elements_takes_a_kernel_s_start() -> None:
 
 
 # ---- rates ---------------------------------------------------------------------------------------------
+
+
+def test_attention_of_a_gpu_that_was_never_measured() -> None:
+    """FlashAttention-2 reaches far more of an A100 than of the Hopper that rates are scaled from; attention
+    in fp32 goes by the fp32 peak, with dropout as without."""
+    hopper, ampere = (
+        packaged_rates(find_gpu("h200")).attention,
+        packaged_rates(find_gpu("a100-40gb")).attention,
+    )
+    peaks = {name: find_gpu(name).peak_dense for name in ("h200", "a100-40gb")}
+    assert 0.4 < ampere["flash"][0] / peaks["a100-40gb"]["fp16"] < 0.73
+    assert hopper["flash"][0] / peaks["h200"]["fp16"] < 0.3
+    for name in ("efficient", "efficient with dropout", "efficient backward with dropout"):
+        ratio = peaks["a100-40gb"]["fp32"] / peaks["h200"]["fp32"]
+        assert ampere[name][0] / hopper[name][0] == pytest.approx(ratio)
 
 
 def test_a_gpu_that_was_never_measured_is_scaled_and_says_so() -> None:

@@ -37,6 +37,15 @@ BOUND_BY_BYTES = 0.3
 """An operator that reaches less of the bandwidth than this is bound by its instructions."""
 
 
+FLASH_SHARES = {"flash": 0.55, "flash backward": 0.45}
+"""Of the 16-bit peak, on GPUs whose tensor cores FlashAttention-2 was written for: on an A100 it reaches 50
+to 73 % forward and less backward (Dao 2023, arXiv 2307.08691). Hopper's tensor cores want other instructions:
+there the same kernels reach a quarter, which is what was measured on the H200."""
+
+FLASH_MAJORS = (8, 12)
+"""Compute capabilities (before the point) of such GPUs: Ampere, Ada, and Blackwell without `wgmma`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ProductRate:
     """Matrix products of one precision: a grid of tiles over the multiprocessors."""
@@ -247,7 +256,7 @@ def _scaled(known: Rates, of: Gpu, gpu: Gpu) -> Rates:
         multiprocessors=gpu.sm_count,
         products=products,
         attention={
-            name: (flops * faster[not name.removesuffix(" backward").endswith("efficient")], start)
+            name: (_attention_flops(name, gpu) or flops * faster[not _in_32_bits(name)], start)
             for name, (flops, start) in known.attention.items()
         },
         bandwidth=known.bandwidth * wider,
@@ -256,6 +265,16 @@ def _scaled(known: Rates, of: Gpu, gpu: Gpu) -> Rates:
         source=f"scaled from {known.gpu} by data sheet",
         measured=False,
     )
+
+
+def _in_32_bits(attention: str) -> bool:
+    return attention.startswith("efficient") and "half" not in attention
+
+
+def _attention_flops(name: str, gpu: Gpu) -> float | None:
+    """What is known of this kernel on such a GPU; None for the reference's share of its peak."""
+    share, capability = FLASH_SHARES.get(name), gpu.compute_capability
+    return share * _peak(gpu, "fp16") if share and capability and capability[0] in FLASH_MAJORS else None
 
 
 def _peak(gpu: Gpu, precision: str) -> float:
