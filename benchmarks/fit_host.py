@@ -4,7 +4,7 @@
 
 Every run of these files (`profile_kernels.py host` writes them) is rehearsed again. With the device drained
 before each step, a phase takes the host as long as asking for its kernels does, and that is linear in the
-constants of `HostRate`: so many kernels of the forward pass, so many modules, views and hooks. The constants
+constants of `HostRate`: so many kernels of the forward pass, so many modules and views. The constants
 are those that make the sum of absolute errors smallest, each as a share of its whole step (of loading, as a
 share of loading, which is a hundredth of a step of text), and none of them is negative. Steps on a disturbed
 core are left out. What a wait costs beside the waiting is not seen in a drained step, and is kept.

@@ -86,9 +86,6 @@ class HostRate:
     backward: float
     """A kernel of the backward pass, asked for by autograd's own thread."""
 
-    hook: float
-    """A saved tensor that goes through a hook of checkpointing, in or out."""
-
     checkpoint: float
     """A checkpointed part that begins, or begins to be computed again, beside what runs in it."""
 

@@ -169,8 +169,7 @@ def asking(kernel: Kernel, host: HostRate) -> float:
     else:
         phases = {"forward": host.forward, "backward": host.backward, "load": host.forward}
         each = phases.get(kernel.phase, host.update)
-    before = host.module * kernel.modules + host.hook * kernel.hooks + host.view * kernel.views
-    before += host.checkpoint * kernel.checkpoints
+    before = host.module * kernel.modules + host.view * kernel.views + host.checkpoint * kernel.checkpoints
     return each + before + host.tensor * max(0, kernel.tensors - FEW_TENSORS)
 
 

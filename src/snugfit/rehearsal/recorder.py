@@ -25,11 +25,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from snugfit.rehearsal.accumulation import SoleOwner
 from snugfit.rehearsal.buffers import OUTPUTS, Scratch
+from snugfit.rehearsal.checkpoints import tell_of_checkpoints
 from snugfit.rehearsal.described import described
 from snugfit.rehearsal.kernels import MATRICES, Description, apart, copies_in
 from snugfit.rehearsal.kinds import kinds
 from snugfit.rehearsal.memo import REMEMBERED, key_of
-from snugfit.rehearsal.saved import tell_of_saved_tensors
 from snugfit.rehearsal.score import Note
 from snugfit.rehearsal.tape import COPY_IN, Block, Kernel, Mark, Tape
 from snugfit.rehearsal.whereabouts import Whereabouts
@@ -66,8 +66,7 @@ class Recorder(TorchDispatchMode):
         self._optimizer: torch.optim.Optimizer | None = None
         self._recomputed: set[int] = set()
         self._hooks: list[Any] = []
-        self._hooked = 0  # saved tensors that went through a hook since the last kernel
-        self._frames = 0  # pairs of hooks that were made since then
+        self._begun = 0  # checkpointed parts that began since the last kernel
         self._viewed = 0  # operators without a kernel since then
 
     @classmethod
@@ -91,7 +90,7 @@ class Recorder(TorchDispatchMode):
         if name == "update" and self._model is not None:
             self._claim_gradients()
         self.current_phase = name
-        self._hooked = self._viewed = self._frames = 0
+        self._viewed = self._begun = 0
         self.marks.append(Mark(len(self.events), self.current_step, name))
 
     def built(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
@@ -105,7 +104,7 @@ class Recorder(TorchDispatchMode):
 
     def __enter__(self) -> Recorder:
         self._sole_owner = SoleOwner()  # counts on the way that operators take now, past a policy's kernels
-        self._hooks = [*self._where.follow(), tell_of_saved_tensors(self._makes_hooks, self._passes_hook)]
+        self._hooks = [*self._where.follow(), tell_of_checkpoints(self._checkpoints)]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -177,9 +176,9 @@ class Recorder(TorchDispatchMode):
         """The steady step's device is asked for this kernel."""
         self._note_down("kernel")
         again = self.current_phase == "backward" and torch.is_grad_enabled()
-        hosts = again, self._where.entered(), self._hooked, self._viewed, self._frames
+        hosts = again, self._where.entered(), self._viewed, self._begun
         self.kernels.append(Kernel(operator, self._path(), self.current_phase, *kernel, *hosts))
-        self._hooked = self._viewed = self._frames = 0
+        self._viewed = self._begun = 0
 
     def _scalar(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The value of a one-element tensor. Real host tensors have theirs. A device's are unknown: numbers
@@ -204,11 +203,8 @@ class Recorder(TorchDispatchMode):
     def _path(self) -> str:
         return self._where.path(self.current_phase)
 
-    def _makes_hooks(self) -> None:
-        self._frames += 1
-
-    def _passes_hook(self) -> None:
-        self._hooked += 1
+    def _checkpoints(self) -> None:
+        self._begun += 1
 
     # ---- births and deaths ---------------------------------------------------------------------------
 

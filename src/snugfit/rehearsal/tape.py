@@ -77,10 +77,8 @@ class Kernel(NamedTuple):
     """Whether it runs forward again in the backward pass."""
     modules: int = 0
     """Modules in which it is the first to run."""
-    hooks: int = 0
-    """Saved tensors that went through a hook since then: checkpointing packs and unpacks each."""
     views: int = 0
-    """Operators since then that run no kernel: views of tensors, and empty ones."""
+    """Operators since the last kernel that run none: views of tensors, and empty ones."""
     checkpoints: int = 0
     """Checkpointed parts that began since then, or began to be computed again."""
 
