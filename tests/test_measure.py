@@ -12,7 +12,7 @@ import textwrap
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -332,6 +332,58 @@ def test_statistics(seconds: list[float], mean: float, spread: float, unstable: 
     assert timing.spread == pytest.approx(spread)
     assert timing.samples_per_second == pytest.approx(8 / mean)
     assert (timing.unstable, timing.steps) == (unstable, len(seconds))
+
+
+def test_disturbed_steps_do_not_count_while_enough_others_remain() -> None:
+    """Whichever they are: a disturbed step may be as short as any."""
+    seconds, quiet = [1.0] * 5 + [3.0] * 14 + [1.0], [True] * 5 + [False] * 15
+    timing = timing_of(seconds, 8, quiet)
+    assert timing is not None
+    assert (timing.step_seconds, timing.steps, timing.spread) == (1.0, 5, 0.0)
+    assert timing.every_seconds == pytest.approx((5 + 13 * 3.0) / 18)
+    assert timing.seconds == tuple(seconds)
+    few = timing_of(seconds, 8, [True] * 4 + [False] * 16)
+    assert few is not None
+    assert (few.steps, few.step_seconds) == (20, few.every_seconds)
+
+
+class FeltCore:
+    """A core that somebody disturbs at these calls."""
+
+    def __init__(self, *calls: int) -> None:
+        self.calls, self.called, self.felt = calls, 0, 0
+
+    def glance(self) -> None:
+        self.felt += self.called in self.calls
+        self.called += 1
+
+    look = glance
+
+
+@pytest.mark.parametrize(
+    ("calls", "quiet"),
+    [
+        ((), [True, True, True]),
+        ((0,), [True, True, True]),  # before the first steady step
+        ((2,), [False, True, True]),  # at its beginning
+        ((3,), [False, True, True]),  # within it
+        ((4,), [False, False, True]),  # at the border to the next
+        ((8,), [True, True, False]),  # at the end of the last
+    ],
+)
+def test_a_step_is_quiet_from_border_to_border(calls: tuple[int, ...], quiet: list[bool]) -> None:
+    import torch
+
+    watch = Stopwatch(torch.device("cpu"), 1, core=cast(Any, FeltCore(*calls)))
+    for index in range(4):
+        watch.step_begins(index)
+        if index:
+            watch.phase("forward")
+        watch.step_ends(index)
+        if index == 0:
+            watch.phase("update")  # looks once the first step is over
+            watch.phase("update")
+    assert watch.quiet() == quiet
 
 
 class FakeEvent:

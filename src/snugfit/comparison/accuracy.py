@@ -229,6 +229,7 @@ def see(run: Run) -> tuple[Run, str | None]:
         outcome=seen.outcome,
         measured=seen.footprint,
         step_seconds=seen.timing.step_seconds if seen.timing else None,
+        every_step_seconds=seen.timing.every_seconds if seen.timing else None,
         spread=seen.timing.spread if seen.timing else None,
         contaminated=seen.contaminated,
         crowded=seen.crowded,

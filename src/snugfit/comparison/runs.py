@@ -72,7 +72,10 @@ class Run:
     """Seen."""
 
     step_seconds: float | None = None
-    """Median of the steady steps."""
+    """Mean of the steady steps, disturbed ones apart."""
+
+    every_step_seconds: float | None = None
+    """With those in which others disturbed the host's core; None in results older than this field."""
 
     spread: float | None = None
     """(90th percentile - 10th percentile) / mean of the steady steps."""

@@ -114,6 +114,7 @@ def _perform(request: Mapping[str, Any], history: Path) -> Findings:
         found,
         outcome=causes.OK,
         seconds=tuple(seconds),
+        quiet=tuple(stopwatch.quiet()),
         startup=stopwatch.startup(
             imports_seconds=max(0.0, imported - request["launched"]), context_seconds=started - imported
         ),

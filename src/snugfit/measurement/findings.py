@@ -83,6 +83,9 @@ class Findings:
     crowded: str | None = None
     """What other processes took of the host's cores while steps were timed."""
 
+    quiet: tuple[bool, ...] = ()
+    """Of each of `seconds`, whether the core that asks for kernels was quiet."""
+
     disturbed: float | None = None
     """Share of looks at the loop's core that found it disturbed, as `QuietCore.disturbed` tells it."""
 
@@ -106,11 +109,16 @@ class Findings:
         _all_of(document, _COUNTS, lambda value: value is None or (type(value) is int and value >= 0))
         _all_of(document, ("disturbed",), lambda value: value is None or _lengths([value]))
         _all_of(document, ("seconds",), _lengths)
+        _all_of(document, ("quiet",), lambda value: isinstance(value, list) and {*value} <= {True, False})
         _all_of(document, ("losses",), lambda value: _numbers(value, null=True))
         _all_of(document, ("versions",), _texts)
         _all_of(document, ("startup",), lambda value: value is None or _startup(value))
         startup = Startup.from_json(document["startup"]) if document["startup"] else None
-        lists = {"seconds": tuple(document["seconds"]), "losses": null_to_nan(document["losses"])}
+        lists = {
+            "seconds": tuple(document["seconds"]),
+            "quiet": tuple(document["quiet"]),
+            "losses": null_to_nan(document["losses"]),
+        }
         return cls(**dict(document) | lists | {"startup": startup})
 
 

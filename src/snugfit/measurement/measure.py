@@ -132,7 +132,7 @@ def perform(experiment: Experiment, place: Place) -> tuple[Measurement, str]:
         device=place.describe(findings.device_name, findings.total_bytes),
         outcome=outcome,
         footprint=_footprint(findings, _growth(sampler, ground)),
-        timing=timing_of(findings.seconds, experiment.job.batch_size),
+        timing=timing_of(findings.seconds, experiment.job.batch_size, findings.quiet),
         versions=findings.versions,
         when=when,
         startup=findings.startup,

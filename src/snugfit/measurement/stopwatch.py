@@ -11,6 +11,11 @@ built model, the end of the first step, and the first border.
 A step's time is stated as the mean of the middle nine tenths. A run's length is made of means: a host that
 others use too is slow and fast by turns, and the median of its steps is now one and now the other. A hiccup
 in a hundred steps is left out. The spread (90th percentile - 10th percentile) / mean stands beside it.
+
+Steps in which somebody else disturbed the core that asks for kernels (`step/quiet_core.py`) are left out of
+the mean, when enough others remain: what is stated is what the step takes on this machine, not on its
+neighbours' day. How they are told apart has nothing to do with how long they took. The mean of all steps
+stands beside it.
 """
 
 from __future__ import annotations
@@ -36,6 +41,10 @@ ASIDE = 0.05
 """Share of the shortest steps, and of the longest, that the mean leaves out."""
 
 
+FEWEST_QUIET, QUIET_SHARE = 5, 0.1
+"""Undisturbed steps that are enough to speak for all: so many, and this share of them. Choices."""
+
+
 class Stopwatch:
     """Watches a step as its `Observer`; `seconds()` afterwards."""
 
@@ -50,13 +59,15 @@ class Stopwatch:
         self._device, self._warmup, self._after_step, self._core = device, warmup, after_step, core
         self._began = False
         self._borders: list[Any] = []
+        self._felt: list[tuple[int, int]] = []
+        """At each border, how often the core was found disturbed before it, and with it."""
         self._starting: list[Any] = [self._mark()]
         """The making of this stopwatch, the built model, the end of the first step."""
 
     def step_begins(self, index: int) -> None:
         """The first steady step's beginning is a border."""
         if index == self._warmup:
-            self._borders.append(self._mark())
+            self._border()
 
     def step_ends(self, index: int) -> None:
         """Each steady step's end is a border, and the first step's end is the end of a start."""
@@ -64,7 +75,7 @@ class Stopwatch:
             self._starting.append(self._mark())
             self._began = True
         if index >= self._warmup:
-            self._borders.append(self._mark())
+            self._border()
         if self._after_step is not None:
             self._after_step(index)
 
@@ -81,6 +92,10 @@ class Stopwatch:
     def seconds(self) -> list[float]:
         """Seconds of each steady step; waits for the device."""
         return self._between(self._borders)
+
+    def quiet(self) -> list[bool]:
+        """Of each steady step, whether its core was quiet at all looks in it and at both its borders."""
+        return [end == begin for (begin, _), (_, end) in pairwise(self._felt)]
 
     def startup(self, *, imports_seconds: float, context_seconds: float) -> Startup:
         """The start of a run whose process took so long before this stopwatch; waits for the device."""
@@ -105,6 +120,13 @@ class Stopwatch:
         torch.cuda.synchronize(self._device)
         return [begin.elapsed_time(end) / 1000 for begin, end in pairs]
 
+    def _border(self) -> None:
+        self._borders.append(self._mark())
+        before = self._core.felt if self._core else 0
+        if self._core:
+            self._core.glance()
+        self._felt.append((before, self._core.felt if self._core else 0))
+
     def _mark(self) -> Any:
         if self._device.type != "cuda":
             return time.perf_counter()
@@ -115,15 +137,19 @@ class Stopwatch:
         return border
 
 
-def timing_of(seconds: Sequence[float], batch_size: int) -> Timing | None:
-    """Mean, spread and samples per second of steady steps; None when none was timed.
+def timing_of(seconds: Sequence[float], batch_size: int, quiet: Sequence[bool] = ()) -> Timing | None:
+    """Mean, spread and samples per second of steady steps, those apart that `quiet` says were disturbed;
+    None when none was timed.
 
     One step alone has no spread, so it cannot be called stable.
     """
     if not seconds:
         return None
-    aside = int(len(seconds) * ASIDE)
-    mean = statistics.fmean(sorted(seconds)[aside : len(seconds) - aside])
+    every = tuple(seconds)
+    undisturbed = [each for each, calm in zip(every, quiet, strict=False) if calm]
+    if len(undisturbed) >= max(FEWEST_QUIET, QUIET_SHARE * len(every)):
+        seconds = undisturbed
+    mean = _mean(seconds)
     spread = 0.0
     if len(seconds) > 1:
         deciles = statistics.quantiles(seconds, n=10, method="inclusive")
@@ -134,5 +160,11 @@ def timing_of(seconds: Sequence[float], batch_size: int) -> Timing | None:
         samples_per_second=batch_size / mean if mean else 0.0,
         steps=len(seconds),
         unstable=len(seconds) < 2 or spread > LARGEST_SPREAD,
-        seconds=tuple(seconds),
+        seconds=every,
+        every_seconds=_mean(every),
     )
+
+
+def _mean(seconds: Sequence[float]) -> float:
+    aside = int(len(seconds) * ASIDE)
+    return statistics.fmean(sorted(seconds)[aside : len(seconds) - aside])

@@ -40,10 +40,19 @@ def timing_table(timing: Timing) -> Table:
     """Seconds of a step, and what follows from them."""
     rows = [
         ("step", show_seconds(timing.step_seconds), f"mean of {timing.steps} steady steps"),
+        *_with_disturbed(timing),
         ("spread", f"{100 * timing.spread:.1f} %", "90th less 10th percentile, of the mean"),
         ("samples/s", f"{timing.samples_per_second:.2f}", ""),
     ]
     return table(("Time", ">", ""), rows)
+
+
+def _with_disturbed(timing: Timing) -> list[tuple[str, str, str]]:
+    left_out = len(timing.seconds) - timing.steps
+    if not left_out or timing.every_seconds is None:
+        return []
+    about = f"with {left_out} more, in which others disturbed the host's core"
+    return [("all steps", show_seconds(timing.every_seconds), about)]
 
 
 def startup_table(startup: Startup, step_seconds: float) -> Table:

@@ -96,7 +96,7 @@ class Timing:
     """Seconds of one optimizer step in the steady state."""
 
     step_seconds: float
-    """Mean of the steady steps, the shortest and longest twentieths apart."""
+    """Mean of the steady steps, disturbed ones and the shortest and longest twentieths of the rest apart."""
 
     spread: float
     """(90th percentile - 10th percentile) / mean of the steady steps."""
@@ -105,13 +105,16 @@ class Timing:
     """Global batch over `step_seconds`."""
 
     steps: int
-    """How many steady steps were timed."""
+    """How many steady steps this mean is of."""
 
     unstable: bool = False
     """True when the spread is too large for the mean to be trusted."""
 
     seconds: tuple[float, ...] = ()
     """Every timed step."""
+
+    every_seconds: float | None = None
+    """The mean with disturbed steps in it; None in results older than this field."""
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object; `Timing.from_json` reads it back."""
