@@ -185,9 +185,3 @@ def test_rms_norm_is_one_kernel_on_cuda() -> None:
     backward = [("aten::_fused_rms_norm_backward", state), ("aten::_fused_rms_norm_backward", 64 * 4)]
     assert of_norm(H200) == [*forward, *backward]
     assert of_norm(CpuPolicy()) == []
-
-
-def test_a_step_whose_shapes_depend_on_data_is_one_clear_line() -> None:
-    """T5's classifier looks for the end token among its ids, which a rehearsal has not."""
-    with pytest.raises(RehearsalError, match=r"unique_consecutive gives depends on its data.*measure it"):
-        tape_of(small(NAMED["t5"], Task.SEQUENCE_CLASSIFICATION), "plain")

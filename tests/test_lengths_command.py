@@ -41,7 +41,7 @@ def made_up(**changes: Any) -> LengthPlan:
     whole = LengthPlan(
         job=replace(made_up_job(), sequence_length=509, padding=0.7),
         recipe=Recipe.parse("bf16"),
-        gpu=find_gpu("h200"),
+        gpu=find_gpu("h100-sxm"),
         loop="plain",
         memory_bytes=40 * GIB,
         lengths=Lengths.of({100: 40, 509: 2}, source=EVIL),

@@ -10,6 +10,7 @@ import pytest
 
 from small_models import small_job
 from snugfit.errors import JobError, UsageError
+from snugfit.job.gpu import find_gpu
 from snugfit.job.lengths import Lengths
 from snugfit.planning.length_plan import LengthPlan
 from snugfit.planning.lengths import job_of, plan_lengths
@@ -157,11 +158,12 @@ def test_a_gain_by_the_assumed_price_of_alignment_says_so(mixed: LengthPlan) -> 
             for one in mixed.ways
             if one.multiple < 64
         )
-        return replace(mixed, ways=ways)
+        return replace(mixed, ways=ways, gpu=find_gpu("h100-sxm"))
 
     assert priced(1.2, 1.0).assumed
     assert not priced(1.2, 1.2).assumed
     assert not priced(1.0, 1.0).assumed
+    assert not replace(priced(1.2, 1.0), gpu=find_gpu("h200")).assumed, "there it was measured"
 
 
 @pytest.mark.parametrize(

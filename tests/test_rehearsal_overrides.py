@@ -83,6 +83,22 @@ def test_every_binding_is_what_it_was(loop: str) -> None:
     assert torch.autocast.__init__ is autocast
 
 
+def test_a_name_that_held_something_else_for_a_while_is_replaced_afterwards() -> None:
+    """Whoever patches torch for a while must not spoil the rehearsals of the process from then on."""
+    early = types.ModuleType("patched_for_a_while")
+    sys.modules[early.__name__] = early
+    early.maybe_autocast = lambda *given: None  # type: ignore[attr-defined]
+    try:
+        with in_force(CudaPolicy()):
+            assert early.maybe_autocast("meta") is None
+        early.maybe_autocast = generic.maybe_autocast  # type: ignore[attr-defined]
+        with in_force(CudaPolicy()):
+            assert early.maybe_autocast not in REPLACED
+        assert early.maybe_autocast is generic.maybe_autocast
+    finally:
+        sys.modules.pop(early.__name__, None)
+
+
 def test_bindings_of_modules_imported_before_and_during_are_replaced_and_put_back() -> None:
     early, late = types.ModuleType("imported_long_before"), types.ModuleType("imported_during")
     early.ours, sys.modules[early.__name__] = generic.maybe_autocast, early  # type: ignore[attr-defined]

@@ -12,6 +12,7 @@ from snugfit.job.job import Job
 from snugfit.job.lengths import Lengths
 from snugfit.planning.padding import Way
 from snugfit.planning.sizes import Size
+from snugfit.prediction.rates import knows_alignment
 from snugfit.techniques.recipe import Recipe
 
 SCHEMA = 1
@@ -103,10 +104,10 @@ class LengthPlan:
 
     @property
     def assumed(self) -> bool:
-        """Whether the best is better than less rounding of lengths only by the price of unaligned rows, which
-        is assumed."""
+        """Whether the best is better than less rounding of lengths only by a price of unaligned rows that is
+        assumed."""
         best = self.best
-        if best is None or best.aligned_step_seconds is None:
+        if best is None or best.aligned_step_seconds is None or knows_alignment(self.gpu):
             return False
         return any(
             (way.aligned_step_seconds or 0) <= best.aligned_step_seconds * (1 + AS_FAST)

@@ -84,7 +84,7 @@ class Seconds(NamedTuple):
     """At the rates as they are."""
 
     aligned: float
-    """Were rows that are no multiple of 16 bytes to cost nothing: their price is assumed."""
+    """Were rows that are no multiple of 16 bytes to cost nothing."""
 
 
 @dataclass

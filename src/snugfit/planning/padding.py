@@ -46,7 +46,7 @@ class Way:
     """Of a step, on average."""
 
     aligned_step_seconds: float | None = None
-    """The same, were rows that are no multiple of 16 bytes to cost nothing: their price is assumed."""
+    """The same, were rows that are no multiple of 16 bytes to cost nothing."""
 
     longest_step_seconds: float | None = None
     """Of the longest step that was drawn."""

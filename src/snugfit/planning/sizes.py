@@ -9,9 +9,10 @@ What gains less than `WORTH` is not told.
 Only the vocabulary is *proposed* to be changed, and a length to be padded: neither changes what is learned.
 Another batch is another job, and the widths belong to the model, so those are told.
 
-How much unaligned rows cost is an assumption of the rates (`ProductRate.unaligned`). Until cuBLAS 11 they
-kept products off the tensor cores; since then they are only slower there, by an amount that depends on the
-shape (the guide's section 2.2). A gain that is gone when unaligned rows cost nothing says so (`assumed`).
+How much unaligned rows cost (`ProductRate.unaligned`) was measured on an H200, and is assumed on other GPUs.
+Until cuBLAS 11 they kept products off the tensor cores; since then they are only slower there, by an amount
+that depends on the shape (the guide's section 2.2). Where it is assumed, a gain that is gone when unaligned
+rows cost nothing says so.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from snugfit.errors import SnugfitError
 from snugfit.planning.pace import Pace, aligned
 from snugfit.planning.stretch import Irregular, Stretched
 from snugfit.prediction.kernel_seconds import KernelClock
-from snugfit.prediction.rates import ALIGNMENT, Rates
+from snugfit.prediction.rates import ALIGNMENT, Rates, knows_alignment
 from snugfit.rehearsal.tape import MATRIX_PRODUCTS
 
 if TYPE_CHECKING:
@@ -109,7 +110,8 @@ class _At:
             gain=self.gain(other, tokens=tokens),
             more_bytes=needed - self.pace.bytes(self.length, self.padded).needed_bytes,
             step_seconds=other.seconds(),
-            assumed=self.gain(other, tokens=tokens, rates=aligned(self.pace.rates)) < WORTH,
+            assumed=not knows_alignment(self.pace.gpu)
+            and self.gain(other, tokens=tokens, rates=aligned(self.pace.rates)) < WORTH,
         )
 
     def seconds(self, rates: Rates | None = None) -> float:
@@ -253,4 +255,11 @@ def _widths(at: _At) -> Iterator[Size]:
     whole = at.seconds()
     for width, seconds in lost.items():
         if (gain := whole / (whole - seconds) - 1) > WORTH:
-            yield Size(what="width", given=width, instead=None, gain=gain, assumed=True, where=where[width])
+            yield Size(
+                what="width",
+                given=width,
+                instead=None,
+                gain=gain,
+                assumed=not knows_alignment(at.pace.gpu),
+                where=where[width],
+            )

@@ -197,6 +197,12 @@ def packaged_rates(gpu: Gpu) -> Rates:
     return _scaled(measured[REFERENCE], find_gpu(REFERENCE), gpu)
 
 
+def knows_alignment(gpu: Gpu) -> bool:
+    """Whether what unaligned rows cost (`ProductRate.unaligned`) was measured on this GPU; on others the
+    reference's shares are assumed, calibrated or not."""
+    return gpu.key in _measured()
+
+
 def calibration_file(gpu: Gpu) -> Path:
     """Where `snugfit calibrate` keeps what it found on this GPU: in `$SNUGFIT_RATES`, else in the user's
     folder of configurations."""

@@ -69,7 +69,7 @@ _LOOKED_THROUGH: dict[int, tuple[dict[str, Any], int]] = {}
 """Modules' namespaces, by identity, and how many names each had when it was looked through."""
 
 _FOUND: dict[tuple[int, str], dict[str, Any]] = {}
-"""The namespaces, by identity and name, in which one of the functions was ever found."""
+"""The namespaces, by identity and name, in which one of the functions was ever found, or may come to be."""
 
 _ORIGINALS: list[Any] = []
 """Which functions were looked for."""
@@ -78,13 +78,14 @@ _ORIGINALS: list[Any] = []
 def _rebind(replacements: dict[Any, Any]) -> None:
     """In every loaded module, each name bound to a key of `replacements` is bound to its value."""
     by_id = {id(old): new for old, new in replacements.items()}
+    own_names = {original.__name__ for original in _ORIGINALS}
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", None)
         if names is None or _LOOKED_THROUGH.get(id(names), (None, -1))[1] == len(names):
             continue
         _LOOKED_THROUGH[id(names)] = names, len(names)
         for name, value in list(names.items()):
-            if id(value) in by_id:
+            if id(value) in by_id or name in own_names:  # by its name something else may stand there just now
                 _FOUND[id(names), name] = names
     for (_, name), names in _FOUND.items():
         if (new := by_id.get(id(names.get(name)))) is not None:

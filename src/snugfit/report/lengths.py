@@ -25,9 +25,9 @@ ORDERS = {
 """How each order pads a batch, in a few words."""
 
 ASSUMPTION = (
-    "Assumed, not measured: that products whose rows are no multiple of 16 bytes run at a part of the rate. "
-    "Since cuBLAS 11 they do run on tensor cores, less efficiently (NVIDIA, Matrix Multiplication Background "
-    "User's Guide, 2.2)."
+    "Assumed, not measured on this GPU: what is left of a product's rate when its rows are no multiple of 16 "
+    "bytes. Since cuBLAS 11 they do run on tensor cores, less efficiently (NVIDIA, Matrix Multiplication "
+    "Background User's Guide, 2.2)."
 )
 
 
