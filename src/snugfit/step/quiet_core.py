@@ -3,12 +3,12 @@
 Two hardware threads share one core. While the other one works, be it for another program or, on a rented
 machine, for another customer, Python and torch ask for kernels at two thirds of their pace: on the host of an
 H200 (2026-11-21) one and the same step took 23 ms on quiet cores and 34 to 38 ms on disturbed ones, changing
-over from second to second, and a process that the system left alone stayed on a disturbed core for as long as
-it ran. A guest cannot see its neighbours, but it can feel them: a loop of pure Python on that core takes
+over from second to second, and the system left the process on its core all the same. A guest cannot see its neighbours, but it can feel them: a loop of pure Python on that core takes
 almost twice as long. So at borders of phases, a few times a second, such a loop is timed, and when it is slow
 the loop's own thread and autograd's (they take turns and never run together) move to a core where it is not.
 
-Every other thread, and every process that is forked, keeps all the cores that the process was given.
+Every other thread, and every process that is forked, keeps all the cores that the process was given. (A
+program that is started anew by `subprocess` does not: it inherits the one.)
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 
 TURNS = 1_500
-"""Of the timed loop: some 50 microseconds."""
+"""Of the timed loop: 20 to 40 microseconds."""
 
 SLOW = 1.25
 """So many times as long as the shortest: disturbed. 1.0 to 1.1 and 1.6 to 1.9 were seen."""
@@ -61,7 +61,7 @@ class QuietCore:
         """How often the core was found disturbed so far."""
 
     def glance(self) -> None:
-        """Only feels whether the core is disturbed now: one loop, 20 microseconds."""
+        """Only feels whether the core is disturbed now: one loop."""
         if self._looks:
             self.felt += self._once() > SLOW * self._best
 
