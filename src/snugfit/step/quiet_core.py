@@ -5,8 +5,8 @@ machine, for another customer, Python and torch ask for kernels at two thirds of
 H200 (2026-11-21) one and the same step took 23 ms on quiet cores and 34 to 38 ms on disturbed ones, changing
 over from second to second, and the system left the process on its core all the same. A guest cannot see its
 neighbours, but it can feel them: a loop of pure Python on that core takes almost twice as long. So at borders
-of phases, a few times a second, such a loop is timed, and when it is slow the loop's own thread and autograd's
-(they take turns and never run together) move to a core where it is not.
+of phases, a few times a second, such a loop is timed, and when it is slow the step's own thread and that of
+autograd (they take turns and never run together) move to a core where it is not.
 
 Every other thread, and every process that is forked, keeps all the cores that the process was given. (A
 program that is started anew by `subprocess` does not: it inherits the one.)
