@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from snugfit.planning.search import plan
 from snugfit.planning.search_gpus import plan_gpus
 from snugfit.planning.searched import Searched
 from snugfit.planning.seat import Seat
-from snugfit.planning.space import space_of
+from snugfit.planning.space import Candidate, space_of
 from snugfit.prediction.device import policy_for
 from snugfit.prediction.predict import predict
 from snugfit.prediction.profile import Software
@@ -64,11 +65,15 @@ def job() -> Job:
 
 @pytest.fixture(scope="module")
 def everything(job: Job) -> list[tuple[Recipe, Figures, Figures]]:
-    """Every recipe that is as exact as the plain one, each judged by itself: on a slow device and a fast."""
+    """Every recipe that is as exact as the plain one, none left out: on a slow device and a fast. Those of
+    one tape are judged together, which is what `test_plan_parts` holds to be the same."""
     clock = Each((Invented(1e8), Invented(1e12)))
     parts = Parts(job, [H200, H200], clock, shallow=False)
-    space = space_of(job, fidelity=Fidelity.SAME, capability=(9, 0))
-    return [(each.recipe, *parts.judge([each.setup])[0]) for each in space.candidates]  # type: ignore[misc]
+    tapes: dict[int, list[Candidate]] = defaultdict(list)
+    for each in space_of(job, fidelity=Fidelity.SAME, capability=(9, 0)).candidates:
+        tapes[each.tape].append(each)
+    judged = (zip(same, parts.judge([each.setup for each in same]), strict=True) for same in tapes.values())
+    return [(each.recipe, slow, fast) for group in judged for each, (slow, fast) in group]
 
 
 def sizes(everything: list[tuple[Recipe, Figures, Figures]]) -> list[int]:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 
@@ -123,6 +126,19 @@ def test_what_is_beaten_is_what_some_judged_recipe_beats() -> None:
                 each.seconds <= bound.seconds * (1 - SLACK) and each.needed_bytes <= bound.needed_bytes
                 for each in found.judged.values()
             )
+
+
+def test_what_a_twin_takes_is_the_least_of_those_that_live_on_no_less() -> None:
+    found = Searched(space_of(small_job("bert", 2, batch_size=2), fidelity=Fidelity.SAME))
+    lives, kinds = (10, 10, 11, 9, 10), ("one", "one", "one", "one", "another")
+    segments = [each.setup.expandable_segments for each in found.space.candidates]
+    plain = [number for number, expandable in enumerate(segments) if not expandable][: len(lives)]
+    told = zip(plain, lives, kinds, strict=True)
+    found.bounds = {number: Bound(live, 2.0, large) for number, live, large in told}
+    other = segments.index(True)
+    found.bounds[other] = Bound(10, 2.0, "one")
+    found.judge(plain[0], Figures(14, 14, 14, 0, 2.0, False))
+    assert [found.least_bytes(number) for number in (*plain, other)] == [14, 14, 14, 9, 10, 10]
 
 
 def test_what_a_gpu_cannot_do_is_left_out_and_said() -> None:
@@ -480,6 +496,36 @@ def test_two_processes_find_what_one_finds() -> None:
     assert replace(together, counts=alone.counts) == alone
 
 
+def test_a_recipe_to_start_from_may_be_text() -> None:
+    job = small_job("gpt2", 1, batch_size=1)
+    told = [
+        plan(job, gpu="h200", fidelity="same", workers=1, start=start)
+        for start in ("every_layer", Recipe.parse("every_layer"))
+    ]
+    assert told[0].start == told[1].start is not None
+
+
+SCRIPT = """
+import sys
+sys.path.insert(0, {tests!r})
+from small_models import small_job
+import snugfit
+try:
+    snugfit.plan(small_job("gpt2", 1, batch_size=1), gpu="h200", fidelity="same", workers=2)
+except snugfit.SnugfitError as told:
+    print(told)
+"""
+
+
+def test_a_script_that_every_process_would_run_is_told_what_to_do(tmp_path: Path) -> None:
+    script = tmp_path / "mine.py"
+    script.write_text(SCRIPT.format(tests=str(Path(__file__).parent)), encoding="utf-8")
+    ran = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+    assert "if __name__ == '__main__'" in ran.stdout
+    assert ran.stdout.count("\n") == 1
+    assert "Traceback" not in ran.stderr
+
+
 def bad() -> Iterator[tuple[str, dict[str, object], type[SnugfitError], str]]:
     yield "fidelity", {"fidelity": "round"}, UsageError, "rounds"
     yield "objective", {"objective": "sped"}, UsageError, "speed"
@@ -487,6 +533,9 @@ def bad() -> Iterator[tuple[str, dict[str, object], type[SnugfitError], str]]:
     yield "text as memory", {"memory_bytes": "8GiB"}, UsageError, "8GiB"
     yield "gpu", {"gpu": "rtx 9999"}, GpuError, "RTX"
     yield "no gpu", {"gpu": None}, UsageError, "--gpu"
+    yield "text as ranked", {"ranked": "3"}, UsageError, "'3'"
+    yield "start", {"start": "bf61"}, UsageError, "bf16"
+    yield "no recipe", {"start": 3}, UsageError, "start is 3"
 
 
 @pytest.mark.parametrize(("name", "given", "kind", "told"), list(bad()), ids=lambda value: str(value)[:12])

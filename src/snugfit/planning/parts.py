@@ -80,12 +80,13 @@ class Parts:
         found = self.least.of(setups)
         self.opening.forget()
         tape = Tape((), (), (Mark(0, 0, "backward"),), (), (), found.attention)
-        return [self._bounds(live, tape, seconds) for live, seconds in found.needs]
+        return [self._bounds(live, tape, seconds, large) for live, seconds, large in found.needs]
 
-    def _bounds(self, live: int, tape: Tape, seconds: Sequence[float]) -> tuple[Bound, ...]:
+    def _bounds(self, live: int, tape: Tape, seconds: Sequence[float], large: str = "") -> tuple[Bound, ...]:
         """One for each GPU; of the tape, what its context depends on."""
         contexts = self._contexts(tape)
-        return tuple(Bound(live + context, each) for context, each in zip(contexts, seconds, strict=True))
+        told = zip(contexts, seconds, strict=True)
+        return tuple(Bound(live + context, each, large) for context, each in told)
 
     def _contexts(self, tape: Tape) -> list[int]:
         return [context_of(gpu, Software(), tape)[0] for gpu in self.gpus]
@@ -144,7 +145,7 @@ class Parts:
         """What this Setup takes on each of these of the GPUs, whose policy is one, rehearsed whole by that:
         GPUs that run the same kernels may yet differ in the workspaces and the scratch of those."""
         gpus = [self.gpus[place] for place in places]
-        tape = under(setup, rehearse(self.job, plain(setup), policy_for(gpus[0], Software())))
+        tape = under(setup, self._whole_tape(setup, policy_for(gpus[0], Software())))
         after = replay(tape, expandable=setup.expandable_segments)
         seconds, (once, share) = self.clock(tape), self.opening.of(setup, tape)
         return [
@@ -200,9 +201,10 @@ class Parts:
             self._brief[key] = is_brief(job, replace(setup, micro_batches=pieces), self.policy)
         return self._brief[key]
 
-    def _whole_tape(self, setup: Setup) -> Tape:
-        asked = plain(setup)
-        return self._kept(("whole", tape_key(asked)), lambda: rehearse(self.job, asked, self.policy))
+    def _whole_tape(self, setup: Setup, policy: CudaPolicy | None = None) -> Tape:
+        """Rehearsed by this policy, or by the one of all that is judged."""
+        asked, policy = plain(setup), policy or self.policy
+        return self._kept(("whole", tape_key(asked), policy), lambda: rehearse(self.job, asked, policy))
 
     def _kept(self, key: Hashable, make: Callable[[], _Kept]) -> _Kept:
         """What was made for this key; the longest unused goes when there are many."""

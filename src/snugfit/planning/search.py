@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -49,7 +49,7 @@ def plan(
     clock: Callable[[Tape], float] | None = None,
     workers: int | None = None,
     ranked: int = 0,
-    start: Recipe | None = None,
+    start: Recipe | str | None = None,
     steps: int | None = None,
     once: OnceRate = RATE,
     tell: Tell = lambda what: None,
@@ -58,10 +58,10 @@ def plan(
 
     `fidelity` is the least exact that is allowed. `clock` tells the seconds of a tape; by default it is this
     GPU's. `workers` processes rehearse side by side, by default two where there are as many cores. The plan
-    lists the `ranked` best that fit, and says what it would change in the recipe to `start` from. `steps` is
-    how long the run is: what a recipe pays once, at the rate of `once`, is then spread over it. `tell` hears
-    what is being done. Raises `UsageError` for what cannot be, and `SnugfitError` when no recipe of the space
-    can be rehearsed. When nothing fits, the plan says so and holds the nearest miss.
+    lists the `ranked` best that fit, and says what it would change in the recipe to `start` from, which may
+    be text. `steps` is how long the run is: what a recipe pays once, at the rate of `once`, is then spread
+    over it. `tell` hears what is being done. Raises `UsageError` for what cannot be, and `SnugfitError` when
+    no recipe of the space can be rehearsed. When nothing fits, the plan says so and holds the nearest miss.
     """
     from snugfit.job.gpu import find_gpu
     from snugfit.job.job import refuse_what_is_no_job
@@ -73,6 +73,7 @@ def plan(
     gpu = None if gpu is None else find_gpu(gpu)
     fidelity = fidelity_of(fidelity)
     refuse(objective, memory_bytes, workers)
+    start = _start_of(start, ranked)
     run = Run(steps=steps, rate=once)
     clocks = Alone(clock) if clock else _clock_of(gpu)
     if memory_bytes is None and gpu is not None:
@@ -118,6 +119,17 @@ def _with_start(made: Plan, start: Recipe, at: Bench) -> Plan:
     return replace(made, start=compared(start, ours, at, job=made.job, gpu=made.gpu))
 
 
+def _start_of(start: Recipe | str | None, ranked: int) -> Recipe | None:
+    """The recipe to start from; raises `UsageError` for what is none, and for what cannot be listed."""
+    if not (type(ranked) is int and ranked >= 0):
+        raise UsageError(f"ranked is {ranked!r}; it is how many of the best are told, a whole number from 0.")
+    if start is None or isinstance(start, Recipe):
+        return start
+    if not isinstance(start, str):
+        raise UsageError(f"start is {start!r}; it is a recipe such as 'bf16 + every_layer', or None.")
+    return Recipe.parse(start)
+
+
 def refuse(objective: str, memory_bytes: int | None, workers: int | None = None) -> None:
     """Raises `UsageError` for an objective that there is not, a bound that is no number of bytes, and
     processes that cannot be counted."""
@@ -147,7 +159,7 @@ def _judge_all(found: Searched, at: Bench, tell: Tell) -> None:
         tapes[found.space.candidates[number].tape].append(number)
     waiting = deque(sorted(tapes.values(), key=lambda group: _least_rank(found, group)))
     homes: dict[int, int] = {}  # all that share their passes are judged in one place
-    asked: dict[int, list[int]] = {}
+    asked: dict[int, list[int]] = {}  # by the first of each group
     progress = Progress("judging", len(waiting), tell)
 
     def ask(place: int) -> Question | None:
@@ -155,7 +167,7 @@ def _judge_all(found: Searched, at: Bench, tell: Tell) -> None:
         question: Question | None = None
         while waiting and question is None:
             group = [number for number in waiting.popleft() if not found.beaten(number)]
-            if group and homes.setdefault(found.space.candidates[group[0]].sized, place) != place:
+            if group and (_has_twin(found, group, asked) or _home(found, group, homes, place) != place):
                 others.append(group)
                 continue
             progress.step()
@@ -172,6 +184,17 @@ def _judge_all(found: Searched, at: Bench, tell: Tell) -> None:
             continue
         for each, (figures,) in zip(group, answer, strict=True):
             found.judge(each, figures)
+
+
+def _home(found: Searched, group: list[int], homes: dict[int, int], place: int) -> int:
+    """Where this group is judged; here, if none that shares its passes was yet."""
+    return homes.setdefault(found.space.candidates[group[0]].sized, place)
+
+
+def _has_twin(found: Searched, group: list[int], asked: Iterable[int]) -> bool:
+    """Whether one that takes the same large blocks is being judged: what it takes may spare this one."""
+    large = found.bounds[group[0]].large
+    return large != "" and any(found.bounds[number].large == large for number in asked)
 
 
 def _least_rank(found: Searched, group: list[int]) -> tuple[float, int, int]:

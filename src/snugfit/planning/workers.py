@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from snugfit.errors import SnugfitError
+from snugfit.errors import SnugfitError, UsageError
 from snugfit.planning.run import ENDLESS
 from snugfit.planning.searched import Irregular
 
@@ -41,6 +41,10 @@ FEW_COLLECTIONS = 100_000
 
 ENDS_WITHIN = 2.0
 """Seconds that a process has to end by itself when nothing is asked any more."""
+
+UNGUARDED = 76
+"""Exit code of a process that was to plan itself, before it could begin: importing the user's script made it
+do so."""
 
 _Answer = TypeVar("_Answer")
 
@@ -65,7 +69,7 @@ class Worker:
         try:
             self.connection.send((method, arguments))
         except OSError:
-            raise _killed() from None
+            raise self._gone() from None
 
     def answer(self) -> Any | SnugfitError:
         """What it says; raises `SnugfitError` when the process is no more, and `RuntimeError` with the
@@ -73,10 +77,19 @@ class Worker:
         try:
             answer, bug = self.connection.recv()
         except (EOFError, OSError):
-            raise _killed() from None
+            raise self._gone() from None
         if bug:
             raise RuntimeError(f"in a process of the plan:\n{bug}")
         return answer
+
+    def _gone(self) -> SnugfitError:
+        self.process.join(ENDS_WITHIN)
+        if self.process.exitcode != UNGUARDED:
+            return SnugfitError("A process that rehearsed was killed, perhaps for lack of memory.")
+        return UsageError(
+            "plan() rehearses in processes of its own, and each of them imports the script that calls it. Put"
+            " the call under `if __name__ == '__main__':`, or ask for no such processes with workers=1."
+        )
 
     def hurry(self) -> None:
         """The end is near: nothing is asked any more."""
@@ -128,6 +141,8 @@ def load_ahead(job: Job, gpus: Sequence[Gpu | None], clock: Clock, workers: int)
 
 
 def _forks(job: Job) -> Any:
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        os._exit(UNGUARDED)  # whoever began this process says why
     context: Any = multiprocessing.get_context("forkserver")
     name = job.model.architecture
     code = f"transformers.models.{name}.modeling_{name}"  # passed over where it is not there
@@ -179,10 +194,6 @@ def at_a_bench(
             except Irregular:
                 tell("the layers do not grow evenly: beginning again with whole models")
     raise AssertionError("a whole rehearsal is never less than itself")
-
-
-def _killed() -> SnugfitError:
-    return SnugfitError("A process that rehearsed was killed, perhaps for lack of memory.")
 
 
 def _asked(parts: Parts, method: str, arguments: tuple[Any, ...]) -> Any | SnugfitError:
