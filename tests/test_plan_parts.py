@@ -22,7 +22,6 @@ from snugfit.rehearsal.sizes import rehearse_sizes, update_of
 from snugfit.rehearsal.splice import rehearse_update
 from snugfit.rehearsal.tape import Tape
 from snugfit.techniques.recipe import Recipe
-from snugfit.units import MIB
 
 GPUS = [find_gpu(name) for name in ("h200", "v100-16gb")]
 
@@ -114,22 +113,6 @@ def test_joined_pieces_of_few_layers_take_no_longer_than_the_step(recipe: str) -
     for least, figures in zip(parts.screen([setup])[0], parts.judge([setup])[0], strict=True):
         assert 0.99 * figures.seconds < least.seconds <= (1 + SLACK) * figures.seconds
         assert least.needed_bytes <= figures.requested_bytes + figures.context_bytes
-
-
-def test_of_two_with_the_same_large_blocks_the_fuller_reserves_no_less() -> None:
-    job = small_job("bert", 7, batch_size=256, sequence_length=32)
-    parts = Parts(job, GPUS[:1], GpuClocks(GPUS[:1]))
-    found = []
-    for recipe in (" + every_layer", " + micro_batches(2)"):
-        for precision in ("bf16", "fp16"):
-            setup = Recipe.parse(precision + recipe).setup()
-            ((least,),), ((figures,),) = parts.screen([setup]), parts.judge([setup])
-            found.append((least.large, least.needed_bytes, figures.needed_bytes))
-    for (one, live, needed), (other, lives_on, needs) in zip(found[::2], found[1::2], strict=True):
-        assert one == other
-        assert live <= lives_on
-        assert needed <= needs <= needed + 2 * MIB, "a scaler's tensors may take a small segment more"
-    assert len({large for large, _, _ in found}) == 2
 
 
 def test_updates_are_rehearsed_once_whatever_is_recomputed() -> None:

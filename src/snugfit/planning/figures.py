@@ -12,9 +12,6 @@ class Bound(NamedTuple):
     """Live bytes at the worst moment, and the context."""
     seconds: float
     """A step's, with its share of what is paid once."""
-    large: str = ""
-    """A digest, the same for twins (`Searched`): of which large blocks come and go in a step, and of all but
-    the kind of 16 bits that it computes in. Nothing where that was not looked at."""
 
 
 class Figures(NamedTuple):

@@ -12,7 +12,6 @@ optimizers at once; any other clock is asked about whole steps of few layers.
 
 from __future__ import annotations
 
-import hashlib
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +22,6 @@ from snugfit.planning.queueing import Stretch, joined, lined, side_by_side
 from snugfit.planning.same_tape import kernels_under, plain, seen_by_clock
 from snugfit.planning.shallow import Shallow, Shallows, along
 from snugfit.planning.space import adapters_key, update_key
-from snugfit.rehearsal.blocks import large_moves
 from snugfit.rehearsal.brief import PIECES
 from snugfit.rehearsal.sizes import Passes, Round, Update, Work, rehearse_sizes, update_of
 from snugfit.rehearsal.splice import rehearse_update
@@ -32,10 +30,6 @@ if TYPE_CHECKING:
     from snugfit.planning.run import Opening
     from snugfit.rehearsal.policy import CudaPolicy
     from snugfit.techniques.setup import Setup
-
-
-Large = tuple[tuple[int, int], ...]
-"""Births and deaths of large blocks."""
 
 
 @dataclass(frozen=True)
@@ -51,22 +45,11 @@ class Lines:
         return along([each.layers for each in self.depths], values, self.layers)
 
 
-class Need(NamedTuple):
-    """What a Setup takes at least."""
-
-    live: int
-    """Bytes at the worst moment."""
-    seconds: Sequence[float]
-    """Of a step on each GPU."""
-    large: str
-    """Which large blocks come and go (`Bound.large`)."""
-
-
 class Needs(NamedTuple):
     """What some Setups take at least."""
 
-    needs: Sequence[Need]
-    """Of each."""
+    needs: Sequence[tuple[int, Sequence[float]]]
+    """Of each, live bytes at the worst moment, and the seconds of a step on each GPU."""
     attention: tuple[str, ...]
     """Which attention kernels were chosen."""
 
@@ -76,7 +59,7 @@ class Least:
 
     def __init__(self, shallows: Shallows, policy: CudaPolicy, clock: Clock, opening: Opening) -> None:
         self.shallows, self.policy, self.clock, self.opening = shallows, policy, clock, opening
-        self._updates: dict[Hashable, tuple[Update, Large]] = {}
+        self._updates: dict[Hashable, Update] = {}
         self._gradients: dict[Hashable, tuple[int, ...]] = {}
 
     def of(self, setups: Sequence[Setup]) -> Needs:
@@ -86,15 +69,14 @@ class Least:
         groups: dict[Hashable, list[int]] = defaultdict(list)
         for number, setup in enumerate(setups):
             groups[setup.micro_batches, seen_by_clock(setup)].append(number)
-        found: dict[int, Need] = {}
+        found: dict[int, tuple[int, Sequence[float]]] = {}
         for numbers in groups.values():
             different = {update_key(setups[number]): setups[number] for number in numbers}
             told = dict(zip(different, passes.seconds(list(different.values())), strict=True))
             live = {key: passes.live(setup) for key, setup in different.items()}
-            large = {key: passes.large(setup) for key, setup in different.items()}
             for number in numbers:
                 key = update_key(setups[number])
-                found[number] = Need(live[key], told[key], large[key])
+                found[number] = live[key], told[key]
         return Needs([found[number] for number in range(len(setups))], passes.seen[0].attention)
 
     def lines(self, setup: Setup) -> Lines:
@@ -103,19 +85,11 @@ class Least:
 
     def update(self, setup: Setup, shallow: Shallow, passes: Passes | None = None) -> Update:
         """This Setup's update at this depth, at which these passes were rehearsed, if any were."""
-        return self._update(setup, shallow, passes)[0]
-
-    def large(self, setup: Setup, shallow: Shallow) -> Large:
-        """Which large blocks come and go in this Setup's update."""
-        return self._update(setup, shallow, None)[1]
-
-    def _update(self, setup: Setup, shallow: Shallow, passes: Passes | None) -> tuple[Update, Large]:
         gradients = passes.gradients if passes else self._with_gradients(setup, shallow)
         key = (update_key(setup), shallow.layers, gradients)
         if key not in self._updates:
             asked = replace(shallow.setup, optimizer=setup.optimizer)
-            part = rehearse_update(shallow.job, asked, self.policy, gradients)
-            self._updates[key] = update_of(part), tuple(large_moves(part.score.moves))
+            self._updates[key] = update_of(rehearse_update(shallow.job, asked, self.policy, gradients))
         return self._updates[key]
 
     def _with_gradients(self, setup: Setup, shallow: Shallow) -> tuple[int, ...]:
@@ -170,16 +144,6 @@ class _Passes:
             largest = max(self.lines.along([each[where] for each in rises]) for where in common)
             self._rises[setup.micro_batches] = largest
         return self._rises[setup.micro_batches]
-
-    def large(self, setup: Setup) -> str:
-        """Which large blocks come and go in such a step, and what its context depends on; another for Setups
-        that differ in more than the kind of 16 bits that they compute in: their small blocks differ too."""
-        passes = [once.large for once in self._rounds(setup)]
-        updates = [self.least.large(setup, each) for each in self.updates.depths]
-        layers = [each.layers for each in self.lines.depths]
-        other = replace(plain(setup), autocast=None, scale_gradients=False), setup.autocast is None
-        seen = passes, updates, layers, other, self.seen[0].attention
-        return hashlib.sha256(repr(seen).encode()).hexdigest()
 
     # ---- seconds -----------------------------------------------------------------------------------------
 

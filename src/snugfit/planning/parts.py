@@ -80,13 +80,12 @@ class Parts:
         found = self.least.of(setups)
         self.opening.forget()
         tape = Tape((), (), (Mark(0, 0, "backward"),), (), (), found.attention)
-        return [self._bounds(live, tape, seconds, large) for live, seconds, large in found.needs]
+        return [self._bounds(live, tape, seconds) for live, seconds in found.needs]
 
-    def _bounds(self, live: int, tape: Tape, seconds: Sequence[float], large: str = "") -> tuple[Bound, ...]:
+    def _bounds(self, live: int, tape: Tape, seconds: Sequence[float]) -> tuple[Bound, ...]:
         """One for each GPU; of the tape, what its context depends on."""
         contexts = self._contexts(tape)
-        told = zip(contexts, seconds, strict=True)
-        return tuple(Bound(live + context, each, large) for context, each in told)
+        return tuple(Bound(live + context, each) for context, each in zip(contexts, seconds, strict=True))
 
     def _contexts(self, tape: Tape) -> list[int]:
         return [context_of(gpu, Software(), tape)[0] for gpu in self.gpus]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -159,7 +159,7 @@ def _judge_all(found: Searched, at: Bench, tell: Tell) -> None:
         tapes[found.space.candidates[number].tape].append(number)
     waiting = deque(sorted(tapes.values(), key=lambda group: _least_rank(found, group)))
     homes: dict[int, int] = {}  # all that share their passes are judged in one place
-    asked: dict[int, list[int]] = {}  # by the first of each group
+    asked: dict[int, list[int]] = {}
     progress = Progress("judging", len(waiting), tell)
 
     def ask(place: int) -> Question | None:
@@ -167,7 +167,7 @@ def _judge_all(found: Searched, at: Bench, tell: Tell) -> None:
         question: Question | None = None
         while waiting and question is None:
             group = [number for number in waiting.popleft() if not found.beaten(number)]
-            if group and (_has_twin(found, group, asked) or _home(found, group, homes, place) != place):
+            if group and homes.setdefault(found.space.candidates[group[0]].sized, place) != place:
                 others.append(group)
                 continue
             progress.step()
@@ -184,17 +184,6 @@ def _judge_all(found: Searched, at: Bench, tell: Tell) -> None:
             continue
         for each, (figures,) in zip(group, answer, strict=True):
             found.judge(each, figures)
-
-
-def _home(found: Searched, group: list[int], homes: dict[int, int], place: int) -> int:
-    """Where this group is judged; here, if none that shares its passes was yet."""
-    return homes.setdefault(found.space.candidates[group[0]].sized, place)
-
-
-def _has_twin(found: Searched, group: list[int], asked: Iterable[int]) -> bool:
-    """Whether one that takes the same large blocks is being judged: what it takes may spare this one."""
-    large = found.bounds[group[0]].large
-    return large != "" and any(found.bounds[number].large == large for number in asked)
 
 
 def _least_rank(found: Searched, group: list[int]) -> tuple[float, int, int]:

@@ -1,15 +1,9 @@
-"""What a search has found so far: the least that each candidate takes, and what it takes.
-
-Few layers tell the live bytes, and not how much the allocator loses between blocks. But fp16 and bf16, where
-their large blocks come and go alike, lose as much there, so once one of such twins is judged, the other, if
-it lives on no less, is taken to need no less.
-"""
+"""What a search has found so far: the least that each candidate takes, and what it takes."""
 
 from __future__ import annotations
 
 import bisect
 import math
-from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -41,8 +35,6 @@ class Searched:
     """What could not be rehearsed."""
     kinds: int = 0
     """Of passes."""
-    _twins: dict[tuple[str, bool], list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
-    """By large blocks and allocator, the least bytes of those judged and what they took."""
     _best: list[tuple[float, int]] = field(default_factory=list)
     """Seconds and bytes of those judged that no other beats, the fastest first."""
 
@@ -52,8 +44,6 @@ class Searched:
         if figures.needed_bytes < least.needed_bytes or figures.seconds < least.seconds * (1 - SLACK):
             raise Irregular
         self.judged[number] = figures
-        if least.large:
-            self._twins[self._twin(number)].append((least.needed_bytes, figures.needed_bytes))
         self._learn(figures.seconds, figures.needed_bytes)
 
     def front(self) -> list[int]:
@@ -73,17 +63,9 @@ class Searched:
 
     def beaten(self, number: int) -> bool:
         """Whether this one cannot be better than one that was judged."""
-        place = bisect.bisect_right(self._best, (self.bounds[number].seconds * (1 - SLACK), math.inf))
-        return place > 0 and self._best[place - 1][1] <= self.least_bytes(number)
-
-    def least_bytes(self, number: int) -> int:
-        """The least that this one needs, by few layers and by its twins."""
-        live, _, large = self.bounds[number]
-        twins = self._twins[self._twin(number)] if large else ()
-        return max((needed for lives_on, needed in twins if lives_on <= live), default=live)
-
-    def _twin(self, number: int) -> tuple[str, bool]:
-        return self.bounds[number].large, self.space.candidates[number].setup.expandable_segments
+        least = self.bounds[number]
+        place = bisect.bisect_right(self._best, (least.seconds * (1 - SLACK), math.inf))
+        return place > 0 and self._best[place - 1][1] <= least.needed_bytes
 
     def _learn(self, seconds: float, needed_bytes: int) -> None:
         place = bisect.bisect_right(self._best, (seconds, needed_bytes))

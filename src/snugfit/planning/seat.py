@@ -39,7 +39,7 @@ class Seat:
         self.own: dict[int, bool] = {}
         """Candidates that were rehearsed whole by this GPU's own policy, and whether that took what they had
         been judged to take."""
-        self._by_seconds = sorted(found.bounds, key=lambda number: found.bounds[number][1::-1])
+        self._by_seconds = sorted(found.bounds, key=lambda number: found.bounds[number][::-1])
         self._by_bytes = sorted(found.bounds, key=lambda number: found.bounds[number])
 
     def wants(self) -> Iterator[int]:

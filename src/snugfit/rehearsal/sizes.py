@@ -15,16 +15,15 @@ less is alive. So it is never more than the truth.
 from __future__ import annotations
 
 import contextlib
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from snugfit.rehearsal.blocks import large_blocks, levels
 from snugfit.rehearsal.rehearse import rehearsed
 from snugfit.rehearsal.repeat import cut
-from snugfit.rehearsal.score import Birth, Death, Entry, Move, Run, Wait
+from snugfit.rehearsal.score import Birth, Death, Entry, Move, Run, Wait, folded
 from snugfit.rehearsal.splice import NOTHING, Part
 from snugfit.step.batches import micro_batches
 from snugfit.step.footprint import Kind
@@ -59,9 +58,6 @@ class Work(NamedTuple):
 
 class Round(NamedTuple):
     """The passes of one step, all micro-batches of one size."""
-
-    large: tuple[int, ...]
-    """Births and deaths of its large blocks (`blocks.py`)."""
 
     rises: Mapping[str, int]
     """Most live bytes, above those between steps, at the births in each phase and module; layers of one stack
@@ -172,8 +168,6 @@ class _Piece(NamedTuple):
     after: int
     """Live bytes at its end."""
     work: Work
-    large: tuple[int, ...]
-    """Births and deaths of large blocks."""
 
 
 def _passed(tape: Tape, notes: Sequence[Note]) -> Iterator[_Piece]:
@@ -195,13 +189,12 @@ def _passed(tape: Tape, notes: Sequence[Note]) -> Iterator[_Piece]:
         first = tape.marks[start].event
         last = tape.marks[end].event if end < len(numbers) else len(tape.events)
         work = Work(tuple(ran), tuple(waits))
-        levels_here, large = levels(tape, live, first, last), tuple(large_blocks(tape, first, last))
-        yield _Piece(numbers[start], levels_here, live[last - 1], work, large)
+        yield _Piece(numbers[start], _levels(tape, live, first, last), live[last - 1], work)
 
 
 def _round(piece: _Piece, first: Work, further: Work, standing: int) -> Round:
     rises = {where: level - standing for where, level in piece.levels.items()}
-    return Round(piece.large, rises, piece.after - standing, first, further)
+    return Round(rises, piece.after - standing, first, further)
 
 
 def _additions(first: Work, further: Work) -> Counter[Any]:
@@ -232,6 +225,16 @@ def _without(work: Work, added: Counter[Any]) -> Work:
 
 def _what(kernel: Kernel) -> Any:
     return kernel.operator, kernel.module, kernel.phase, kernel.shapes
+
+
+def _levels(tape: Tape, live: Sequence[int], start: int, end: int) -> dict[str, int]:
+    levels: dict[str, int] = defaultdict(int)
+    for place in range(start, end):
+        if (event := tape.events[place]) > 0:
+            block = tape.blocks[event - 1]
+            where = f"{block.phase} {folded(block.module)}"
+            levels[where] = max(levels[where], live[place])
+    return dict(levels)
 
 
 def _pieces(marks: Sequence[Mark]) -> list[int]:
