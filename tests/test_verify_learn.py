@@ -56,7 +56,7 @@ def known_curve(recipe: str) -> Curve:
     return curve_of(GPU, packaged_rates(GPU), a_run(0, recipe, 1.0))
 
 
-def llama(*, width: int = 1024, batch: int = 8) -> Job:
+def llama(*, width: int = 1024, batch: int = 16) -> Job:
     """Two layers: in some recipes its host bounds it on an H200, in others the device."""
     config = {
         "model_type": "llama", "hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 2,
