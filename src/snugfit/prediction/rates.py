@@ -36,7 +36,6 @@ ALIGNMENT = 16
 BOUND_BY_BYTES = 0.3
 """An operator that reaches less of the bandwidth than this is bound by its instructions."""
 
-
 FLASH_SHARES = {"flash": 0.55, "flash backward": 0.45}
 """Of the 16-bit peak, on GPUs whose tensor cores FlashAttention-2 was written for: on an A100 it reaches 50
 to 73 % forward and less backward (Dao 2023, arXiv 2307.08691). Hopper's tensor cores want other instructions:
@@ -44,7 +43,6 @@ there the same kernels reach a quarter, which is what was measured on the H200."
 
 FLASH_MAJORS = (8, 12)
 """Compute capabilities (before the point) of such GPUs: Ampere, Ada, and Blackwell without `wgmma`."""
-
 
 OTHER_HOST = 0.7
 """How long the host of a GPU that was never measured takes, against the reference's, which is a rented one
