@@ -9,21 +9,18 @@ its steps' seconds and those of a loop of pure Python on that core. It is what `
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import sys
 import time
 from contextlib import suppress
-from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from profile_kernels import FAMILIES, pace, small
+from profile_kernels import FAMILIES, pace, small, write
 
-from snugfit.measurement.versions import versions
 from snugfit.step.step import open_step
 from snugfit.techniques.recipe import Recipe
 
@@ -77,15 +74,7 @@ def main() -> None:
         seconds = walk.seconds(number)
         runs.append({"cores": sorted(stay), "seconds": seconds, "pace": walk.paces[number]})
         print(f"{runs[-1]['cores']}: {1e3 * statistics.median(seconds):.1f} ms")
-    document = {
-        "schema": 1,
-        "what": "core-by-core",
-        "gpu": torch.cuda.get_device_name(),
-        "date": datetime.now(UTC).date().isoformat(),
-        "versions": versions(),
-        "runs": runs,
-    }
-    Path(sys.argv[1]).write_text(json.dumps(document) + "\n")
+    write(Path(sys.argv[1]), "core-by-core", runs)
 
 
 if __name__ == "__main__":

@@ -238,6 +238,19 @@ def by_phase(drained: list[tuple[float, dict[str, float]]]) -> dict[str, float]:
     return {name: statistics.mean(spent[name] for _, spent in drained) for name in drained[0][1]}
 
 
+def write(out: Path, what: str, runs: list[dict[str, Any]]) -> None:
+    """A result of this day, on this GPU."""
+    document = {
+        "schema": 1,
+        "what": what,
+        "gpu": torch.cuda.get_device_name(),
+        "date": datetime.now(UTC).date().isoformat(),
+        "versions": versions(),
+        "runs": runs,
+    }
+    out.write_text(json.dumps(document, separators=(",", ":")) + "\n")
+
+
 def main() -> None:
     """Writes the file that the command line asks for."""
     kind, out = sys.argv[1], Path(sys.argv[2])
@@ -260,15 +273,7 @@ def main() -> None:
             print(f"{job.model.name}, {recipe}: {refused}", file=sys.stderr)
         gc.collect()
         torch.cuda.empty_cache()
-    document = {
-        "schema": 1,
-        "what": f"profiled-{kind}",
-        "gpu": torch.cuda.get_device_name(),
-        "date": datetime.now(UTC).date().isoformat(),
-        "versions": versions(),
-        "runs": runs,
-    }
-    out.write_text(json.dumps(document, separators=(",", ":")) + "\n")
+    write(out, f"profiled-{kind}", runs)
 
 
 if __name__ == "__main__":

@@ -9,19 +9,17 @@ Each length is a job of its own, run one after the other in this process on quie
 from __future__ import annotations
 
 import gc
-import json
 import statistics
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
+from profile_kernels import write
 
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
 from snugfit.measurement.stopwatch import Stopwatch
-from snugfit.measurement.versions import versions
 from snugfit.step.quiet_core import QuietCore
 from snugfit.step.step import open_step
 from snugfit.techniques.recipe import Recipe
@@ -63,15 +61,7 @@ def main() -> None:
             print(f"{name}, {length}: {1e3 * runs[-1]['step_seconds']:.1f} ms", flush=True)
             gc.collect()
             torch.cuda.empty_cache()
-    document = {
-        "schema": 1,
-        "what": "steps-by-length",
-        "gpu": torch.cuda.get_device_name(),
-        "date": datetime.now(UTC).date().isoformat(),
-        "versions": versions(),
-        "runs": runs,
-    }
-    Path(sys.argv[1]).write_text(json.dumps(document) + "\n")
+    write(Path(sys.argv[1]), "steps-by-length", runs)
 
 
 if __name__ == "__main__":

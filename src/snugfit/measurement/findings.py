@@ -109,7 +109,7 @@ class Findings:
         _all_of(document, _COUNTS, lambda value: value is None or (type(value) is int and value >= 0))
         _all_of(document, ("disturbed",), lambda value: value is None or _lengths([value]))
         _all_of(document, ("seconds",), _lengths)
-        _all_of(document, ("quiet",), lambda value: isinstance(value, list) and {*value} <= {True, False})
+        _all_of(document, ("quiet",), _truths)
         _all_of(document, ("losses",), lambda value: _numbers(value, null=True))
         _all_of(document, ("versions",), _texts)
         _all_of(document, ("startup",), lambda value: value is None or _startup(value))
@@ -141,6 +141,10 @@ def _all_of(document: Mapping[str, Any], names: Sequence[str], lawful: Any) -> N
 def _numbers(value: Any, *, null: bool = False) -> bool:
     kinds = (int, float, type(None)) if null else (int, float)
     return isinstance(value, list) and all(type(each) in kinds for each in value)
+
+
+def _truths(value: Any) -> bool:
+    return isinstance(value, list) and all(type(each) is bool for each in value)
 
 
 def _startup(value: Any) -> bool:

@@ -45,9 +45,8 @@ FLASH_MAJORS = (8, 12)
 """Compute capabilities (before the point) of such GPUs: Ampere, Ada, and Blackwell without `wgmma`."""
 
 OTHER_HOST = 0.7
-"""How long the host of a GPU that was never measured takes, against the reference's, which is a rented one
-whose Xeons run at three gigahertz or less. Chosen, not measured: at 1.0 the guide's published V100 rows come
-out in another order than they were printed in."""
+"""How long the host of a GPU that was never measured takes, against the reference's, which is a rented one.
+Chosen, not measured: at 1.0 the guide's published V100 rows come out in another order than printed."""
 
 
 @dataclass(frozen=True, kw_only=True)

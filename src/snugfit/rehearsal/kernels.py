@@ -110,9 +110,8 @@ def _pointwise_layout(operands: list[Any]) -> str:
 
 def _across(operand: torch.Tensor) -> bool:
     """Whether neighbours of this large operand lie apart."""
-    return (
-        operand.dim() > 0 and operand.stride(-1) > 1 < operand.size(-1) and _nbytes(operand) > LARGEST_CACHED
-    )
+    apart = operand.dim() > 0 and operand.stride(-1) > 1 and operand.size(-1) > 1
+    return apart and _nbytes(operand) > LARGEST_CACHED
 
 
 def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:

@@ -1,12 +1,11 @@
 """A quiet core: the threads that ask a GPU for its work stay where nobody disturbs them.
 
-Two hardware threads share one core. While the other one works, be it for another program or, on a rented
-machine, for another customer, Python and torch ask for kernels at two thirds of their pace: on the host of an
-H200 (2026-11-21) one and the same step took 23 ms on quiet cores and 34 to 38 ms on disturbed ones, changing
-over from second to second, and the system left the process on its core all the same. A guest cannot see its
-neighbours, but it can feel them: a loop of pure Python on that core takes almost twice as long. So at borders
-of phases, a few times a second, such a loop is timed, and when it is slow the step's own thread and that of
-autograd (they take turns and never run together) move to a core where it is not.
+On the rented host of an H200 (2026-11-21) one and the same step took 23 ms on some cores and 34 to 38 ms on
+others, changing over from second to second, and the system left the process on its core all the same. We take
+it that two hardware threads share each core, and that somebody else used the other half of the slow ones. A
+guest cannot see that, but it can feel it: a loop of pure Python there takes almost twice as long. So at
+borders of phases, a few times a second, such a loop is timed, and when it is slow the step's own thread and
+that of autograd (they take turns and never run together) move to a core where it is not.
 
 Every other thread, and every process that is forked, keeps all the cores that the process was given. (A
 program that is started anew by `subprocess` does not: it inherits the one.)
