@@ -40,17 +40,18 @@ HEAVY_THEMSELVES = {
 BELOW = {
     "errors": set(),
     "units": {"errors"},
-    "job": {"errors", "units"},
-    "techniques": {"errors", "units", "job"},
-    "step": {"errors", "units", "job", "techniques"},
-    "rehearsal": {"errors", "units", "job", "techniques", "step"},
-    "prediction": {"errors", "units", "job", "techniques", "step", "rehearsal"},
-    "measurement": {"errors", "units", "job", "techniques", "step"},
+    "documents": set(),
 }
-BELOW["exchange"] = {"errors", "units", "job", "techniques", "step"}
+GROUND = set(BELOW)
+BELOW["job"] = GROUND
+BELOW["techniques"] = GROUND | {"job"}
+BELOW["step"] = BELOW["techniques"] | {"techniques"}
+for room in ("rehearsal", "measurement", "training", "exchange"):
+    BELOW[room] = BELOW["step"] | {"step"}
+BELOW["prediction"] = BELOW["rehearsal"] | {"rehearsal"}
 BELOW["planning"] = BELOW["prediction"] | {"prediction"}
-BELOW["comparison"] = set(BELOW) - {"exchange", "planning"} | {"measurement"}
-BELOW["report"] = BELOW["comparison"] | {"comparison", "exchange", "planning"}
+BELOW["comparison"] = set(BELOW) - {"exchange", "planning", "training"} | {"measurement"}
+BELOW["report"] = BELOW["comparison"] | {"comparison", "exchange", "planning", "training"}
 BELOW["cli"] = BELOW["report"] | {"report"}
 BELOW["__main__"] = BELOW["__init__"] = BELOW["cli"] | {"cli"}
 """Each room with the rooms it may import. `prediction` and `measurement` never meet below `comparison`."""

@@ -17,6 +17,7 @@ from typing import Any, cast
 import pytest
 
 from fake_nvml import FakeGpu, FakeNvml
+from snugfit.documents import BadDocument, read_document, write_document
 from snugfit.errors import JobError, UsageError
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
@@ -25,7 +26,6 @@ from snugfit.measurement import clean
 from snugfit.measurement import measure as measure_room
 from snugfit.measurement.crowd import Load, crowded, load
 from snugfit.measurement.environment import child_environment
-from snugfit.measurement.exchange import BadDocument, read_document, write_document
 from snugfit.measurement.findings import Findings
 from snugfit.measurement.measure import Experiment, judge, measure, perform
 from snugfit.measurement.measurement import Measurement

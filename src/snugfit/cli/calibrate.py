@@ -16,8 +16,8 @@ def calibrate(as_json: given.AsJson = False) -> None:
         raise GpuError("There is no GPU here to calibrate.")
     from snugfit.cli.progress import telling
     from snugfit.comparison.calibrate import calibrate as run
+    from snugfit.documents import write_document
     from snugfit.job.gpu import find_gpu
-    from snugfit.measurement.exchange import write_document
     from snugfit.measurement.versions import versions
     from snugfit.prediction.rates import calibration_file
     from snugfit.report.calibration import render

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from snugfit.comparison.runs import READABLE, Accuracy
+from snugfit.documents import BadDocument, read_document, write_document
 from snugfit.errors import SnugfitError, UsageError
 from snugfit.job.gpu import Gpu
-from snugfit.measurement.exchange import BadDocument, read_document, write_document
 from snugfit.prediction.rates import Rates
 
 LARGEST_FILE = 64 << 20

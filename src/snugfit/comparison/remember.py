@@ -13,8 +13,8 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from snugfit.comparison.learn import Learned, slower
+from snugfit.documents import BadDocument, read_document, write_document
 from snugfit.errors import SnugfitError
-from snugfit.measurement.exchange import BadDocument, read_document, write_document
 from snugfit.prediction.profile import installed_versions
 from snugfit.prediction.rates import Rates, calibration_file, rates_for
 

@@ -24,9 +24,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from snugfit.documents import read_document, write_document
 from snugfit.measurement import causes
 from snugfit.measurement.crowd import crowded, load
-from snugfit.measurement.exchange import read_document, write_document
 from snugfit.measurement.findings import Findings
 from snugfit.measurement.host import peak_resident_bytes
 from snugfit.measurement.nvml import NvmlSilent, open_nvml

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
 
-from snugfit.measurement.exchange import BadDocument
+from snugfit.documents import BadDocument
 from snugfit.step.footprint import Startup
 
 _COUNTS = (

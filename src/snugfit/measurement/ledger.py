@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from snugfit.documents import BadDocument, read_document, write_document, write_whole
 from snugfit.errors import SnugfitError, UsageError
-from snugfit.measurement.exchange import BadDocument, read_document, write_document, write_whole
 from snugfit.measurement.measurement import SCHEMA, Measurement
 
 MEASUREMENT, WORDS = "measurement.json", "stderr.txt"

@@ -27,13 +27,13 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from snugfit.documents import BadDocument, read_document, write_document
 from snugfit.errors import JobError, UsageError, did_you_mean
 from snugfit.job.job import Job, refuse_what_is_no_job
 from snugfit.measurement import causes, clean
 from snugfit.measurement import ledger as ledger_files
 from snugfit.measurement.child import HISTORY_STEP
 from snugfit.measurement.environment import child_environment
-from snugfit.measurement.exchange import BadDocument, read_document, write_document
 from snugfit.measurement.findings import Findings
 from snugfit.measurement.measurement import Measurement
 from snugfit.measurement.place import Place, find_place
