@@ -1,0 +1,86 @@
+"""Which exceptions mean that memory ran out, and whose.
+
+Judged by type first, then by message, from the outermost inwards along what they were raised from. Messages
+are trusted only in exceptions of the kinds that torch and its libraries raise (RuntimeError and its
+children), and only from the beginning of a line: a text that merely speaks of memory, such as a file name or
+a user's ValueError, is no cause.
+
+Where each message was seen stands beside it: `binary` in the installed library, `log` in published logs or
+issues, `met` raised in a test here, `unseen` written from memory and still to be met.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Iterator
+
+HOST_OOM = "host-oom"
+
+_LINE = r"^(?:[\w.]+(?:Error|Exception): )*"
+"""A line's beginning, and exceptions' names where another exception quotes this one (inductor does)."""
+
+MESSAGES: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
+    (cause, re.compile(_LINE + pattern, re.MULTILINE))
+    for cause, pattern in (
+        ("oom:torch", r"(?:CUDA|HIP|XPU|MPS backend) out of memory\."),  # log (CUDA), unseen (others)
+        ("oom:triton", r"Triton Error \[CUDA\]: out of memory\b"),  # log
+        ("oom:cuda", r"CUDA (?:driver )?error: out of memory\b"),  # log
+        ("oom:cuda", r"CUDA error: CUDA_ERROR_OUT_OF_MEMORY\b"),  # unseen
+        ("oom:cublas", r"CUDA error: CUBLAS_STATUS_ALLOC_FAILED\b"),  # name: log; whole line: unseen
+        ("oom:cusparse", r"CUDA error: CUSPARSE_STATUS_ALLOC_FAILED\b"),  # unseen
+        ("oom:cusolver", r"(?:cusolver error|CUDA error): CUSOLVER_STATUS_ALLOC_FAILED\b"),  # unseen
+        ("oom:cudnn", r"cuDNN error: CUDNN_STATUS_(?:ALLOC|INTERNAL_ERROR_DEVICE_ALLOCATION)_FAILED\b"),
+        # the line above: log
+        ("oom:nccl", r"(?:Last error: *)?(?:Failed to CUDA calloc|Cuda failure (?:\d+ )?'?out of memory)\b"),
+        # the line above: log (nccl issues 962, 1235); below: binary (format) and log (bitsandbytes issue 464)
+        ("oom:bitsandbytes", r"Error out of memory at line \d+ in file .*\.(?:cu|cuh|cpp|c)\b"),
+        (HOST_OOM, r"(?:\[enforce fail at .*\] .*)?DefaultCPUAllocator: (?:can't|not enough memory)\b"),
+        # the line above: met (the second wording: log, on Windows)
+        (HOST_OOM, r"DataLoader worker \(pid \d+\) is killed by signal: Bus error\b"),  # binary
+        (HOST_OOM, r"unable to (?:mmap|allocate shared memory).*Cannot allocate memory"),  # binary
+    )
+)  # fmt: skip
+
+
+def memory_cause(error: BaseException) -> str | None:
+    """`oom:WHO` or `host-oom` (the words stand in measurement/causes.py); None when memory is none of it.
+
+    Memory comes before mistakes: a model that could not be built for want of memory is told as a mistake in
+    its config by whoever built it.
+    """
+    for link in _chain(error):
+        cause = _by_type(link) or _by_message(link)
+        if cause:
+            return cause
+    return None
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The exception, then what it was raised from, grouped or wrapped, outermost first."""
+    waiting, seen = [error], set[int]()
+    while waiting:
+        link = waiting.pop(0)
+        if id(link) in seen:
+            continue
+        seen.add(id(link))
+        yield link
+        inner = [link.__cause__, link.__context__, getattr(link, "inner_exception", None)]
+        grouped = link.exceptions if isinstance(link, BaseExceptionGroup) else ()
+        waiting += [each for each in (*inner, *grouped) if isinstance(each, BaseException)]
+
+
+def _by_type(error: BaseException) -> str | None:
+    """Types are recognised by name and module, so that this file works without torch."""
+    names = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__}
+    if names & {"torch.OutOfMemoryError", "torch.cuda.OutOfMemoryError"}:
+        return "oom:torch"
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        return HOST_OOM
+    return None
+
+
+def _by_message(error: BaseException) -> str | None:
+    if not isinstance(error, RuntimeError | SystemError):
+        return None
+    return next((cause for cause, pattern in MESSAGES if pattern.search(str(error))), None)
