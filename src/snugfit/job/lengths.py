@@ -63,7 +63,7 @@ class Lengths:
             raise UsageError(f"{path}: a {suffix} file has no columns. Leave --column {column} out.")
         text = _text(path)
         if suffix == ".json":
-            return cls._counted(_of_document(_parsed(text, str(path)), str(path)), str(path))
+            return cls._counted(_of_document(parsed(text, str(path)), str(path)), str(path))
         lines = {".txt": _of_lines, ".jsonl": _of_objects}.get(suffix, _of_table)
         return cls._counted(((length, 1) for length in lines(text, path, column)), str(path))
 
@@ -227,7 +227,7 @@ def _of_objects(text: str, path: Path, column: str | None) -> Iterator[int]:
         if not line.strip():
             continue
         where = f"{path}, line {number}"
-        value = _parsed(line, where)
+        value = parsed(line, where)
         if isinstance(value, dict):
             value = value[_column([*value], column, where)]
         yield _length(value, where)
@@ -256,13 +256,15 @@ def _of_document(value: object, where: str) -> Iterator[tuple[int, int]]:
         raise UsageError(f'{where}: a .json file holds a list of lengths, or a histogram {{"128": 5000}}.')
 
 
-def _parsed(text: str, where: str) -> Any:
+def parsed(text: str, where: str) -> Any:
+    """The JSON document in somebody's text; raises `UsageError` that says where it is broken."""
     try:
         return json.loads(text, object_pairs_hook=_without_repeats)
     except RecursionError:
         raise UsageError(f"{where}: nested too deep.") from None
     except json.JSONDecodeError as error:
-        raise UsageError(f"{where}: not JSON: {error.msg} (line {error.lineno}).") from None
+        line = f" (line {error.lineno})" if "\n" in text.strip() else ""
+        raise UsageError(f"{where}: not JSON: {error.msg}{line}.") from None
     except ValueError as error:  # a key twice, or a number of thousands of digits
         raise UsageError(f"{where}: {error}.") from None
 

@@ -21,6 +21,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from snugfit.errors import JobError, ModelError, RecipeError, SnugfitError
@@ -174,14 +175,15 @@ class Model:
                 "reads each sequence at its end token, so one of the vocabulary is needed."
             )
 
-    def build(self, job: Job, *, dtype: str, attention: str) -> nn.Module:
-        """The real model under the ambient `torch.device`, its weights born in `dtype`, ready for the job."""
+    def build(self, job: Job, *, dtype: str, attention: str, weights: Path | None = None) -> nn.Module:
+        """The real model under the ambient `torch.device`, its weights born in `dtype`, ready for the job:
+        random, or those of the folder `weights` (`find_weights`)."""
         from snugfit.job.twin import twin
 
-        model = twin(self.module) if self.module is not None else self._build(job, dtype, attention)
+        model = twin(self.module) if self.module is not None else self._build(job, dtype, attention, weights)
         return model.train(job.trains)
 
-    def _build(self, job: Job, dtype: str, attention: str) -> nn.Module:
+    def _build(self, job: Job, dtype: str, attention: str, weights: Path | None) -> nn.Module:
         import torch
         import transformers
 
@@ -191,12 +193,15 @@ class Model:
         auto_class = getattr(transformers, HEADS[job.task][0])
 
         def born(attention: str) -> nn.Module:
-            model: nn.Module = auto_class.from_config(
-                self.settings(job),
-                dtype=getattr(torch, dtype),
-                attn_implementation=attention,
-                trust_remote_code=False,
-            )
+            config = self.settings(job)
+            how = {"dtype": getattr(torch, dtype), "attn_implementation": attention}
+            model: nn.Module
+            if weights is None:
+                model = auto_class.from_config(config, trust_remote_code=False, **how)
+            else:
+                model = auto_class.from_pretrained(
+                    weights, config=config, use_safetensors=True, local_files_only=True, **how
+                )
             return model
 
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import JobError, UsageError
@@ -32,8 +33,11 @@ def call(wish: Call, *arguments: Any, **more: Any) -> Any:
     return resolve(wish.path)(*arguments, **{**more, **wish.arguments})
 
 
-def build_model(job: Job, setup: Setup, device: torch.device, *, on_host: bool = False) -> torch.nn.Module:
-    """The model, adapted and checkpointed as the Setup wishes, on `device`.
+def build_model(
+    job: Job, setup: Setup, device: torch.device, *, on_host: bool = False, weights: Path | None = None
+) -> torch.nn.Module:
+    """The model, adapted and checkpointed as the Setup wishes, on `device`, with random weights or those of a
+    folder.
 
     A model that is built on the host and then moved makes its device tensors in the order of its modules. A
     rehearsal has no host to build on: it builds out of its recorder's sight, and then moves.
@@ -42,11 +46,11 @@ def build_model(job: Job, setup: Setup, device: torch.device, *, on_host: bool =
 
     if on_host or job.build_on == "host":
         with _host(device):
-            model = _born(job, setup)
+            model = _born(job, setup, weights)
         model = _moved(model, device)
     else:
         with device:
-            model = _born(job, setup)
+            model = _born(job, setup, weights)
         _refuse_left_on_the_host(job, model, device)
     model.train(job.trains)
     if setup.checkpoint and job.trains:
@@ -54,8 +58,8 @@ def build_model(job: Job, setup: Setup, device: torch.device, *, on_host: bool =
     return model
 
 
-def _born(job: Job, setup: Setup) -> torch.nn.Module:
-    model = job.model.build(job, dtype=setup.weights_dtype, attention=setup.attention)
+def _born(job: Job, setup: Setup, weights: Path | None) -> torch.nn.Module:
+    model = job.model.build(job, dtype=setup.weights_dtype, attention=setup.attention, weights=weights)
     return call(setup.adapt, model) if setup.adapt else model
 
 
@@ -104,17 +108,24 @@ def _moved(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
     return model._apply(moved)  # type: ignore[no-any-return]
 
 
-def build_optimizer(job: Job, setup: Setup, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """The optimizer over the parameters that train, in one group or in the job's decay groups."""
+def build_optimizer(
+    job: Job, setup: Setup, model: torch.nn.Module, *, weight_decay: float | None = None
+) -> torch.optim.Optimizer:
+    """The optimizer over the parameters that train, in one group or in the job's decay groups. Without a
+    `weight_decay` it is the optimizer's own, and 0.01 for the groups that decay. Raises `UsageError` when
+    nothing trains, or when the optimizer knows no decay and one was asked for."""
     wish = setup.optimizer
     if wish.prepare:
         call(wish.prepare, model)
     groups: Any = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not groups:
         raise UsageError("No parameter of this model trains. Choose the adapters 'full', or other targets.")
+    if weight_decay and not wish.weight_decay:
+        raise UsageError(f"{wish.factory.path} knows no weight decay; weight_decay is {weight_decay}.")
+    more = {"weight_decay": weight_decay} if weight_decay is not None and wish.weight_decay else {}
     if job.decay_groups and wish.weight_decay:
-        groups = decay_groups(model)
-    made: torch.optim.Optimizer = call(wish.factory, groups, lr=job.learning_rate)
+        groups = decay_groups(model, **more)
+    made: torch.optim.Optimizer = call(wish.factory, groups, lr=job.learning_rate, **more)
     return made
 
 

@@ -116,6 +116,8 @@ class PlainStep(OptimizerLoop):
         items = [label_items(self.job, piece) for piece in pieces] if len(pieces) > 1 else [1]
         total: torch.Tensor | None = None
         for piece, share in zip(pieces, items, strict=True):
+            if not share:  # nothing of it counts, and the mean over nothing is no number
+                continue
             observer.phase("load")
             batch = place(piece, self.device)
             observer.phase("forward")

@@ -1,0 +1,84 @@
+"""Where a model's trained weights lie, and whether they may be read.
+
+Weights are safetensors in a folder with a config.json, or they are not taken: a pickle runs what it finds. An
+index may name files of its own folder only (transformers follows `../` out of it), and a tensor is a name and
+never a path. What a file holds is checked by the safetensors library when it is opened.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from snugfit.errors import ModelError
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+LARGEST_INDEX = 64 << 20
+"""Bytes; the index of a model of 2,000 layers has two million."""
+
+
+def find_weights(name: str | os.PathLike[str]) -> Path:
+    """The folder of safetensors that `name` stands for: a folder, or a hub id of the local cache.
+
+    Raises `ModelError` when there is none, or when one of its files may not be read.
+    """
+    folder = Path(os.path.expanduser(os.fspath(name)))
+    if not folder.is_dir():
+        folder = _cached(os.fspath(name))
+    files = list(_files(folder))
+    for file in files:
+        if not file.is_file():
+            raise ModelError(f"{folder}: {file.name} is named by {INDEX} and is not there.")
+    return folder
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    if (folder / SINGLE).exists():
+        yield folder / SINGLE
+        return
+    if (folder / INDEX).exists():
+        yield from (folder / shard for shard in _shards(folder / INDEX))
+        return
+    if any((folder / pickled).exists() for pickled in PICKLED):
+        raise ModelError(
+            f"{folder} holds its weights as a pickle, which runs code when it is read. Convert it: load it"
+            " where you trust it, then model.save_pretrained(folder) writes safetensors."
+        )
+    raise ModelError(f"{folder} has no weights: neither {SINGLE} nor {INDEX}.")
+
+
+def _shards(index: Path) -> list[str]:
+    try:
+        if index.stat().st_size > LARGEST_INDEX:
+            raise ModelError(f"{index} is larger than {LARGEST_INDEX:,} bytes, which no index is.")
+        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as fault:
+        raise ModelError(f"{index} is no index of weights: {fault}") from None
+    for shard in shards:
+        if (
+            not isinstance(shard, str)
+            or not shard
+            or shard != os.path.basename(shard)
+            or shard in (".", "..")
+        ):
+            raise ModelError(f"{index} names {shard!r}: an index names files of its own folder only.")
+    return sorted(shards)
+
+
+def _cached(name: str) -> Path:
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        for file in (SINGLE, INDEX):
+            found = try_to_load_from_cache(name, file)
+            if isinstance(found, str):
+                return Path(found).parent
+    except ValueError:
+        pass
+    raise ModelError(
+        f"{name}: no folder with weights, and none of the hub's models in the local cache. Give the folder of"
+        " a model that was saved with save_pretrained, or download it first: hf download NAME."
+    )

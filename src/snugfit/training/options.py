@@ -1,0 +1,199 @@
+"""How long a run goes on, and what is done beside its steps: the HF Trainer's names, where it has one.
+
+What decides a step's mathematics (model, batch, clipping, decay groups, learning rate) is the job's, and how
+it is computed the recipe's. Here stands the rest. Defaults are the Trainer's, but for four: a line is logged
+every 10 steps, not 500; a checkpoint is kept every 500 steps and at the end of the run; the two newest
+checkpoints and the best are kept, not all; and a loss that is no number ends the run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
+
+from snugfit.errors import UsageError, did_you_mean
+
+SCHEDULES = (
+    "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup",
+    "inverse_sqrt", "cosine_with_min_lr", "warmup_stable_decay",
+)  # fmt: skip
+"""transformers' schedules that depend on the step alone."""
+
+STRATEGIES = ("no", "steps", "epoch")
+SAMPLING = ("random", "sequential", "group_by_length")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """Beside job and recipe, everything that a run's outcome depends on, and how it is watched and kept."""
+
+    num_train_epochs: float = 3.0
+    """Times through the data; a part of one is rounded up to whole steps."""
+
+    max_steps: int | None = None
+    """Optimizer steps; goes before `num_train_epochs`."""
+
+    lr_scheduler_type: str = "linear"
+    """The learning rate's schedule, one of `SCHEDULES`."""
+
+    lr_scheduler_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Its own arguments, such as `{"num_cycles": 2}`."""
+
+    warmup_steps: float = 0
+    """Steps over which the learning rate rises from 0; below 1 a share of all steps."""
+
+    weight_decay: float | None = None
+    """Of the optimizer; None is the optimizer's own (AdamW: 0.01)."""
+
+    seed: int = 42
+    """Of new weights, dropout and whatever else is random in a step."""
+
+    data_seed: int | None = None
+    """Of the order of the data; None takes `seed`."""
+
+    train_sampling_strategy: str = "random"
+    """`random`; `sequential` as the data lies; `group_by_length` puts samples of like length together."""
+
+    dataloader_drop_last: bool = False
+    """Leave out an epoch's last samples when they do not fill a global batch."""
+
+    pad_to_multiple_of: int | None = None
+    """Micro-batches are padded to a multiple of so many tokens (tensor cores like 8)."""
+
+    save_strategy: str = "steps"
+    """When a checkpoint is kept: every `save_steps`, at each epoch's end, or `no`. One is kept when the run
+    ends or is stopped in any case, unless `no`."""
+
+    save_steps: int = 500
+    """Steps between two checkpoints."""
+
+    save_total_limit: int | None = 2
+    """Checkpoints that are kept, the newest first, and the best one beside; None keeps all."""
+
+    eval_strategy: str = "no"
+    """When the evaluation data is gone through: every `eval_steps`, at each epoch's end, or `no`."""
+
+    eval_steps: int | None = None
+    """Steps between two evaluations; None takes `logging_steps`."""
+
+    per_device_eval_batch_size: int | None = None
+    """Samples of one forward pass of an evaluation; None takes the micro-batch of the training."""
+
+    load_best_model_at_end: bool = False
+    """Give back the weights of the best evaluation, not the last ones."""
+
+    metric_for_best_model: str = "loss"
+    """What is compared: `loss`, or for classifiers `accuracy`."""
+
+    early_stopping_patience: int | None = None
+    """Evaluations in a row without a gain after which the run ends."""
+
+    early_stopping_threshold: float = 0.0
+    """A smaller gain is none."""
+
+    logging_steps: int = 10
+    """Steps between two lines on the terminal; the file holds every step."""
+
+    on_nonfinite: str = "stop"
+    """A loss or gradient that is no number: `stop` before the step, or `skip` the step and count it."""
+
+    most_skipped_in_a_row: int = 50
+    """Skipped steps in a row (fp16's overflows too) after which the run ends as diverged."""
+
+    stop_seconds: float | None = None
+    """After a signal the run has so long to keep its checkpoint; then it ends without. None: as long as it
+    takes."""
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("lr_scheduler_type", SCHEDULES),
+            ("save_strategy", STRATEGIES),
+            ("eval_strategy", STRATEGIES),
+            ("train_sampling_strategy", SAMPLING),
+            ("metric_for_best_model", ("loss", "accuracy")),
+            ("on_nonfinite", ("stop", "skip")),
+        ):
+            given = getattr(self, name)
+            if given not in allowed:
+                raise UsageError(
+                    f"{name} is {given!r}.{did_you_mean(str(given), allowed)} Allowed: {', '.join(allowed)}."
+                )
+        for name, least in _WHOLE.items():
+            given = getattr(self, name)
+            if given is None and name in _MAY_BE_NONE:
+                continue
+            if type(given) is not int or given < least:
+                none = ", or none" if name in _MAY_BE_NONE else ""
+                raise UsageError(f"{name} is {given!r}; it takes a whole number from {least} up{none}.")
+        for name, above in _NUMBERS.items():
+            given = getattr(self, name)
+            if given is None and name in _MAY_BE_NONE:
+                continue
+            if (
+                type(given) not in (int, float)
+                or not math.isfinite(given)
+                or given < 0
+                or (above and not given)
+            ):
+                raise UsageError(f"{name} is {given!r}; it takes a number {'above' if above else 'from'} 0.")
+        for name in ("dataloader_drop_last", "load_best_model_at_end"):
+            if type(getattr(self, name)) is not bool:
+                raise UsageError(f"{name} is {getattr(self, name)!r}; it takes True or False.")
+        self._refuse_what_does_nothing()
+
+    def _refuse_what_does_nothing(self) -> None:
+        if self.eval_strategy == "no":
+            for name in ("load_best_model_at_end", "early_stopping_patience"):
+                if getattr(self, name):
+                    raise UsageError(
+                        f"{name} needs evaluations: set eval_strategy to 'steps' or 'epoch', and give"
+                        " evaluation data."
+                    )
+        if self.load_best_model_at_end and self.save_strategy == "no":
+            raise UsageError("load_best_model_at_end needs checkpoints; save_strategy is 'no'.")
+
+    @property
+    def order_seed(self) -> int:
+        """The seed of the data's order."""
+        return self.seed if self.data_seed is None else self.data_seed
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object; `TrainOptions.from_json` reads it back."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Self:
+        """The options that `to_json` wrote."""
+        return cls(**document)
+
+
+_WHOLE = {
+    "max_steps": 1,
+    "seed": 0,
+    "data_seed": 0,
+    "pad_to_multiple_of": 1,
+    "save_steps": 1,
+    "save_total_limit": 1,
+    "eval_steps": 1,
+    "per_device_eval_batch_size": 1,
+    "early_stopping_patience": 1,
+    "logging_steps": 1,
+    "most_skipped_in_a_row": 1,
+}
+"""Fields that are whole numbers, with the least that each takes."""
+
+_NUMBERS = {
+    "num_train_epochs": True,
+    "warmup_steps": False,
+    "weight_decay": False,
+    "early_stopping_threshold": False,
+    "stop_seconds": True,
+}
+"""Fields that are numbers, and whether they must be above 0."""
+
+_MAY_BE_NONE = frozenset({
+    "max_steps", "data_seed", "pad_to_multiple_of", "save_total_limit", "eval_steps",
+    "per_device_eval_batch_size", "early_stopping_patience", "weight_decay", "stop_seconds",
+})  # fmt: skip

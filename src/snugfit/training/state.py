@@ -1,0 +1,243 @@
+"""What a checkpoint of a run holds, and how it becomes a run again.
+
+    config.json, model.safetensors      the working weights, as `from_pretrained` loads them;
+                                        with adapters: adapter_config.json, adapter_model.safetensors
+    state.json, state.safetensors       everything else that the next step depends on: the optimizer's states
+                                        and groups, schedule, gradient scaler, all random generators, and how
+                                        far the run is (`packed_state.py`)
+
+A checkpoint is taken in two parts. `snapshot` copies everything to the host, between two steps, and is all
+that training waits for; `write` puts the copies into a folder, in a thread of its own, while the next steps
+run. Weights are never cast: what was trained is what is kept, and a resumed run goes on bit for bit.
+
+The optimizer's states go back as they were. torch's own `load_state_dict` casts each to its parameter's
+dtype, which would round the moments that Adafactor keeps in fp32 beside bf16 weights.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from snugfit.errors import SnugfitError
+from snugfit.training.packed_state import pack, unpack
+
+if TYPE_CHECKING:
+    import torch
+
+STATE, TENSORS, WEIGHTS = "state.json", "state.safetensors", "model.safetensors"
+ADAPTER = "adapter_model.safetensors"
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """How far a run is."""
+
+    step: int = 0
+    """Optimizer steps that are done."""
+
+    skipped: int = 0
+    """Of them, how many updated nothing: the gradient scaler found an overflow."""
+
+    skipped_in_a_row: int = 0
+    """The last ones of these."""
+
+    best_metric: float | None = None
+    """The best value of the metric that chooses the best model, so far."""
+
+    best_step: int | None = None
+    """The step after which it was seen."""
+
+    evaluations_without_gain: int = 0
+    """Since then; early stopping counts them."""
+
+
+@dataclass(kw_only=True)
+class Running:
+    """What a run has built and works with."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: Any
+    """torch's learning-rate scheduler."""
+    scaler: torch.amp.GradScaler | None
+    device: torch.device
+    progress: Progress = field(default_factory=Progress)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """A run between two steps, on the host; nothing in it changes any more."""
+
+    model: torch.nn.Module
+    """Whose weights these are: it knows how its kind is saved."""
+
+    weights: Mapping[str, torch.Tensor]
+    """By their names in the model's `state_dict`; a tied weight is one tensor under two names."""
+
+    tree: Any
+    """Everything else, without its tensors."""
+
+    tensors: Mapping[str, torch.Tensor]
+    """These."""
+
+    step: int
+
+    def write(self, folder: Path) -> None:
+        """Writes the checkpoint's files into `folder`."""
+        from safetensors.torch import save_file
+
+        _write_weights(self.model, dict(self.weights), folder)
+        save_file(dict(self.tensors), folder / TENSORS)
+        (folder / STATE).write_text(json.dumps(self.tree, allow_nan=False) + "\n", encoding="utf-8")
+
+    @property
+    def bytes(self) -> int:
+        """What the files will hold, their heads apart."""
+        tensors = {id(tensor): tensor for tensor in (*self.weights.values(), *self.tensors.values())}
+        return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def snapshot(running: Running) -> Snapshot:
+    """The run as it is, copied to the host. Waits for the device; call it between two steps."""
+    tree, tensors = pack(_state_of(running))
+    copies = _Copies()
+    return Snapshot(
+        model=running.model,
+        weights={name: copies.of(value) for name, value in _weights_of(running.model).items()},
+        tree=tree,
+        tensors={name: copies.of(value) for name, value in tensors.items()},
+        step=running.progress.step,
+    )
+
+
+class _Copies:
+    """Host copies; of what shares its memory (tied weights), one."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        key = (tensor.device.type, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+        if key not in self._made or not tensor.numel():
+            self._made[key] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        return self._made[key]
+
+
+def _state_of(running: Running) -> dict[str, Any]:
+    return {
+        "optimizer": running.optimizer.state_dict(),
+        "scheduler": running.scheduler.state_dict(),
+        "scaler": running.scaler.state_dict() if running.scaler else None,
+        "random": random_state(running.device),
+        "progress": asdict(running.progress),
+    }
+
+
+def restore(running: Running, folder: Path) -> None:
+    """Makes a run that was just built (its weights from `folder` already) the one that was kept there.
+
+    Raises `SnugfitError` when it is another model's or another optimizer's.
+    """
+    from safetensors.torch import load_file
+
+    tree = json.loads((folder / STATE).read_text(encoding="utf-8"))
+    state = unpack(tree, load_file(folder / TENSORS), running.device)
+    _restore_optimizer(running.optimizer, state["optimizer"])
+    running.scheduler.load_state_dict(state["scheduler"])
+    if running.scaler is not None and state["scaler"] is not None:
+        running.scaler.load_state_dict(state["scaler"])
+    running.progress = Progress(**state["progress"])
+    restore_random_state(state["random"], running.device)
+
+
+def _restore_optimizer(optimizer: torch.optim.Optimizer, kept: Mapping[str, Any]) -> None:
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    counts = [len(group["params"]) for group in optimizer.param_groups]
+    if counts != [len(group["params"]) for group in kept["param_groups"]]:
+        raise SnugfitError(
+            f"The checkpoint's optimizer has groups of {[len(g['params']) for g in kept['param_groups']]}"
+            f" parameters, this run's has {counts}: it was written by another job or recipe."
+        )
+    optimizer.state.clear()
+    for index, held in kept["state"].items():
+        optimizer.state[parameters[index]] = held
+    for group, saved in zip(optimizer.param_groups, kept["param_groups"], strict=True):
+        group.update({name: value for name, value in saved.items() if name != "params"})
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """Every random generator that a step may draw from: torch's of host and device, numpy's, Python's."""
+    import numpy
+    import torch
+
+    kind, words, *rest = numpy.random.get_state(legacy=True)
+    return {
+        "torch": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        "numpy": (
+            kind,
+            [int(word) for word in words],
+            *(each.item() if hasattr(each, "item") else each for each in rest),
+        ),
+        "python": random.getstate(),
+    }
+
+
+def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+    """Sets them to what `random_state` gave."""
+    import numpy
+    import torch
+
+    torch.set_rng_state(state["torch"].cpu())
+    if state["device"] is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(state["device"].cpu(), device)
+    kind, words, *rest = state["numpy"]
+    numpy.random.set_state((kind, numpy.array(words, dtype=numpy.uint32), *rest))
+    random.setstate(state["python"])
+
+
+def _is_adapted(model: torch.nn.Module) -> bool:
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+
+
+def _weights_of(model: torch.nn.Module) -> Mapping[str, torch.Tensor]:
+    """What trains and what a step changes: of an adapted model the adapters alone, its base never changes."""
+    if not _is_adapted(model):
+        return model.state_dict()
+    from peft import get_peft_model_state_dict
+
+    found: Mapping[str, torch.Tensor] = get_peft_model_state_dict(model, save_embedding_layers=False)
+    return found
+
+
+def _write_weights(model: torch.nn.Module, weights: dict[str, torch.Tensor], folder: Path) -> None:
+    from safetensors.torch import save_file
+    from transformers import PreTrainedModel
+
+    if _is_adapted(model):
+        model.peft_config["default"].save_pretrained(str(folder))  # type: ignore[union-attr, index]
+        save_file(weights, folder / ADAPTER, metadata={"format": "pt"})
+    elif isinstance(model, PreTrainedModel):
+        model.save_pretrained(folder, state_dict=weights)
+    else:
+        save_file({name: value.clone() for name, value in weights.items()}, folder / WEIGHTS)
+
+
+def load_weights(model: torch.nn.Module, folder: Path) -> None:
+    """Puts the weights that were kept in `folder` into a model that was built without them: adapters, or a
+    module from Python. A transformers model is built from the folder instead (`Model.build`)."""
+    from safetensors.torch import load_file
+
+    if _is_adapted(model):
+        from peft import set_peft_model_state_dict
+
+        set_peft_model_state_dict(model, load_file(folder / ADAPTER))
+    else:
+        model.load_state_dict(load_file(folder / WEIGHTS), strict=True)
