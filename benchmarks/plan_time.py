@@ -29,7 +29,7 @@ from typing import Any
 import psutil
 
 from snugfit.measurement.host import cpu_name
-from snugfit.measurement.versions import versions
+from snugfit.versions import versions
 from snugfit.report.files import write_atomically
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from snugfit.measurement.versions import versions
+from snugfit.versions import versions
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "tf32": torch.float32, "fp32": torch.float32}
 VOCABULARIES = (50_257, 50_258, 50_260, 50_264, 30_522, 32_000, 1_001)

@@ -41,6 +41,7 @@ BELOW = {
     "errors": set(),
     "units": {"errors"},
     "documents": set(),
+    "versions": set(),
 }
 GROUND = set(BELOW)
 BELOW["job"] = GROUND
@@ -52,7 +53,8 @@ BELOW["prediction"] = BELOW["rehearsal"] | {"rehearsal"}
 BELOW["planning"] = BELOW["prediction"] | {"prediction"}
 BELOW["comparison"] = set(BELOW) - {"exchange", "planning", "training"} | {"measurement"}
 BELOW["report"] = BELOW["comparison"] | {"comparison", "exchange", "planning", "training"}
-BELOW["cli"] = BELOW["report"] | {"report"}
+BELOW["doors"] = BELOW["report"] - {"exchange", "comparison"}
+BELOW["cli"] = BELOW["report"] | {"report", "doors"}
 BELOW["__main__"] = BELOW["__init__"] = BELOW["cli"] | {"cli"}
 """Each room with the rooms it may import. `prediction` and `measurement` never meet below `comparison`."""
 

@@ -18,7 +18,7 @@ def calibrate(as_json: given.AsJson = False) -> None:
     from snugfit.comparison.calibrate import calibrate as run
     from snugfit.documents import write_document
     from snugfit.job.gpu import find_gpu
-    from snugfit.measurement.versions import versions
+    from snugfit.versions import versions
     from snugfit.prediction.rates import calibration_file
     from snugfit.report.calibration import render
     from snugfit.report.terminal import show, show_json

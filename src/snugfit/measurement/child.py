@@ -31,7 +31,7 @@ from snugfit.measurement.findings import Findings
 from snugfit.measurement.host import peak_resident_bytes
 from snugfit.measurement.nvml import NvmlSilent, open_nvml
 from snugfit.measurement.process import die_with_parent
-from snugfit.measurement.versions import versions
+from snugfit.versions import versions
 from snugfit.techniques.hub_kernels import import_peft
 from snugfit.units import MIB
 

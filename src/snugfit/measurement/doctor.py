@@ -15,7 +15,7 @@ from typing import Any
 
 from snugfit import __version__
 from snugfit.measurement.nvml import Card, NvmlSilent, open_nvml
-from snugfit.measurement.versions import CORE, OPTIONAL, torch_cuda, version_of
+from snugfit.versions import CORE, OPTIONAL, torch_cuda, version_of
 from snugfit.measurement.visible import VISIBLE, hides_all
 
 SCHEMA = 1

@@ -17,7 +17,7 @@ from snugfit.errors import GpuError
 from snugfit.measurement.host import cpu_name
 from snugfit.measurement.measurement import Device
 from snugfit.measurement.nvml import Card, NvmlSilent, open_nvml
-from snugfit.measurement.versions import torch_cuda
+from snugfit.versions import torch_cuda
 from snugfit.measurement.visible import VISIBLE, choose, hides_all
 
 
