@@ -77,6 +77,13 @@ def label_items(job: Job, batch: Mapping[str, Any]) -> int:
     return int((counted != IGNORED).sum())
 
 
+def tokens_of(batch: Mapping[str, Any]) -> int:
+    """Tokens in a batch that are no padding; 0 where there are none."""
+    if "attention_mask" in batch:
+        return int(batch["attention_mask"].sum())
+    return int(batch["input_ids"].numel()) if "input_ids" in batch else 0
+
+
 class SyntheticDataset:
     """A map-style dataset of random samples for torch's `DataLoader`, with its default collator.
 

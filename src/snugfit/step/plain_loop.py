@@ -121,7 +121,7 @@ class PlainStep(OptimizerLoop):
             observer.phase("load")
             batch = place(piece, self.device)
             observer.phase("forward")
-            with self._autocast():
+            with self.autocast():
                 loss = loss_of(model(**batch))
             if len(pieces) > 1:
                 loss = loss * (share / sum(items))
@@ -145,14 +145,15 @@ class PlainStep(OptimizerLoop):
                     observer.phase("load")
                     batch = place(piece, self.device)
                     observer.phase("forward")
-                    with torch.no_grad(), self._autocast():
+                    with torch.no_grad(), self.autocast():
                         out = model(**batch)
                     del out
                 observer.step_ends(index)
         self.model = model
         return []
 
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """The context in which the model computes as the Setup wishes."""
         import torch
 
         if self.setup.autocast is None:

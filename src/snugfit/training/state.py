@@ -10,13 +10,15 @@ A checkpoint is taken in two parts. `snapshot` copies everything to the host, be
 that training waits for; `write` puts the copies into a folder, in a thread of its own, while the next steps
 run. Weights are never cast: what was trained is what is kept, and a resumed run goes on bit for bit.
 
-The optimizer's states go back as they were. torch's own `load_state_dict` casts each to its parameter's
-dtype, which would round the moments that Adafactor keeps in fp32 beside bf16 weights.
+The optimizer's states are taken and put back as they are. torch's own `load_state_dict` casts each to its
+parameter's dtype, which would round the moments that Adafactor keeps in fp32 beside bf16 weights, and
+bitsandbytes' `state_dict` wraps them for FSDP.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -54,6 +56,15 @@ class Progress:
 
     evaluations_without_gain: int = 0
     """Since then; early stopping counts them."""
+
+    def judge(self, value: float, *, higher_is_better: bool, threshold: float) -> bool:
+        """Takes in an evaluation after this step; whether it is the best so far, by more than `threshold`."""
+        gain = math.inf if self.best_metric is None else value - self.best_metric
+        better = (gain if higher_is_better or self.best_metric is None else -gain) > threshold
+        self.evaluations_without_gain = 0 if better else self.evaluations_without_gain + 1
+        if better:
+            self.best_metric, self.best_step = value, self.step
+        return better
 
 
 @dataclass(kw_only=True)
@@ -132,11 +143,24 @@ class _Copies:
 
 def _state_of(running: Running) -> dict[str, Any]:
     return {
-        "optimizer": running.optimizer.state_dict(),
+        "optimizer": _optimizer_state(running.optimizer),
         "scheduler": running.scheduler.state_dict(),
         "scaler": running.scaler.state_dict() if running.scaler else None,
         "random": random_state(running.device),
         "progress": asdict(running.progress),
+    }
+
+
+def _optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """By the parameters' places in the groups, one after the other."""
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    return {
+        "states": {
+            index: dict(optimizer.state[each])
+            for index, each in enumerate(parameters)
+            if each in optimizer.state
+        },
+        "groups": [{**group, "params": len(group["params"])} for group in optimizer.param_groups],
     }
 
 
@@ -159,28 +183,50 @@ def restore(running: Running, folder: Path) -> None:
 
 def _restore_optimizer(optimizer: torch.optim.Optimizer, kept: Mapping[str, Any]) -> None:
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
-    counts = [len(group["params"]) for group in optimizer.param_groups]
-    if counts != [len(group["params"]) for group in kept["param_groups"]]:
+    counts, before = (
+        [_count(group) for group in groups] for groups in (optimizer.param_groups, kept["groups"])
+    )
+    if counts != before:
         raise SnugfitError(
-            f"The checkpoint's optimizer has groups of {[len(g['params']) for g in kept['param_groups']]}"
-            f" parameters, this run's has {counts}: it was written by another job or recipe."
+            f"The checkpoint's optimizer has groups of {before} parameters, this run's has {counts}: it was"
+            " written by another job or recipe."
         )
     optimizer.state.clear()
-    for index, held in kept["state"].items():
+    for index, held in kept["states"].items():
         optimizer.state[parameters[index]] = held
-    for group, saved in zip(optimizer.param_groups, kept["param_groups"], strict=True):
+    for group, saved in zip(optimizer.param_groups, kept["groups"], strict=True):
         group.update({name: value for name, value in saved.items() if name != "params"})
+
+
+def _count(group: Mapping[str, Any]) -> int:
+    parameters = group["params"]
+    return parameters if isinstance(parameters, int) else len(parameters)
+
+
+def generators(device: torch.device) -> tuple[torch.Tensor, ...]:
+    """The states of the generators that a forward pass draws from: torch's of the host, and of the GPU."""
+    import torch
+
+    on_device = (torch.cuda.get_rng_state(device),) if device.type == "cuda" else ()
+    return (torch.get_rng_state(), *on_device)
+
+
+def set_generators(states: tuple[torch.Tensor, ...], device: torch.device) -> None:
+    """Sets them to what `generators` gave."""
+    import torch
+
+    torch.set_rng_state(states[0].cpu())
+    for state in states[1:]:
+        torch.cuda.set_rng_state(state.cpu(), device)
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
     """Every random generator that a step may draw from: torch's of host and device, numpy's, Python's."""
     import numpy
-    import torch
 
     kind, words, *rest = numpy.random.get_state(legacy=True)
     return {
-        "torch": torch.get_rng_state(),
-        "device": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        "torch": generators(device),
         "numpy": (
             kind,
             [int(word) for word in words],
@@ -193,11 +239,8 @@ def random_state(device: torch.device) -> dict[str, Any]:
 def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None:
     """Sets them to what `random_state` gave."""
     import numpy
-    import torch
 
-    torch.set_rng_state(state["torch"].cpu())
-    if state["device"] is not None and device.type == "cuda":
-        torch.cuda.set_rng_state(state["device"].cpu(), device)
+    set_generators(state["torch"], device)
     kind, words, *rest = state["numpy"]
     numpy.random.set_state((kind, numpy.array(words, dtype=numpy.uint32), *rest))
     random.setstate(state["python"])

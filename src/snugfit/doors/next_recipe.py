@@ -1,0 +1,78 @@
+"""What a run goes on with when memory ran out: the same training in less memory.
+
+The plan for this GPU is asked once more, with less memory than the broken recipe is foreseen to need, at the
+recipe's own fidelity. Of what fits only a recipe is taken whose run can go on with the states that there are:
+the same optimizer, the same precision, the same adapters. Where nothing can be foreseen (on the CPU, for a
+GPU that is not in the table, when the search finds nothing) the batch is cut into more micro-batches.
+
+No answer changes the global batch, and none is less exact than what was asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from snugfit.errors import SnugfitError
+from snugfit.job.job import Job
+from snugfit.techniques import roster
+from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.technique import Fidelity, Slot
+
+if TYPE_CHECKING:
+    import torch
+
+LESS = 0.9
+"""Of the memory that the broken recipe is foreseen to need, what the next may: a tenth is beyond any error of
+a prediction (docs/accuracy.md), and less than most techniques save."""
+
+MOST_RANKED = 4096
+"""Recipes of a plan that are looked through; the largest space of one fidelity holds about as many."""
+
+
+def next_recipe(device: torch.device) -> Callable[[Job, Recipe, str], Recipe | None]:
+    """For runs on this device: the recipe that follows one that ran out of memory, or None."""
+
+    def following(job: Job, recipe: Recipe, cause: str) -> Recipe | None:
+        if device.type == "cuda":
+            try:
+                found = _planned(job, recipe, device)
+            except SnugfitError:  # a GPU or a model that cannot be foreseen
+                found = None
+            if found is not None:
+                return found
+        return _cut_smaller(job, recipe)
+
+    return following
+
+
+def _planned(job: Job, recipe: Recipe, device: torch.device) -> Recipe | None:
+    import torch
+
+    from snugfit.planning.search import plan
+    from snugfit.prediction.predict import predict
+
+    gpu = torch.cuda.get_device_name(device)
+    needed = predict(job, recipe, gpu=gpu).needed_bytes
+    fidelity = max((technique.fidelity for technique in recipe), key=list(Fidelity).index)
+    found = plan(job, gpu=gpu, memory_bytes=int(needed * LESS), fidelity=fidelity, ranked=MOST_RANKED)
+    candidates = (Recipe.parse(choice.recipe) for choice in found.ranked)
+    return next((each for each in candidates if goes_on_with(each, recipe)), None) if found.fits else None
+
+
+def goes_on_with(following: Recipe, before: Recipe) -> bool:
+    """Whether a run under `before` can go on under `following` with the states that it has."""
+    ours, theirs = following.setup(), before.setup()
+    kept = ("optimizer", "weights_dtype", "autocast", "scale_gradients", "adapt", "matmul")
+    return all(getattr(ours, name) == getattr(theirs, name) for name in kept)
+
+
+def _cut_smaller(job: Job, recipe: Recipe) -> Recipe | None:
+    """The next finer cut of the batch; None when there is none."""
+    finer = {
+        cut.setup().micro_batches: cut
+        for kind in roster.techniques()
+        for technique in (kind.settings(job) if kind.slot is Slot.BATCHING else ())
+        if (cut := recipe.with_(technique)).setup().micro_batches > recipe.setup().micro_batches
+    }
+    return finer[min(finer)] if finer else None

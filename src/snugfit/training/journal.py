@@ -1,0 +1,66 @@
+"""The journal of a run: one JSON object a line, appended as things happen.
+
+    {"event": "step", "step": 31, "loss": 0.4127, "norm": 1.93, ...}
+
+A run that was resumed goes on in the same file: steps that were lost and taken again stand there twice, and
+the later line counts. Whoever watches the run (a progress bar, a test) hears the same events.
+
+Training does not end because its journal cannot be written: a full disk is told once, and what came after it
+is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+Event = dict[str, Any]
+"""`event` is its kind; `train.py` says which there are and what they hold."""
+
+JOURNAL = "journal.jsonl"
+
+
+class Journal:
+    """Writes a run's events, and passes them on to whoever watches."""
+
+    def __init__(self, folder: Path, watch: Callable[[Event], None] = lambda event: None) -> None:
+        self._path, self._watch, self._broken = folder / JOURNAL, watch, False
+
+    def tell(self, event: str, /, **fields: Any) -> None:
+        """Something happened."""
+        told: Event = {"event": event, **fields}
+        self._append(told)
+        self._watch(told)
+
+    def _append(self, event: Event) -> None:
+        if self._broken:
+            return
+        try:
+            with open(self._path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(_strict(event), default=str, allow_nan=False) + "\n")
+        except OSError as refusal:
+            self._broken = True
+            text = f"{self._path} cannot be written ({refusal.strerror}); the run goes on without it."
+            self._watch({"event": "warning", "text": text})
+
+
+def _strict(event: Event) -> Event:
+    """NaN and infinities as words, for JSON has no such numbers."""
+    return {
+        key: repr(value) if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in event.items()
+    }
+
+
+def read_journal(folder: Path) -> Iterator[Event]:
+    """The events of a run, in the order in which they were written; a last line that was cut off is left
+    out. Raises `FileNotFoundError` where no run was."""
+    with open(folder / JOURNAL, encoding="utf-8") as file:
+        for line in file:
+            try:
+                yield json.loads(line)
+            except ValueError:
+                continue

@@ -1,0 +1,72 @@
+"""Keeping checkpoints while the next steps run.
+
+Training waits for the copy to the host, and for the save before this one when that is not done yet; never
+for a disk. A save that fails is told and the run goes on, for the next one may work; what the last one said
+counts when the run ends.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from snugfit.training.manifest import SaveStopped
+from snugfit.training.save_failed import SaveFailed
+from snugfit.training.store import Store
+
+if TYPE_CHECKING:
+    from snugfit.training.journal import Journal
+    from snugfit.training.state import Snapshot
+
+
+class Saver:
+    """Writes snapshots into a store, one after the other, in a thread."""
+
+    def __init__(
+        self, store: Store, about: Mapping[str, Any], journal: Journal, *, limit: int | None
+    ) -> None:
+        self._store, self._about, self._journal, self._limit = store, about, journal, limit
+        self._thread: threading.Thread | None = None
+        self._stop: Callable[[], bool] = lambda: False
+        self.failure: Exception | None = None
+        """What the last save said, when it failed."""
+
+    def keep(self, snapshot: Snapshot, *, best: int | None) -> None:
+        """Begins to write a snapshot, when the one before is written. The checkpoint of step `best` stays."""
+        self.wait()
+        keep = frozenset(() if best is None else (best,))
+        self._thread = threading.Thread(target=self._save, args=(snapshot, keep), name="snugfit-save")
+        self._thread.start()
+
+    def _save(self, snapshot: Snapshot, keep: frozenset[int]) -> None:
+        begun = time.perf_counter()
+        self.failure = None
+        try:
+            kept = self._store.save(snapshot.step, snapshot.write, self._about, stop=self._told_to_stop)
+            self._store.retain(self._limit, keep)
+        except SaveStopped as stopped:
+            self.failure = stopped
+        except SaveFailed as failed:
+            self.failure = failed
+            self._journal.tell("warning", text=f"{failed} The run goes on.")
+        except Exception as fault:  # in a thread nobody else would hear of it
+            self.failure = fault
+            self._journal.tell("warning", text=f"A checkpoint was not kept: {fault}. The run goes on.")
+        else:
+            seconds = time.perf_counter() - begun
+            self._journal.tell(
+                "saved", step=snapshot.step, folder=str(kept.folder), bytes=snapshot.bytes, seconds=seconds
+            )
+
+    def _told_to_stop(self) -> bool:
+        return self._stop()
+
+    def wait(self, stop: Callable[[], bool] = lambda: False) -> None:
+        """Until nothing is being written; gives up what is being written when `stop` says so."""
+        self._stop = stop
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self._stop = lambda: False

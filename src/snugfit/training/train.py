@@ -1,0 +1,61 @@
+"""Training: a recipe over a dataset, to its end, whatever happens on the way.
+
+    open        the folder is this run's alone (`lock.py`); its newest whole checkpoint is taken up, or the run
+                begins
+    step        a global batch in micro-batches, a look at loss and gradients, the update (`loop.py`)
+    border      between two steps nothing is half done: here it is logged, evaluated, kept, and stopped
+    end         what is being kept is waited for; the last step is kept too
+
+A step is a function of the run's seed and its number, so a run that was killed and resumed passes through the
+same numbers as one that was not.
+
+Events (`journal.py`): `started` (job, recipe, steps, samples, resumed_from), `step` (step, epoch, loss, norm,
+learning_rate, seconds, stall_seconds, samples, tokens), `evaluated` (step, loss, accuracy), `saved` (step,
+folder, bytes, seconds), `replanned` (step, cause, before, recipe), `warning` (text), `ended` (outcome, step).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from snugfit.step.install import matmul_precision
+from snugfit.training.interrupt import Interrupts
+from snugfit.training.journal import Event, Journal
+from snugfit.training.lock import locked
+from snugfit.training.run import Run, refuse_another_run
+from snugfit.training.session import Replan, Session
+from snugfit.training.store import Store
+from snugfit.training.trained import Trained
+
+
+def train(
+    run: Run,
+    *,
+    restart: bool = False,
+    replan: Replan = lambda job, recipe, cause: None,
+    watch: Callable[[Event], None] = lambda event: None,
+) -> Trained:
+    """Trains to the run's end, or to where it is stopped; a run that stands in its folder is resumed.
+
+    `restart` begins anew and keeps the old checkpoints under other names. `replan` is asked for another
+    recipe when memory runs out. `watch` hears every event.
+
+    Raises `UsageError` for what cannot be run or resumed, `OutOfMemory` when no recipe is left, and
+    `SnugfitError` when a loss is no number or the last checkpoint could not be kept.
+    """
+    store = Store(run.folder)
+    store.prepare()
+    with locked(store.root), matmul_precision(run.recipe.setup().matmul):
+        store.sweep()
+        journal = Journal(store.root, watch)
+        if restart:
+            store.restart()
+        kept = store.newest()
+        for broken in store.broken:
+            journal.tell("warning", text=str(broken))
+        if kept is not None:
+            for change in refuse_another_run(kept.about, run, kept.folder):
+                text = f"{change}: the run goes on correctly, and no longer bit for bit"
+                journal.tell("warning", text=text)
+        with Interrupts(store.root, stop_seconds=run.options.stop_seconds) as interrupts:
+            return Session(run, store, journal, interrupts, replan).train(kept)
