@@ -236,7 +236,8 @@ def verify(folder: Path, step: int) -> Checkpoint:
 def _meaning(refusal: OSError, folder: Path) -> SnugfitError:
     name = os.path.relpath(refusal.filename, folder) if refusal.filename else "a file"
     if refusal.errno == errno.ENOENT:
-        return BrokenCheckpoint(f"{name} is missing")
+        another = " (a checkpoint that was not written by snugfit has none)" if name == MANIFEST else ""
+        return BrokenCheckpoint(f"{name} is missing{another}")
     if refusal.errno in _DAMAGE:
         return BrokenCheckpoint(f"{name} cannot be read: {refusal.strerror}")
     return SnugfitError(
