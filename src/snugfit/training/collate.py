@@ -1,0 +1,88 @@
+"""Samples to one host batch: lists of any length to rectangles of int64, B samples by S tokens.
+
+S is the longest sample of the micro-batch, rounded up where the kernels like multiples, and never more than
+the job's sequence length: that is what the recipe was planned for. Filled up on the right, with the padding
+token, type 0, label -100, and an attention mask that is there only where something is filled up: without one,
+attention takes its fastest kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, final
+
+from snugfit.errors import UsageError
+from snugfit.job.batch import IGNORED
+from snugfit.job.job import Job, Task
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+
+@final
+@dataclass(frozen=True)
+class Collate:
+    """A picklable function from samples (`samples.py`) to the batch that a model takes."""
+
+    job: Job
+    """Its task says what a label is, its lengths how long a batch may be."""
+
+    pad_token: int
+    """Fills sequences up."""
+
+    pad_to_multiple_of: int | None = field(default=None, kw_only=True)
+    """Lengths are rounded up to multiples of it."""
+
+    dynamic: bool = field(default=True, kw_only=True)
+    """False fills every batch up to the job's lengths."""
+
+    def __post_init__(self) -> None:
+        multiple = self.pad_to_multiple_of
+        if multiple is not None and (not isinstance(multiple, int) or multiple < 1):
+            raise UsageError(f"pad_to_multiple_of is {multiple!r}; it is a whole number from 1 up, or None.")
+
+    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        import torch
+
+        lists = [sample["input_ids"] for sample in samples]
+        length = self._length(lists, self.job.sequence_length)
+        batch = {"input_ids": torch.from_numpy(_rectangle(lists, length, self.pad_token))}
+        if any(len(ids) < length for ids in lists):
+            mask = _rectangle([[1] * len(ids) for ids in lists], length, 0)
+            batch["attention_mask"] = torch.from_numpy(mask)
+        if "token_type_ids" in samples[0]:
+            types = [sample["token_type_ids"] for sample in samples]
+            batch["token_type_ids"] = torch.from_numpy(_rectangle(types, length, 0))
+        batch["labels"] = self._labels(samples, length)
+        return batch
+
+    def _labels(self, samples: Sequence[Mapping[str, Any]], length: int) -> torch.Tensor:
+        import torch
+
+        if "label" in samples[0]:
+            regression = self.job.labels == 1
+            kind = torch.float32 if regression else torch.int64
+            return torch.tensor([sample["label"] for sample in samples], dtype=kind)
+        lists = [sample["labels"] for sample in samples]
+        if self.job.task is Task.SEQ2SEQ_LM:
+            length = self._length(lists, self.job.target_length)
+        return torch.from_numpy(_rectangle(lists, length, IGNORED))
+
+    def _length(self, lists: Sequence[Sequence[int]], most: int) -> int:
+        longest = max(map(len, lists))
+        if longest > most:
+            raise UsageError(f"A sample of {longest} tokens, where the job was planned for {most} at most.")
+        multiple = self.pad_to_multiple_of or 1
+        return min(-(-longest // multiple) * multiple, most) if self.dynamic else most
+
+
+def _rectangle(lists: Sequence[Sequence[int]], length: int, fill: int) -> np.ndarray:
+    """(B, S): each list in a row, filled up."""
+    import numpy as np
+
+    made = np.full((len(lists), length), fill, dtype=np.int64)
+    for row, values in zip(made, lists, strict=True):
+        row[: len(values)] = values
+    return made

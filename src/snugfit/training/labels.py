@@ -1,0 +1,125 @@
+"""Labels of classes, from what datasets hold: numbers, names, or numbers written as text.
+
+Names are numbered in the order of the alphabet, which is the same on every machine and at every start; where
+a dataset knows its own order (a `ClassLabel`), or another split was read before, that order holds. A label
+that the job has no class for would end in an index error on the device, so it is refused here, with its row.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any
+
+from snugfit.errors import UsageError, did_you_mean
+from snugfit.job.batch import IGNORED
+
+if TYPE_CHECKING:
+    import numpy as np
+
+Where = Callable[[int], str]
+"""Says where the n-th value stands."""
+
+_WHOLE = re.compile(r"[+-]?[0-9]{1,9}")
+_KINDS = {int: "a number", str: "text"}
+
+
+def class_numbers(
+    values: Sequence[Any], where: Where, *, labels: int, names: Sequence[str] = (), ignored: bool = False
+) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Each value's class, and the names of the classes. With `ignored`, -100 stands for no label."""
+    import numpy as np
+
+    known = [_plain(value, where, index) for index, value in enumerate(values)]
+    names = _names(known, where, tuple(names), labels)
+    place = {name: number for number, name in enumerate(names)}
+    if any(type(value) is str for value in known) and not names:  # numbers written as text
+        known = [int(value) for value in known]
+    for index, value in enumerate(known):
+        if type(value) is str and value not in place:
+            raise UsageError(
+                f"{where(index)}: label {value!r} is none of"
+                f" {', '.join(names[:12])}.{did_you_mean(value, names)}"
+            )
+    numbers = np.array([place[value] if type(value) is str else value for value in known], dtype=np.int64)
+    _refuse_out_of_range(numbers, where, labels, ignored)
+    return numbers, names or tuple(str(number) for number in range(labels))
+
+
+def measures(values: Sequence[Any], where: Where) -> np.ndarray:
+    """The numbers that a regression learns."""
+    import numpy as np
+
+    return np.array([_measure(value, where, index) for index, value in enumerate(values)], dtype=np.float32)
+
+
+def _measure(value: Any, where: Where, index: int) -> float:
+    try:
+        number = float(value) if isinstance(value, Real | str) else math.nan
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise UsageError(
+            f"{where(index)}: label {value!r:.40} is no finite number. A job of one label is a regression;"
+            " for classes set labels: 2 or more."
+        )
+    return number
+
+
+def _plain(value: Any, where: Where, index: int) -> int | str:
+    if isinstance(value, str):
+        return value.strip()
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real) and float(value).is_integer():
+        return int(float(value))
+    hint = ""
+    if isinstance(value, Real):
+        hint = " A regression is a job of one label: labels: 1."
+    elif isinstance(value, list):
+        hint = " Several labels a sample are not supported."
+    raise UsageError(f"{where(index)}: label {value!r:.40} is neither a class's number nor its name.{hint}")
+
+
+def _names(known: list[int | str], where: Where, given: tuple[str, ...], labels: int) -> tuple[str, ...]:
+    """Of the classes, in order; none where all labels are numbers."""
+    kinds = {type(value): index for index, value in reversed(list(enumerate(known)))}
+    if len(kinds) > 1:
+        (one, first), (other, second) = sorted(kinds.items(), key=lambda kind: kind[1])
+        raise UsageError(
+            f"{where(first)}: its label is {_KINDS[one]}, and that of {where(second)} is {_KINDS[other]}."
+            " Labels are all numbers or all names."
+        )
+    if given or str not in kinds:
+        return given
+    words = [str(value) for value in known]
+    if all(_WHOLE.fullmatch(word) for word in words):
+        return ()
+    found = sorted(set(words))
+    if len(found) > labels:
+        raise UsageError(
+            f"{where(words.index(found[labels]))}: there are {len(found)} different labels"
+            f" ({', '.join(found[:8])}{', ...' if len(found) > 8 else ''}), and the job has {labels}. Set"
+            f" labels: {len(found)}."
+        )
+    return tuple(found)
+
+
+def _refuse_out_of_range(numbers: np.ndarray, where: Where, labels: int, ignored: bool) -> None:
+    import numpy as np
+
+    wrong = (numbers < 0) | (numbers >= labels)
+    if ignored:
+        wrong &= numbers != IGNORED
+    if not wrong.any():
+        return
+    index = int(np.flatnonzero(wrong)[0])
+    number, most = int(numbers[index]), int(numbers.max())
+    hint = f" Set labels: {most + 1}."
+    if number < 0:
+        hint = " Test sets whose labels are kept secret have -1." if number == -1 else ""
+    elif most == labels and int(numbers[~wrong].min(initial=most)) > 0:
+        hint = f" Classes are counted from 0: take 1 from each, or set labels: {most + 1}."
+    raise UsageError(f"{where(index)}: label {number}; the job has {labels} labels, 0 to {labels - 1}.{hint}")

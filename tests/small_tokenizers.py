@@ -1,0 +1,45 @@
+"""Small tokenizers of several manners, made in the test: one token a word, and what is between words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "<s>", "</s>")
+"""Tokens 0 to 6."""
+
+NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+WORDS = (*NUMBERS, ".", "-", "u", "s", "of")
+"""Tokens 7 and on: `one` is 7, `.` is 17, `-` 18, `u` 19, `s` 20, `of` 21."""
+
+
+def tokenizer(manner: str, **more: Any) -> Any:
+    """`bert`: [CLS] a [SEP] b [SEP]; `gpt2`: words, `</s>` ends, nothing pads; `t5`: words and `</s>`."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    ids = {word: number for number, word in enumerate((*SPECIAL, *WORDS))}
+    backend = Tokenizer(models.WordLevel(ids, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    if manner == "bert":
+        backend.post_processor = processors.TemplateProcessing(
+            single="[CLS] $A [SEP]",
+            pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+            special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
+        )
+        more = {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"], **more}
+        names = {"pad": "[PAD]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
+    else:
+        names = {"eos": "</s>"}
+    if manner == "t5":
+        ended = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 6)])
+        backend.post_processor = ended
+        names["pad"] = "[PAD]"
+    tokens = {f"{name}_token": token for name, token in names.items()}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", **tokens, **more)
+
+
+def saved(folder: Path, manner: str) -> Path:
+    """Its folder."""
+    tokenizer(manner).save_pretrained(str(folder))
+    return folder
