@@ -62,15 +62,18 @@ class Session:
             samples=len(run.data.samples),
             resumed_from=kept.step if kept else None,
         )
-        outcome = FINISHED
+        try:
+            return self._end(self._to_the_end())
+        finally:
+            self._saver.wait()  # nobody writes here once the folder is given back
+
+    def _to_the_end(self) -> str:
         while self._progress.step < self._steps:
             ended = self._go_on()
-            if isinstance(ended, Exhausted):
-                self._recover(ended)
-            else:
-                outcome = ended
-                break
-        return self._end(outcome)
+            if not isinstance(ended, Exhausted):
+                return ended
+            self._recover(ended)
+        return FINISHED
 
     def _open(self, kept: Checkpoint | None) -> None:
         run, setup = self._run, self._recipe.setup()

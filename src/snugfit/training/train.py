@@ -1,7 +1,7 @@
 """Training: a recipe over a dataset, to its end, whatever happens on the way.
 
-    open        the folder is this run's alone (`lock.py`); its newest whole checkpoint is taken up, or the run
-                begins
+    open        the folder is this run's alone (`lock.py`); its newest whole checkpoint is taken up, or the
+                run begins
     step        a global batch in micro-batches, a look at loss and gradients, the update (`loop.py`)
     border      between two steps nothing is half done: here it is logged, evaluated, kept, and stopped
     end         what is being kept is waited for; the last step is kept too
@@ -16,7 +16,8 @@ folder, bytes, seconds), `replanned` (step, cause, before, recipe), `warning` (t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 from snugfit.step.install import matmul_precision
 from snugfit.training.interrupt import Interrupts
@@ -45,7 +46,7 @@ def train(
     """
     store = Store(run.folder)
     store.prepare()
-    with locked(store.root), matmul_precision(run.recipe.setup().matmul):
+    with locked(store.root), matmul_precision(run.recipe.setup().matmul), _without_bars():
         store.sweep()
         journal = Journal(store.root, watch)
         if restart:
@@ -59,3 +60,17 @@ def train(
                 journal.tell("warning", text=text)
         with Interrupts(store.root, stop_seconds=run.options.stop_seconds) as interrupts:
             return Session(run, store, journal, interrupts, replan).train(kept)
+
+
+@contextlib.contextmanager
+def _without_bars() -> Iterator[None]:
+    """transformers draws a bar for each file of weights that it reads or writes: not between our lines."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

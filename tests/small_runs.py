@@ -1,0 +1,93 @@
+"""Small runs of training: a BERT of two layers with dropout, on rows of numbers, on the CPU."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from small_models import small_job
+from snugfit.doors.data import data_of
+from snugfit.doors.own_loop import options_of
+from snugfit.job.job import Job
+from snugfit.techniques.recipe import Recipe
+from snugfit.training.journal import Event, read_journal
+from snugfit.training.run import Run
+
+CPU = torch.device("cpu")
+
+
+def rows(count: int, *, vocabulary: int = 96, seed: int = 0) -> list[dict[str, Any]]:
+    """Samples of 4 to 15 tokens in two classes, told apart by which half their tokens come from."""
+    draw = random.Random(seed)
+    half = vocabulary // 2
+    return [
+        {
+            "input_ids": [
+                draw.randrange(5, half) + (half - 5) * (index % 2) for _ in range(draw.randrange(4, 16))
+            ],
+            "label": index % 2,
+        }
+        for index in range(count)
+    ]
+
+
+def bert_job(batch_size: int = 4, **more: Any) -> Job:
+    return replace(small_job("bert", 2), batch_size=batch_size, sequence_length=16, **more)
+
+
+def small_run(
+    folder: Path, recipe: str = "plain", *, job: Job | None = None, samples: Any = None, **options: Any
+) -> Run:
+    """A run of 12 steps, unless `options` say otherwise."""
+    job = job or bert_job(clip=1.0)
+    wanted = options_of({"max_steps": 12, **options})
+    data = data_of(samples or rows(42), job, None, columns=None, pack=False, collate=None, options=wanted)
+    return Run(
+        job=job,
+        recipe=Recipe.parse(recipe),
+        options=wanted,
+        data=data,
+        evaluation=data,
+        folder=folder,
+        weights=None,
+        device=CPU,
+    )
+
+
+class Killed(BaseException):
+    """The end of a process, as far as a test in this one can have it."""
+
+
+def killed_after(step: int) -> Callable[[Event], None]:
+    """Ends the run when this step is told."""
+
+    def watch(event: Event) -> None:
+        if event["event"] == "step" and event["step"] == step:
+            raise Killed
+
+    return watch
+
+
+def losses(folder: Path) -> dict[int, tuple[float, float, float]]:
+    """Loss, norm and learning rate of each step; of a step that was taken twice, the last."""
+    return {
+        event["step"]: (event["loss"], event["norm"], event["learning_rate"])
+        for event in read_journal(folder)
+        if event["event"] == "step"
+    }
+
+
+def assert_same_weights(one: torch.nn.Module, other: torch.nn.Module) -> None:
+    ours, theirs = one.state_dict(), other.state_dict()
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        assert torch.equal(value, theirs[name]), name
+
+
+def events(folder: Path, kind: str) -> list[Event]:
+    return [event for event in read_journal(folder) if event["event"] == kind]

@@ -1,0 +1,324 @@
+"""The own loop: a run is a function of its seed, whatever happens to its process, its loss or its memory."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from small_runs import Killed, assert_same_weights, bert_job, events, killed_after, losses, rows, small_run
+from snugfit.errors import OutOfMemory, SnugfitError, UsageError
+from snugfit.job.job import Job
+from snugfit.techniques.recipe import Recipe
+from snugfit.training.loop import TrainingStep
+from snugfit.training.train import train
+
+RECIPES = (
+    "plain",
+    "fp16 + micro_batches(2)",
+    "bf16_pure + adafactor",
+    "bf16 + every_layer + adamw_fused + workers",
+    "micro_batches(4) + adamw_8bit",
+    "lora + sgd",
+    "adafactor_torch + segments",
+)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path, recipe: str) -> None:
+    """Promise 3, with dropout on: losses, norms, learning rates and weights."""
+    whole = train(small_run(tmp_path / "whole", recipe, save_steps=5))
+    with pytest.raises(Killed):
+        train(small_run(tmp_path / "killed", recipe, save_steps=5), watch=killed_after(8))
+    resumed = train(small_run(tmp_path / "killed", recipe, save_steps=5))
+    assert events(tmp_path / "killed", "started")[1]["resumed_from"] == 5
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+    assert_same_weights(resumed.model, whole.model)
+
+
+@pytest.mark.parametrize("step", range(1, 12))
+def test_from_any_step(tmp_path: Path, step: int) -> None:
+    whole = train(small_run(tmp_path / "whole"))
+    with pytest.raises(Killed):
+        train(small_run(tmp_path / "killed", save_steps=1), watch=killed_after(step))
+    assert_same_weights(train(small_run(tmp_path / "killed", save_steps=1)).model, whole.model)
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+
+
+def test_a_finished_run_is_found_finished(tmp_path: Path) -> None:
+    first = train(small_run(tmp_path))
+    again = train(small_run(tmp_path))
+    assert (again.outcome, again.step) == ("finished", 12)
+    assert math.isnan(again.loss), "no step was taken"
+    assert_same_weights(first.model, again.model)
+
+
+def test_another_seed_is_another_run(tmp_path: Path) -> None:
+    train(small_run(tmp_path / "one", seed=1))
+    train(small_run(tmp_path / "two", seed=2))
+    assert losses(tmp_path / "one") != losses(tmp_path / "two")
+
+
+CHANGES: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"recipe": "bf16"}, "asked was 'plain' and is 'bf16'"),
+    ({"seed": 7}, "seed was 42 and is 7"),
+    ({"max_steps": 20}, "max_steps was 12 and is 20"),
+    ({"lr_scheduler_type": "cosine"}, "lr_scheduler_type was 'linear' and is 'cosine'"),
+    ({"job": bert_job(8, clip=1.0)}, "job.batch_size was 4 and is 8"),
+    ({"job": bert_job()}, "job.clip was 1.0 and is null"),
+    ({"samples": rows(41)}, "samples was 42 and is 41"),
+    ({"samples": rows(42, seed=1)}, "the same number of samples, and other samples"),
+)
+
+
+@pytest.mark.parametrize(("change", "told"), CHANGES)
+def test_another_run_is_never_resumed_as_this_one(tmp_path: Path, change: dict[str, Any], told: str) -> None:
+    with pytest.raises(Killed):
+        train(small_run(tmp_path, save_steps=2), watch=killed_after(5))
+    with pytest.raises(UsageError, match="checkpoint of another run") as refusal:
+        train(small_run(tmp_path, save_steps=2, **change))
+    assert told in str(refusal.value)
+    assert "--restart" in str(refusal.value)
+    begun = train(small_run(tmp_path, save_steps=2, **change), restart=True)
+    assert begun.outcome == "finished"
+    assert any("before-restart" in path.name for path in tmp_path.iterdir()), "the old one is kept"
+
+
+def test_what_only_keeps_or_watches_may_change(tmp_path: Path) -> None:
+    with pytest.raises(Killed):
+        train(small_run(tmp_path, save_steps=2), watch=killed_after(5))
+    again = train(
+        small_run(tmp_path, save_steps=3, logging_steps=1, eval_strategy="steps", save_total_limit=None)
+    )
+    assert again.outcome == "finished"
+
+
+def test_a_constant_rate_may_go_on_for_longer(tmp_path: Path) -> None:
+    train(small_run(tmp_path / "short", lr_scheduler_type="constant"))
+    longer = train(small_run(tmp_path / "short", lr_scheduler_type="constant", max_steps=15))
+    whole = train(small_run(tmp_path / "whole", lr_scheduler_type="constant", max_steps=15))
+    assert_same_weights(longer.model, whole.model)
+
+
+def test_other_software_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Killed):
+        train(small_run(tmp_path, save_steps=2), watch=killed_after(5))
+    monkeypatch.setattr("snugfit.training.run.versions", lambda: {"torch": "1.0"})
+    train(small_run(tmp_path, save_steps=2))
+    (told, *_) = [event["text"] for event in events(tmp_path, "warning") if "torch was" in event["text"]]
+    assert "no longer bit for bit" in told
+
+
+# ---- micro-batches --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ["micro_batches(2)", "micro_batches(4)"])
+def test_micro_batches_equal_the_whole_batch(tmp_path: Path, recipe: str) -> None:
+    """With uneven padding and a last batch that is smaller; dropout apart, which draws other masks."""
+    job = _without_dropout(bert_job())
+    whole = train(small_run(tmp_path / "whole", "sgd", job=job))
+    cut = train(small_run(tmp_path / "cut", f"sgd + {recipe}", job=job))
+    ours, theirs = losses(tmp_path / "cut"), losses(tmp_path / "whole")
+    assert [each[0] for each in ours.values()] == pytest.approx(
+        [each[0] for each in theirs.values()], rel=1e-5
+    )
+    for name, value in cut.model.state_dict().items():
+        torch.testing.assert_close(value, whole.model.state_dict()[name], rtol=1e-4, atol=1e-6)
+
+
+def _without_dropout(job: Job) -> Job:
+    from dataclasses import replace
+
+    from snugfit.job.model import Model
+
+    facts = {**job.model.config, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return replace(job, model=Model.from_config(facts, name="still"))
+
+
+# ---- what is no number ----------------------------------------------------------------------------------
+
+
+def _poison(monkeypatch: pytest.MonkeyPatch, step: int, value: float = math.nan) -> None:
+    """The loss of this step's last micro-batch is no number."""
+    plain, count = TrainingStep.take, [0]
+
+    def take(self: TrainingStep, running: Any, pieces: Any) -> Any:
+        count[0] += 1
+        if count[0] == step:
+            handle = running.model.register_forward_hook(lambda m, i, out: _spoilt(out, value))
+            try:
+                return plain(self, running, pieces)
+            finally:
+                handle.remove()
+        return plain(self, running, pieces)
+
+    monkeypatch.setattr(TrainingStep, "take", take)
+
+
+def _spoilt(out: Any, value: float) -> Any:
+    out.loss = out.loss * value
+    return out
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_loss_that_is_no_number_stops_before_the_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float
+) -> None:
+    """F18: weights finite and as they were, the batch's samples written down, a checkpoint to go on from."""
+    with pytest.raises(Killed):
+        train(small_run(tmp_path / "before"), watch=killed_after(4))
+    _poison(monkeypatch, 5, value)
+    with pytest.raises(
+        SnugfitError, match=r"Step 5: The loss is (nan|inf); no weight was changed"
+    ) as stopped:
+        train(small_run(tmp_path / "run"))
+    assert stopped.value.exit_code == 1
+    written = json.loads((tmp_path / "run" / "nonfinite-step-5.json").read_text())
+    assert sum(len(piece) for piece in written["samples"]) == 4
+    monkeypatch.undo()
+    whole = train(small_run(tmp_path / "whole"))
+    resumed = train(small_run(tmp_path / "run"))
+    assert events(tmp_path / "run", "started")[1]["resumed_from"] == 4
+    assert_same_weights(resumed.model, whole.model)
+
+
+def test_such_a_step_can_be_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _poison(monkeypatch, 5)
+    done = train(small_run(tmp_path, on_nonfinite="skip"))
+    assert done.outcome == "finished"
+    assert [event["updated"] for event in events(tmp_path, "step")].count(False) == 1
+    assert all(value.isfinite().all() for value in done.model.state_dict().values())
+
+
+def test_too_many_skipped_steps_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F19: a scaler that finds an overflow in every step."""
+    monkeypatch.setattr("torch.nn.utils.get_total_norm", lambda grads: torch.tensor(math.inf))
+    with pytest.raises(SnugfitError, match="3 steps in a row"):
+        train(small_run(tmp_path, "fp16", most_skipped_in_a_row=3))
+
+
+# ---- memory ---------------------------------------------------------------------------------------------
+
+
+def _exhaust(monkeypatch: pytest.MonkeyPatch, step: int, phase: str) -> None:
+    """Memory runs out in this step, once, in this phase."""
+    plain, count = TrainingStep.take, [0]
+
+    def take(self: TrainingStep, running: Any, pieces: Any) -> Any:
+        count[0] += 1
+        if count[0] != step:
+            return plain(self, running, pieces)
+        if phase == "forward":
+            torch.rand(3)  # what a forward pass has drawn by then
+            self.phases.phase("forward")
+        else:
+            plain(self, running, pieces)  # weights have changed, and the step counts as broken
+            self.phases.phase("update")
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+    monkeypatch.setattr(TrainingStep, "take", take)
+
+
+@pytest.mark.parametrize("phase", ["forward", "update"])
+@pytest.mark.parametrize("step", [1, 6])
+def test_memory_runs_out_and_the_step_is_taken_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, phase: str
+) -> None:
+    """F21, F22: another cut of the same global batch, from the very border, nothing restarted."""
+    job = _without_dropout(bert_job(clip=1.0))
+    whole = train(small_run(tmp_path / "whole", "sgd", job=job))
+    _exhaust(monkeypatch, step, phase)
+    asked: list[tuple[str, str]] = []
+
+    def replan(job: Job, recipe: Recipe, cause: str) -> Recipe:
+        asked.append((str(recipe), cause))
+        return Recipe.parse("sgd + micro_batches(2)")
+
+    done = train(small_run(tmp_path / "run", "sgd", job=job, save_steps=4), replan=replan)
+    assert asked == [("sgd", "oom:torch")]
+    assert str(done.recipe) == "micro_batches(2) + sgd"
+    assert done.step == 12
+    taken = [event["step"] for event in events(tmp_path / "run", "step")]
+    again = range(1, 13) if phase == "forward" or step == 1 else [1, 2, 3, 4, 5, 5, 6, 7, 8, 9, 10, 11, 12]
+    assert taken == list(again), "an update that broke is taken again from the checkpoint before it"
+    for name, value in done.model.state_dict().items():
+        torch.testing.assert_close(value, whole.model.state_dict()[name], rtol=1e-4, atol=1e-6)
+    monkeypatch.undo()
+    resumed = train(small_run(tmp_path / "run", "sgd", job=job))
+    assert str(resumed.recipe) == "micro_batches(2) + sgd", "what was asked for has not changed"
+
+
+def test_when_no_recipe_is_left_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _exhaust(monkeypatch, 3, "forward")
+    with pytest.raises(OutOfMemory, match="step 3") as told:
+        train(small_run(tmp_path))
+    assert told.value.exit_code == 4
+    assert "no other recipe is left" in str(told.value)
+
+
+def test_other_errors_are_no_want_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: TrainingStep, running: Any, pieces: Any) -> Any:
+        raise ValueError("out of memory, said a file name")
+
+    monkeypatch.setattr(TrainingStep, "take", broken)
+    with pytest.raises(ValueError, match="said a file name"):
+        train(small_run(tmp_path))
+
+
+# ---- evaluation -----------------------------------------------------------------------------------------
+
+
+def test_evaluating_changes_no_number(tmp_path: Path) -> None:
+    plain = train(small_run(tmp_path / "plain"))
+    judged = train(small_run(tmp_path / "judged", eval_strategy="steps", eval_steps=2))
+    assert len(events(tmp_path / "judged", "evaluated")) == 6
+    assert losses(tmp_path / "judged") == losses(tmp_path / "plain")
+    assert_same_weights(judged.model, plain.model)
+    assert judged.evaluated
+    assert judged.evaluated.accuracy is not None
+
+
+def test_the_best_model_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from snugfit.training.evaluate import Evaluated
+
+    told = iter([0.9, 0.5, 0.7, 0.8, 0.6, 0.95])
+    monkeypatch.setattr(
+        "snugfit.training.session.evaluate", lambda *given: Evaluated(loss=next(told), accuracy=None)
+    )
+    best = train(
+        small_run(tmp_path / "best", eval_strategy="steps", eval_steps=2, load_best_model_at_end=True)
+    )
+    monkeypatch.undo()
+    with pytest.raises(Killed):
+        train(small_run(tmp_path / "four", save_steps=4), watch=killed_after(5))
+    four = train(small_run(tmp_path / "four", save_steps=4))
+    assert best.outcome == "finished"
+    assert (tmp_path / "best" / "checkpoint-4").is_dir(), "the best one outlives the limit of two"
+    assert four.step == 12
+    from safetensors.torch import load_file
+
+    kept = load_file(tmp_path / "best" / "checkpoint-4" / "model.safetensors")
+    state = best.model.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in kept.items())
+
+
+def test_no_gain_ends_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from snugfit.training.evaluate import Evaluated
+
+    monkeypatch.setattr(
+        "snugfit.training.session.evaluate", lambda *given: Evaluated(loss=0.5, accuracy=None)
+    )
+    done = train(small_run(tmp_path, eval_strategy="steps", eval_steps=1, early_stopping_patience=3))
+    assert (done.outcome, done.step, done.exit_code) == ("stopped early", 4, 0)
+
+
+def test_checkpoints_are_what_from_pretrained_loads(tmp_path: Path) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    done = train(small_run(tmp_path))
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "checkpoint-12")
+    assert_same_weights(loaded, done.model)
