@@ -210,8 +210,10 @@ def in_the_end(act: Callable[[], None]) -> None:
 
 
 def left(root: Path, **changes: object) -> None:
-    """The line of a trainer that held the folder, and holds the kernel's lock no more."""
-    held = {**vars(Holder.ourselves()), "pid": os.getppid(), **changes}
+    """The line of a living process, our parent, that holds the folder without the kernel's lock."""
+    parent = psutil.Process(os.getppid())
+    started = parent.create_time() - psutil.boot_time()
+    held = {**vars(Holder.ourselves()), "pid": parent.pid, "started": started, **changes}
     (root / LOCK).write_text(json.dumps(held) + "\n")
 
 
@@ -227,9 +229,8 @@ def test_what_a_dead_trainer_left_is_taken(tmp_path: Path, changes: dict[str, ob
 
 
 def test_a_living_trainer_is_believed_whichever_lock_it_has(tmp_path: Path) -> None:
-    parent = psutil.Process(os.getppid())
-    left(tmp_path, started=parent.create_time() - psutil.boot_time())
-    with pytest.raises(UsageError, match=f"process {parent.pid} "), locked(tmp_path):
+    left(tmp_path)
+    with pytest.raises(UsageError, match=f"process {os.getppid()} "), locked(tmp_path):
         pass
 
 
