@@ -213,10 +213,20 @@ def test_without_the_extra_it_is_named(name: str, tmp_path: Path, monkeypatch: p
 GIVEN: dict[str, tuple[Any, str]] = {
     "a mapping of splits": ({"train": ROWS}, r"Take one of its splits: \['train'\]"),
     "numbers": ([1, 2], "rows are mappings"),
+    "text": (("one", "two"), "rows are mappings"),
     "nothing": ([], "this dataset is empty"),
     "a number": (7, "not of type int"),
     "an iterator": (iter(ROWS), "not of type list_iterator"),
 }
+
+
+def test_what_is_streamed_or_lies_in_columns() -> None:
+    datasets = pytest.importorskip("datasets", reason="Requires: datasets")
+    pandas = pytest.importorskip("pandas", reason="Requires: pandas")
+    with pytest.raises(UsageError, match="it is streamed and has no length"):
+        read_rows(datasets.Dataset.from_list(ROWS).to_iterable_dataset())
+    with pytest.raises(UsageError, match="rows are mappings"):
+        read_rows(pandas.DataFrame(ROWS))
 
 
 @pytest.mark.parametrize("name", GIVEN)
@@ -283,7 +293,7 @@ AMISS: list[tuple[Task, str, dict[str, str], str]] = [
         {},
         r"which column is the text\? Its columns: 'a', 'b', 'label'.*\"text\": \"NAME\"",
     ),
-    (CLASSES, "text reviw", {"text": "review"}, r"no column 'review'. Its columns:.*Did you mean 'reviw'"),
+    (CLASSES, "text reviw", {"text": "review"}, r"no column 'review'. Its columns: 'reviw', 'text'"),
     (CLASSES, "text", {}, r"which column is the label\?"),
     (CLASSES, "text label", {"txet": "text"}, r"'txet' is nothing that a column can be. Did you mean 'text'"),
     (

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from small_models import small_job
 from small_tokenizers import saved, tokenizer
@@ -360,6 +361,24 @@ def test_text_needs_a_tokenizer() -> None:
     with pytest.raises(UsageError, match="its rows are text, and there is no tokenizer"):
         samples_of(read_rows(LIST), job_of(CLASSES), None)
     assert len(samples_of(read_rows([{"input_ids": [7, 8]}]), job_of(CAUSAL), None)) == 1
+
+
+def test_tensors_are_numbers_too() -> None:
+    """A map-style dataset of torch's, tokenised by its user."""
+
+    class Tokenised(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+            return {
+                "input_ids": torch.tensor([2, 7, 3, 0]),
+                "attention_mask": torch.tensor([1, 1, 1, 0]),
+                "labels": torch.tensor(index),
+            }
+
+    samples = samples_of(read_rows(Tokenised()), job_of(CLASSES), None)
+    assert list(samples) == [{"input_ids": [2, 7, 3], "label": label} for label in (0, 1)]
 
 
 def test_a_sample_is_asked_for_as_of_a_list() -> None:

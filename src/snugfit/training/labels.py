@@ -32,7 +32,7 @@ def class_numbers(
     """Each value's class, and the names of the classes. With `ignored`, -100 stands for no label."""
     import numpy as np
 
-    known = [_plain(value, where, index) for index, value in enumerate(values)]
+    known = [_plain(_alone(value), where, index) for index, value in enumerate(values)]
     names = _names(known, where, tuple(names), labels)
     place = {name: number for number, name in enumerate(names)}
     if any(type(value) is str for value in known) and not names:  # numbers written as text
@@ -52,7 +52,14 @@ def measures(values: Sequence[Any], where: Where) -> np.ndarray:
     """The numbers that a regression learns."""
     import numpy as np
 
-    return np.array([_measure(value, where, index) for index, value in enumerate(values)], dtype=np.float32)
+    return np.array(
+        [_measure(_alone(value), where, index) for index, value in enumerate(values)], dtype=np.float32
+    )
+
+
+def _alone(value: Any) -> Any:
+    """A number out of an array or a tensor of none but it."""
+    return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
 def _measure(value: Any, where: Where, index: int) -> float:

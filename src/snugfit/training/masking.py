@@ -10,10 +10,14 @@ of workers and a restart change nothing, and each epoch asks for others.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import UsageError
 from snugfit.job.batch import IGNORED
+
+if TYPE_CHECKING:
+    import numpy as np
 
 ASKED, HIDDEN, OTHER = 0.15, 0.8, 0.1
 
@@ -27,6 +31,9 @@ class Masking:
 
     mask_token: int
     """What hides a token."""
+
+    known: int
+    """Tokens of the model."""
 
     vocabulary: int
     """Tokens from 0 up to it may stand in for another."""
@@ -44,21 +51,36 @@ class Masking:
         return cls(
             seed=seed,
             mask_token=tokenizer.mask_token_id,
+            known=vocabulary,
             vocabulary=min(len(tokenizer), vocabulary),
             special=tuple(sorted(tokenizer.all_special_ids)),
         )
+
+    def may_be_asked(self, ids: np.ndarray) -> np.ndarray:
+        """Which of these tokens are none of the special ones."""
+        found: np.ndarray = self._plain[ids]
+        return found
+
+    @cached_property
+    def _plain(self) -> np.ndarray:
+        """Of every token, whether it is no special one: looked up, for `np.isin` sorts at each call."""
+        import numpy as np
+
+        plain = np.ones(max(self.known, *self.special) + 1, dtype=bool)
+        plain[list(self.special)] = False
+        return plain
 
     def masked(self, ids: list[int], *, epoch: int, index: int) -> tuple[list[int], list[int]]:
         """The sequence with some of its tokens hidden, and the labels that ask for them."""
         import numpy as np
 
         before = np.array(ids, dtype=np.int64)
-        asked_for = np.flatnonzero(~np.isin(before, self.special))
+        asked_for = np.flatnonzero(self.may_be_asked(before))
         if not len(asked_for):
             return ids, [IGNORED] * len(ids)
         draw = np.random.Generator(np.random.PCG64([self.seed, epoch, index]))
         count = max(1, round(ASKED * len(asked_for)))
-        chosen = draw.choice(asked_for, size=count, replace=False)
+        chosen = draw.permutation(asked_for)[:count]
         fate, others = draw.random(count), draw.integers(self.vocabulary, size=count)
         after, labels = before.copy(), np.full_like(before, IGNORED)
         labels[chosen] = before[chosen]

@@ -20,9 +20,9 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, final
+from typing import Any, cast, final
 
-from snugfit.errors import UsageError, did_you_mean
+from snugfit.errors import UsageError, did_you_mean, nearest
 
 Row = Mapping[str, Any]
 
@@ -105,7 +105,9 @@ class Rows(Sequence[Row]):
 
     def listed(self, column: str = "") -> str:
         """The columns there are, in words, those most like `column` first."""
-        return f"Its columns: {', '.join(map(repr, self.columns[:20]))}.{did_you_mean(column, self.columns)}"
+        near = nearest(column, self.columns)
+        names = [*near, *(name for name in self.columns if name not in near)]
+        return f"Its columns: {', '.join(map(repr, names[:20]))}{', ...' if len(names) > 20 else ''}."
 
     def value(self, row: Row, column: str, index: int) -> Any:
         """What stands in a row under this name; raises `UsageError` when nothing does."""
@@ -140,7 +142,10 @@ class _Given(Table):
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.source, self._rows = "the dataset", rows
-        first = rows[0] if len(rows) else {}
+        try:
+            first = rows[0] if len(rows) else {}
+        except LookupError:  # a table by columns, such as pandas'
+            first = None
         if not isinstance(first, Mapping):
             raise UsageError(f"A dataset's rows are mappings, {{'text': ...}}; the first is {first!r:.60}.")
         self.columns = tuple(first)
@@ -181,12 +186,12 @@ def _given(rows: object) -> Table:
     if isinstance(rows, Mapping):
         hint = f"[{next(iter(rows))!r}]" if rows else ""
         raise UsageError(f"A dataset is a sequence of rows, not a mapping. Take one of its splits: {hint}.")
-    if not isinstance(rows, Sequence):
+    if not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
         raise UsageError(
             "A dataset is a path, a list of mappings or a datasets.Dataset, not of type"
             f" {type(rows).__name__}."
         )
-    return _Given(rows)
+    return _Given(cast("Sequence[Row]", rows))
 
 
 def _table(path: Path, split: str | None) -> Table:

@@ -263,15 +263,13 @@ def _refuse_unknown_tokens(samples: Samples, vocabulary: int, job: Job, where: W
 
 def _that_teach(samples: Samples, job: Job, where: Where) -> Samples:
     """Those that have something that a loss looks at."""
-    import numpy as np
-
     empty = samples.lengths == 0
     if job.task in (Task.SEQUENCE_CLASSIFICATION, Task.SEQ2SEQ_LM) and empty.any():
         raise UsageError(f"{where(int(empty.argmax()))}: its text is empty: there is not one token in it.")
     if samples.label is not None:
         return samples
     if samples.masking is not None:
-        looked_at = samples.inputs.sums(~np.isin(samples.inputs.values, samples.masking.special))
+        looked_at = samples.inputs.sums(samples.masking.may_be_asked(samples.inputs.values))
     elif samples.labels is not None:
         counted = samples.labels.values != IGNORED
         if job.task is Task.CAUSAL_LM:  # nothing foretells a first token
