@@ -18,10 +18,10 @@ def calibrate(as_json: given.AsJson = False) -> None:
     from snugfit.comparison.calibrate import calibrate as run
     from snugfit.documents import write_document
     from snugfit.job.gpu import find_gpu
-    from snugfit.versions import versions
     from snugfit.prediction.rates import calibration_file
     from snugfit.report.calibration import render
     from snugfit.report.terminal import show, show_json
+    from snugfit.versions import versions
 
     gpu = find_gpu(here)
     with telling() as tell:

@@ -28,9 +28,14 @@ from snugfit.errors import SnugfitError, UsageError, did_you_mean, nearest
 from snugfit.exchange.plain_text import LimitedLoader, load_yaml, read_text
 from snugfit.job.job import Job
 from snugfit.techniques.foreign import foreign_names
+from snugfit.training.options import TrainOptions
 
 DEEPEST = 3
 _OUTSIDE_THE_JOB = {"recipe": str, "gpu": str, "memory": str, "loop": str, "software": str}
+_DATA = {
+    "dataset": str, "eval_dataset": str, "tokenizer": str, "columns": str, "pack": bool, "weights": str,
+    "output_dir": str, "device": str,
+}  # fmt: skip
 _OCTAL = re.compile(r"[-+]?0[0-9_]+")
 
 
@@ -58,12 +63,26 @@ def read_setting(text: str) -> tuple[str, Any]:
 
 @cache
 def kinds() -> dict[str, type]:
-    """Every legal key with the type of its value: the job's fields, and what stands beside a job."""
+    """Every legal key with the type of its value: the job's fields, what stands beside a job, and what only
+    training asks (one file serves predict, plan and train)."""
+    return _kinds_of(Job) | _OUTSIDE_THE_JOB | training_keys()
+
+
+@cache
+def training_keys() -> dict[str, type]:
+    """The keys that only `snugfit train` reads. Arguments of a schedule are no plain value; they are given
+    from Python."""
+    found = _kinds_of(TrainOptions)
+    del found["lr_scheduler_kwargs"]
+    return found | _DATA
+
+
+def _kinds_of(owner: type) -> dict[str, type]:
     found: dict[str, type] = {}
-    for name, hint in typing.get_type_hints(Job).items():
+    for name, hint in typing.get_type_hints(owner).items():
         plain = typing.get_args(hint)[0] if isinstance(hint, types.UnionType) else hint
         found[name] = plain if plain in (int, float, bool) else str
-    return found | _OUTSIDE_THE_JOB
+    return found
 
 
 def settings_from(document: dict[Any, Any], where: str) -> dict[str, Any]:
@@ -95,7 +114,8 @@ def _of_kind(kind: type, key: str, value: Any, where: str) -> Any:
 
 
 def _may_be_none(key: str) -> bool:
-    return type(None) in typing.get_args(typing.get_type_hints(Job).get(key))
+    hints = {**typing.get_type_hints(TrainOptions), **typing.get_type_hints(Job)}
+    return type(None) in typing.get_args(hints.get(key))
 
 
 def _unknown(key: Any, value: Any, advice: dict[str, str]) -> str:

@@ -35,6 +35,7 @@ from snugfit.cli.measure import measure
 from snugfit.cli.plan import plan
 from snugfit.cli.predict import predict
 from snugfit.cli.techniques import techniques
+from snugfit.cli.train import train
 from snugfit.errors import SnugfitError
 
 _TypingMistake: type[Exception] = typer.BadParameter.__bases__[0]
@@ -49,14 +50,15 @@ app = typer.Typer(
     name="snugfit",
     help="Will this training step fit that GPU? Predict it without one, measure it on one, compare the two.",
     epilog="Exit codes: 0 ok, 1 error, 2 usage, 3 does not fit (check: something was found), "
-    "4 measured out of memory, 5 outside the band, 130 interrupted.",
+    "4 out of memory, 5 outside the band, 75 stopped and resumable, 130 interrupted.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 COMMANDS = (
-    predict, plan, lengths, measure, check, export, guide, accuracy, calibrate, gpus, techniques, doctor,
+    predict, plan, train, lengths, measure, check, export, guide, accuracy, calibrate, gpus, techniques,
+    doctor,
 )  # fmt: skip
 for command in COMMANDS:
     app.command()(command)

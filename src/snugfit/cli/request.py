@@ -9,7 +9,8 @@ the job's own default.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from snugfit.errors import UsageError, did_you_mean
@@ -47,12 +48,16 @@ class Request:
     reading: Reading | None = None
     """What was found in the user's own configuration, when one was given."""
 
+    training: Mapping[str, Any] = field(default_factory=dict)
+    """What `snugfit train` is asked beside the job: data, folders, and the options of the run."""
+
     lengths: Lengths | None = None
     """A dataset's, when a file of them was given: the longest is then the job's length."""
 
     @classmethod
     def read(cls, flags: Mapping[str, Any]) -> Self:
         """The request in a command's parameters; every mistake in it raises a `UsageError`."""
+        from snugfit.cli.jobfile import training_keys
         from snugfit.job.gpu import find_gpu
         from snugfit.techniques.recipe import Recipe
         from snugfit.units import parse_bytes
@@ -69,12 +74,15 @@ class Request:
             memory_bytes=parse_bytes(settings["memory"], what="memory") if "memory" in settings else None,
             loop=_known_loop(settings.get("loop", "plain")),
             software=settings.get("software", "installed"),
+            training={key: value for key, value in settings.items() if key in training_keys()},
             job=_job(_with_lengths(settings, lengths), online=bool(flags.get("online"))),
         )
 
 
 def _settings(flags: Mapping[str, Any]) -> dict[str, Any]:
     settings: dict[str, Any] = {}
+    if str(flags.get("model") or "").endswith((".yaml", ".yml")) and not flags.get("job_file"):
+        flags = {**flags, "job_file": Path(flags["model"]), "model": None}
     if flags.get("job_file") or flags.get("settings"):
         from snugfit.cli.jobfile import read_job_file, read_setting
 

@@ -44,7 +44,13 @@ class Saver:
         begun = time.perf_counter()
         self.failure = None
         try:
-            kept = self._store.save(snapshot.step, snapshot.write, self._about, stop=self._told_to_stop)
+            kept = self._store.save(
+                snapshot.step,
+                snapshot.write,
+                self._about,
+                stop=self._told_to_stop,
+                needed_bytes=snapshot.bytes,
+            )
             self._store.retain(self._limit, keep)
         except SaveStopped as stopped:
             self.failure = stopped

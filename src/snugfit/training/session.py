@@ -21,6 +21,7 @@ from snugfit.training.loop import Exhausted, NonFinite, Taken, TrainingStep
 from snugfit.training.manifest import Checkpoint, verify
 from snugfit.training.opening import open_run
 from snugfit.training.order import Order, feed
+from snugfit.training.pace import Pace
 from snugfit.training.run import Run
 from snugfit.training.saver import Saver
 from snugfit.training.state import Progress, Running, generators, set_generators, snapshot
@@ -45,6 +46,7 @@ class Session:
         self._recipe = run.recipe
         self._kept_step: int | None = None
         self._last: Taken | None = None
+        self._pace = Pace(run.device, every=run.options.logging_steps)
         self._evaluated: Evaluated | None = None
         self._generators: tuple[torch.Tensor, ...] = ()
 
@@ -116,10 +118,11 @@ class Session:
             began = time.perf_counter()
             for pieces in batches:
                 stalled = time.perf_counter() - began
+                rate = self._running.scheduler.get_last_lr()[0]
                 taken = self._take(pieces)
                 if isinstance(taken, Exhausted):
                     return taken
-                self._tell_step(taken, pieces, time.perf_counter() - began, stalled)
+                self._tell_step(taken, pieces, rate, time.perf_counter() - began, stalled)
                 if outcome := self._border():
                     return outcome
                 began = time.perf_counter()
@@ -166,7 +169,9 @@ class Session:
             " learning rate or another precision, or go on without such steps: on_nonfinite='skip'."
         )
 
-    def _tell_step(self, taken: Taken, pieces: list[dict[str, Any]], seconds: float, stalled: float) -> None:
+    def _tell_step(
+        self, taken: Taken, pieces: list[dict[str, Any]], rate: float, seconds: float, stalled: float
+    ) -> None:
         progress = self._progress
         self._journal.tell(
             "step",
@@ -174,12 +179,13 @@ class Session:
             epoch=progress.step / self._order.steps_per_epoch,
             loss=taken.loss,
             norm=taken.norm,
-            learning_rate=self._running.scheduler.get_last_lr()[0],
+            learning_rate=rate,
             updated=taken.updated,
             seconds=seconds,
             stall_seconds=stalled,
             samples=sum(len(piece) for piece in self._order.step(progress.step - 1)),
             tokens=sum(tokens_of(piece) for piece in pieces),
+            **self._pace.told(progress.step, seconds),
         )
 
     def _border(self) -> str | None:
@@ -266,7 +272,7 @@ class Session:
         if options.save_strategy != "no" or outcome == STOPPED:
             self._keep()
         self._saver.wait(stop=lambda: self._interrupts.too_late)
-        self._journal.tell("ended", outcome=outcome, step=progress.step)
+        self._journal.tell("ended", outcome=outcome, step=progress.step, **self._pace.in_all())
         if self._saver.failure is not None and outcome != STOPPED:
             raise SnugfitError(f"The run is done, and its last checkpoint is not kept: {self._saver.failure}")
         model = self._running.model

@@ -1,0 +1,169 @@
+"""`snugfit train`: a recipe over a dataset, here and now, with checkpoints that cannot be lost.
+
+Started again with the same words it goes on where it stopped. Exit code 75 when a signal stopped it (130 for
+Ctrl-C) and it can be resumed, 4 when no recipe is left that needs less memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from snugfit.cli import arguments as given
+from snugfit.cli.request import Request
+from snugfit.errors import SnugfitError, UsageError
+
+if TYPE_CHECKING:
+    from snugfit.prediction.prediction import Prediction
+
+DATA, RUN = "The data", "The run"
+
+Dataset = Annotated[
+    str | None,
+    typer.Option(help="Text, JSONL, CSV, Parquet, or a saved `datasets` folder.", rich_help_panel=DATA),
+]
+EvalDataset = Annotated[str | None, typer.Option(help="The same, to evaluate on.", rich_help_panel=DATA)]
+Tokenizer = Annotated[str | None, typer.Option(help="Its folder. \\[the model's own]", rich_help_panel=DATA)]
+Columns = Annotated[
+    str | None, typer.Option(help='Which is which: "text=review, label=stars".', rich_help_panel=DATA)
+]
+Pack = Annotated[
+    bool | None, typer.Option("--pack", help="Join texts into full sequences.", rich_help_panel=DATA)
+]
+Weights = Annotated[
+    str | None,
+    typer.Option(help="Folder to begin with, or `random`. \\[the model's own folder]", rich_help_panel=RUN),
+]
+OutputDir = Annotated[
+    str | None, typer.Option(help="Folder for checkpoints and journal.", rich_help_panel=RUN)
+]
+Device = Annotated[
+    str | None, typer.Option(help="cuda, cuda:1 or cpu. \\[a GPU if there is one]", rich_help_panel=RUN)
+]
+MaxSteps = Annotated[int | None, typer.Option(help="Optimizer steps.", rich_help_panel=RUN)]
+Epochs = Annotated[float | None, typer.Option(help="Times through the data. [3]", rich_help_panel=RUN)]
+LearningRate = Annotated[float | None, typer.Option(help="At its highest. [5e-5]", rich_help_panel=RUN)]
+Restart = Annotated[
+    bool,
+    typer.Option("--restart", help="Begin anew; old checkpoints are kept under other names.",
+                 rich_help_panel=RUN),
+]  # fmt: skip
+NoPredict = Annotated[
+    bool, typer.Option("--no-predict", help="On a GPU: foresee nothing first.", rich_help_panel=RUN)
+]
+
+FROM_FLAGS = ("dataset", "eval_dataset", "tokenizer", "columns", "pack", "weights", "output_dir", "device")
+
+
+@given.about_a_job
+def train(
+    request: Request,
+    *,
+    dataset: Dataset = None,
+    eval_dataset: EvalDataset = None,
+    tokenizer: Tokenizer = None,
+    columns: Columns = None,
+    pack: Pack = None,
+    weights: Weights = None,
+    output_dir: OutputDir = None,
+    device: Device = None,
+    max_steps: MaxSteps = None,
+    num_train_epochs: Epochs = None,
+    learning_rate: LearningRate = None,
+    restart: Restart = False,
+    no_predict: NoPredict = False,
+) -> int:
+    """Train a model under a recipe, resumably. Further options: in the job file, or by --set."""
+    from snugfit.doors.own_loop import options_of
+    from snugfit.doors.own_loop import train as run
+    from snugfit.report.watching import Watching, beside
+    from snugfit.training.options import TrainOptions
+
+    _refuse(request)
+    asked = request.training
+    options = {field.name: asked[field.name] for field in fields(TrainOptions) if field.name in asked}
+    logged = options_of(options).logging_steps
+    foreseen = None if no_predict else _foreseen(request, asked.get("device"))
+    last: dict[str, Any] = {}
+    with Watching(logged) as shown:
+
+        def watch(event: dict[str, Any]) -> None:
+            last.update(event if event["event"] == "ended" else {})
+            shown(event)
+
+        trained = run(
+            request.job,
+            request.recipe,
+            _needed(asked, "dataset"),
+            output_dir=_needed(asked, "output_dir"),
+            evaluation=asked.get("eval_dataset"),
+            tokenizer=asked.get("tokenizer") or _own_folder(request),
+            columns=_columns(asked.get("columns")),
+            pack=asked.get("pack", False),
+            weights=asked.get("weights"),
+            device=asked.get("device"),
+            restart=restart,
+            watch=watch,
+            **options,
+        )
+    for line in beside(foreseen, last):
+        typer.echo(line, err=True)
+    typer.echo(f"{trained.outcome} after step {trained.step:,}: {trained.folder}")
+    return trained.exit_code
+
+
+def _refuse(request: Request) -> None:
+    """What is another question."""
+    if request.loop != "plain":
+        raise UsageError(f"--loop {request.loop}: this trains with snugfit's own loop. Leave it out.")
+    if request.gpu is not None:
+        raise UsageError(
+            "--gpu: a run trains on the GPU that is here; --device cuda:1 chooses among several."
+        )
+    if request.software != "installed":
+        raise UsageError("A run uses the installed software. Leave the software profile out.")
+
+
+def _needed(asked: Mapping[str, Any], key: str) -> str:
+    if not asked.get(key):
+        option = f"--{key.replace('_', '-')}"
+        what = {"dataset": "Nothing to train on", "output_dir": "No folder for checkpoints and journal"}[key]
+        raise UsageError(f"{what}: add {option}, or `{key}:` to the job file.")
+    return str(asked[key])
+
+
+def _own_folder(request: Request) -> str | None:
+    """The model's folder, when it came from one that holds a tokenizer."""
+    folder = Path(request.job.model.name).expanduser()
+    folder = folder if folder.is_dir() else folder.parent
+    there = request.job.model.origin == "path" and any(folder.glob("tokenizer*"))
+    return str(folder) if there else None
+
+
+def _columns(text: str | None) -> dict[str, str] | None:
+    """`text=review, label=stars`."""
+    if text is None:
+        return None
+    pairs = [part.partition("=") for part in text.split(",") if part.strip()]
+    if not pairs or any(not key.strip() or not sign or not name.strip() for key, sign, name in pairs):
+        raise UsageError(f"columns: {text!r}; write ROLE=NAME, ..., such as text=review, label=stars.")
+    return {key.strip(): name.strip() for key, _, name in pairs}
+
+
+def _foreseen(request: Request, device: str | None) -> Prediction | None:
+    """What the run should take, on a GPU that is known."""
+    from snugfit.cli.here import gpu_here
+    from snugfit.prediction.predict import predict
+
+    if device == "cpu":
+        return None
+    try:
+        here = gpu_here(device)
+        return predict(request.job, request.recipe, gpu=here) if here else None
+    except SnugfitError as unknown:
+        typer.echo(f"Nothing is foreseen of this run: {unknown}", err=True)
+        return None

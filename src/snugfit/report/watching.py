@@ -1,0 +1,203 @@
+"""A run while it goes on: one bar on a terminal, plain lines where there is none.
+
+    step 120 of 500 (epoch 0.96)  loss 0.412  norm 1.93  rate 3.8e-05  71.2 samples/s  9,113 tokens/s
+    waiting for data 3%  31.2 GiB reserved  0:01:12 left
+
+What is shown is an event of the journal (`training/journal.py`) and nothing else, so that whatever is seen
+here can be read again afterwards. Speeds are means since the last line.
+"""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TextIO
+
+from snugfit.report.terminal import harmless
+from snugfit.units import show_bytes, show_seconds
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+    from snugfit.training.journal import Event
+
+STALLED = 0.1
+"""Share of a step spent waiting for data from which more workers are proposed: a choice."""
+
+SLOWER = 1.2
+"""A measured step beside its prediction from which it is told that they part: nine in ten predictions of
+drawn jobs are nearer (docs/accuracy.md)."""
+
+
+class Watching:
+    """Hears a run's events and shows them."""
+
+    def __init__(self, every: int, *, out: TextIO | None = None, bar: bool | None = None) -> None:
+        self._out = out or sys.stderr
+        self._every, self._steps, self._since = every, 0, _Since()
+        self._bar = _Bar() if (self._out.isatty() if bar is None else bar) else None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar:
+            self._bar.close()
+
+    def __call__(self, event: Event) -> None:
+        """Shows what has to be shown of an event."""
+        told = getattr(self, f"_{event['event']}", None)
+        if told is not None:
+            told(event)
+
+    def _say(self, text: str) -> None:
+        if self._bar:
+            self._bar.say(harmless(text))
+        else:
+            print(harmless(text), file=self._out, flush=True)
+
+    def _started(self, event: Event) -> None:
+        self._steps = event["steps"]
+        resumed = event["resumed_from"]
+        where = f"goes on after step {resumed:,}" if resumed is not None else "begins"
+        self._say(
+            f"{event['job']} {where}: {event['steps']:,} steps over {event['samples']:,} samples, as"
+            f" {event['recipe']}"
+        )
+        if self._bar:
+            self._bar.open(event["steps"], resumed or 0)
+
+    def _step(self, event: Event) -> None:
+        self._since.add(event)
+        if self._bar:
+            self._bar.move(event["step"], _short(event, self._since))
+        if event["step"] % self._every == 0 or event["step"] == self._steps:
+            if not self._bar:
+                left = (self._steps - event["step"]) * self._since.seconds / self._since.steps
+                more = f"  {timedelta(seconds=round(left))} left" if left else ""
+                self._say(f"step {event['step']:,} of {self._steps:,}  {_short(event, self._since)}{more}")
+            self._propose_workers()
+            self._since = _Since(told=self._since.told)
+
+    def _propose_workers(self) -> None:
+        share = self._since.stalled / self._since.seconds if self._since.seconds else 0.0
+        if share > STALLED and self._since.steps > 1 and not self._since.told:
+            self._since.told = True
+            self._say(f"{share:.0%} of a step is waiting for data: more `workers` in the recipe would help.")
+
+    def _evaluated(self, event: Event) -> None:
+        accuracy = "" if event["accuracy"] is None else f", accuracy {event['accuracy']:.2%}"
+        self._say(f"evaluation after step {event['step']:,}: loss {event['loss']:.4f}{accuracy}")
+
+    def _saved(self, event: Event) -> None:
+        self._say(
+            f"kept {event['folder']} ({show_bytes(event['bytes'])}, {show_seconds(event['seconds'])} beside"
+            " the training)"
+        )
+
+    def _replanned(self, event: Event) -> None:
+        self._say(
+            f"memory ran out ({event['cause']}) in step {event['step']:,} as {event['before']}; it is taken"
+            f" again as {event['recipe']}, with the same global batch"
+        )
+
+    def _warning(self, event: Event) -> None:
+        self._say(f"warning: {event['text']}")
+
+    def _ended(self, event: Event) -> None:
+        self._say(f"{event['outcome']} after step {event['step']:,}")
+
+
+class _Since:
+    """What has passed since the last line."""
+
+    def __init__(self, *, told: bool = False) -> None:
+        self.steps, self.samples, self.tokens = 0, 0, 0
+        self.seconds, self.stalled = 0.0, 0.0
+        self.told = told
+        """Whether more workers have been proposed."""
+
+    def add(self, event: Event) -> None:
+        self.steps += 1
+        self.samples += event["samples"]
+        self.tokens += event["tokens"]
+        self.seconds += event["seconds"]
+        self.stalled += event["stall_seconds"]
+
+
+def _short(event: Event, since: _Since) -> str:
+    parts = [
+        f"(epoch {event['epoch']:.2f})",
+        f"loss {event['loss']:.4f}",
+        f"norm {event['norm']:.3g}",
+        f"rate {event['learning_rate']:.3g}",
+    ]
+    if since.seconds:
+        parts.append(f"{since.samples / since.seconds:,.1f} samples/s")
+        if since.tokens:
+            parts.append(f"{since.tokens / since.seconds:,.0f} tokens/s")
+        if since.stalled > 0.01 * since.seconds:
+            parts.append(f"waiting for data {since.stalled / since.seconds:.0%}")
+    if event.get("reserved_bytes"):
+        parts.append(f"{show_bytes(event['reserved_bytes'])} reserved")
+    return "  ".join(parts)
+
+
+class _Bar:
+    """rich's progress bar on stderr."""
+
+    def __init__(self) -> None:
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+
+    def open(self, steps: int, done: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._progress = Progress(
+            TextColumn("{task.completed:,.0f}/{task.total:,.0f}"),
+            BarColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[what]}", markup=False),
+            console=Console(stderr=True, markup=False, emoji=False, highlight=False),
+        )
+        self._progress.start()
+        self._task = self._progress.add_task("", total=steps, completed=done, what="")
+
+    def move(self, step: int, what: str) -> None:
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, completed=step, what=what)
+
+    def say(self, text: str) -> None:
+        if self._progress is not None:
+            self._progress.console.print(text)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+
+def beside(predicted: Any, seen: Event) -> list[str]:
+    """Lines that lay a prediction beside what a run took; a last one where they part.
+
+    `seen` is the `ended` event of a run on a GPU.
+    """
+    if predicted is None or not seen.get("reserved_bytes"):
+        return []
+    footprint, timing = predicted.footprint, predicted.timing
+    foreseen, reserved = show_bytes(footprint.reserved_bytes), show_bytes(seen["reserved_bytes"])
+    lines = [f"memory reserved: {foreseen} foreseen, {reserved} seen"]
+    seconds = seen.get("step_seconds")
+    if timing is not None and seconds:
+        lines.append(f"a step: {show_seconds(timing.step_seconds)} foreseen, {show_seconds(seconds)} seen")
+        if not 1 / SLOWER < seconds / timing.step_seconds < SLOWER:
+            lines.append(
+                "They part by more than a fifth: snugfit calibrate measures this machine, and the time spent"
+                " waiting for data is not foreseen."
+            )
+    return lines

@@ -1,0 +1,47 @@
+"""What a run takes while it goes on: seconds of its steps and, on a GPU, the allocator's peaks."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+WARMUP = 3
+"""Steps that a process takes before it is steady, as where steps are measured (`comparison/steady.py`)."""
+
+MOST = 1000
+"""Steps whose seconds are remembered."""
+
+
+class Pace:
+    """Remembers what steps took."""
+
+    def __init__(self, device: torch.device, *, every: int) -> None:
+        self._device, self._every, self._taken = device, every, 0
+        self._seconds: deque[float] = deque(maxlen=MOST)
+
+    def told(self, step: int, seconds: float) -> dict[str, Any]:
+        """What is told with a step: every so often the bytes that the allocator has reserved at most. Asking
+        it each time would cost small models something."""
+        self._taken += 1
+        if self._taken > WARMUP:
+            self._seconds.append(seconds)
+        return self._peaks() if step % self._every == 0 else {}
+
+    def in_all(self) -> dict[str, Any]:
+        """What is told at the end: the peaks, and the median of the steady steps."""
+        steady = {"step_seconds": statistics.median(self._seconds)} if self._seconds else {}
+        return {**self._peaks(), **steady}
+
+    def _peaks(self) -> dict[str, Any]:
+        if self._device.type != "cuda":
+            return {}
+        import torch
+
+        return {
+            "allocated_bytes": torch.cuda.max_memory_allocated(self._device),
+            "reserved_bytes": torch.cuda.max_memory_reserved(self._device),
+        }
