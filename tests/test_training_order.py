@@ -25,6 +25,7 @@ from snugfit.training.collate import Collate
 from snugfit.training.order import Order, feed
 from snugfit.training.rows import read_rows
 from snugfit.training.samples import Samples, samples_of
+from snugfit.training.tokens import padding_token
 
 
 def drawn(count: int = 40) -> list[dict[str, Any]]:
@@ -218,6 +219,32 @@ def test_labels_of_each_task() -> None:
     assert batch["labels"][0].tolist() == [8] + [-100] * 7
     whole = Collate(job_of(Task.SEQ2SEQ_LM), 0, dynamic=False)
     assert whole([{"input_ids": [7], "labels": [8]}])["labels"].shape == (1, 8)
+
+
+@pytest.mark.parametrize("multiple", [None, 4])
+@pytest.mark.parametrize(
+    ("task", "manner", "collator"),
+    [
+        (Task.SEQUENCE_CLASSIFICATION, "bert", "DataCollatorWithPadding"),
+        (Task.TOKEN_CLASSIFICATION, "bert", "DataCollatorForTokenClassification"),
+        (Task.SEQ2SEQ_LM, "t5", "DataCollatorForSeq2Seq"),
+    ],
+)
+def test_a_batch_is_what_transformers_collators_make(
+    task: Task, manner: str, collator: str, multiple: int | None
+) -> None:
+    """Beside an attention mask where nothing is padded, which ours leaves out."""
+    import transformers
+
+    words, samples = tokenizer(manner), samples_for(task)
+    theirs = getattr(transformers, collator)(words, pad_to_multiple_of=multiple)
+    ours = Collate(job_of(task), padding_token(job_of(task), words), pad_to_multiple_of=multiple)
+    for first in range(0, len(samples), 4):
+        batch, known = ours(samples[first : first + 4]), theirs(samples[first : first + 4])
+        mask = known.pop("attention_mask")
+        assert torch.equal(batch.pop("attention_mask", torch.ones_like(mask)), mask)
+        assert set(batch) == set(known)
+        assert all(torch.equal(batch[name], known[name]) for name in batch)
 
 
 def test_a_batch_that_cannot_be() -> None:

@@ -315,6 +315,12 @@ def test_columns_that_are_not_there(task: Task, columns: str, asked: dict[str, s
         found(task, columns, asked)
 
 
+def test_columns_are_a_mapping_of_names() -> None:
+    for asked, says in (("review", "it is a mapping"), ({"text": 7}, "no column 7. Its columns: 'text'")):
+        with pytest.raises(UsageError, match=says):
+            read_rows(ROWS, columns=asked)
+
+
 def test_pictures_are_not_rows_of_text() -> None:
     with pytest.raises(UsageError, match="image-classification is not trained from rows of text"):
         columns_of(read_rows(ROWS), small_job("vit"))

@@ -176,6 +176,11 @@ def test_a_dataset_knows_the_order_of_its_classes() -> None:
     )
     samples = made(CLASSES, rows)
     assert (samples.label_names, samples.label.tolist()) == (("yes", "no"), [1])
+    assert made(CLASSES, rows, label_names=("0", "1")).label.tolist() == [1]
+    with pytest.raises(UsageError, match=r"its classes are yes, no, in this order, and those .* are no, yes"):
+        made(CLASSES, rows, label_names=("no", "yes"))
+    with pytest.raises(UsageError, match=r"has 3 classes \(a, b, c\), and the job has 2 labels"):
+        made(CLASSES, LABELLED, label_names=("a", "b", "c"))
 
 
 def test_a_mask_is_a_function_of_seed_epoch_and_index() -> None:

@@ -48,6 +48,18 @@ def class_numbers(
     return numbers, names or tuple(str(number) for number in range(labels))
 
 
+def one_order(given: Sequence[str], own: Sequence[str], source: str) -> tuple[str, ...]:
+    """The names of the classes that `given` says, and the dataset itself, which must not contradict: its
+    numbers would mean other classes."""
+    numbers = tuple(str(number) for number in range(len(given)))
+    if given and own and tuple(given) not in (tuple(own), numbers):
+        raise UsageError(
+            f"{source}: its classes are {', '.join(own[:8])}, in this order, and those that are trained on"
+            f" are {', '.join(given[:8])}. Give both splits one order (datasets: cast_column)."
+        )
+    return tuple(given) or tuple(own)
+
+
 def measures(values: Sequence[Any], where: Where) -> np.ndarray:
     """The numbers that a regression learns."""
     import numpy as np
@@ -98,6 +110,12 @@ def _names(known: list[int | str], where: Where, given: tuple[str, ...], labels:
         raise UsageError(
             f"{where(first)}: its label is {_KINDS[one]}, and that of {where(second)} is {_KINDS[other]}."
             " Labels are all numbers or all names."
+        )
+    if len(given) > labels:
+        raise UsageError(
+            f"The dataset has {len(given)} classes"
+            f" ({', '.join(given[:8])}{', ...' if len(given) > 8 else ''}),"
+            f" and the job has {labels} labels. Set labels: {len(given)}."
         )
     if given or str not in kinds:
         return given

@@ -75,8 +75,9 @@ class Rows(Sequence[Row]):
     """A dataset's rows, and which of its columns the user has named for what."""
 
     def __init__(self, table: Table, asked: Mapping[str, str] | None = None) -> None:
-        self.table = table
-        self.asked = dict(asked or {})
+        if asked is not None and not isinstance(asked, Mapping):
+            raise UsageError(f'columns is {asked!r:.60}; it is a mapping: columns={{"text": "review"}}.')
+        self.table, self.asked = table, dict(asked or {})
         if not len(table):
             raise UsageError(f"{table.source}: this dataset is empty; training needs at least one sample.")
         for role, column in self.asked.items():
@@ -85,8 +86,8 @@ class Rows(Sequence[Row]):
                     f"columns: {role!r} is nothing that a column can be.{did_you_mean(role, ROLES)} It is one"
                     f" of {', '.join(ROLES)}."
                 )
-            if not self.has(column):
-                raise UsageError(f"{self.source}: no column {column!r}. {self.listed(column)}")
+            if not isinstance(column, str) or not self.has(column):
+                raise UsageError(f"{self.source}: no column {column!r}. {self.listed(str(column))}")
 
     @property
     def source(self) -> str:

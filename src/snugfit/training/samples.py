@@ -24,7 +24,7 @@ from snugfit.job.batch import IGNORED
 from snugfit.job.job import Job, Task
 from snugfit.training.columns import columns_of
 from snugfit.training.encoding import Encoded, Encoder
-from snugfit.training.labels import Where, class_numbers, measures
+from snugfit.training.labels import Where, class_numbers, measures, one_order
 from snugfit.training.masking import Masking
 from snugfit.training.ragged import Filling, Ragged
 from snugfit.training.rows import Rows
@@ -156,7 +156,7 @@ def samples_of(
         raise UsageError("Packing joins texts by the end token, and this tokenizer has none. Leave it out.")
     encoder = Encoder(rows, columns, job, words, limit=None if pack else length)
     samples, named = _gathered(encoder)
-    known = tuple(label_names) or rows.table.class_names(columns.get("label", ""))
+    known = one_order(label_names, rows.table.class_names(columns.get("label", "")), rows.source)
     samples = _with_classes(samples, named, job, known, rows.where)
     vocabulary = job.model.settings(job).get_text_config().vocab_size
     _refuse_unknown_tokens(samples, vocabulary, job, rows.where)
