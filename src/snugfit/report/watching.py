@@ -93,9 +93,10 @@ class Watching:
         self._say(f"evaluation after step {event['step']:,}: loss {event['loss']:.4f}{accuracy}")
 
     def _saved(self, event: Event) -> None:
+        waited, beside = show_seconds(event["blocked_seconds"]), show_seconds(event["seconds"])
         self._say(
-            f"kept {event['folder']} ({show_bytes(event['bytes'])}, {show_seconds(event['seconds'])} beside"
-            " the training)"
+            f"kept {event['folder']} ({show_bytes(event['bytes'])}; training waited {waited}, the rest took"
+            f" {beside} beside it)"
         )
 
     def _replanned(self, event: Event) -> None:

@@ -127,9 +127,7 @@ class TrainingStep(PlainStep):
         self.phases.phase("clip")
         if scaler is not None:
             scaler.unscale_(optimizer)
-        trained = [
-            each for group in optimizer.param_groups for each in group["params"] if each.grad is not None
-        ]
+        trained = [each for each in running.model.parameters() if each.grad is not None]
         total_norm = torch.nn.utils.get_total_norm([each.grad for each in trained])
         loss, norm = torch.stack([total.float(), total_norm.float()]).tolist()
         overflown = scaler is not None and not math.isfinite(norm)

@@ -33,14 +33,18 @@ class Saver:
         self.failure: Exception | None = None
         """What the last save said, when it failed."""
 
-    def keep(self, snapshot: Snapshot, *, best: int | None) -> None:
-        """Begins to write a snapshot, when the one before is written. The checkpoint of step `best` stays."""
+    def keep(self, snapshot: Callable[[], Snapshot], *, best: int | None) -> None:
+        """Takes a snapshot when the one before is written, and begins to write it. The checkpoint of step
+        `best` stays."""
+        begun = time.perf_counter()
         self.wait()
+        taken = snapshot()
         keep = frozenset(() if best is None else (best,))
-        self._thread = threading.Thread(target=self._save, args=(snapshot, keep), name="snugfit-save")
+        blocked = time.perf_counter() - begun
+        self._thread = threading.Thread(target=self._save, args=(taken, keep, blocked), name="snugfit-save")
         self._thread.start()
 
-    def _save(self, snapshot: Snapshot, keep: frozenset[int]) -> None:
+    def _save(self, snapshot: Snapshot, keep: frozenset[int], blocked: float) -> None:
         begun = time.perf_counter()
         self.failure = None
         try:
@@ -61,9 +65,13 @@ class Saver:
             self.failure = fault
             self._journal.tell("warning", text=f"A checkpoint was not kept: {fault}. The run goes on.")
         else:
-            seconds = time.perf_counter() - begun
             self._journal.tell(
-                "saved", step=snapshot.step, folder=str(kept.folder), bytes=snapshot.bytes, seconds=seconds
+                "saved",
+                step=snapshot.step,
+                folder=str(kept.folder),
+                bytes=snapshot.bytes,
+                blocked_seconds=blocked,
+                seconds=time.perf_counter() - begun,
             )
 
     def _told_to_stop(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import math
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from snugfit.job.batch import tokens_of
 from snugfit.job.job import Job
 from snugfit.techniques.recipe import Recipe
 from snugfit.training.evaluate import Evaluated, evaluate, in_order
+from snugfit.training.generators import generators, set_generators
 from snugfit.training.interrupt import EXIT_CODES, Interrupts
 from snugfit.training.journal import Journal
 from snugfit.training.loop import Exhausted, NonFinite, Taken, TrainingStep
@@ -24,7 +24,8 @@ from snugfit.training.order import Order, feed
 from snugfit.training.pace import Pace
 from snugfit.training.run import Run
 from snugfit.training.saver import Saver
-from snugfit.training.state import Progress, Running, generators, set_generators, snapshot
+from snugfit.training.staging import Staging
+from snugfit.training.state import Progress, Running, bytes_of, free_unused, snapshot
 from snugfit.training.store import Store
 from snugfit.training.trained import EARLY, FINISHED, STOPPED, Trained
 
@@ -94,6 +95,9 @@ class Session:
         self._setup = setup
         self._step = TrainingStep(run.job, setup, run.device)
         self._running: Running = open_run(run, setup, self._steps, kept)
+        self._staging = Staging(run.device)
+        if run.options.save_strategy != "no":
+            self._staging.prepare(bytes_of(self._running))
         self._kept_step = kept.step if kept else None
         about = run.about(self._recipe)
         self._saver = Saver(self._store, about, self._journal, limit=run.options.save_total_limit)
@@ -235,7 +239,7 @@ class Session:
         if self._kept_step == self._progress.step:
             return
         best = self._progress.best_step if self._run.options.load_best_model_at_end else None
-        self._saver.keep(snapshot(self._running), best=best)
+        self._saver.keep(lambda: snapshot(self._running, self._staging), best=best)
         self._kept_step = self._progress.step
 
     def _recover(self, exhausted: Exhausted) -> None:
@@ -250,8 +254,7 @@ class Session:
         kept = self._kept_for_replay(exhausted.phase)
         step = self._progress.step
         del self._running
-        gc.collect()
-        _empty_cache(self._run.device)
+        free_unused(self._run.device)
         self._recipe = chosen
         self._journal.tell("replanned", step=step + 1, cause=cause, before=str(before), recipe=str(chosen))
         self._open(kept)
@@ -289,10 +292,3 @@ class Session:
             folder=self._store.root,
             model=model,
         )
-
-
-def _empty_cache(device: torch.device) -> None:
-    import torch
-
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

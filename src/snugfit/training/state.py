@@ -19,17 +19,19 @@ from __future__ import annotations
 
 import json
 import math
-import random
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError
+from snugfit.training.generators import random_state, restore_random_state
 from snugfit.training.packed_state import pack, unpack
 
 if TYPE_CHECKING:
     import torch
+
+    from snugfit.training.staging import Staging
 
 STATE, TENSORS, WEIGHTS = "state.json", "state.safetensors", "model.safetensors"
 ADAPTER = "adapter_model.safetensors"
@@ -113,31 +115,61 @@ class Snapshot:
         return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def snapshot(running: Running) -> Snapshot:
-    """The run as it is, copied to the host. Waits for the device; call it between two steps."""
+def snapshot(running: Running, staging: Staging) -> Snapshot:
+    """The run as it is, copied to the host. Waits for the device; call it between two steps, and not before
+    the last snapshot is written."""
     tree, tensors = pack(_state_of(running))
-    copies = _Copies()
-    return Snapshot(
+    staging.begin()
+    copies = _Copies(staging)
+    made = Snapshot(
         model=running.model,
         weights={name: copies.of(value) for name, value in _weights_of(running.model).items()},
         tree=tree,
         tensors={name: copies.of(value) for name, value in tensors.items()},
         step=running.progress.step,
     )
+    wait_for(running.device)
+    return made
+
+
+def bytes_of(running: Running) -> list[int]:
+    """How large the tensors of a snapshot will be once the optimizer has its states: each weight that trains
+    comes with two moments, at most, of its own size."""
+    weights = [value.nbytes for value in _weights_of(running.model).values()]
+    trained = [each.nbytes for group in running.optimizer.param_groups for each in group["params"]]
+    return [*weights, *trained, *trained]
+
+
+def wait_for(device: torch.device) -> None:
+    """Until the device has done what it was asked."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def free_unused(device: torch.device) -> None:
+    """Gives back what no tensor holds any more, so that another recipe begins on an empty device."""
+    import gc
+
+    import torch
+
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 class _Copies:
     """Host copies; of what shares its memory (tied weights), one."""
 
-    def __init__(self) -> None:
+    def __init__(self, staging: Staging) -> None:
+        self._staging = staging
         self._made: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        import torch
-
         key = (tensor.device.type, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
         if key not in self._made or not tensor.numel():
-            self._made[key] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+            self._made[key] = self._staging.copy(tensor)
         return self._made[key]
 
 
@@ -201,49 +233,6 @@ def _restore_optimizer(optimizer: torch.optim.Optimizer, kept: Mapping[str, Any]
 def _count(group: Mapping[str, Any]) -> int:
     parameters = group["params"]
     return parameters if isinstance(parameters, int) else len(parameters)
-
-
-def generators(device: torch.device) -> tuple[torch.Tensor, ...]:
-    """The states of the generators that a forward pass draws from: torch's of the host, and of the GPU."""
-    import torch
-
-    on_device = (torch.cuda.get_rng_state(device),) if device.type == "cuda" else ()
-    return (torch.get_rng_state(), *on_device)
-
-
-def set_generators(states: tuple[torch.Tensor, ...], device: torch.device) -> None:
-    """Sets them to what `generators` gave."""
-    import torch
-
-    torch.set_rng_state(states[0].cpu())
-    for state in states[1:]:
-        torch.cuda.set_rng_state(state.cpu(), device)
-
-
-def random_state(device: torch.device) -> dict[str, Any]:
-    """Every random generator that a step may draw from: torch's of host and device, numpy's, Python's."""
-    import numpy
-
-    kind, words, *rest = numpy.random.get_state(legacy=True)
-    return {
-        "torch": generators(device),
-        "numpy": (
-            kind,
-            [int(word) for word in words],
-            *(each.item() if hasattr(each, "item") else each for each in rest),
-        ),
-        "python": random.getstate(),
-    }
-
-
-def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """Sets them to what `random_state` gave."""
-    import numpy
-
-    set_generators(state["torch"], device)
-    kind, words, *rest = state["numpy"]
-    numpy.random.set_state((kind, numpy.array(words, dtype=numpy.uint32), *rest))
-    random.setstate(state["python"])
 
 
 def _is_adapted(model: torch.nn.Module) -> bool:

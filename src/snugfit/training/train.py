@@ -9,10 +9,11 @@
 A step is a function of the run's seed and its number, so a run that was killed and resumed passes through the
 same numbers as one that was not.
 
-Events (`journal.py`): `started` (job, recipe, steps, samples, resumed_from), `step` (step, epoch, loss, norm,
-learning_rate, seconds, stall_seconds, samples, tokens; on a GPU every `logging_steps` the allocator's peaks),
-`evaluated` (step, loss, accuracy), `saved` (step, folder, bytes, seconds), `replanned` (step, cause, before,
-recipe), `warning` (text), `ended` (outcome, step, step_seconds, the peaks).
+Events (`journal.py`): `started` (job, recipe, steps, samples, resumed_from), `step` (step, epoch, loss,
+norm, learning_rate, seconds, stall_seconds, samples, tokens; on a GPU every `logging_steps` the allocator's
+peaks), `evaluated` (step, loss, accuracy), `saved` (step, folder, bytes, blocked_seconds that training
+waited, seconds beside it), `replanned` (step, cause, before, recipe), `warning` (text), `ended` (outcome,
+step, step_seconds, the peaks).
 """
 
 from __future__ import annotations

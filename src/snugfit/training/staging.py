@@ -1,0 +1,88 @@
+"""Where a snapshot goes on the host: page-locked memory, taken once and used for each.
+
+Copying to ordinary memory runs at a few GB/s, for the driver copies page by page through a buffer of its own;
+to page-locked memory it runs at the link's rate. But locking pages takes longer than the copy itself, so it
+is done once, in a thread, while the first steps run.
+
+Memory is taken in chunks whose size is a power of two, because torch's allocator of page-locked memory would
+round anything else up to one. A tensor in it has a storage of its own, as the writers of safetensors want.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+CHUNK_BYTES = 256 << 20
+"""Of one piece of page-locked memory, at least. A choice: small against a state, large against a tensor."""
+
+ALIGNED = 256
+"""Bytes at which each tensor begins, as in CUDA's own memory."""
+
+
+class Staging:
+    """Host memory for the copies of one device's tensors; each `begin` gives all of it free again."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._locks = device.type == "cuda"
+        self._chunks: list[torch.Tensor] = []
+        self._chunk, self._offset = 0, 0
+        self._preparing: threading.Thread | None = None
+
+    def prepare(self, sizes: Iterable[int]) -> None:
+        """Takes memory for tensors of so many bytes each, in a thread."""
+        if self._locks:
+            wanted = list(sizes)
+            self._preparing = threading.Thread(target=self._take_all, args=(wanted,), name="snugfit-staging")
+            self._preparing.start()
+
+    def begin(self) -> None:
+        """What was copied before is overwritten from here on."""
+        if self._preparing is not None:
+            self._preparing.join()
+            self._preparing = None
+        self._chunk, self._offset = 0, 0
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A contiguous copy on the host. From a GPU it is there when the device has been waited for."""
+        import torch
+
+        if not self._locks or tensor.device.type != "cuda" or not tensor.numel():
+            return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        room = self._room(tensor.nbytes)
+        if room is None:
+            return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        copied = torch.frombuffer(room, dtype=tensor.dtype, count=tensor.numel()).view(tensor.shape)
+        copied.copy_(tensor.detach(), non_blocking=True)
+        return copied
+
+    def _room(self, size: int) -> memoryview | None:
+        """So many bytes of page-locked memory, or None when the host has no more."""
+        while True:
+            if self._chunk == len(self._chunks) and not self._take(size):
+                return None
+            chunk = self._chunks[self._chunk]
+            if self._offset + size <= len(chunk):
+                begin, self._offset = self._offset, -(-(self._offset + size) // ALIGNED) * ALIGNED
+                return memoryview(chunk.numpy().data)[begin : begin + size]
+            self._chunk, self._offset = self._chunk + 1, 0
+
+    def _take(self, size: int) -> bool:
+        import torch
+
+        whole = max(CHUNK_BYTES, 1 << (size - 1).bit_length())
+        try:
+            self._chunks.append(torch.empty(whole, dtype=torch.uint8, pin_memory=True))
+        except RuntimeError:  # page-locked memory is short, and ordinary memory serves
+            return False
+        return True
+
+    def _take_all(self, sizes: list[int]) -> None:
+        self._chunk, self._offset = 0, 0
+        for size in sizes:
+            if self._room(size) is None:
+                return
