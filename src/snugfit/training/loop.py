@@ -128,7 +128,7 @@ class TrainingStep(PlainStep):
         if scaler is not None:
             scaler.unscale_(optimizer)
         trained = [each for each in running.model.parameters() if each.grad is not None]
-        total_norm = torch.nn.utils.get_total_norm([each.grad for each in trained])
+        total_norm = torch.nn.utils.get_total_norm([each.grad for each in trained if each.grad is not None])
         loss, norm = torch.stack([total.float(), total_norm.float()]).tolist()
         overflown = scaler is not None and not math.isfinite(norm)
         if not math.isfinite(loss) or not (overflown or math.isfinite(norm)):
