@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from snugfit.comparison.compare import Comparison, compare
+    from snugfit.doors.trainer import fit
     from snugfit.errors import SnugfitError
     from snugfit.job.gpu import Gpu, all_gpus, find_gpu
     from snugfit.job.job import Job, Phase, Task
@@ -47,6 +48,7 @@ __all__ = [
     "compare",
     "Comparison",
     "find_gpu",
+    "fit",
     "Footprint",
     "Gpu",
     "GpuPlans",
@@ -72,6 +74,7 @@ __all__ = [
 
 _HOMES = {
     "comparison.compare": ("Comparison", "compare"),
+    "doors.trainer": ("fit",),
     "errors": ("SnugfitError",),
     "job.gpu": ("Gpu", "all_gpus", "find_gpu"),
     "job.job": ("Job", "Phase", "Task"),

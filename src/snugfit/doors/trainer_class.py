@@ -1,0 +1,122 @@
+"""The one class between a trainer and its own: it reads what `TrainingArguments` have no word for.
+
+`injected(type(trainer))` is a class of the same name whose methods come first, then the user's own
+subclass's, then transformers'. Each does a little and calls what it stands before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from snugfit.doors.trainer_fitted import Fitted
+from snugfit.doors.trainer_loss import (
+    is_the_users,
+    items_of,
+    noticing,
+    wrong_of_the_model,
+    wrong_of_theirs,
+)
+from snugfit.doors.trainer_setup import optimizer_arguments, optimizer_is_theirs
+from snugfit.step.install import call, matmul_precision, resolve
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+else:
+    Trainer = object  # the real one stands behind it, in the class that `injected` makes
+
+
+def injected(own: type[Any]) -> type[Any]:
+    """A subclass of a trainer's class that trains as it was fitted."""
+    return type(own.__name__, (FittedTrainer, own), {"__module__": __name__, "__doc__": own.__doc__})
+
+
+class FittedTrainer(Trainer):  # type: ignore[misc]
+    """What `fit` puts before a trainer's own class."""
+
+    snugfit: Fitted
+    optimizer: Any
+
+    def train(self, *arguments: Any, **keywords: Any) -> Any:
+        """The trainer's own, under the recipe."""
+        setup = self.snugfit.recipe.setup()
+        _allocator(self.args.device, expandable=setup.expandable_segments)
+        with matmul_precision(setup.matmul):
+            return super().train(*arguments, **keywords)
+
+    def create_optimizer(self, *arguments: Any, **keywords: Any) -> Any:
+        """The recipe's, in the Trainer's two groups, with the user's numbers; or the one they brought."""
+        if self.optimizer is not None or optimizer_is_theirs(self):
+            return super().create_optimizer(*arguments, **keywords)
+        model, wish = self.model, self.snugfit.recipe.setup().optimizer
+        if wish.prepare:
+            call(wish.prepare, model)
+        accepted = inspect.signature(resolve(wish.factory.path)).parameters
+        groups: list[dict[str, Any]] = [{"params": []}, {"params": []}]
+        decaying = set(self.get_decay_parameter_names(model))
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                groups[name not in decaying]["params"].append(parameter)
+        if wish.weight_decay:
+            groups[0]["weight_decay"], groups[1]["weight_decay"] = self.args.weight_decay, 0.0
+        self.optimizer = call(wish.factory, groups, **optimizer_arguments(self, accepted))
+        return self.optimizer
+
+    def get_batch_samples(self, *arguments: Any, **keywords: Any) -> Any:
+        """The micro-batches of one step; what each of them counts for is known from here on."""
+        samples, items = super().get_batch_samples(*arguments, **keywords)
+        fitted = self.snugfit
+        fitted.pieces = [items_of(self, each) for each in samples]
+        fitted.total, fitted.count = sum(fitted.pieces), len(samples)
+        return samples, items
+
+    def training_step(self, model: Any, inputs: Any, *arguments: Any, **keywords: Any) -> Any:
+        """One micro-batch, which counts for its share. One in which nothing counts is left out: the mean over
+        nothing is no number."""
+        import torch
+
+        fitted = self.snugfit
+        items = fitted.pieces.pop(0)
+        if not items:
+            return torch.zeros((), device=self.args.device)
+        self.current_gradient_accumulation_steps = 1  # transformers divides by it what is weighed already
+        with _counting(fitted, items / fitted.total):
+            return super().training_step(model, inputs, *arguments, **keywords)
+
+    def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **keywords: Any) -> Any:
+        """In training, the loss weighed by its share; in an evaluation as it is."""
+        fitted = self.snugfit
+        if fitted.share is None:
+            return super().compute_loss(model, inputs, *arguments, **keywords)
+        items = keywords.pop("num_items_in_batch", None)
+        scaled = getattr(self, "loss_is_scaled_for_ga", None)
+        theirs = is_the_users(self)
+        given = noticing(items) if theirs and items is not None else None
+        if not theirs and fitted.count > 1:
+            fitted.warn_once(wrong_of_the_model(self, model, inputs, items))
+        made = super().compute_loss(model, inputs, *arguments, num_items_in_batch=given, **keywords)
+        used = bool(given.used) if given is not None and scaled is None else bool(scaled)
+        if theirs and fitted.count > 1 and not used:
+            fitted.warn_once(wrong_of_theirs(self, items))
+        if used or fitted.share == 1:
+            return made
+        return (made[0] * fitted.share, *made[1:]) if isinstance(made, tuple) else made * fitted.share
+
+
+@contextlib.contextmanager
+def _counting(fitted: Fitted, share: float) -> Iterator[None]:
+    """Within it losses are weighed."""
+    fitted.share = share
+    try:
+        yield
+    finally:
+        fitted.share = None
+
+
+def _allocator(device: Any, *, expandable: bool) -> None:
+    import torch
+
+    if device.type == "cuda" and expandable:
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")

@@ -1,0 +1,154 @@
+"""What a micro-batch's loss counts for: its share of what the whole batch's loss is a mean over.
+
+transformers divides a model's loss by the items of the whole batch if the model takes `num_items_in_batch`,
+or so it assumes: any model with `**kwargs` takes it, and many average over their micro-batch all the same.
+Then losses of micro-batches are added up where their mean was meant: n of them give n times the gradient.
+Where a model takes no such number, micro-batches count alike, however much is in them.
+
+    no code of the user's    the model is asked for its own mean, and that is weighed by the share
+    compute_loss and         the user's code gets `num_items_in_batch`, a tensor that knows whether anything
+    compute_loss_func        was computed with it. If so the loss is taken to be normalised by it; if not,
+                             it is a mean and is weighed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from snugfit.job.batch import IGNORED
+
+if TYPE_CHECKING:
+    import torch
+
+    from snugfit.doors.trainer_fitted import Fitted
+
+
+def items_of(trainer: Any, batch: Mapping[str, Any]) -> int:
+    """How many items the loss of this batch is a mean over, labels that count,
+    shifted where the model shifts them; samples, where there are no labels or they are numbers."""
+    import torch
+
+    labels = batch.get("shift_labels", batch.get("labels"))
+    if not isinstance(labels, torch.Tensor) or not labels.dim() or labels.is_floating_point():
+        return _samples(batch)
+    if "shift_labels" not in batch and labels.dim() > 1 and _shifts(trainer):
+        labels = labels[..., 1:]
+    return int(labels.ne(IGNORED).sum())
+
+
+def _shifts(trainer: Any) -> bool:
+    """Whether the model's loss shifts its labels by one. The Trainer looks for the name of the loss, and a
+    GPT-2 has none."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    model = model.get_base_model() if hasattr(model, "peft_config") else model
+    two_stacks = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    decodes = type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    return bool(trainer._loss_shifts_labels or (decodes and not two_stacks))
+
+
+def _samples(batch: Mapping[str, Any]) -> int:
+    return max((len(value) for value in batch.values() if getattr(value, "ndim", 0)), default=1)
+
+
+def is_the_users(trainer: Any) -> bool:
+    """Whether the loss comes from the user's own code: a function, or a method of their subclass."""
+    if trainer.compute_loss_func is not None:
+        return True
+    first = next(
+        kind for kind in type(trainer).__mro__ if "compute_loss" in vars(kind) and not _is_ours(kind)
+    )
+    return not first.__module__.startswith("transformers.")
+
+
+def _is_ours(kind: type[Any]) -> bool:
+    return kind.__module__.startswith("snugfit.")
+
+
+@cache
+def _noticing() -> type[Any]:
+    import torch
+
+    class Noticing(torch.Tensor):
+        """A number that notices when something is computed with it; the results are plain tensors."""
+
+        used: list[bool]
+
+        @classmethod
+        def __torch_function__(
+            cls, function: Any, types: Any, arguments: Any = (), keywords: Any = None
+        ) -> Any:
+            for each in (*arguments, *(keywords or {}).values()):
+                if isinstance(each, cls):
+                    each.used.append(True)
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*arguments, **(keywords or {}))
+
+    return Noticing
+
+
+def noticing(items: torch.Tensor) -> Any:
+    """The same number; its `used` is empty until something is computed with it."""
+    made = items.detach().as_subclass(_noticing())
+    made.used = []
+    return made
+
+
+def divides(trainer: Any, model: Any, inputs: Mapping[str, Any], items: Any) -> bool:
+    """Whether this model's loss depends on `num_items_in_batch`. Runs it once without gradients; random
+    generators and buffers are afterwards what they were."""
+    import torch
+
+    from snugfit.doors.trainer_job import same_generators
+
+    seen = noticing(torch.as_tensor(items))
+    buffers = {name: value.clone() for name, value in model.named_buffers()}
+    with same_generators(trainer.args.device), torch.no_grad():
+        model(**inputs, num_items_in_batch=seen)
+        for name, value in model.named_buffers():
+            if name in buffers:
+                value.copy_(buffers[name])
+    return bool(seen.used)
+
+
+def wrong_of_the_model(trainer: Any, model: Any, inputs: Mapping[str, Any], items: Any) -> str:
+    """What transformers would do wrong with this model's loss and is corrected, in words; or nothing. The
+    model is asked once."""
+    fitted, name = trainer.snugfit, type(trainer.accelerator.unwrap_model(model)).__name__
+    if trainer.label_smoother is not None:
+        return ""  # it divides by num_items_in_batch itself
+    if not trainer.model_accepts_loss_kwargs or items is None:
+        return "" if _even(fitted) else _ALIKE.format(name=name)
+    if fitted.divides is None:
+        fitted.divides = divides(trainer, model, inputs, items)
+    return "" if fitted.divides else _SUMMED.format(who=name, n=fitted.count)
+
+
+def wrong_of_theirs(trainer: Any, items: Any) -> str:
+    """The same for a loss of the user's own, which did not use the number that it was given."""
+    fitted = trainer.snugfit
+    who = "compute_loss_func" if trainer.compute_loss_func is not None else "compute_loss"
+    assumed = trainer.compute_loss_func is not None or (
+        trainer.model_accepts_loss_kwargs and items is not None
+    )
+    if assumed and getattr(trainer, "loss_is_scaled_for_ga", None) is None:
+        return _SUMMED.format(who=who, n=fitted.count)
+    return "" if _even(fitted) else _ALIKE.format(name=who)
+
+
+def _even(fitted: Fitted) -> bool:
+    return abs((fitted.share or 0) * fitted.count - 1) < 1e-9
+
+
+_SUMMED = (
+    "{who} averages over each micro-batch and leaves num_items_in_batch alone; transformers would add"
+    " up the means of {n} micro-batches, a gradient {n} times too large. Each counts for its share of the"
+    " batch instead."
+)
+_ALIKE = (
+    "Micro-batches hold different numbers of items, and transformers would let the losses of {name} count"
+    " alike. Each counts for its share of the batch instead."
+)
