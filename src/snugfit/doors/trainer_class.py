@@ -21,6 +21,7 @@ from snugfit.doors.trainer_loss import (
 )
 from snugfit.doors.trainer_setup import optimizer_arguments, optimizer_is_theirs
 from snugfit.step.install import call, matmul_precision, resolve
+from snugfit.techniques.technique import Slot
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -41,14 +42,15 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
 
     def train(self, *arguments: Any, **keywords: Any) -> Any:
         """The trainer's own, under the recipe."""
-        setup = self.snugfit.recipe.setup()
+        fitted, setup = self.snugfit, self.snugfit.recipe.setup()
         _allocator(self.args.device, expandable=setup.expandable_segments)
-        with matmul_precision(setup.matmul):
+        theirs = Slot.MATMUL in fitted.left
+        with contextlib.nullcontext() if theirs else matmul_precision(setup.matmul):
             return super().train(*arguments, **keywords)
 
     def create_optimizer(self, *arguments: Any, **keywords: Any) -> Any:
         """The recipe's, in the Trainer's two groups, with the user's numbers; or the one they brought."""
-        if self.optimizer is not None or optimizer_is_theirs(self):
+        if self.optimizer is not None or Slot.OPTIMIZER in self.snugfit.left or optimizer_is_theirs(self):
             return super().create_optimizer(*arguments, **keywords)
         model, wish = self.model, self.snugfit.recipe.setup().optimizer
         if wish.prepare:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from snugfit.job.job import Job
     from snugfit.techniques.recipe import Recipe
+    from snugfit.techniques.technique import Slot
     from snugfit.training.journal import Event
 
 
@@ -18,6 +19,9 @@ class Fitted:
 
     job: Job
     recipe: Recipe
+    left: frozenset[Slot]
+    """Slots that stay as the user has them."""
+
     watch: Callable[[Event], None]
     """Hears every event."""
 

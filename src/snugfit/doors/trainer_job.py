@@ -10,17 +10,22 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from snugfit.doors.trainer_fitted import Fitted
+from snugfit.doors.trainer_setup import keep_all
 from snugfit.errors import UsageError
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
 from snugfit.training.generators import random_state, restore_random_state
+
+_ACCELERATES = ("forward", "_original_forward", "_is_accelerate_prepared")
+"""What `Accelerator.prepare` leaves on a model."""
 
 
 def job_of(trainer: Any) -> Job:
     """What this trainer trains. Raises `UsageError` when there is nothing to look at."""
     args = trainer.args
     return Job(
-        model=Model.from_module(trainer.model, example_of(trainer)),
+        model=Model.from_module(likeness(trainer), example_of(trainer)),
         task=Task.CUSTOM,
         batch_size=args.per_device_train_batch_size * args.gradient_accumulation_steps,
         clip=float(args.max_grad_norm),
@@ -28,6 +33,28 @@ def job_of(trainer: Any) -> Job:
         learning_rate=float(args.learning_rate),
         build_on="host",
     )
+
+
+def likeness(trainer: Any) -> Any:
+    """The trainer's model without data, as it was before anything was done to train it: what a fit has made
+    of it, and what accelerate puts around its forward pass when it has been trained, are left out."""
+    import torch
+
+    from snugfit.job.twin import twin
+
+    if isinstance(known := getattr(trainer, "snugfit", None), Fitted):
+        return known.job.model.module
+    model = trainer.model
+    put = {name: model.__dict__.pop(name) for name in _ACCELERATES if name in model.__dict__}
+    if put and "_original_forward" not in put and "forward" in put:  # the user's own
+        model.__dict__["forward"] = put["forward"]
+    try:
+        with torch.device("meta"):
+            alike = twin(model)
+    finally:
+        model.__dict__.update(put)
+    keep_all(alike)
+    return alike
 
 
 def example_of(trainer: Any) -> dict[str, Any]:

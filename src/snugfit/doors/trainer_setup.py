@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 MIXED = {None: "no", "bfloat16": "bf16", "float16": "fp16"}
 """accelerate's word for an autocast dtype."""
 
-_CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
+CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
 """What versions of transformers call it."""
 
 
@@ -58,24 +58,30 @@ def refuse_what_cannot_be_fitted(trainer: Any) -> None:
         )
 
 
-def apply(trainer: Any, job: Job, recipe: Recipe) -> list[str]:
-    """Does what the recipe asks; gives a line for each argument that is another one now."""
+def apply(trainer: Any, job: Job, recipe: Recipe, left: frozenset[Slot] = frozenset()) -> list[str]:
+    """Does what the recipe asks, but for slots that are `left` as the user has them; gives a line for each
+    argument that is another one now."""
     setup, args = recipe.setup(), trainer.args
     recipe.check(job, _capability(args.device))
-    _refuse(trainer, recipe, setup)
+    _refuse(trainer, recipe, setup, left)
     before = _told(args)
-    _precision(trainer, setup)
-    _adapt(trainer, setup)
-    _weights(trainer.model, setup.weights_dtype)
-    _attention(trainer.model, setup)
-    _checkpoint(trainer, setup)
-    args.gradient_accumulation_steps = setup.micro_batches
-    args.per_device_train_batch_size = job.batch_size // setup.micro_batches
-    trainer._train_batch_size = args.train_batch_size
-    _loader(args, setup.loader)
-    wish = setup.optimizer
-    if not optimizer_is_theirs(trainer) and wish.trainer_name:
-        args.optim = type(args.optim)(wish.trainer_name)
+    if Slot.PRECISION not in left:
+        _precision(trainer, setup)
+        _weights(trainer.model, setup.weights_dtype)
+    if Slot.ADAPTERS not in left:
+        _adapt(trainer, setup)
+    if Slot.ATTENTION not in left:
+        _attention(trainer.model, setup)
+    if Slot.CHECKPOINTING not in left:
+        _checkpoint(trainer, setup)
+    if Slot.BATCHING not in left:
+        args.gradient_accumulation_steps = setup.micro_batches
+        args.per_device_train_batch_size = job.batch_size // setup.micro_batches
+        trainer._train_batch_size = args.train_batch_size
+    if Slot.LOADING not in left:
+        _loader(args, setup.loader)
+    if Slot.OPTIMIZER not in left and setup.optimizer.trainer_name and not optimizer_is_theirs(trainer):
+        args.optim = type(args.optim)(setup.optimizer.trainer_name)
     after = _told(args)
     return [
         f"{name} was {before[name]} and is {after[name]}" for name in after if before[name] != after[name]
@@ -105,35 +111,38 @@ def _capability(device: Any) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
-def _refuse(trainer: Any, recipe: Recipe, setup: Setup) -> None:
+def _refuse(trainer: Any, recipe: Recipe, setup: Setup, left: frozenset[Slot]) -> None:
     """Raises `RecipeError` for wishes that this trainer cannot be given."""
-    wrong = list(_refusals(trainer, recipe, setup))
+    wrong = [text for slot, text in _refusals(trainer, recipe, setup) if slot not in left]
     if wrong:
         raise RecipeError("\n".join([f"{recipe} cannot be given to this trainer:", *wrong]))
 
 
-def _refusals(trainer: Any, recipe: Recipe, setup: Setup) -> Iterator[str]:
+def _refusals(trainer: Any, recipe: Recipe, setup: Setup) -> Iterator[tuple[Slot, str]]:
     model, plain = trainer.model, roster.plain(Slot.OPTIMIZER)
-    theirs = optimizer_is_theirs(trainer)
-    if theirs and recipe[Slot.OPTIMIZER] != plain:
+    optimizer, precision, attention = (
+        recipe[slot] for slot in (Slot.OPTIMIZER, Slot.PRECISION, Slot.ATTENTION)
+    )
+    if optimizer != plain and optimizer_is_theirs(trainer):
         yield (
-            f"{recipe[Slot.OPTIMIZER]}: the trainer brings an optimizer of its own. Leave one of them out."
+            Slot.OPTIMIZER,
+            f"{optimizer}: the trainer brings an optimizer of its own. Leave one of them out.",
         )
     if setup.adapt is not None and (hasattr(model, "peft_config") or trainer.optimizer is not None):
-        yield f"{recipe[Slot.ADAPTERS]}: the model has adapters, or the trainer an optimizer, already."
-    if setup.weights_dtype != _dtype(model) and getattr(model, "is_quantized", False):
-        yield f"{recipe[Slot.PRECISION]}: the model's weights are quantized and stay what they are."
-    attention = recipe[Slot.ATTENTION]
-    if attention != roster.plain(Slot.ATTENTION) and not hasattr(model, "set_attn_implementation"):
-        yield f"{attention}: {type(model).__name__} lets nobody choose its attention."
+        says = "the model has adapters, or the trainer an optimizer, already."
+        yield Slot.ADAPTERS, f"{recipe[Slot.ADAPTERS]}: {says}"
+    if setup.weights_dtype != dtype_of(model) and getattr(model, "is_quantized", False):
+        yield Slot.PRECISION, f"{precision}: the model's weights are quantized and stay what they are."
     if setup.autocast == "float16" and trainer.args.device.type == "cpu":
-        yield f"{recipe[Slot.PRECISION]}: accelerate has no fp16 on the CPU. Try 'bf16'."
+        yield Slot.PRECISION, f"{precision}: accelerate has no fp16 on the CPU. Try 'bf16'."
+    if attention != roster.plain(Slot.ATTENTION) and not hasattr(model, "set_attn_implementation"):
+        yield Slot.ATTENTION, f"{attention}: {type(model).__name__} lets nobody choose its attention."
 
 
 def _told(args: Any) -> dict[str, Any]:
     """The arguments that a recipe may change, as they are."""
     names = (
-        "per_device_train_batch_size", "gradient_accumulation_steps", "bf16", "fp16", *_CHECKPOINTING,
+        "per_device_train_batch_size", "gradient_accumulation_steps", "bf16", "fp16", *CHECKPOINTING,
         "dataloader_num_workers", "dataloader_pin_memory", "optim",
     )  # fmt: skip
     found = {name: getattr(args, name) for name in names if hasattr(args, name)}
@@ -163,7 +172,8 @@ def _adapt(trainer: Any, setup: Setup) -> None:
     trainer._signature_columns = None
 
 
-def _dtype(model: Any) -> str:
+def dtype_of(model: Any) -> str:
+    """The dtype of its floating-point weights, by torch's name; `mixed` where they have several."""
     found = {each.dtype for each in model.parameters() if each.is_floating_point()}
     return str(next(iter(found))).removeprefix("torch.") if len(found) == 1 else "mixed"
 
@@ -171,7 +181,7 @@ def _dtype(model: Any) -> str:
 def _weights(model: Any, wanted: str) -> None:
     import torch
 
-    if _dtype(model) != wanted:
+    if dtype_of(model) != wanted:
         model.to(getattr(torch, wanted))
 
 
@@ -193,18 +203,32 @@ def _attention(model: Any, setup: Setup) -> None:
 
 def _checkpoint(trainer: Any, setup: Setup) -> None:
     """Layers are wrapped here, as everywhere in snugfit; the Trainer's own switch, which knows no spans, is
-    off."""
+    off. What an earlier fit has wrapped is unwrapped first."""
     from snugfit.step.checkpointing import checkpoint_layers
 
-    for name in _CHECKPOINTING:
+    model = trainer.model
+    for module, before in getattr(trainer, "snugfit_wrapped", []):
+        module.__dict__.pop("forward", None)
+        module.__dict__.update(before)
+    for name in CHECKPOINTING:
         if hasattr(trainer.args, name):
             setattr(trainer.args, name, False)
-    model = trainer.model
-    known = next((name for name in _CHECKPOINTING if hasattr(type(model), f"is_{name}")), None)
-    if known and getattr(model, f"is_{known}"):
-        getattr(model, f"{known}_disable")()
+    keep_all(model)
+    own = [(module, _own_forward(module)) for module in model.modules()]
     if setup.checkpoint is not None:
         checkpoint_layers(model, setup.checkpoint)
+    trainer.snugfit_wrapped = [(module, before) for module, before in own if _own_forward(module) != before]
+
+
+def keep_all(model: Any) -> None:
+    """Turns off transformers' own checkpointing of layers, where it is on."""
+    known = next((name for name in CHECKPOINTING if hasattr(type(model), f"is_{name}")), None)
+    if known and getattr(model, f"is_{known}"):
+        getattr(model, f"{known}_disable")()
+
+
+def _own_forward(module: Any) -> dict[str, Any]:
+    return {"forward": module.__dict__["forward"]} if "forward" in module.__dict__ else {}
 
 
 def _loader(args: Any, wish: LoaderWish) -> None:

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from snugfit.errors import SnugfitError, UsageError, did_you_mean
@@ -29,7 +30,7 @@ from snugfit.planning.space import Space, fidelity_of, space_of
 from snugfit.planning.start import compared
 from snugfit.prediction.once import RATE, OnceRate
 from snugfit.techniques.recipe import Recipe
-from snugfit.techniques.technique import Fidelity
+from snugfit.techniques.technique import Fidelity, Slot
 
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from snugfit.planning.clock import Clock
     from snugfit.planning.workers import Bench, Question
     from snugfit.rehearsal.tape import Tape
+    from snugfit.techniques.technique import Technique
 
 
 def plan(
@@ -52,6 +54,7 @@ def plan(
     start: Recipe | str | None = None,
     steps: int | None = None,
     once: OnceRate = RATE,
+    settled: Mapping[Slot, Technique] = MappingProxyType({}),
     tell: Tell = lambda what: None,
 ) -> Plan:
     """The recipe that `objective` asks for among those that fit `gpu`, or `memory_bytes` of it.
@@ -60,8 +63,9 @@ def plan(
     GPU's. `workers` processes rehearse side by side, by default two where there are as many cores. The plan
     lists the `ranked` best that fit, and says what it would change in the recipe to `start` from, which may
     be text. `steps` is how long the run is: what a recipe pays once, at the rate of `once`, is then spread
-    over it. `tell` hears what is being done. Raises `UsageError` for what cannot be, and `SnugfitError` when
-    no recipe of the space can be rehearsed. When nothing fits, the plan says so and holds the nearest miss.
+    over it. Slots that are `settled` are not searched. `tell` hears what is being done. Raises `UsageError`
+    for what cannot be, and `SnugfitError` when no recipe of the space can be rehearsed. When nothing fits,
+    the plan says so and holds the nearest miss.
     """
     from snugfit.job.gpu import find_gpu
     from snugfit.job.job import refuse_what_is_no_job
@@ -80,7 +84,8 @@ def plan(
         memory_bytes = gpu.memory_bytes
     workers = min(2, os.cpu_count() or 1) if workers is None else workers
     load_ahead(job, [gpu], clocks, workers)
-    space = space_of(job, fidelity=fidelity, capability=gpu.compute_capability if gpu else None)
+    capability = gpu.compute_capability if gpu else None
+    space = space_of(job, fidelity=fidelity, capability=capability, settled=settled)
 
     def made(at: Bench) -> Plan:
         searched = search(space, at, tell)

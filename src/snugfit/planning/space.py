@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import UsageError, did_you_mean
@@ -105,10 +106,20 @@ def fidelity_of(text: str | Fidelity) -> Fidelity:
     return Fidelity(text)
 
 
-def space_of(job: Job, *, fidelity: Fidelity = Fidelity.ROUNDS, capability: Capability = None) -> Space:
-    """Every lawful recipe for this job on such a GPU that is no less exact than `fidelity`."""
+def space_of(
+    job: Job,
+    *,
+    fidelity: Fidelity = Fidelity.ROUNDS,
+    capability: Capability = None,
+    settled: Mapping[Slot, Technique] = MappingProxyType({}),
+) -> Space:
+    """Every lawful recipe for this job on such a GPU that is no less exact than `fidelity`; what is `settled`
+    is not searched, however exact it is."""
     refused: list[Refusal] = []
-    choices = tuple(tuple(_choices(slot, job, fidelity, capability, refused)) for slot in Slot)
+    choices = tuple(
+        (settled[slot],) if slot in settled else tuple(_choices(slot, job, fidelity, capability, refused))
+        for slot in Slot
+    )
     candidates: list[Candidate] = []
     numbers: tuple[dict[Hashable, int], ...] = ({}, {}, {})
     objections: Counter[tuple[str, str]] = Counter()
