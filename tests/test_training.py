@@ -146,15 +146,15 @@ def _poison(monkeypatch: pytest.MonkeyPatch, step: int, value: float = math.nan)
     """The loss of this step's last micro-batch is no number."""
     plain, count = TrainingStep.take, [0]
 
-    def take(self: TrainingStep, running: Any, pieces: Any) -> Any:
+    def take(self: TrainingStep, running: Any, *more: Any) -> Any:
         count[0] += 1
         if count[0] == step:
             handle = running.model.register_forward_hook(lambda m, i, out: _spoilt(out, value))
             try:
-                return plain(self, running, pieces)
+                return plain(self, running, *more)
             finally:
                 handle.remove()
-        return plain(self, running, pieces)
+        return plain(self, running, *more)
 
     monkeypatch.setattr(TrainingStep, "take", take)
 
@@ -186,6 +186,32 @@ def test_a_loss_that_is_no_number_stops_before_the_update(
     assert_same_weights(resumed.model, whole.model)
 
 
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_a_gradient_that_is_no_number_stops_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clip: float | None
+) -> None:
+    """The loss is fine, and one element of one gradient is not."""
+
+    def spoil(gradient: torch.Tensor) -> torch.Tensor:
+        gradient = gradient.clone()
+        gradient.view(-1)[3] = math.inf
+        return gradient
+
+    plain = TrainingStep._accumulate
+
+    def accumulate(self: TrainingStep, built: Any) -> Any:
+        weight = next(built.model.parameters())
+        handle = weight.register_hook(spoil)
+        try:
+            return plain(self, built)
+        finally:
+            handle.remove()
+
+    monkeypatch.setattr(TrainingStep, "_accumulate", accumulate)
+    with pytest.raises(SnugfitError, match=r"Step 1: (A gradient is no number|The gradients' norm is inf)"):
+        train(small_run(tmp_path, job=bert_job(clip=clip)))
+
+
 def test_such_a_step_can_be_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _poison(monkeypatch, 5)
     done = train(small_run(tmp_path, on_nonfinite="skip"))
@@ -197,6 +223,9 @@ def test_such_a_step_can_be_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_too_many_skipped_steps_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """F19: a scaler that finds an overflow in every step."""
     monkeypatch.setattr("torch.nn.utils.get_total_norm", lambda grads: torch.tensor(math.inf))
+    monkeypatch.setattr(
+        "torch.amp.GradScaler._found_inf_per_device", lambda self, optimizer: {"cpu": torch.tensor(1.0)}
+    )
     with pytest.raises(SnugfitError, match="3 steps in a row"):
         train(small_run(tmp_path, "fp16", most_skipped_in_a_row=3))
 
@@ -208,15 +237,15 @@ def _exhaust(monkeypatch: pytest.MonkeyPatch, step: int, phase: str) -> None:
     """Memory runs out in this step, once, in this phase."""
     plain, count = TrainingStep.take, [0]
 
-    def take(self: TrainingStep, running: Any, pieces: Any) -> Any:
+    def take(self: TrainingStep, running: Any, *more: Any) -> Any:
         count[0] += 1
         if count[0] != step:
-            return plain(self, running, pieces)
+            return plain(self, running, *more)
         if phase == "forward":
             torch.rand(3)  # what a forward pass has drawn by then
             self.phases.phase("forward")
         else:
-            plain(self, running, pieces)  # weights have changed, and the step counts as broken
+            plain(self, running, *more)  # weights have changed, and the step counts as broken
             self.phases.phase("update")
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
 
@@ -261,7 +290,7 @@ def test_when_no_recipe_is_left_it_is_told(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_other_errors_are_no_want_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(self: TrainingStep, running: Any, pieces: Any) -> Any:
+    def broken(self: TrainingStep, running: Any, *more: Any) -> Any:
         raise ValueError("out of memory, said a file name")
 
     monkeypatch.setattr(TrainingStep, "take", broken)

@@ -55,7 +55,14 @@ def _planned(job: Job, recipe: Recipe, device: torch.device) -> Recipe | None:
     gpu = torch.cuda.get_device_name(device)
     needed = predict(job, recipe, gpu=gpu).needed_bytes
     fidelity = max((technique.fidelity for technique in recipe), key=list(Fidelity).index)
-    found = plan(job, gpu=gpu, memory_bytes=int(needed * LESS), fidelity=fidelity, ranked=MOST_RANKED)
+    found = plan(
+        job,
+        gpu=gpu,
+        memory_bytes=int(needed * LESS),
+        fidelity=fidelity,
+        ranked=MOST_RANKED,
+        workers=1,  # none beside this process, which would import the user's script once more
+    )
     candidates = (Recipe.parse(choice.recipe) for choice in found.ranked)
     return next((each for each in candidates if goes_on_with(each, recipe)), None) if found.fits else None
 

@@ -21,11 +21,12 @@ Addresses matter only as an order; `addresses.py` says in which order the driver
 from __future__ import annotations
 
 import bisect
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from snugfit.prediction.addresses import DeviceAddresses
-from snugfit.rehearsal.tape import Tape
+from snugfit.rehearsal.context import SETTLED
+from snugfit.rehearsal.tape import Block, Tape
 
 MINIMUM = 512
 SMALL = 1 << 20
@@ -230,16 +231,15 @@ def replay(
     held: dict[int, _Piece] = {}
     reserved: list[int] = []
     blocks = tape.blocks
-    cublas_runs = False
+    moves = _driver_moves(blocks, allocator.addresses)
     seen: dict[int, Hashable] = {}
     for place, event in enumerate(tape.events):
         if place in states:
             living = tuple((blocks[block - 1][:4], piece.address) for block, piece in held.items())
             seen[place] = living, allocator.state()
         if event > 0:
-            if not cublas_runs and blocks[event - 1].operator == CUBLAS_WORKSPACE:
-                cublas_runs = True
-                allocator.addresses.take_for_cublas()
+            for move in moves.get(event, ()):
+                move()
             held[event] = allocator.allocate(blocks[event - 1].nbytes)
         else:
             allocator.release(held.pop(-event))
@@ -252,3 +252,24 @@ def replay(
         reserved,
         seen,
     )
+
+
+def _driver_moves(
+    blocks: Sequence[Block], addresses: DeviceAddresses
+) -> Mapping[int, Sequence[Callable[[], None]]]:
+    """What the driver does with addresses by itself, by the birth before which it does so."""
+    ahead = {
+        SETTLED: addresses.settle,
+        "forward": addresses.begin_forward,
+        "backward": addresses.begin_backward,
+        CUBLAS_WORKSPACE: addresses.start_cublas,
+    }
+    found: dict[int, list[Callable[[], None]]] = {}
+    due: list[Callable[[], None]] = []
+    for number, block in enumerate(blocks, 1):
+        due += [ahead.pop(word) for word in (block.phase, block.operator) if word in ahead]
+        if due and block.nbytes:
+            found[number], due = due, []
+            if not ahead:
+                break
+    return found

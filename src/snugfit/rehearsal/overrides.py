@@ -26,6 +26,7 @@ from snugfit.errors import RehearsalError
 from snugfit.rehearsal.attention import Operands
 from snugfit.rehearsal.autocast import KEY, WeightCache, register_autocast
 from snugfit.rehearsal.bindings import bindings
+from snugfit.rehearsal.building import built_as_on_a_device
 from snugfit.rehearsal.composites import composites
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ def in_force(
                     library.impl(name, kernel, KEY)
                 register_autocast(library, policy, kernels, cache)
             undo.enter_context(bindings(policy, cache))
+            undo.enter_context(built_as_on_a_device())
             _probe(policy)
         except (AttributeError, ImportError, RuntimeError) as error:
             raise RehearsalError(moved(error)) from error

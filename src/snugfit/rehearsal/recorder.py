@@ -24,8 +24,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from snugfit.rehearsal.accumulation import SoleOwner
-from snugfit.rehearsal.buffers import OUTPUTS, Scratch
+from snugfit.rehearsal.buffers import ONE_OUTPUT, OUTPUTS, Scratch
 from snugfit.rehearsal.checkpoints import tell_of_checkpoints
+from snugfit.rehearsal.context import KEEPING, SETTLED
 from snugfit.rehearsal.described import described
 from snugfit.rehearsal.kernels import MATRICES, Description, apart, copies_in
 from snugfit.rehearsal.kinds import kinds
@@ -66,8 +67,8 @@ class Recorder(TorchDispatchMode):
         self._optimizer: torch.optim.Optimizer | None = None
         self._recomputed: set[int] = set()
         self._hooks: list[Any] = []
-        self._begun = 0  # checkpointed parts that began since the last kernel
-        self._viewed = 0  # operators without a kernel since then
+        self._begun = self._viewed = 0  # checkpointed parts and views since the last kernel
+        self._settled = False  # whether the context has
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -156,6 +157,10 @@ class Recorder(TorchDispatchMode):
             return out  # the host's own work
         scratch = self.policy.scratch(operator, args, out)
         self._run(operator, out, scratch, self.policy.workspaces(operator))
+        if not self._settled and operator not in KEEPING and not copies_in(func, args):
+            self._settled = described(known, key, args, kwargs, out) is not None
+            if self._settled:
+                self._birth(SETTLED, 0, Kind.WORKSPACES)
         if operator in ANY and isinstance(out, torch.Tensor):
             self._any_results.add(id(out))
             weakref.finalize(out, self._any_results.discard, id(out)).atexit = False
@@ -252,7 +257,7 @@ class Recorder(TorchDispatchMode):
 
     def _run(self, operator: str, out: Any, scratch: Scratch, workspaces: Iterable[tuple[str, int]]) -> None:
         """Everything a kernel allocates: its outputs, workspaces when it is its thread's first, scratch."""
-        if OUTPUTS not in scratch:
+        if OUTPUTS not in scratch and ONE_OUTPUT.keys().isdisjoint(scratch):
             self._born(operator, out)
         thread = "backward" if self.current_phase == "backward" else "main"
         for name, nbytes in workspaces:
@@ -267,6 +272,8 @@ class Recorder(TorchDispatchMode):
                 held[name] = self._birth(f"{operator}: {name}", nbytes, Kind.WORKSPACES)
             elif nbytes < 0:
                 self.events.append(-(held.pop(name) + 1))
+            elif (name, nbytes) in ONE_OUTPUT:
+                self._born(operator, out[ONE_OUTPUT[name, nbytes]])
 
     # ---- what for: kinds -------------------------------------------------------------------------------
 

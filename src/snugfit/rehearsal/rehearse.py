@@ -79,6 +79,8 @@ def rehearsed(step: Step, policy: Policy, steps: int) -> tuple[Tape, list[Note]]
     from snugfit.rehearsal.overrides import in_force
     from snugfit.rehearsal.recorder import Recorder
 
+    if step.setup.adapt is not None:
+        import_peft()  # before it is overridden
     recorder = Recorder(policy, steps, padded=step.job.padding > 0 or step.always_mask)
     with _without_collector(), contextlib.ExitStack() as stack:
         stack.enter_context(no_hub_kernels())  # what a step is the first to import (Adafactor's file) may ask

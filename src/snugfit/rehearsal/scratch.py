@@ -86,6 +86,11 @@ def _within(name: str, nbytes: int) -> Scratch:
     return ((name, nbytes), (name, -nbytes)) if nbytes else ()
 
 
+def _pow(arguments: Sequence[Any], out: Any, sizes: tuple[int, int]) -> Scratch:
+    """A number as the base is made a tensor first (`pow_Scalar_out`, `native/Pow.cpp`)."""
+    return () if hasattr(arguments[0], "numel") else (OUTPUTS, *_within("base", 8))
+
+
 def _scan(arguments: Sequence[Any], out: Any, sizes: tuple[int, int]) -> Scratch:
     converted = _converted(arguments, out) or (OUTPUTS,)
     return (*converted[:2], *sorting.scan(arguments[0], out), *converted[2:])
@@ -148,7 +153,7 @@ def _convolution_backward(arguments: Sequence[Any], out: Any, sizes: tuple[int, 
     gradient, bias = arguments[0], out[2]
     over = [0, *range(2, gradient.dim())]
     summed = () if bias is None else reductions.partial(gradient, over, bias, sizes)
-    return (*convolution.backward(arguments, out), *summed)
+    return convolution.backward(arguments, out, summed)
 
 
 _CUDA: dict[str, Callable[[Sequence[Any], Any, tuple[int, int]], Scratch]] = {
@@ -163,6 +168,7 @@ _CUDA: dict[str, Callable[[Sequence[Any], Any, tuple[int, int]], Scratch]] = {
     "aten::_scaled_dot_product_efficient_attention_backward": _efficient_backward,
     "aten::convolution": _convolution,
     "aten::convolution_backward": _convolution_backward,
+    "aten::pow": _pow,
     "aten::cumsum": _scan,
     "aten::cumprod": _scan,
     "aten::sort": sorting.sort,

@@ -133,7 +133,7 @@ def _short(event: Event, since: _Since) -> str:
     parts = [
         f"(epoch {event['epoch']:.2f})",
         f"loss {event['loss']:.4f}",
-        f"norm {event['norm']:.3g}",
+        *([] if event["norm"] is None else [f"norm {event['norm']:.3g}"]),
         f"rate {event['learning_rate']:.3g}",
     ]
     if since.seconds:

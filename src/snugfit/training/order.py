@@ -20,6 +20,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -171,6 +172,36 @@ def feed(
     batches = iter(loader)
     for step in range(start_step, stop_step):
         yield [next(batches) for _ in order.step(step)]
+
+
+@final
+class Ahead:
+    """Takes from a feed, and fetches what comes next while something else is going on."""
+
+    def __init__(self, batches: Iterator[list[dict[str, torch.Tensor]]]) -> None:
+        self._batches = batches
+        self._fetched: list[list[dict[str, torch.Tensor]] | None] = []
+        self._fault: Exception | None = None
+        self.fetching_seconds = 0.0
+        """How long the last fetch took."""
+
+    def fetch(self) -> None:
+        """Waits for the next step's micro-batches and keeps them. What goes wrong is told to who takes them:
+        it is no fault of what is going on meanwhile."""
+        began = time.perf_counter()
+        try:
+            self._fetched.append(next(self._batches, None))
+        except Exception as fault:
+            self._fault = fault
+        self.fetching_seconds = time.perf_counter() - began
+
+    def take(self) -> list[dict[str, torch.Tensor]] | None:
+        """The next step's micro-batches; None after the last."""
+        if not self._fetched and self._fault is None:
+            self.fetch()
+        if self._fault is not None:
+            raise self._fault
+        return self._fetched.pop(0)
 
 
 @final

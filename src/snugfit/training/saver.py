@@ -10,7 +10,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 from snugfit.training.manifest import SaveStopped
 from snugfit.training.save_failed import SaveFailed
@@ -18,7 +19,21 @@ from snugfit.training.store import Store
 
 if TYPE_CHECKING:
     from snugfit.training.journal import Journal
-    from snugfit.training.state import Snapshot
+
+
+class Content(Protocol):
+    """What a checkpoint will hold: a run between two steps, which does not change any more."""
+
+    @property
+    def step(self) -> int:
+        """The steps that are done."""
+
+    @property
+    def bytes(self) -> int:
+        """How much it is."""
+
+    def write(self, folder: Path) -> None:
+        """Puts the files into this folder."""
 
 
 class Saver:
@@ -33,7 +48,7 @@ class Saver:
         self.failure: Exception | None = None
         """What the last save said, when it failed."""
 
-    def keep(self, snapshot: Callable[[], Snapshot], *, best: int | None) -> None:
+    def keep(self, snapshot: Callable[[], Content], *, best: int | None) -> None:
         """Takes a snapshot when the one before is written, and begins to write it. The checkpoint of step
         `best` stays."""
         begun = time.perf_counter()
@@ -44,7 +59,7 @@ class Saver:
         self._thread = threading.Thread(target=self._save, args=(taken, keep, blocked), name="snugfit-save")
         self._thread.start()
 
-    def _save(self, snapshot: Snapshot, keep: frozenset[int], blocked: float) -> None:
+    def _save(self, snapshot: Content, keep: frozenset[int], blocked: float) -> None:
         begun = time.perf_counter()
         self.failure = None
         try:

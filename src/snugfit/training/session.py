@@ -20,7 +20,7 @@ from snugfit.training.journal import Journal
 from snugfit.training.loop import Exhausted, NonFinite, Taken, TrainingStep
 from snugfit.training.manifest import Checkpoint, verify
 from snugfit.training.opening import open_run
-from snugfit.training.order import Order, feed
+from snugfit.training.order import Ahead, Order, feed
 from snugfit.training.pace import Pace
 from snugfit.training.run import Run
 from snugfit.training.saver import Saver
@@ -119,24 +119,25 @@ class Session:
             pinned=loader.pinned and run.device.type == "cuda",
         )
         with contextlib.closing(batches):
+            ahead = Ahead(batches)
             began = time.perf_counter()
-            for pieces in batches:
-                stalled = time.perf_counter() - began
+            while (pieces := ahead.take()) is not None:
                 rate = self._running.scheduler.get_last_lr()[0]
-                taken = self._take(pieces)
+                taken = self._take(pieces, ahead.fetch)
                 if isinstance(taken, Exhausted):
                     return taken
+                stalled = 0.0 if self._step.device_was_busy else ahead.fetching_seconds
                 self._tell_step(taken, pieces, rate, time.perf_counter() - began, stalled)
                 if outcome := self._border():
                     return outcome
                 began = time.perf_counter()
         return FINISHED
 
-    def _take(self, pieces: list[dict[str, Any]]) -> Taken | Exhausted:
+    def _take(self, pieces: list[dict[str, Any]], meanwhile: Callable[[], None]) -> Taken | Exhausted:
         """One step; where a loss is no number, what the options say of it."""
         self._generators = generators(self._run.device)
         try:
-            taken = self._step.attempt(self._running, pieces)
+            taken = self._step.attempt(self._running, pieces, meanwhile)
         except NonFinite as fault:
             self._stop_or_skip(fault)
             taken = Taken(loss=fault.loss, norm=fault.norm, updated=False)
