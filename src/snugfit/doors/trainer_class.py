@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from snugfit.doors.trainer_fitted import Fitted
+from snugfit.doors.trainer_keeping import Keeping
 from snugfit.doors.trainer_loss import (
     is_the_users,
     items_of,
@@ -19,9 +21,15 @@ from snugfit.doors.trainer_loss import (
     wrong_of_the_model,
     wrong_of_theirs,
 )
+from snugfit.doors.trainer_numbers import refuse_no_number
+from snugfit.doors.trainer_restore import restore_generators, restore_trainer, restore_weights
 from snugfit.doors.trainer_setup import optimizer_arguments, optimizer_is_theirs
 from snugfit.step.install import call, matmul_precision, resolve
 from snugfit.techniques.technique import Slot
+from snugfit.training.generators import generators, random_state
+from snugfit.training.interrupt import EXIT_CODES, Interrupts
+from snugfit.training.lock import locked
+from snugfit.training.store import Store
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -40,13 +48,26 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
     snugfit: Fitted
     optimizer: Any
 
-    def train(self, *arguments: Any, **keywords: Any) -> Any:
-        """The trainer's own, under the recipe."""
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **keywords: Any
+    ) -> Any:
+        """The trainer's own, under the recipe, in a folder that is this run's alone."""
         fitted, setup = self.snugfit, self.snugfit.recipe.setup()
         _allocator(self.args.device, expandable=setup.expandable_segments)
         theirs = Slot.MATMUL in fitted.left
-        with contextlib.nullcontext() if theirs else matmul_precision(setup.matmul):
-            return super().train(*arguments, **keywords)
+        with (
+            contextlib.nullcontext() if theirs else matmul_precision(setup.matmul),
+            _changed(self.args, logging_nan_inf_filter=False, restore_callback_states_from_checkpoint=True),
+            opened(self, fitted) as keeping,
+        ):
+            folder = keeping.open(resume_from_checkpoint)
+            done = super().train(folder, *arguments, **keywords)
+            stopped = keeping.interrupts.stopping
+            if stopped is None:
+                keeping.refuse_a_lost_end()
+        if stopped is not None:
+            raise SystemExit(EXIT_CODES[stopped])
+        return done
 
     def create_optimizer(self, *arguments: Any, **keywords: Any) -> Any:
         """The recipe's, in the Trainer's two groups, with the user's numbers; or the one they brought."""
@@ -72,6 +93,8 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
         fitted = self.snugfit
         fitted.pieces = [items_of(self, each) for each in samples]
         fitted.total, fitted.count = sum(fitted.pieces), len(samples)
+        fitted.batch, fitted.lost = samples, None
+        fitted.began = generators(self.args.device)
         return samples, items
 
     def training_step(self, model: Any, inputs: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -85,7 +108,9 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
             return torch.zeros((), device=self.args.device)
         self.current_gradient_accumulation_steps = 1  # transformers divides by it what is weighed already
         with _counting(fitted, items / fitted.total):
-            return super().training_step(model, inputs, *arguments, **keywords)
+            loss = super().training_step(model, inputs, *arguments, **keywords)
+        fitted.lost = loss if fitted.lost is None else fitted.lost + loss
+        return loss
 
     def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **keywords: Any) -> Any:
         """In training, the loss weighed by its share; in an evaluation as it is."""
@@ -105,6 +130,80 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
         if used or fitted.share == 1:
             return made
         return (made[0] * fitted.share, *made[1:]) if isinstance(made, tuple) else made * fitted.share
+
+    def _get_grad_norm(self, *arguments: Any, **keywords: Any) -> Any:
+        """The last moment before the update: a loss or a gradient that is no number ends the run here."""
+        norm = super()._get_grad_norm(*arguments, **keywords)
+        refuse_no_number(self, self.snugfit, norm)
+        return norm
+
+    def _run_epoch(self, *arguments: Any, **keywords: Any) -> Any:
+        """An epoch; a resumed one begins with the generators that it had."""
+        keeping = self.snugfit.checkpoints
+        keeping.epoch_began = random_state(self.args.device)
+        if keeping.resumed is not None and self.state.global_step == keeping.resumed.step:
+            keeping.remember(within=bool(keywords.get("steps_trained_in_current_epoch")))
+        return super()._run_epoch(*arguments, **keywords)
+
+    def _maybe_log_save_evaluate(self, *arguments: Any, **keywords: Any) -> Any:
+        """The border between two steps: what was asked for meanwhile is done here."""
+        interrupts = self.snugfit.checkpoints.interrupts
+        stopping = interrupts.stopping is not None
+        if interrupts.wants_checkpoint() or stopping:
+            self.control.should_save = True
+        if stopping:
+            self.control.should_training_stop = True
+        return super()._maybe_log_save_evaluate(*arguments, **keywords)
+
+    def _save_checkpoint(self, *arguments: Any, **keywords: Any) -> None:
+        self.store_flos()
+        self.snugfit.checkpoints.keep()
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        restore_weights(self.model if model is None else model, Path(resume_from_checkpoint))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            restore_trainer(self, Path(checkpoint))
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """It came with the optimizer."""
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            restore_generators(Path(checkpoint), self.args.device)
+
+    def _finalize_training(self, *arguments: Any, **keywords: Any) -> Any:
+        """The best model is read from a checkpoint, which may be being written."""
+        self.snugfit.checkpoints.wait()
+        return super()._finalize_training(*arguments, **keywords)
+
+
+@contextlib.contextmanager
+def opened(trainer: Any, fitted: Fitted) -> Iterator[Keeping]:
+    """The trainer's folder, for one `train()`."""
+    store = Store(Path(trainer.args.output_dir))
+    store.prepare()
+    with locked(store.root), Interrupts(store.root) as interrupts:
+        store.sweep()
+        keeping = Keeping(trainer, fitted, store, interrupts)
+        fitted.keeping = keeping
+        try:
+            yield keeping
+        finally:
+            keeping.wait()  # nobody writes here once the folder is given back
+            fitted.keeping = None
+
+
+@contextlib.contextmanager
+def _changed(args: Any, **values: Any) -> Iterator[None]:
+    """Arguments that are others while it trains."""
+    before = {name: getattr(args, name) for name in values}
+    vars(args).update(values)
+    try:
+        yield
+    finally:
+        vars(args).update(before)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
+
+    from snugfit.doors.trainer_keeping import Keeping
     from snugfit.job.job import Job
     from snugfit.techniques.recipe import Recipe
     from snugfit.techniques.technique import Slot
@@ -40,12 +43,33 @@ class Fitted:
     divides: bool | None = None
     """Whether the model's loss depends on `num_items_in_batch`; None before it was asked."""
 
+    keeping: Keeping | None = None
+    """The checkpoints of the `train()` that is going on."""
+
+    lost: torch.Tensor | None = None
+    """The losses of this step's micro-batches so far, weighed and added."""
+
+    began: tuple[torch.Tensor, ...] = ()
+    """The generators of a forward pass when this step began."""
+
+    batch: list[Any] = field(default_factory=list)
+    """This step's micro-batches."""
+
     told: set[str] = field(default_factory=set)
     """What was said once."""
 
+    @property
+    def checkpoints(self) -> Keeping:
+        """Those of the `train()` that is going on."""
+        assert self.keeping is not None, "outside of train()"
+        return self.keeping
+
     def tell(self, event: str, **fields: Any) -> None:
         """Something happened."""
-        self.watch({"event": event, **fields})
+        if self.keeping is not None:
+            self.keeping.journal.tell(event, **fields)
+        else:
+            self.watch({"event": event, **fields})
 
     def warn_once(self, text: str) -> None:
         """A warning, the first time; none is none."""

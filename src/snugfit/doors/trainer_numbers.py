@@ -1,0 +1,60 @@
+"""A loss or a gradient that is no number stops a fitted trainer before a weight has changed.
+
+transformers goes on, logs a loss of 0 and leaves weights that are no numbers. Here the step's loss and the
+norm of its gradients come to the host together, once a step; a gradient scaler's overflow is its own affair.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import TYPE_CHECKING, Any
+
+from snugfit.errors import SnugfitError
+from snugfit.training.generators import set_generators
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from snugfit.doors.trainer_fitted import Fitted
+
+
+def refuse_no_number(trainer: Any, fitted: Fitted, norm: Any) -> None:
+    """Raises `SnugfitError` when this step's loss or norm is no number. Its batch is written down, and the
+    border before it is kept as a checkpoint."""
+    import torch
+
+    if fitted.lost is None or fitted.keeping is None:
+        return
+    length = torch.as_tensor(norm, device=fitted.lost.device)
+    loss, size = torch.stack([fitted.lost.float(), length.float()]).tolist()
+    overflown = trainer.accelerator.scaler is not None and not math.isfinite(size)
+    if math.isfinite(loss) and (overflown or math.isfinite(size)):
+        return
+    trainer.model.zero_grad(set_to_none=True)
+    step = trainer.state.global_step + 1
+    file = fitted.keeping.store.root / f"nonfinite-step-{step}.safetensors"
+    with contextlib.suppress(OSError):
+        _write(fitted.batch, file)
+    set_generators(fitted.began, trainer.args.device)
+    fitted.keeping.keep()
+    fitted.keeping.wait()
+    what = f"The loss is {loss}" if not math.isfinite(loss) else f"The gradients' norm is {size}"
+    raise SnugfitError(
+        f"Step {step}: {what}; no weight was changed. The step's batch stands in {file}. Look at it, take a"
+        " smaller learning rate, or another precision."
+    )
+
+
+def _write(batch: list[Any], file: Path) -> None:
+    """Every tensor of the micro-batches, by its number and its name."""
+    import torch
+    from safetensors.torch import save_file
+
+    tensors = {
+        f"{number}.{name}": value.detach().cpu().contiguous()
+        for number, piece in enumerate(batch)
+        for name, value in piece.items()
+        if isinstance(value, torch.Tensor)
+    }
+    save_file(tensors, file)

@@ -1,0 +1,214 @@
+"""A fitted trainer's checkpoints: whole or not there, resumed bit for bit, and what ends a run early."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from fitted import classified, losses_of, model_of, quiet, spoken, trainer_of
+from small_runs import Killed, assert_same_weights
+from snugfit import fit
+from snugfit.errors import SnugfitError, UsageError
+from snugfit.training.manifest import verify
+
+
+class At(transformers.TrainerCallback):
+    """Does something when a step is done."""
+
+    def __init__(self, step: int, do: Any) -> None:
+        self.step, self.do = step, do
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        if state.global_step == self.step:
+            self.do()
+
+
+def die() -> None:
+    raise Killed
+
+
+def run_of(folder: Path, *, at: At | None = None, recipe: str = "micro_batches(2)", **more: Any) -> Any:
+    """A fitted trainer with dropout, a random order, and a checkpoint every second step of ten."""
+    wanted: dict[str, Any] = {
+        "max_steps": 10, "save_strategy": "steps", "save_steps": 2, "train_sampling_strategy": "random",
+        "logging_steps": 3, "seed": 5, **more,
+    }  # fmt: skip
+    told: list[dict[str, Any]] = []
+    trainer = trainer_of(folder, model_of("bert", dropout=0.2), classified(22), **wanted)
+    if at is not None:
+        trainer.add_callback(at)
+    fit(trainer, recipe, watch=told.append)
+    trainer.told = told
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    trainer = run_of(tmp_path_factory.mktemp("whole"))
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("step", [3, 6, 7, 9])
+def test_a_killed_run_goes_on_bit_for_bit(step: int, whole: Any, tmp_path: Path) -> None:
+    """Within an epoch, on its border (6 steps each), and in the second."""
+    with pytest.raises(Killed):
+        run_of(tmp_path, at=At(step, die)).train()
+    torch.manual_seed(99)
+    resumed = run_of(tmp_path)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.snugfit.keeping is None
+    assert_same_weights(resumed.model, whole.model)
+    assert losses_of(resumed) == losses_of(whole)
+
+
+def test_an_order_by_length_goes_on_too(tmp_path: Path) -> None:
+    """transformers draws it from torch's generator when an epoch begins."""
+    more = {"train_sampling_strategy": "group_by_length", "max_steps": 5}
+    ends = run_of(tmp_path / "whole", **more)
+    ends.train()
+    with pytest.raises(Killed):
+        run_of(tmp_path / "cut", at=At(3, die), **more).train()
+    resumed = run_of(tmp_path / "cut", **more)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-2"))
+    assert_same_weights(resumed.model, ends.model)
+
+
+def test_a_checkpoint_is_whole_and_loads(whole: Any) -> None:
+    folder = Path(whole.args.output_dir) / "checkpoint-10"
+    assert verify(folder, 10).about["recipe"] == "micro_batches(2)"
+    again = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
+    assert_same_weights(again, whole.model)
+
+
+def test_a_broken_checkpoint_is_passed_over_and_told(whole: Any, tmp_path: Path) -> None:
+    with pytest.raises(Killed):
+        run_of(tmp_path, at=At(7, die)).train()
+    weights = tmp_path / "checkpoint-6" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-3] ^= 1
+    weights.write_bytes(data)
+    resumed = run_of(tmp_path)
+    resumed.train(resume_from_checkpoint=True)
+    assert any("passed over checkpoint-6" in event.get("text", "") for event in resumed.told)
+    assert (tmp_path / "checkpoint-6.broken").is_dir()
+    assert_same_weights(resumed.model, whole.model)
+
+
+def test_what_is_no_checkpoint_of_this_run_is_refused(whole: Any, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="holds no checkpoint"):
+        run_of(tmp_path).train(resume_from_checkpoint=True)
+    theirs = Path(whole.args.output_dir) / "checkpoint-10"
+    other = run_of(tmp_path, per_device_train_batch_size=8)
+    with pytest.raises(UsageError, match="batch_size was 4 and is 8"):
+        other.train(resume_from_checkpoint=str(theirs))
+
+
+def test_a_new_start_puts_an_older_run_aside(tmp_path: Path) -> None:
+    run_of(tmp_path, max_steps=2).train()
+    again = run_of(tmp_path, max_steps=2)
+    again.train()
+    assert (tmp_path / "checkpoint-2.before-restart").is_dir()
+    assert (tmp_path / "checkpoint-2").is_dir()
+
+
+def test_early_stopping_and_the_best_model_go_on(tmp_path: Path) -> None:
+    def made(at: At | None = None) -> Any:
+        more: dict[str, Any] = {
+            "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "max_steps": 12,
+            "save_total_limit": 1, "learning_rate": 0.3,
+        }  # fmt: skip
+        trainer = trainer_of(
+            tmp_path, model_of("bert"), classified(22), save_strategy="steps", save_steps=2,
+            more={
+                "eval_dataset": classified(8),
+                "callbacks": [transformers.EarlyStoppingCallback(early_stopping_patience=3)],
+            },
+            **more,
+        )  # fmt: skip
+        if at:
+            trainer.add_callback(at)
+        return fit(trainer, "plain", watch=quiet)
+
+    with pytest.raises(Killed):
+        made(At(5, die)).train()
+    resumed = made()
+    resumed.train(resume_from_checkpoint=True)
+    evaluated = [line["eval_loss"] for line in resumed.state.log_history if "eval_loss" in line]
+    best = min(evaluated)
+    assert resumed.state.best_metric == best
+    since = len(evaluated) - 1 - evaluated.index(best)
+    assert resumed.state.global_step == 12 or since == 3, "the patience is counted through the resume"
+    assert (tmp_path / f"checkpoint-{2 * (evaluated.index(best) + 1)}").is_dir()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_a_signal_ends_it_at_a_border(number: int, code: int, whole: Any, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run_of(tmp_path, at=At(3, lambda: os.kill(os.getpid(), number))).train()
+    assert ended.value.code == code
+    assert (tmp_path / "checkpoint-3").is_dir()
+    resumed = run_of(tmp_path)
+    resumed.train(resume_from_checkpoint=True)
+    assert_same_weights(resumed.model, whole.model)
+
+
+def test_a_checkpoint_on_demand_changes_nothing(whole: Any, tmp_path: Path) -> None:
+    trainer = run_of(tmp_path, at=At(5, lambda: os.kill(os.getpid(), signal.SIGUSR1)))
+    trainer.train()
+    assert (tmp_path / "checkpoint-5").is_dir()
+    assert_same_weights(trainer.model, whole.model)
+
+
+@pytest.mark.parametrize("which", ["loss", "gradient"])
+def test_no_number_stops_before_the_update(which: str, tmp_path: Path) -> None:
+    trainer = run_of(tmp_path, save_strategy="no")
+    before: dict[str, Any] = {}
+
+    def poison() -> None:
+        before.update({name: value.clone() for name, value in trainer.model.state_dict().items()})
+        bias = trainer.model.classifier.bias
+        if which == "loss":
+            trainer.model.classifier.register_forward_hook(lambda module, given, out: out * float("nan"))
+        else:
+            bias.register_hook(lambda gradient: gradient * float("inf"))
+
+    trainer.add_callback(At(3, poison))
+    with pytest.raises(SnugfitError, match=r"Step 4: .* no weight was changed"):
+        trainer.train()
+    after = trainer.model.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    assert (tmp_path / "nonfinite-step-4.safetensors").is_file()
+    assert verify(tmp_path / "checkpoint-3", 3)
+
+
+def test_two_trainers_do_not_share_a_folder(tmp_path: Path) -> None:
+    def second() -> None:
+        with pytest.raises(UsageError, match=r"another trainer|is training|holds"):
+            run_of(tmp_path).train()
+
+    run_of(tmp_path, at=At(1, second), max_steps=1).train()
+
+
+def test_adapters_are_kept_and_resumed(tmp_path: Path) -> None:
+    def made(at: At | None = None) -> Any:
+        trainer = trainer_of(
+            tmp_path, model_of("llama"), spoken(), save_strategy="steps", save_steps=1, max_steps=3
+        )
+        if at:
+            trainer.add_callback(at)
+        torch.manual_seed(1)
+        return fit(trainer, "lora(r=4, targets=q_proj)", watch=quiet)
+
+    first = made()
+    first.train()
+    assert (tmp_path / "checkpoint-3" / "adapter_model.safetensors").is_file()
+    again = made()
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert_same_weights(first.model, again.model)
