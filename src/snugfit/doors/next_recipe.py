@@ -41,7 +41,7 @@ def next_recipe(device: torch.device) -> Callable[[Job, Recipe, str], Recipe | N
                 found = None
             if found is not None:
                 return found
-        return _cut_smaller(job, recipe)
+        return cut_smaller(job, recipe)
 
     return following
 
@@ -74,7 +74,7 @@ def goes_on_with(following: Recipe, before: Recipe) -> bool:
     return all(getattr(ours, name) == getattr(theirs, name) for name in kept)
 
 
-def _cut_smaller(job: Job, recipe: Recipe) -> Recipe | None:
+def cut_smaller(job: Job, recipe: Recipe) -> Recipe | None:
     """The next finer cut of the batch; None when there is none."""
     finer = {
         cut.setup().micro_batches: cut

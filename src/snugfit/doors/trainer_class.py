@@ -21,10 +21,13 @@ from snugfit.doors.trainer_loss import (
     wrong_of_the_model,
     wrong_of_theirs,
 )
+from snugfit.doors.trainer_memory import broke_in_the_update, cut_finer, pieces_of
 from snugfit.doors.trainer_numbers import refuse_no_number
 from snugfit.doors.trainer_restore import restore_generators, restore_trainer, restore_weights
 from snugfit.doors.trainer_setup import optimizer_arguments, optimizer_is_theirs
+from snugfit.errors import SnugfitError
 from snugfit.step.install import call, matmul_precision, resolve
+from snugfit.step.memory_errors import memory_cause
 from snugfit.techniques.technique import Slot
 from snugfit.training.generators import generators, random_state
 from snugfit.training.interrupt import EXIT_CODES, Interrupts
@@ -61,7 +64,8 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
             opened(self, fitted) as keeping,
         ):
             folder = keeping.open(resume_from_checkpoint)
-            done = super().train(folder, *arguments, **keywords)
+            with _memory_told(self, fitted):
+                done = super().train(folder, *arguments, **keywords)
             stopped = keeping.interrupts.stopping
             if stopped is None:
                 keeping.refuse_a_lost_end()
@@ -93,24 +97,47 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
         fitted = self.snugfit
         fitted.pieces = [items_of(self, each) for each in samples]
         fitted.total, fitted.count = sum(fitted.pieces), len(samples)
-        fitted.batch, fitted.lost = samples, None
-        fitted.began = generators(self.args.device)
+        fitted.batch, fitted.lost, fitted.place = samples, None, 0
         return samples, items
 
     def training_step(self, model: Any, inputs: Any, *arguments: Any, **keywords: Any) -> Any:
-        """One micro-batch, which counts for its share. One in which nothing counts is left out: the mean over
-        nothing is no number."""
+        """One micro-batch, which counts for its share. Where memory runs out, all of the step so far again in
+        finer pieces; what is given is then what these add to the losses that were given before."""
+        fitted = self.snugfit
+        if fitted.place == 0:
+            fitted.began = generators(self.args.device)
+        fitted.place += 1
+        given, todo = fitted.lost, [inputs]
+        while True:
+            exhausted = None
+            try:
+                found = self._losses(model, todo, *arguments, **keywords)
+            except Exception as error:
+                exhausted = memory_cause(error), str(error)
+                if exhausted[0] is None:
+                    raise
+            if exhausted is None:
+                break
+            cut_finer(self, fitted, str(exhausted[0]), exhausted[1])
+            fitted.lost, todo = None, fitted.batch[: fitted.place]
+        before, fitted.lost = fitted.lost, found if fitted.lost is None else fitted.lost + found
+        return found if before is not None or given is None else found - given
+
+    def _losses(self, model: Any, batches: list[Any], *arguments: Any, **keywords: Any) -> Any:
+        """Adds the gradients of these micro-batches, each in its pieces, and gives their weighed losses. One
+        in which nothing counts is left out: the mean over nothing is no number."""
         import torch
 
         fitted = self.snugfit
-        items = fitted.pieces.pop(0)
-        if not items:
-            return torch.zeros((), device=self.args.device)
+        total = torch.zeros((), device=self.args.device)
         self.current_gradient_accumulation_steps = 1  # transformers divides by it what is weighed already
-        with _counting(fitted, items / fitted.total):
-            loss = super().training_step(model, inputs, *arguments, **keywords)
-        fitted.lost = loss if fitted.lost is None else fitted.lost + loss
-        return loss
+        for place, batch in enumerate(batches, start=fitted.place - len(batches)):
+            for piece in pieces_of(batch, fitted.rows):
+                items = fitted.pieces[place] if piece is batch else items_of(self, piece)
+                if items:
+                    with _counting(fitted, items / fitted.total):
+                        total = total + super().training_step(model, piece, *arguments, **keywords)
+        return total
 
     def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **keywords: Any) -> Any:
         """In training, the loss weighed by its share; in an evaluation as it is."""
@@ -193,6 +220,17 @@ def opened(trainer: Any, fitted: Fitted) -> Iterator[Keeping]:
         finally:
             keeping.wait()  # nobody writes here once the folder is given back
             fitted.keeping = None
+
+
+@contextlib.contextmanager
+def _memory_told(trainer: Any, fitted: Fitted) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        cause = None if isinstance(error, SnugfitError) else memory_cause(error)
+        if cause is None:
+            raise
+        raise broke_in_the_update(trainer, fitted, cause, error) from error
 
 
 @contextlib.contextmanager

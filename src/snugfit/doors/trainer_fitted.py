@@ -32,7 +32,13 @@ class Fitted:
     """Of the batch's items, those of the micro-batch that is being trained; None in an evaluation."""
 
     pieces: list[int] = field(default_factory=list)
-    """Items of this step's micro-batches that are still to come."""
+    """Items of each of this step's micro-batches."""
+
+    place: int = 0
+    """How many of them were begun."""
+
+    rows: int | None = None
+    """Samples that a micro-batch is cut into once more, since memory ran out."""
 
     total: int = 0
     """Items of all of them."""
@@ -57,6 +63,10 @@ class Fitted:
 
     told: set[str] = field(default_factory=set)
     """What was said once."""
+
+    def cut(self, recipe: Recipe) -> None:
+        """From here on under this recipe, which cuts the batch finer than the loader does."""
+        self.recipe, self.rows = recipe, self.job.batch_size // recipe.setup().micro_batches
 
     @property
     def checkpoints(self) -> Keeping:

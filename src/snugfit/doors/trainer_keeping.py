@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.doors.trainer_restore import as_text, from_text, running_of
 from snugfit.errors import SnugfitError, UsageError
+from snugfit.techniques.recipe import Recipe
 from snugfit.training.generators import restore_random_state
 from snugfit.training.journal import Journal
 from snugfit.training.manifest import Checkpoint, verify
@@ -78,8 +79,10 @@ class Keeping:
         self.journal = Journal(store.root, fitted.watch)
         self._staging = Staging(trainer.args.device)
         self._seed = _order_seed(trainer)
+        self._asked = str(fitted.recipe)
         self._kept_step: int | None = None
         self._saver: Saver | None = None
+        self._told: dict[str, Any] = {}
         self.resumed: Checkpoint | None = None
         """Where this run was taken up."""
         self.epoch_began: dict[str, Any] = {}
@@ -90,6 +93,7 @@ class Keeping:
         data = trainer.train_dataset
         return {
             "trainer": type(trainer).__name__,
+            "asked": self._asked,
             "recipe": str(fitted.recipe),
             "batch_size": fitted.job.batch_size,
             "samples": len(data) if hasattr(data, "__len__") else None,
@@ -107,9 +111,11 @@ class Keeping:
             self.resumed = self._newest() if asked is True else _named(Path(str(asked)))
             self._refuse_another(self.resumed)
             self._seed = self.resumed.about["order_seed"]
+            self._goes_on_cut(self.resumed)
         self._trainer.accelerator.dataloader_config.data_seed = self._seed
         limit = self._trainer.args.save_total_limit
-        self._saver = Saver(self.store, self._about(), self.journal, limit=limit)
+        self._told = self._about()
+        self._saver = Saver(self.store, self._told, self.journal, limit=limit)
         self._kept_step = self.resumed.step if self.resumed else None
         return str(self.resumed.folder) if self.resumed else None
 
@@ -137,10 +143,15 @@ class Keeping:
             wrong = ["it was not written by a fitted trainer"]
         if wrong:
             raise UsageError(f"{kept.folder} is a checkpoint of another run: {'; '.join(wrong)}.")
-        for name in ("recipe", "versions"):
+        for name in ("asked", "versions"):
             if kept.about.get(name) != now[name]:
                 was = f"{name} was {kept.about.get(name)} and is {now[name]}"
                 self.journal.tell("warning", text=f"{was}: the run goes on, and no longer bit for bit")
+
+    def _goes_on_cut(self, kept: Checkpoint) -> None:
+        """A run whose memory ran out goes on in the finer pieces that it was cut into."""
+        if kept.about["asked"] == self._asked != kept.about["recipe"]:
+            self._fitted.cut(Recipe.parse(kept.about["recipe"]))
 
     def keep(self) -> None:
         """A checkpoint of this border, unless there is one."""
@@ -153,6 +164,7 @@ class Keeping:
             trainer.state.best_model_checkpoint = str(self.store.root / f"checkpoint-{best}")
         _note_callbacks(trainer)
         assert self._saver is not None
+        self._told["recipe"] = str(self._fitted.recipe)
         self._saver.keep(self._taken, best=best)
         self._kept_step = step
 

@@ -1,0 +1,106 @@
+"""Memory runs out in a fitted trainer's step: it is taken again in finer pieces, and the batch stays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fitted import classified, copy_of, losses_of, model_of, spoken, trainer_of
+from snugfit import fit
+from snugfit.errors import OutOfMemory
+from snugfit.training.manifest import verify
+
+
+def limited(model: Any, rows: int, *, backward: bool = False) -> Any:
+    """A model for which more samples than this are too many, in the forward or the backward pass."""
+
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+    def look(module: Any, given: Any, keywords: Any) -> None:
+        if torch.is_grad_enabled() and len(keywords["input_ids"]) > rows and not backward:
+            full()
+
+    def look_later(module: Any, given: Any, keywords: Any, out: Any) -> None:
+        if torch.is_grad_enabled() and len(keywords["input_ids"]) > rows and backward:
+            out["loss"].register_hook(full)
+
+    model.register_forward_pre_hook(look, with_kwargs=True)
+    model.register_forward_hook(look_later, with_kwargs=True)
+    return model
+
+
+def run_of(folder: Path, model: Any, data: Any, recipe: str, **more: Any) -> tuple[Any, list[dict[str, Any]]]:
+    told: list[dict[str, Any]] = []
+    trainer = trainer_of(folder, model, data, micro=(8, 1), **more)
+    return fit(trainer, recipe, watch=told.append), told
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_the_step_is_taken_again_in_finer_pieces(family: str, backward: bool, tmp_path: Path) -> None:
+    model, data = model_of(family), classified(22) if family == "bert" else spoken(22)
+    whole, _ = run_of(tmp_path / "whole", copy_of(model), data, "plain")
+    whole.train()
+    cut, told = run_of(
+        tmp_path / "cut", limited(copy_of(model), 2, backward=backward), data, "micro_batches(2)"
+    )
+    cut.train()
+    assert losses_of(cut) == pytest.approx(losses_of(whole), rel=2e-5)
+    replanned = [event for event in told if event["event"] == "replanned"]
+    assert [event["recipe"] for event in replanned] == ["micro_batches(4)"]
+    assert "stays 8" in replanned[0]["text"]
+    assert cut.state.global_step == 4
+
+
+def test_late_in_a_step_what_was_done_of_it_is_dropped(tmp_path: Path) -> None:
+    """The third of four micro-batches is the first that is too much."""
+    data = [{**each, "input_ids": each["input_ids"][:4]} for each in classified(8)]
+    data[5] = {**data[5], "input_ids": [*data[5]["input_ids"], 7, 8, 9]}
+    model = model_of("bert")
+    whole, _ = run_of(tmp_path / "whole", copy_of(model), data, "plain", max_steps=2)
+    whole.train()
+
+    def look(module: Any, given: Any, keywords: Any) -> None:
+        if torch.is_grad_enabled() and keywords["input_ids"].numel() > 10:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    model.register_forward_pre_hook(look, with_kwargs=True)
+    cut, told = run_of(tmp_path / "cut", model, data, "micro_batches(4)", max_steps=2)
+    cut.train()
+    assert [event["step"] for event in told if event["event"] == "replanned"] == [1]
+    assert losses_of(cut) == pytest.approx(losses_of(whole), rel=2e-5)
+
+
+def test_what_is_cut_stays_cut_after_a_resume(tmp_path: Path) -> None:
+    model, data = model_of("bert", dropout=0.2), classified(22)
+    more = {"save_strategy": "steps", "save_steps": 2, "max_steps": 5}
+    first, _ = run_of(tmp_path, limited(copy_of(model), 2), data, "plain", **more)
+    first.train()
+    about = verify(tmp_path / "checkpoint-2", 2).about
+    assert (about["asked"], about["recipe"]) == ("plain", "micro_batches(4)")
+    again, told = run_of(tmp_path, limited(copy_of(model), 2), data, "plain", **more)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert not [event for event in told if event["event"] == "replanned"]
+    assert losses_of(again) == losses_of(first)
+
+
+def test_single_samples_are_the_end(tmp_path: Path) -> None:
+    trainer, _ = run_of(tmp_path, limited(model_of("bert"), 0), classified(22), "plain")
+    with pytest.raises(OutOfMemory, match="cut into single samples already"):
+        trainer.train()
+
+
+def test_an_update_that_breaks_names_what_needs_less(tmp_path: Path) -> None:
+    trainer, _ = run_of(tmp_path, model_of("bert"), classified(22), "plain")
+
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    made = trainer.create_optimizer()
+    made.register_step_pre_hook(full)
+    with pytest.raises(OutOfMemory, match=r"cannot be taken again. Resume .* 'micro_batches\(2\)'"):
+        trainer.train()
