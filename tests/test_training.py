@@ -212,6 +212,48 @@ def test_a_gradient_that_is_no_number_stops_too(
         train(small_run(tmp_path, job=bert_job(clip=clip)))
 
 
+@pytest.mark.parametrize("policy", ["stop", "skip"])
+@pytest.mark.parametrize("step", [1, 5, 12])
+def test_a_gradient_that_is_read_too_late_is_no_harm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, policy: str
+) -> None:
+    """As on a GPU, where nobody waits for the gradients: the update was made, the run goes back to where its
+    weights were right, and the second time it stops before the update."""
+    job = bert_job()
+    whole = train(small_run(tmp_path / "whole", job=job))
+    plain, begun = TrainingStep._accumulate, TrainingStep.__init__
+
+    def late(self: TrainingStep, *given: Any) -> None:
+        begun(self, *given)
+        self.careful = False
+
+    def accumulate(self: TrainingStep, built: Any) -> Any:
+        if next(iter(built.optimizer.state.values()), {"step": 0})["step"] != step - 1:
+            return plain(self, built)
+        handle = next(built.model.parameters()).register_hook(lambda gradient: gradient * math.inf)
+        try:
+            return plain(self, built)
+        finally:
+            handle.remove()
+
+    monkeypatch.setattr(TrainingStep, "__init__", late)
+    monkeypatch.setattr(TrainingStep, "_accumulate", accumulate)
+    options = {"job": job, "save_steps": 2, "on_nonfinite": policy, "most_skipped_in_a_row": 20}
+    if policy == "skip":
+        done = train(small_run(tmp_path / "run", **options))
+        assert all(value.isfinite().all() for value in done.model.state_dict().values())
+        assert done.step == 12
+        return
+    with pytest.raises(SnugfitError, match=f"Step {step}: A gradient is no number"):
+        train(small_run(tmp_path / "run", **options))
+    told = [event["text"] for event in events(tmp_path / "run", "warning")]
+    assert any("goes back to step" in text for text in told)
+    monkeypatch.undo()
+    done = train(small_run(tmp_path / "run", **{**options, "on_nonfinite": "stop"}))
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert_same_weights(done.model, whole.model)
+
+
 def test_such_a_step_can_be_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _poison(monkeypatch, 5)
     done = train(small_run(tmp_path, on_nonfinite="skip"))

@@ -127,10 +127,14 @@ class PlainStep(OptimizerLoop):
                 loss = loss * (share / sum(items))
             if self.keep_losses:
                 total = loss.detach() if total is None else total + loss.detach()
+                self._computed(total)
             observer.phase("backward")
             (loss if scaler is None else scaler.scale(loss)).backward()
             del loss
         return total
+
+    def _computed(self, total: torch.Tensor) -> None:
+        """Hears what the step's losses come to so far, before the backward pass of the last of them."""
 
     def _evaluate(self, steps: int, observer: Observer) -> list[float]:
         import torch

@@ -1,9 +1,14 @@
 """A look at a step before its update: is the loss a number, is every gradient, and how long are they?
 
-What is asked is computed on the device, behind the backward pass, and copied to page-locked memory; `begin`
-waits for nothing. Whatever the host can do meanwhile it does, and `end` then waits for what is left of the
-backward pass. That wait is what a look costs: after it the device has nothing to do until the host has asked
-for the update.
+The loss is known when the forward pass is done. It is copied to page-locked memory behind it, and while the
+device is at the backward pass the host reads it and waits for nothing.
+
+The gradients are known at the end of the backward pass. To wait for that leaves the device with nothing to
+do until the host has asked for the update, and for what a GPU does in a tenth of a second that is a
+twentieth of it. So the host waits only where it has to: where a gradient scaler waits anyway, where the job
+clips, and where somebody asked to be careful. Elsewhere the answer is read one step later, before the next
+update and before anything is kept, and a run whose update turns out to have been wrong is taken up again
+from where it was right (`session.py`).
 
 The gradients' norm is taken where the job clips by it. Elsewhere they are only looked through, by the kernel
 with which torch's GradScaler looks through scaled ones (`torch._amp_foreach_non_finite_check_and_unscale_`):
@@ -25,9 +30,6 @@ if TYPE_CHECKING:
 class Seen:
     """What was seen."""
 
-    loss: float
-    """Of the step, mean over the global batch."""
-
     gradients_are_numbers: bool
     """Whether none of them is NaN or infinite."""
 
@@ -42,19 +44,32 @@ class Look:
         import torch
 
         self._device, cuda = device, device.type == "cuda"
-        self._seen = torch.zeros(3, dtype=torch.float32, pin_memory=cuda)
+        self._seen = torch.zeros(2, dtype=torch.float32, pin_memory=cuda)
         self._one = torch.ones((), dtype=torch.float32, device=device)
+        self._loss = torch.zeros((), dtype=torch.float32, pin_memory=cuda)
         self._event = torch.cuda.Event() if cuda else None
+        self._loss_event = torch.cuda.Event() if cuda else None
+
+    def computed(self, loss: torch.Tensor) -> None:
+        """What the step's losses come to; heard before the backward pass."""
+        self._loss.copy_(loss.float(), non_blocking=True)
+        if self._loss_event is not None:
+            self._loss_event.record()
+
+    def loss(self) -> float:
+        """The step's loss; waits for the forward pass alone."""
+        if self._loss_event is not None:
+            self._loss_event.synchronize()
+        return self._loss.item()
 
     def begin(
         self,
-        loss: torch.Tensor,
         parameters: Sequence[torch.nn.Parameter],
         *,
         clips: bool,
         overflows: Sequence[torch.Tensor] | None,
     ) -> torch.Tensor | None:
-        """Asks for loss, gradients and, where the job `clips`, their norm, which is given (on the device).
+        """Asks about the gradients and, where the job `clips`, their norm, which is given (on the device).
         `overflows` is what a gradient scaler has found already, per device."""
         import torch
 
@@ -67,7 +82,7 @@ class Look:
         else:
             bad = self._looked_through(gradients)
         shown = bad if norm is None else norm.float()
-        self._seen.copy_(torch.stack([loss.float(), bad, shown]), non_blocking=True)
+        self._seen.copy_(torch.stack([bad, shown]), non_blocking=True)
         if self._event is not None:
             self._event.record()
         return norm
@@ -89,6 +104,6 @@ class Look:
         """What was seen; waits for it."""
         if self._event is not None:
             self._event.synchronize()
-        loss, bad, norm = self._seen.tolist()
+        bad, norm = self._seen.tolist()
         sound = not bad and (not clips or math.isfinite(norm))
-        return Seen(loss=loss, gradients_are_numbers=sound, norm=norm if clips else None)
+        return Seen(gradients_are_numbers=sound, norm=norm if clips else None)

@@ -3,23 +3,25 @@
 gradients        the plain loop's own (`step/plain_loop.py`): micro-batches under autocast, each loss
                  scaled by its share of what the whole batch's loss is a mean over
 unscale          fp16's gradients, back to their size
-look             at loss and gradients (`look.py`): what is no number stops here, and no weight has changed.
-                 While the device finishes, the host makes the next batch
+look             at loss and gradients (`look.py`). While the device finishes, the host makes the next batch
 clip             by the norm that was just taken
 update           optimizer, gradient scaler, learning rate
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from snugfit.documents import write_document
 from snugfit.errors import SnugfitError
 from snugfit.step.memory_errors import memory_cause
 from snugfit.step.plain_loop import Built, PlainStep
-from snugfit.training.look import Look
+from snugfit.training.look import Look, Seen
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +39,24 @@ class NonFinite(SnugfitError):
         what = of_norm if math.isfinite(loss) else f"The loss is {loss}"
         super().__init__(f"{what}; no weight was changed.")
         self.loss, self.norm = loss, norm
+
+    def write(self, folder: Path, step: int, pieces: Sequence[Sequence[int]]) -> Path:
+        """Writes down which samples the step's micro-batches held, where that can be written; gives the
+        file."""
+        file = folder / f"nonfinite-step-{step}.json"
+        document = {
+            "step": step,
+            "loss": repr(self.loss),
+            "norm": repr(self.norm),
+            "samples": [list(piece) for piece in pieces],
+        }
+        with contextlib.suppress(OSError):
+            write_document(file, document)
+        return file
+
+
+class Poisoned(SnugfitError):
+    """The last step's gradients were no numbers, and its update has been made."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +117,9 @@ class TrainingStep(PlainStep):
     def __init__(self, job: Job, setup: Setup, device: torch.device) -> None:
         super().__init__(job, setup, device, keep_losses=True)
         self.phases = Phases()
-        self._look = Look(device)
+        self._look, self._unread = Look(device), False
+        self.careful = device.type != "cuda"
+        """Wait for the gradients before each update. On the CPU there is nothing to wait for."""
         self.device_was_busy = False
         """Whether, when the host had done what it had to do, the last step's device had not."""
 
@@ -124,40 +146,59 @@ class TrainingStep(PlainStep):
         still at the backward pass.
 
         Raises `NonFinite`, with every weight, state and generator of the update as it was and no gradients
-        left; raises what torch raises when memory runs out.
+        left; `Poisoned` when the step before must not have been; what torch raises when memory runs out.
         """
         optimizer, scaler = running.optimizer, running.scaler
         built = Built(running.model, optimizer, scaler, iter([list(pieces)]), self.phases)
         total = self._accumulate(built)
-        if total is None:
-            optimizer.zero_grad(set_to_none=True)
-            raise NonFinite(math.nan, None)
         self.phases.phase("clip")
+        self.settle()
+        loss = math.nan if total is None else self._look.loss()
+        if not math.isfinite(loss):
+            optimizer.zero_grad(set_to_none=True)
+            raise NonFinite(loss, None)
         if scaler is not None:
             scaler.unscale_(optimizer)
         trained = [each for each in running.model.parameters() if each.grad is not None]
-        norm, clips = self._asked(total, trained, running), bool(self.job.clip)
+        norm = self._ask(trained, running)
         meanwhile()
         self.device_was_busy = not self._look.is_done()
-        seen = self._look.end(clips=clips)
+        seen = self._answer(running)
         overflown = scaler is not None and not seen.gradients_are_numbers
-        if not math.isfinite(seen.loss) or not (overflown or seen.gradients_are_numbers):
+        if not (overflown or seen.gradients_are_numbers):
             optimizer.zero_grad(set_to_none=True)
-            raise NonFinite(seen.loss, seen.norm)
+            raise NonFinite(loss, seen.norm)
         self._update(running, trained, norm)
         if not overflown:
             running.scheduler.step()
         optimizer.zero_grad(set_to_none=True)
         self.phases.phase("load")
-        return Taken(loss=seen.loss, norm=seen.norm, updated=not overflown)
+        return Taken(loss=loss, norm=seen.norm, updated=not overflown)
 
-    def _asked(
-        self, total: torch.Tensor, trained: list[torch.nn.Parameter], running: Running
-    ) -> torch.Tensor | None:
+    def settle(self) -> None:
+        """Reads what is still unread of the last step's gradients. Raises `Poisoned` when they were no
+        numbers: the last update then made the weights none."""
+        if self._unread:
+            self._unread = False
+            if not self._look.end(clips=False).gradients_are_numbers:
+                raise Poisoned
+
+    def _computed(self, total: torch.Tensor) -> None:
+        self._look.computed(total)
+
+    def _ask(self, trained: list[torch.nn.Parameter], running: Running) -> torch.Tensor | None:
         overflows = None
         if running.scaler is not None:
             overflows = list(running.scaler._found_inf_per_device(running.optimizer).values())
-        return self._look.begin(total, trained, clips=bool(self.job.clip), overflows=overflows)
+        return self._look.begin(trained, clips=bool(self.job.clip), overflows=overflows)
+
+    def _answer(self, running: Running) -> Seen:
+        """What the look saw; taken to be well, and read at the next step, where nobody has to wait for it."""
+        clips = bool(self.job.clip)
+        self._unread = not (self.careful or clips or running.scaler is not None)
+        if self._unread:
+            return Seen(gradients_are_numbers=True, norm=None)
+        return self._look.end(clips=clips)
 
     def _update(self, running: Running, trained: list[torch.nn.Parameter], norm: torch.Tensor | None) -> None:
         import torch

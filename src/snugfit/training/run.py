@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from snugfit.errors import UsageError
 from snugfit.job.job import Job
 from snugfit.techniques.recipe import Recipe
 from snugfit.training.options import TrainOptions
+from snugfit.training.order import Order
 from snugfit.versions import versions
 
 if TYPE_CHECKING:
@@ -84,6 +86,25 @@ class Run:
     """Folder of the weights that training begins with; None begins with random ones."""
 
     device: torch.device
+
+    def order(self, micro_batches: int) -> Order:
+        """Which samples each step sees, in so many pieces."""
+        sampling = self.options.train_sampling_strategy
+        return Order(
+            len(self.data.samples),
+            self.job.batch_size,
+            micro_batches,
+            seed=self.options.order_seed,
+            shuffle=sampling != "sequential",
+            drop_last=self.options.dataloader_drop_last,
+            lengths=self.data.lengths,
+            bucket=sampling == "group_by_length",
+        )
+
+    def steps(self, order: Order) -> int:
+        """Optimizer steps of the whole run."""
+        options = self.options
+        return options.max_steps or math.ceil(options.num_train_epochs * order.steps_per_epoch)
 
     def about(self, recipe: Recipe) -> dict[str, Any]:
         """What every checkpoint says of its run, which goes on under `recipe`."""

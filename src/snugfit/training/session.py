@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from snugfit.documents import write_document
 from snugfit.errors import OutOfMemory, SnugfitError
 from snugfit.job.batch import tokens_of
 from snugfit.job.job import Job
@@ -17,10 +16,10 @@ from snugfit.training.evaluate import Evaluated, evaluate, in_order
 from snugfit.training.generators import generators, set_generators
 from snugfit.training.interrupt import EXIT_CODES, Interrupts
 from snugfit.training.journal import Journal
-from snugfit.training.loop import Exhausted, NonFinite, Taken, TrainingStep
+from snugfit.training.loop import Exhausted, NonFinite, Poisoned, Taken, TrainingStep
 from snugfit.training.manifest import Checkpoint, verify
 from snugfit.training.opening import open_run
-from snugfit.training.order import Ahead, Order, feed
+from snugfit.training.order import Ahead, feed
 from snugfit.training.pace import Pace
 from snugfit.training.run import Run
 from snugfit.training.saver import Saver
@@ -49,6 +48,7 @@ class Session:
         self._last: Taken | None = None
         self._pace = Pace(run.device, every=run.options.logging_steps)
         self._evaluated: Evaluated | None = None
+        self._careful_to = 0
         self._generators: tuple[torch.Tensor, ...] = ()
 
     def train(self, kept: Checkpoint | None) -> Trained:
@@ -72,26 +72,32 @@ class Session:
 
     def _to_the_end(self) -> str:
         while self._progress.step < self._steps:
-            ended = self._go_on()
-            if not isinstance(ended, Exhausted):
-                return ended
-            self._recover(ended)
+            try:
+                ended = self._go_on()
+                if not isinstance(ended, Exhausted):
+                    return ended
+                self._recover(ended)
+            except Poisoned:
+                self._replay()
         return FINISHED
+
+    def _replay(self) -> None:
+        """Back to where the weights were right, and again up to the step that made them wrong, which then
+        stops before its update."""
+        step = self._progress.step
+        self._saver.wait()
+        kept = self._store.newest()
+        text = f"Step {step}: a gradient was no number. The run goes back to step {kept.step if kept else 0}."
+        self._journal.tell("warning", text=text)
+        self._careful_to = step
+        del self._running
+        free_unused(self._run.device)
+        self._open(kept)
 
     def _open(self, kept: Checkpoint | None) -> None:
         run, setup = self._run, self._recipe.setup()
-        self._order = Order(
-            len(run.data.samples),
-            run.job.batch_size,
-            setup.micro_batches,
-            seed=run.options.order_seed,
-            shuffle=run.options.train_sampling_strategy != "sequential",
-            drop_last=run.options.dataloader_drop_last,
-            lengths=run.data.lengths,
-            bucket=run.options.train_sampling_strategy == "group_by_length",
-        )
-        epochs = math.ceil(run.options.num_train_epochs * self._order.steps_per_epoch)
-        self._steps = run.options.max_steps or epochs
+        self._order = run.order(setup.micro_batches)
+        self._steps = run.steps(self._order)
         self._setup = setup
         self._step = TrainingStep(run.job, setup, run.device)
         self._running: Running = open_run(run, setup, self._steps, kept)
@@ -136,6 +142,7 @@ class Session:
     def _take(self, pieces: list[dict[str, Any]], meanwhile: Callable[[], None]) -> Taken | Exhausted:
         """One step; where a loss is no number, what the options say of it."""
         self._generators = generators(self._run.device)
+        self._step.careful |= self._progress.step < self._careful_to
         try:
             taken = self._step.attempt(self._running, pieces, meanwhile)
         except NonFinite as fault:
@@ -158,11 +165,7 @@ class Session:
     def _stop_or_skip(self, fault: NonFinite) -> None:
         """Writes down what a step met that has no number, and ends the run unless it may be skipped."""
         step = self._progress.step
-        file = self._store.root / f"nonfinite-step-{step + 1}.json"
-        samples = [list(piece) for piece in self._order.step(step)]
-        document = {"step": step + 1, "loss": repr(fault.loss), "norm": repr(fault.norm), "samples": samples}
-        with contextlib.suppress(OSError):
-            write_document(file, document)
+        file = fault.write(self._store.root, step + 1, self._order.step(step))
         if self._run.options.on_nonfinite == "skip":
             self._journal.tell("warning", text=f"Step {step + 1}: {fault} It was skipped; see {file.name}.")
             return
@@ -195,19 +198,25 @@ class Session:
 
     def _border(self) -> str | None:
         """Between two steps: evaluate, keep, stop. Gives the outcome when the run ends here."""
-        options, step = self._run.options, self._progress.step
+        options = self._run.options
         better = self._is_due(options.eval_strategy, options.eval_steps or options.logging_steps)
         better = better and self._run.evaluation is not None and self._evaluate()
         asked = self._interrupts.wants_checkpoint()
         due = self._is_due(options.save_strategy, options.save_steps)
         if asked or due or (better and options.load_best_model_at_end):
             self._keep()
+        outcome = self._outcome()
+        if outcome:
+            self._step.settle()
+        return outcome
+
+    def _outcome(self) -> str | None:
         if self._interrupts.stopping is not None:
             return STOPPED
-        patience = options.early_stopping_patience
+        patience = self._run.options.early_stopping_patience
         if patience is not None and self._progress.evaluations_without_gain >= patience:
             return EARLY
-        return FINISHED if step == self._steps else None
+        return FINISHED if self._progress.step == self._steps else None
 
     def _is_due(self, strategy: str, every: int) -> bool:
         step = self._progress.step
@@ -218,6 +227,7 @@ class Session:
     def _evaluate(self) -> bool:
         """Goes through the evaluation data; whether it was the best so far."""
         assert self._run.evaluation is not None
+        self._step.settle()
         options, progress = self._run.options, self._progress
         micro_batch = self._run.job.batch_size // self._setup.micro_batches
         found = evaluate(
@@ -239,6 +249,7 @@ class Session:
         """A checkpoint of this border, unless there is one."""
         if self._kept_step == self._progress.step:
             return
+        self._step.settle()
         best = self._progress.best_step if self._run.options.load_best_model_at_end else None
         self._saver.keep(lambda: snapshot(self._running, self._staging), best=best)
         self._kept_step = self._progress.step
