@@ -150,15 +150,7 @@ class Session:
             taken = Taken(loss=fault.loss, norm=fault.norm, updated=False)
         if isinstance(taken, Exhausted):
             return taken
-        progress = self._progress
-        progress.step += 1
-        progress.skipped += not taken.updated
-        progress.skipped_in_a_row = 0 if taken.updated else progress.skipped_in_a_row + 1
-        if progress.skipped_in_a_row >= self._run.options.most_skipped_in_a_row:
-            raise SnugfitError(
-                f"{progress.skipped_in_a_row} steps in a row had gradients that are no numbers: the run has"
-                f" diverged. The checkpoints in {self._store.root} are of before."
-            )
+        self._progress.took(taken.updated, most_skipped=self._run.options.most_skipped_in_a_row)
         self._last = taken
         return taken
 

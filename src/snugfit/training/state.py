@@ -59,6 +59,17 @@ class Progress:
     evaluations_without_gain: int = 0
     """Since then; early stopping counts them."""
 
+    def took(self, updated: bool, *, most_skipped: int) -> None:
+        """Counts a step. Raises `SnugfitError` when so many in a row have updated nothing."""
+        self.step += 1
+        self.skipped += not updated
+        self.skipped_in_a_row = 0 if updated else self.skipped_in_a_row + 1
+        if self.skipped_in_a_row >= most_skipped:
+            raise SnugfitError(
+                f"{self.skipped_in_a_row} steps in a row had gradients that are no numbers: the run has"
+                " diverged. Its checkpoints are of before."
+            )
+
     def judge(self, value: float, *, higher_is_better: bool, threshold: float) -> bool:
         """Takes in an evaluation after this step; whether it is the best so far, by more than `threshold`."""
         gain = math.inf if self.best_metric is None else value - self.best_metric
