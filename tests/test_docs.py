@@ -7,6 +7,7 @@ import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,6 +56,8 @@ def answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("snugfit.planning.search.plan", lambda job, **how: planned(how["ranked"]))
     monkeypatch.setattr("snugfit.planning.search_gpus.plan_gpus", lambda *_, **__: plans_for_gpus())
     monkeypatch.setattr("snugfit.planning.lengths.plan_lengths", lambda *_, **__: of_lengths())
+    trained = SimpleNamespace(outcome="finished", exit_code=0, step=1, folder=tmp_path)
+    monkeypatch.setattr("snugfit.doors.own_loop.train", lambda *_, **__: trained)
     (tmp_path / "lengths.json").write_text('{"128": 60, "500": 4}')
     monkeypatch.setattr("snugfit.comparison.learn.learn", lambda *_, **__: nothing("made up"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -85,6 +88,15 @@ def test_python_of_the_docs_uses_what_there_is(text: str) -> None:
     tree = ast.parse(text)
     asked = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and _of_ours(node)}
     assert asked <= set(snugfit.__all__)
+
+
+@pytest.mark.parametrize("text", [text for text in pieces("python") if "snugfit.train(" in text])
+def test_training_of_the_docs_runs_as_printed(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(compile(text, "docs", "exec"), {})
+    assert capsys.readouterr().out.startswith("finished")
 
 
 def _of_ours(node: ast.Attribute) -> bool:

@@ -1,4 +1,4 @@
-"""snugfit: predict, plan, run and measure a training step that has to fit a GPU.
+"""snugfit: predict, plan, train and measure what has to fit a GPU.
 
     import snugfit
 
@@ -6,6 +6,7 @@
     print(snugfit.predict(job, "bf16 + every_layer", gpu="h200"))
     print(snugfit.measure(job, "bf16 + every_layer"))
     print(snugfit.plan(job, gpu="v100-16gb"))
+    snugfit.train(job, "bf16", "reviews.jsonl", tokenizer="./bert", weights="./bert", output_dir="out")
 
     with snugfit.watch() as seen:
         trainer.train()
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from snugfit.comparison.compare import Comparison, compare
+    from snugfit.doors.own_loop import train
     from snugfit.doors.trainer import fit
     from snugfit.errors import SnugfitError
     from snugfit.job.gpu import Gpu, all_gpus, find_gpu
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from snugfit.prediction.prediction import Prediction
     from snugfit.step.footprint import Footprint, Timing
     from snugfit.techniques.recipe import Recipe
+    from snugfit.training.trained import Trained
 
 __version__ = "0.1.0"
 
@@ -69,11 +72,14 @@ __all__ = [
     "SnugfitError",
     "Task",
     "Timing",
+    "train",
+    "Trained",
     "watch",
 ]
 
 _HOMES = {
     "comparison.compare": ("Comparison", "compare"),
+    "doors.own_loop": ("train",),
     "doors.trainer": ("fit",),
     "errors": ("SnugfitError",),
     "job.gpu": ("Gpu", "all_gpus", "find_gpu"),
@@ -93,6 +99,7 @@ _HOMES = {
     "prediction.prediction": ("Prediction",),
     "step.footprint": ("Footprint", "Timing"),
     "techniques.recipe": ("Recipe",),
+    "training.trained": ("Trained",),
 }
 _SHOWN = ("comparison", "measurement", "planning", "prediction")
 """Rooms whose results print themselves, with a face from the report room."""

@@ -117,13 +117,9 @@ def train(
 
 
 def _refuse(request: Request) -> None:
-    """What is another question."""
+    """What is another question. A GPU that is named is for predictions, and one file serves both."""
     if request.loop != "plain":
         raise UsageError(f"--loop {request.loop}: this trains with snugfit's own loop. Leave it out.")
-    if request.gpu is not None:
-        raise UsageError(
-            "--gpu: a run trains on the GPU that is here; --device cuda:1 chooses among several."
-        )
     if request.software != "installed":
         raise UsageError("A run uses the installed software. Leave the software profile out.")
 

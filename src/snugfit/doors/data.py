@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import UsageError
+from snugfit.job.job import Task
+from snugfit.step.batches import collate as stacked
 from snugfit.training.collate import Collate
 from snugfit.training.rows import read_rows
 from snugfit.training.run import Data
@@ -19,6 +21,10 @@ if TYPE_CHECKING:
 
 Source = str | os.PathLike[str] | Sequence[Mapping[str, Any]]
 """A path, rows in memory, or samples."""
+
+
+READY_MADE = (Task.IMAGE_CLASSIFICATION, Task.SPEECH_TO_TEXT, Task.CUSTOM)
+"""Tasks whose samples in memory are what the model takes, tensors of one shape, and are stacked."""
 
 
 def data_of(
@@ -34,6 +40,8 @@ def data_of(
 ) -> Data:
     """The samples of `source`, and how they become batches. With `like`, the data that is trained on, classes
     keep the order that they have there."""
+    if collate is None and job.task in READY_MADE and not isinstance(source, str | os.PathLike):
+        collate = stacked
     if collate is not None:
         samples = _given(source)
         if options.train_sampling_strategy == "group_by_length":

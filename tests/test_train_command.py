@@ -1,0 +1,111 @@
+"""`snugfit train`, as a user types it: a folder with a model, a tokenizer and a file of samples."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from small_tokenizers import WORDS, tokenizer
+from snugfit.cli.main import run
+
+JOB = """\
+model: ./model
+task: sequence-classification
+batch_size: 8
+sequence_length: 32
+learning_rate: 1e-3
+recipe: micro_batches(2)
+gpu: rtx 4090
+dataset: data.jsonl
+eval_dataset: data.jsonl
+output_dir: out
+max_steps: 12
+eval_strategy: epoch
+logging_steps: 5
+"""
+
+
+@pytest.fixture
+def at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    words = tokenizer("bert")
+    words.save_pretrained(tmp_path / "model")
+    config = {
+        "model_type": "bert", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "intermediate_size": 64, "vocab_size": len(words), "max_position_embeddings": 64, "pad_token_id": 0,
+    }  # fmt: skip
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    draw = random.Random(0)
+    lines = [
+        {
+            "text": " ".join(draw.choices(WORDS[:5] if index % 2 else WORDS[5:10], k=8)),
+            "label": f"c{index % 2}",
+        }
+        for index in range(64)
+    ]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "job.yaml").write_text(JOB)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_it_trains_and_goes_on(at_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["train", "job.yaml"]) == 0
+    out, told = capsys.readouterr()
+    assert out == f"finished after step 12: {at_home / 'out'}\n"
+    assert "step 5 of 12" in told
+    assert "accuracy" in told
+    assert (at_home / "out" / "checkpoint-12" / "model.safetensors").exists()
+    assert run(["train", "--job", "job.yaml"]) == 0
+    assert "goes on after step 12" in capsys.readouterr().err
+
+
+MISTAKES = (
+    (["train", "job.yaml", "--set", "seed=x"], "seed"),
+    (["train", "job.yaml", "--set", "num_train_epoch=2"], "Did you mean 'num_train_epochs'?"),
+    (["train", "job.yaml", "--set", "warmup_ratio=0.1"], "write warmup_steps"),
+    (["train", "job.yaml", "--set", "lr_scheduler_type=linaer"], "Did you mean 'linear'"),
+    (["train", "job.yaml", "--set", "max_steps=0"], "max_steps is 0"),
+    (
+        ["train", "job.yaml", "--set", "load_best_model_at_end=true", "--set", "eval_strategy=no"],
+        "evaluations",
+    ),
+    (["train", "job.yaml", "--dataset", "none.jsonl"], "none.jsonl"),
+    (["train", "job.yaml", "--columns", "text"], "ROLE=NAME"),
+    (["train", "job.yaml", "--columns", "text=review"], "review"),
+    (["train", "job.yaml", "--device", "gpu"], "cpu, cuda or cuda:1"),
+    (["train", "job.yaml", "--device", "cuda:7"], "GPUs that torch can use"),
+    (["train", "job.yaml", "--weights", "./model"], "has no weights"),
+    (["train", "job.yaml", "--loop", "trainer"], "snugfit's own loop"),
+    (["train", "job.yaml", "--output-dir", "data.jsonl"], "data.jsonl"),
+    (["train", "job.yaml", "--phase", "evaluate"], "evaluate"),
+    (["train", "job.yaml", "--recipe", "micro_batches(3)"], "has no 3 equal pieces"),
+    (["train", "job.yaml", "--tokenizer", "./nowhere"], "nowhere"),
+    (["train", "none.yaml"], "none.yaml"),
+    (["train"], "No model"),
+)
+
+
+@pytest.mark.parametrize(("words", "told"), MISTAKES, ids=lambda value: str(value)[-30:])
+def test_a_mistake_is_told_in_one_line_and_leaves_nothing(
+    words: list[str], told: str, at_home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(words) == 2
+    shown = capsys.readouterr().err
+    assert told in shown
+    assert "Traceback" not in shown
+    assert not list(at_home.glob("out/checkpoint-*"))
+
+
+def test_without_a_dataset_or_a_folder(at_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (at_home / "job.yaml").write_text("".join(line for line in JOB.splitlines(True) if "dat" not in line[:8]))
+    assert run(["train", "job.yaml", "--set", "eval_strategy=no"]) == 2
+    assert "--dataset" in capsys.readouterr().err
+
+
+def test_evaluating_needs_data(at_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (at_home / "job.yaml").write_text("".join(x for x in JOB.splitlines(True) if not x.startswith("eval_d")))
+    assert run(["train", "job.yaml"]) == 2
+    assert "no evaluation data" in capsys.readouterr().err
