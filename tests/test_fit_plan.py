@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -101,3 +102,16 @@ def test_the_copy_holds_no_data_and_is_like_the_model(tmp_path: Path) -> None:
     ]
     assert len(copy.layers[1]._forward_hooks) == 1
     assert not any(each.is_meta for each in model.parameters())
+
+
+def test_a_forward_that_a_library_has_replaced_runs_on_the_copy(tmp_path: Path) -> None:
+    """As TRL's fused loss does it: a function that holds the model's own method."""
+    trainer = trainer_of(tmp_path, Deep(), spoken())
+    expected = bytes_of(trainer, "plain")
+    original = trainer.model.forward
+
+    def replaced(self: Any, input_ids: Any, attention_mask: Any = None, **more: Any) -> Any:
+        return original(input_ids, attention_mask, **more)
+
+    trainer.model.forward = MethodType(replaced, trainer.model)
+    assert bytes_of(trainer, "plain") == expected
