@@ -33,6 +33,10 @@ REMEMBERED_WORKS = 1_000
 """Pieces of steps whose stretches are kept."""
 
 
+REMEMBERED_KERNELS = 100_000
+"""Kernels that are known again by their identity."""
+
+
 @runtime_checkable
 class Joining(Protocol):
     """A clock that knows what a step takes from what its pieces do."""
@@ -82,6 +86,7 @@ class GpuClocks:
         self._waiting = np.array([rates.host.wait for rates in self.rates])
         self._beginning = np.array([rates.host.step for rates in self.rates])
         self._places: dict[Kernel, int] = {}
+        self._met: dict[int, tuple[Kernel, int]] = {}  # by id: a kernel that hashes slowly comes often
         self._works: dict[int, tuple[Work, list[Stretch]]] = {}  # by id, with the work that it is the id of
         self._known: Any = np.empty((3, 0, len(self.rates)))  # device, asked, made, by kernel and GPU
 
@@ -104,15 +109,21 @@ class GpuClocks:
         return np.maximum(length, sum(stretch.makes for stretch in stretches))
 
     def _stretches(self, kernels: Sequence[Kernel], waits: Sequence[int]) -> list[Stretch]:
+        if len(self._met) > REMEMBERED_KERNELS:
+            self._met.clear()
         places = [self._place(kernel) for kernel in kernels]
         device, asked, made = self._known[:, places]
         return shortened([*cut(device, asked, made, all_waits(kernels, waits))], self._waiting)
 
     def _place(self, kernel: Kernel) -> int:
+        met = self._met.get(id(kernel))
+        if met is not None:
+            return met[1]
         place = self._places.get(kernel)
         if place is None:
             place = self._places[kernel] = len(self._places)
             self._learn(place, kernel)
+        self._met[id(kernel)] = kernel, place
         return place
 
     def _learn(self, place: int, kernel: Kernel) -> None:

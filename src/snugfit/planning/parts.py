@@ -46,8 +46,9 @@ if TYPE_CHECKING:
 
 _Kept = TypeVar("_Kept")
 
-REMEMBERED_PARTS = 24
-"""Whole parts that are kept, at some ten megabytes each."""
+REMEMBERED_PARTS = 48
+"""Whole parts that are kept, at some ten megabytes each: more than there are kinds of passes in most spaces,
+for recipes that share them are judged far apart."""
 
 
 class Parts:

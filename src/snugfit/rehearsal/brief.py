@@ -94,21 +94,21 @@ def _again(build: Sequence[Move], step: Sequence[Move]) -> list[Move]:
     moves: list[Move] = []
     made: list[str] = []  # by the kernel that comes next: the operators of what lasts, "" for the rest
     for move, block in zip(step, names, strict=True):
-        if isinstance(move, Birth):
+        if type(move) is Birth:
             made.append(move.operator if block in lasting else "")
             if block in lasting:
                 continue
             same[block] = second.born(move)
-        elif isinstance(move, Run):
+        elif type(move) is Run:
             once = set(made) == {move.kernel.operator}
             made = []
             if once:
                 continue
-        moves.append(second.death(same[block]) if isinstance(move, Death) else move)
+        moves.append(second.death(same[block]) if type(move) is Death else move)
     return moves
 
 
 def _name(played: Played, move: Move) -> int:
-    if isinstance(move, Birth):
+    if type(move) is Birth:
         return played.born(move)
-    return played.dies(move) if isinstance(move, Death) else -1
+    return played.living.dies(move) if type(move) is Death else -1

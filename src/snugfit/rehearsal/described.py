@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from snugfit.rehearsal.kernels import PRODUCTS, Description, describe
 from snugfit.rehearsal.memo import Operator
 
@@ -27,7 +29,7 @@ def described(
         return None
     if key is None:
         return describe(known.func, args, kwargs, out)
-    call = id(known.func), key, _precision() if known.name in PRODUCTS else None
+    call = id(known.func), key, _precision() if _may_be_tf32(known, args) else None
     if call not in _KNOWN:
         if len(_KNOWN) >= MOST:
             _KNOWN.clear()
@@ -35,9 +37,11 @@ def described(
     return _KNOWN[call]
 
 
+def _may_be_tf32(known: Operator, args: tuple[Any, ...]) -> bool:
+    return known.name in PRODUCTS and getattr(args[0], "dtype", None) is torch.float32
+
+
 def _precision() -> Any:
     """What products of fp32 operands are computed in."""
-    import torch
-
     backends: Any = torch.backends
     return backends.cuda.matmul.fp32_precision, backends.cudnn.conv.fp32_precision

@@ -139,7 +139,7 @@ def apart(args: tuple[Any, ...], kwargs: dict[str, Any], kernel: Description) ->
 
 def copies_in(func: Any, args: tuple[Any, ...]) -> bool:
     """Whether this operator copies a host's tensor to the device."""
-    return func is torch.ops.aten._to_copy.default and args[0].device.type == "cpu"
+    return func is _TO_COPY and args[0].device.type == "cpu"
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
@@ -193,6 +193,8 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -
 
 PRODUCTS = MATRIX_PRODUCTS | {"aten::convolution", "aten::convolution_backward"}
 """Operators of fp32 tensors that torch hands to cuBLAS and cuDNN, which may compute them in TF32."""
+
+_TO_COPY = torch.ops.aten._to_copy.default
 
 _COPYING = frozenset({"aten::_to_copy", "aten::clone", "aten::copy_"})
 

@@ -14,7 +14,7 @@ views deny it in their schema (`aten::_unsafe_view`), so the storages themselves
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -127,28 +127,28 @@ def key_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     of tensors on `meta`, and whatever else is given. None where there are others."""
     try:
         # Without a dtype, some results take the default one, which models are built under.
-        return _key(args), _key(tuple(kwargs.items())) if kwargs else (), torch.get_default_dtype()
+        return _key(args), _key(kwargs.items()) if kwargs else (), torch.get_default_dtype()
     except _NotAKey:
         return None
 
 
-def _key(values: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple([_one_key(value) for value in values])
-
-
-def _one_key(value: Any) -> Any:
-    kind = type(value)
-    if kind in _PLAIN:
-        return kind, value
-    if isinstance(value, torch.Tensor):
-        if not value.is_meta:
+def _key(values: Iterable[Any]) -> tuple[Any, ...]:
+    found: list[Any] = []
+    for value in values:
+        kind = type(value)
+        if kind in _PLAIN:
+            found.append((kind, value))
+        elif isinstance(value, torch.Tensor):
+            if not value.is_meta:
+                raise _NotAKey
+            found.append((value.shape, value.stride(), value.dtype, value.storage_offset()))
+        elif isinstance(value, (tuple, list)):
+            found.append(_key(value))
+        elif isinstance(value, torch.Generator):
             raise _NotAKey
-        return value.shape, value.stride(), value.dtype, value.storage_offset()
-    if isinstance(value, (tuple, list)):
-        return _key(value)
-    if isinstance(value, torch.Generator):
-        raise _NotAKey
-    return kind, value
+        else:
+            found.append((kind, value))
+    return tuple(found)
 
 
 def _described(out: Any) -> Any:

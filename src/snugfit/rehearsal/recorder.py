@@ -121,10 +121,7 @@ class Recorder(TorchDispatchMode):
         phases = [block[3] for block in self.blocks]
         decided = kinds(claimed, phases, frozenset(self._recomputed), self.events, self.marks)
         return Tape(
-            tuple(
-                Block(block[0], block[1], block[2], block[3], block[4], kind)
-                for block, kind in zip(self.blocks, decided, strict=True)
-            ),
+            tuple(Block._make((*block[:5], kind)) for block, kind in zip(self.blocks, decided, strict=True)),
             tuple(self.events),
             tuple(self.marks),
             tuple(self.kernels),
@@ -148,10 +145,15 @@ class Recorder(TorchDispatchMode):
         if func is aten.equal.default and args[0].device.type == "meta":
             self._sync()
             return True
+        known = REMEMBERED.operator(func)
+        if known.is_view:  # every second operator: no kernel, and nothing but a birth at most
+            out = func(*args, **kwargs)
+            self._born(known.name, out)
+            self._viewed += not isinstance(out, torch.Tensor) or out.is_meta
+            return out
         in_backward = self.current_phase == "backward" and not kwargs
         in_place = in_backward and self._sole_owner.writes_in_place(func, args)
-        known = REMEMBERED.operator(func)
-        key, operator = None if known.is_view else key_of(args, kwargs), known.name
+        key, operator = key_of(args, kwargs), known.name
         out = args[0] if in_place else REMEMBERED.run(known, key, args, kwargs)
         if isinstance(out, torch.Tensor) and not out.is_meta:
             return out  # the host's own work
@@ -182,7 +184,8 @@ class Recorder(TorchDispatchMode):
         self._note_down("kernel")
         again = self.current_phase == "backward" and torch.is_grad_enabled()
         hosts = again, self._where.entered(), self._viewed, self._begun
-        self.kernels.append(Kernel(operator, self._path(), self.current_phase, *kernel, *hosts))
+        path = self._where.path(self.current_phase)
+        self.kernels.append(Kernel(operator, path, self.current_phase, *kernel, *hosts))
         self._viewed = self._begun = 0
 
     def _scalar(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -204,9 +207,6 @@ class Recorder(TorchDispatchMode):
 
     def _note_down(self, what: str) -> None:
         self.notes.append(Note(len(self.events), len(self.marks), what))
-
-    def _path(self) -> str:
-        return self._where.path(self.current_phase)
 
     def _checkpoints(self) -> None:
         self._begun += 1
@@ -239,7 +239,8 @@ class Recorder(TorchDispatchMode):
 
     def _birth(self, operator: str, nbytes: int, kind: str = "") -> int:
         index = len(self.blocks)
-        self.blocks.append([nbytes, operator, self._path(), self.current_phase, self.current_step, kind])
+        path = self._where.path(self.current_phase)
+        self.blocks.append([nbytes, operator, path, self.current_phase, self.current_step, kind])
         if self.current_phase == "backward" and torch.is_grad_enabled():
             self._recomputed.add(index)
         if nbytes:

@@ -63,28 +63,30 @@ def repeated(score: Score, *, steps: int, micro_batches: int) -> Score | None:
         return None
     found = [*build]
     for index in range(steps):
-        found += [_in_step(move, index) for move in wide[min(index, STEPS - 1)]]
+        found += [
+            move._replace(step=index) if type(move) is Entry else move for move in wide[min(index, STEPS - 1)]
+        ]
     return replace(score, moves=(*found, *rest))
 
 
 def count(living: Counter[Birth], moves: Sequence[Move]) -> None:
     """Counts the living through these moves, in place."""
     for move in moves:
-        if isinstance(move, Birth):
+        if type(move) is Birth:
             living[move.alike] += bool(move.nbytes)
-        elif isinstance(move, Death):
+        elif type(move) is Death:
             living[move.alike] -= 1
 
 
-def cut(moves: Sequence[Move]) -> tuple[Sequence[Move], list[Sequence[Move]], Sequence[Move]]:
+Cut = tuple[Sequence[Move], list[Sequence[Move]], Sequence[Move]]
+
+
+def cut(moves: Sequence[Move]) -> Cut:
     """The build, each step from its first mark to its end, and what comes after the last."""
     first = next((place for place, move in enumerate(moves) if isinstance(move, Entry) and move.step == 0), 0)
-    rounds, start = [], first
-    for place, move in enumerate(moves):
-        if isinstance(move, End):
-            rounds.append(moves[start : place + 1])
-            start = place + 1
-    return moves[:first], rounds, moves[start:]
+    ends = [first, *(place + 1 for place, move in enumerate(moves) if type(move) is End)]
+    rounds = [moves[start:end] for start, end in pairwise(ends)]
+    return moves[:first], rounds, moves[ends[-1] :]
 
 
 def pieces_of(moves: Sequence[Move]) -> list[int]:
@@ -109,7 +111,3 @@ def _widened(moves: Sequence[Move], living: Counter[Birth], micro_batches: int) 
         return None
     middle = list(moves[second:third]) * (micro_batches - MICRO_BATCHES + 1)
     return [*moves[:second], *middle, *moves[third:]]
-
-
-def _in_step(move: Move, step: int) -> Move:
-    return move._replace(step=step) if isinstance(move, Entry) else move

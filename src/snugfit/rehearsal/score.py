@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,10 @@ from snugfit.step.footprint import Kind
 
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 """A layer's number in a dotted name."""
+
+
+NEVER = sys.maxsize
+"""Later than any event."""
 
 
 class Note(NamedTuple):
@@ -121,20 +126,25 @@ def _moves(tape: Tape, notes: Sequence[Note]) -> Iterator[Move]:
     living = Living()
     names: dict[int, Birth] = {}
     kernels = iter(tape.kernels)
+    blocks, marks = tape.blocks, tape.marks
     unborn = 0  # blocks without bytes have no event: they are born as early as their mark allows
     mark = note = 0
+    next_note = notes[0][0] if notes else NEVER
+    next_mark = marks[0].event if marks else NEVER
     for position in range(len(tape.events) + 1):
-        while True:
-            if note < len(notes) and notes[note][:2] <= (position, mark):
+        while position >= next_note or position >= next_mark:
+            if position >= next_note and notes[note][:2] <= (position, mark):
                 yield _noted(notes[note], kernels)
                 note += 1
-            elif mark < len(tape.marks) and tape.marks[mark].event <= position:
-                yield Entry(tape.marks[mark].step, tape.marks[mark].phase)
+                next_note = notes[note][0] if note < len(notes) else NEVER
+            elif position >= next_mark:
+                yield Entry(marks[mark].step, marks[mark].phase)
                 mark += 1
+                next_mark = marks[mark].event if mark < len(marks) else NEVER
             else:
                 break
             while _empty_here(tape, unborn, mark):
-                yield _birth(tape.blocks[unborn])
+                yield _birth(blocks[unborn])
                 unborn += 1
         if position == len(tape.events):
             return
@@ -143,13 +153,13 @@ def _moves(tape: Tape, notes: Sequence[Note]) -> Iterator[Move]:
             yield living.death(-event, names[-event])
             continue
         while unborn < event:
-            birth = _birth(tape.blocks[unborn])
+            birth = _birth(blocks[unborn])
             yield birth
             unborn += 1
-        names[event] = birth.alike
-        living.born(event, birth.alike)
-        while _empty_here(tape, unborn, mark):
-            yield _birth(tape.blocks[unborn])
+        names[event] = alike = _alike(birth)
+        living.alike[alike].append(event)
+        while unborn < len(blocks) and not blocks[unborn].nbytes and _empty_here(tape, unborn, mark):
+            yield _birth(blocks[unborn])
             unborn += 1
 
 
@@ -191,10 +201,11 @@ class Living:
 
     def dies(self, death: Death) -> int:
         """The block that this death kills; raises `LookupError` when there is none such."""
-        living = self.alike[death.alike]
-        if not 0 <= death.younger < len(living):
+        alike, younger = death
+        living = self.alike[alike]
+        if not 0 <= younger < len(living):
             raise LookupError(death)
-        return living.pop(len(living) - 1 - death.younger)
+        return living.pop(-1 - younger)
 
     def census(self) -> dict[Birth, int]:
         """How many live of each that are alike."""
@@ -214,25 +225,25 @@ class _Writer:
 
     def write(self, score: Score) -> Tape:
         step = -1
+        blocks, events, living = self.blocks, self.events, self.living.alike
         for move in score.moves:
-            match move:
-                case Birth():
-                    self.blocks.append(Block(*move[:4], step, move.kind))
-                    if move.nbytes:
-                        self.events.append(len(self.blocks))
-                        self.living.born(len(self.blocks), move.alike)
-                case Death():
-                    self._bury(self.living.dies(move))
-                case Entry():
-                    if move.step != step:  # only the last step's kernels and waits count
-                        step = move.step
-                        self.kernels.clear()
-                        self.waits.clear()
-                    self.marks.append(Mark(len(self.events), step, move.phase))
-                case Run():
-                    self.kernels.append(move.kernel)
-                case Wait():
-                    self.waits.append(len(self.kernels))
+            if type(move) is Birth:
+                blocks.append(Block._make((*move[:4], step, move[4])))
+                if move[0]:
+                    events.append(len(blocks))
+                    living[_alike(move)].append(len(blocks))
+            elif type(move) is Death:
+                self._bury(self.living.dies(move))
+            elif type(move) is Run:
+                self.kernels.append(move[0])
+            elif type(move) is Entry:
+                if move.step != step:  # only the last step's kernels and waits count
+                    step = move.step
+                    self.kernels.clear()
+                    self.waits.clear()
+                self.marks.append(Mark(len(events), step, move.phase))
+            elif type(move) is Wait:
+                self.waits.append(len(self.kernels))
         return Tape(
             tuple(self.blocks),
             tuple(self.events),

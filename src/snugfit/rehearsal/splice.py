@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from snugfit.rehearsal.rehearse import STEPS, rehearsed
-from snugfit.rehearsal.repeat import MICRO_BATCHES, cut, repeated
+from snugfit.rehearsal.repeat import MICRO_BATCHES, Cut, cut, repeated
 from snugfit.rehearsal.repeat import STEPS as STEPS_OF_A_PART
 from snugfit.rehearsal.score import Birth, Death, Entry, Living, Move, Score
 from snugfit.step.footprint import Kind
@@ -73,28 +73,29 @@ def spliced(passes: Part, update: Part, *, micro_batches: int = 1, steps: int = 
     """The tape of the step that has these parts, as `rehearse` would write it; None when they do not meet."""
     if passes.gradients != update.gradients:
         return None
-    first_build, _, rest = cut(passes.score.moves)
-    build, _, other_rest = cut(update.score.moves)
+    first, second = cut(passes.score.moves), cut(update.score.moves)
+    (first_build, _, rest), (build, _, other_rest) = first, second
     if build[: len(first_build)] != first_build or _dead(rest) != _dead(other_rest):
         return None
     try:
-        moves = [*build, *_joined(passes, update), *rest]
+        moves = [*build, *_joined(passes, update, first[1], second), *rest]
         score = repeated(replace(passes.score, moves=tuple(moves)), steps=steps, micro_batches=micro_batches)
         return score.tape() if score is not None else None
     except LookupError:
         return None
 
 
-def _joined(passes: Part, update: Part) -> Iterator[Move]:
+def _joined(
+    passes: Part, update: Part, first_rounds: Sequence[Sequence[Move]], second: Cut
+) -> Iterator[Move]:
     """Each step's passes, then its update, in which the gradients of the passes die."""
-    _, first_rounds, _ = cut(passes.score.moves)
-    build, second_rounds, _ = cut(update.score.moves)
+    build, second_rounds, _ = second
     there, alone = Played(), Played()  # the spliced run, and the update as it was rehearsed
     same = dict(zip(alone.play(build), there.play(build), strict=True))
     taken = {workspace.operator for workspace in _workspaces(passes) if workspace.phase != "backward"}
     kept = _workspaces(update)
-    for first, second in zip(first_rounds, second_rounds, strict=True):
-        (before, nothing), (held, after) = _at_update(first), _at_update(second)
+    for passed, updated in zip(first_rounds, second_rounds, strict=True):
+        (before, nothing), (held, after) = _at_update(passed), _at_update(updated)
         yield from before
         there.play(before)
         stand_ins = [block for block in alone.play(held) if alone.is_gradient(block)]
@@ -147,10 +148,10 @@ class Played:
         """Goes through these moves; gives the blocks that were born."""
         first = len(self.births)
         for move in moves:
-            if isinstance(move, Birth):
+            if type(move) is Birth:
                 self.born(move)
-            elif isinstance(move, Death):
-                self.dies(move)
+            elif type(move) is Death:
+                self.living.dies(move)
         return list(range(first, len(self.births)))
 
     def born(self, birth: Birth) -> int:
