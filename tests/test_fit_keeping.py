@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from fitted import classified, losses_of, model_of, quiet, spoken, trainer_of
+from fitted import classified, losses_of, model_of, padded, quiet, spoken, trainer_of
 from small_runs import Killed, assert_same_weights
 from snugfit import fit
 from snugfit.errors import SnugfitError, UsageError
@@ -78,6 +78,30 @@ def test_an_order_by_length_goes_on_too(tmp_path: Path) -> None:
     resumed = run_of(tmp_path / "cut", **more)
     resumed.train(resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-2"))
     assert_same_weights(resumed.model, ends.model)
+
+
+def masked(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """A collator that draws, as those for masked language models do."""
+    batch = padded(samples)
+    hidden = torch.rand(batch["input_ids"].shape) < 0.3
+    return {**batch, "input_ids": batch["input_ids"].masked_fill(hidden, 3)}
+
+
+@pytest.mark.parametrize("step", [3, 7])
+def test_a_collator_that_draws_goes_on_with_its_numbers(step: int, tmp_path: Path) -> None:
+    def made(folder: Path, at: At | None = None) -> Any:
+        trainer = run_of(folder, at=at, max_steps=8)
+        trainer.data_collator = masked
+        return trainer
+
+    whole = made(tmp_path / "whole")
+    whole.train()
+    with pytest.raises(Killed):
+        made(tmp_path / "cut", At(step, die)).train()
+    torch.manual_seed(99)
+    resumed = made(tmp_path / "cut")
+    resumed.train(resume_from_checkpoint=True)
+    assert_same_weights(resumed.model, whole.model)
 
 
 def test_a_checkpoint_is_whole_and_loads(whole: Any) -> None:

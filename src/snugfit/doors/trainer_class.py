@@ -29,7 +29,7 @@ from snugfit.errors import SnugfitError
 from snugfit.step.install import call, matmul_precision, resolve
 from snugfit.step.memory_errors import memory_cause
 from snugfit.techniques.technique import Slot
-from snugfit.training.generators import generators, random_state
+from snugfit.training.generators import generators
 from snugfit.training.interrupt import EXIT_CODES, Interrupts
 from snugfit.training.lock import locked
 from snugfit.training.store import Store
@@ -91,10 +91,20 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
         self.optimizer = call(wish.factory, groups, **optimizer_arguments(self, accepted))
         return self.optimizer
 
+    def get_train_dataloader(self) -> Any:
+        """The trainer's own; in training, with an eye on its collator."""
+        loader = super().get_train_dataloader()
+        if self.snugfit.keeping is not None and not getattr(loader, "num_workers", 1):
+            real = getattr(loader, "base_dataloader", loader)  # accelerate's is a shell
+            real.collate_fn = self.snugfit.keeping.stream.watching(real.collate_fn)
+        return loader
+
     def get_batch_samples(self, *arguments: Any, **keywords: Any) -> Any:
         """The micro-batches of one step; what each of them counts for is known from here on."""
-        samples, items = super().get_batch_samples(*arguments, **keywords)
         fitted = self.snugfit
+        with fitted.checkpoints.stream.drawing():
+            samples, items = super().get_batch_samples(*arguments, **keywords)
+        fitted.checkpoints.stream.used(len(samples))
         fitted.pieces = [items_of(self, each) for each in samples]
         fitted.total, fitted.count = sum(fitted.pieces), len(samples)
         fitted.batch, fitted.lost, fitted.place = samples, None, 0
@@ -165,11 +175,13 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
         return norm
 
     def _run_epoch(self, *arguments: Any, **keywords: Any) -> Any:
-        """An epoch; a resumed one begins with the generators that it had."""
-        keeping = self.snugfit.checkpoints
-        keeping.epoch_began = random_state(self.args.device)
-        if keeping.resumed is not None and self.state.global_step == keeping.resumed.step:
-            keeping.remember(within=bool(keywords.get("steps_trained_in_current_epoch")))
+        """An epoch; a resumed one draws its order from the generators that it had."""
+        keeping, skipped = self.snugfit.checkpoints, int(keywords.get("steps_trained_in_current_epoch") or 0)
+        resumed = keeping.resumed is not None and self.state.global_step == keeping.resumed.step
+        skipped = skipped if resumed else 0
+        if resumed:
+            keeping.remember(within=skipped > 0)
+        keeping.stream.epoch_begins(skipped)
         return super()._run_epoch(*arguments, **keywords)
 
     def _maybe_log_save_evaluate(self, *arguments: Any, **keywords: Any) -> Any:

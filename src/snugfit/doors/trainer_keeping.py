@@ -7,8 +7,8 @@
 
 They are taken when the Trainer would save, whole or not at all, and written while the next steps run. Only
 a whole one is resumed; those that are passed over are reported and kept aside. The data goes on where it was:
-the order of an epoch is drawn from a seed that is kept, and the generators of its beginning are kept too, for
-samplers that draw from them.
+the order of an epoch is drawn from a seed that is kept, and the generators that the data draws from are kept
+too (`trainer_stream.py`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from snugfit.doors.trainer_restore import as_text, from_text, running_of
+from snugfit.doors.trainer_restore import running_of
+from snugfit.doors.trainer_stream import Stream
 from snugfit.errors import SnugfitError, UsageError
 from snugfit.techniques.recipe import Recipe
-from snugfit.training.generators import restore_random_state
 from snugfit.training.journal import Journal
 from snugfit.training.manifest import Checkpoint, verify
 from snugfit.training.saver import Saver
@@ -85,8 +85,8 @@ class Keeping:
         self._told: dict[str, Any] = {}
         self.resumed: Checkpoint | None = None
         """Where this run was taken up."""
-        self.epoch_began: dict[str, Any] = {}
-        """The generators at the beginning of this epoch."""
+        self.stream = Stream()
+        """The generators of the data."""
 
     def _about(self) -> dict[str, Any]:
         trainer, fitted = self._trainer, self._fitted
@@ -176,7 +176,7 @@ class Keeping:
             "loss": trainer._tr_loss.item(),
             "total_loss": trainer._total_loss_scalar,
             "last_logged": trainer._globalstep_last_logged,
-            "epoch_began": as_text(self.epoch_began),
+            "data": self.stream.to_json(),
         }
         return Kept(
             run=snapshot(running_of(trainer), self._staging),
@@ -185,17 +185,14 @@ class Keeping:
         )
 
     def remember(self, *, within: bool) -> None:
-        """After a resume, what the Trainer's own state does not say; `within` an epoch it goes on with the
-        generators that the epoch began with, until the Trainer sets those of the step."""
+        """After a resume, what the Trainer's own state does not say."""
         assert self.resumed is not None
         trainer = self._trainer
         kept = json.loads((self.resumed.folder / FORGOTTEN).read_text(encoding="utf-8"))
         trainer._tr_loss += kept["loss"]
         trainer._total_loss_scalar = kept["total_loss"]
         trainer._globalstep_last_logged = kept["last_logged"]
-        if within:
-            self.epoch_began = from_text(kept["epoch_began"], trainer.args.device)
-            restore_random_state(self.epoch_began, trainer.args.device)
+        self.stream.resume(kept["data"], within=within)
 
     def wait(self) -> None:
         """Until nothing is being written; not beyond a signal's deadline."""
