@@ -31,9 +31,9 @@ from snugfit.measurement.findings import Findings
 from snugfit.measurement.host import peak_resident_bytes
 from snugfit.measurement.nvml import NvmlSilent, open_nvml
 from snugfit.measurement.process import die_with_parent
-from snugfit.versions import versions
 from snugfit.techniques.hub_kernels import import_peft
 from snugfit.units import MIB
+from snugfit.versions import versions
 
 if TYPE_CHECKING:
     import torch

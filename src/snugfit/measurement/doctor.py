@@ -15,8 +15,8 @@ from typing import Any
 
 from snugfit import __version__
 from snugfit.measurement.nvml import Card, NvmlSilent, open_nvml
-from snugfit.versions import CORE, OPTIONAL, torch_cuda, version_of
 from snugfit.measurement.visible import VISIBLE, hides_all
+from snugfit.versions import CORE, OPTIONAL, torch_cuda, version_of
 
 SCHEMA = 1
 

@@ -17,8 +17,8 @@ from snugfit.errors import GpuError
 from snugfit.measurement.host import cpu_name
 from snugfit.measurement.measurement import Device
 from snugfit.measurement.nvml import Card, NvmlSilent, open_nvml
-from snugfit.versions import torch_cuda
 from snugfit.measurement.visible import VISIBLE, choose, hides_all
+from snugfit.versions import torch_cuda
 
 
 @dataclass(frozen=True, kw_only=True)

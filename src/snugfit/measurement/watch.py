@@ -25,8 +25,8 @@ from snugfit.measurement.host import peak_resident_bytes
 from snugfit.measurement.nvml import Card, Nvml, NvmlSilent, open_nvml
 from snugfit.measurement.sampler import Sampler
 from snugfit.measurement.seen import Seen, SeenGpu
-from snugfit.versions import torch_cuda
 from snugfit.measurement.visible import choose
+from snugfit.versions import torch_cuda
 
 
 class Watch:
