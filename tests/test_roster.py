@@ -74,7 +74,7 @@ def test_listing_imports_neither_torch_nor_a_technique_s_package() -> None:
         ("gradient_accumulation_steps", "'micro_batches'"),
         ("apollo_adamw", "CC BY-NC"),
         ("evaluation_strategy", "eval_strategy"),
-        ("no_cuda", "use_cpu"),
+        ("no_cuda", "device: cpu"),
         ("lr", "part of the job"),
         ("batch_size", "micro_batches"),
         ("max_seq_length", "sequence_length"),

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 import os
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -219,15 +220,22 @@ class Model:
 
     def _blame_config(self, error: Exception) -> NoReturn:
         """A constructor of transformers that fails has met a config it cannot use. Memory that ran out, whose
-        errors are subclasses of `RuntimeError`, is another matter and passes; so do our own errors."""
+        errors are subclasses of `RuntimeError`, is another matter and passes; so do our own errors, and our
+        own mistakes (a rehearsal listens while a model is built)."""
         narrower = isinstance(error, RuntimeError) and type(error) is not RuntimeError
-        if narrower or isinstance(error, SnugfitError):
+        if narrower or isinstance(error, SnugfitError) or _raised_by_us(error):
             raise error
         kind = type(error).__name__
         if isinstance(error, KeyError) and (key := _key_of(error.args[0], self.config)):
             says = f'"{key}" is {json.dumps(error.args[0])}, which transformers {transformers_version()}'
             raise ModelError(f"{self.name}: {says} does not know.") from error
         raise ModelError(f"{self.name}: transformers cannot build it ({kind}): {_line(error)}") from error
+
+
+def _raised_by_us(error: Exception) -> bool:
+    """Whether it was raised in snugfit's own code, and not in what that calls."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and str(frames[-1].f_globals.get("__name__", "")).startswith("snugfit.")
 
 
 def _line(error: Exception) -> str:
