@@ -67,8 +67,8 @@ def _given(source: Source) -> Sequence[Mapping[str, Any]]:
         hasattr(source, n) for n in ("__len__", "__getitem__")
     ):
         raise UsageError(
-            "With a collate of one's own the dataset is a map-style one (len, and a sample for each index),"
-            f" not {source!r:.80}."
+            f"The dataset is {source!r:.80}; for this task, or with a collate of one's own, it is a map-style"
+            " one: len(dataset), and dataset[index] a sample as the model takes it."
         )
     if not len(source):
         raise UsageError("The dataset is empty.")
