@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from small_models import small_job
 from small_runs import Killed, assert_same_weights, bert_job, events, killed_after, losses, rows, small_run
 from snugfit.errors import OutOfMemory, SnugfitError, UsageError
 from snugfit.job.job import Job
@@ -88,6 +90,23 @@ def test_another_run_is_never_resumed_as_this_one(tmp_path: Path, change: dict[s
     assert any("before-restart" in path.name for path in tmp_path.iterdir()), "the old one is kept"
 
 
+def test_adapters_go_on_beside_the_weights_that_they_were_made_for(tmp_path: Path) -> None:
+    """They are kept without them, and would go on beside others without a word."""
+    for name, layers in (("one", 2), ("other", 3)):
+        job = replace(small_job("bert", layers), batch_size=4, sequence_length=16)
+        train(small_run(tmp_path / name, job=job, max_steps=1))
+    base = {name: tmp_path / name / "checkpoint-1" for name in ("one", "other")}
+    begun = small_run(tmp_path / "run", "lora", save_steps=2)
+    with pytest.raises(Killed):
+        train(replace(begun, weights=base["one"]), watch=killed_after(5))
+    for weights in (None, base["other"]):
+        with pytest.raises(UsageError, match="weights was"):
+            train(replace(begun, weights=weights))
+    moved = tmp_path / "moved"
+    base["one"].rename(moved)
+    assert train(replace(begun, weights=moved)).outcome == "finished"
+
+
 def test_what_only_keeps_or_watches_may_change(tmp_path: Path) -> None:
     with pytest.raises(Killed):
         train(small_run(tmp_path, save_steps=2), watch=killed_after(5))
@@ -131,8 +150,6 @@ def test_micro_batches_equal_the_whole_batch(tmp_path: Path, recipe: str) -> Non
 
 
 def _without_dropout(job: Job) -> Job:
-    from dataclasses import replace
-
     from snugfit.job.model import Model
 
     facts = {**job.model.config, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}

@@ -113,18 +113,26 @@ class Run:
             "asked": str(self.recipe),
             "recipe": str(recipe),
             "options": self.options.to_json(),
+            "weights": self._weights(),
             "samples": len(self.data.samples),
             "data": self.data.fingerprint(),
             "device": _device_name(self.device),
             "versions": versions(),
         }
 
+    def _weights(self) -> list[list[Any]] | None:
+        """Names and sizes of the files that training begins with. Adapters are kept without the weights that
+        they adapt, so a resumed run must begin with the same ones, wherever these lie by then."""
+        if self.weights is None:
+            return None
+        return sorted([file.name, file.stat().st_size] for file in self.weights.glob("*.safetensors"))
+
 
 def refuse_another_run(kept: Mapping[str, Any], run: Run, folder: Path) -> list[str]:
     """Raises `UsageError` when the checkpoint in `folder` is of another run; gives what is different and
     only keeps the numbers from being the same bit for bit."""
     now = json.loads(json.dumps(run.about(run.recipe)))
-    wrong = _different(kept, now, "", only=("asked", "samples"))
+    wrong = _different(kept, now, "", only=("asked", "weights", "samples"))
     wrong += _different(kept.get("job", {}), now["job"], "job.")
     free = FREE | (LENGTHS if run.options.lr_scheduler_type in CONSTANT else frozenset())
     wrong += [
