@@ -56,8 +56,6 @@ NoPredict = Annotated[
     bool, typer.Option("--no-predict", help="On a GPU: foresee nothing first.", rich_help_panel=RUN)
 ]
 
-FROM_FLAGS = ("dataset", "eval_dataset", "tokenizer", "columns", "pack", "weights", "output_dir", "device")
-
 
 @given.about_a_job
 def train(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError
 from snugfit.training.generators import set_generators
+from snugfit.training.loop import NonFinite
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,9 +40,8 @@ def refuse_no_number(trainer: Any, fitted: Fitted, norm: Any) -> None:
     set_generators(fitted.began, trainer.args.device)
     fitted.keeping.keep()
     fitted.keeping.wait()
-    what = f"The loss is {loss}" if not math.isfinite(loss) else f"The gradients' norm is {size}"
     raise SnugfitError(
-        f"Step {step}: {what}; no weight was changed. The step's batch stands in {file}. Look at it, take a"
+        f"Step {step}: {NonFinite(loss, size)} The step's batch stands in {file}. Look at it, take a"
         " smaller learning rate, or another precision."
     )
 

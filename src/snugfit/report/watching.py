@@ -26,8 +26,8 @@ STALLED = 0.1
 """Share of a step spent waiting for data from which more workers are proposed: a choice."""
 
 SLOWER = 1.2
-"""A measured step beside its prediction from which it is told that they part: nine in ten predictions of
-drawn jobs are nearer (docs/accuracy.md)."""
+"""A measured step beside its prediction from which it is told that they part: nine in ten predictions of the
+newest drawn jobs are nearer (docs/accuracy.md, seed 20261124)."""
 
 
 class Watching:

@@ -1,9 +1,9 @@
 """How long a run goes on, and what is done beside its steps: the HF Trainer's names, where it has one.
 
 What decides a step's mathematics (model, batch, clipping, decay groups, learning rate) is the job's, and how
-it is computed the recipe's. Here stands the rest. Defaults are the Trainer's, but for four: a line is logged
-every 10 steps, not 500; a checkpoint is kept every 500 steps and at the end of the run; the two newest
-checkpoints and the best are kept, not all; and a loss that is no number ends the run.
+it is computed the recipe's. Here stands the rest. Defaults are the Trainer's, but for five: a line is logged
+every 10 steps, not 500; a checkpoint is kept at the end of the run too; two of them are kept, not all;
+weights decay as the optimizer has it (AdamW: 0.01), not by 0; and a loss that is no number ends the run.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ class TrainOptions:
     """Steps between two checkpoints."""
 
     save_total_limit: int | None = 2
-    """Checkpoints that are kept, the newest first, and the best one beside; None keeps all."""
+    """Checkpoints that are kept: the newest, the best where it is wanted back, and older ones as far as the
+    number goes; None keeps all."""
 
     eval_strategy: str = "no"
     """When the evaluation data is gone through: every `eval_steps`, at each epoch's end, or `no`."""

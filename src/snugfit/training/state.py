@@ -67,13 +67,14 @@ class Progress:
         if self.skipped_in_a_row >= most_skipped:
             raise SnugfitError(
                 f"{self.skipped_in_a_row} steps in a row had gradients that are no numbers: the run has"
-                " diverged. Its checkpoints are of before."
+                " diverged. Its checkpoints are of before. Take a smaller learning rate or another precision."
             )
 
     def judge(self, value: float, *, higher_is_better: bool, threshold: float) -> bool:
         """Takes in an evaluation after this step; whether it is the best so far, by more than `threshold`."""
-        gain = math.inf if self.best_metric is None else value - self.best_metric
-        better = (gain if higher_is_better or self.best_metric is None else -gain) > threshold
+        before = self.best_metric
+        gain = math.inf if before is None else value - before if higher_is_better else before - value
+        better = not math.isnan(value) and gain > threshold
         self.evaluations_without_gain = 0 if better else self.evaluations_without_gain + 1
         if better:
             self.best_metric, self.best_step = value, self.step
