@@ -13,7 +13,7 @@ import torch
 
 from small_models import small_job
 from small_runs import Killed, assert_same_weights, bert_job, events, killed_after, losses, rows, small_run
-from snugfit.errors import OutOfMemory, SnugfitError, UsageError
+from snugfit.errors import ModelError, OutOfMemory, SnugfitError, UsageError
 from snugfit.job.job import Job
 from snugfit.techniques.recipe import Recipe
 from snugfit.training.loop import TrainingStep
@@ -105,6 +105,15 @@ def test_adapters_go_on_beside_the_weights_that_they_were_made_for(tmp_path: Pat
     moved = tmp_path / "moved"
     base["one"].rename(moved)
     assert train(replace(begun, weights=moved)).outcome == "finished"
+
+
+def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
+    """transformers would train random ones and only mention it."""
+    from safetensors.torch import save_file
+
+    save_file({"h.0.attn.weight": torch.zeros(3)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="none of the weights of"):
+        train(replace(small_run(tmp_path / "run"), weights=tmp_path))
 
 
 def test_what_only_keeps_or_watches_may_change(tmp_path: Path) -> None:

@@ -200,9 +200,16 @@ class Model:
             if weights is None:
                 model = auto_class.from_config(config, trust_remote_code=False, **how)
             else:
-                model = auto_class.from_pretrained(
-                    weights, config=config, use_safetensors=True, local_files_only=True, **how
+                model, loaded = auto_class.from_pretrained(
+                    weights,
+                    config=config,
+                    use_safetensors=True,
+                    local_files_only=True,
+                    output_loading_info=True,
+                    **how,
                 )
+                if len(loaded["missing_keys"]) >= len(list(model.parameters())):
+                    raise ModelError(f"{weights} holds none of the weights of {self.name}: another model's?")
             return model
 
         try:
