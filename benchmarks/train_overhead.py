@@ -3,14 +3,14 @@
     python benchmarks/train_overhead.py OUT.json [STEPS [RECIPE ...]]
 
 BERT-large, 4 x 512, as in Hugging Face's single-GPU guide, under the guide's recipes. For each recipe three
-loops take the same number of steps over the same synthetic samples, by turns and twice, in one process:
+loops take the same number of steps over the same synthetic samples, by turns, four times, in one process:
 
     bare      the plain loop: no look at loss or gradients, no schedule, no journal, no checkpoint
     snugfit   `training/session.py`: all of that, checkpoints apart (they are timed below)
     trainer   the installed transformers.Trainer with the flags of the same recipe (`step/trainer_loop.py`)
 
 Seconds are those of the wall clock from the end of step `WARMUP` to the end of the last one, the device
-waited for at both. Of two turns the faster counts: a neighbour of a rented host only ever slows one down.
+waited for at both. Of the turns the fastest counts: a neighbour of a rented host only ever slows one down.
 
 Then checkpoints: how long training waits for one of BERT-large with AdamW, and how long writing takes
 beside it.
@@ -43,7 +43,7 @@ from snugfit.training.run import Data, Run
 from snugfit.training.train import train
 from snugfit.versions import versions
 
-WARMUP, STEPS, TURNS = 5, 40, 2
+WARMUP, STEPS, TURNS = 5, 40, 4
 RECIPES = (
     "plain",
     "tf32",

@@ -159,7 +159,7 @@ class TrainingStep(PlainStep):
             raise NonFinite(loss, None)
         if scaler is not None:
             scaler.unscale_(optimizer)
-        trained = [each for each in running.model.parameters() if each.grad is not None]
+        trained = [each for each in running.parameters if each.grad is not None]
         norm = self._ask(trained, running)
         meanwhile()
         self.device_was_busy = not self._look.is_done()

@@ -17,6 +17,7 @@ bitsandbytes' `state_dict` wraps them for FSDP.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Mapping
@@ -92,6 +93,12 @@ class Running:
     scaler: torch.amp.GradScaler | None
     device: torch.device
     progress: Progress = field(default_factory=Progress)
+
+    @functools.cached_property
+    def parameters(self) -> tuple[torch.nn.Parameter, ...]:
+        """The model's, in its order. To walk through the modules of BERT-large takes the host 2 ms, which a
+        step would do each time."""
+        return tuple(self.model.parameters())
 
 
 @dataclass(frozen=True, kw_only=True)
