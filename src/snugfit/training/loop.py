@@ -3,7 +3,8 @@
 gradients        the plain loop's own (`step/plain_loop.py`): micro-batches under autocast, each loss
                  scaled by its share of what the whole batch's loss is a mean over
 unscale          fp16's gradients, back to their size
-look             at loss and gradients (`look.py`). While the device finishes, the host makes the next batch
+look             at the loss, and as far as that costs nothing at the gradients (`look.py`). While the device
+                 finishes, the host makes the next batch
 clip             by the norm that was just taken
 update           optimizer, gradient scaler, learning rate
 """
@@ -21,7 +22,7 @@ from snugfit.documents import write_document
 from snugfit.errors import SnugfitError
 from snugfit.step.memory_errors import memory_cause
 from snugfit.step.plain_loop import Built, PlainStep
-from snugfit.training.look import Look, Seen
+from snugfit.training.look import Look, all_numbers
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +57,7 @@ class NonFinite(SnugfitError):
 
 
 class Poisoned(SnugfitError):
-    """The last step's gradients were no numbers, and its update has been made."""
+    """Gradients of a step were no numbers, and its update has been made."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +66,6 @@ class Taken:
 
     loss: float
     """Mean over the global batch."""
-
-    norm: float | None
-    """Global L2 norm of the gradients, before clipping; None where the job does not clip."""
 
     updated: bool
     """False when the gradient scaler found an overflow and left the weights as they were."""
@@ -117,9 +115,15 @@ class TrainingStep(PlainStep):
     def __init__(self, job: Job, setup: Setup, device: torch.device) -> None:
         super().__init__(job, setup, device, keep_losses=True)
         self.phases = Phases()
-        self._look, self._unread = Look(device), False
+        self._look = Look(device)
+        self._unlooked = False
+        self.unread = False
+        """Whether the last step's norm is still to be `read`."""
         self.careful = device.type != "cuda"
         """Wait for the gradients before each update. On the CPU there is nothing to wait for."""
+        self.norm: float | None = None
+        """Global L2 norm of the gradients, before clipping, of the last step that was `read`; None where the
+        job does not clip."""
         self.device_was_busy = False
         """Whether, when the host had done what it had to do, the last step's device had not."""
 
@@ -143,71 +147,92 @@ class TrainingStep(PlainStep):
         self, running: Running, pieces: Sequence[dict[str, Any]], meanwhile: Callable[[], None] = _nothing
     ) -> Taken:
         """One optimizer step over these host micro-batches (B, S). `meanwhile` is done while the device is
-        still at the backward pass.
+        still at the backward pass, when the step before has been `read`.
 
         Raises `NonFinite`, with every weight, state and generator of the update as it was and no gradients
-        left; `Poisoned` when the step before must not have been; what torch raises when memory runs out.
+        left; `Poisoned` when a step before must not have been; what torch raises when memory runs out.
         """
         optimizer, scaler = running.optimizer, running.scaler
         built = Built(running.model, optimizer, scaler, iter([list(pieces)]), self.phases)
         total = self._accumulate(built)
         self.phases.phase("clip")
-        self.settle()
+        self.read(running)
         loss = math.nan if total is None else self._look.loss()
         if not math.isfinite(loss):
             optimizer.zero_grad(set_to_none=True)
+            self.settle(running)
             raise NonFinite(loss, None)
-        if scaler is not None:
-            scaler.unscale_(optimizer)
         trained = [each for each in running.parameters if each.grad is not None]
-        norm = self._ask(trained, running)
+        norm = self._norm_of(trained, running)
+        self._look.taken(norm)
         meanwhile()
         self.device_was_busy = not self._look.is_done()
-        seen = self._answer(running)
-        overflown = scaler is not None and not seen.gradients_are_numbers
-        if not (overflown or seen.gradients_are_numbers):
-            optimizer.zero_grad(set_to_none=True)
-            raise NonFinite(loss, seen.norm)
-        self._update(running, trained, norm)
-        if not overflown:
+        self.unread = norm is not None
+        if self.careful and scaler is None:
+            self._refuse_no_numbers(running, trained, loss)
+        self._unlooked = not self.careful and norm is None and scaler is None
+        updated = self._update(running, trained, norm)
+        if updated:
             running.scheduler.step()
         optimizer.zero_grad(set_to_none=True)
         self.phases.phase("load")
-        return Taken(loss=loss, norm=seen.norm, updated=not overflown)
+        return Taken(loss=loss, updated=updated)
 
-    def settle(self) -> None:
-        """Reads what is still unread of the last step's gradients. Raises `Poisoned` when they were no
-        numbers: the last update then made the weights none."""
-        if self._unread:
-            self._unread = False
-            if not self._look.end(clips=False).gradients_are_numbers:
+    def read(self, running: Running) -> None:
+        """Reads the last step's norm, where that was left for later. Raises `Poisoned` when it is none: the
+        update has then made the weights none."""
+        if self.unread:
+            self.unread, self.norm = False, self._look.norm()
+            if running.scaler is None and not math.isfinite(self.norm):
+                raise Poisoned
+
+    def settle(self, running: Running) -> None:
+        """Before the weights are kept or used elsewhere: `read`, and where nobody has looked at gradients, a
+        look at what they have made. Raises `Poisoned` when the weights are no numbers."""
+        self.read(running)
+        if self._unlooked:
+            self._unlooked = False
+            if not all_numbers(each for each in running.parameters if each.requires_grad):
                 raise Poisoned
 
     def _computed(self, total: torch.Tensor) -> None:
         self._look.computed(total)
 
-    def _ask(self, trained: list[torch.nn.Parameter], running: Running) -> torch.Tensor | None:
-        overflows = None
+    def _norm_of(self, trained: list[torch.nn.Parameter], running: Running) -> torch.Tensor | None:
+        import torch
+
+        if not self.job.clip:
+            return None
         if running.scaler is not None:
-            overflows = list(running.scaler._found_inf_per_device(running.optimizer).values())
-        return self._look.begin(trained, clips=bool(self.job.clip), overflows=overflows)
+            running.scaler.unscale_(running.optimizer)
+        return torch.nn.utils.get_total_norm([each.grad for each in trained if each.grad is not None])
 
-    def _answer(self, running: Running) -> Seen:
-        """What the look saw; taken to be well, and read at the next step, where nobody has to wait for it."""
-        clips = bool(self.job.clip)
-        self._unread = not (self.careful or clips or running.scaler is not None)
-        if self._unread:
-            return Seen(gradients_are_numbers=True, norm=None)
-        return self._look.end(clips=clips)
+    def _refuse_no_numbers(self, running: Running, trained: list[torch.nn.Parameter], loss: float) -> None:
+        """Raises `NonFinite`; waits for the gradients."""
+        clips, self.unread = self.unread, False
+        self.norm = self._look.norm() if clips else None
+        gradients = (each.grad for each in trained if each.grad is not None)
+        sound = all_numbers(gradients) if self.norm is None else math.isfinite(self.norm)
+        if not sound:
+            running.optimizer.zero_grad(set_to_none=True)
+            raise NonFinite(loss, self.norm)
 
-    def _update(self, running: Running, trained: list[torch.nn.Parameter], norm: torch.Tensor | None) -> None:
+    def _update(self, running: Running, trained: list[torch.nn.Parameter], norm: torch.Tensor | None) -> bool:
+        """Whether there was one: a scaler leaves out the steps that overflow."""
         import torch
 
         if norm is not None:
             torch.nn.utils.clip_grads_with_norm_(trained, self.job.clip or 0.0, norm)
         self.phases.phase("update")
-        if running.scaler is None:
-            running.optimizer.step()
-        else:
-            running.scaler.step(running.optimizer)
-            running.scaler.update()
+        optimizer, scaler = running.optimizer, running.scaler
+        if scaler is None:
+            optimizer.step()
+            return True
+        steps: list[bool] = []
+        hook = optimizer.register_step_post_hook(lambda *_: steps.append(True))
+        try:
+            scaler.step(optimizer)
+        finally:
+            hook.remove()
+        scaler.update()
+        return bool(steps)

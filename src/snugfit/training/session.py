@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import OutOfMemory, SnugfitError
-from snugfit.job.batch import tokens_of
 from snugfit.job.job import Job
 from snugfit.techniques.recipe import Recipe
 from snugfit.training.evaluate import Evaluated, evaluate, in_order
@@ -25,6 +24,7 @@ from snugfit.training.run import Run
 from snugfit.training.saver import Saver
 from snugfit.training.staging import Staging
 from snugfit.training.state import Progress, Running, bytes_of, free_unused, snapshot
+from snugfit.training.step_events import StepEvents
 from snugfit.training.store import Store
 from snugfit.training.trained import EARLY, FINISHED, STOPPED, Trained
 
@@ -47,6 +47,7 @@ class Session:
         self._kept_step: int | None = None
         self._last: Taken | None = None
         self._pace = Pace(run.device, every=run.options.logging_steps)
+        self._events = StepEvents(journal, self._pace)
         self._evaluated: Evaluated | None = None
         self._careful_to = 0
         self._generators: tuple[torch.Tensor, ...] = ()
@@ -85,6 +86,7 @@ class Session:
         """Back to where the weights were right, and again up to the step that made them wrong, which then
         stops before its update."""
         step = self._progress.step
+        self._events.forget()
         self._saver.wait()
         kept = self._store.newest()
         text = f"Step {step}: a gradient was no number. The run goes back to step {kept.step if kept else 0}."
@@ -129,15 +131,22 @@ class Session:
             began = time.perf_counter()
             while (pieces := ahead.take()) is not None:
                 rate = self._running.scheduler.get_last_lr()[0]
-                taken = self._take(pieces, ahead.fetch)
+                taken = self._take(pieces, lambda: self._meanwhile(ahead))
                 if isinstance(taken, Exhausted):
                     return taken
                 stalled = 0.0 if self._step.device_was_busy else ahead.fetching_seconds
-                self._tell_step(taken, pieces, rate, time.perf_counter() - began, stalled)
+                seconds = time.perf_counter() - began
+                self._events.note(self._progress.step, taken, pieces, self._order, rate, seconds, stalled)
+                if not self._step.unread:
+                    self._events.tell(self._step.norm)
                 if outcome := self._border():
                     return outcome
                 began = time.perf_counter()
         return FINISHED
+
+    def _meanwhile(self, ahead: Ahead) -> None:
+        self._events.tell(self._step.norm)
+        ahead.fetch()
 
     def _take(self, pieces: list[dict[str, Any]], meanwhile: Callable[[], None]) -> Taken | Exhausted:
         """One step; where a loss is no number, what the options say of it."""
@@ -146,8 +155,10 @@ class Session:
         try:
             taken = self._step.attempt(self._running, pieces, meanwhile)
         except NonFinite as fault:
+            self._events.tell(self._step.norm)
             self._stop_or_skip(fault)
-            taken = Taken(loss=fault.loss, norm=fault.norm, updated=False)
+            self._step.norm = fault.norm
+            taken = Taken(loss=fault.loss, updated=False)
         if isinstance(taken, Exhausted):
             return taken
         self._progress.took(taken.updated, most_skipped=self._run.options.most_skipped_in_a_row)
@@ -169,24 +180,10 @@ class Session:
             " learning rate or another precision, or go on without such steps: on_nonfinite='skip'."
         )
 
-    def _tell_step(
-        self, taken: Taken, pieces: list[dict[str, Any]], rate: float, seconds: float, stalled: float
-    ) -> None:
-        progress = self._progress
-        self._journal.tell(
-            "step",
-            step=progress.step,
-            epoch=progress.step / self._order.steps_per_epoch,
-            loss=taken.loss,
-            norm=taken.norm,
-            learning_rate=rate,
-            updated=taken.updated,
-            seconds=seconds,
-            stall_seconds=stalled,
-            samples=sum(len(piece) for piece in self._order.step(progress.step - 1)),
-            tokens=sum(tokens_of(piece) for piece in pieces),
-            **self._pace.told(progress.step, seconds),
-        )
+    def _settle(self) -> None:
+        """Before what the last step has made is used: whether it is sound."""
+        self._step.settle(self._running)
+        self._events.tell(self._step.norm)
 
     def _border(self) -> str | None:
         """Between two steps: evaluate, keep, stop. Gives the outcome when the run ends here."""
@@ -199,7 +196,7 @@ class Session:
             self._keep()
         outcome = self._outcome()
         if outcome:
-            self._step.settle()
+            self._settle()
         return outcome
 
     def _outcome(self) -> str | None:
@@ -219,7 +216,7 @@ class Session:
     def _evaluate(self) -> bool:
         """Goes through the evaluation data; whether it was the best so far."""
         assert self._run.evaluation is not None
-        self._step.settle()
+        self._settle()
         options, progress = self._run.options, self._progress
         micro_batch = self._run.job.batch_size // self._setup.micro_batches
         found = evaluate(
@@ -241,7 +238,7 @@ class Session:
         """A checkpoint of this border, unless there is one."""
         if self._kept_step == self._progress.step:
             return
-        self._step.settle()
+        self._settle()
         best = self._progress.best_step if self._run.options.load_best_model_at_end else None
         self._saver.keep(lambda: snapshot(self._running, self._staging), best=best)
         self._kept_step = self._progress.step
@@ -249,6 +246,8 @@ class Session:
     def _recover(self, exhausted: Exhausted) -> None:
         """After memory ran out: the same step again, under another recipe of the same global batch."""
         cause, before = exhausted.cause, self._recipe
+        if exhausted.phase != "update":
+            self._settle()
         chosen = self._replan(self._run.job, before, cause)
         if chosen is None:
             raise OutOfMemory(
