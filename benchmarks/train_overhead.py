@@ -1,16 +1,16 @@
 """What training costs over the bare loop, and beside the HF Trainer: the same steps, side by side in one run.
 
-    python benchmarks/train_overhead.py OUT.json [STEPS [RECIPE ...]]
+    python benchmarks/train_overhead.py OUT.json [--steps 40] [--turns 4] [--clip 1.0] [RECIPE ...]
 
 BERT-large, 4 x 512, as in Hugging Face's single-GPU guide, under the guide's recipes. For each recipe three
-loops take the same number of steps over the same synthetic samples, by turns, four times, in one process:
+loops take the same number of steps over the same synthetic samples, by turns, in one process:
 
     bare      the plain loop: no look at loss or gradients, no schedule, no journal, no checkpoint
     snugfit   `training/session.py`: all of that, checkpoints apart (they are timed below)
     trainer   the installed transformers.Trainer with the flags of the same recipe (`step/trainer_loop.py`)
 
-Seconds are those of the wall clock from the end of step `WARMUP` to the end of the last one, the device
-waited for at both. Of the turns the fastest counts: a neighbour of a rented host only ever slows one down.
+Seconds are those of the wall clock between two steps, the device waited for at both. Of the turns the
+fastest counts: a neighbour of a rented host only ever slows one down.
 
 Then checkpoints: how long training waits for one of BERT-large with AdamW, and how long writing takes
 beside it.
@@ -18,10 +18,10 @@ beside it.
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import gc
 import json
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -43,7 +43,7 @@ from snugfit.training.run import Data, Run
 from snugfit.training.train import train
 from snugfit.versions import versions
 
-WARMUP, STEPS, TURNS = 5, 40, 4
+WARMUP = 5
 RECIPES = (
     "plain",
     "tf32",
@@ -87,6 +87,8 @@ def looped(job: Job, recipe: Recipe, loop: str, steps: int) -> float:
 
 
 def trained(job: Job, recipe: Recipe, steps: int) -> float:
+    """Between the events of two steps, the last one not among them: an event may be told within the next
+    step, and the last is not."""
     began, seconds = 0.0, 0.0
     core = QuietCore()
 
@@ -94,10 +96,10 @@ def trained(job: Job, recipe: Recipe, steps: int) -> float:
         nonlocal began, seconds
         if event["event"] == "started":
             core.look()
-        if event["event"] == "step" and event["step"] in (WARMUP, steps):
+        if event["event"] == "step" and event["step"] in (WARMUP, steps - 1):
             torch.cuda.synchronize()
             now = time.perf_counter()
-            began, seconds = now, (now - began) / (steps - WARMUP)
+            began, seconds = now, (now - began) / (steps - 1 - WARMUP)
 
     with tempfile.TemporaryDirectory() as folder:
         run_of(job, recipe, steps, Path(folder), watch, save_strategy="no")
@@ -121,7 +123,7 @@ def cleared() -> None:
     torch.cuda.empty_cache()
 
 
-def row(job: Job, text: str, steps: int) -> dict[str, Any]:
+def row(job: Job, text: str, steps: int, turns: int) -> dict[str, Any]:
     recipe = Recipe.parse(text)
     loops: dict[str, Callable[[], float]] = {
         "bare": lambda: looped(job, recipe, "plain", steps),
@@ -129,13 +131,14 @@ def row(job: Job, text: str, steps: int) -> dict[str, Any]:
         "trainer": lambda: looped(job, recipe, "trainer", steps),
     }
     seconds: dict[str, list[float]] = {name: [] for name in loops}
-    for _ in range(TURNS):
+    for _ in range(turns):
         for name, loop in loops.items():
             seconds[name].append(loop())
             cleared()
     best = {name: min(each) for name, each in seconds.items()}
     told = {
         "recipe": text,
+        "clip": job.clip,
         "seconds": seconds,
         "overhead": best["snugfit"] / best["bare"] - 1,
         "faster_than_trainer": best["trainer"] / best["snugfit"],
@@ -160,10 +163,16 @@ def checkpoints(job: Job) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    out, steps = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else STEPS
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("recipes", nargs="*", default=RECIPES)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--clip", type=float, default=1.0, help="the Trainer's default; 0 never clips")
+    asked = parser.parse_args()
     job = Job(
         model=Model.find("bert-large-uncased"), task="sequence-classification", batch_size=4,
-        sequence_length=512,
+        sequence_length=512, clip=asked.clip,
     )  # fmt: skip
     document: dict[str, Any] = {
         "what": "train overhead",
@@ -171,13 +180,14 @@ def main() -> None:
         "when": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": versions(),
         "job": job.to_json(),
-        "steps": steps - WARMUP,
-        "checkpoints": checkpoints(job),
+        "steps": asked.steps - WARMUP,
         "rows": [],
     }
-    for text in sys.argv[3:] or RECIPES:
-        document["rows"].append(row(job, text, steps))
-        write_document(out, document)
+    for text in asked.recipes:
+        document["rows"].append(row(job, text, asked.steps, asked.turns))
+        write_document(asked.out, document)
+    document["checkpoints"] = checkpoints(job)
+    write_document(asked.out, document)
 
 
 if __name__ == "__main__":
