@@ -5,9 +5,10 @@ device is at the backward pass the host reads it and waits for nothing.
 
 The gradients are known at the end of the backward pass. To wait for that leaves the device with nothing to
 do until the host has asked for the update: with such a loop BERT-large at 4 x 512 in fp32 took an H200 5.7 %
-longer than the bare loop. To look through them without waiting still reads and writes all of them once more:
-1.6 % of a step in tf32 (train-overhead.json under results/ has both). So on a device neither is done, unless
-somebody asks to be careful:
+longer than the bare loop, all else that it does beside included. To look through them without waiting still
+reads and writes all of them once more: 1.6 % in tf32. So on a device neither is done, unless somebody asks to
+be careful (train-overhead-waiting.json, -looking.json and, as it is now, train-overhead.json under
+results/h200-2026-11-22):
 
     the job clips        the norm is taken anyway; it is read one step later
     a scaler is there    it looks itself, and leaves out what overflows

@@ -2,7 +2,7 @@
 
 What is copied to ordinary memory goes through a buffer of the driver's own; to page-locked memory the device
 writes by itself. But locking pages takes time too, so it is done once, in a thread, while the first steps
-run. So a state of 4.0 GB was copied in 0.25 s (results/h200-2026-11-22/train-overhead.json).
+run. So a state of 4.0 GB was copied in 0.25 s (results/h200-2026-11-22/train-overhead-waiting.json).
 
 Memory is taken in chunks whose size is a power of two, because torch's allocator of page-locked memory would
 round anything else up to one. A tensor in it has a storage of its own, as the writers of safetensors want.
