@@ -9,16 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from snugfit.cli import arguments as given
 from snugfit.cli.request import Request
-from snugfit.errors import SnugfitError, UsageError
-
-if TYPE_CHECKING:
-    from snugfit.prediction.prediction import Prediction
+from snugfit.errors import UsageError
 
 DATA, RUN = "The data", "The run"
 
@@ -46,6 +43,9 @@ Device = Annotated[
 ]
 MaxSteps = Annotated[int | None, typer.Option(help="Optimizer steps.", rich_help_panel=RUN)]
 Epochs = Annotated[float | None, typer.Option(help="Times through the data. [3]", rich_help_panel=RUN)]
+ReportTo = Annotated[
+    str | None, typer.Option(help="Trackers, such as tensorboard or wandb. [none]", rich_help_panel=RUN)
+]
 LearningRate = Annotated[float | None, typer.Option(help="At its highest. [5e-5]", rich_help_panel=RUN)]
 Restart = Annotated[
     bool,
@@ -72,27 +72,21 @@ def train(
     max_steps: MaxSteps = None,
     num_train_epochs: Epochs = None,
     learning_rate: LearningRate = None,
+    report_to: ReportTo = None,
     restart: Restart = False,
     no_predict: NoPredict = False,
 ) -> int:
     """Train a model under a recipe, resumably. Further options: in the job file, or by --set."""
     from snugfit.doors.own_loop import options_of
     from snugfit.doors.own_loop import train as run
-    from snugfit.report.watching import Watching, beside
+    from snugfit.report.watching import Watching
     from snugfit.training.options import TrainOptions
 
     _refuse(request)
     asked = request.training
     options = {field.name: asked[field.name] for field in fields(TrainOptions) if field.name in asked}
     logged = options_of(options).logging_steps
-    foreseen = None if no_predict else _foreseen(request, asked.get("device"))
-    last: dict[str, Any] = {}
     with Watching(logged) as shown:
-
-        def watch(event: dict[str, Any]) -> None:
-            last.update(event if event["event"] == "ended" else {})
-            shown(event)
-
         trained = run(
             request.job,
             request.recipe,
@@ -105,11 +99,10 @@ def train(
             weights=asked.get("weights"),
             device=asked.get("device"),
             restart=restart,
-            watch=watch,
+            foresee=not no_predict,
+            watch=shown,
             **options,
         )
-    for line in beside(foreseen, last):
-        typer.echo(line, err=True)
     typer.echo(f"{trained.outcome} after step {trained.step:,}: {trained.folder}")
     return trained.exit_code
 
@@ -146,18 +139,3 @@ def _columns(text: str | None) -> dict[str, str] | None:
     if not pairs or any(not key.strip() or not sign or not name.strip() for key, sign, name in pairs):
         raise UsageError(f"columns: {text!r}; write ROLE=NAME, ..., such as text=review, label=stars.")
     return {key.strip(): name.strip() for key, _, name in pairs}
-
-
-def _foreseen(request: Request, device: str | None) -> Prediction | None:
-    """What the run should take, on a GPU that is known."""
-    from snugfit.cli.here import gpu_here
-    from snugfit.prediction.predict import predict
-
-    if device == "cpu":
-        return None
-    try:
-        here = gpu_here(device)
-        return predict(request.job, request.recipe, gpu=here) if here else None
-    except SnugfitError as unknown:
-        typer.echo(f"Nothing is foreseen of this run: {unknown}", err=True)
-        return None

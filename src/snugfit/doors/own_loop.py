@@ -10,6 +10,7 @@ fastest recipe that needs less, keeps the global batch, and takes the broken ste
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -17,13 +18,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from snugfit.doors.data import Source, data_of
+from snugfit.doors.foresee import foresees
 from snugfit.doors.next_recipe import next_recipe
 from snugfit.errors import JobError, UsageError, did_you_mean
 from snugfit.job.job import Job, refuse_what_is_no_job
 from snugfit.job.weights import INDEX, SINGLE, find_weights
 from snugfit.techniques.recipe import Recipe
+from snugfit.training.foreseen import nothing_foreseen
 from snugfit.training.options import TrainOptions
-from snugfit.training.run import Run
+from snugfit.training.reporting import callbacks_for
+from snugfit.training.run import Data, Run
 from snugfit.training.train import train as run_to_its_end
 
 if TYPE_CHECKING:
@@ -50,6 +54,7 @@ def train(
     weights: str | os.PathLike[str] | None = None,
     device: str | None = None,
     restart: bool = False,
+    foresee: bool = True,
     watch: Callable[[Event], None] = lambda event: None,
     **options: Any,
 ) -> Trained:
@@ -61,39 +66,43 @@ def train(
     `weights` is the folder that training begins with, or "random"; without it the model's own folder, where
     it has weights. `device` is `cpu`, `cuda` or `cuda:1`. `options` are those of `TrainOptions`.
 
-    What stands in `output_dir` is resumed when it is this very run; `restart` begins anew. `watch` hears
-    every event of the journal.
+    What stands in `output_dir` is resumed when it is this very run; `restart` begins anew. On a GPU that is
+    known memory and seconds are foreseen first, unless `foresee` is False. `watch` hears every event of the
+    journal.
 
     Raises `UsageError` for what cannot be run or resumed, `OutOfMemory` when no recipe is left that needs
     less memory, and `SnugfitError` when a loss is no number.
     """
-    refuse_what_is_no_job(job)
-    if not job.trains:
-        raise JobError("The job's phase is 'evaluate', and this trains. Leave the phase out.")
-    recipe = recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe)
-    wanted = options_of(options)
-    place = device_of(device)
-    capability = _capability(place)
-    recipe.check(job, capability)
-    data = data_of(dataset, job, tokenizer, columns=columns, pack=pack, collate=collate, options=wanted)
-    judged = None
-    if evaluation is not None:
-        judged = data_of(
-            evaluation, job, tokenizer, columns=columns, pack=pack, collate=collate, options=wanted, like=data
-        )
-    if judged is None and wanted.eval_strategy != "no":
+    wanted, place = options_of(options), device_of(device)
+    recipe = _checked(job, recipe, place)
+    if evaluation is None and wanted.eval_strategy != "no":
         raise UsageError(f"eval_strategy is {wanted.eval_strategy!r}, and there is no evaluation data.")
+    callbacks_for(wanted)  # what is not installed is told before any data is read
+    how: dict[str, Any] = {"tokenizer": tokenizer, "columns": columns, "pack": pack}
+    read: Callable[..., Data] = functools.partial(data_of, job=job, collate=collate, options=wanted, **how)
+    data = read(dataset)
     run = Run(
         job=job,
         recipe=recipe,
         options=wanted,
         data=data,
-        evaluation=judged,
+        evaluation=None if evaluation is None else read(evaluation, like=data),
         folder=_folder(output_dir),
         weights=weights_of(job, weights),
         device=place,
     )
-    return run_to_its_end(run, restart=restart, replan=next_recipe(place), watch=watch)
+    expected = foresees(place) if foresee else nothing_foreseen
+    return run_to_its_end(run, restart=restart, replan=next_recipe(place), foresee=expected, watch=watch)
+
+
+def _checked(job: Job, recipe: Recipe | str, place: torch.device) -> Recipe:
+    """The recipe, when it can train this job there."""
+    refuse_what_is_no_job(job)
+    if not job.trains:
+        raise JobError("The job's phase is 'evaluate', and this trains. Leave the phase out.")
+    recipe = recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe)
+    recipe.check(job, _capability(place))
+    return recipe
 
 
 def options_of(given: Mapping[str, Any]) -> TrainOptions:

@@ -31,6 +31,9 @@ LARGEST_SMALL_COPY = 1024 * 1024
 """Bytes that are copied from pageable memory without waiting for the device. On an H200 with CUDA 13.0
 (2026-11-21) 1 MiB did not wait, and 4 MiB did."""
 
+MODELS_OWN = frozenset({"forward", "backward"})
+"""Phases whose arithmetic is the model's."""
+
 FEW_TENSORS = 8
 """Operands that any operator may have; more are lists."""
 
@@ -81,6 +84,16 @@ class StepSeconds:
     measured_rates: bool
     """Whether the GPU's rates were measured; else they were scaled from another's by data sheet."""
 
+    peak_seconds: float = 0.0
+    """What the model's arithmetic would take at the data sheet's peaks: the contractions of its forward and
+    backward passes, each in its precision; what is computed again does not count. 0: no peak is known."""
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilisation: the share of the step that the model's arithmetic would take at the data
+        sheet's peaks (Chowdhery et al., arXiv 2204.02311); None where no peak is known."""
+        return self.peak_seconds / self.step_seconds if self.peak_seconds and self.step_seconds else None
+
     def to_json(self) -> dict[str, Any]:
         """A JSON object."""
         return asdict(self)
@@ -98,7 +111,7 @@ def step_seconds(
     """The seconds of the tape's steady step on this GPU; `host` is how many times slower than the rates' the
     host is, `workers` how many processes make the batches. Raises `GpuError` when the GPU's rates are not
     known."""
-    from snugfit.rehearsal.kernels import group_of
+    from snugfit.rehearsal.kernels import CONTRACTIONS, group_of
 
     rates = rates or rates_for(gpu)
     clock, pace = KernelClock(rates), rates.host.slower(host)
@@ -106,11 +119,15 @@ def step_seconds(
     device = [clock.seconds(kernel) for kernel in kernels]
     asked = [asking(kernel, pace) for kernel in kernels]
     lines: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    at_peak = 0.0
     for kernel, works, asks in zip(kernels, device, asked, strict=True):
-        line = lines[kernel.phase, group_of(kernel.operator)]
+        group = group_of(kernel.operator)
+        line = lines[kernel.phase, group]
         line[0] += works
         line[1] += asks
         line[2] += _roofline(kernel, gpu)
+        if group == CONTRACTIONS and kernel.phase in MODELS_OWN and not kernel.recomputed:
+            at_peak += _arithmetic(kernel, gpu)
     phases = tuple(
         PhaseSeconds(
             phase=phase, group=group, device_seconds=works, host_seconds=asks, roofline_seconds=least
@@ -129,6 +146,7 @@ def step_seconds(
         phases=phases,
         bound="loading" if making == length > 0 else _bound(length, busy, phases),
         measured_rates=rates.measured,
+        peak_seconds=at_peak,
     )
 
 
@@ -207,9 +225,13 @@ def _making(kernel: Kernel, host: HostRate) -> float:
 
 
 def _roofline(kernel: Kernel, gpu: Gpu) -> float:
-    peak = gpu.peak_dense.get(PRECISIONS.get(kernel.dtype, "fp32")) or gpu.peak_dense.get("fp32") or 0
-    arithmetic = kernel.flops / peak if peak else 0.0
-    return max(arithmetic, kernel.nbytes / gpu.bandwidth if gpu.bandwidth else 0.0)
+    return max(_arithmetic(kernel, gpu), kernel.nbytes / gpu.bandwidth if gpu.bandwidth else 0.0)
+
+
+def _arithmetic(kernel: Kernel, gpu: Gpu) -> float:
+    """Seconds of its arithmetic at the data sheet's peak; 0 where that is not known."""
+    peak = gpu.peak_dense.get(PRECISIONS.get(kernel.dtype, "fp32")) or gpu.peak_dense.get("fp32")
+    return kernel.flops / peak if peak else 0.0
 
 
 def _bound(length: float, busy: float, phases: Sequence[PhaseSeconds]) -> str:

@@ -1,7 +1,7 @@
 """A run while it goes on: one bar on a terminal, plain lines where there is none.
 
-    step 120 of 500 (epoch 0.96)  loss 0.412  norm 1.93  rate 3.8e-05  71.2 samples/s  9,113 tokens/s
-    waiting for data 3%  31.2 GiB reserved  0:01:12 left
+    step 120 of 500  (epoch 0.96)  loss 0.4120  norm 1.93  rate 3.8e-05  71.2 samples/s  9,113 tokens/s
+    38.2% MFU  waiting for data 3%  31.20 GiB reserved of 33.00 GiB foreseen  0:01:12 left
 
 What is shown is an event of the journal (`training/journal.py`) and nothing else, so that whatever is seen
 here can be read again afterwards. Speeds are means since the last line.
@@ -12,9 +12,11 @@ from __future__ import annotations
 import sys
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TextIO
+from typing import TYPE_CHECKING, Self, TextIO
 
 from snugfit.report.terminal import harmless
+from snugfit.training.foreseen import beside
+from snugfit.training.thrash import CAUSE
 from snugfit.units import show_bytes, show_seconds
 
 if TYPE_CHECKING:
@@ -25,10 +27,6 @@ if TYPE_CHECKING:
 STALLED = 0.1
 """Share of a step spent waiting for data from which more workers are proposed: a choice."""
 
-SLOWER = 1.2
-"""A measured step beside its prediction from which it is told that they part: nine in ten predictions of the
-newest drawn jobs are nearer (docs/accuracy.md, seed 20261124)."""
-
 
 class Watching:
     """Hears a run's events and shows them."""
@@ -36,6 +34,7 @@ class Watching:
     def __init__(self, every: int, *, out: TextIO | None = None, bar: bool | None = None) -> None:
         self._out = out or sys.stderr
         self._every, self._steps, self._since = every, 0, _Since()
+        self._expected: Event = {}
         self._bar = _Bar() if (self._out.isatty() if bar is None else bar) else None
 
     def __enter__(self) -> Self:
@@ -73,12 +72,12 @@ class Watching:
     def _step(self, event: Event) -> None:
         self._since.add(event)
         if self._bar:
-            self._bar.move(event["step"], _short(event, self._since))
+            self._bar.move(event["step"], self._short(event))
         if event["step"] % self._every == 0 or event["step"] == self._steps:
             if not self._bar:
                 left = (self._steps - event["step"]) * self._since.seconds / self._since.steps
                 more = f"  {timedelta(seconds=round(left))} left" if left else ""
-                self._say(f"step {event['step']:,} of {self._steps:,}  {_short(event, self._since)}{more}")
+                self._say(f"step {event['step']:,} of {self._steps:,}  {self._short(event)}{more}")
             self._propose_workers()
             self._since = _Since(told=self._since.told)
 
@@ -100,16 +99,37 @@ class Watching:
         )
 
     def _replanned(self, event: Event) -> None:
+        if event["cause"] == CAUSE:
+            self._say(
+                f"memory is too short ({CAUSE} in step after step) as {event['before']}; from step"
+                f" {event['step']:,} on it is {event['recipe']}, with the same global batch"
+            )
+            return
         self._say(
             f"memory ran out ({event['cause']}) in step {event['step']:,} as {event['before']}; it is taken"
             f" again as {event['recipe']}, with the same global batch"
         )
+
+    def _foreseen(self, event: Event) -> None:
+        self._expected = event
+        if "text" in event:
+            self._say(event["text"])
 
     def _warning(self, event: Event) -> None:
         self._say(f"warning: {event['text']}")
 
     def _ended(self, event: Event) -> None:
         self._say(f"{event['outcome']} after step {event['step']:,}")
+        for line in beside(self._expected, event):
+            self._say(line)
+
+    def _short(self, event: Event) -> str:
+        parts = [*_of_the_step(event), *self._since.told_of()]
+        if event.get("reserved_bytes"):
+            limit = self._expected.get("reserved_bytes")
+            more = f" of {show_bytes(limit)} foreseen" if limit else ""
+            parts.append(f"{show_bytes(event['reserved_bytes'])} reserved{more}")
+        return "  ".join(parts)
 
 
 class _Since:
@@ -117,7 +137,7 @@ class _Since:
 
     def __init__(self, *, told: bool = False) -> None:
         self.steps, self.samples, self.tokens = 0, 0, 0
-        self.seconds, self.stalled = 0.0, 0.0
+        self.seconds, self.stalled, self.at_peak = 0.0, 0.0, 0.0
         self.told = told
         """Whether more workers have been proposed."""
 
@@ -127,24 +147,29 @@ class _Since:
         self.tokens += event["tokens"]
         self.seconds += event["seconds"]
         self.stalled += event["stall_seconds"]
+        self.at_peak += event["seconds"] * event.get("mfu", 0.0)
+
+    def told_of(self) -> list[str]:
+        """Speeds, and what of the time was of use."""
+        if not self.seconds:
+            return []
+        parts = [f"{self.samples / self.seconds:,.1f} samples/s"]
+        if self.tokens:
+            parts.append(f"{self.tokens / self.seconds:,.0f} tokens/s")
+        if self.at_peak:
+            parts.append(f"{self.at_peak / self.seconds:.1%} MFU")
+        if self.stalled > 0.01 * self.seconds:
+            parts.append(f"waiting for data {self.stalled / self.seconds:.0%}")
+        return parts
 
 
-def _short(event: Event, since: _Since) -> str:
-    parts = [
+def _of_the_step(event: Event) -> list[str]:
+    return [
         f"(epoch {event['epoch']:.2f})",
         f"loss {event['loss']:.4f}",
         *([] if event["norm"] is None else [f"norm {event['norm']:.3g}"]),
         f"rate {event['learning_rate']:.3g}",
     ]
-    if since.seconds:
-        parts.append(f"{since.samples / since.seconds:,.1f} samples/s")
-        if since.tokens:
-            parts.append(f"{since.tokens / since.seconds:,.0f} tokens/s")
-        if since.stalled > 0.01 * since.seconds:
-            parts.append(f"waiting for data {since.stalled / since.seconds:.0%}")
-    if event.get("reserved_bytes"):
-        parts.append(f"{show_bytes(event['reserved_bytes'])} reserved")
-    return "  ".join(parts)
 
 
 class _Bar:
@@ -181,24 +206,3 @@ class _Bar:
     def close(self) -> None:
         if self._progress is not None:
             self._progress.stop()
-
-
-def beside(predicted: Any, seen: Event) -> list[str]:
-    """Lines that lay a prediction beside what a run took; a last one where they part.
-
-    `seen` is the `ended` event of a run on a GPU.
-    """
-    if predicted is None or not seen.get("reserved_bytes"):
-        return []
-    footprint, timing = predicted.footprint, predicted.timing
-    foreseen, reserved = show_bytes(footprint.reserved_bytes), show_bytes(seen["reserved_bytes"])
-    lines = [f"memory reserved: {foreseen} foreseen, {reserved} seen"]
-    seconds = seen.get("step_seconds")
-    if timing is not None and seconds:
-        lines.append(f"a step: {show_seconds(timing.step_seconds)} foreseen, {show_seconds(seconds)} seen")
-        if not 1 / SLOWER < seconds / timing.step_seconds < SLOWER:
-            lines.append(
-                "They part by more than a fifth: snugfit calibrate measures this machine, and the time spent"
-                " waiting for data is not foreseen."
-            )
-    return lines

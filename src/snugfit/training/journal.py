@@ -27,13 +27,21 @@ class Journal:
     """Writes a run's events, and passes them on to whoever watches."""
 
     def __init__(self, folder: Path, watch: Callable[[Event], None] = lambda event: None) -> None:
-        self._path, self._watch, self._broken = folder / JOURNAL, watch, False
+        self._path, self._watches, self._broken = folder / JOURNAL, [watch], False
+
+    def also_to(self, watch: Callable[[Event], None]) -> None:
+        """One more who hears the events."""
+        self._watches.append(watch)
 
     def tell(self, event: str, /, **fields: Any) -> None:
         """Something happened."""
         told: Event = {"event": event, **fields}
         self._append(told)
-        self._watch(told)
+        self._pass_on(told)
+
+    def _pass_on(self, event: Event) -> None:
+        for watch in self._watches:
+            watch(event)
 
     def _append(self, event: Event) -> None:
         if self._broken:
@@ -44,7 +52,7 @@ class Journal:
         except OSError as refusal:
             self._broken = True
             text = f"{self._path} cannot be written ({refusal.strerror}); the run goes on without it."
-            self._watch({"event": "warning", "text": text})
+            self._pass_on({"event": "warning", "text": text})
 
 
 def _strict(event: Event) -> Event:

@@ -32,19 +32,23 @@ if TYPE_CHECKING:
     from snugfit.training.state import Running
 
 
-class NonFinite(SnugfitError):
-    """A loss or a gradient is no number. Nothing was updated."""
+class Refused(SnugfitError):
+    """A step was not made, for what its forward and backward passes gave. Nothing was updated."""
 
-    def __init__(self, loss: float, norm: float | None) -> None:
-        of_norm = "A gradient is no number" if norm is None else f"The gradients' norm is {norm}"
-        what = of_norm if math.isfinite(loss) else f"The loss is {loss}"
+    name = "refused"
+    """What its file is called after."""
+
+    option = ""
+    """The option that says what follows."""
+
+    def __init__(self, what: str, loss: float, norm: float | None) -> None:
         super().__init__(f"{what}; no weight was changed.")
         self.loss, self.norm = loss, norm
 
     def write(self, folder: Path, step: int, pieces: Sequence[Sequence[int]]) -> Path:
         """Writes down which samples the step's micro-batches held, where that can be written; gives the
         file."""
-        file = folder / f"nonfinite-step-{step}.json"
+        file = folder / f"{self.name}-step-{step}.json"
         document = {
             "step": step,
             "loss": repr(self.loss),
@@ -54,6 +58,16 @@ class NonFinite(SnugfitError):
         with contextlib.suppress(OSError):
             write_document(file, document)
         return file
+
+
+class NonFinite(Refused):
+    """A loss or a gradient is no number."""
+
+    name, option = "nonfinite", "on_nonfinite"
+
+    def __init__(self, loss: float, norm: float | None) -> None:
+        of_norm = "A gradient is no number" if norm is None else f"The gradients' norm is {norm}"
+        super().__init__(of_norm if math.isfinite(loss) else f"The loss is {loss}", loss, norm)
 
 
 class Poisoned(SnugfitError):
@@ -124,6 +138,8 @@ class TrainingStep(PlainStep):
         self.norm: float | None = None
         """Global L2 norm of the gradients, before clipping, of the last step that was `read`; None where the
         job does not clip."""
+        self.refuses: Callable[[float], Refused | None] = lambda loss: None
+        """Asked of a step's loss before its update: why it must not be made, or None."""
         self.device_was_busy = False
         """Whether, when the host had done what it had to do, the last step's device had not."""
 
@@ -149,7 +165,7 @@ class TrainingStep(PlainStep):
         """One optimizer step over these host micro-batches (B, S). `meanwhile` is done while the device is
         still at the backward pass, when the step before has been `read`.
 
-        Raises `NonFinite`, with every weight, state and generator of the update as it was and no gradients
+        Raises `Refused`, with every weight, state and generator of the update as it was and no gradients
         left; `Poisoned` when a step before must not have been; what torch raises when memory runs out.
         """
         optimizer, scaler = running.optimizer, running.scaler
@@ -162,6 +178,9 @@ class TrainingStep(PlainStep):
             optimizer.zero_grad(set_to_none=True)
             self.settle(running)
             raise NonFinite(loss, None)
+        if (refused := self.refuses(loss)) is not None:
+            optimizer.zero_grad(set_to_none=True)
+            raise refused
         trained = [each for each in running.parameters if each.grad is not None]
         norm = self._norm_of(trained, running)
         self._look.taken(norm)
@@ -170,6 +189,8 @@ class TrainingStep(PlainStep):
         self.unread = norm is not None
         if self.careful and scaler is None:
             self._refuse_no_numbers(running, trained, loss)
+        elif self.careful:
+            self.read(running)
         self._unlooked = not self.careful and norm is None and scaler is None
         updated = self._update(running, trained, norm)
         if updated:

@@ -9,7 +9,7 @@ weights decay as the optimizer has it (AdamW: 0.01), not by 0; and a loss that i
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
@@ -97,8 +97,22 @@ class TrainOptions:
     logging_steps: int = 10
     """Steps between two lines on the terminal; the file holds every step."""
 
+    report_to: str | Sequence[str] = "none"
+    """Trackers that are told the same: `tensorboard`, `wandb`, ... as the Trainer has them, several with
+    commas between; `all` that are installed; or `none`."""
+
+    run_name: str | None = None
+    """What trackers call the run."""
+
     on_nonfinite: str = "stop"
     """A loss or gradient that is no number: `stop` before the step, or `skip` the step and count it."""
+
+    on_loss_spike: str = "warn"
+    """A loss that jumps: `warn`, `stop` before the step, or `skip` the step and count it."""
+
+    loss_spike_rtol: float | None = 2.0
+    """A loss further from the mean of the last ten than so many times that mean has jumped; None looks for
+    none."""
 
     most_skipped_in_a_row: int = 50
     """Skipped steps in a row (fp16's overflows too) after which the run ends as diverged."""
@@ -115,6 +129,7 @@ class TrainOptions:
             ("train_sampling_strategy", SAMPLING),
             ("metric_for_best_model", ("loss", "accuracy")),
             ("on_nonfinite", ("stop", "skip")),
+            ("on_loss_spike", ("warn", "stop", "skip")),
         ):
             given = getattr(self, name)
             if given not in allowed:
@@ -142,7 +157,16 @@ class TrainOptions:
         for name in ("dataloader_drop_last", "load_best_model_at_end"):
             if type(getattr(self, name)) is not bool:
                 raise UsageError(f"{name} is {getattr(self, name)!r}; it takes True or False.")
+        self._refuse_what_is_no_name()
         self._refuse_what_does_nothing()
+
+    def _refuse_what_is_no_name(self) -> None:
+        """Which trackers there are is asked when a run begins (`reporting.py`)."""
+        given = self.report_to
+        if not isinstance(given, str | list | tuple) or not all(isinstance(each, str) for each in given):
+            raise UsageError(f"report_to is {given!r}; it takes names of trackers, all, or none.")
+        if self.run_name is not None and not isinstance(self.run_name, str):
+            raise UsageError(f"run_name is {self.run_name!r}; it takes text.")
 
     def _refuse_what_does_nothing(self) -> None:
         if self.eval_strategy == "no":
@@ -159,6 +183,13 @@ class TrainOptions:
     def order_seed(self) -> int:
         """The seed of the data's order."""
         return self.seed if self.data_seed is None else self.data_seed
+
+    @property
+    def reports(self) -> tuple[str, ...]:
+        """The trackers that `report_to` names, none of them twice."""
+        given = self.report_to.split(",") if isinstance(self.report_to, str) else self.report_to
+        named = dict.fromkeys(name for each in given if (name := each.strip()))
+        return () if tuple(named) == ("none",) else tuple(named)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object; `TrainOptions.from_json` reads it back."""
@@ -190,6 +221,7 @@ _NUMBERS = {
     "warmup_steps": False,
     "weight_decay": False,
     "early_stopping_threshold": False,
+    "loss_spike_rtol": True,
     "stop_seconds": True,
 }
 """Fields that are numbers, and whether they must be above 0."""
@@ -197,4 +229,5 @@ _NUMBERS = {
 _MAY_BE_NONE = frozenset({
     "max_steps", "data_seed", "pad_to_multiple_of", "save_total_limit", "eval_steps",
     "per_device_eval_batch_size", "early_stopping_patience", "weight_decay", "stop_seconds",
+    "loss_spike_rtol",
 })  # fmt: skip

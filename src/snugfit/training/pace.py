@@ -1,10 +1,13 @@
-"""What a run takes while it goes on: seconds of its steps and, on a GPU, the allocator's peaks."""
+"""What a run takes while it goes on: seconds of its steps, how much of them was of use and, on a GPU, the
+allocator's peaks."""
 
 from __future__ import annotations
 
 import statistics
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
+
+from snugfit.training.foreseen import Foreseen
 
 if TYPE_CHECKING:
     import torch
@@ -16,20 +19,27 @@ MOST = 1000
 """Steps whose seconds are remembered."""
 
 
+@final
 class Pace:
-    """Remembers what steps took."""
+    """Remembers what the steps of one recipe took, from when it was made."""
 
-    def __init__(self, device: torch.device, *, every: int) -> None:
-        self._device, self._every, self._taken = device, every, 0
+    def __init__(self, device: torch.device, *, every: int, foreseen: Foreseen | None = None) -> None:
+        self._device, self._every, self._foreseen, self._taken = device, every, foreseen, 0
         self._seconds: deque[float] = deque(maxlen=MOST)
+        if device.type == "cuda":
+            import torch
 
-    def told(self, step: int, seconds: float) -> dict[str, Any]:
-        """What is told with a step: every so often the bytes that the allocator has reserved at most. Asking
-        it each time would cost small models something."""
+            torch.cuda.reset_peak_memory_stats(device)
+
+    def told(self, step: int, seconds: float, samples: int, tokens: int) -> dict[str, Any]:
+        """What is told with a step over so much data: `mfu`, where it is known, and every so often the bytes
+        that the allocator has reserved at most. Asking it each time would cost small models something."""
         self._taken += 1
         if self._taken > WARMUP:
             self._seconds.append(seconds)
-        return self._peaks() if step % self._every == 0 else {}
+        used = self._foreseen.mfu(seconds, samples, tokens) if self._foreseen else None
+        of_use = {} if used is None else {"mfu": used}
+        return {**of_use, **self._peaks()} if step % self._every == 0 else of_use
 
     def in_all(self) -> dict[str, Any]:
         """What is told at the end: the peaks, and the median of the steady steps."""

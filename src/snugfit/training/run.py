@@ -31,6 +31,7 @@ FREE = frozenset({
     "save_strategy", "save_steps", "save_total_limit", "eval_strategy", "eval_steps",
     "per_device_eval_batch_size", "load_best_model_at_end", "early_stopping_patience",
     "early_stopping_threshold", "logging_steps", "stop_seconds", "on_nonfinite", "most_skipped_in_a_row",
+    "report_to", "run_name", "on_loss_spike", "loss_spike_rtol",
 })  # fmt: skip
 """Options that change no number of a step: they may differ when a run is resumed."""
 

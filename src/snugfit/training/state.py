@@ -60,6 +60,9 @@ class Progress:
     evaluations_without_gain: int = 0
     """Since then; early stopping counts them."""
 
+    losses: list[float] = field(default_factory=list)
+    """Of the last steps that were made, as many as a jump is seen by (`spikes.py`)."""
+
     def took(self, updated: bool, *, most_skipped: int) -> None:
         """Counts a step. Raises `SnugfitError` when so many in a row have updated nothing."""
         self.step += 1
@@ -67,8 +70,9 @@ class Progress:
         self.skipped_in_a_row = 0 if updated else self.skipped_in_a_row + 1
         if self.skipped_in_a_row >= most_skipped:
             raise SnugfitError(
-                f"{self.skipped_in_a_row} steps in a row had gradients that are no numbers: the run has"
-                " diverged. Its checkpoints are of before. Take a smaller learning rate or another precision."
+                f"{self.skipped_in_a_row} steps in a row were not made, for their losses or gradients. The"
+                " run has diverged; its checkpoints are of before. Take a smaller learning rate or another"
+                " precision."
             )
 
     def judge(self, value: float, *, higher_is_better: bool, threshold: float) -> bool:

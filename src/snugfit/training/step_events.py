@@ -36,6 +36,8 @@ class StepEvents:
         stall_seconds: float,
     ) -> None:
         """Step `step` (the first is 1) was taken, over these host micro-batches (B, S)."""
+        samples = sum(len(piece) for piece in order.step(step - 1))
+        tokens = sum(tokens_of(piece) for piece in pieces)
         self._untold = {
             "step": step,
             "epoch": step / order.steps_per_epoch,
@@ -44,9 +46,9 @@ class StepEvents:
             "updated": taken.updated,
             "seconds": seconds,
             "stall_seconds": stall_seconds,
-            "samples": sum(len(piece) for piece in order.step(step - 1)),
-            "tokens": sum(tokens_of(piece) for piece in pieces),
-            **self._pace.told(step, seconds),
+            "samples": samples,
+            "tokens": tokens,
+            **self._pace.told(step, seconds, samples, tokens),
         }
 
     def tell(self, norm: float | None) -> None:
@@ -54,7 +56,3 @@ class StepEvents:
         if self._untold:
             self._journal.tell("step", **self._untold, norm=norm)
             self._untold = {}
-
-    def forget(self) -> None:
-        """The step that was noted last will be taken again."""
-        self._untold = {}

@@ -10,10 +10,11 @@ A step is a function of the run's seed and its number, so a run that was killed 
 same numbers as one that was not.
 
 Events (`journal.py`): `started` (job, recipe, steps, samples, resumed_from), `step` (step, epoch, loss,
-norm, learning_rate, seconds, stall_seconds, samples, tokens; on a GPU every `logging_steps` the allocator's
-peaks), `evaluated` (step, loss, accuracy), `saved` (step, folder, bytes, blocked_seconds that training
-waited, seconds beside it), `replanned` (step, cause, before, recipe), `warning` (text), `ended` (outcome,
-step, step_seconds, the peaks).
+norm, learning_rate, seconds, stall_seconds, samples, tokens; where it is known mfu; on a GPU every
+`logging_steps` the allocator's peaks), `foreseen` (recipe, reserved_bytes, step_seconds; or text, why
+nothing is), `evaluated` (step, loss, accuracy), `saved` (step, folder, bytes, blocked_seconds that training
+waited, seconds beside it), `replanned` (step, cause, before, recipe), `warning` (text), `ended`
+(outcome, step, step_seconds, the peaks).
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 from snugfit.step.install import matmul_precision
+from snugfit.training.foreseen import Foresee, nothing_foreseen
 from snugfit.training.interrupt import Interrupts
 from snugfit.training.journal import Event, Journal
 from snugfit.training.lock import locked
+from snugfit.training.reporting import Reports
 from snugfit.training.run import Run, refuse_another_run
 from snugfit.training.session import Replan, Session
 from snugfit.training.store import Store
@@ -36,21 +39,24 @@ def train(
     *,
     restart: bool = False,
     replan: Replan = lambda job, recipe, cause: None,
+    foresee: Foresee = nothing_foreseen,
     watch: Callable[[Event], None] = lambda event: None,
 ) -> Trained:
     """Trains to the run's end, or to where it is stopped; a run that stands in its folder is resumed.
 
     `restart` begins anew and keeps the old checkpoints under other names. `replan` is asked for another
-    recipe when memory runs out. `watch` hears every event.
+    recipe when memory runs out, `foresee` what a recipe should take. `watch` hears every event.
 
     Raises `UsageError` for what cannot be run or resumed, `OutOfMemory` when no recipe is left, and
     `SnugfitError` when a loss is no number or the last checkpoint could not be kept.
     """
+    journal = Journal(run.folder.absolute(), watch)
+    reports = Reports(run, restart=restart, warn=lambda text: journal.tell("warning", text=text))
+    journal.also_to(reports)
     store = Store(run.folder)
     store.prepare()
     with locked(store.root), matmul_precision(run.recipe.setup().matmul), _without_bars():
         store.sweep()
-        journal = Journal(store.root, watch)
         if restart:
             store.restart()
         kept = store.newest()
@@ -61,7 +67,11 @@ def train(
                 text = f"{change}: the run goes on correctly, and no longer bit for bit"
                 journal.tell("warning", text=text)
         with Interrupts(store.root, stop_seconds=run.options.stop_seconds) as interrupts:
-            return Session(run, store, journal, interrupts, replan).train(kept)
+            session = Session(run, store, journal, interrupts, reports, replan=replan, foresee=foresee)
+            try:
+                return session.train(kept)
+            finally:
+                reports.ends(None)
 
 
 @contextlib.contextmanager

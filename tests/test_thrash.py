@@ -1,0 +1,105 @@
+"""Allocation retries in step after step: the run goes on under the next recipe, or says that it cannot."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from small_runs import bert_job, events, losses, small_run
+from snugfit.job.job import Job
+from snugfit.job.model import Model
+from snugfit.techniques.recipe import Recipe
+from snugfit.training import thrash
+from snugfit.training.train import train
+
+
+def short(monkeypatch: pytest.MonkeyPatch, retries: dict[int, int]) -> None:
+    """The allocator's count, as it is read after each step: so many more at these readings."""
+    state = {"read": -1, "count": 0}  # the first reading is before the first step
+
+    def retries_of(device: torch.device) -> int:
+        state["read"] += 1
+        state["count"] += retries.get(state["read"], 0)
+        return state["count"]
+
+    monkeypatch.setattr(thrash, "retries_of", retries_of)
+
+
+def still(job: Job) -> Job:
+    facts = {**job.model.config, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return replace(job, model=Model.from_config(facts, name="still"))
+
+
+@pytest.mark.parametrize("save_strategy", ["steps", "no"])
+def test_three_steps_in_a_row_lead_to_the_next_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save_strategy: str
+) -> None:
+    job = still(bert_job(clip=1.0))
+    train(small_run(tmp_path / "whole", "sgd", job=job))
+    short(monkeypatch, {2: 1, 4: 1, 5: 2, 6: 1})
+    asked: list[tuple[str, str]] = []
+
+    def replan(job: Job, recipe: Recipe, cause: str) -> Recipe:
+        asked.append((str(recipe), cause))
+        return Recipe.parse("sgd + micro_batches(2)")
+
+    run = small_run(tmp_path / "run", "sgd", job=job, save_strategy=save_strategy)
+    done = train(run, replan=replan)
+    assert asked == [("sgd", "allocation retries")]
+    (told,) = events(tmp_path / "run", "replanned")
+    assert (told["step"], told["before"], told["recipe"]) == (7, "sgd", "micro_batches(2) + sgd")
+    assert str(done.recipe) == "micro_batches(2) + sgd"
+    assert [event["step"] for event in events(tmp_path / "run", "step")] == list(range(1, 13)), "none twice"
+    ours, theirs = losses(tmp_path / "run"), losses(tmp_path / "whole")
+    assert [each[0] for each in ours.values()] == pytest.approx(
+        [each[0] for each in theirs.values()], rel=1e-5
+    )
+
+
+def test_dropout_goes_on_with_its_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same recipe once more: bit for bit the run that never stopped."""
+    train(small_run(tmp_path / "whole"))
+    short(monkeypatch, {4: 1, 5: 1, 6: 1})
+    train(small_run(tmp_path / "run"), replan=lambda job, recipe, cause: recipe)
+    assert events(tmp_path / "run", "replanned")
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+def test_without_another_recipe_it_goes_on_and_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short(monkeypatch, dict.fromkeys(range(1, 13), 1))
+    done = train(small_run(tmp_path))
+    assert (done.outcome, done.step) == ("finished", 12)
+    (told,) = [event["text"] for event in events(tmp_path, "warning")]
+    assert "allocation retries, 3 steps in a row" in told
+    assert "no other recipe is left" in told
+
+
+def test_what_cannot_be_kept_is_no_reason_to_go_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from snugfit.training.store import Store
+
+    short(monkeypatch, {4: 1, 5: 1, 6: 1})
+
+    def full(self: Store, *_: Any, **__: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Store, "save", full)
+    with pytest.raises(Exception, match="last checkpoint is not kept"):
+        train(small_run(tmp_path, save_steps=3), replan=lambda *_: Recipe.parse("micro_batches(2)"))
+    assert [event["step"] for event in events(tmp_path, "step")] == list(range(1, 13))
+    assert not events(tmp_path, "replanned")
+
+
+def test_retries_now_and_then_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    short(monkeypatch, {1: 1, 2: 1, 4: 9, 5: 1, 7: 1})
+    look = thrash.Thrash(torch.device("cpu"))
+    assert not any(look.seen() for _ in range(9))
+
+
+def test_a_cpu_has_no_allocator_that_starts_over() -> None:
+    assert thrash.retries_of(torch.device("cpu")) == 0
