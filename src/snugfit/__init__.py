@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from snugfit.comparison.compare import Comparison, compare
+    from snugfit.doors.hand_loop import accelerate
+    from snugfit.doors.hand_run import HandRun
     from snugfit.doors.own_loop import train
     from snugfit.doors.trainer import fit
     from snugfit.errors import SnugfitError
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "accelerate",
     "all_gpus",
     "compare",
     "Comparison",
@@ -55,6 +58,7 @@ __all__ = [
     "Footprint",
     "Gpu",
     "GpuPlans",
+    "HandRun",
     "Job",
     "LengthPlan",
     "Lengths",
@@ -79,6 +83,8 @@ __all__ = [
 
 _HOMES = {
     "comparison.compare": ("Comparison", "compare"),
+    "doors.hand_loop": ("accelerate",),
+    "doors.hand_run": ("HandRun",),
     "doors.own_loop": ("train",),
     "doors.trainer": ("fit",),
     "errors": ("SnugfitError",),

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -113,7 +113,7 @@ class PlainStep(OptimizerLoop):
         model, scaler, observer = built.model, built.scaler, built.observer
         observer.phase("load")
         pieces = next(built.batches)
-        items = [label_items(self.job, piece) for piece in pieces] if len(pieces) > 1 else [1]
+        items = [self._items(piece) for piece in pieces] if len(pieces) > 1 else [1]
         total: torch.Tensor | None = None
         for piece, share in zip(pieces, items, strict=True):
             if not share:  # nothing of it counts, and the mean over nothing is no number
@@ -122,7 +122,7 @@ class PlainStep(OptimizerLoop):
             batch = place(piece, self.device)
             observer.phase("forward")
             with self.autocast():
-                loss = loss_of(model(**batch))
+                loss = self._loss(model, batch)
             if len(pieces) > 1:
                 loss = loss * (share / sum(items))
             if self.keep_losses:
@@ -132,6 +132,14 @@ class PlainStep(OptimizerLoop):
             (loss if scaler is None else scaler.scale(loss)).backward()
             del loss
         return total
+
+    def _items(self, piece: Mapping[str, Any]) -> int:
+        """How many items the loss of this host micro-batch is a mean over."""
+        return label_items(self.job, piece)
+
+    def _loss(self, model: torch.nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
+        """The loss of a micro-batch that is on the device."""
+        return loss_of(model(**batch))
 
     def _computed(self, total: torch.Tensor) -> None:
         """Hears what the step's losses come to so far, before the backward pass of the last of them."""

@@ -27,6 +27,44 @@ def set_generators(states: tuple[torch.Tensor, ...], device: torch.device) -> No
         torch.cuda.set_rng_state(state.cpu(), device)
 
 
+HostStates = tuple["torch.Tensor", Any, Any]
+"""Of the generators on the host: torch's, Python's, numpy's."""
+
+
+def host_states() -> HostStates:
+    """The states of the host's generators, as they are."""
+    import numpy
+    import torch
+
+    return torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+
+
+def set_host_states(states: HostStates) -> None:
+    """Sets them to what `host_states` gave."""
+    import numpy
+    import torch
+
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    numpy.random.set_state(states[2])
+
+
+def states_to_json(states: HostStates) -> list[Any]:
+    """JSON values; `states_from` reads them back."""
+    kind, words, *rest = states[2]
+    return [states[0].tolist(), list(states[1]), [kind, words.tolist(), *rest]]
+
+
+def states_from(document: list[Any]) -> HostStates:
+    """The states that `states_to_json` wrote."""
+    import numpy
+    import torch
+
+    words, (version, internal, gauss), (kind, keys, *rest) = document
+    numpys = (kind, numpy.array(keys, dtype=numpy.uint32), *rest)
+    return torch.tensor(words, dtype=torch.uint8), (version, tuple(internal), gauss), numpys
+
+
 def random_state(device: torch.device) -> dict[str, Any]:
     """Every random generator that a step may draw from: torch's of host and device, numpy's, Python's."""
     import numpy

@@ -1,0 +1,233 @@
+"""The batches of a hand-written loop: a loader's, epoch after epoch, from where a run was.
+
+A loader draws the order of an epoch, and often what its samples look like, from the process's random
+generators, and so does the model's dropout. A run that is taken up must see the batches that were to come,
+so here the loader has generators of its own: while a batch is fetched they stand in the process's place. Kept
+are their states at the epoch's beginning, from which its order is drawn again, and before the next batch.
+
+Of a plain `DataLoader` without workers the batches that were seen are passed over without being made; any
+other loader gives them once more, and they are thrown away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Sized
+from itertools import islice
+from typing import TYPE_CHECKING, Any, final
+
+from snugfit.training.generators import HostStates, host_states, set_host_states, states_from, states_to_json
+
+if TYPE_CHECKING:
+    import torch
+
+
+@final
+class Batches:
+    """One loader's."""
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self._loader = loader
+        self._own = own_generators(loader)
+        self._began = self._now = self._before = self._states()
+        self._next: _States | None = None
+        self._iterator: Iterator[Any] | None = None
+        self._fetched: list[tuple[_States, Any]] = []
+        self._fault: Exception | None = None
+        self._within = False
+        self._lent = False
+        self.epoch = 0
+        """Epochs that are done."""
+
+        self.place = 0
+        """Batches of this epoch that have gone into a step."""
+
+        self.fetching_seconds = 0.0
+        """How long the last fetch took."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """The batches of an epoch: of the one that a resumed run was in, those that are left."""
+        self._open()
+        while True:
+            if not self._fetched and self._fault is None:
+                self.fetch()
+            if self._fault is not None:
+                fault, self._fault = self._fault, None
+                raise fault
+            if not self._fetched:
+                break
+            self._passed()
+            self._next, batch = self._fetched.pop(0)
+            self._lent = True
+            yield batch
+        self._iterator, self._next, self._lent = None, None, False
+        self.epoch, self.place = self.epoch + 1, 0
+
+    def _open(self) -> None:
+        if self._iterator is not None:  # one was left before its end
+            self.epoch, self.place = self.epoch + 1, 0
+        self._fetched.clear()
+        if not self._within:
+            self._began = self._now
+            self.place = 0
+        with self._drawing(self._began):
+            self._iterator = self._from(self.place)
+        self._within = False
+
+    def _from(self, place: int) -> Iterator[Any]:
+        """An epoch's batches from this one on."""
+        passed = passing_over(self._loader, place, then=self._draw_what_came_next) if place else None
+        if passed is not None:
+            return iter(passed)
+        batches = iter(self._loader)
+        for _ in range(place):
+            next(batches, None)
+        return batches
+
+    def _draw_what_came_next(self) -> None:
+        assert self._next is not None
+        self._before = self._next
+        self._set(self._next)
+
+    def _passed(self) -> None:
+        """The batch that was lent last is behind us."""
+        if self._lent:
+            self._lent = False
+            self.place += 1
+
+    def fetch(self) -> None:
+        """Has the loader make the next batch, where an epoch goes on and none waits. What goes wrong is told
+        to who takes it."""
+        if self._iterator is None or self._fetched or self._fault is not None:
+            return
+        begun, self._before = time.perf_counter(), self._now
+        with self._drawing(self._now):
+            try:
+                self._fetched.extend((self._before, batch) for batch in islice(self._iterator, 1))
+            except Exception as fault:
+                self._fault = fault
+        self.fetching_seconds = time.perf_counter() - begun
+
+    def used(self) -> None:
+        """The batch that was lent last has gone into a step. One that was not comes again in a resumed
+        run."""
+        if self._lent:
+            self._passed()
+            self._next = self._fetched[0][0] if self._fetched else self._now
+
+    @property
+    def epochs_passed(self) -> float:
+        """Epochs that are done, with the part of this one, where the loader knows how long it is."""
+        count = len(self._loader) if isinstance(self._loader, Sized) else 0
+        return self.epoch + self.place / count if count else float(self.epoch)
+
+    # ---- kept --------------------------------------------------------------------------------------------
+
+    def to_json(self) -> dict[str, Any]:
+        """Where the run is in its data."""
+        began = self._now if self._iterator is None else self._began
+        following = self._next if self.place and self._next is not None else began
+        return {
+            "epoch": self.epoch,
+            "place": self.place,
+            "began": _to_json(began),
+            "next": _to_json(following),
+        }
+
+    def resume(self, kept: dict[str, Any]) -> None:
+        """As it was when `to_json` was asked."""
+        self.epoch, self.place = kept["epoch"], kept["place"]
+        self._within = self.place > 0
+        self._began, self._next = _from_json(kept["began"]), _from_json(kept["next"])
+        self._now = self._next
+
+    # ---- generators --------------------------------------------------------------------------------------
+
+    def _states(self) -> _States:
+        return host_states(), tuple(each.get_state() for each in self._own)
+
+    def _set(self, states: _States) -> None:
+        set_host_states(states[0])
+        for generator, state in zip(self._own, states[1], strict=True):
+            generator.set_state(state)
+
+    @contextlib.contextmanager
+    def _drawing(self, states: _States) -> Iterator[None]:
+        """Within it the generators are the loader's."""
+        models = host_states()
+        self._set(states)
+        try:
+            yield
+        finally:
+            self._now = self._states()
+            set_host_states(models)
+
+
+_States = tuple[HostStates, tuple["torch.Tensor", ...]]
+
+
+def _to_json(states: _States) -> list[Any]:
+    return [states_to_json(states[0]), [each.tolist() for each in states[1]]]
+
+
+def _from_json(document: Any) -> _States:
+    import torch
+
+    return states_from(document[0]), tuple(torch.tensor(each, dtype=torch.uint8) for each in document[1])
+
+
+def own_generators(loader: Any) -> list[torch.Generator]:
+    """torch's generators that a loader or its sampler was given; each once."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    holders = (
+        loader,
+        getattr(loader, "sampler", None),
+        batch_sampler,
+        getattr(batch_sampler, "sampler", None),
+    )
+    found = {id(each): each for holder in holders if (each := getattr(holder, "generator", None)) is not None}
+    return list(found.values())
+
+
+def made_like(loader: Any, **changed: Any) -> Any:
+    """The `DataLoader` once more, with these arguments changed."""
+    import torch
+
+    same = (
+        "dataset", "batch_sampler", "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn",
+        "multiprocessing_context", "generator",
+    )  # fmt: skip
+    return torch.utils.data.DataLoader(**{**{name: getattr(loader, name) for name in same}, **changed})
+
+
+def is_plain(loader: Any) -> bool:
+    """Whether this is torch's own `DataLoader`, over a dataset whose batches a sampler names."""
+    import torch
+
+    return (
+        type(loader) is torch.utils.data.DataLoader
+        and loader.batch_sampler is not None
+        and not isinstance(loader.dataset, torch.utils.data.IterableDataset)
+    )
+
+
+def passing_over(loader: Any, batches: int, then: Callable[[], None]) -> Any:
+    """A loader without an epoch's first batches, which are not made; `then` is called when they are passed.
+    None where that cannot be had."""
+    if not is_plain(loader) or loader.num_workers:
+        return None
+    return made_like(loader, batch_sampler=_PassingOver(loader.batch_sampler, batches, then))
+
+
+@final
+class _PassingOver:
+    def __init__(self, real: Iterable[Any], batches: int, then: Callable[[], None]) -> None:
+        self._real, self._batches, self._then = real, batches, then
+
+    def __iter__(self) -> Iterator[Any]:
+        named = iter(self._real)
+        for _ in range(self._batches):
+            next(named, None)
+        self._then()
+        yield from named

@@ -1,0 +1,152 @@
+"""The checkpoints of a hand-written loop's run, and its folder.
+
+checkpoint-N/     config.json and model.safetensors, or the adapters'
+                  state.json, state.safetensors    optimizer, schedule, scaler, random generators
+                  hand.json                        where the run was in its data
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from snugfit.doors.hand_batches import Batches
+from snugfit.doors.trainer_keeping import Kept
+from snugfit.doors.trainer_restore import restore_weights
+from snugfit.errors import SnugfitError, UsageError
+from snugfit.training.interrupt import Interrupts
+from snugfit.training.journal import Event, Journal
+from snugfit.training.lock import locked
+from snugfit.training.saver import Saver
+from snugfit.training.staging import Staging
+from snugfit.training.state import Running, restore, snapshot
+from snugfit.training.store import Store
+from snugfit.versions import versions
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+    from snugfit.techniques.recipe import Recipe
+    from snugfit.training.manifest import Checkpoint
+
+WHERE = "hand.json"
+FREE = ("recipe", "versions")
+"""What may differ when a run is taken up; its numbers are then no longer the same bit for bit."""
+
+
+@final
+class HandKeeping:
+    """One run's, which holds the folder until it is closed."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        job: Job,
+        recipe: Recipe,
+        running: Running,
+        batches: Batches,
+        save_total_limit: int | None,
+        watch: Callable[[Event], None],
+    ) -> None:
+        self._running, self._batches = running, batches
+        self._store = Store(folder)
+        self._store.prepare()
+        self.root = self._store.root
+        """The folder."""
+
+        self._open = contextlib.ExitStack()
+        self._open.enter_context(locked(self.root))
+        self.interrupts = self._open.enter_context(Interrupts(self.root))
+        """Signals and the trigger file."""
+
+        self.journal = Journal(self.root, watch)
+        """What happened."""
+
+        self._store.sweep()
+        self._about = _about(job, recipe, running)
+        self._staging = Staging(running.device)
+        self._saver = Saver(self._store, self._about, self.journal, limit=save_total_limit)
+        self._kept_step: int | None = None
+        self._begun = False
+
+    def begin(self) -> None:
+        """A run that was not resumed begins anew: what stands in its folder is put aside."""
+        if self._begun:
+            return
+        self._begun = True
+        for moved in self._store.restart():
+            self.journal.tell("warning", text=f"An earlier run's checkpoint is kept as {moved.name}.")
+
+    def keep(self) -> None:
+        """A checkpoint of this border, unless there is one; it is written while the next steps run."""
+        self.begin()
+        step = self._running.progress.step
+        if self._kept_step != step:
+            self._saver.keep(self._taken, best=None)
+            self._kept_step = step
+
+    def _taken(self) -> Kept:
+        where = json.dumps(self._batches.to_json()) + "\n"
+        return Kept(run=snapshot(self._running, self._staging), files={WHERE: where}, processing=None)
+
+    def resume(self) -> bool:
+        """Makes the run the one of the newest whole checkpoint; False where there is none."""
+        kept = self._store.newest()
+        for broken in self._store.broken:
+            self.journal.tell("warning", text=f"passed over {broken}")
+        if kept is None:
+            return False
+        self._refuse_another(kept)
+        restore_weights(self._running.model, kept.folder)
+        restore(self._running, kept.folder)
+        self._batches.resume(json.loads((kept.folder / WHERE).read_text(encoding="utf-8")))
+        self._kept_step, self._begun = kept.step, True
+        self.journal.tell("resumed", step=kept.step, text=f"goes on after step {kept.step:,}")
+        return True
+
+    def _refuse_another(self, kept: Checkpoint) -> None:
+        """Raises `UsageError` when a checkpoint is another run's; says what only keeps the numbers from being
+        the same bit for bit."""
+        now, was = self._about, kept.about
+        differ = {
+            name: f"{name} was {was.get(name)} and is {now[name]}"
+            for name in now
+            if was.get(name) != now[name]
+        }
+        if wrong := [text for name, text in differ.items() if name not in FREE]:
+            raise UsageError(
+                f"{kept.folder} is a checkpoint of another run: {'; '.join(wrong)}. Name another output_dir,"
+                " or leave resume() out: then the old checkpoints are put aside."
+            )
+        for text in differ.values():
+            self.journal.tell("warning", text=f"{text}: the run goes on, and no longer bit for bit")
+
+    def wait(self) -> None:
+        """Until nothing is being written; not beyond a signal's deadline."""
+        self._saver.wait(stop=lambda: self.interrupts.too_late)
+
+    def close(self) -> None:
+        """Waits until the last checkpoint is written, and gives the folder back. Raises `SnugfitError` when
+        it could not be kept."""
+        try:
+            self.wait()
+            if self._saver.failure is not None:
+                raise SnugfitError(f"The last checkpoint is not kept: {self._saver.failure}")
+        finally:
+            self._open.close()
+
+
+def _about(job: Job, recipe: Recipe, running: Running) -> dict[str, Any]:
+    return {
+        "door": "accelerate",
+        "model": type(running.model).__name__,
+        "parameters": sum(each.numel() for each in running.model.parameters()),
+        "optimizer": type(running.optimizer).__name__,
+        "batch_size": job.batch_size,
+        "clip": job.clip,
+        "recipe": str(recipe),
+        "versions": versions(),
+    }

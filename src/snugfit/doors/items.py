@@ -1,0 +1,38 @@
+"""How many items a model's loss is a mean over in a batch: what a micro-batch's share is counted in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from snugfit.job.batch import IGNORED
+
+if TYPE_CHECKING:
+    import torch
+
+
+def samples_in(batch: Mapping[str, Any]) -> int:
+    """Rows of its longest tensor."""
+    return max((len(value) for value in batch.values() if getattr(value, "ndim", 0)), default=1)
+
+
+def items_in(batch: Mapping[str, Any], *, shifts: bool) -> int:
+    """Labels that count, without the first of each row where the model `shifts` them; samples, where there
+    are no labels or they are numbers."""
+    import torch
+
+    labels = batch.get("shift_labels", batch.get("labels"))
+    if not isinstance(labels, torch.Tensor) or not labels.dim() or labels.is_floating_point():
+        return samples_in(batch)
+    if "shift_labels" not in batch and labels.dim() > 1 and shifts:
+        labels = labels[..., 1:]
+    return int(labels.ne(IGNORED).sum())
+
+
+def shifts_labels(model: torch.nn.Module) -> bool:
+    """Whether this is one of transformers' decoders, whose losses shift their labels by one."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    base: Any = model.get_base_model() if hasattr(model, "peft_config") else model  # type: ignore[operator]
+    two_stacks = getattr(getattr(base, "config", None), "is_encoder_decoder", False)
+    return type(base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() and not two_stacks

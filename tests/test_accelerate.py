@@ -1,0 +1,448 @@
+"""`snugfit.accelerate`: a hand-written loop, under a recipe."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from fitted import classified, copy_of, dropping, model_of, padded, quiet, spoken
+from small_models import small_job
+from small_runs import losses
+from snugfit import accelerate, plan, train
+from snugfit.doors.hand_run import HandRun, Stopped
+from snugfit.doors.hand_step import HandStep
+from snugfit.errors import NothingFits, OutOfMemory, RecipeError, SnugfitError, UsageError
+from snugfit.techniques import roster
+from snugfit.techniques.technique import Slot
+from snugfit.training.generators import random_state
+
+Losses = dict[int, tuple[float, float | None]]
+
+
+def loop_of(
+    folder: Path | None,
+    recipe: Any = "plain",
+    *,
+    model: Any = None,
+    loader: Any = None,
+    optimizer: Callable[..., Any] = torch.optim.AdamW,
+    **more: Any,
+) -> HandRun:
+    """A run over a small BERT with dropout, or over what is given."""
+    model = model if model is not None else model_of("bert", dropout=0.1).train()
+    loader = loader if loader is not None else loader_of()
+    made = optimizer(model.parameters(), lr=1e-3)
+    return accelerate(model, made, loader, recipe, output_dir=folder, **{"clip": 1.0, "watch": quiet, **more})
+
+
+def loader_of(data: Any = None, **more: Any) -> Any:
+    wanted: dict[str, Any] = {"batch_size": 4, "shuffle": True, "collate_fn": padded, **more}
+    return DataLoader(data if data is not None else classified(22), **wanted)
+
+
+def go(run: HandRun, epochs: int = 2, *, save: int = 0, stop: int | None = None) -> Losses:
+    """Loss and norm of each step that this process takes."""
+    seen = {}
+    with run:
+        for _ in run.epochs(epochs):
+            for batch in run:
+                loss = run.step(batch)
+                seen[run.steps] = (loss, run._step.norm)
+                if run.steps == save:
+                    run.save()
+                if run.steps == stop:
+                    return seen
+    return seen
+
+
+# ---- the same training ----------------------------------------------------------------------------------
+
+
+CUTS = ("plain", "micro_batches(2)", "every_layer + micro_batches(4)", "adafactor_torch + micro_batches(2)")
+
+
+@pytest.mark.parametrize(("family", "recipe"), [*(("bert", each) for each in CUTS), ("llama", CUTS[1])])
+def test_it_equals_our_own_loop(family: str, recipe: str, tmp_path: Path) -> None:
+    data = _of_one_length(classified(22) if family == "bert" else spoken(22))
+    model = model_of(family).train()
+    model.save_pretrained(tmp_path / "weights")
+    job = small_job(family, 2, dropping(family))
+    train(
+        replace(job, clip=1.0, learning_rate=1e-3), recipe, data, output_dir=tmp_path / "ours",
+        weights=tmp_path / "weights", collate=padded, device="cpu", max_steps=7, weight_decay=0.0,
+        train_sampling_strategy="sequential", save_strategy="no", lr_scheduler_type="constant",
+    )  # fmt: skip
+
+    def made(parameters: Any, lr: float) -> Any:
+        return torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0, foreach=True)
+
+    run = loop_of(None, recipe, model=model, loader=loader_of(data, shuffle=False), optimizer=made)
+    ours = losses(tmp_path / "ours")
+    assert go(run, stop=7) == {step: (loss, norm) for step, (loss, norm, _) in ours.items()}
+
+
+def _of_one_length(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A batch that is cut is padded as a whole; where lengths differ, pieces of our own loop are shorter."""
+
+    def filled(value: Any, with_: int) -> Any:
+        return [*value, *[with_] * 20][:16] if isinstance(value, list) else value
+
+    return [
+        {"input_ids": filled(each["input_ids"], 7), "labels": filled(each["labels"], -100)}
+        for each in samples
+    ]
+
+
+def test_a_loss_of_ones_own_counts_by_its_items() -> None:
+    """A mean over tokens of the user's own, cut in pieces with uneven numbers of them."""
+
+    def loss(model: Any, batch: dict[str, Any]) -> Any:
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        wanted = batch["labels"][:, 1:]
+        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), wanted.flatten())
+
+    def items(batch: Any) -> int:
+        return int((batch["labels"][:, 1:] != -100).sum())
+
+    def seen(recipe: str, **more: Any) -> Losses:
+        run = loop_of(
+            None, recipe, model=model_of("llama"), loader=loader_of(spoken(16), shuffle=False), **more
+        )
+        return go(run, 1)
+
+    own = seen("plain")
+    for recipe in ("plain", "micro_batches(2)"):
+        given = seen(recipe, loss=loss, items=items)
+        for step, (value, norm) in own.items():
+            assert given[step] == (pytest.approx(value, rel=1e-5), pytest.approx(norm, rel=1e-4))
+
+
+def test_nothing_random_is_drawn_before_the_first_batch() -> None:
+    own = torch.Generator().manual_seed(3)
+    model, loader = model_of("bert"), loader_of(generator=own)
+    before, states = own.get_state(), random_state(torch.device("cpu"))
+    loop_of(None, model=model, loader=loader)
+    assert json.dumps(_listed(random_state(torch.device("cpu")))) == json.dumps(_listed(states))
+    assert torch.equal(own.get_state(), before)
+
+
+def _listed(value: Any) -> Any:
+    return str(value) if not isinstance(value, torch.Tensor) else value.tolist()
+
+
+# ---- checkpoints ----------------------------------------------------------------------------------------
+
+
+class Noisy(torch.utils.data.Dataset[Any]):
+    """Samples that draw from all of the host's generators when they are made."""
+
+    def __len__(self) -> int:
+        return 22
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        sample = classified(22)[index]
+        drawn = [torch.randint(5, 90, ()).item(), random.randrange(5, 90), numpy.random.randint(5, 90)]
+        return {**sample, "input_ids": [*drawn, *sample["input_ids"]]}
+
+
+class Shuffled:
+    """No loader of torch's: it shuffles by Python's generator."""
+
+    batch_size = 4
+
+    def __iter__(self) -> Iterator[Any]:
+        order = random.sample(range(22), 22)
+        for start in range(0, 22, 4):
+            yield padded([Noisy()[index] for index in order[start : start + 4]])
+
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "a DataLoader": loader_of,
+    "random samples": lambda: loader_of(Noisy()),
+    "a generator of its own": lambda: loader_of(Noisy(), generator=torch.Generator().manual_seed(8)),
+    "workers": lambda: loader_of(Noisy(), num_workers=2),
+    "an iterable": Shuffled,
+}
+
+
+@pytest.mark.parametrize("stop", [1, 5, 6, 7, 9])
+@pytest.mark.parametrize("kind", LOADERS)
+def test_a_resumed_run_sees_the_batches_that_were_to_come(kind: str, stop: int, tmp_path: Path) -> None:
+    """Dropout, order and samples draw from generators; an epoch is six steps."""
+    if kind == "workers" and stop not in (5, 7):
+        stop = 5
+    torch.manual_seed(1)
+    random.seed(1)
+    numpy.random.seed(1)
+    whole = go(loop_of(tmp_path / "whole", loader=LOADERS[kind]()), save=stop)
+    for seed in (torch.manual_seed, random.seed, numpy.random.seed):
+        seed(1)
+    run = loop_of(tmp_path / "run", loader=LOADERS[kind]())
+    assert not run.resume()
+    go(run, save=stop, stop=stop + 1)
+    for seed in (torch.manual_seed, random.seed, numpy.random.seed):
+        seed(2)
+    again = loop_of(
+        tmp_path / "run", model=model_of("bert", dropout=0.1, seed=9).train(), loader=LOADERS[kind]()
+    )
+    assert again.resume()
+    assert again.steps == stop
+    assert go(again) == {step: seen for step, seen in whole.items() if step > stop}
+
+
+@pytest.mark.parametrize("recipe", ["bf16 + micro_batches(2)", "fp16", "adamw_8bit", "every_layer"])
+def test_each_recipe_resumes(recipe: str, tmp_path: Path) -> None:
+    def schedule(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, 12)
+
+    def started() -> HandRun:
+        torch.manual_seed(1)
+        return loop_of(tmp_path / "run", recipe, scheduler=schedule)
+
+    whole = go(started())
+    go(started(), save=5, stop=8)
+    again = started()
+    assert again.resume()
+    assert again.scheduler.get_last_lr()[0] == pytest.approx(1e-3 * 7 / 12)
+    assert go(again) == {step: seen for step, seen in whole.items() if step > 5}
+
+
+def test_a_batch_that_was_not_used_comes_again(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    run = loop_of(tmp_path)
+    with run:
+        batches = iter(run)
+        run.step(next(batches))
+        lent = next(batches)
+        run.save()
+    again = loop_of(tmp_path)
+    assert again.resume()
+    with again:
+        assert torch.equal(next(iter(again))["input_ids"], lent["input_ids"])
+
+
+def test_what_is_not_resumed_is_put_aside(tmp_path: Path) -> None:
+    go(loop_of(tmp_path), save=4, stop=4)
+    go(loop_of(tmp_path), save=2, stop=2)
+    names = {each.name for each in tmp_path.iterdir()}
+    assert "checkpoint-2" in names
+    assert "checkpoint-4" not in names
+    assert any(name.startswith("checkpoint-4") for name in names)
+
+
+def test_another_runs_checkpoint_is_refused(tmp_path: Path) -> None:
+    go(loop_of(tmp_path), save=2, stop=2)
+    for other in (
+        {"loader": loader_of(batch_size=2)},
+        {"clip": 0.5},
+        {"optimizer": torch.optim.SGD},
+        {"model": model_of("llama"), "loader": loader_of(spoken(22))},
+    ):
+        with loop_of(tmp_path, **other) as run, pytest.raises(UsageError, match="another run"):
+            run.resume()
+
+
+# ---- what a step cannot do ------------------------------------------------------------------------------
+
+
+def test_what_is_no_number_stops_before_the_update(tmp_path: Path) -> None:
+    with loop_of(tmp_path) as run:
+        batches = iter(run)
+        for _ in range(2):
+            run.step(next(batches))
+        before = {name: value.clone() for name, value in run.model.state_dict().items()}
+        handle = next(run.model.parameters()).register_hook(lambda gradient: gradient * math.nan)
+        with pytest.raises(SnugfitError, match=r"Step 3: .*no weight was changed") as told:
+            run.step(next(batches))
+        handle.remove()
+    assert (tmp_path / "nonfinite-step-3.safetensors").is_file()
+    assert "nonfinite-step-3" in str(told.value)
+    assert all(torch.equal(value, before[name]) for name, value in run.model.state_dict().items())
+    again = loop_of(tmp_path)
+    assert again.resume()
+    assert again.steps == 2
+    again.close()
+
+
+def _exhausts(monkeypatch: pytest.MonkeyPatch, at: int, times: int = 1) -> None:
+    plain, left = HandStep._loss, [times]
+
+    def loss(self: HandStep, model: Any, batch: Any) -> Any:
+        if self.steps_begun == at and left[0]:
+            left[0] -= 1
+            torch.rand(7)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return plain(self, model, batch)
+
+    begin = HandStep.take
+
+    def take(self: Any, *given: Any) -> Any:
+        self.steps_begun = getattr(self, "steps_begun", 0) + 1
+        return begin(self, *given)
+
+    monkeypatch.setattr(HandStep, "take", take)
+    monkeypatch.setattr(HandStep, "_loss", loss)
+
+
+def test_memory_that_runs_out_names_the_next_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under it the run is taken up, and goes through the same steps, dropout off."""
+    model = model_of("bert")
+    torch.manual_seed(1)
+    whole = go(loop_of(None, model=copy_of(model)))
+    torch.manual_seed(1)
+    run = loop_of(tmp_path, model=copy_of(model))
+    _exhausts(monkeypatch, 3)
+    with run:
+        batches = iter(run)
+        for _ in range(2):
+            run.step(next(batches))
+        with pytest.raises(OutOfMemory, match=r"step 3 .*'micro_batches\(2\)'.*2.00 GiB"):
+            run.step(next(batches))
+        assert run.steps == 2
+        assert all(each.grad is None for each in run.model.parameters())
+        run.save()
+    again = loop_of(tmp_path, "micro_batches(2)", model=copy_of(model))
+    assert again.resume()
+    assert go(again) == {
+        step: (pytest.approx(loss, rel=1e-4), pytest.approx(norm, rel=1e-3))
+        for step, (loss, norm) in whole.items()
+        if step > 2
+    }
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 75), ("SIGINT", 130)])
+def test_a_signal_ends_it_on_a_border(name: str, code: int, tmp_path: Path) -> None:
+    run = loop_of(tmp_path)
+    batches = iter(run)
+    for _ in range(2):
+        run.step(next(batches))
+    os.kill(os.getpid(), getattr(signal, name))
+    with pytest.raises(Stopped) as stopped:
+        run.step(next(batches))
+    assert stopped.value.code == code
+    again = loop_of(tmp_path)
+    assert again.resume()
+    assert again.steps == 3
+    again.close()
+
+
+# ---- what cannot be had ---------------------------------------------------------------------------------
+
+
+def test_the_recipe_is_done_to_what_is_there() -> None:
+    told: list[str] = []
+    run = loop_of(
+        None,
+        "bf16_pure + adamw_8bit + every_layer + workers(2)",
+        watch=lambda event: told.append(event.get("text", "")),
+    )
+    with run:
+        assert next(run.model.parameters()).dtype is torch.bfloat16
+        assert type(run.optimizer).__module__.startswith("bitsandbytes")
+        assert run.optimizer.param_groups[0]["lr"] == 1e-3
+        assert run._batches._loader.num_workers == 2
+        assert math.isfinite(run.step(next(iter(run))))
+    assert [line.split(" ")[0] for line in told if line] == ["weights", "activations", "the"]
+
+
+def test_wishes_that_cannot_be_honoured_are_refused_by_name() -> None:
+    model = model_of("bert")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    class Module(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(4, 1)
+
+        def forward(self, inputs: Any) -> Any:
+            return self.linear(inputs).sum()
+
+    with pytest.raises(RecipeError, match=r"(?s)lora.*get_peft_model"):
+        loop_of(None, "lora(targets=all-linear)", model=model)
+    with pytest.raises(RecipeError, match=r"(?s)eager.*Module lets nobody choose"):
+        loop_of(None, "eager", model=Module(), loader=[{"inputs": torch.ones(2, 4)}])
+    with pytest.raises(RecipeError, match=r"(?s)workers.*Shuffled"):
+        loop_of(None, "workers(2)", model=model, loader=Shuffled())
+    made = torch.optim.AdamW(model.parameters())
+    with pytest.raises(RecipeError, match="scheduler=lambda optimizer"):
+        accelerate(
+            model, made, loader_of(), "adamw_8bit", scheduler=torch.optim.lr_scheduler.ConstantLR(made)
+        )
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"model": torch.optim.AdamW}, "takes a model"),
+    ({"loader": iter([])}, "takes a loader"),
+    ({"loader": 3}, "takes a loader"),
+    ({"loader": [(torch.ones(2, 3), torch.ones(2))]}, "mapping of the model's arguments"),
+    ({"loader": []}, "the loader gave None"),
+    ({"recipe": 3}, "takes a plan, a recipe"),
+    ({"recipe": "bf17"}, "bf16"),
+    ({"recipe": "micro_batches(3)"}, "micro_batches"),
+    ({"optimizer": lambda parameters, lr: "adamw"}, "takes a torch optimizer"),
+    (
+        {"optimizer": lambda parameters, lr: torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr)},
+        "holds 1 parameters that are not this model's",
+    ),
+]
+
+
+@pytest.mark.parametrize(("wrong", "says"), WRONG)
+def test_mistakes_are_told(wrong: dict[str, Any], says: str) -> None:
+    given = dict(wrong)
+    model = given.pop("model", None)
+    if model is not None:
+        with pytest.raises(UsageError, match=says):
+            accelerate(model, None, loader_of(), "plain")  # type: ignore[arg-type]
+        return
+    with pytest.raises(UsageError, match=says):
+        loop_of(None, given.pop("recipe", "plain"), **given)
+
+
+def test_mistakes_in_the_loop_are_told(tmp_path: Path) -> None:
+    run = loop_of(None)
+    with pytest.raises(UsageError, match="output_dir"):
+        run.save()
+    with pytest.raises(UsageError, match="not tensor"):
+        run.step(torch.ones(2))  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="22 samples; this run's global batch is 4"):
+        run.step(padded(classified(22)))
+    with pytest.raises(UsageError, match="gave none"):
+        run.step({"input_ids": torch.ones(2, 4, dtype=torch.long)})
+    with pytest.raises(UsageError, match="for batch in run"):
+        for _ in run.epochs(2):
+            pass
+    run.close()
+    with pytest.raises(UsageError, match="closed"):
+        run.step(padded(classified(4)))
+    kept = loop_of(tmp_path)
+    kept.step(padded(classified(4)))
+    with pytest.raises(UsageError, match="before the first step"):
+        kept.resume()
+    kept.close()
+
+
+def test_a_plan_is_taken_for_the_batch_that_it_is_for() -> None:
+    job = replace(small_job("bert", 2), batch_size=4)
+    settled = {slot: roster.plain(slot) for slot in Slot if slot is not Slot.BATCHING}
+    found = plan(job, gpu="h200", memory_bytes=2 << 30, workers=1, settled=settled)
+    assert found.best is not None
+    with loop_of(None, found) as run:
+        assert str(run.recipe) == found.best.recipe
+    with pytest.raises(UsageError, match="global batch of 4, and the loader gives 2"):
+        loop_of(None, found, loader=loader_of(batch_size=2))
+    with pytest.raises(NothingFits, match="nearest miss"):
+        loop_of(None, replace(found, best=None))
