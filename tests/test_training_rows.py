@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from small_models import small_job
 from snugfit.errors import UsageError
-from snugfit.job.job import Task
+from snugfit.job.job import Job, Task
+from snugfit.job.model import Model
 from snugfit.training import row_files
 from snugfit.training.columns import columns_of
 from snugfit.training.rows import Rows, read_rows
@@ -163,7 +165,7 @@ def test_what_is_no_file_of_samples(tmp_path: Path) -> None:
         ("review.csv", "no such file of samples. Did you mean 'reviews.csv'"),
         ("no/such.csv", "no such file of samples"),
         ("dangling.txt", "no such file"),
-        ("", r"holds no dataset that save_to_disk wrote. Give one of its files: .*reviews.csv"),
+        ("no/such/*.csv", "no file fits this pattern"),
     ):
         with pytest.raises(UsageError, match=says):
             read_rows(tmp_path / name)
@@ -321,9 +323,11 @@ def test_columns_are_a_mapping_of_names() -> None:
             read_rows(ROWS, columns=asked)
 
 
-def test_pictures_are_not_rows_of_text() -> None:
-    with pytest.raises(UsageError, match="image-classification is not trained from rows of text"):
-        columns_of(read_rows(ROWS), small_job("vit"))
+def test_modules_from_python_have_no_rows() -> None:
+    module = torch.nn.Linear(1, 1)
+    model = Model.from_module(module, {"input": torch.ones(1, 1)})
+    with pytest.raises(UsageError, match="the task custom is not trained from rows"):
+        columns_of(read_rows(ROWS), Job(model=model, task=Task.CUSTOM))
 
 
 def test_a_key_within_a_column() -> None:

@@ -33,8 +33,8 @@ from snugfit.training.options import TrainOptions
 DEEPEST = 3
 _OUTSIDE_THE_JOB = {"recipe": str, "gpu": str, "memory": str, "loop": str, "software": str}
 _DATA = {
-    "dataset": str, "eval_dataset": str, "tokenizer": str, "columns": str, "pack": bool, "weights": str,
-    "output_dir": str, "device": str,
+    "dataset": str, "eval_dataset": str, "tokenizer": str, "processor": str, "columns": str, "pack": bool,
+    "weights": str, "output_dir": str, "device": str,
 }  # fmt: skip
 _OCTAL = re.compile(r"[-+]?0[0-9_]+")
 

@@ -25,6 +25,10 @@ Dataset = Annotated[
 ]
 EvalDataset = Annotated[str | None, typer.Option(help="The same, to evaluate on.", rich_help_panel=DATA)]
 Tokenizer = Annotated[str | None, typer.Option(help="Its folder. \\[the model's own]", rich_help_panel=DATA)]
+Processor = Annotated[
+    str | None,
+    typer.Option(help="Its folder, for pictures and sound. \\[the model's own]", rich_help_panel=DATA),
+]
 Columns = Annotated[
     str | None, typer.Option(help='Which is which: "text=review, label=stars".', rich_help_panel=DATA)
 ]
@@ -64,6 +68,7 @@ def train(
     dataset: Dataset = None,
     eval_dataset: EvalDataset = None,
     tokenizer: Tokenizer = None,
+    processor: Processor = None,
     columns: Columns = None,
     pack: Pack = None,
     weights: Weights = None,
@@ -94,6 +99,7 @@ def train(
             output_dir=_needed(asked, "output_dir"),
             evaluation=asked.get("eval_dataset"),
             tokenizer=asked.get("tokenizer") or _own_folder(request),
+            processor=asked.get("processor"),
             columns=_columns(asked.get("columns")),
             pack=asked.get("pack", False),
             weights=asked.get("weights"),

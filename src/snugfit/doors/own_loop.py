@@ -48,6 +48,7 @@ def train(
     output_dir: str | os.PathLike[str],
     evaluation: Source | None = None,
     tokenizer: Any | None = None,
+    processor: Any | None = None,
     columns: Mapping[str, str] | None = None,
     pack: bool = False,
     collate: Callable[[list[Any]], dict[str, Any]] | None = None,
@@ -60,11 +61,12 @@ def train(
 ) -> Trained:
     """Trains `job` under `recipe` (which may be text) on `dataset`, and gives how it ended.
 
-    `dataset` and `evaluation` are a path (text, JSONL, CSV, Parquet, a saved `datasets` folder), rows in
-    memory, or samples as the model takes them, for which `collate` makes batches. `tokenizer` is one, or its
-    folder; `columns` says which column is the text and which the label where their names do not.
-    `weights` is the folder that training begins with, or "random"; without it the model's own folder, where
-    it has weights. `device` is `cpu`, `cuda` or `cuda:1`. `options` are those of `TrainOptions`.
+    `dataset` and `evaluation` are a path (text, JSONL, CSV, Parquet, several of them, a saved `datasets`
+    folder, pictures), rows in memory, or samples as the model takes them, for which `collate` makes batches.
+    `tokenizer` is one, or its folder, and `processor` what makes pictures or sound ready; `columns` says
+    which column is the text and which the label where their names do not. `weights` is the folder that
+    training begins with, or "random"; without it the model's own folder, where it has weights. `device` is
+    `cpu`, `cuda` or `cuda:1`. `options` are those of `TrainOptions`.
 
     What stands in `output_dir` is resumed when it is this very run; `restart` begins anew. On a GPU that is
     known memory and seconds are foreseen first, unless `foresee` is False. `watch` hears every event of the
@@ -78,7 +80,7 @@ def train(
     if evaluation is None and wanted.eval_strategy != "no":
         raise UsageError(f"eval_strategy is {wanted.eval_strategy!r}, and there is no evaluation data.")
     callbacks_for(wanted)  # what is not installed is told before any data is read
-    how: dict[str, Any] = {"tokenizer": tokenizer, "columns": columns, "pack": pack}
+    how: dict[str, Any] = {"tokenizer": tokenizer, "processor": processor, "columns": columns, "pack": pack}
     read: Callable[..., Data] = functools.partial(data_of, job=job, collate=collate, options=wanted, **how)
     data = read(dataset)
     run = Run(

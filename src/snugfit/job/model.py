@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from snugfit.errors import JobError, ModelError, RecipeError, SnugfitError
 from snugfit.job.architectures import HEADS, tasks_of, transformers_version
+from snugfit.job.weights import freeze_as
 
 if TYPE_CHECKING:
     from torch import nn
@@ -210,6 +211,8 @@ class Model:
                 )
                 if len(loaded["missing_keys"]) >= len(list(model.parameters())):
                     raise ModelError(f"{weights} holds none of the weights of {self.name}: another model's?")
+                with torch.device("meta"):
+                    freeze_as(auto_class.from_config(config, trust_remote_code=False, **how), model)
             return model
 
         try:

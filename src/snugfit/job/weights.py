@@ -11,8 +11,12 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from snugfit.errors import ModelError
+
+if TYPE_CHECKING:
+    from torch import nn
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -82,3 +86,13 @@ def _cached(name: str) -> Path:
         f"{name}: no folder with weights, and none of the hub's models in the local cache. Give the folder of"
         " a model that was saved with save_pretrained, or download it first: hf download NAME."
     )
+
+
+def freeze_as(built: nn.Module, loaded: nn.Module) -> None:
+    """Freezes the parameters that an architecture is built with frozen (the sine positions of Whisper's
+    encoder): transformers makes trainable ones of all that it loads. Otherwise a run that is resumed would
+    train what it did not train before, and more than was predicted."""
+    fixed = {name for name, parameter in built.named_parameters() if not parameter.requires_grad}
+    for name, parameter in loaded.named_parameters():
+        if name in fixed:
+            parameter.requires_grad_(False)

@@ -115,6 +115,9 @@ class Watching:
         if "text" in event:
             self._say(event["text"])
 
+    def _note(self, event: Event) -> None:
+        self._say(event["text"])
+
     def _warning(self, event: Event) -> None:
         self._say(f"warning: {event['text']}")
 

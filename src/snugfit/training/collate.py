@@ -55,10 +55,11 @@ class Collate:
         if "token_type_ids" in samples[0]:
             types = [sample["token_type_ids"] for sample in samples]
             batch["token_type_ids"] = torch.from_numpy(_rectangle(types, length, 0))
-        batch["labels"] = self._labels(samples, length)
+        batch["labels"] = self.labels(samples, length)
         return batch
 
-    def _labels(self, samples: Sequence[Mapping[str, Any]], length: int) -> torch.Tensor:
+    def labels(self, samples: Sequence[Mapping[str, Any]], length: int) -> torch.Tensor:
+        """Of a batch whose inputs are this long; targets have a length of their own."""
         import torch
 
         if "label" in samples[0]:
@@ -66,7 +67,7 @@ class Collate:
             kind = torch.float32 if regression else torch.int64
             return torch.tensor([sample["label"] for sample in samples], dtype=kind)
         lists = [sample["labels"] for sample in samples]
-        if self.job.task is Task.SEQ2SEQ_LM:
+        if self.job.task in (Task.SEQ2SEQ_LM, Task.SPEECH_TO_TEXT):
             length = self._length(lists, self.job.target_length)
         return torch.from_numpy(_rectangle(lists, length, IGNORED))
 

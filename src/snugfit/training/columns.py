@@ -10,6 +10,7 @@ be the text, it is the text. Nothing else is guessed.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import product
 
 from snugfit.errors import UsageError
 from snugfit.job.job import Job, Task
@@ -20,11 +21,13 @@ Form = tuple[str, ...]
 INPUTS: dict[Task, tuple[Form, ...]] = {
     Task.SEQUENCE_CLASSIFICATION: (("input_ids",), ("text", "text_pair"), ("text",)),
     Task.TOKEN_CLASSIFICATION: (("input_ids",), ("tokens",)),
-    Task.CAUSAL_LM: (("input_ids",), ("prompt", "completion"), ("text",)),
+    Task.CAUSAL_LM: (("input_ids",), ("messages",), ("prompt", "completion"), ("text",)),
     Task.MASKED_LM: (("input_ids",), ("text",)),
     Task.SEQ2SEQ_LM: (("input_ids",), ("source", "target")),
+    Task.IMAGE_CLASSIFICATION: (("image",),),
+    Task.SPEECH_TO_TEXT: (("audio", "text"),),
 }
-"""What each task reads; pictures, sound and modules from Python bring datasets of their own."""
+"""What each task reads; modules from Python bring datasets of their own."""
 
 USUAL: dict[Form, tuple[Form, ...]] = {
     ("input_ids",): (("input_ids",),),
@@ -37,12 +40,18 @@ USUAL: dict[Form, tuple[Form, ...]] = {
         ("text", "text_pair"), ("sentence1", "sentence2"), ("premise", "hypothesis"),
         ("question1", "question2"), ("question", "sentence"), ("text1", "text2"),
     ),
+    ("messages",): (("messages",), ("conversations",), ("conversation",)),
     ("prompt", "completion"): (("prompt", "completion"), ("prompt", "response"), ("question", "answer")),
     ("source", "target"): (
         ("source", "target"), ("document", "summary"), ("article", "highlights"), ("dialogue", "summary"),
         ("text", "summary"), ("input_text", "target_text"), ("input", "output"), ("src", "tgt"),
         ("question", "answer"),
     ),
+    ("image",): (("image",), ("img",), ("file_name",), ("image_path",), ("path",), ("file",)),
+    ("audio", "text"): tuple(product(
+        ("audio", "file_name", "audio_path", "path", "file"),
+        ("text", "sentence", "transcription", "transcript", "normalized_text"),
+    )),
 }  # fmt: skip
 
 LABELS: dict[tuple[Task, bool], Form] = {
@@ -55,6 +64,7 @@ LABELS: dict[tuple[Task, bool], Form] = {
         "intent",
         "score",
     ),
+    (Task.IMAGE_CLASSIFICATION, False): ("label", "labels", "class", "category", "fine_label"),
     (Task.TOKEN_CLASSIFICATION, False): (
         "ner_tags",
         "labels",
@@ -80,8 +90,8 @@ def columns_of(rows: Rows, job: Job) -> Mapping[str, str]:
     """The column of each role that the task has. Raises `UsageError` with the columns that there are."""
     if job.task not in INPUTS:
         raise UsageError(
-            f"{rows.source}: the task {job.task} is not trained from rows of text. Give snugfit.train a"
-            " dataset of samples as the model takes them."
+            f"{rows.source}: the task {job.task} is not trained from rows. Give snugfit.train a dataset of"
+            " samples as the model takes them."
         )
     found = _input(rows, job.task)
     if label := _label(rows, job.task, "input_ids" in found):

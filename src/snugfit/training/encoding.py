@@ -4,6 +4,7 @@
 |--------------------|--------------------------------------|---------------------------------------------|
 | text, or two       | as the tokenizer makes them          | the label, or the tokens themselves         |
 | tokens (words)     | the pieces of each word              | the first piece of a word: its label        |
+| messages           | of the chat template                 | the assistant's words, or all (`chat.py`)   |
 | prompt, completion | of both together, and the end token  | what follows the prompt                     |
 | source, target     | of each                              | the target                                  |
 | input_ids          | as they are, without what is padding | the labels given, or the tokens themselves  |
@@ -22,7 +23,9 @@ from typing import Any, final
 from snugfit.errors import UsageError
 from snugfit.job.batch import IGNORED
 from snugfit.job.job import Job, Task
+from snugfit.training.chat import conversation_of
 from snugfit.training.rows import Row, Rows
+from snugfit.training.texts import as_text, text_of
 from snugfit.training.tokens import Tokenizer, Tokens
 
 ROWS_AT_ONCE = 512
@@ -74,6 +77,7 @@ class Encoder:
         ways = {
             "input_ids": self._given,
             "tokens": self._words,
+            "messages": self._chats,
             "prompt": self._prompts,
             "source": self._targets,
             "text": self._texts,
@@ -106,6 +110,17 @@ class Encoder:
                 for before, word in pairwise([None, *found.words])
             ]
             yield Encoded(ids=found.ids, labels=firsts, named=labels, cut=found.cut)
+
+    def _chats(self, chunk: Numbered) -> Iterator[Encoded]:
+        column = self.columns["messages"]
+        places = [self.rows.where(index) for index, _ in chunk]
+        values = [self.rows.value(row, column, index) for index, row in chunk]
+        chats = [conversation_of(value, where) for value, where in zip(values, places, strict=True)]
+        for ids, said in self._given_tokenizer().chats(chats, places):
+            kept = ids[: self.limit]
+            labels = [token if here else IGNORED for token, here in zip(ids, said or ids, strict=True)]
+            asked = None if said is None else labels[: self.limit]
+            yield Encoded(ids=kept, labels=asked, cut=len(ids) - len(kept))
 
     def _prompts(self, chunk: Numbered) -> Iterator[Encoded]:
         prompts = self._strings(chunk, "prompt")
@@ -161,9 +176,12 @@ class Encoder:
         )
 
     def _made(self, *given: Any, **more: Any) -> list[Tokens]:
+        return self._given_tokenizer().tokens(*given, **more)
+
+    def _given_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
             raise UsageError(f"{self.rows.source}: its rows are text, and there is no tokenizer. Give one.")
-        return self.tokenizer.tokens(*given, **more)
+        return self.tokenizer
 
     def _ended(self, ids: list[int]) -> list[int]:
         return ids if self.tokenizer is None else self.tokenizer.ended(ids)
@@ -176,29 +194,14 @@ class Encoder:
         return [self.rows.value(row, self.columns["label"], index)]
 
     def _strings(self, chunk: Numbered, role: str) -> list[str]:
-        column = self.columns[role]
-        return [self._string(self.rows.value(row, column, index), column, index) for index, row in chunk]
-
-    def _string(self, value: Any, column: str, index: int) -> str:
-        if not isinstance(value, str):
-            what = "nothing (null)" if value is None else f"{value!r:.40}"
-            raise UsageError(f"{self.rows.where(index)}: {column!r} is {what}; every row's must be text.")
-        if not value.isascii():
-            try:
-                value.encode()
-            except UnicodeEncodeError as error:
-                raise UsageError(
-                    f"{self.rows.where(index)}: character {error.start + 1} of {column!r} is half of a"
-                    " surrogate pair, which is no text."
-                ) from None
-        return value
+        return [text_of(self.rows, row, self.columns[role], index) for index, row in chunk]
 
     def _list_of_words(self, row: Row, index: int) -> list[str]:
         column = self.columns["tokens"]
         words = self.rows.value(row, column, index)
         if not isinstance(words, list):
             raise UsageError(f"{self.rows.where(index)}: {column!r} is {words!r:.40}; it is a list of words.")
-        return [self._string(word, column, index) for word in words]
+        return [as_text(word, self.rows.where(index), column) for word in words]
 
     def _numbers(self, row: Row, column: str, index: int) -> list[int]:
         import numpy as np

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast, final
 
-from snugfit.errors import UsageError
+from snugfit.errors import SnugfitError, UsageError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -160,9 +160,9 @@ def feed(
 
     ahead = max(2, -(-prefetch_steps * order.micro_batches // workers)) if workers else None
     loader: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
-        cast("torch.utils.data.Dataset[Any]", _AtEpoch(samples)),
+        cast("torch.utils.data.Dataset[Any]", _AtEpoch(samples, collate)),
         batch_sampler=_Keys(order, start_step, stop_step),
-        collate_fn=collate,
+        collate_fn=_as_it_is,
         num_workers=workers,
         pin_memory=pinned,
         prefetch_factor=ahead,
@@ -171,7 +171,7 @@ def feed(
     )
     batches = iter(loader)
     for step in range(start_step, stop_step):
-        yield [next(batches) for _ in order.step(step)]
+        yield [_told(next(batches)) for _ in order.step(step)]
 
 
 @final
@@ -220,17 +220,39 @@ class _Keys:
 
 @final
 class _AtEpoch:
-    """Samples by epoch and index: masks differ between epochs, and workers live through all of them."""
+    """Batches of samples by epoch and index: masks differ between epochs, and workers live through all of
+    them. An error of ours, such as a picture that is broken, comes as it is in the batch's place: a worker
+    that raises it would have its traceback put into the message."""
 
-    def __init__(self, samples: Sequence[Mapping[str, Any]]) -> None:
-        self._samples = samples
+    def __init__(
+        self,
+        samples: Sequence[Mapping[str, Any]],
+        collate: Callable[[list[Any]], dict[str, torch.Tensor]],
+    ) -> None:
+        self._samples, self._collate = samples, collate
 
-    def __getitem__(self, key: tuple[int, int]) -> Mapping[str, Any]:
-        epoch, index = key
+    def __getitems__(self, keys: Sequence[tuple[int, int]]) -> dict[str, torch.Tensor] | SnugfitError:
+        try:
+            return self._collate([self._sample(*key) for key in keys])
+        except SnugfitError as fault:
+            return fault
+
+    def _sample(self, epoch: int, index: int) -> Mapping[str, Any]:
         if hasattr(self._samples, "sample"):
             sample: Mapping[str, Any] = self._samples.sample(index, epoch=epoch)
             return sample
         return self._samples[index]
+
+
+def _as_it_is(batch: Any) -> Any:
+    """What `_AtEpoch` has put together already."""
+    return batch
+
+
+def _told(batch: Any) -> dict[str, torch.Tensor]:
+    if isinstance(batch, SnugfitError):
+        raise batch
+    return cast("dict[str, torch.Tensor]", batch)
 
 
 def _obey_the_parent_alone(worker: int) -> None:

@@ -63,6 +63,10 @@ class _Lines(Table):
         """With the line's number, as editors count."""
         return f"{self.source}, line {self._numbers[index]}"
 
+    def home(self, index: int) -> Path:
+        """Its file's folder."""
+        return self._path.parent
+
     @abstractmethod
     def _row(self, line: str, index: int) -> Row: ...
 
@@ -88,7 +92,7 @@ class Listed(Table):
     """`.json`: a list of objects."""
 
     def __init__(self, path: Path) -> None:
-        self.source = str(path)
+        self.source, self._home = str(path), path.parent
         values: list[Any] = parsed(_whole(path), str(path))
         self._rows = [_object(value, self.where(index)) for index, value in enumerate(values)]
         self.columns = tuple(self._rows[0]) if self._rows else ()
@@ -99,13 +103,17 @@ class Listed(Table):
     def __getitem__(self, index: int) -> Row:
         return self._rows[index]
 
+    def home(self, index: int) -> Path:
+        """Its file's folder."""
+        return self._home
+
 
 @final
 class Cells(Table):
     """`.csv`, `.tsv`: a head, and under it lines with as many cells."""
 
     def __init__(self, path: Path) -> None:
-        self.source = str(path)
+        self.source, self._home = str(path), path.parent
         self._rows: list[list[str]] = []
         self._numbers = array("q")
         delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
@@ -144,6 +152,10 @@ class Cells(Table):
     def where(self, index: int) -> str:
         """With the number of the line where the row begins."""
         return f"{self.source}, line {self._numbers[index]}"
+
+    def home(self, index: int) -> Path:
+        """Its file's folder."""
+        return self._home
 
 
 _HINTS = {"unexpected end of data": ' A quote (") was opened and never closed.'}

@@ -7,18 +7,21 @@
 | `.json` that begins with `[`            | an object of the list                      | at once           |
 | `.csv`, `.tsv`                          | a line under a head                        | at once           |
 | `.parquet`                              | a row                                      | a group at a time |
+| several of these: a folder, a pattern   | theirs, file after file                    | as above          |
 | a folder written by `save_to_disk`      | a row                                      | when asked for    |
+| a folder of folders of pictures         | a picture, and its folder's name           | when asked for    |
 | a list of mappings, a `datasets.Dataset`| an entry                                   | when asked for    |
 
-Parquet and saved datasets need the extra `data`. What is wrong with a file is told with its line, when the
-file is opened or, where rows are read when they are asked for, when the row is read.
+Where a path leads is found in `row_sources.py`. Parquet and saved datasets need the extra `data`. What is
+wrong with a file is told with its line, when the file is opened or, where rows are read when they are asked
+for, when the row is read.
 """
 
 from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast, final
 
@@ -37,10 +40,11 @@ ROLES = (
     "prompt",
     "completion",
     "input_ids",
+    "messages",
+    "image",
+    "audio",
 )
 """What a column can be to a task; `columns.py` says which task needs which."""
-
-FORMS = (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet")
 
 
 class Table(ABC):
@@ -68,6 +72,18 @@ class Table(ABC):
     def class_names(self, column: str) -> tuple[str, ...]:
         """The names of a column's classes, where the file knows them."""
         return ()
+
+    def home(self, index: int) -> Path:
+        """The folder in which a relative path of this row begins: that of its file, where there is one."""
+        return Path()
+
+    def narrowed(self, columns: Collection[str]) -> Table:
+        """The same rows with these columns at least; without the others where that saves reading them."""
+        return self
+
+    def notes(self) -> Iterator[str]:
+        """What somebody who trains on this should be told."""
+        yield from ()
 
 
 @final
@@ -109,6 +125,11 @@ class Rows(Sequence[Row]):
         near = nearest(column, self.columns)
         names = [*near, *(name for name in self.columns if name not in near)]
         return f"Its columns: {', '.join(map(repr, names[:20]))}{', ...' if len(names) > 20 else ''}."
+
+    def narrowed(self, columns: Collection[str]) -> Rows:
+        """The same rows with these columns at least."""
+        whole = {name if name in self.columns else name.split(".", maxsplit=1)[0] for name in columns}
+        return Rows(self.table.narrowed(whole))
 
     def value(self, row: Row, column: str, index: int) -> Any:
         """What stands in a row under this name; raises `UsageError` when nothing does."""
@@ -164,19 +185,17 @@ def read_rows(
     columns: Mapping[str, str] | None = None,
     split: str | None = None,
 ) -> Rows:
-    """The rows of a file, of a folder that `save_to_disk` wrote, or of a sequence of mappings.
+    """The rows of a file, of several (a folder, or a pattern such as `data/*.jsonl`), of a folder that
+    `save_to_disk` wrote, of a folder of pictures, or of a sequence of mappings.
 
     `columns` names the column of a role where it is not called as usual: `{"text": "review"}`. `split` is the
     part of a saved dataset that has several; `train` unless another is named.
     """
     if not isinstance(source, str | os.PathLike):
         return Rows(_given(source), columns)
-    path = Path(source).expanduser()
-    if split is not None and not path.is_dir():
-        raise UsageError(
-            f"{path}: a file has no splits. Leave split={split!r} out, or give the split's file."
-        )
-    return Rows(_table(path, split), columns)
+    from snugfit.training.row_sources import table_at
+
+    return Rows(table_at(Path(source).expanduser(), split), columns)
 
 
 def _given(rows: object) -> Table:
@@ -193,27 +212,3 @@ def _given(rows: object) -> Table:
             f" {type(rows).__name__}."
         )
     return _Given(cast("Sequence[Row]", rows))
-
-
-def _table(path: Path, split: str | None) -> Table:
-    from snugfit.training import row_arrow, row_files
-
-    form = path.suffix.lower()
-    try:
-        if path.is_dir():
-            return row_arrow.saved(path, split)
-        if not path.exists():
-            raise UsageError(f"{path}: no such file of samples.{_beside(path)}")
-        if form not in FORMS:
-            raise UsageError(f"{path}: samples are read from {', '.join(FORMS)}; the name says which.")
-        if not path.is_file():
-            raise UsageError(f"{path}: a file of samples is a regular file, and this is not one.")
-        return row_arrow.Parquet(path) if form == ".parquet" else row_files.READERS[form](path)
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read ({error.strerror or error}).") from None
-
-
-def _beside(path: Path) -> str:
-    if not path.parent.is_dir():
-        return ""
-    return did_you_mean(path.name, [each.name for each in path.parent.iterdir()])

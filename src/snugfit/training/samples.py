@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, final, overload
 from snugfit.errors import UsageError
 from snugfit.job.batch import IGNORED
 from snugfit.job.job import Job, Task
+from snugfit.training.chat import ALL_WORDS, ITS_WORDS
 from snugfit.training.columns import columns_of
 from snugfit.training.encoding import Encoded, Encoder
 from snugfit.training.labels import Where, class_numbers, measures, one_order
@@ -70,6 +71,9 @@ class Samples(Sequence[Sample]):
 
     left_out: int = 0
     """Rows of which no sample was made, for a loss could look at nothing in them."""
+
+    notes: tuple[str, ...] = ()
+    """What somebody who trains on this should be told."""
 
     @property
     def lengths(self) -> np.ndarray:
@@ -148,8 +152,8 @@ def samples_of(
     """
     length = _length(job, max_length)
     columns = columns_of(rows, job)
-    if pack and (job.task is not Task.CAUSAL_LM or "prompt" in columns or "label" in columns):
-        what = job.task if job.task is not Task.CAUSAL_LM else "a prompt, or labels of one's own"
+    if pack and (job.task is not Task.CAUSAL_LM or set(columns) & {"prompt", "messages", "label"}):
+        what = job.task if job.task is not Task.CAUSAL_LM else "a prompt, messages or labels of one's own"
         raise UsageError(f"Packing is for causal-lm on plain text; with {what} texts must stay apart.")
     words = None if tokenizer is None else Tokenizer(tokenizer)
     if pack and (words is None or words.end is None):
@@ -159,7 +163,11 @@ def samples_of(
     known = one_order(label_names, rows.table.class_names(columns.get("label", "")), rows.source)
     samples = _with_classes(samples, named, job, known, rows.where)
     vocabulary = job.model.settings(job).get_text_config().vocab_size
-    _refuse_unknown_tokens(samples, vocabulary, job, rows.where)
+    refuse_unknown_tokens(samples.inputs, vocabulary, job, rows.where)
+    if samples.labels is not None and job.task is not Task.TOKEN_CLASSIFICATION:
+        refuse_unknown_tokens(samples.labels, vocabulary, job, rows.where, ignored=True)
+    if "messages" in columns and words is not None:
+        samples = replace(samples, notes=(ITS_WORDS if words.tells_the_assistant else ALL_WORDS,))
     if job.task is Task.MASKED_LM and samples.labels is None:
         samples = replace(samples, masking=Masking.of(tokenizer, vocabulary, seed=seed))
     return samples.packed(length) if pack else _that_teach(samples, job, rows.where)
@@ -244,21 +252,19 @@ def _with_classes(samples: Samples, named: _Named, job: Job, known: tuple[str, .
     return replace(samples, label_names=names)
 
 
-def _refuse_unknown_tokens(samples: Samples, vocabulary: int, job: Job, where: Where) -> None:
+def refuse_unknown_tokens(
+    lists: Ragged, vocabulary: int, job: Job, where: Where, *, ignored: bool = False
+) -> None:
     """A token that the model has no row for ends on the device, in an assertion that names nothing."""
-    of_tokens = job.task in (Task.CAUSAL_LM, Task.MASKED_LM, Task.SEQ2SEQ_LM)
-    for lists in (samples.inputs, samples.labels if of_tokens else None):
-        if lists is None:
-            continue
-        wrong = (lists.values < 0) | (lists.values >= vocabulary)
-        if lists is samples.labels:
-            wrong &= lists.values != IGNORED
-        if wrong.any():
-            place = int(wrong.argmax())
-            raise UsageError(
-                f"{where(int(lists.owners(place)))}: token {lists.values[place]}; {job.model.name} knows"
-                f" tokens 0 to {vocabulary - 1:,}. Is the tokenizer of another model?"
-            )
+    wrong = (lists.values < 0) | (lists.values >= vocabulary)
+    if ignored:
+        wrong &= lists.values != IGNORED
+    if wrong.any():
+        place = int(wrong.argmax())
+        raise UsageError(
+            f"{where(int(lists.owners(place)))}: token {lists.values[place]}; {job.model.name} knows tokens 0"
+            f" to {vocabulary - 1:,}. Is the tokenizer of another model?"
+        )
 
 
 def _that_teach(samples: Samples, job: Job, where: Where) -> Samples:

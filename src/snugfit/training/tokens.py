@@ -14,6 +14,7 @@ from typing import Any, final
 
 from snugfit.errors import UsageError
 from snugfit.job.job import Job
+from snugfit.training.chat import Chat, Said, marks_the_assistant, rendered
 
 
 def load_tokenizer(name_or_folder: str | os.PathLike[str], *, online: bool = False) -> Any:
@@ -102,6 +103,15 @@ class Tokenizer:
             for place, short in zip(long, again, strict=True):
                 found[place] = replace(short, cut=len(found[place].ids) - len(short.ids))
         return found
+
+    def chats(self, chats: Sequence[Chat], places: Sequence[str]) -> list[tuple[list[int], Said]]:
+        """Of each conversation, by the chat template: its tokens, and which of them are the assistant's."""
+        return rendered(self._of, chats, places)
+
+    @property
+    def tells_the_assistant(self) -> bool:
+        """Whether its chat template marks the assistant's words."""
+        return marks_the_assistant(self._of)
 
     def ended(self, ids: list[int]) -> list[int]:
         """With the end token behind them, once; as they are where there is none."""

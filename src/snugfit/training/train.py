@@ -13,7 +13,7 @@ Events (`journal.py`): `started` (job, recipe, steps, samples, resumed_from), `s
 norm, learning_rate, seconds, stall_seconds, samples, tokens; where it is known mfu; on a GPU every
 `logging_steps` the allocator's peaks), `foreseen` (recipe, reserved_bytes, step_seconds; or text, why
 nothing is), `evaluated` (step, loss, accuracy), `saved` (step, folder, bytes, blocked_seconds that training
-waited, seconds beside it), `replanned` (step, cause, before, recipe), `warning` (text), `ended`
+waited, seconds beside it), `replanned` (step, cause, before, recipe), `warning` and `note` (text), `ended`
 (outcome, step, step_seconds, the peaks).
 """
 
@@ -62,6 +62,8 @@ def train(
         kept = store.newest()
         for broken in store.broken:
             journal.tell("warning", text=str(broken))
+        for note in run.data.notes:
+            journal.tell("note", text=note)
         if kept is not None:
             for change in refuse_another_run(kept.about, run, kept.folder):
                 text = f"{change}: the run goes on correctly, and no longer bit for bit"

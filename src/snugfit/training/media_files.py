@@ -1,0 +1,80 @@
+"""The file behind a picture or a sound, whether a row names it, holds it, or has what was in it already.
+
+| a row has                                | what that is                                        |
+|------------------------------------------|-----------------------------------------------------|
+| text                                     | a path; a relative one begins at the dataset's file |
+| bytes                                    | the file itself                                     |
+| {"bytes": ..., "path": ...}              | as `datasets` and its Parquet files keep media      |
+| anything else                            | what somebody has decoded                           |
+
+Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from snugfit.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """What stands in a row's column of media, and where."""
+
+    value: Any
+    """As the row has it."""
+
+    where: str
+    """Where a person finds the row."""
+
+    home: Path
+    """The folder in which a relative path begins."""
+
+    @property
+    def path(self) -> Path | None:
+        """Of a file that is named and not held."""
+        value = self.value
+        if isinstance(value, Mapping) and value.get("bytes") is None:
+            value = value.get("path")
+        return self.home / value if isinstance(value, str | os.PathLike) else None
+
+    @property
+    def name(self) -> str:
+        """The row, and the file that it names."""
+        path = self.path
+        return self.where if path is None or str(path) in self.where else f"{self.where}: {path}"
+
+    def content(self) -> bytes | None:
+        """The file; None where it is decoded already. Raises `UsageError`."""
+        held = self.value.get("bytes") if isinstance(self.value, Mapping) else self.value
+        if isinstance(held, bytes | bytearray | memoryview):
+            return bytes(held)
+        path = self.path
+        if path is None:
+            return None
+        try:
+            return path.read_bytes()
+        except OSError as error:
+            raise UsageError(
+                f"{self.name}: cannot be read ({error.strerror or error}).{self._hint()}"
+            ) from None
+
+    def refuse_missing(self) -> None:
+        """Raises `UsageError` where a file is named that is not there. A look at the folder, no more."""
+        path = self.path
+        if path is not None and not os.path.isfile(path):
+            raise UsageError(f"{self.name}: no such file.{self._hint()}")
+
+    def _hint(self) -> str:
+        path = str(self.value.get("path") if isinstance(self.value, Mapping) else self.value)
+        if "://" in path:
+            return " Nothing is downloaded: give files of this machine."
+        if Path(path).is_file():
+            return (
+                f" There is one where you are; a relative path begins at the dataset's file, in {self.home}."
+            )
+        return ""

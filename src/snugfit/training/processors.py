@@ -1,0 +1,108 @@
+"""The model's image processor or feature extractor: where it is found, and what it is called in a checksum.
+
+Found in a folder or in the hub's cache, as a tokenizer is (`tokens.py`). Image processors come in several
+makes that differ in the last bits; the one that needs nothing but Pillow is taken, so that a run is the same
+on every machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from snugfit.errors import UsageError
+from snugfit.job.job import Job, Task
+
+FILES = ("preprocessor_config.json", "processor_config.json")
+
+
+def load_processor(given: Any, job: Job, *, online: bool = False) -> Any:
+    """The image processor or feature extractor of this name, in this folder, or in this object of
+    transformers. Raises `UsageError`."""
+    inner, what = _WANTED[job.task]
+    if isinstance(given, str | os.PathLike):
+        return _loaded(os.path.expanduser(os.fspath(given)), what, online)
+    found = getattr(given, inner, given)
+    if not callable(found) or not getattr(found, "model_input_names", None) or hasattr(found, "vocab_size"):
+        raise UsageError(
+            f"The processor is of type {type(given).__name__}; for {job.task} it is transformers' {what}, or"
+            " its folder."
+        )
+    return found
+
+
+_WANTED = {
+    Task.IMAGE_CLASSIFICATION: ("image_processor", "image processor"),
+    Task.SPEECH_TO_TEXT: ("feature_extractor", "feature extractor"),
+}
+"""By task: what a processor of several parts calls it, and its name in words."""
+
+
+def own_folder(job: Job) -> Path | None:
+    """The model's folder, where it came from one that holds a processor."""
+    if job.model.origin != "path":
+        return None
+    named = Path(job.model.name).expanduser()
+    folder = named if named.is_dir() else named.parent
+    return folder if has_processor(folder, job) else None
+
+
+def has_processor(given: Any, job: Job) -> bool:
+    """Whether a folder, or an object of several parts, holds what this job needs."""
+    if isinstance(given, str | os.PathLike):
+        return any((Path(given).expanduser() / name).exists() for name in FILES)
+    return hasattr(given, _WANTED[job.task][0])
+
+
+def described(maker: Any) -> dict[str, Any]:
+    """What its processor is and how it is set, for a checksum."""
+    processor = getattr(maker, fields(maker)[0].name)
+    settings = processor.to_dict() if hasattr(processor, "to_dict") else {}
+    return {"class": type(processor).__name__, **settings}
+
+
+def _loaded(name: str, what: str, online: bool) -> Any:
+    folder = Path(name)
+    if folder.is_dir() and not any((folder / file).exists() for file in FILES):
+        raise UsageError(
+            f"{folder}: this folder has no {what} ({FILES[0]}). processor.save_pretrained({name!r}) puts one"
+            " there."
+        )
+    if not folder.is_dir() and (folder.exists() or name.startswith((".", "/"))):
+        raise UsageError(f"{folder}: the processor is a folder with a {FILES[0]}, or a name on the hub.")
+    try:
+        return _image_processor(name, online) if what == "image processor" else _extractor(name, online)
+    except Exception as error:  # OSError, ValueError, and whatever a broken file makes of it
+        said = " ".join(str(error).split())
+        hub = "" if folder.is_dir() or online else " The hub is not asked offline."
+        raise UsageError(
+            f"{name}: transformers cannot load its {what} ({said:.300}).{hub} Give a folder with a"
+            f" {FILES[0]}."
+        ) from None
+
+
+def _image_processor(name: str, online: bool) -> Any:
+    from transformers import AutoImageProcessor
+
+    how = {"local_files_only": not online, "trust_remote_code": False}
+    try:
+        return AutoImageProcessor.from_pretrained(name, backend="pil", **how)
+    except ImportError:  # older versions look for torchvision before they look at the backend
+        return _by_its_class(Path(name))
+
+
+def _by_its_class(folder: Path) -> Any:
+    """The class that a folder names, in the make that needs Pillow alone."""
+    import transformers
+
+    named = json.loads((folder / FILES[0]).read_text())["image_processor_type"].removesuffix("Fast")
+    return getattr(transformers, f"{named}Pil").from_pretrained(folder, local_files_only=True)
+
+
+def _extractor(name: str, online: bool) -> Any:
+    from transformers import AutoFeatureExtractor
+
+    return AutoFeatureExtractor.from_pretrained(name, local_files_only=not online, trust_remote_code=False)

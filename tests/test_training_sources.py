@@ -1,0 +1,207 @@
+"""Where a path leads: several files as one dataset, folders, pictures; and what is asked back."""
+
+from __future__ import annotations
+
+import csv
+import json
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from small_media import pets, picture
+from small_models import small_job
+from small_runs import losses, rows, small_run
+from snugfit.errors import UsageError
+from snugfit.job.job import Task
+from snugfit.training import row_arrow
+from snugfit.training.columns import columns_of
+from snugfit.training.rows import Table, read_rows
+from snugfit.training.train import train
+
+TEXTS = ("one", "two", "three", "four", "five")
+
+
+def write(file: Path, texts: tuple[str, ...]) -> None:
+    """Rows of a text and a number, in the form that the name says."""
+    held = [{"text": text, "number": len(text)} for text in texts]
+    if file.suffix == ".parquet":
+        import pyarrow
+        from pyarrow import parquet
+
+        schema = pyarrow.schema([("text", pyarrow.string()), ("number", pyarrow.int64())])
+        parquet.write_table(pyarrow.Table.from_pylist(held, schema=schema), file)
+    elif file.suffix == ".csv":
+        with open(file, "w", newline="") as out:
+            writer = csv.DictWriter(out, ["text", "number"])
+            writer.writeheader()
+            writer.writerows(held)
+    elif file.suffix == ".txt":
+        file.write_text("".join(f"{text}\n" for text in texts))
+    else:
+        file.write_text("".join(json.dumps(row) + "\n" for row in held))
+
+
+def shards(folder: Path, form: str) -> Path:
+    """The texts in three files, written in another order than that of their names; one is empty."""
+    folder.mkdir()
+    write(folder / f"part-2{form}", TEXTS[3:])
+    write(folder / f"part-0{form}", TEXTS[:3])
+    write(folder / f"part-1{form}", ())
+    return folder
+
+
+def texts(source: Any) -> list[str]:
+    return [row["text"] for row in read_rows(source)]
+
+
+@pytest.mark.parametrize("form", [".jsonl", ".csv", ".txt", ".parquet"])
+def test_several_files_are_one_dataset_in_the_order_of_their_names(form: str, tmp_path: Path) -> None:
+    if form == ".parquet":
+        pytest.importorskip("pyarrow", reason="Requires: pyarrow")
+    folder = shards(tmp_path / "data", form)
+    pattern = f"{folder}/part-*{form}"
+    assert texts(folder) == texts(pattern) == texts(Path(pattern)) == list(TEXTS)
+    read = read_rows(folder)
+    assert [read[index]["text"] for index in (4, 0, 3)] == ["five", "one", "four"]
+    assert read.where(3).startswith(str(folder / f"part-2{form}"))
+    assert texts(f"{folder}/part-2*") == list(TEXTS[3:])
+    if form != ".txt":
+        assert [row["number"] for row in read.narrowed({"number"})] == [row["number"] for row in read]
+
+
+def test_patterns_reach_into_folders_and_leave_out_what_is_hidden(tmp_path: Path) -> None:
+    for name in ("b", "a", ".old"):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name / "rows.txt", (name,))
+    write(tmp_path / "a" / "_draft.txt", ("draft",))
+    assert texts(f"{tmp_path}/*/rows.txt") == ["a", "b"]
+    assert texts(f"{tmp_path}/**/rows.txt") == ["a", "b"]
+    assert texts(tmp_path / "a") == ["a"]
+    literal = tmp_path / "rows[1].txt"
+    write(literal, ("literal",))
+    assert texts(literal) == ["literal"], "a file of that very name is no pattern"
+
+
+def _kinds(folder: Path) -> None:
+    write(folder / "a.jsonl", TEXTS)
+    write(folder / "b.csv", TEXTS)
+
+
+def _splits(folder: Path) -> None:
+    write(folder / "train-00000-of-00001.jsonl", TEXTS)
+    write(folder / "test-00000-of-00001.jsonl", TEXTS)
+
+
+def _folders_of_splits(folder: Path) -> None:
+    pets(folder / "train", each=1)
+    pets(folder / "test", each=1)
+
+
+def _columns(folder: Path) -> None:
+    write(folder / "a.csv", TEXTS)
+    (folder / "b.csv").write_text("text,numbr\none,1\n")
+
+
+MISTAKES: dict[str, tuple[Callable[[Path], object], str, str]] = {
+    "nothing fits": (lambda at: write(at / "a.jsonl", TEXTS), "*.json", "no file fits this pattern"),
+    "only folders": (lambda at: (at / "inner").mkdir(), "in*", "fits folders only"),
+    "an empty folder": (lambda at: None, "", "this folder holds no files of samples"),
+    "kinds": (_kinds, "", r"several kinds \(.csv, .jsonl\). Name one kind by a pattern: .*\*.csv"),
+    "another kind": (lambda at: (at / "a.xml").write_text(""), "*", "samples are read from .txt"),
+    "splits": (_splits, "", r"several splits \(test, train\). Name one by a pattern: .*\*.jsonl"),
+    "folders of splits": (_folders_of_splits, "", r"it holds splits. Give one of them: .*test, .*train"),
+    "columns": (_columns, "", r"b.csv: its columns are text, numbr, and those of .*a.csv are text, number"),
+    "all empty": (lambda at: [write(at / n, ()) for n in ("a.txt", "b.txt")], "", "this dataset is empty"),
+    "no classes": (lambda at: picture(at / "1.png"), "", "pictures without classes"),
+    "an empty class": (lambda at: (pets(at, 1), (at / "elk").mkdir()), "", "elk: no picture of this class"),
+    "too deep": (lambda at: (pets(at, 1), pets(at / "cat" / "old", 1)), "", "cat/old: .* and not deeper"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_what_is_no_dataset_is_told(name: str, tmp_path: Path) -> None:
+    made, pattern, says = MISTAKES[name]
+    made(tmp_path)
+    with pytest.raises(UsageError, match=says):
+        read_rows(tmp_path / pattern)
+
+
+def test_a_broken_line_is_told_with_its_own_file(tmp_path: Path) -> None:
+    folder = shards(tmp_path / "data", ".jsonl")
+    (folder / "part-2.jsonl").write_text('{"text": "four"}\n{"text"\n')
+    with pytest.raises(UsageError, match=r"part-2.jsonl, line 2: not JSON"):
+        texts(folder)
+
+
+def test_a_run_over_shards_is_one_over_the_whole(tmp_path: Path) -> None:
+    """With the same samples in the same order; and a resumed run knows them again."""
+    held = rows(24)
+    (tmp_path / "data").mkdir()
+    for number in range(3):
+        lines = (json.dumps(row) + "\n" for row in held[8 * number : 8 * number + 8])
+        (tmp_path / "data" / f"{number}.jsonl").write_text("".join(lines))
+    whole = small_run(tmp_path / "whole", samples=held, max_steps=4)
+    parts = small_run(tmp_path / "parts", samples=f"{tmp_path}/data/*.jsonl", max_steps=4)
+    assert whole.data.fingerprint() == parts.data.fingerprint()
+    for run in (whole, parts):
+        train(run)
+    assert losses(tmp_path / "whole") == losses(tmp_path / "parts")
+    (tmp_path / "data" / "2.jsonl").rename(tmp_path / "data" / "-2.jsonl")
+    moved = small_run(tmp_path / "parts", samples=f"{tmp_path}/data/*.jsonl", max_steps=4)
+    with pytest.raises(UsageError, match="data has the same number of samples, and other samples"):
+        train(moved)
+
+
+# ---- pictures in folders of their classes ---------------------------------------------------------------
+
+
+def test_pictures_in_folders_are_rows(tmp_path: Path) -> None:
+    pets(tmp_path, each=2)
+    (tmp_path / "cat" / ".DS_Store").write_text("")
+    (tmp_path / "cat" / "notes.md").write_text("")
+    read = read_rows(tmp_path)
+    assert [(Path(row["image"]).name, row["label"]) for row in read] == [
+        ("0.png", "cat"), ("1.png", "cat"), ("0.png", "dog"), ("1.png", "dog"),
+    ]  # fmt: skip
+    assert read.where(3) == read[3]["image"] == str(tmp_path / "dog" / "1.png")
+    assert read.table.class_names("label") == ("cat", "dog")
+    assert list(read.table.notes()) == [
+        f"1 files are no pictures and are left out, the first {tmp_path / 'cat' / 'notes.md'}."
+    ]
+    assert list(pickle.loads(pickle.dumps(read))) == list(read)
+
+
+COLUMNS: list[tuple[Task, str, str]] = [
+    (Task.IMAGE_CLASSIFICATION, "image label", "image=image label=label"),
+    (Task.IMAGE_CLASSIFICATION, "file_name class", "image=file_name label=class"),
+    (Task.IMAGE_CLASSIFICATION, "img fine_label coarse", "image=img label=fine_label"),
+    (Task.CAUSAL_LM, "prompt prompt_id messages", "messages=messages"),
+    (Task.CAUSAL_LM, "id conversations", "messages=conversations"),
+]
+
+
+@pytest.mark.parametrize(("task", "columns", "roles"), COLUMNS)
+def test_columns_of_media_and_chats_are_found(task: Task, columns: str, roles: str) -> None:
+    job = small_job("vit" if task is Task.IMAGE_CLASSIFICATION else "gpt2")
+    found = columns_of(read_rows([dict.fromkeys(columns.split(), "x")]), replace(job, task=task))
+    assert " ".join(f"{role}={column}" for role, column in found.items()) == roles
+
+
+# ---- media in Arrow -------------------------------------------------------------------------------------
+
+
+def test_parquet_holds_the_columns_that_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("pyarrow", reason="Requires: pyarrow")
+    write(tmp_path / "rows.parquet", TEXTS)
+    held: Table = read_rows(tmp_path / "rows.parquet").table.narrowed({"text"})
+    assert (held.columns, held[4], held.home(0)) == (("text",), {"text": "five"}, tmp_path)
+    assert list(pickle.loads(pickle.dumps(held))) == list(held)
+    monkeypatch.setattr(row_arrow, "LARGEST_WHOLE", 10)
+    with pytest.raises(UsageError, match=r"in the columns text; .* at most 10 B.*save_to_disk\(FOLDER\)"):
+        read_rows(tmp_path / "rows.parquet").narrowed({"text"})
