@@ -294,3 +294,20 @@ def test_speech_is_trained_on_and_resumed(tmp_path: Path, folder: Path) -> None:
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     trained("workers", "workers(1)")
     assert losses(tmp_path / "workers") == losses(tmp_path / "whole")
+
+
+def test_half_weights_hear_in_their_own_dtype(tmp_path: Path, folder: Path) -> None:
+    """Nothing casts the features of a model that is bfloat16 throughout, so they come in it."""
+    source = _metadata(tmp_path)
+    done = train(
+        speech_job(folder),
+        "bf16_pure",
+        source,
+        evaluation=source,
+        output_dir=tmp_path / "out",
+        max_steps=1,
+        eval_strategy="epoch",
+        device="cpu",
+    )
+    assert done.evaluated is not None
+    assert done.step == 1

@@ -10,7 +10,7 @@ autocast casts them, so each sample is cast on the host, as users do who train i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
@@ -81,21 +81,33 @@ class _Cast(SyntheticDataset):
         self._of, self._dtype = of, dtype
 
     def __getitem__(self, index: int) -> Batch:
-        import torch
+        return cast_inputs(self._of[index], self._dtype)
 
-        return {
-            name: value.to(getattr(torch, self._dtype))
-            if name != "labels" and torch.is_floating_point(value)
-            else value
-            for name, value in self._of[index].items()
-        }
+
+def cast_inputs(batch: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """A sample or a batch with its floating-point inputs in this dtype; labels stay as they are."""
+    import torch
+
+    return {
+        name: value.to(getattr(torch, dtype))
+        if name != "labels" and torch.is_tensor(value) and torch.is_floating_point(value)
+        else value
+        for name, value in batch.items()
+    }
+
+
+def input_dtype(job: Job, setup: Setup) -> str | None:
+    """What floating-point inputs are cast to on the host; None where they stay fp32: the weights are, or
+    autocast does it. A user's own module is given what it was given before."""
+    half = setup.autocast is None and setup.weights_dtype != "float32"
+    return setup.weights_dtype if half and job.model.module is None else None
 
 
 def dataset(job: Job, setup: Setup, device: torch.device, steps: int = 1) -> SyntheticDataset:
     """Synthetic samples as the model of this Setup takes them. A user's own example is left as it is."""
     made = SyntheticDataset(job, dataset_size(job, device, steps))
-    if setup.autocast is None and setup.weights_dtype != "float32" and job.model.module is None:
-        made = _Cast(made, setup.weights_dtype)
+    if (dtype := input_dtype(job, setup)) is not None:
+        made = _Cast(made, dtype)
     return _OneSample(made) if device.type == "meta" else made
 
 

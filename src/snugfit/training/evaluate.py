@@ -6,6 +6,7 @@ found. The loss is the mean over everything that counts in the whole data, howev
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -15,13 +16,14 @@ from snugfit.job.batch import IGNORED, label_items
 from snugfit.job.job import Task
 from snugfit.step.install import place
 from snugfit.step.loss import loss_of
+from snugfit.training.collate_cast import collate_for
+from snugfit.training.order import Order, feed
 
 if TYPE_CHECKING:
-    import contextlib
-
     import torch
 
     from snugfit.job.job import Job
+    from snugfit.techniques.setup import Setup
     from snugfit.training.run import Data
 
 CLASSIFIERS = (Task.SEQUENCE_CLASSIFICATION, Task.TOKEN_CLASSIFICATION, Task.IMAGE_CLASSIFICATION)
@@ -76,8 +78,11 @@ def evaluate(
     return Evaluated(loss=lost / items if items else math.nan, accuracy=right / answers if answers else None)
 
 
-def in_order(data: Data, size: int) -> Iterator[dict[str, Any]]:
-    """Host batches of at most `size` samples, as the data lies."""
-    samples = data.samples
-    for start in range(0, len(samples), size):
-        yield data.collate([samples[index] for index in range(start, min(start + size, len(samples)))])
+def in_order(data: Data, size: int, job: Job, setup: Setup) -> Iterator[dict[str, Any]]:
+    """Host batches of at most `size` samples, as the data lies, from as many workers as train."""
+    order = Order(len(data.samples), size, 1, seed=0, shuffle=False)
+    collate, steps = collate_for(job, setup, data.collate), order.steps_per_epoch
+    batches = feed(data.samples, order, collate, start_step=0, stop_step=steps, workers=setup.loader.workers)
+    with contextlib.closing(batches):
+        for (batch,) in batches:
+            yield batch

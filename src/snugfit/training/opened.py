@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any, final
 
 from snugfit.errors import SnugfitError
+from snugfit.training.collate_cast import collate_for
 from snugfit.training.generators import generators, set_generators
 from snugfit.training.loop import Exhausted, Refused, Taken, TrainingStep
 from snugfit.training.opening import open_run
@@ -83,7 +84,7 @@ class Opened:
         return feed(
             data.samples,
             self.order,
-            data.collate,
+            collate_for(self._run.job, self.setup, data.collate),
             start_step=self.progress.step,
             stop_step=self.steps,
             workers=loader.workers,

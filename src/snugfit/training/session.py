@@ -193,7 +193,12 @@ class Session:
         found = evaluate(
             self._now.running.model,
             self._run.job,
-            in_order(self._run.evaluation, options.per_device_eval_batch_size or micro_batch),
+            in_order(
+                self._run.evaluation,
+                options.per_device_eval_batch_size or micro_batch,
+                self._run.job,
+                self._now.setup,
+            ),
             self._run.device,
             self._now.step.autocast(),
         )
