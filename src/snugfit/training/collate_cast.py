@@ -1,5 +1,5 @@
-"""Batches in the dtype of the weights, where nothing else casts them: pictures and sound are made in fp32, and a
-model whose weights are all bfloat16 takes them only so."""
+"""Batches in the dtype of the weights, where nothing else casts them: pictures and sound are made in fp32,
+and a model whose weights are all bfloat16 takes them only so."""
 
 from __future__ import annotations
 
