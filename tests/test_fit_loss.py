@@ -102,7 +102,7 @@ def trained(folder: Path, model: Any, recipe: str, how: dict[str, Any], told: li
     """Losses and gradient norms of six steps, the last of which is an epoch's smaller last batch."""
     data = classified(22) if "Bert" in type(model).__name__ or isinstance(model, NoKeywords) else spoken(22)
     trainer = trainer_of(folder, copy_of(model), data, max_steps=6, lr_scheduler_type="constant", **how)
-    fit(trainer, recipe, watch=lambda event: told.append(event["text"])).train()
+    fit(trainer, recipe, watch=lambda event: told.append(event.get("text", ""))).train()
     norms = [float(line["grad_norm"]) for line in trainer.state.log_history if "grad_norm" in line]
     return [*losses_of(trainer), *norms]
 

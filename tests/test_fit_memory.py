@@ -10,7 +10,11 @@ import torch
 
 from fitted import classified, copy_of, losses_of, model_of, spoken, trainer_of
 from snugfit import fit
+from snugfit.doors import trainer_memory
+from snugfit.doors.next_recipe import goes_on_live
 from snugfit.errors import OutOfMemory
+from snugfit.techniques.recipe import Recipe
+from snugfit.training import thrash
 from snugfit.training.manifest import verify
 
 
@@ -86,6 +90,87 @@ def test_what_is_cut_stays_cut_after_a_resume(tmp_path: Path) -> None:
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert not [event for event in told if event["event"] == "replanned"]
     assert losses_of(again) == losses_of(first)
+
+
+def follows(monkeypatch: pytest.MonkeyPatch, *recipes: str) -> list[str]:
+    """As on a GPU, where what follows is planned; gives the causes that were told."""
+    left, causes = [Recipe.parse(each) for each in recipes], []
+
+    def next_recipe(device: Any, **_: Any) -> Any:
+        def following(job: Any, recipe: Recipe, cause: str) -> Recipe | None:
+            causes.append(cause)
+            return left.pop(0) if left else None
+
+        return following
+
+    monkeypatch.setattr(trainer_memory, "next_recipe", next_recipe)
+    return causes
+
+
+def recomputes(model: Any) -> bool:
+    return any(getattr(each, "gradient_checkpointing", False) for each in model.modules())
+
+
+@pytest.mark.parametrize("following", ["every_layer", "segments + micro_batches(4)"])
+def test_layers_of_the_live_model_are_recomputed(
+    following: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory runs out in step 3, with dropout: as a run that was fitted so from the beginning."""
+    model, data = model_of("bert", dropout=0.2), classified(24)
+    more = {"save_strategy": "steps", "save_steps": 3, "max_steps": 5}
+    whole, _ = run_of(tmp_path / "whole", copy_of(model), data, "plain", **more)
+    whole.train()
+    follows(monkeypatch, following)
+    cut, told = run_of(tmp_path / "cut", copy_of(model), data, "plain", **more)
+    broken = [3]
+
+    def look(module: Any, given: Any, keywords: Any) -> None:
+        if cut.state.global_step + 1 in broken:
+            broken.clear()
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    cut.model.register_forward_pre_hook(look, with_kwargs=True)
+    cut.train()
+    (replanned,) = [event for event in told if event["event"] == "replanned"]
+    assert (replanned["step"], replanned["recipe"]) == (3, str(Recipe.parse(following)))
+    assert cut.snugfit.rows == 8 // Recipe.parse(following).setup().micro_batches
+    if following == "every_layer":
+        assert recomputes(cut.model)
+        assert losses_of(cut) == losses_of(whole), "dropout draws the same"
+    assert verify(tmp_path / "cut" / "checkpoint-3", 3).about["recipe"] == replanned["recipe"]
+    again, _ = run_of(tmp_path / "cut", copy_of(model), data, "plain", **more)
+    again.train(resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-3"))
+    assert recomputes(again.model) == recomputes(cut.model)
+    assert losses_of(again) == losses_of(cut)
+
+
+def test_short_memory_leads_to_the_next_recipe_at_a_border(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = iter(range(99))
+    monkeypatch.setattr(thrash, "retries_of", lambda device: next(counts))
+    causes = follows(monkeypatch, "every_layer")
+    model, data = model_of("bert"), classified(24)
+    trainer, told = run_of(tmp_path, model, data, "plain", max_steps=12)
+    trainer.train()
+    assert causes == ["allocation retries"] * 2, "after 3 and 6 steps, and then no more"
+    (replanned,) = [event for event in told if event["event"] == "replanned"]
+    assert (replanned["step"], replanned["recipe"]) == (4, "every_layer")
+    assert recomputes(trainer.model)
+    assert len([event for event in told if "no other recipe is left" in event.get("text", "")]) == 1
+    assert [event["step"] for event in told if event["event"] == "step"] == list(range(1, 13))
+
+
+@pytest.mark.parametrize(
+    ("following", "suits"),
+    [
+        ("every_layer + micro_batches(2)", True), ("micro_batches(4)", True), ("every_layer", False),
+        ("bf16 + micro_batches(4)", False), ("micro_batches(4) + adamw_8bit", False),
+        ("eager + micro_batches(4)", False), ("micro_batches(4) + tf32", False),
+    ],
+)  # fmt: skip
+def test_what_a_live_model_can_go_on_under(following: str, suits: bool) -> None:
+    assert goes_on_live(Recipe.parse(following), Recipe.parse("micro_batches(2)")) is suits
 
 
 def test_single_samples_are_the_end(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ No answer changes the global batch, and none is less exact than what was asked f
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from snugfit.errors import SnugfitError
@@ -30,13 +31,17 @@ MOST_RANKED = 4096
 """Recipes of a plan that are looked through; the largest space of one fidelity holds about as many."""
 
 
-def next_recipe(device: torch.device) -> Callable[[Job, Recipe, str], Recipe | None]:
-    """For runs on this device: the recipe that follows one that ran out of memory, or None."""
+def next_recipe(
+    device: torch.device, *, live: bool = False, changing: Collection[Slot] = tuple(Slot)
+) -> Callable[[Job, Recipe, str], Recipe | None]:
+    """For runs on this device: the recipe that follows one that ran out of memory, or None. One that differs
+    in slots that are `changing` alone; for a model that is `live`, one that it can go on under as it is."""
+    suits = goes_on_live if live else goes_on_with
 
     def following(job: Job, recipe: Recipe, cause: str) -> Recipe | None:
         if device.type == "cuda":
             try:
-                found = _planned(job, recipe, device)
+                found = _planned(job, recipe, device, suits, changing)
             except SnugfitError:  # a GPU or a model that cannot be foreseen
                 found = None
             if found is not None:
@@ -46,7 +51,13 @@ def next_recipe(device: torch.device) -> Callable[[Job, Recipe, str], Recipe | N
     return following
 
 
-def _planned(job: Job, recipe: Recipe, device: torch.device) -> Recipe | None:
+def _planned(
+    job: Job,
+    recipe: Recipe,
+    device: torch.device,
+    suits: Callable[[Recipe, Recipe], bool],
+    changing: Collection[Slot],
+) -> Recipe | None:
     import torch
 
     from snugfit.planning.search import plan
@@ -60,11 +71,12 @@ def _planned(job: Job, recipe: Recipe, device: torch.device) -> Recipe | None:
         gpu=gpu,
         memory_bytes=int(needed * LESS),
         fidelity=fidelity,
+        settled={slot: recipe[slot] for slot in Slot if slot not in changing},
         ranked=MOST_RANKED,
         workers=1,  # none beside this process, which would import the user's script once more
     )
     candidates = (Recipe.parse(choice.recipe) for choice in found.ranked)
-    return next((each for each in candidates if goes_on_with(each, recipe)), None) if found.fits else None
+    return next((each for each in candidates if suits(each, recipe)), None) if found.fits else None
 
 
 def goes_on_with(following: Recipe, before: Recipe) -> bool:
@@ -72,6 +84,14 @@ def goes_on_with(following: Recipe, before: Recipe) -> bool:
     ours, theirs = following.setup(), before.setup()
     kept = ("optimizer", "weights_dtype", "autocast", "scale_gradients", "adapt", "matmul")
     return all(getattr(ours, name) == getattr(theirs, name) for name in kept)
+
+
+def goes_on_live(following: Recipe, before: Recipe) -> bool:
+    """Whether a model that stands and trains can go on so: its layers may be recomputed, and its loader's
+    micro-batches cut, but not joined."""
+    ours, theirs = following.setup(), before.setup()
+    alike = replace(ours, checkpoint=theirs.checkpoint, micro_batches=theirs.micro_batches) == theirs
+    return alike and ours.micro_batches >= theirs.micro_batches
 
 
 def cut_smaller(job: Job, recipe: Recipe) -> Recipe | None:

@@ -50,7 +50,8 @@ def fit(
 
     `recipe` may be text. Without one it is planned, no less exact than the trainer's own arguments and
     `fidelity`: for the `gpu` of this name, or the one here; where there is neither, the trainer keeps what it
-    asks for. `watch` hears what is changed, corrected or kept.
+    asks for. `watch` hears every event of the journal, and what is changed; those that are to be read have
+    a `text`.
 
     Raises `UsageError` for a trainer or a recipe that this cannot honour, by name, and `NothingFits`; nothing
     is changed then.

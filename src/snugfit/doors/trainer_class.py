@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.doors.trainer_fitted import Fitted
 from snugfit.doors.trainer_keeping import Keeping
+from snugfit.doors.trainer_lines import Lines
 from snugfit.doors.trainer_loss import (
     is_the_users,
     items_of,
@@ -21,7 +22,7 @@ from snugfit.doors.trainer_loss import (
     wrong_of_the_model,
     wrong_of_theirs,
 )
-from snugfit.doors.trainer_memory import broke_in_the_update, cut_finer, pieces_of
+from snugfit.doors.trainer_memory import broke_in_the_update, go_on_with_less, pieces_of, take_again
 from snugfit.doors.trainer_numbers import refuse_no_number
 from snugfit.doors.trainer_restore import restore_generators, restore_trainer, restore_weights
 from snugfit.doors.trainer_setup import optimizer_arguments, optimizer_is_theirs
@@ -33,6 +34,7 @@ from snugfit.training.generators import generators
 from snugfit.training.interrupt import EXIT_CODES, Interrupts
 from snugfit.training.lock import locked
 from snugfit.training.store import Store
+from snugfit.training.trained import FINISHED, STOPPED
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -64,9 +66,11 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
             opened(self, fitted) as keeping,
         ):
             folder = keeping.open(resume_from_checkpoint)
+            fitted.lines = Lines(self, fitted)
             with _memory_told(self, fitted):
                 done = super().train(folder, *arguments, **keywords)
             stopped = keeping.interrupts.stopping
+            fitted.told_of.end(FINISHED if stopped is None else STOPPED)
             if stopped is None:
                 keeping.refuse_a_lost_end()
         if stopped is not None:
@@ -102,8 +106,9 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
     def get_batch_samples(self, *arguments: Any, **keywords: Any) -> Any:
         """The micro-batches of one step; what each of them counts for is known from here on."""
         fitted = self.snugfit
-        with fitted.checkpoints.stream.drawing():
+        with fitted.told_of.fetching(), fitted.checkpoints.stream.drawing():
             samples, items = super().get_batch_samples(*arguments, **keywords)
+        fitted.told_of.fetched(samples)
         fitted.checkpoints.stream.used(len(samples))
         fitted.pieces = [items_of(self, each) for each in samples]
         fitted.total, fitted.count = sum(fitted.pieces), len(samples)
@@ -111,8 +116,8 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
         return samples, items
 
     def training_step(self, model: Any, inputs: Any, *arguments: Any, **keywords: Any) -> Any:
-        """One micro-batch, which counts for its share. Where memory runs out, all of the step so far again in
-        finer pieces; what is given is then what these add to the losses that were given before."""
+        """One micro-batch, which counts for its share. Where memory runs out, all of the step so far again
+        with less; what is given is then what this adds to the losses that were given before."""
         fitted = self.snugfit
         if fitted.place == 0:
             fitted.began = generators(self.args.device)
@@ -128,7 +133,7 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
                     raise
             if exhausted is None:
                 break
-            cut_finer(self, fitted, str(exhausted[0]), exhausted[1])
+            take_again(self, fitted, str(exhausted[0]), exhausted[1])
             fitted.lost, todo = None, fitted.batch[: fitted.place]
         before, fitted.lost = fitted.lost, found if fitted.lost is None else fitted.lost + found
         return found if before is not None or given is None else found - given
@@ -184,15 +189,18 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
         keeping.stream.epoch_begins(skipped)
         return super()._run_epoch(*arguments, **keywords)
 
-    def _maybe_log_save_evaluate(self, *arguments: Any, **keywords: Any) -> Any:
+    def _maybe_log_save_evaluate(self, *arguments: Any, **keywords: Any) -> None:
         """The border between two steps: what was asked for meanwhile is done here."""
-        interrupts = self.snugfit.checkpoints.interrupts
+        fitted, interrupts = self.snugfit, self.snugfit.checkpoints.interrupts
+        ended = fitted.told_of.tell(keywords.get("learning_rate"))
         stopping = interrupts.stopping is not None
         if interrupts.wants_checkpoint() or stopping:
             self.control.should_save = True
         if stopping:
             self.control.should_training_stop = True
-        return super()._maybe_log_save_evaluate(*arguments, **keywords)
+        super()._maybe_log_save_evaluate(*arguments, **keywords)
+        if ended and not self.control.should_training_stop and fitted.told_of.short():
+            go_on_with_less(self, fitted)
 
     def _save_checkpoint(self, *arguments: Any, **keywords: Any) -> None:
         self.store_flos()
@@ -231,7 +239,7 @@ def opened(trainer: Any, fitted: Fitted) -> Iterator[Keeping]:
             yield keeping
         finally:
             keeping.wait()  # nobody writes here once the folder is given back
-            fitted.keeping = None
+            fitted.keeping = fitted.lines = fitted.seen = None
 
 
 @contextlib.contextmanager

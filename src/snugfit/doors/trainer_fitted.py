@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     import torch
 
     from snugfit.doors.trainer_keeping import Keeping
+    from snugfit.doors.trainer_lines import Lines
     from snugfit.job.job import Job
     from snugfit.techniques.recipe import Recipe
     from snugfit.techniques.technique import Slot
@@ -49,6 +50,12 @@ class Fitted:
     divides: bool | None = None
     """Whether the model's loss depends on `num_items_in_batch`; None before it was asked."""
 
+    seen: tuple[float, float] | None = None
+    """Loss of the last step, and the norm of its gradients."""
+
+    lines: Lines | None = None
+    """The journal's lines of the `train()` that is going on."""
+
     keeping: Keeping | None = None
     """The checkpoints of the `train()` that is going on."""
 
@@ -67,6 +74,12 @@ class Fitted:
     def cut(self, recipe: Recipe) -> None:
         """From here on under this recipe, which cuts the batch finer than the loader does."""
         self.recipe, self.rows = recipe, self.job.batch_size // recipe.setup().micro_batches
+
+    @property
+    def told_of(self) -> Lines:
+        """Those of the `train()` that is going on."""
+        assert self.lines is not None, "outside of train()"
+        return self.lines
 
     @property
     def checkpoints(self) -> Keeping:

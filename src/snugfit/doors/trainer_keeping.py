@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from snugfit.doors.trainer_memory import under
 from snugfit.doors.trainer_restore import running_of
 from snugfit.doors.trainer_stream import Stream
 from snugfit.errors import SnugfitError, UsageError
@@ -111,7 +112,7 @@ class Keeping:
             self.resumed = self._newest() if asked is True else _named(Path(str(asked)))
             self._refuse_another(self.resumed)
             self._seed = self.resumed.about["order_seed"]
-            self._goes_on_cut(self.resumed)
+            self._goes_on_with_less(self.resumed)
         self._trainer.accelerator.dataloader_config.data_seed = self._seed
         limit = self._trainer.args.save_total_limit
         self._told = self._about()
@@ -148,10 +149,10 @@ class Keeping:
                 was = f"{name} was {kept.about.get(name)} and is {now[name]}"
                 self.journal.tell("warning", text=f"{was}: the run goes on, and no longer bit for bit")
 
-    def _goes_on_cut(self, kept: Checkpoint) -> None:
-        """A run whose memory ran out goes on in the finer pieces that it was cut into."""
+    def _goes_on_with_less(self, kept: Checkpoint) -> None:
+        """A run whose memory ran out goes on under the recipe that it went on with."""
         if kept.about["asked"] == self._asked != kept.about["recipe"]:
-            self._fitted.cut(Recipe.parse(kept.about["recipe"]))
+            under(self._trainer, self._fitted, Recipe.parse(kept.about["recipe"]))
 
     def keep(self) -> None:
         """A checkpoint of this border, unless there is one."""

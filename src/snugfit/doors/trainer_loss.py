@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from snugfit.job.batch import IGNORED
+from snugfit.doors.items import items_in, shifts_labels
 
 if TYPE_CHECKING:
     import torch
@@ -26,32 +26,9 @@ if TYPE_CHECKING:
 
 
 def items_of(trainer: Any, batch: Mapping[str, Any]) -> int:
-    """How many items the loss of this batch is a mean over, labels that count,
-    shifted where the model shifts them; samples, where there are no labels or they are numbers."""
-    import torch
-
-    labels = batch.get("shift_labels", batch.get("labels"))
-    if not isinstance(labels, torch.Tensor) or not labels.dim() or labels.is_floating_point():
-        return _samples(batch)
-    if "shift_labels" not in batch and labels.dim() > 1 and _shifts(trainer):
-        labels = labels[..., 1:]
-    return int(labels.ne(IGNORED).sum())
-
-
-def _shifts(trainer: Any) -> bool:
-    """Whether the model's loss shifts its labels by one. The Trainer looks for the name of the loss, and a
-    GPT-2 has none."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
+    """How many items the loss of this batch is a mean over."""
     model = trainer.accelerator.unwrap_model(trainer.model)
-    model = model.get_base_model() if hasattr(model, "peft_config") else model
-    two_stacks = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    decodes = type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-    return bool(trainer._loss_shifts_labels or (decodes and not two_stacks))
-
-
-def _samples(batch: Mapping[str, Any]) -> int:
-    return max((len(value) for value in batch.values() if getattr(value, "ndim", 0)), default=1)
+    return items_in(batch, shifts=bool(trainer._loss_shifts_labels) or shifts_labels(model))
 
 
 def is_the_users(trainer: Any) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError
@@ -29,14 +30,13 @@ def refuse_no_number(trainer: Any, fitted: Fitted, norm: Any) -> None:
         return
     length = torch.as_tensor(norm, device=fitted.lost.device)
     loss, size = torch.stack([fitted.lost.float(), length.float()]).tolist()
+    fitted.seen = loss, size
     overflown = trainer.accelerator.scaler is not None and not math.isfinite(size)
     if math.isfinite(loss) and (overflown or math.isfinite(size)):
         return
     trainer.model.zero_grad(set_to_none=True)
     step = trainer.state.global_step + 1
-    file = fitted.keeping.store.root / f"nonfinite-step-{step}.safetensors"
-    with contextlib.suppress(OSError):
-        _write(fitted.batch, file)
+    file = write_batch(fitted.keeping.store.root, step, fitted.batch)
     set_generators(fitted.began, trainer.args.device)
     fitted.keeping.keep()
     fitted.keeping.wait()
@@ -46,15 +46,19 @@ def refuse_no_number(trainer: Any, fitted: Fitted, norm: Any) -> None:
     )
 
 
-def _write(batch: list[Any], file: Path) -> None:
-    """Every tensor of the micro-batches, by its number and its name."""
+def write_batch(folder: Path, step: int, batch: Sequence[Mapping[str, Any]]) -> Path:
+    """Every tensor of a step's micro-batches, by its number and its name, where that can be written; gives
+    the file."""
     import torch
     from safetensors.torch import save_file
 
+    file = folder / f"nonfinite-step-{step}.safetensors"
     tensors = {
         f"{number}.{name}": value.detach().cpu().contiguous()
         for number, piece in enumerate(batch)
         for name, value in piece.items()
         if isinstance(value, torch.Tensor)
     }
-    save_file(tensors, file)
+    with contextlib.suppress(OSError):
+        save_file(tensors, file)
+    return file

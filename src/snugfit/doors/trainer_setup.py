@@ -73,7 +73,7 @@ def apply(trainer: Any, job: Job, recipe: Recipe, left: frozenset[Slot] = frozen
     if Slot.ATTENTION not in left:
         _attention(trainer.model, setup)
     if Slot.CHECKPOINTING not in left:
-        _checkpoint(trainer, setup)
+        checkpoint(trainer, setup)
     if Slot.BATCHING not in left:
         args.gradient_accumulation_steps = setup.micro_batches
         args.per_device_train_batch_size = job.batch_size // setup.micro_batches
@@ -201,9 +201,9 @@ def _attention(model: Any, setup: Setup) -> None:
             ) from None
 
 
-def _checkpoint(trainer: Any, setup: Setup) -> None:
-    """Layers are wrapped here, as everywhere in snugfit; the Trainer's own switch, which knows no spans, is
-    off. What an earlier fit has wrapped is unwrapped first."""
+def checkpoint(trainer: Any, setup: Setup) -> None:
+    """Layers are wrapped here, as everywhere in snugfit, also of a model that trains already; the Trainer's
+    own switch, which knows no spans, is off. What was wrapped before is unwrapped first."""
     from snugfit.step.checkpointing import checkpoint_layers
 
     model = trainer.model
