@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import pickle
 import sys
@@ -311,3 +312,16 @@ def test_half_weights_hear_in_their_own_dtype(tmp_path: Path, folder: Path) -> N
     )
     assert done.evaluated is not None
     assert done.step == 1
+
+
+def test_a_column_with_a_rate_is_left_to_datasets_where_it_can_hear(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here it cannot, and says so; its error names the row."""
+    datasets = pytest.importorskip("datasets", reason="Requires: datasets")
+    source = _dataset(tmp_path)
+    monkeypatch.setattr(datasets.config, "TORCHCODEC_AVAILABLE", True)
+    assert read_rows(source.cast_column("audio", datasets.Audio()))[0]["audio"]["bytes"] is None
+    if importlib.util.find_spec("torchcodec") is None:
+        with pytest.raises(UsageError, match=r"row 1: datasets cannot read this .*torchcodec"):
+            made(source, folder)

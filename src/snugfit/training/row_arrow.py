@@ -117,7 +117,10 @@ class Saved(Table):
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Row:
-        row: Row = self._rows[index]
+        try:
+            row: Row = self._rows[index]
+        except Exception as error:  # arrow's, and those of whatever decodes
+            raise UsageError(f"{self.where(index)}: datasets cannot read this ({_line(error)}).") from error
         return row
 
     def __iter__(self) -> Any:
@@ -135,12 +138,13 @@ class Saved(Table):
 
 
 def _encoded(dataset: Any) -> Any:
-    """The dataset with pictures and sound as they lie on disk. Only where `datasets` can hear (torchcodec),
-    sound is left to it, for it also brings it to the rate that its `Audio` column names."""
+    """The dataset with pictures and sound as they lie on disk. Sound of a column that names a sampling rate
+    is left to `datasets` where it can hear (torchcodec), for it brings it to that rate."""
     hears = _package("datasets", "the dataset").config.TORCHCODEC_AVAILABLE
     for name, feature in dataset.features.items():
         kind = type(feature).__name__
-        if (kind == "Image" or (kind == "Audio" and not hears)) and feature.decode:
+        resampled = kind == "Audio" and hears and feature.sampling_rate
+        if kind in ("Image", "Audio") and feature.decode and not resampled:
             dataset = dataset.cast_column(name, replace(feature, decode=False))
     return dataset
 
