@@ -16,6 +16,7 @@ from PIL import Image
 
 from small_media import SIDE, pets, picture, picture_job, pixels, vit
 from small_runs import losses
+from snugfit.cli.main import run
 from snugfit.doors.data import data_of
 from snugfit.doors.own_loop import options_of, train
 from snugfit.errors import UsageError
@@ -281,8 +282,8 @@ def test_samples_that_are_ready_are_hashed_by_their_bytes() -> None:
     assert len({of(one), of(one.bfloat16()), of(one.reshape(3, 2, 8)), of(one + 1e-6)}) == 4
 
 
-def steps(run: Path) -> Sequence[tuple[float, ...]]:
-    return [losses(run)[step] for step in sorted(losses(run))]
+def steps(of: Path) -> Sequence[tuple[float, ...]]:
+    return [losses(of)[step] for step in sorted(losses(of))]
 
 
 def test_pictures_are_trained_on_and_resumed(tmp_path: Path, folder: Path) -> None:
@@ -311,3 +312,23 @@ def test_pictures_are_trained_on_and_resumed(tmp_path: Path, folder: Path) -> No
     assert steps(tmp_path / "parts") == steps(tmp_path / "whole")
     trained("workers", "micro_batches(2) + workers(1)")
     assert steps(tmp_path / "workers") == steps(tmp_path / "whole")
+
+
+def test_pictures_from_the_command_line(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The processor lies in the model's folder; what was left out of the data is told."""
+    pets(tmp_path / "pets")
+    (tmp_path / "pets" / "cat" / "notes.md").write_text("")
+    monkeypatch.chdir(tmp_path)
+    asked = ["train", str(folder), "--task", "image-classification", "--dataset", "pets", "--max-steps", "1"]
+    assert run([*asked, "--output-dir", "out", "--device", "cpu"]) == 0
+    out, told = capsys.readouterr()
+    assert out.startswith("finished after step 1")
+    assert "1 files are no pictures and are left out, the first pets/cat/notes.md." in told
+    (tmp_path / "bare").mkdir()
+    shutil.copy(folder / "config.json", tmp_path / "bare")
+    asked[1] = "./bare"
+    assert run([*asked, "--output-dir", "other", "--processor", str(folder), "--device", "cpu"]) == 0
+    assert run([*asked, "--output-dir", "other", "--processor", "./pets", "--device", "cpu"]) == 2
+    assert "pets: this folder has no image processor" in capsys.readouterr().err
