@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -25,7 +26,7 @@ from snugfit.job.job import Job, Task
 from snugfit.training.columns import columns_of
 from snugfit.training.encoding import ROWS_AT_ONCE
 from snugfit.training.labels import class_numbers, measures, one_order
-from snugfit.training.media_files import Entry
+from snugfit.training.media_files import Entry, path_in
 from snugfit.training.pictures import Pictures
 from snugfit.training.processors import described
 from snugfit.training.ragged import Filling, Ragged
@@ -152,15 +153,13 @@ def media_samples(
 
 def _refuse_missing(media: Rows, column: str) -> None:
     """Where the first row names a file and does not hold it, those of all rows must be there."""
-
-    def entry(index: int, row: Mapping[str, Any]) -> Entry:
-        value = media.value(row, column, index)
-        return Entry(value=value, where=media.where(index), home=media.table.home(index))
-
-    if entry(0, media[0]).path is None:
+    if path_in(media.value(media[0], column, 0), media.table.home(0)) is None:
         return
     for index, row in enumerate(media):
-        entry(index, row).refuse_missing()
+        value, home = media.value(row, column, index), media.table.home(index)
+        path = path_in(value, home)
+        if path is not None and not os.path.isfile(path):
+            raise Entry(value=value, where=media.where(index), home=home).missing()
 
 
 def _pictures(job: Job, processor: Any) -> Pictures:

@@ -21,6 +21,15 @@ from typing import Any
 from snugfit.errors import UsageError
 
 
+def path_in(value: Any, home: Path) -> str | None:
+    """The path of a file that a value names and does not hold."""
+    if isinstance(value, Mapping) and value.get("bytes") is None:
+        value = value.get("path")
+    if not isinstance(value, str | os.PathLike):
+        return None
+    return os.path.join(home, value) if home.parts else os.fspath(value)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Entry:
     """What stands in a row's column of media, and where."""
@@ -35,18 +44,15 @@ class Entry:
     """The folder in which a relative path begins."""
 
     @property
-    def path(self) -> Path | None:
+    def path(self) -> str | None:
         """Of a file that is named and not held."""
-        value = self.value
-        if isinstance(value, Mapping) and value.get("bytes") is None:
-            value = value.get("path")
-        return self.home / value if isinstance(value, str | os.PathLike) else None
+        return path_in(self.value, self.home)
 
     @property
     def name(self) -> str:
         """The row, and the file that it names."""
         path = self.path
-        return self.where if path is None or str(path) in self.where else f"{self.where}: {path}"
+        return self.where if path is None or path in self.where else f"{self.where}: {path}"
 
     def content(self) -> bytes | None:
         """The file; None where it is decoded already. Raises `UsageError`."""
@@ -57,17 +63,15 @@ class Entry:
         if path is None:
             return None
         try:
-            return path.read_bytes()
+            return Path(path).read_bytes()
         except OSError as error:
             raise UsageError(
                 f"{self.name}: cannot be read ({error.strerror or error}).{self._hint()}"
             ) from None
 
-    def refuse_missing(self) -> None:
-        """Raises `UsageError` where a file is named that is not there. A look at the folder, no more."""
-        path = self.path
-        if path is not None and not os.path.isfile(path):
-            raise UsageError(f"{self.name}: no such file.{self._hint()}")
+    def missing(self) -> UsageError:
+        """That the file which is named is not there."""
+        return UsageError(f"{self.name}: no such file.{self._hint()}")
 
     def _hint(self) -> str:
         path = str(self.value.get("path") if isinstance(self.value, Mapping) else self.value)

@@ -26,6 +26,9 @@ MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 DEEP = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")
 """Pillow's words for pixels of more than 8 bits, which it would cut off at 255."""
 
+ORIENTATION, UPRIGHT = 0x0112, 1
+"""EXIF's tag for how a camera was held, and its value for a picture that stands as it was taken."""
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +101,9 @@ def _opened(entry: Entry) -> Image:
         return Image.fromarray(_array(entry))
     try:
         with Image.open(io.BytesIO(content)) as picture:
-            return ImageOps.exif_transpose(picture)
+            picture.load()
+        turned = picture.getexif().get(ORIENTATION, UPRIGHT) != UPRIGHT
+        return ImageOps.exif_transpose(picture) if turned else picture
     except Exception as error:  # each of Pillow's formats has its own
         said = " ".join(str(error).split()).replace(" <_io.BytesIO object", "")
         said = "none that Pillow knows" if "cannot identify" in said else said

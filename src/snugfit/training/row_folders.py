@@ -71,7 +71,8 @@ class ClassFolders(Table):
 
     def where(self, index: int) -> str:
         """The picture itself."""
-        return str(self._folder / self._classes[self._owners[index]] / os.fsdecode(self._names[index]))
+        name = os.fsdecode(self._names[index])
+        return os.path.join(self.source, self._classes[self._owners[index]], name)
 
     def class_names(self, column: str) -> tuple[str, ...]:
         """The names of the folders."""
