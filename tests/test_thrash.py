@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from snugfit.job.job import Job
 from snugfit.job.model import Model
 from snugfit.techniques.recipe import Recipe
 from snugfit.training import thrash
+from snugfit.training.loop import Poisoned, TrainingStep
 from snugfit.training.train import train
 
 
@@ -67,6 +69,38 @@ def test_dropout_goes_on_with_its_numbers(tmp_path: Path, monkeypatch: pytest.Mo
     train(small_run(tmp_path / "run"), replan=lambda job, recipe, cause: recipe)
     assert events(tmp_path / "run", "replanned")
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("why", ["short", "out", "wrong"])
+def test_what_was_built_before_is_given_back_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    """Two models at once would be more than what was too much."""
+    from snugfit.training import opened
+
+    plain, before = opened.open_run, []
+
+    def open_run(*given: Any) -> Any:
+        assert [each() for each in before] == [None] * len(before)
+        running = plain(*given)
+        before.append(weakref.ref(running.model))
+        return running
+
+    monkeypatch.setattr(opened, "open_run", open_run)
+    faults = {"out": lambda: torch.OutOfMemoryError("CUDA out of memory."), "wrong": Poisoned}
+    plain_take, taken = TrainingStep.take, [0]
+
+    def take(self: TrainingStep, running: Any, *more: Any) -> Any:
+        taken[0] += 1
+        if taken[0] == 4 and why in faults:
+            raise faults[why]()
+        return plain_take(self, running, *more)
+
+    monkeypatch.setattr(TrainingStep, "take", take)
+    if why == "short":
+        short(monkeypatch, {1: 1, 2: 1, 3: 1})
+    train(small_run(tmp_path), replan=lambda job, recipe, cause: recipe)
+    assert len(before) == 2
 
 
 def test_without_another_recipe_it_goes_on_and_says_so_once(

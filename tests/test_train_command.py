@@ -10,6 +10,7 @@ import pytest
 
 from small_tokenizers import WORDS, tokenizer
 from snugfit.cli.main import run
+from tensorboards import logs_under, scalars_in
 
 JOB = """\
 model: ./model
@@ -52,12 +53,14 @@ def at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_it_trains_and_goes_on(at_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["train", "job.yaml"]) == 0
+    assert run(["train", "job.yaml", "--report-to", "tensorboard"]) == 0
     out, told = capsys.readouterr()
     assert out == f"finished after step 12: {at_home / 'out'}\n"
     assert "step 5 of 12" in told
     assert "accuracy" in told
     assert (at_home / "out" / "checkpoint-12" / "model.safetensors").exists()
+    (log,) = logs_under(at_home / "out")
+    assert [step for step, _ in scalars_in(log)["train/loss"]] == [5, 10]
     assert run(["train", "--job", "job.yaml"]) == 0
     assert "goes on after step 12" in capsys.readouterr().err
 
@@ -72,6 +75,8 @@ MISTAKES = (
         ["train", "job.yaml", "--set", "load_best_model_at_end=true", "--set", "eval_strategy=no"],
         "evaluations",
     ),
+    (["train", "job.yaml", "--report-to", "tensorbord"], "Did you mean 'tensorboard'?"),
+    (["train", "job.yaml", "--set", "on_loss_spike=halt"], "warn, stop, skip"),
     (["train", "job.yaml", "--dataset", "none.jsonl"], "none.jsonl"),
     (["train", "job.yaml", "--columns", "text"], "ROLE=NAME"),
     (["train", "job.yaml", "--columns", "text=review"], "review"),

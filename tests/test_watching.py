@@ -15,6 +15,7 @@ from small_runs import bert_job, events, small_run
 from snugfit import predict
 from snugfit.doors.foresee import foreseen_of, foresees
 from snugfit.report.watching import Watching
+from snugfit.techniques.recipe import Recipe
 from snugfit.training.foreseen import Foreseen, beside
 from snugfit.training.train import train
 from snugfit.units import GIB
@@ -86,8 +87,19 @@ def test_on_the_cpu_nothing_is_foreseen(tmp_path: Path) -> None:
     assert all("mfu" not in event for event in events(tmp_path, "step"))
 
 
+def test_on_a_gpu_it_is_the_prediction_for_that_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, recipe = replace(small_job("bert", 2), batch_size=4, sequence_length=16), Recipe.parse("bf16")
+    names = iter(["NVIDIA H200", "NVIDIA Made Up 9000"])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: next(names))
+    foresee = foresees(torch.device("cuda"))
+    found = foresee(job, recipe)
+    assert found == foreseen_of(predict(job, recipe, gpu="h200"))
+    why = foresee(job, recipe)
+    assert isinstance(why, str)
+    assert "Made Up 9000" in why
+
+
 def test_a_recipe_that_follows_is_foreseen_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from snugfit.techniques.recipe import Recipe
     from snugfit.training import thrash
 
     counts = iter(range(99))

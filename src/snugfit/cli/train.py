@@ -21,7 +21,10 @@ DATA, RUN = "The data", "The run"
 
 Dataset = Annotated[
     str | None,
-    typer.Option(help="Text, JSONL, CSV, Parquet, or a saved `datasets` folder.", rich_help_panel=DATA),
+    typer.Option(
+        help="JSONL, CSV, Parquet, text, several of them, a saved `datasets` folder, pictures.",
+        rich_help_panel=DATA,
+    ),
 ]
 EvalDataset = Annotated[str | None, typer.Option(help="The same, to evaluate on.", rich_help_panel=DATA)]
 Tokenizer = Annotated[str | None, typer.Option(help="Its folder. \\[the model's own]", rich_help_panel=DATA)]

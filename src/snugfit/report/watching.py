@@ -35,6 +35,7 @@ class Watching:
         self._out = out or sys.stderr
         self._every, self._steps, self._since = every, 0, _Since()
         self._expected: Event = {}
+        self._reserved_bytes = 0
         self._bar = _Bar() if (self._out.isatty() if bar is None else bar) else None
 
     def __enter__(self) -> Self:
@@ -111,7 +112,7 @@ class Watching:
         )
 
     def _foreseen(self, event: Event) -> None:
-        self._expected = event
+        self._expected, self._reserved_bytes = event, 0
         if "text" in event:
             self._say(event["text"])
 
@@ -128,10 +129,11 @@ class Watching:
 
     def _short(self, event: Event) -> str:
         parts = [*_of_the_step(event), *self._since.told_of()]
-        if event.get("reserved_bytes"):
+        self._reserved_bytes = event.get("reserved_bytes", self._reserved_bytes)  # not told with each step
+        if self._reserved_bytes:
             limit = self._expected.get("reserved_bytes")
             more = f" of {show_bytes(limit)} foreseen" if limit else ""
-            parts.append(f"{show_bytes(event['reserved_bytes'])} reserved{more}")
+            parts.append(f"{show_bytes(self._reserved_bytes)} reserved{more}")
         return "  ".join(parts)
 
 
