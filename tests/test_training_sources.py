@@ -175,6 +175,15 @@ def test_pictures_in_folders_are_rows(tmp_path: Path) -> None:
     assert list(pickle.loads(pickle.dumps(read))) == list(read)
 
 
+def test_beside_pictures_only_metadata_is_a_file_of_rows(tmp_path: Path) -> None:
+    pets(tmp_path, each=1)
+    write(tmp_path / "readme.txt", ("Pictures of pets.",))
+    assert [row["label"] for row in read_rows(tmp_path)] == ["cat", "dog"]
+    (tmp_path / "metadata.csv").write_text("file_name,label\ncat/0.png,1\n")
+    assert list(read_rows(tmp_path)) == [{"file_name": "cat/0.png", "label": "1"}]
+    assert read_rows(tmp_path).table.home(0) == tmp_path
+
+
 COLUMNS: list[tuple[Task, str, str]] = [
     (Task.IMAGE_CLASSIFICATION, "image label", "image=image label=label"),
     (Task.IMAGE_CLASSIFICATION, "file_name class", "image=file_name label=class"),

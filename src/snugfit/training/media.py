@@ -134,7 +134,7 @@ def media_samples(
     """
     columns = columns_of(rows, job)
     column = columns["image" if "image" in columns else "audio"]
-    media = rows.narrowed({column, RATE} & {*rows.columns} or {column})
+    media = rows.narrowed({column} | ({RATE} & {*rows.columns}))
     made = dict[str, Any](media=media, column=column, notes=tuple(rows.table.notes()))
     _refuse_missing(media, column)
     if job.task is Task.IMAGE_CLASSIFICATION:

@@ -70,13 +70,15 @@ def _fitting(pattern: Path) -> list[Path]:
 
 
 def _folder(folder: Path) -> Table:
-    """A folder of files of rows, or of pictures."""
-    within = sorted(each for each in folder.iterdir() if not each.name.startswith((".", "_")))
-    files = [each for each in within if each.suffix.lower() in FORMS and each.is_file()]
-    if files:
-        _refuse_several_splits(files, folder)
-        return _joined(files, str(folder))
+    """A folder of files of rows, or of pictures. Beside pictures, only a `metadata` file is one of rows."""
+    within = sorted(each for each in folder.iterdir() if not each.name.startswith((".", "__MACOSX")))
     folders = [each for each in within if each.is_dir()]
+    files = [each for each in within if each.suffix.lower() in FORMS and each.is_file()]
+    files = [each for each in files if not each.name.startswith("_")]
+    about = [each for each in files if each.stem.lower() == "metadata"]
+    if about or (files and not holds_pictures(folders)):
+        _refuse_several_splits(files, folder)
+        return _joined(about or files, str(folder))
     if folders and {each.name.lower() for each in folders} <= set(SPLITS):
         raise UsageError(f"{folder}: it holds splits. Give one of them: {_listed(folders)}.")
     if holds_pictures(folders):
