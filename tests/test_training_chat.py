@@ -70,6 +70,11 @@ def test_all_is_learned_and_told_where_it_does_not() -> None:
     assert "all words of the conversations are learned" in note
 
 
+def test_tools_are_said_to_be_left_out() -> None:
+    _, note = made([{"messages": CHAT, "tools": [{"name": "add"}]}]).notes
+    assert "'tools' is not given to the chat template" in note
+
+
 def test_the_older_manner_means_the_same() -> None:
     assert list(made([{"conversations": OLDER}])) == list(made([CHAT]))
 

@@ -32,6 +32,8 @@ ALL_WORDS = (
 ITS_WORDS = "Only what the assistant says is learned, as the chat template marks it."
 """One of the two is told to whoever trains."""
 
+NO_TOOLS = "The column 'tools' is not given to the chat template: the conversations are written without them."
+
 
 def conversation_of(value: Any, where: str) -> Chat:
     """The messages in a row. Raises `UsageError`."""

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, final, overload
 from snugfit.errors import UsageError
 from snugfit.job.batch import IGNORED
 from snugfit.job.job import Job, Task
-from snugfit.training.chat import ALL_WORDS, ITS_WORDS
+from snugfit.training.chat import ALL_WORDS, ITS_WORDS, NO_TOOLS
 from snugfit.training.columns import columns_of
 from snugfit.training.encoding import Encoded, Encoder
 from snugfit.training.labels import Where, class_numbers, measures, one_order
@@ -167,7 +167,8 @@ def samples_of(
     if samples.labels is not None and job.task is not Task.TOKEN_CLASSIFICATION:
         refuse_unknown_tokens(samples.labels, vocabulary, job, rows.where, ignored=True)
     if "messages" in columns and words is not None:
-        samples = replace(samples, notes=(ITS_WORDS if words.tells_the_assistant else ALL_WORDS,))
+        told = ITS_WORDS if words.tells_the_assistant else ALL_WORDS
+        samples = replace(samples, notes=(told, *((NO_TOOLS,) if "tools" in rows.columns else ())))
     if job.task is Task.MASKED_LM and samples.labels is None:
         samples = replace(samples, masking=Masking.of(tokenizer, vocabulary, seed=seed))
     return samples.packed(length) if pack else _that_teach(samples, job, rows.where)
