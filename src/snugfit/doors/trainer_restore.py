@@ -7,13 +7,12 @@ what it finds and passes by what is missing; here anything missing is an error.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from snugfit.errors import SnugfitError
 from snugfit.training.generators import restore_random_state
-from snugfit.training.packed_state import pack, unpack
+from snugfit.training.packed_state import unpack
 from snugfit.training.state import STATE, TENSORS, Progress, Running, load_weights, restore
 
 
@@ -67,19 +66,3 @@ def restore_generators(folder: Path, device: Any) -> None:
 
     tree = json.loads((folder / STATE).read_text(encoding="utf-8"))
     restore_random_state(unpack(tree, load_file(folder / TENSORS), device)["random"], device)
-
-
-def as_text(state: Mapping[str, Any]) -> Any:
-    """A state of generators as JSON: its tensors are bytes."""
-    tree, tensors = pack(dict(state))
-    return [tree, {name: value.cpu().tolist() for name, value in tensors.items()}]
-
-
-def from_text(document: Any, device: Any) -> Any:
-    """The state that `as_text` wrote."""
-    import torch
-
-    tree, values = document
-    return unpack(
-        tree, {name: torch.tensor(each, dtype=torch.uint8) for name, each in values.items()}, device
-    )

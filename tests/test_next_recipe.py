@@ -1,0 +1,55 @@
+"""What follows a recipe that ran out of memory on a known GPU: planned, as far as a run can follow."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from small_models import small_job
+from snugfit.doors.next_recipe import next_recipe
+from snugfit.errors import GpuError
+from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.technique import Slot
+
+CUDA = torch.device("cuda")
+BEFORE = Recipe.parse("bf16 + micro_batches(2)")
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """An H200 whose plan ranks these, and what it was asked."""
+    ranked = ("bf16 + every_layer", "bf16 + tf32 + micro_batches(4)", "bf16 + every_layer + micro_batches(4)")
+    found: dict[str, Any] = {}
+
+    def plan(job: Any, **given: Any) -> Any:
+        found.update(given)
+        return SimpleNamespace(fits=True, ranked=[SimpleNamespace(recipe=each) for each in ranked])
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr("snugfit.planning.search.plan", plan)
+    needed = SimpleNamespace(needed_bytes=1_000_000)
+    monkeypatch.setattr("snugfit.prediction.predict.predict", lambda *given, **more: needed)
+    return found
+
+
+def test_a_live_model_gets_the_fastest_that_it_can_go_on_under(asked: dict[str, Any]) -> None:
+    """Its micro-batches are not joined, and nothing but layers and micro-batches is searched."""
+    changing = {Slot.CHECKPOINTING, Slot.BATCHING}
+    found = next_recipe(CUDA, live=True, changing=changing)(small_job("bert"), BEFORE, "oom:torch")
+    assert str(found) == "bf16 + every_layer + micro_batches(4)"
+    assert asked["settled"] == {slot: BEFORE[slot] for slot in Slot if slot not in changing}
+    assert asked["memory_bytes"] == 900_000
+
+
+def test_a_gpu_of_which_nothing_is_known_gets_a_finer_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*given: Any, **more: Any) -> Any:
+        raise GpuError("No GPU of this name.")
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Made Up 9000")
+    monkeypatch.setattr("snugfit.prediction.predict.predict", unknown)
+    assert (
+        str(next_recipe(CUDA, live=True)(small_job("bert"), BEFORE, "oom:torch")) == "bf16 + micro_batches(4)"
+    )
