@@ -2,8 +2,8 @@
 
 Commands return by themselves (exit 0) or raise. What they raise becomes one message on stderr and the exit
 code that `errors.py` documents; a typing mistake is 2, Ctrl-C is 130, and a reader that goes away (`| head`)
-ends the command without a word. A traceback is shown only for what nobody foresaw, because there it is the
-report that somebody needs.
+ends the command without a word (`streams.py`). A traceback is shown only for what nobody foresaw, because
+there it is the report that somebody needs.
 
 Two things are done here for speed, both about torch's and transformers' many Python objects:
 
@@ -19,6 +19,7 @@ import gc
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Annotated
 
 import typer
@@ -34,6 +35,7 @@ from snugfit.cli.lengths import lengths
 from snugfit.cli.measure import measure
 from snugfit.cli.plan import plan
 from snugfit.cli.predict import predict
+from snugfit.cli.streams import forget, open_all
 from snugfit.cli.techniques import techniques
 from snugfit.cli.train import train
 from snugfit.errors import SnugfitError
@@ -83,6 +85,7 @@ def options(
 
 def run(arguments: Sequence[str]) -> int:
     """Runs one command line and gives its exit code; every foreseen error is told on stderr."""
+    code: object = 0
     try:
         code = app(args=list(arguments), prog_name="snugfit", standalone_mode=False)
         sys.stdout.flush()
@@ -93,7 +96,7 @@ def run(arguments: Sequence[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
     except (BrokenPipeError, SystemExit):  # typer makes a SystemExit of a broken pipe, and of nothing else
-        return _forget_reader()
+        forget(sys.stdout)
     if code == INTERRUPTED:  # typer makes a number of Ctrl-C
         return _tell("interrupted", INTERRUPTED)
     return code if isinstance(code, int) else 0
@@ -103,11 +106,10 @@ def main() -> None:
     """The console entry: `run`, then out of the process without taking the heap apart."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its advice is for scripts, not for reports
     gc.set_threshold(FEW_COLLECTIONS, 50, 50)
+    open_all()
     code = run(sys.argv[1:])
-    try:
+    with suppress(BrokenPipeError, SnugfitError):  # whose exit code is another one already
         sys.stdout.flush()
-    except (BrokenPipeError, ValueError):
-        code = _forget_reader()
     sys.stderr.flush()
     os._exit(code)
 
@@ -128,9 +130,3 @@ def _tell_mistake(mistake: Exception) -> int:
         return 2
     message = message.replace("Value error, ", "").rstrip(".")  # typer's checks are pydantic's
     return _tell(f"{message}. Try: {path} --help", 2)
-
-
-def _forget_reader() -> int:
-    """Whoever read our output has gone: point stdout at nothing, so that no later flush complains."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0

@@ -15,6 +15,7 @@ import typer
 
 from snugfit.cli import arguments as given
 from snugfit.cli.request import Request
+from snugfit.cli.streams import say_last
 from snugfit.errors import UsageError
 
 DATA, RUN = "The data", "The run"
@@ -112,7 +113,7 @@ def train(
             watch=shown,
             **options,
         )
-    typer.echo(f"{trained.outcome} after step {trained.step:,}: {trained.folder}")
+    say_last(f"{trained.outcome} after step {trained.step:,}: {trained.folder}")
     return trained.exit_code
 
 
