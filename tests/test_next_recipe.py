@@ -26,7 +26,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     def plan(job: Any, **given: Any) -> Any:
         found.update(given)
-        return SimpleNamespace(fits=True, ranked=[SimpleNamespace(recipe=each) for each in ranked])
+        choices = [SimpleNamespace(recipe=each) for each in ranked]
+        return SimpleNamespace(best=choices[0], ranked=choices if given["ranked"] else [])
 
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     monkeypatch.setattr("snugfit.planning.search.plan", plan)
@@ -42,6 +43,16 @@ def test_a_live_model_gets_the_fastest_that_it_can_go_on_under(asked: dict[str, 
     assert str(found) == "bf16 + every_layer + micro_batches(4)"
     assert asked["settled"] == {slot: BEFORE[slot] for slot in Slot if slot not in changing}
     assert asked["memory_bytes"] == 900_000
+
+
+def test_a_run_that_is_built_once_more_gets_the_fastest_with_the_states_that_it_has(
+    asked: dict[str, Any],
+) -> None:
+    found = next_recipe(CUDA)(small_job("bert"), BEFORE, "oom:torch")
+    assert str(found) == "bf16 + every_layer"
+    kept = (Slot.PRECISION, Slot.MATMUL, Slot.OPTIMIZER, Slot.ADAPTERS)
+    assert {slot: asked["settled"][slot] for slot in kept} == {slot: BEFORE[slot] for slot in kept}
+    assert Slot.BATCHING not in asked["settled"]
 
 
 def test_a_gpu_of_which_nothing_is_known_gets_a_finer_cut(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,9 @@
 """What a run goes on with when memory ran out: the same training in less memory.
 
 The plan for this GPU is asked once more, with less memory than the broken recipe is foreseen to need, at the
-recipe's own fidelity. Of what fits only a recipe is taken whose run can go on with the states that there are:
-the same optimizer, the same precision, the same adapters. Where nothing can be foreseen (on the CPU, for a
-GPU that is not in the table, when the search finds nothing) the batch is cut into more micro-batches.
+recipe's own fidelity. What the states of a run depend on stays: the same optimizer, the same precision, the
+same adapters; so whatever the plan gives can be gone on with. Where nothing can be foreseen (on the CPU, for
+a GPU that is not in the table, when the search finds nothing) the batch is cut into more micro-batches.
 
 No answer changes the global batch, and none is less exact than what was asked for.
 """
@@ -27,21 +27,24 @@ LESS = 0.9
 """Of the memory that the broken recipe is foreseen to need, what the next may: a tenth is beyond any error of
 a prediction (docs/accuracy.md), and less than most techniques save."""
 
-MOST_RANKED = 4096
-"""Recipes of a plan that are looked through; the largest space of one fidelity holds about as many."""
+CHANGING = frozenset({Slot.ATTENTION, Slot.CHECKPOINTING, Slot.BATCHING, Slot.ALLOCATOR})
+"""Slots that may be filled otherwise when a run is built once more: its states know nothing of them."""
+
+RANKED = 32
+"""Recipes of a plan that are looked through for one that a live model can follow: each costs a replay, and
+only those that join micro-batches are passed by."""
 
 
 def next_recipe(
-    device: torch.device, *, live: bool = False, changing: Collection[Slot] = tuple(Slot)
+    device: torch.device, *, live: bool = False, changing: Collection[Slot] = CHANGING
 ) -> Callable[[Job, Recipe, str], Recipe | None]:
     """For runs on this device: the recipe that follows one that ran out of memory, or None. One that differs
     in slots that are `changing` alone; for a model that is `live`, one that it can go on under as it is."""
-    suits = goes_on_live if live else goes_on_with
 
     def following(job: Job, recipe: Recipe, cause: str) -> Recipe | None:
         if device.type == "cuda":
             try:
-                found = _planned(job, recipe, device, suits, changing)
+                found = _planned(job, recipe, device, live, changing)
             except SnugfitError:  # a GPU or a model that cannot be foreseen
                 found = None
             if found is not None:
@@ -52,11 +55,7 @@ def next_recipe(
 
 
 def _planned(
-    job: Job,
-    recipe: Recipe,
-    device: torch.device,
-    suits: Callable[[Recipe, Recipe], bool],
-    changing: Collection[Slot],
+    job: Job, recipe: Recipe, device: torch.device, live: bool, changing: Collection[Slot]
 ) -> Recipe | None:
     import torch
 
@@ -72,18 +71,13 @@ def _planned(
         memory_bytes=int(needed * LESS),
         fidelity=fidelity,
         settled={slot: recipe[slot] for slot in Slot if slot not in changing},
-        ranked=MOST_RANKED,
+        ranked=RANKED if live else 0,
         workers=1,  # none beside this process, which would import the user's script once more
     )
-    candidates = (Recipe.parse(choice.recipe) for choice in found.ranked)
-    return next((each for each in candidates if suits(each, recipe)), None) if found.fits else None
-
-
-def goes_on_with(following: Recipe, before: Recipe) -> bool:
-    """Whether a run under `before` can go on under `following` with the states that it has."""
-    ours, theirs = following.setup(), before.setup()
-    kept = ("optimizer", "weights_dtype", "autocast", "scale_gradients", "adapt", "matmul")
-    return all(getattr(ours, name) == getattr(theirs, name) for name in kept)
+    if found.best is None:
+        return None
+    candidates = [Recipe.parse(choice.recipe) for choice in (found.ranked if live else (found.best,))]
+    return next((each for each in candidates if not live or goes_on_live(each, recipe)), None)
 
 
 def goes_on_live(following: Recipe, before: Recipe) -> bool:
