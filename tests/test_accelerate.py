@@ -446,3 +446,15 @@ def test_a_plan_is_taken_for_the_batch_that_it_is_for() -> None:
         loop_of(None, found, loader=loader_of(batch_size=2))
     with pytest.raises(NothingFits, match="nearest miss"):
         loop_of(None, replace(found, best=None))
+
+
+def test_it_prints_what_it_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = loop_of(tmp_path, "every_layer", watch=None, logging_steps=3)
+    go(run, 1, save=4)
+    lines = capsys.readouterr().err.splitlines()
+    said = [line for line in lines if not line.startswith(("Writing", "[transformers]"))]
+    assert said[0] == "activations are those of every_layer"
+    assert [line.split("  ")[0] for line in said if line.startswith("step")] == ["step 3", "step 6"]
+    assert "samples/s" in said[1]
+    assert any(line.startswith(f"kept {tmp_path}") for line in said)
+    assert said[-1] == "closed after step 6" or said[-2] == "closed after step 6"

@@ -53,7 +53,7 @@ BELOW["prediction"] = BELOW["rehearsal"] | {"rehearsal"}
 BELOW["planning"] = BELOW["prediction"] | {"prediction"}
 BELOW["comparison"] = set(BELOW) - {"exchange", "planning", "training"} | {"measurement"}
 BELOW["report"] = BELOW["comparison"] | {"comparison", "exchange", "planning", "training"}
-BELOW["doors"] = BELOW["report"] - {"exchange", "comparison"}
+BELOW["doors"] = BELOW["report"] - {"exchange", "comparison"} | {"report"}
 BELOW["cli"] = BELOW["report"] | {"report", "doors"}
 BELOW["__main__"] = BELOW["__init__"] = BELOW["cli"] | {"cli"}
 """Each room with the rooms it may import. `prediction` and `measurement` never meet below `comparison`."""

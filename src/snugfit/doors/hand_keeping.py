@@ -104,7 +104,7 @@ class HandKeeping:
         restore(self._running, kept.folder)
         self._batches.resume(json.loads((kept.folder / WHERE).read_text(encoding="utf-8")))
         self._kept_step, self._begun = kept.step, True
-        self.journal.tell("resumed", step=kept.step, text=f"goes on after step {kept.step:,}")
+        self.journal.tell("note", text=f"The run goes on after step {kept.step:,}.")
         return True
 
     def _refuse_another(self, kept: Checkpoint) -> None:

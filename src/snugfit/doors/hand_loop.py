@@ -30,6 +30,7 @@ from snugfit.errors import NothingFits, UsageError
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
 from snugfit.planning.plan import Plan
+from snugfit.report.watching import Watching
 from snugfit.techniques.recipe import Recipe
 from snugfit.training.state import Running
 
@@ -37,12 +38,6 @@ if TYPE_CHECKING:
     import torch
 
     from snugfit.training.journal import Event
-
-
-def say(event: Event) -> None:
-    """What is told without a `watch` of one's own: a line each for what is changed, kept or wrong."""
-    if text := event.get("text"):
-        print(f"snugfit: {text}", flush=True)
 
 
 def accelerate(
@@ -58,7 +53,7 @@ def accelerate(
     output_dir: str | os.PathLike[str] | None = None,
     save_total_limit: int | None = None,
     logging_steps: int = 10,
-    watch: Callable[[Event], None] = say,
+    watch: Callable[[Event], None] | None = None,
 ) -> HandRun:
     """Makes a hand-written loop's model, optimizer and loader train under a plan's best recipe, or the recipe
     that is named.
@@ -67,11 +62,13 @@ def accelerate(
     to tensors (B, ...). `scheduler` takes a step with each of the run's; it is torch's, or a function that
     makes one of an optimizer. `loss(model, batch)` gives the loss where the model does not, a mean over as
     many `items(batch)`; without that, over the labels that count, or the samples. `clip` is the global norm
-    of gradients. Checkpoints and journal go to `output_dir`. `watch` hears every event.
+    of gradients. Checkpoints and journal go to `output_dir`. `watch` hears every event; without one a line is
+    printed every `logging_steps`, and what is kept, changed or wrong.
 
     Raises `UsageError` for what cannot be trained so and `RecipeError` for a wish that these cannot be given,
     by name, `NothingFits` for a plan of nothing; nothing is changed then.
     """
+    watch = watch or Watching(logging_steps, bar=False)
     device = device_of_model(model, optimizer)
     job = job_of(model, optimizer, loader, device, loss=loss, clip=clip)
     recipe = recipe_of(plan, job)
@@ -88,7 +85,7 @@ def accelerate(
             save_total_limit=save_total_limit, watch=watch,
         )  # fmt: skip
     for text in told:
-        watch({"event": "changed", "text": text})
+        watch({"event": "note", "text": text})
     step = HandStep(job, setup, device, model=model, loss=loss, items=items)
     return HandRun(
         job=job, recipe=recipe, running=running, step=step, batches=batches, keeping=keeping,

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, final
 
+from snugfit.doors.foresee import foresees
 from snugfit.doors.hand_batches import Batches
 from snugfit.doors.hand_keeping import HandKeeping
 from snugfit.doors.hand_step import HandStep, pieces_of
@@ -59,7 +60,7 @@ class HandRun:
         self.job, self.recipe = job, recipe
         self._running, self._step, self._batches = running, step, batches
         self._keeping, self._watch = keeping, watch
-        self._pace = Pace(running.device, every=every)
+        self._every, self._pace = every, Pace(running.device, every=every)
         self._begun = self._closed = False
         atexit.register(self.close)
 
@@ -113,9 +114,8 @@ class HandRun:
         """
         self._refuse_closed()
         pieces = self._cut(batch)
-        self._begun = True
-        if self._keeping is not None:
-            self._keeping.begin()
+        if not self._begun:
+            self._begin()
         begun, before = time.perf_counter(), generators(self._running.device)
         with matmul_precision(self.recipe.setup().matmul):
             try:
@@ -151,6 +151,8 @@ class HandRun:
             return
         self._closed = True
         atexit.unregister(self.close)
+        if self._begun:
+            self._say("ended", outcome="closed", step=self.steps, **self._pace.in_all())
         if self._keeping is not None:
             self._keeping.close()
 
@@ -163,6 +165,18 @@ class HandRun:
         self.close()
 
     # ---- a step ------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """What is done once, before the first step: an old run is put aside, and this one foreseen."""
+        self._begun = True
+        if self._keeping is not None:
+            self._keeping.begin()
+        expected = foresees(self._running.device)(self.job, self.recipe)
+        if isinstance(expected, str):
+            self._say("foreseen", recipe=str(self.recipe), text=expected)
+        elif expected is not None:
+            self._say("foreseen", recipe=str(self.recipe), **expected.to_json())
+            self._pace = Pace(self._running.device, every=self._every, foreseen=expected)
 
     def _cut(self, batch: Any) -> list[dict[str, Any]]:
         if not isinstance(batch, Mapping) or not batch:
@@ -225,10 +239,13 @@ class HandRun:
             "tokens": tokens,
             **self._pace.told(self.steps, seconds, samples, tokens),
         }
+        self._say("step", **event)
+
+    def _say(self, event: str, **fields: Any) -> None:
         if self._keeping is not None:
-            self._keeping.journal.tell("step", **event)
+            self._keeping.journal.tell(event, **fields)
         else:
-            self._watch({"event": "step", **event})
+            self._watch({"event": event, **fields})
 
     def _border(self) -> None:
         if self._keeping is None:

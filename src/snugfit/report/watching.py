@@ -31,6 +31,8 @@ STALLED = 0.1
 class Watching:
     """Hears a run's events and shows them."""
 
+    """One that tells of no `started` does not know how many steps it will take (a hand-written loop)."""
+
     def __init__(self, every: int, *, out: TextIO | None = None, bar: bool | None = None) -> None:
         self._out = out or sys.stderr
         self._every, self._steps, self._since = every, 0, _Since()
@@ -77,8 +79,9 @@ class Watching:
         if event["step"] % self._every == 0 or event["step"] == self._steps:
             if not self._bar:
                 left = (self._steps - event["step"]) * self._since.seconds / self._since.steps
-                more = f"  {timedelta(seconds=round(left))} left" if left else ""
-                self._say(f"step {event['step']:,} of {self._steps:,}  {self._short(event)}{more}")
+                more = f"  {timedelta(seconds=round(left))} left" if left > 0 else ""
+                of = f" of {self._steps:,}" if self._steps else ""
+                self._say(f"step {event['step']:,}{of}  {self._short(event)}{more}")
             self._propose_workers()
             self._since = _Since(told=self._since.told)
 
