@@ -90,13 +90,27 @@ def test_python_of_the_docs_uses_what_there_is(text: str) -> None:
     assert asked <= set(snugfit.__all__)
 
 
-@pytest.mark.parametrize("text", [text for text in pieces("python") if "snugfit.train(" in text])
+DOORS = ("snugfit.train(", "snugfit.fit(", "snugfit.accelerate(")
+
+
+def trained() -> list[str]:
+    """The pieces of Python that train."""
+    return [text for text in pieces("python") if any(door in text for door in DOORS)]
+
+
+def test_each_door_has_an_example() -> None:
+    readme = [text for kind, text in FENCE.findall(PAGES[0].read_text()) if kind == "python"]
+    for door in DOORS:
+        assert any(door in text and "digits" in text for text in readme)
+
+
+@pytest.mark.parametrize("text", trained())
 def test_training_of_the_docs_runs_as_printed(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     exec(compile(text, "docs", "exec"), {})
-    assert capsys.readouterr().out.startswith("finished")
+    assert re.match(r"finished|[0-9]+$", capsys.readouterr().out.splitlines()[-1])
 
 
 def _of_ours(node: ast.Attribute) -> bool:

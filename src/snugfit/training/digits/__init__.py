@@ -70,3 +70,9 @@ def digits_job(**more: Any) -> Job:
     model = Model.from_config(facts, name="digits-vit")
     asked = {"batch_size": 128, "labels": 10, "learning_rate": 5e-3, **more}
     return Job(model=model, task=Task.IMAGE_CLASSIFICATION, **asked)
+
+
+def digits_model() -> Any:
+    """The model of `digits_job` with random weights, for who makes a Trainer or a loop of their own."""
+    job = digits_job()
+    return job.model.build(job, dtype="float32", attention="sdpa").train()
