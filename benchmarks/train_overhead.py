@@ -169,7 +169,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--clip", type=float, default=1.0, help="the Trainer's default; 0 never clips")
-    asked = parser.parse_args()
+    asked = parser.parse_intermixed_args()
     job = Job(
         model=Model.find("bert-large-uncased"), task="sequence-classification", batch_size=4,
         sequence_length=512, clip=asked.clip,

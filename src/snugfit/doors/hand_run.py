@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, final
 from snugfit.doors.foresee import foresees
 from snugfit.doors.hand_batches import Batches
 from snugfit.doors.hand_keeping import HandKeeping
-from snugfit.doors.hand_step import HandStep, pieces_of
-from snugfit.doors.items import samples_in
+from snugfit.doors.hand_step import HandStep
+from snugfit.doors.items import pieces_of, samples_in
 from snugfit.doors.next_recipe import next_recipe
 from snugfit.doors.trainer_numbers import write_batch
 from snugfit.errors import OutOfMemory, SnugfitError, UsageError
@@ -151,6 +151,8 @@ class HandRun:
             return
         self._closed = True
         atexit.unregister(self.close)
+        if self._keeping is not None:
+            self._keeping.wait()
         if self._begun:
             self._say("ended", outcome="closed", step=self.steps, **self._pace.in_all())
         if self._keeping is not None:
@@ -187,7 +189,8 @@ class HandRun:
         whole, count = self.job.batch_size, samples_in(batch)
         if count > whole:
             raise UsageError(f"The batch has {count} samples; this run's global batch is {whole}.")
-        return pieces_of(batch, whole // self.recipe.setup().micro_batches)
+        pieces = pieces_of(batch, whole // self.recipe.setup().micro_batches)
+        return [dict(piece) for piece in pieces]
 
     def _stop(self, fault: NonFinite, batch: Mapping[str, Any], before: Any) -> NoReturn:
         """After a step that has no number: its batch is written down, the border before it is kept."""

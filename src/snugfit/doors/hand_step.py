@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, final
 
-from snugfit.doors.items import items_in, samples_in, shifts_labels
+from snugfit.doors.items import items_in, shifts_labels
 from snugfit.errors import UsageError
 from snugfit.step.loss import loss_of
 from snugfit.training.loop import TrainingStep
@@ -70,16 +70,3 @@ def _told(loss: Any) -> str:
     if not hasattr(loss, "shape"):
         return f"{type(loss).__name__}"
     return f"a tensor of shape {tuple(loss.shape)}" if loss.dim() else "a number without a gradient"
-
-
-def pieces_of(batch: Mapping[str, Any], rows: int) -> list[dict[str, Any]]:
-    """The batch in pieces of at most so many samples. What has no samples goes along with each."""
-    count = samples_in(batch)
-
-    def has_rows(value: Any) -> bool:
-        return (getattr(value, "ndim", 0) > 0 or isinstance(value, list)) and len(value) == count
-
-    return [
-        {name: value[start : start + rows] if has_rows(value) else value for name, value in batch.items()}
-        for start in range(0, count, rows)
-    ]

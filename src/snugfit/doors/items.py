@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from snugfit.job.batch import IGNORED
@@ -27,6 +27,22 @@ def items_in(batch: Mapping[str, Any], *, shifts: bool) -> int:
     if "shift_labels" not in batch and labels.dim() > 1 and shifts:
         labels = labels[..., 1:]
     return int(labels.ne(IGNORED).sum())
+
+
+def pieces_of(batch: Mapping[str, Any], rows: int | None) -> Iterator[Mapping[str, Any]]:
+    """The batch in pieces of at most so many samples. What has no samples goes along with each."""
+    count = samples_in(batch)
+    if rows is None or count <= rows:
+        yield batch
+        return
+
+    def has_rows(value: Any) -> bool:
+        return (getattr(value, "ndim", 0) > 0 or isinstance(value, list)) and len(value) == count
+
+    for start in range(0, count, rows):
+        yield {
+            name: value[start : start + rows] if has_rows(value) else value for name, value in batch.items()
+        }
 
 
 def shifts_labels(model: torch.nn.Module) -> bool:

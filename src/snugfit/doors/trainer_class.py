@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from snugfit.doors.items import pieces_of
 from snugfit.doors.trainer_fitted import Fitted
 from snugfit.doors.trainer_keeping import Keeping
 from snugfit.doors.trainer_lines import Lines
@@ -22,7 +23,7 @@ from snugfit.doors.trainer_loss import (
     wrong_of_the_model,
     wrong_of_theirs,
 )
-from snugfit.doors.trainer_memory import broke_in_the_update, go_on_with_less, pieces_of, take_again
+from snugfit.doors.trainer_memory import broke_in_the_update, go_on_with_less, take_again
 from snugfit.doors.trainer_numbers import refuse_no_number
 from snugfit.doors.trainer_restore import restore_generators, restore_trainer, restore_weights
 from snugfit.doors.trainer_setup import optimizer_arguments, optimizer_is_theirs

@@ -9,10 +9,8 @@ An update that breaks has changed weights and is not taken again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from snugfit.doors.items import samples_in
 from snugfit.doors.next_recipe import cut_smaller, next_recipe
 from snugfit.doors.trainer_setup import checkpoint
 from snugfit.errors import OutOfMemory
@@ -24,21 +22,6 @@ from snugfit.training.thrash import CAUSE
 if TYPE_CHECKING:
     from snugfit.doors.trainer_fitted import Fitted
     from snugfit.techniques.recipe import Recipe
-
-
-def pieces_of(batch: Mapping[str, Any], rows: int | None) -> Iterator[Mapping[str, Any]]:
-    """The batch in pieces of at most so many samples. What has no samples goes along with each."""
-    count = samples_in(batch)
-    if rows is None or count <= rows:
-        yield batch
-        return
-    for start in range(0, count, rows):
-        yield {
-            name: value[start : start + rows]
-            if (getattr(value, "ndim", 0) or isinstance(value, list)) and len(value) == count
-            else value
-            for name, value in batch.items()
-        }
 
 
 def take_again(trainer: Any, fitted: Fitted, cause: str, message: str) -> None:

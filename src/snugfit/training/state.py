@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError
+from snugfit.training.bars import without_bars
 from snugfit.training.generators import random_state, restore_random_state
 from snugfit.training.packed_state import pack, unpack
 
@@ -70,9 +71,8 @@ class Progress:
         self.skipped_in_a_row = 0 if updated else self.skipped_in_a_row + 1
         if self.skipped_in_a_row >= most_skipped:
             raise SnugfitError(
-                f"{self.skipped_in_a_row} steps in a row were not made, for their losses or gradients. The"
-                " run has diverged; its checkpoints are of before. Take a smaller learning rate or another"
-                " precision."
+                f"{self.skipped_in_a_row} steps in a row were not made, for their losses or gradients: this"
+                " run has diverged; its checkpoints are of before. Take a smaller learning rate."
             )
 
     def judge(self, value: float, *, higher_is_better: bool, threshold: float) -> bool:
@@ -280,7 +280,8 @@ def _write_weights(model: torch.nn.Module, weights: dict[str, torch.Tensor], fol
         model.peft_config["default"].save_pretrained(str(folder))  # type: ignore[union-attr, index]
         save_file(weights, folder / ADAPTER, metadata={"format": "pt"})
     elif isinstance(model, PreTrainedModel):
-        model.save_pretrained(folder, state_dict=weights)
+        with without_bars():
+            model.save_pretrained(folder, state_dict=weights)
     else:
         save_file({name: value.clone() for name, value in weights.items()}, folder / WEIGHTS)
 

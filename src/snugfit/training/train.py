@@ -19,10 +19,10 @@ waited, seconds beside it), `replanned` (step, cause, before, recipe), `warning`
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from snugfit.step.install import matmul_precision
+from snugfit.training.bars import without_bars
 from snugfit.training.foreseen import Foresee, nothing_foreseen
 from snugfit.training.interrupt import Interrupts
 from snugfit.training.journal import Event, Journal
@@ -55,7 +55,7 @@ def train(
     journal.also_to(reports)
     store = Store(run.folder)
     store.prepare()
-    with locked(store.root), matmul_precision(run.recipe.setup().matmul), _without_bars():
+    with locked(store.root), matmul_precision(run.recipe.setup().matmul), without_bars():
         store.sweep()
         if restart:
             store.restart()
@@ -74,17 +74,3 @@ def train(
                 return session.train(kept)
             finally:
                 reports.ends(None)
-
-
-@contextlib.contextmanager
-def _without_bars() -> Iterator[None]:
-    """transformers draws a bar for each file of weights that it reads or writes: not between our lines."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
