@@ -27,6 +27,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast, final
 
 from snugfit.errors import SnugfitError, UsageError
+from snugfit.training.worker_death import deaths_told
 
 if TYPE_CHECKING:
     import numpy as np
@@ -171,7 +172,7 @@ def feed(
     )
     batches = iter(loader)
     for step in range(start_step, stop_step):
-        yield [_told(next(batches)) for _ in order.step(step)]
+        yield [_told(_next(batches)) for _ in order.step(step)]
 
 
 @final
@@ -247,6 +248,11 @@ class _AtEpoch:
 def _as_it_is(batch: Any) -> Any:
     """What `_AtEpoch` has put together already."""
     return batch
+
+
+def _next(batches: Iterator[Any]) -> Any:
+    with deaths_told():
+        return next(batches)
 
 
 def _told(batch: Any) -> dict[str, torch.Tensor]:

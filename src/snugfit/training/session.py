@@ -6,6 +6,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable
+from typing import Any
 
 from snugfit.errors import OutOfMemory, SnugfitError
 from snugfit.job.job import Job
@@ -26,6 +27,7 @@ from snugfit.training.state import Progress, free_unused
 from snugfit.training.store import Store
 from snugfit.training.thrash import CAUSE, IN_A_ROW, Thrash
 from snugfit.training.trained import EARLY, FINISHED, STOPPED, Trained
+from snugfit.training.worker_death import deaths_told
 
 Replan = Callable[[Job, Recipe, str], Recipe | None]
 """A job, the recipe that ran out of memory and the cause: the recipe to go on with, or None."""
@@ -69,7 +71,8 @@ class Session:
             resumed_from=kept.step if kept else None,
         )
         try:
-            return self._end(self._to_the_end())
+            with deaths_told():
+                return self._end(self._to_the_end())
         finally:
             if "_now" in vars(self):  # else it was not to be opened, and nothing is being written
                 self._now.wait()  # nobody writes here once the folder is given back
@@ -134,7 +137,7 @@ class Session:
         with contextlib.closing(now.batches()) as batches:
             ahead = Ahead(batches)
             began = time.perf_counter()
-            while (pieces := ahead.take()) is not None:
+            while (pieces := self._next(ahead)) is not None:
                 rate = now.running.scheduler.get_last_lr()[0]
                 taken = now.take(pieces, lambda: self._meanwhile(ahead))
                 if isinstance(taken, Exhausted):
@@ -151,6 +154,15 @@ class Session:
                     return Exhausted(cause=CAUSE, phase=BORDER, message=f"{IN_A_ROW} steps in a row")
                 began = time.perf_counter()
         return FINISHED
+
+    def _next(self, ahead: Ahead) -> list[dict[str, Any]] | None:
+        """The next step's micro-batches. Where the data breaks, what was trained is kept first."""
+        try:
+            return ahead.take()
+        except SnugfitError:
+            if self._progress.step and self._run.options.save_strategy != "no":
+                self._now.keep()
+            raise
 
     def _meanwhile(self, ahead: Ahead) -> None:
         self._now.events.tell(self._now.step.norm)
@@ -228,7 +240,11 @@ class Session:
         free_unused(self._run.device)
         self._journal.tell("replanned", step=step + 1, cause=cause, before=str(before), recipe=str(chosen))
         self._adopt(chosen)
-        self._open(kept)
+        try:
+            self._open(kept)
+        except (SnugfitError, RuntimeError, MemoryError) as fault:
+            text = f"Memory ran out in step {step + 1} ({cause}). '{chosen}' could not be begun: {fault}"
+            raise OutOfMemory(text) from fault
 
     def _go_on_short(self, exhausted: Exhausted) -> None:
         """No other recipe is left: a run whose memory is short goes on, one whose memory ran out cannot."""
