@@ -2,52 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import random
 from pathlib import Path
 
 import pytest
 
-from small_tokenizers import WORDS, tokenizer
+from small_home import JOB, write_home
 from snugfit.cli.main import run
 from tensorboards import logs_under, scalars_in
-
-JOB = """\
-model: ./model
-task: sequence-classification
-batch_size: 8
-sequence_length: 32
-learning_rate: 1e-3
-recipe: micro_batches(2)
-gpu: rtx 4090
-dataset: data.jsonl
-eval_dataset: data.jsonl
-output_dir: out
-max_steps: 12
-eval_strategy: epoch
-logging_steps: 5
-"""
 
 
 @pytest.fixture
 def at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    words = tokenizer("bert")
-    words.save_pretrained(tmp_path / "model")
-    config = {
-        "model_type": "bert", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
-        "intermediate_size": 64, "vocab_size": len(words), "max_position_embeddings": 64, "pad_token_id": 0,
-    }  # fmt: skip
-    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
-    draw = random.Random(0)
-    lines = [
-        {
-            "text": " ".join(draw.choices(WORDS[:5] if index % 2 else WORDS[5:10], k=8)),
-            "label": f"c{index % 2}",
-        }
-        for index in range(64)
-    ]
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (tmp_path / "job.yaml").write_text(JOB)
+    write_home(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -37,6 +37,7 @@ MESSAGES: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
         ("oom:bitsandbytes", r"Error out of memory at line \d+ in file .*\.(?:cu|cuh|cpp|c)\b"),
         (HOST_OOM, r"(?:\[enforce fail at .*\] .*)?DefaultCPUAllocator: (?:can't|not enough memory)\b"),
         # the line above: met (the second wording: log, on Windows)
+        (HOST_OOM, r"could not create a primitive$"),  # met (oneDNN, which finds no room for a kernel's code)
         (HOST_OOM, r"DataLoader worker \(pid \d+\) is killed by signal: Bus error\b"),  # binary
         (HOST_OOM, r"unable to (?:mmap|allocate shared memory).*Cannot allocate memory"),  # binary
     )

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ class Journal:
     """Writes a run's events, and passes them on to whoever watches."""
 
     def __init__(self, folder: Path, watch: Callable[[Event], None] = lambda event: None) -> None:
-        self._path, self._watches, self._broken = folder / JOURNAL, [watch], False
+        self._path, self._watches = folder / JOURNAL, [watch]
+        self._begun = self._broken = False
 
     def also_to(self, watch: Callable[[Event], None]) -> None:
         """One more who hears the events."""
@@ -47,8 +49,12 @@ class Journal:
         if self._broken:
             return
         try:
-            with open(self._path, "a", encoding="utf-8") as file:
-                file.write(json.dumps(_strict(event), default=str, allow_nan=False) + "\n")
+            with open(self._path, "a+b") as file:
+                if not self._begun and file.tell():  # a process that was killed may have left half a line
+                    file.seek(-1, os.SEEK_END)
+                    file.write(b"" if file.read() == b"\n" else b"\n")
+                file.write(json.dumps(_strict(event), default=str, allow_nan=False).encode() + b"\n")
+                self._begun = True
         except OSError as refusal:
             self._broken = True
             text = f"{self._path} cannot be written ({refusal.strerror}); the run goes on without it."
@@ -64,11 +70,13 @@ def _strict(event: Event) -> Event:
 
 
 def read_journal(folder: Path) -> Iterator[Event]:
-    """The events of a run, in the order in which they were written; a last line that was cut off is left
-    out. Raises `FileNotFoundError` where no run was."""
-    with open(folder / JOURNAL, encoding="utf-8") as file:
+    """The events of a run, in the order in which they were written; a line that was cut off
+    or damaged is left out. Raises `FileNotFoundError` where no run was."""
+    with open(folder / JOURNAL, encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
-                yield json.loads(line)
+                event = json.loads(line)
             except ValueError:
                 continue
+            if isinstance(event, dict):
+                yield event

@@ -56,8 +56,13 @@ class Saver:
         taken = snapshot()
         keep = frozenset(() if best is None else (best,))
         blocked = time.perf_counter() - begun
-        self._thread = threading.Thread(target=self._save, args=(taken, keep, blocked), name="snugfit-save")
-        self._thread.start()
+        thread = threading.Thread(target=self._save, args=(taken, keep, blocked), name="snugfit-save")
+        try:
+            thread.start()
+        except RuntimeError:  # a limit on memory or processes leaves none: then training waits
+            self._save(taken, keep, blocked)
+        else:
+            self._thread = thread
 
     def _save(self, snapshot: Content, keep: frozenset[int], blocked: float) -> None:
         begun = time.perf_counter()
@@ -78,7 +83,8 @@ class Saver:
             self._journal.tell("warning", text=f"{failed} The run goes on.")
         except Exception as fault:  # in a thread nobody else would hear of it
             self.failure = fault
-            self._journal.tell("warning", text=f"A checkpoint was not kept: {fault}. The run goes on.")
+            told = str(fault) or type(fault).__name__
+            self._journal.tell("warning", text=f"A checkpoint was not kept: {told}. The run goes on.")
         else:
             self._journal.tell(
                 "saved",

@@ -1,0 +1,279 @@
+"""`snugfit train` when the machine around it fails: its streams, its clock, its home, its memory.
+
+The command is the real one: `main` in a forked process, with its own descriptors and limits. What a fork
+cannot show, because modules read it when they are imported, runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pty
+import resource
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from small_home import write_home
+from small_runs import (
+    CPU,
+    Killed,
+    assert_same_weights,
+    bert_job,
+    events,
+    killed_after,
+    losses,
+    rows,
+    small_run,
+)
+from snugfit.cli.main import main as the_command
+from snugfit.doors.next_recipe import next_recipe
+from snugfit.errors import OutOfMemory
+from snugfit.training.journal import JOURNAL, Event
+from snugfit.training.store import Store
+from snugfit.training.train import train
+from test_training_kills import ended, forked, steps_told, until
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+
+STDOUT, STDERR = 1, 2
+ROOM = 150 << 20
+"""Bytes that a process may grow by until its memory runs out."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Each process that is forked from this one has imported what it needs, and has no thread to miss: a
+    tokenizer that has been used here has some."""
+    train(small_run(tmp_path_factory.mktemp("run")))
+    import snugfit.cli.request
+    import snugfit.doors.own_loop
+    import snugfit.report.watching  # noqa: F401
+
+
+@pytest.fixture
+def at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    write_home(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def command(*words: str, given: dict[int, int | None]) -> int:
+    """The command in a process of its own; its id. `given` are its streams: a descriptor, or None for one
+    that is closed; the others are open on nothing."""
+
+    def main() -> int:
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for number in (STDOUT, STDERR):
+            wanted = given.get(number, nothing)
+            if wanted is None:
+                os.close(number)
+            else:
+                os.dup2(wanted, number)
+        closed = [number for number, wanted in given.items() if wanted is None]
+        sys.stdout, sys.stderr = (  # as Python itself begins
+            None if number in closed else os.fdopen(number, "w", closefd=False) for number in (STDOUT, STDERR)
+        )
+        sys.argv = ["snugfit", *words]
+        the_command()
+        raise AssertionError("main does not come back")
+
+    return forked(main)
+
+
+def read_by_nobody() -> int:
+    read, write = os.pipe()
+    os.close(read)
+    return write
+
+
+def full() -> int:
+    return os.open("/dev/full", os.O_WRONLY)
+
+
+@pytest.mark.parametrize("streams", [(STDOUT,), (STDERR,), (STDOUT, STDERR)], ids=str)
+@pytest.mark.parametrize("how", [read_by_nobody, full, lambda: None], ids=["no reader", "full", "closed"])
+def test_a_run_does_not_end_with_its_readers(
+    at_home: Path, how: Callable[[], int | None], streams: tuple[int, ...]
+) -> None:
+    """F38: a pipe that nobody reads any more, a log on a full disk, no stream at all."""
+    assert ended(command("train", "job.yaml", given={stream: how() for stream in streams})) == 0
+    assert steps_told(at_home / "out") == 12
+    found = Store(at_home / "out").newest()
+    assert found
+    assert found.step == 12
+
+
+@pytest.mark.parametrize("how", [read_by_nobody, full], ids=["no reader", "full"])
+def test_a_stopped_run_says_so_to_whoever_started_it(at_home: Path, how: Callable[[], int]) -> None:
+    """An exit code of 0 would tell a scheduler that there is nothing left to do."""
+    gone = how()
+    child = command("train", "job.yaml", "--max-steps", "4000", given={STDOUT: gone, STDERR: gone})
+    until(lambda: steps_told(at_home / "out") >= 1)
+    os.kill(child, signal.SIGTERM)
+    assert ended(child) == 75
+
+
+def test_what_was_asked_for_and_cannot_be_written_is_told() -> None:
+    read, write = os.pipe()
+    child = command("gpus", "--json", given={STDOUT: full(), STDERR: write})
+    os.close(write)
+    with open(read) as told:
+        assert told.read() == "snugfit: What was asked for cannot be written: No space left on device.\n"
+    assert ended(child) == 1
+
+
+def test_a_terminal_that_changes_its_size(at_home: Path) -> None:
+    """F38: also to none at all."""
+    ours, theirs = pty.openpty()
+    child = command("train", "job.yaml", "--max-steps", "40", given={STDOUT: theirs, STDERR: theirs})
+    os.close(theirs)
+    shown, sizes = b"", [(0, 0), (1, 1), (3, 200), (50, 7), (24, 80)]
+    with contextlib.suppress(OSError):  # how a terminal says that nobody is there any more
+        while part := os.read(ours, 4096):
+            shown += part
+            sizes.append(sizes.pop(0))
+            fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", *sizes[0], 0, 0))
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGWINCH)
+    os.close(ours)
+    assert ended(child) == 0
+    assert b"finished after step 40" in shown
+
+
+def test_without_a_home(at_home: Path) -> None:
+    """F38: none in the environment, and one where nothing can be written."""
+    words = [sys.executable, "-m", "snugfit", "train", "job.yaml"]
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("HOME", "XDG", "HF_"))}
+    nowhere = {**kept, "HOME": "/proc/none"}
+    done = subprocess.run(words, env=nowhere, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, f"finished after step 12: {at_home / 'out'}\n"), done.stderr
+
+
+def test_a_clock_that_jumps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F38: numbers, speeds and which checkpoint is the newest know nothing of the date."""
+    whole = train(small_run(tmp_path / "whole"))
+    real, by = time.time, [0.0]
+    monkeypatch.setattr(time, "time", lambda: real() + by[0])
+
+    def watch(event: Event) -> None:
+        if event["event"] == "step":
+            by[0] = -4e8 if event["step"] % 2 else 4e8
+            if event["step"] == 9:
+                raise Killed
+
+    with pytest.raises(Killed):
+        train(small_run(tmp_path / "run", save_steps=4), watch=watch)
+    os.utime(tmp_path / "run" / "checkpoint-8", (0, 0))
+    done = train(small_run(tmp_path / "run", save_steps=4))
+    assert events(tmp_path / "run", "started")[1]["resumed_from"] == 8
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert_same_weights(done.model, whole.model)
+    assert all(0 < event["seconds"] < 600 for event in events(tmp_path / "run", "step"))
+
+
+def test_a_journal_on_a_full_disk(tmp_path: Path) -> None:
+    """F38: told once; nothing else changes."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / JOURNAL).symlink_to("/dev/full")
+    told: list[Event] = []
+    done = train(small_run(tmp_path / "run"), watch=told.append)
+    (warning,) = [event["text"] for event in told if event["event"] == "warning"]
+    assert f"{JOURNAL} cannot be written (No space left on device)" in warning
+    assert len([event for event in told if event["event"] == "step"]) == 12
+    assert_same_weights(done.model, train(small_run(tmp_path / "whole")).model)
+
+
+@pytest.mark.parametrize("damage", [b"", b'{"event": "st', b"\xff\xfe\x00\n[1]\n7\n", b"\0" * 5000], ids=repr)
+def test_a_damaged_journal_loses_no_run(tmp_path: Path, damage: bytes) -> None:
+    """F37: what a run goes on from are its checkpoints; the journal is written on, on a line of its own."""
+    with pytest.raises(Killed):
+        train(small_run(tmp_path, save_steps=4), watch=killed_after(6))
+    (tmp_path / JOURNAL).write_bytes(damage)
+    assert train(small_run(tmp_path, save_steps=4)).outcome == "finished"
+    (started,) = events(tmp_path, "started")
+    assert started["resumed_from"] == 4
+    assert sorted(losses(tmp_path)) == list(range(5, 13))
+
+
+def test_several_runs_that_were_interrupted_go_on_where_they_stopped(tmp_path: Path) -> None:
+    """F36: started again, those that are done take no step, the broken one the rest of its steps."""
+    recipes = ("plain", "micro_batches(2)", "sgd")
+
+    def all_of_them(breaks_at: int) -> None:
+        for recipe in recipes:
+            watch = killed_after(breaks_at) if recipe == recipes[1] else lambda event: None
+            train(small_run(tmp_path / recipe, recipe, save_steps=4), watch=watch)
+
+    with pytest.raises(Killed):
+        all_of_them(breaks_at=6)
+    assert not (tmp_path / "sgd").exists()
+    all_of_them(breaks_at=99)
+    taken = [[event["step"] for event in events(tmp_path / recipe, "step")] for recipe in recipes]
+    assert taken == [[*range(1, 13)], [*range(1, 7), *range(5, 13)], [*range(1, 13)]]
+
+
+def test_memory_of_the_host_runs_out(tmp_path: Path) -> None:
+    """F25: the system refuses it. The step is taken again in finer pieces, and if these do not fit either,
+    the run ends as one that ran out of memory."""
+
+    def limited() -> int:
+        def watch(event: Event) -> None:
+            if event["event"] == "started":
+                most = psutil.Process().memory_info().vms + ROOM
+                resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
+
+        run = small_run(tmp_path, job=bert_job(2048), samples=rows(2048), max_steps=2)
+        try:
+            return train(run, replan=next_recipe(CPU), watch=watch).exit_code
+        except OutOfMemory as end:
+            return end.exit_code
+
+    code = ended(forked(limited))
+    replanned = events(tmp_path, "replanned")
+    assert replanned
+    assert {event["cause"] for event in replanned} == {"host-oom"}
+    assert code in (0, OutOfMemory.exit_code)
+    if code == 0:
+        found = Store(tmp_path).newest()
+        assert found
+        assert found.step == 2
+
+
+def test_without_another_thread_a_checkpoint_is_written_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As under a limit on memory or processes."""
+
+    def refuse(self: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("threading.Thread.start", refuse)
+        done = train(small_run(tmp_path / "run", save_steps=5))
+    assert [event["step"] for event in events(tmp_path / "run", "saved")] == [5, 10, 12]
+    assert_same_weights(done.model, train(small_run(tmp_path / "whole")).model)
+
+
+def test_a_worker_that_the_system_kills(tmp_path: Path) -> None:
+    """F25: told as what it most often is, and the next start goes on."""
+
+    def watch(event: Event) -> None:
+        if event["event"] == "step" and event["step"] == 3:
+            for worker in psutil.Process().children():
+                worker.kill()
+
+    with pytest.raises(OutOfMemory, match=r"loader is gone \(signal: Killed\)"):
+        train(small_run(tmp_path / "run", "workers", max_steps=60, save_steps=1), watch=watch)
+    done = train(small_run(tmp_path / "run", "workers", max_steps=60))
+    assert events(tmp_path / "run", "started")[1]["resumed_from"] >= 2
+    assert_same_weights(done.model, train(small_run(tmp_path / "whole", max_steps=60)).model)
