@@ -5,6 +5,7 @@ runs out.
 
     resumed     a run that is killed in step 8 and taken up from step 5: which of 12 steps have the same loss
                 and norm, bit for bit, as those of a run that was not killed
+    elsewhere   the same through `fit` and `accelerate`
     poisoned    a gradient that is infinite in step 6, which nobody waits for: what the run says, and whether
                 the run that is taken up after it gives the numbers of one that met none
     doors       `train`, `fit` and `accelerate` over the same samples in the same order, fp32, no dropout:
@@ -24,7 +25,7 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,49 @@ def resumed(job: Job, folder: Path) -> list[dict[str, Any]]:
         rows.append({"recipe": recipe, "taken_up_from": min(again) - 1, "same": same})
         print(rows[-1], flush=True)
     return rows
+
+
+class Killing(transformers.TrainerCallback):
+    """Ends a Trainer's run after this step."""
+
+    def __init__(self, step: int | None) -> None:
+        self._step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        if state.global_step == self._step:
+            raise Killed
+
+
+def elsewhere(job: Job, folder: Path) -> dict[str, Any]:
+    recipe = "bf16 + micro_batches(2)"
+
+    def by_trainer(place: str, kill: int | None = None, resume: bool = False) -> Seen:
+        trainer = trainer_of(
+            job, folder / place, model_of(job), 12, logging_steps=1, save_strategy="steps", save_steps=5
+        )
+        trainer = snugfit.fit(trainer, recipe, watch=lambda event: None)
+        trainer.add_callback(Killing(kill))
+        with suppress(Killed):
+            trainer.train(resume_from_checkpoint=True if resume else None)
+        lines = [line for line in trainer.state.log_history if "loss" in line]
+        return {line["step"]: (line["loss"], float(line["grad_norm"])) for line in lines}
+
+    def by_hand(place: str, kill: int = 0, resume: bool = False) -> Seen:
+        seen: Seen = {}
+        hand(job, 12, recipe, folder=folder / place, kill=kill, resume=resume, seen=seen)
+        return seen
+
+    found = {}
+    for name, door in {"fit": by_trainer, "accelerate": by_hand}.items():
+        whole = door(f"{name}-whole")
+        cleared()
+        killed = door(name, kill=8)
+        cleared()
+        again = door(name, resume=True)
+        cleared()
+        found[name] = [step for step in whole if {**killed, **again}[step] == whole[step]]
+    print(found, flush=True)
+    return found
 
 
 @contextmanager
@@ -220,7 +264,17 @@ def doors(job: Job, folder: Path) -> dict[str, Any]:
     return {"losses": losses, "seconds": seconds}
 
 
-def hand(job: Job, steps: int, recipe: str = "plain") -> tuple[list[float], float]:
+def hand(
+    job: Job,
+    steps: int,
+    recipe: str = "plain",
+    *,
+    folder: Path | None = None,
+    kill: int = 0,
+    resume: bool = False,
+    seen: Seen | None = None,
+) -> tuple[list[float], float]:
+    """The losses, and the seconds of a step between the fifth and the last but one."""
     model = model_of(job)
     optimizer = torch.optim.AdamW(model.parameters(), lr=job.learning_rate, weight_decay=0.0, foreach=True)
     loader: Any = torch.utils.data.DataLoader(
@@ -229,16 +283,25 @@ def hand(job: Job, steps: int, recipe: str = "plain") -> tuple[list[float], floa
         collate_fn=collate,
     )
     losses, began, seconds = [], 0.0, 0.0
-    with snugfit.accelerate(model, optimizer, loader, recipe, clip=job.clip, watch=lambda event: None) as run:
+    told: list[Any] = []
+    with snugfit.accelerate(
+        model, optimizer, loader, recipe, clip=job.clip, watch=told.append, output_dir=folder
+    ) as run:
+        if resume:
+            run.resume()
         for batch in run:
             losses.append(run.step(batch))
+            if folder is not None and run.steps == 5:
+                run.save()
             if run.steps in (5, steps - 1):
                 if CUDA:
                     torch.cuda.synchronize()
                 now = time.perf_counter()
                 began, seconds = now, (now - began) / (steps - 6)
-            if run.steps == steps:
+            if run.steps in (steps, kill):
                 break
+    if seen is not None:
+        seen.update({event["step"]: (event["loss"], event["norm"]) for event in told if "loss" in event})
     del run, model, optimizer
     cleared()
     return losses, seconds
@@ -275,13 +338,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--model", default="bert-large-uncased")
-    parser.add_argument("--only", default="resumed,poisoned,doors,exhausted")
+    parser.add_argument("--only", default="resumed,elsewhere,poisoned,doors,exhausted")
     asked = parser.parse_args()
     model = Model.find(asked.model)
     job = Job(model=model, task="sequence-classification", batch_size=8, sequence_length=128, clip=1.0)  # type: ignore[arg-type]
     still = Model.from_config({**model.config, **NO_DROPOUT}, name=model.name, origin=model.origin)
     parts: dict[str, Callable[[Path], Any]] = {
         "resumed": lambda folder: resumed(job, folder),
+        "elsewhere": lambda folder: elsewhere(job, folder),
         "poisoned": lambda folder: poisoned(job, folder),
         "doors": lambda folder: doors(replace(job, model=still, batch_size=4, sequence_length=512), folder),
         "exhausted": lambda folder: exhausted(replace(job, batch_size=32, sequence_length=512), folder),
