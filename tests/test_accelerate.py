@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -219,6 +220,45 @@ def test_each_recipe_resumes(recipe: str, tmp_path: Path) -> None:
     assert go(again) == {step: seen for step, seen in whole.items() if step > 5}
 
 
+def test_an_epoch_may_be_left_before_its_end(tmp_path: Path) -> None:
+    """Two steps of each of three epochs, killed within the second."""
+
+    def steps(run: HandRun, stop: int | None = None) -> Losses:
+        seen = {}
+        with run:
+            for _ in run.epochs(3):
+                for taken, batch in enumerate(run, start=run.steps % 2 + 1):
+                    loss = run.step(batch)
+                    seen[run.steps] = (loss, run._step.norm)
+                    if run.steps == 3 and run._keeping is not None:
+                        run.save()
+                    if run.steps == stop:
+                        return seen
+                    if taken == 2:
+                        break
+        return seen
+
+    torch.manual_seed(1)
+    whole = steps(loop_of(None))
+    torch.manual_seed(1)
+    steps(loop_of(tmp_path), stop=4)
+    again = loop_of(tmp_path)
+    assert again.resume()
+    assert len(whole) == 6
+    assert steps(again) == {step: seen for step, seen in whole.items() if step > 3}
+
+
+def test_a_run_that_nobody_holds_gives_its_folder_back(tmp_path: Path) -> None:
+    run = loop_of(tmp_path)
+    run.step(padded(classified(4)))
+    run.save()
+    del run
+    gc.collect()
+    again = loop_of(tmp_path)
+    assert again.resume()
+    again.close()
+
+
 def test_a_batch_that_was_not_used_comes_again(tmp_path: Path) -> None:
     torch.manual_seed(1)
     run = loop_of(tmp_path)
@@ -247,6 +287,8 @@ def test_another_runs_checkpoint_is_refused(tmp_path: Path) -> None:
     for other in (
         {"loader": loader_of(batch_size=2)},
         {"clip": 0.5},
+        {"optimizer": lambda parameters, lr: torch.optim.AdamW(parameters, lr=2 * lr)},
+        {"loader": loader_of(classified(23))},
         {"optimizer": torch.optim.SGD},
         {"model": model_of("llama"), "loader": loader_of(spoken(22))},
     ):

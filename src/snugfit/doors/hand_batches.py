@@ -61,13 +61,19 @@ class Batches:
             self._next, batch = self._fetched.pop(0)
             self._lent = True
             yield batch
+        self.leave()
+
+    def leave(self) -> bool:
+        """Ends an epoch whose batches were not all taken; whether one was going on."""
+        if self._iterator is None:
+            return False
         self._iterator, self._next, self._lent = None, None, False
+        self._fetched.clear()
         self.epoch, self.place = self.epoch + 1, 0
+        return True
 
     def _open(self) -> None:
-        if self._iterator is not None:  # one was left before its end
-            self.epoch, self.place = self.epoch + 1, 0
-        self._fetched.clear()
+        self.leave()
         if not self._within:
             self._began = self._now
             self.place = 0
@@ -115,6 +121,12 @@ class Batches:
         if self._lent:
             self._passed()
             self._next = self._fetched[0][0] if self._fetched else self._now
+
+    @property
+    def samples(self) -> int | None:
+        """Of the loader's dataset, where that says how many it has."""
+        dataset = getattr(self._loader, "dataset", None)
+        return len(dataset) if isinstance(dataset, Sized) else None
 
     @property
     def epochs_passed(self) -> float:

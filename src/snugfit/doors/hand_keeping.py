@@ -66,11 +66,11 @@ class HandKeeping:
         """What happened."""
 
         self._store.sweep()
-        self._about = _about(job, recipe, running)
+        self._about = _about(job, recipe, running, batches)
         self._staging = Staging(running.device)
         self._saver = Saver(self._store, self._about, self.journal, limit=save_total_limit)
         self._kept_step: int | None = None
-        self._begun = False
+        self._begun = self._closed = False
 
     def begin(self) -> None:
         """A run that was not resumed begins anew: what stands in its folder is put aside."""
@@ -131,6 +131,9 @@ class HandKeeping:
     def close(self) -> None:
         """Waits until the last checkpoint is written, and gives the folder back. Raises `SnugfitError` when
         it could not be kept."""
+        if self._closed:
+            return
+        self._closed = True
         try:
             self.wait()
             if self._saver.failure is not None:
@@ -139,12 +142,17 @@ class HandKeeping:
             self._open.close()
 
 
-def _about(job: Job, recipe: Recipe, running: Running) -> dict[str, Any]:
+def _about(job: Job, recipe: Recipe, running: Running, batches: Batches) -> dict[str, Any]:
+    """What every checkpoint says of its run, as it began."""
+    groups = running.optimizer.param_groups
     return {
         "door": "accelerate",
         "model": type(running.model).__name__,
         "parameters": sum(each.numel() for each in running.model.parameters()),
         "optimizer": type(running.optimizer).__name__,
+        "learning_rates": [float(group.get("initial_lr", group["lr"])) for group in groups],
+        "weight_decays": [float(group.get("weight_decay") or 0.0) for group in groups],
+        "samples": batches.samples,
         "batch_size": job.batch_size,
         "clip": job.clip,
         "recipe": str(recipe),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, final
@@ -41,9 +42,16 @@ class Stopped(SystemExit):
     """A signal has stopped the run on a step's border, where a checkpoint was kept; `code` is 75 or 130."""
 
 
+def _close(run: weakref.ref[HandRun]) -> None:
+    alive = run()
+    if alive is not None:
+        alive.close()
+
+
 @final
 class HandRun:
-    """What `snugfit.accelerate` gives. Closed by itself when the process ends, or at the end of a `with`."""
+    """What `snugfit.accelerate` gives. Closed at the end of a `with`, when the process ends, or when nobody
+    holds it any more."""
 
     def __init__(
         self,
@@ -62,7 +70,9 @@ class HandRun:
         self._keeping, self._watch = keeping, watch
         self._every, self._pace = every, Pace(running.device, every=every)
         self._begun = self._closed = False
-        atexit.register(self.close)
+        if keeping is not None:
+            weakref.finalize(self, keeping.close)
+        atexit.register(_close, weakref.ref(self))
 
     # ---- what the loop asks ------------------------------------------------------------------------------
 
@@ -96,7 +106,7 @@ class HandRun:
         while self._batches.epoch < count:
             before = self._batches.epoch
             yield before
-            if self._batches.epoch == before:
+            if self._batches.epoch == before and not self._batches.leave():
                 raise UsageError(
                     "An epoch has passed without its batches. Take them from the run: `for batch in run:`."
                 )
@@ -150,7 +160,6 @@ class HandRun:
         if self._closed:
             return
         self._closed = True
-        atexit.unregister(self.close)
         if self._keeping is not None:
             self._keeping.wait()
         if self._begun:
