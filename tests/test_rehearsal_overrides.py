@@ -389,10 +389,12 @@ def no_maybe_autocast(patch: pytest.MonkeyPatch) -> None:
 
 
 def other_counts(patch: pytest.MonkeyPatch) -> None:
+    accumulation.sole_owner.cache_clear()
     patch.setattr(accumulation, "_uses", lambda arguments: (1, 1, 1))
 
 
 def no_counts(patch: pytest.MonkeyPatch) -> None:
+    accumulation.sole_owner.cache_clear()
     patch.delattr(torch._C, "_storage_Use_Count")
 
 

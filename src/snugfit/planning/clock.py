@@ -111,7 +111,11 @@ class GpuClocks:
     def _stretches(self, kernels: Sequence[Kernel], waits: Sequence[int]) -> list[Stretch]:
         if len(self._met) > REMEMBERED_KERNELS:
             self._met.clear()
-        places = [self._place(kernel) for kernel in kernels]
+        met = [self._met.get(id(kernel)) for kernel in kernels]
+        places = [
+            self._place(kernel) if found is None else found[1]
+            for kernel, found in zip(kernels, met, strict=True)
+        ]
         device, asked, made = self._known[:, places]
         return shortened([*cut(device, asked, made, all_waits(kernels, waits))], self._waiting)
 

@@ -61,6 +61,7 @@ class Least:
         self.shallows, self.policy, self.clock, self.opening = shallows, policy, clock, opening
         self._updates: dict[Hashable, Update] = {}
         self._gradients: dict[Hashable, tuple[int, ...]] = {}
+        self._lined: dict[Hashable, list[Stretch] | None] = {}
 
     def of(self, setups: Sequence[Setup]) -> Needs:
         """The least that each of these takes, which share their passes but for the size of a micro-batch.
@@ -91,6 +92,16 @@ class Least:
             asked = replace(shallow.setup, optimizer=setup.optimizer)
             self._updates[key] = update_of(rehearse_update(shallow.job, asked, self.policy, gradients))
         return self._updates[key]
+
+    def update_stretches(self, setup: Setup, lines: Lines, clock: Joining) -> list[Stretch] | None:
+        """Those of this Setup's update at the whole depth; None where it does not wait alike at every depth.
+        Updates have depths of their own, so one answer serves all passes."""
+        key = update_key(setup), seen_by_clock(setup), tuple(each.layers for each in lines.depths)
+        if key not in self._lined:
+            works = [self.update(setup, each).work for each in lines.depths]
+            changed = [work._replace(kernels=kernels_under(setup, work.kernels)) for work in works]
+            self._lined[key] = lined([clock.stretches(work) for work in changed], lines.along)
+        return self._lined[key]
 
     def _with_gradients(self, setup: Setup, shallow: Shallow) -> tuple[int, ...]:
         """Which parameters have gradients: the model and its adapters decide, so one sample tells."""
@@ -169,14 +180,13 @@ class _Passes:
         at every depth."""
         setup = setups[0]
 
-        def at_depth(works: Sequence[Work], lines: Lines) -> list[Stretch] | None:
-            return lined([clock.stretches(self._under(setup, work)) for work in works], lines.along)
+        def at_depth(works: Sequence[Work]) -> list[Stretch] | None:
+            return lined([clock.stretches(self._under(setup, work)) for work in works], self.lines.along)
 
         rounds = self._rounds(setup)
-        first = at_depth([once.first for once in rounds], self.lines)
-        further = at_depth([once.further for once in rounds], self.lines)
-        works = [[self.least.update(one, each).work for each in self.updates.depths] for one in setups]
-        updates = [at_depth(each, self.updates) for each in works]
+        first = at_depth([once.first for once in rounds])
+        further = at_depth([once.further for once in rounds])
+        updates = [self.least.update_stretches(one, self.updates, clock) for one in setups]
         told: dict[int, Sequence[float]] = {}
         if first is None or further is None:
             return told

@@ -99,7 +99,8 @@ def startup(
 
 def loaded_by(kernels: Iterable[Kernel]) -> Loaded:
     """The different kernels that these load."""
-    return frozenset(map(_kind, kernels))
+    different = {id(kernel): kernel for kernel in kernels}  # repeated steps and pieces have the very same
+    return frozenset(map(_kind, different.values()))
 
 
 def packages(setup: Setup) -> int:
@@ -143,5 +144,5 @@ def _kind(kernel: Kernel) -> Hashable:
     return (
         kernel.operator,
         kernel.dtype,
-        tuple(tuple(length.bit_length() for length in shape) for shape in shapes),
+        tuple([tuple(map(int.bit_length, shape)) for shape in shapes]),
     )

@@ -5,8 +5,9 @@ first one when nobody else holds it (`can_accumulate_inplace`, `torch/csrc/autog
 tensor's and its storage's use counts are 1, layout dense), but never while a dispatch mode is active. Under
 the recorder the same addition arrives as `aten::add.Tensor`, with the engine's references plus those that
 the way through Python adds. How many these are depends on the torch release, and on a policy's own kernels on
-that way (autocast's, for `index_put` and `scatter_add`), so they are counted when a recording begins, in a
-graph whose answer is known. A tensor that Python code holds (a backward written in Python) has more.
+that way (autocast's, for `index_put` and `scatter_add`), so they are counted when the first recording under a
+policy begins, in a graph whose answer is known. A tensor that Python code holds (a backward written in
+Python) has more.
 
 Derivatives that scatter a gradient into zeros do so in place likewise, and out of place under a dispatch
 mode (`areAnyTensorSubclassLike`): `index_backward` and `gather_backward`
@@ -16,14 +17,18 @@ mode (`areAnyTensorSubclassLike`): `index_backward` and `gather_backward`
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from snugfit.errors import RehearsalError
+
+if TYPE_CHECKING:
+    from snugfit.rehearsal.policy import Policy
 
 Uses = tuple[int, int, int]
 """How many hold a tensor, its storage, and its Python object."""
@@ -62,6 +67,12 @@ class SoleOwner:
         if any(uses > limit for uses, limit in zip(_uses(arguments), most, strict=True)):
             return False
         return func is not aten.add.Tensor or (len(arguments) == 2 and _may_be_added(*arguments))
+
+
+@functools.cache
+def sole_owner(policy: Policy) -> SoleOwner:
+    """Counted once, while this policy is in force."""
+    return SoleOwner()
 
 
 def _may_be_added(held: torch.Tensor, other: Any) -> bool:

@@ -18,11 +18,11 @@ from snugfit.rehearsal.memo import Operator
 MOST = 200_000
 """Descriptions remembered at most, at some hundred bytes each."""
 
-_KNOWN: dict[Any, Description | None] = {}
+_KNOWN: dict[Any, tuple[Description | None]] = {}
 
 
 def described(
-    known: Operator, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    known: Operator, key: int | None, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
 ) -> Description | None:
     """As `describe` says it of a call with this key."""
     if known.is_view:
@@ -30,11 +30,12 @@ def described(
     if key is None:
         return describe(known.func, args, kwargs, out)
     call = id(known.func), key, _precision() if _may_be_tf32(known, args) else None
-    if call not in _KNOWN:
+    told = _KNOWN.get(call)
+    if told is None:
         if len(_KNOWN) >= MOST:
             _KNOWN.clear()
-        _KNOWN[call] = describe(known.func, args, kwargs, out)
-    return _KNOWN[call]
+        told = _KNOWN[call] = (describe(known.func, args, kwargs, out),)
+    return told[0]
 
 
 def _may_be_tf32(known: Operator, args: tuple[Any, ...]) -> bool:

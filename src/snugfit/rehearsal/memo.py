@@ -14,6 +14,7 @@ views deny it in their schema (`aten::_unsafe_view`), so the storages themselves
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -56,7 +57,7 @@ class ShapeMemo:
             known = self._operators[id(func)] = Operator(func)
         return known
 
-    def run(self, known: Operator, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, known: Operator, key: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the operator gives on these meta operands, whose key this is."""
         if known.own is not None:
             return known.own(*args, **kwargs)
@@ -74,14 +75,14 @@ class ShapeMemo:
             self._keep(known, key, described)
         return out
 
-    def _run_in_place(self, known: Operator, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_in_place(self, known: Operator, key: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before = _key(args[:1])
         out = known.func(*args, **kwargs)
         if (out is None or out is args[0]) and _key(args[:1]) == before:
             self._keep(known, key, True)
         return out
 
-    def _keep(self, known: Operator, key: Any, result: Any) -> None:
+    def _keep(self, known: Operator, key: int, result: Any) -> None:
         if self._count >= MOST:
             self._count = 0
             for operator in self._operators.values():
@@ -92,6 +93,9 @@ class ShapeMemo:
 
 REMEMBERED = ShapeMemo()
 """What every rehearsal of this process remembers."""
+
+
+_META = torch.device("meta")
 
 
 class _NotAKey(Exception):
@@ -122,14 +126,25 @@ _PLAIN = frozenset(
 """Types of most arguments that are no tensors."""
 
 
-def key_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Something hashable that says all of a call's operands that its results' shapes can depend on: metadata
-    of tensors on `meta`, and whatever else is given. None where there are others."""
+_NUMBERS = itertools.count()
+_NUMBERED: dict[Any, int] = {}
+"""The number of each key that was met: what is remembered of a call is found by it in no time."""
+
+
+def key_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """A number that stands for all of a call's operands that its results' shapes can depend on: metadata of
+    tensors on `meta`, and whatever else is given. None where there are others."""
     try:
         # Without a dtype, some results take the default one, which models are built under.
-        return _key(args), _key(kwargs.items()) if kwargs else (), torch.get_default_dtype()
+        key = _key(args), _key(kwargs.items()) if kwargs else (), torch.get_default_dtype()
     except _NotAKey:
         return None
+    number = _NUMBERED.get(key)
+    if number is None:
+        if len(_NUMBERED) >= MOST:
+            _NUMBERED.clear()  # a number is never given twice
+        number = _NUMBERED[key] = next(_NUMBERS)
+    return number
 
 
 def _key(values: Iterable[Any]) -> tuple[Any, ...]:
@@ -188,6 +203,6 @@ def _made(described: Any) -> Any:
         return None
     if isinstance(described[0], torch.Size):
         shape, stride, dtype = described
-        return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        return torch.empty_strided(shape, stride, dtype=dtype, device=_META)
     kind, items = described
     return kind(_made(item) for item in items)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from snugfit.rehearsal.accumulation import SoleOwner
+from snugfit.rehearsal.accumulation import sole_owner
 from snugfit.rehearsal.buffers import ONE_OUTPUT, OUTPUTS, Scratch
 from snugfit.rehearsal.checkpoints import tell_of_checkpoints
 from snugfit.rehearsal.context import KEEPING, SETTLED
@@ -32,6 +32,7 @@ from snugfit.rehearsal.kernels import MATRICES, Description, apart, copies_in
 from snugfit.rehearsal.kinds import kinds
 from snugfit.rehearsal.memo import REMEMBERED, key_of
 from snugfit.rehearsal.score import Note
+from snugfit.rehearsal.taken import taken_under
 from snugfit.rehearsal.tape import COPY_IN, Block, Kernel, Mark, Tape
 from snugfit.rehearsal.whereabouts import Whereabouts
 from snugfit.step.footprint import Kind
@@ -60,6 +61,7 @@ class Recorder(TorchDispatchMode):
         self.current_phase, self.current_step = "build", -1
         self._living: dict[int, tuple[int, Any]] = {}  # storage's address -> block, weak reference
         self._workspaces: set[tuple[str, str]] = set()
+        self._taken = taken_under(policy)
         self._where = Whereabouts()
         self._owners: dict[torch.Tensor, str] = {}
         self._any_results: set[int] = set()
@@ -104,7 +106,7 @@ class Recorder(TorchDispatchMode):
                 self.claim(tensor, Kind.WEIGHTS, name)
 
     def __enter__(self) -> Recorder:
-        self._sole_owner = SoleOwner()  # counts on the way that operators take now, past a policy's kernels
+        self._writes_in_place = sole_owner(self.policy).writes_in_place
         self._hooks = [*self._where.follow(), tell_of_checkpoints(self._checkpoints)]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -151,13 +153,12 @@ class Recorder(TorchDispatchMode):
             self._born(known.name, out)
             self._viewed += not isinstance(out, torch.Tensor) or out.is_meta
             return out
-        in_backward = self.current_phase == "backward" and not kwargs
-        in_place = in_backward and self._sole_owner.writes_in_place(func, args)
+        in_place = not kwargs and self.current_phase == "backward" and self._writes_in_place(func, args)
         key, operator = key_of(args, kwargs), known.name
         out = args[0] if in_place else REMEMBERED.run(known, key, args, kwargs)
         if isinstance(out, torch.Tensor) and not out.is_meta:
             return out  # the host's own work
-        scratch = self.policy.scratch(operator, args, out)
+        scratch = self._taken.scratch(known, None if in_place else key, args, out)
         self._run(operator, out, scratch, self.policy.workspaces(operator))
         if not self._settled and operator not in KEEPING and not copies_in(func, args):
             self._settled = described(known, key, args, kwargs, out) is not None
@@ -233,8 +234,7 @@ class Recorder(TorchDispatchMode):
         if found is not None:
             return found[0]
         index = self._birth(operator, storage.nbytes())
-        callback = self._death_of(address, index)
-        self._living[address] = (index, weakref.ref(storage, callback))
+        self._living[address] = (index, weakref.ref(storage, self._death_of(address, index)))
         return index
 
     def _birth(self, operator: str, nbytes: int, kind: str = "") -> int:
@@ -258,7 +258,7 @@ class Recorder(TorchDispatchMode):
 
     def _run(self, operator: str, out: Any, scratch: Scratch, workspaces: Iterable[tuple[str, int]]) -> None:
         """Everything a kernel allocates: its outputs, workspaces when it is its thread's first, scratch."""
-        if OUTPUTS not in scratch and ONE_OUTPUT.keys().isdisjoint(scratch):
+        if not scratch or (OUTPUTS not in scratch and ONE_OUTPUT.keys().isdisjoint(scratch)):
             self._born(operator, out)
         thread = "backward" if self.current_phase == "backward" else "main"
         for name, nbytes in workspaces:

@@ -59,7 +59,7 @@ def repeated(score: Score, *, steps: int, micro_batches: int) -> Score | None:
         wide.append(widened)
         count(living, moves)
         after.append(living.copy())
-    if steps > STEPS and after[-1] != after[-2]:
+    if steps > STEPS and _standing(after[-1]) != _standing(after[-2]):
         return None
     found = [*build]
     for index in range(steps):
@@ -76,6 +76,11 @@ def count(living: Counter[Birth], moves: Sequence[Move]) -> None:
             living[move.alike] += bool(move.nbytes)
         elif type(move) is Death:
             living[move.alike] -= 1
+
+
+def _standing(living: Counter[Birth]) -> dict[Birth, int]:
+    """Those of which there are any: counters compare slowly."""
+    return {alike: number for alike, number in living.items() if number}
 
 
 Cut = tuple[Sequence[Move], list[Sequence[Move]], Sequence[Move]]
@@ -107,7 +112,7 @@ def _widened(moves: Sequence[Move], living: Counter[Birth], micro_batches: int) 
     count(living, moves[:second])
     before = living.copy()
     count(living, moves[second:third])
-    if living != before:
+    if _standing(living) != _standing(before):
         return None
     middle = list(moves[second:third]) * (micro_batches - MICRO_BATCHES + 1)
     return [*moves[:second], *middle, *moves[third:]]

@@ -30,6 +30,8 @@ NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 NEVER = sys.maxsize
 """Later than any event."""
 
+STATES: str = Kind.OPTIMIZER_STATES
+
 
 class Note(NamedTuple):
     """Something that is neither birth nor death, and where in the run it happened."""
@@ -97,7 +99,7 @@ def folded(module: str) -> str:
 
 @functools.lru_cache(maxsize=1 << 17)
 def _alike(birth: Birth) -> Birth:
-    if birth.kind not in (Kind.TEMPORARIES, Kind.OPTIMIZER_STATES):
+    if birth.kind not in (Kind.TEMPORARIES, STATES):
         return birth._replace(module=folded(birth.module))
     module = "" if birth.phase == "update" else folded(birth.module)
     return birth._replace(module=module, kind="")
@@ -171,7 +173,7 @@ def _empty_here(tape: Tape, index: int, marks: int) -> bool:
 
 
 def _birth(block: Block) -> Birth:
-    return Birth(block.nbytes, block.operator, block.module, block.phase, block.kind)
+    return tuple.__new__(Birth, (*block[:4], block[5]))
 
 
 def _noted(note: Note, kernels: Iterator[Kernel]) -> Move:
@@ -221,19 +223,29 @@ class _Writer:
         self.marks: list[Mark] = []
         self.kernels: list[Kernel] = []
         self.waits: list[int] = []
-        self.living = Living()
+        self.living: dict[Birth, list[int]] = defaultdict(list)
 
     def write(self, score: Score) -> Tape:
         step = -1
-        blocks, events, living = self.blocks, self.events, self.living.alike
+        blocks, events, by_alike = self.blocks, self.events, self.living
+        alike: dict[int, list[int]] = {}  # by a move's id: what repeats is the same move, and hashes slowly
+        new = tuple.__new__
         for move in score.moves:
             if type(move) is Birth:
-                blocks.append(Block._make((*move[:4], step, move[4])))
+                blocks.append(new(Block, (*move[:4], step, move[4])))
                 if move[0]:
                     events.append(len(blocks))
-                    living[_alike(move)].append(len(blocks))
+                    living = alike.get(id(move))
+                    if living is None:
+                        living = alike[id(move)] = by_alike[_alike(move)]
+                    living.append(len(blocks))
             elif type(move) is Death:
-                self._bury(self.living.dies(move))
+                living = alike.get(id(move))
+                if living is None:
+                    living = alike[id(move)] = by_alike[move[0]]
+                if not 0 <= move[1] < len(living):
+                    raise LookupError(move)
+                self._bury(living.pop(-1 - move[1]))
             elif type(move) is Run:
                 self.kernels.append(move[0])
             elif type(move) is Entry:
@@ -257,6 +269,6 @@ class _Writer:
     def _bury(self, number: int) -> None:
         self.events.append(-number)
         block = self.blocks[number - 1]
-        if block.kind == Kind.OPTIMIZER_STATES:
+        if block[5] == STATES:
             # A state is what lives on when the run is over; one that a later step replaces was temporary.
             self.blocks[number - 1] = block._replace(kind=Kind.TEMPORARIES, module="")

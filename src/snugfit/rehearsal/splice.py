@@ -118,9 +118,10 @@ def _joined(
 def _workspaces(part: Part) -> list[Birth]:
     """The workspaces that a thread takes once and keeps. The update runs on the thread of the forward pass,
     which has taken its own already."""
-    dead = _dead(part.score.moves)
-    births = (move for move in part.score.moves if isinstance(move, Birth))
-    return [birth for birth in births if birth.kind == Kind.WORKSPACES and not dead[birth.alike]]
+    moves, kind = part.score.moves, str(Kind.WORKSPACES)
+    births = [move for move in moves if type(move) is Birth and move.kind == kind]
+    dead = {move.alike for move in moves if type(move) is Death and move.alike.kind == kind}
+    return [birth for birth in births if birth.alike not in dead]
 
 
 def _at_update(moves: Sequence[Move]) -> tuple[Sequence[Move], Sequence[Move]]:
@@ -178,7 +179,8 @@ class Played:
         """The gradients that these moves would kill, in order; nothing happens to them."""
         living = Living()
         for alike, blocks in self.living.alike.items():
-            living.alike[alike] = list(blocks)
+            if alike.kind == Kind.GRADIENTS:
+                living.alike[alike] = list(blocks)
         killed = []
         for move in moves:
             if isinstance(move, Death) and move.alike.kind == Kind.GRADIENTS:
