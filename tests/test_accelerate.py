@@ -432,6 +432,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"loader": [(torch.ones(2, 3), torch.ones(2))]}, "mapping of the model's arguments"),
     ({"loader": []}, "the loader gave None"),
     ({"recipe": 3}, "takes a plan, a recipe"),
+    ({"loss": 3}, "loss is 3; it is a function"),
+    ({"scheduler": "cosine"}, "scheduler is 'cosine'"),
+    ({"clip": -1.0}, "gradient norm"),
+    ({"logging_steps": 0}, "logging_steps"),
+    ({"save_total_limit": 0}, "save_total_limit"),
+    ({"output_dir": 3}, "output_dir is 3"),
     ({"recipe": "bf17"}, "bf16"),
     ({"recipe": "micro_batches(3)"}, "micro_batches"),
     ({"optimizer": lambda parameters, lr: "adamw"}, "takes a torch optimizer"),
@@ -451,7 +457,7 @@ def test_mistakes_are_told(wrong: dict[str, Any], says: str) -> None:
             accelerate(model, None, loader_of(), "plain")  # type: ignore[arg-type]
         return
     with pytest.raises(UsageError, match=says):
-        loop_of(None, given.pop("recipe", "plain"), **given)
+        loop_of(given.pop("output_dir", None), given.pop("recipe", "plain"), **given)
 
 
 def test_mistakes_in_the_loop_are_told(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from snugfit.doors.hand_batches import Batches, is_plain, made_like, own_generators
@@ -24,6 +23,7 @@ from snugfit.doors.hand_model import apply, device_of_model, loader_for, optimiz
 from snugfit.doors.hand_run import HandRun
 from snugfit.doors.hand_step import HandStep, ItemsOf, LossOf
 from snugfit.doors.items import samples_in
+from snugfit.doors.own_loop import folder_of, options_of
 from snugfit.doors.trainer_job import same_generators
 from snugfit.doors.trainer_setup import keep_all
 from snugfit.errors import NothingFits, UsageError
@@ -68,13 +68,15 @@ def accelerate(
     Raises `UsageError` for what cannot be trained so and `RecipeError` for a wish that these cannot be given,
     by name, `NothingFits` for a plan of nothing; nothing is changed then.
     """
+    options_of({"logging_steps": logging_steps, "save_total_limit": save_total_limit})
+    _refuse_what_cannot_be_called(loss=loss, items=items, scheduler=getattr(scheduler, "step", scheduler))
     watch = watch or Watching(logging_steps, bar=False)
     device = device_of_model(model, optimizer)
     job = job_of(model, optimizer, loader, device, loss=loss, clip=clip)
     recipe = recipe_of(plan, job)
     recipe.check(job, _capability(device))
     refuse(model, optimizer, loader, recipe, scheduler)
-    folder = None if output_dir is None else Path(os.path.expanduser(output_dir))
+    folder = None if output_dir is None else folder_of(output_dir)
     setup = recipe.setup()
     running, told = _running(model, optimizer, scheduler, recipe, device)
     batches = Batches(loader_for(loader, setup, device))
@@ -91,6 +93,12 @@ def accelerate(
         job=job, recipe=recipe, running=running, step=step, batches=batches, keeping=keeping,
         every=logging_steps, watch=watch,
     )  # fmt: skip
+
+
+def _refuse_what_cannot_be_called(**given: Any) -> None:
+    for name, value in given.items():
+        if value is not None and not callable(value):
+            raise UsageError(f"{name} is {value!r}; it is a function, or is left out.")
 
 
 def _running(

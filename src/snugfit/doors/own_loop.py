@@ -89,7 +89,7 @@ def train(
         options=wanted,
         data=data,
         evaluation=None if evaluation is None else read(evaluation, like=data),
-        folder=_folder(output_dir),
+        folder=folder_of(output_dir),
         weights=weights_of(job, weights),
         device=place,
     )
@@ -148,7 +148,7 @@ def weights_of(job: Job, given: str | os.PathLike[str] | None) -> Path | None:
     return find_weights(folder if job.model.origin == "path" else job.model.name)
 
 
-def _folder(output_dir: str | os.PathLike[str]) -> Path:
+def folder_of(output_dir: str | os.PathLike[str]) -> Path:
     if not isinstance(output_dir, str | os.PathLike) or not os.fspath(output_dir):
         raise UsageError(f"output_dir is {output_dir!r}; it is the folder for checkpoints and the journal.")
     return Path(os.path.expanduser(output_dir))
