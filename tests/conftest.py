@@ -1,17 +1,31 @@
 """For every test: one thread, and what the user of this machine has calibrated stays out.
 
 Models in tests are tiny; threads would only wait for each other, and for those of the other worker.
+
+The cyclic garbage collector comes as seldom as in the command (`cli/main.py`), and leaves out what the
+tests' modules have made when they were imported: it walked through torch and transformers again and again,
+for a fifteenth of all the time.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from snugfit.cli.main import FEW_COLLECTIONS
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, here and in children
+gc.set_threshold(FEW_COLLECTIONS, 50, 50)
+
+
+def pytest_collection_finish() -> None:
+    """All modules of tests are imported."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

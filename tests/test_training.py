@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -31,25 +33,41 @@ RECIPES = (
 )
 
 
+@dataclass(frozen=True)
+class Untouched:
+    """What a run comes to that nobody has interrupted."""
+
+    model: torch.nn.Module
+    losses: dict[int, tuple[float, float, float]]
+
+
+@cache
+def untouched(recipe: str = "plain", *, clip: float | None = 1.0, dropout: bool = True) -> Untouched:
+    """For all tests that lay another run beside it; nobody changes it."""
+    job = bert_job(clip=clip)
+    with TemporaryDirectory() as folder:
+        done = train(small_run(Path(folder), recipe, job=job if dropout else _without_dropout(job)))
+        return Untouched(done.model, losses(Path(folder)))
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path, recipe: str) -> None:
     """Promise 3, with dropout on: losses, norms, learning rates and weights."""
-    whole = train(small_run(tmp_path / "whole", recipe, save_steps=5))
+    whole = untouched(recipe)
     with pytest.raises(Killed):
         train(small_run(tmp_path / "killed", recipe, save_steps=5), watch=killed_after(8))
     resumed = train(small_run(tmp_path / "killed", recipe, save_steps=5))
     assert events(tmp_path / "killed", "started")[1]["resumed_from"] == 5
-    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+    assert losses(tmp_path / "killed") == whole.losses
     assert_same_weights(resumed.model, whole.model)
 
 
 @pytest.mark.parametrize("step", range(1, 12))
 def test_from_any_step(tmp_path: Path, step: int) -> None:
-    whole = train(small_run(tmp_path / "whole"))
     with pytest.raises(Killed):
-        train(small_run(tmp_path / "killed", save_steps=1), watch=killed_after(step))
-    assert_same_weights(train(small_run(tmp_path / "killed", save_steps=1)).model, whole.model)
-    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+        train(small_run(tmp_path, save_steps=1), watch=killed_after(step))
+    assert_same_weights(train(small_run(tmp_path, save_steps=1)).model, untouched().model)
+    assert losses(tmp_path) == untouched().losses
 
 
 def test_a_finished_run_is_found_finished(tmp_path: Path) -> None:
@@ -207,10 +225,9 @@ def test_a_loss_that_is_no_number_stops_before_the_update(
     written = json.loads((tmp_path / "run" / "nonfinite-step-5.json").read_text())
     assert sum(len(piece) for piece in written["samples"]) == 4
     monkeypatch.undo()
-    whole = train(small_run(tmp_path / "whole"))
     resumed = train(small_run(tmp_path / "run"))
     assert events(tmp_path / "run", "started")[1]["resumed_from"] == 4
-    assert_same_weights(resumed.model, whole.model)
+    assert_same_weights(resumed.model, untouched().model)
 
 
 @pytest.mark.parametrize("clip", [None, 1.0])
@@ -275,7 +292,6 @@ def test_a_gradient_that_is_read_too_late_is_no_harm(
     """As on a GPU, where nobody waits for the gradients: the update was made, the run goes back to where its
     weights were right, and the second time it stops before the update."""
     job = bert_job(clip=clip)
-    whole = train(small_run(tmp_path / "whole", job=job))
     plain, begun = TrainingStep._accumulate, TrainingStep.__init__
 
     def late(self: TrainingStep, *given: Any) -> None:
@@ -307,7 +323,8 @@ def test_a_gradient_that_is_read_too_late_is_no_harm(
     assert any("goes back to step" in text for text in told)
     monkeypatch.undo()
     done = train(small_run(tmp_path / "run", **{**options, "on_nonfinite": "stop"}))
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    whole = untouched(clip=clip)
+    assert losses(tmp_path / "run") == whole.losses
     assert_same_weights(done.model, whole.model)
 
 
@@ -363,8 +380,7 @@ def test_memory_runs_out_and_the_step_is_taken_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, phase: str
 ) -> None:
     """F21, F22: another cut of the same global batch, from the very border, nothing restarted."""
-    job = _without_dropout(bert_job(clip=1.0))
-    whole = train(small_run(tmp_path / "whole", "sgd", job=job))
+    job, whole = _without_dropout(bert_job(clip=1.0)), untouched("sgd", dropout=False)
     _exhaust(monkeypatch, step, phase)
     asked: list[tuple[str, str]] = []
 
