@@ -149,6 +149,7 @@ def weights_of(job: Job, given: str | os.PathLike[str] | None) -> Path | None:
 
 
 def folder_of(output_dir: str | os.PathLike[str]) -> Path:
+    """The folder for checkpoints and the journal. Raises `UsageError` for what is none."""
     if not isinstance(output_dir, str | os.PathLike) or not os.fspath(output_dir):
         raise UsageError(f"output_dir is {output_dir!r}; it is the folder for checkpoints and the journal.")
     return Path(os.path.expanduser(output_dir))
