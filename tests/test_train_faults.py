@@ -1,13 +1,14 @@
 """`snugfit train` when the machine around it fails: its streams, its clock, its home, its memory.
 
-The command is the real one: `main` in a forked process, with its own descriptors and limits. What a fork
-cannot show, because modules read it when they are imported, runs in a process of its own.
+The command is the real one: `main` in a process that was forked from a clean one, with its own descriptors
+and limits. What a fork cannot show, because modules read it when they are imported, runs in one of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import importlib
 import os
 import pty
 import resource
@@ -15,14 +16,16 @@ import signal
 import struct
 import subprocess
 import sys
+import tempfile
 import termios
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
+from clean_forks import Forks
 from small_home import write_home
 from small_runs import (
     CPU,
@@ -41,7 +44,7 @@ from snugfit.errors import OutOfMemory
 from snugfit.training.journal import JOURNAL, Event
 from snugfit.training.store import Store
 from snugfit.training.train import train
-from test_training_kills import ended, forked, steps_told, until
+from test_training_kills import steps_told, until
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 
@@ -50,14 +53,18 @@ ROOM = 150 << 20
 """Bytes that a process may grow by until its memory runs out."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def imported(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Each process that is forked from this one has imported what it needs, and has no thread to miss: a
-    tokenizer that has been used here has some."""
-    train(small_run(tmp_path_factory.mktemp("run")))
-    import snugfit.cli.request
-    import snugfit.doors.own_loop
-    import snugfit.report.watching  # noqa: F401
+def warm() -> None:
+    """What a clean process does before it forks: it has imported what its children need."""
+    with tempfile.TemporaryDirectory() as folder:
+        train(small_run(Path(folder)))
+    for name in ("snugfit.cli.request", "snugfit.doors.own_loop", "snugfit.report.watching"):
+        importlib.import_module(name)
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    with Forks() as made:
+        yield made
 
 
 @pytest.fixture
@@ -67,27 +74,11 @@ def at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def command(*words: str, given: dict[int, int | None]) -> int:
-    """The command in a process of its own; its id. `given` are its streams: a descriptor, or None for one
-    that is closed; the others are open on nothing."""
-
-    def main() -> int:
-        nothing = os.open(os.devnull, os.O_RDWR)
-        for number in (STDOUT, STDERR):
-            wanted = given.get(number, nothing)
-            if wanted is None:
-                os.close(number)
-            else:
-                os.dup2(wanted, number)
-        closed = [number for number, wanted in given.items() if wanted is None]
-        sys.stdout, sys.stderr = (  # as Python itself begins
-            None if number in closed else os.fdopen(number, "w", closefd=False) for number in (STDOUT, STDERR)
-        )
-        sys.argv = ["snugfit", *words]
-        the_command()
-        raise AssertionError("main does not come back")
-
-    return forked(main)
+def command(*words: str) -> int:
+    """The command itself."""
+    sys.argv = ["snugfit", *words]
+    the_command()
+    raise AssertionError("main does not come back")
 
 
 def read_by_nobody() -> int:
@@ -103,10 +94,11 @@ def full() -> int:
 @pytest.mark.parametrize("streams", [(STDOUT,), (STDERR,), (STDOUT, STDERR)], ids=str)
 @pytest.mark.parametrize("how", [read_by_nobody, full, lambda: None], ids=["no reader", "full", "closed"])
 def test_a_run_does_not_end_with_its_readers(
-    at_home: Path, how: Callable[[], int | None], streams: tuple[int, ...]
+    at_home: Path, forks: Forks, how: Callable[[], int | None], streams: tuple[int, ...]
 ) -> None:
     """F38: a pipe that nobody reads any more, a log on a full disk, no stream at all."""
-    assert ended(command("train", "job.yaml", given={stream: how() for stream in streams})) == 0
+    child = forks.start(command, "train", "job.yaml", streams={stream: how() for stream in streams})
+    assert forks.ended(child) == 0
     assert steps_told(at_home / "out") == 12
     found = Store(at_home / "out").newest()
     assert found
@@ -114,28 +106,32 @@ def test_a_run_does_not_end_with_its_readers(
 
 
 @pytest.mark.parametrize("how", [read_by_nobody, full], ids=["no reader", "full"])
-def test_a_stopped_run_says_so_to_whoever_started_it(at_home: Path, how: Callable[[], int]) -> None:
+def test_a_stopped_run_says_so_to_whoever_started_it(
+    at_home: Path, forks: Forks, how: Callable[[], int]
+) -> None:
     """An exit code of 0 would tell a scheduler that there is nothing left to do."""
     gone = how()
-    child = command("train", "job.yaml", "--max-steps", "4000", given={STDOUT: gone, STDERR: gone})
+    words = ("train", "job.yaml", "--max-steps", "4000")
+    child = forks.start(command, *words, streams={STDOUT: gone, STDERR: gone})
     until(lambda: steps_told(at_home / "out") >= 1)
     os.kill(child, signal.SIGTERM)
-    assert ended(child) == 75
+    assert forks.ended(child) == 75
 
 
-def test_what_was_asked_for_and_cannot_be_written_is_told() -> None:
+def test_what_was_asked_for_and_cannot_be_written_is_told(forks: Forks) -> None:
     read, write = os.pipe()
-    child = command("gpus", "--json", given={STDOUT: full(), STDERR: write})
+    child = forks.start(command, "gpus", "--json", streams={STDOUT: full(), STDERR: write})
     os.close(write)
     with open(read) as told:
         assert told.read() == "snugfit: What was asked for cannot be written: No space left on device.\n"
-    assert ended(child) == 1
+    assert forks.ended(child) == 1
 
 
-def test_a_terminal_that_changes_its_size(at_home: Path) -> None:
+def test_a_terminal_that_changes_its_size(at_home: Path, forks: Forks) -> None:
     """F38: also to none at all."""
     ours, theirs = pty.openpty()
-    child = command("train", "job.yaml", "--max-steps", "40", given={STDOUT: theirs, STDERR: theirs})
+    words = ("train", "job.yaml", "--max-steps", "40")
+    child = forks.start(command, *words, streams={STDOUT: theirs, STDERR: theirs})
     os.close(theirs)
     shown, sizes = b"", [(0, 0), (1, 1), (3, 200), (50, 7), (24, 80)]
     with contextlib.suppress(OSError):  # how a terminal says that nobody is there any more
@@ -146,7 +142,7 @@ def test_a_terminal_that_changes_its_size(at_home: Path) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGWINCH)
     os.close(ours)
-    assert ended(child) == 0
+    assert forks.ended(child) == 0
     assert b"finished after step 40" in shown
 
 
@@ -222,23 +218,25 @@ def test_several_runs_that_were_interrupted_go_on_where_they_stopped(tmp_path: P
     assert taken == [[*range(1, 13)], [*range(1, 7), *range(5, 13)], [*range(1, 13)]]
 
 
-def test_memory_of_the_host_runs_out(tmp_path: Path) -> None:
+def limited(folder: str) -> int:
+    """A run that has little more memory than what it begins with; its exit code."""
+
+    def watch(event: Event) -> None:
+        if event["event"] == "started":
+            most = psutil.Process().memory_info().vms + ROOM
+            resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
+
+    run = small_run(Path(folder), job=bert_job(2048), samples=rows(2048), max_steps=2)
+    try:
+        return train(run, replan=next_recipe(CPU), watch=watch).exit_code
+    except OutOfMemory as end:
+        return end.exit_code
+
+
+def test_memory_of_the_host_runs_out(tmp_path: Path, forks: Forks) -> None:
     """F25: the system refuses it. The step is taken again in finer pieces, and if these do not fit either,
     the run ends as one that ran out of memory."""
-
-    def limited() -> int:
-        def watch(event: Event) -> None:
-            if event["event"] == "started":
-                most = psutil.Process().memory_info().vms + ROOM
-                resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
-
-        run = small_run(tmp_path, job=bert_job(2048), samples=rows(2048), max_steps=2)
-        try:
-            return train(run, replan=next_recipe(CPU), watch=watch).exit_code
-        except OutOfMemory as end:
-            return end.exit_code
-
-    code = ended(forked(limited))
+    code = forks.ended(forks.start(limited, str(tmp_path)))
     replanned = events(tmp_path, "replanned")
     assert replanned
     assert {event["cause"] for event in replanned} == {"host-oom"}
