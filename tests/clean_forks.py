@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -105,6 +106,9 @@ def _forked(asked: dict[str, Any], descriptors: Sequence[int]) -> int:
         _stream(asked["streams"], descriptors)
         module, name = asked["work"]
         code = getattr(importlib.import_module(module), name)(*asked["arguments"])
+    except Exception:
+        if sys.stderr is not None:
+            traceback.print_exc()
     finally:
         os._exit(code)
 
