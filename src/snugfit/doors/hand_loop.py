@@ -23,7 +23,7 @@ from snugfit.doors.hand_model import apply, device_of_model, loader_for, optimiz
 from snugfit.doors.hand_run import HandRun
 from snugfit.doors.hand_step import HandStep, ItemsOf, LossOf
 from snugfit.doors.items import samples_in
-from snugfit.doors.own_loop import folder_of, options_of
+from snugfit.doors.own_loop import capability_of, folder_of, options_of
 from snugfit.doors.trainer_job import same_generators
 from snugfit.doors.trainer_setup import keep_all
 from snugfit.errors import NothingFits, UsageError
@@ -66,7 +66,8 @@ def accelerate(
     printed every `logging_steps`, and what is kept, changed or wrong.
 
     Raises `UsageError` for what cannot be trained so and `RecipeError` for a wish that these cannot be given,
-    by name, `NothingFits` for a plan of nothing; nothing is changed then.
+    by name, `NothingFits` for a plan of nothing; nothing is changed then. Only a folder that cannot be had is
+    found out when the model has been changed.
     """
     options_of({"logging_steps": logging_steps, "save_total_limit": save_total_limit})
     _refuse_what_cannot_be_called(loss=loss, items=items, scheduler=getattr(scheduler, "step", scheduler))
@@ -74,7 +75,7 @@ def accelerate(
     device = device_of_model(model, optimizer)
     job = job_of(model, optimizer, loader, device, loss=loss, clip=clip)
     recipe = recipe_of(plan, job)
-    recipe.check(job, _capability(device))
+    recipe.check(job, capability_of(device))
     refuse(model, optimizer, loader, recipe, scheduler)
     folder = None if output_dir is None else folder_of(output_dir)
     setup = recipe.setup()
@@ -126,12 +127,6 @@ def _running(
 
 def _name(optimizer: Any) -> str:
     return f"{type(optimizer).__module__.split('.')[0]}'s {type(optimizer).__name__}"
-
-
-def _capability(device: torch.device) -> tuple[int, int] | None:
-    import torch
-
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 # ---- what is trained ------------------------------------------------------------------------------------
@@ -223,7 +218,7 @@ def recipe_of(plan: Any, job: Job) -> Recipe:
         raise UsageError(
             f"accelerate takes a plan, a recipe or a recipe's text fourth, and not a {type(plan).__name__}."
         )
-    if not plan.fits or plan.best is None:
+    if plan.best is None:
         raise NothingFits(f"This plan fits nothing; its nearest miss is '{plan.nearest.recipe}'.")
     if plan.job.batch_size != job.batch_size:
         raise UsageError(

@@ -103,7 +103,7 @@ def _checked(job: Job, recipe: Recipe | str, place: torch.device) -> Recipe:
     if not job.trains:
         raise JobError("The job's phase is 'evaluate', and this trains. Leave the phase out.")
     recipe = recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe)
-    recipe.check(job, _capability(place))
+    recipe.check(job, capability_of(place))
     return recipe
 
 
@@ -155,7 +155,8 @@ def folder_of(output_dir: str | os.PathLike[str]) -> Path:
     return Path(os.path.expanduser(output_dir))
 
 
-def _capability(device: torch.device) -> tuple[int, int] | None:
+def capability_of(device: torch.device) -> tuple[int, int] | None:
+    """The compute capability of a GPU; None for the CPU."""
     import torch
 
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None

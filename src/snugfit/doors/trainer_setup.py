@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from snugfit.doors.own_loop import capability_of
 from snugfit.errors import RecipeError, UsageError
 from snugfit.step.install import call
 from snugfit.techniques import roster
@@ -62,7 +63,7 @@ def apply(trainer: Any, job: Job, recipe: Recipe, left: frozenset[Slot] = frozen
     """Does what the recipe asks, but for slots that are `left` as the user has them; gives a line for each
     argument that is another one now."""
     setup, args = recipe.setup(), trainer.args
-    recipe.check(job, _capability(args.device))
+    recipe.check(job, capability_of(args.device))
     _refuse(trainer, recipe, setup, left)
     before = _told(args)
     if Slot.PRECISION not in left:
@@ -103,12 +104,6 @@ def optimizer_is_theirs(trainer: Any) -> bool:
     # Once train() has run, the optimizer is there because the Trainer made it.
     made = trainer.optimizer is not None and not hasattr(trainer.optimizer, "accelerator_state")
     return made or trainer.optimizer_cls_and_kwargs is not None or written
-
-
-def _capability(device: Any) -> tuple[int, int] | None:
-    import torch
-
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 def _refuse(trainer: Any, recipe: Recipe, setup: Setup, left: frozenset[Slot]) -> None:

@@ -100,8 +100,8 @@ class Running:
 
     @functools.cached_property
     def parameters(self) -> tuple[torch.nn.Parameter, ...]:
-        """The model's, in its order. To walk through the modules of BERT-large takes the host 2 ms, which a
-        step would do each time."""
+        """The model's, in its order. A step that walked through the modules for them would keep the host, and
+        with it a GPU that waits for the host."""
         return tuple(self.model.parameters())
 
 
