@@ -126,7 +126,8 @@ class Plan:
     """The run's length, over which what is paid once was spread; None where it was not said."""
 
     front: tuple[Choice, ...]
-    """No other recipe is both as fast and as small; the fastest first."""
+    """Recipes than which no other is both as fast and as small, the fastest first. One that would be smaller
+    than a faster one by less than `searched.GRAIN` may be missing, the answer never."""
 
     best: Choice | None
     """Of those that fit, the one that the objective asks for; None when nothing fits."""

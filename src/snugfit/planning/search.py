@@ -2,9 +2,10 @@
 
 Each Setup is first given the least that it can take (`Parts.screen`). Then Setups are judged in the order of
 their least seconds: put together whole, timed, and sent through the allocator. A Setup that cannot be better
-than one that was judged, neither in seconds nor in bytes, is left out; so what remains is the whole Pareto
-front of the space, and the answer for any memory is read off it: the fastest that fits. Less memory can
-therefore never give a faster plan.
+than one that was judged, neither in seconds nor by a grain in bytes, is left out, unless it may fit where
+that one does not. So what remains is the Pareto front of the space, up to that grain, and the fastest that
+fits, exactly: less memory can never give a faster plan. Where the smallest is asked for, or nothing fits,
+whatever could be smaller yet is judged too.
 
 What is judged must never be less than what was screened. Where it is, the model's layers do not grow as they
 seemed to, and the search begins again without shortcuts.
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
     from snugfit.job.job import Job
     from snugfit.planning.clock import Clock
+    from snugfit.planning.figures import Bound
     from snugfit.planning.workers import Bench, Question
     from snugfit.rehearsal.tape import Tape
     from snugfit.techniques.technique import Technique
@@ -88,7 +90,7 @@ def plan(
     space = space_of(job, fidelity=fidelity, capability=capability, settled=settled)
 
     def made(at: Bench) -> Plan:
-        searched = search(space, at, tell)
+        searched = search(space, at, tell, memory_bytes=memory_bytes, smallest=objective == "memory")
         made = explained(
             searched, at, job=job, gpu=gpu, memory_bytes=memory_bytes, fidelity=fidelity,
             objective=objective, tell=tell,
@@ -100,13 +102,23 @@ def plan(
     return at_a_bench(made, job, [gpu], clocks, workers=workers, run=run, tell=tell)
 
 
-def search(space: Space, at: Bench, tell: Tell = lambda what: None) -> Searched:
-    """The space's whole Pareto front. Raises `Irregular`, and `SnugfitError` when nothing can be
-    rehearsed."""
+def search(
+    space: Space,
+    at: Bench,
+    tell: Tell = lambda what: None,
+    *,
+    memory_bytes: int | None = None,
+    smallest: bool = False,
+) -> Searched:
+    """The space's Pareto front, with the fastest recipe that fits so much memory on it; and with the smallest
+    there is, where that is asked for or nothing fits. Raises `Irregular`, and `SnugfitError` when nothing can
+    be rehearsed."""
     seen = screened(space, at, tell)
     bounds = {number: each for number, (each,) in seen.bounds.items()}
-    found = Searched(space, bounds, refused=seen.refused, kinds=seen.kinds)
-    _judge_all(found, at, tell)
+    found = Searched(space, bounds, refused=seen.refused, kinds=seen.kinds, memory_bytes=memory_bytes)
+    _judge_all(found, at, found.beaten, _least_seconds, tell)
+    if smallest or (memory_bytes is not None and found.smallest > memory_bytes):
+        _judge_all(found, at, found.too_large, _least_bytes, tell)
     return found
 
 
@@ -157,12 +169,18 @@ def _clock_of(gpu: Gpu | None) -> Clock:
     return GpuClocks([gpu])
 
 
-def _judge_all(found: Searched, at: Bench, tell: Tell) -> None:
-    """Judges whatever can be on the front; Setups of one tape together."""
+def _judge_all(
+    found: Searched,
+    at: Bench,
+    left_out: Callable[[int], bool],
+    order: Callable[[Bound], tuple[float, float]],
+    tell: Tell,
+) -> None:
+    """Judges whatever is not left out when its turn comes, in this order; Setups of one tape together."""
     tapes: dict[int, list[int]] = defaultdict(list)
     for number in found.bounds:
         tapes[found.space.candidates[number].tape].append(number)
-    waiting = deque(sorted(tapes.values(), key=lambda group: _least_rank(found, group)))
+    waiting = deque(sorted(tapes.values(), key=lambda group: min(order(found.bounds[n]) for n in group)))
     homes: dict[int, int] = {}  # all that share their passes are judged in one place
     asked: dict[int, list[int]] = {}
     progress = Progress("judging", len(waiting), tell)
@@ -171,7 +189,7 @@ def _judge_all(found: Searched, at: Bench, tell: Tell) -> None:
         others: list[list[int]] = []
         question: Question | None = None
         while waiting and question is None:
-            group = [number for number in waiting.popleft() if not found.beaten(number)]
+            group = [number for number in waiting.popleft() if not left_out(number)]
             if group and homes.setdefault(found.space.candidates[group[0]].sized, place) != place:
                 others.append(group)
                 continue
@@ -186,11 +204,16 @@ def _judge_all(found: Searched, at: Bench, tell: Tell) -> None:
         group = asked.pop(number)
         if isinstance(answer, SnugfitError):
             found.refused.append(refusal([found.space.candidates[each] for each in group], answer))
+            for each in group:
+                del found.bounds[each]
             continue
         for each, (figures,) in zip(group, answer, strict=True):
             found.judge(each, figures)
 
 
-def _least_rank(found: Searched, group: list[int]) -> tuple[float, int, int]:
-    bounds = [found.bounds[number] for number in group]
-    return min(bound.seconds for bound in bounds), min(bound.needed_bytes for bound in bounds), group[0]
+def _least_seconds(least: Bound) -> tuple[float, float]:
+    return least.seconds, least.needed_bytes
+
+
+def _least_bytes(least: Bound) -> tuple[float, float]:
+    return least.needed_bytes, least.seconds
