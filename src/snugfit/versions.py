@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 import re
 from importlib import metadata, util
@@ -19,9 +20,15 @@ OPTIONAL = ("bitsandbytes", "peft", "triton", "datasets")
 def version_of(package: str) -> str | None:
     """The installed version of a package, or None."""
     try:
-        return metadata.version(package)
+        return _found(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+@functools.cache
+def _found(package: str) -> str:
+    """Read once a process: the metadata are parsed whole for it. What is missing may still be installed."""
+    return metadata.version(package)
 
 
 def versions() -> dict[str, str]:

@@ -14,7 +14,7 @@ Nothing here is pickled, so nothing is run when it is read.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError
@@ -54,12 +54,16 @@ class _Packer:
         if isinstance(value, torch.Tensor):
             return {TENSOR: self._named(value), "on": value.device.type}
         if isinstance(value, tuple):
-            return {TUPLE: [self.tree(each) for each in value]}
+            return {TUPLE: self._each(value)}
         if isinstance(value, list):
-            return [self.tree(each) for each in value]
+            return self._each(value)
         if isinstance(value, Mapping):
             return {PAIRS: [[self.tree(key), self.tree(each)] for key, each in value.items()]}
         return _plain(value)
+
+    def _each(self, values: Sequence[Any]) -> list[Any]:
+        """Generators' states are hundreds of numbers each, and training waits for this."""
+        return list(values) if set(map(type, values)) == {int} else [self.tree(each) for each in values]
 
 
 def _plain(value: Any) -> Any:
