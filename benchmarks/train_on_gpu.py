@@ -10,6 +10,8 @@ runs out.
                 the run that is taken up after it gives the numbers of one that met none
     doors       `train`, `fit` and `accelerate` over the same samples in the same order, fp32, no dropout:
                 their losses, and the seconds of a step in each and in a plain Trainer
+    samples     16 x 512 of which each takes 2 ms to be made, by no worker: the seconds of a step in a plain
+                Trainer, through `fit` and through `accelerate`
     exhausted   32 x 512 under a recipe that does not fit into 20 GiB, through `train` and `fit`: the recipe
                 that the run goes on with, its losses beside those of a run that had all memory
 
@@ -192,7 +194,7 @@ def model_of(job: Job) -> Any:
         return job.model.build(job, dtype="float32", attention="sdpa").train()
 
 
-def trainer_of(job: Job, folder: Path, model: Any, steps: int, **arguments: Any) -> Any:
+def trainer_of(job: Job, folder: Path, model: Any, steps: int, *, data: Any = None, **arguments: Any) -> Any:
     wanted: dict[str, Any] = {
         "output_dir": str(folder), "max_steps": steps, "per_device_train_batch_size": job.batch_size,
         "learning_rate": job.learning_rate, "logging_steps": 10_000, "save_strategy": "no",
@@ -201,7 +203,8 @@ def trainer_of(job: Job, folder: Path, model: Any, steps: int, **arguments: Any)
     }  # fmt: skip
     args = transformers.TrainingArguments(**{**wanted, **arguments})
     made = transformers.Trainer(
-        model=model, args=args, train_dataset=SyntheticDataset(job, 512), data_collator=collate,
+        model=model, args=args, data_collator=collate,
+        train_dataset=SyntheticDataset(job, 512) if data is None else data,
     )  # fmt: skip
     made.remove_callback(transformers.PrinterCallback)
     return made
@@ -273,12 +276,13 @@ def hand(
     kill: int = 0,
     resume: bool = False,
     seen: Seen | None = None,
+    data: Any = None,
 ) -> tuple[list[float], float]:
     """The losses, and the seconds of a step between the fifth and the last but one."""
     model = model_of(job)
     optimizer = torch.optim.AdamW(model.parameters(), lr=job.learning_rate, weight_decay=0.0, foreach=True)
     loader: Any = torch.utils.data.DataLoader(
-        SyntheticDataset(job, 512),  # type: ignore[arg-type]
+        SyntheticDataset(job, 512) if data is None else data,
         batch_size=job.batch_size,
         collate_fn=collate,
     )
@@ -305,6 +309,33 @@ def hand(
     del run, model, optimizer
     cleared()
     return losses, seconds
+
+
+class Slow(SyntheticDataset):
+    """Samples that have to be tokenized, or read."""
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.002)
+        return super().__getitem__(index)
+
+
+def samples(job: Job, folder: Path) -> dict[str, list[float]]:
+    """Two turns."""
+    seconds: dict[str, list[float]] = {}
+    recipe, data = "bf16 + adamw_fused", Slow(job, 512)
+    for _ in range(2):
+        for name in ("trainer", "fit"):
+            trainer = trainer_of(
+                job, folder / name, model_of(job), 25, data=data, bf16=True, optim="adamw_torch_fused"
+            )
+            if name == "fit":
+                trainer = snugfit.fit(trainer, recipe, watch=lambda event: None)
+            seconds.setdefault(name, []).append(timed(trainer, 25))
+            del trainer
+            cleared()
+        seconds.setdefault("accelerate", []).append(hand(job, 25, recipe, data=data)[1])
+    print({name: round(min(each) * 1e3, 1) for name, each in seconds.items()}, flush=True)
+    return seconds
 
 
 def exhausted(job: Job, folder: Path) -> dict[str, Any]:
@@ -338,7 +369,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--model", default="bert-large-uncased")
-    parser.add_argument("--only", default="resumed,elsewhere,poisoned,doors,exhausted")
+    parser.add_argument("--only", default="resumed,elsewhere,poisoned,doors,samples,exhausted")
     asked = parser.parse_args()
     model = Model.find(asked.model)
     job = Job(model=model, task="sequence-classification", batch_size=8, sequence_length=128, clip=1.0)  # type: ignore[arg-type]
@@ -348,6 +379,7 @@ def main() -> None:
         "elsewhere": lambda folder: elsewhere(job, folder),
         "poisoned": lambda folder: poisoned(job, folder),
         "doors": lambda folder: doors(replace(job, model=still, batch_size=4, sequence_length=512), folder),
+        "samples": lambda folder: samples(replace(job, batch_size=16, sequence_length=512), folder),
         "exhausted": lambda folder: exhausted(replace(job, batch_size=32, sequence_length=512), folder),
     }
     document: dict[str, Any] = {

@@ -1,19 +1,22 @@
 """What training costs over the bare loop, and beside the HF Trainer: the same steps, side by side in one run.
 
-    python benchmarks/train_overhead.py OUT.json [--steps 40] [--turns 4] [--clip 1.0] [RECIPE ...]
+    python benchmarks/train_overhead.py OUT.json [--steps 40] [--turns 4] [--clip 1.0] [--loops bare,fit]
+                                        [--no-checkpoints] [RECIPE ...]
 
-BERT-large, 4 x 512, as in Hugging Face's single-GPU guide, under the guide's recipes. For each recipe three
+BERT-large, 4 x 512, as in Hugging Face's single-GPU guide, under the guide's recipes. For each recipe these
 loops take the same number of steps over the same synthetic samples, by turns, in one process:
 
-    bare      the plain loop: no look at loss or gradients, no schedule, no journal, no checkpoint
-    snugfit   `training/session.py`: all of that, checkpoints apart (they are timed below)
-    trainer   the installed transformers.Trainer with the flags of the same recipe (`step/trainer_loop.py`)
+    bare        the plain loop: no look at loss or gradients, no schedule, no journal, no checkpoint
+    snugfit     `training/session.py`: all of that, checkpoints apart (they are timed below)
+    trainer     the installed transformers.Trainer with the flags of the recipe (`step/trainer_loop.py`)
+    fit         the Trainer, given the recipe by `snugfit.fit`
+    accelerate  a loop by hand, given it by `snugfit.accelerate`
 
 Seconds are those of the wall clock between two steps, the device waited for at both. Of the turns the
 fastest counts: a neighbour of a rented host only ever slows one down.
 
 Then checkpoints: how long training waits for one of BERT-large with AdamW, and how long writing takes
-beside it.
+beside it. `--no-checkpoints` leaves that out.
 """
 
 from __future__ import annotations
@@ -24,20 +27,25 @@ import gc
 import json
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
+import snugfit
 from snugfit.documents import write_document
+from snugfit.doors import hand_run, trainer_lines
 from snugfit.job.batch import SyntheticDataset
 from snugfit.job.job import Job
 from snugfit.job.model import Model
-from snugfit.step.batches import collate
+from snugfit.step.batches import collate, dataset
+from snugfit.step.install import build_model, build_optimizer
 from snugfit.step.quiet_core import QuietCore
 from snugfit.step.step import open_step
 from snugfit.techniques.recipe import Recipe
+from snugfit.training.foreseen import nothing_foreseen
 from snugfit.training.options import TrainOptions
 from snugfit.training.run import Data, Run
 from snugfit.training.train import train
@@ -59,6 +67,9 @@ RECIPES = (
 """The guide's experiments that run on one GPU without compiling."""
 
 
+Watch = Callable[[dict[str, Any]], None]
+
+
 class Clock:
     """An observer that reads the wall clock at two borders."""
 
@@ -74,6 +85,7 @@ class Clock:
     def phase(self, name: str) -> None: ...
 
     def step_ends(self, index: int) -> None:
+        self.core.look()
         if index in (WARMUP - 1, self._last):
             torch.cuda.synchronize()
             now = time.perf_counter()
@@ -94,8 +106,7 @@ def trained(job: Job, recipe: Recipe, steps: int) -> float:
 
     def watch(event: dict[str, Any]) -> None:
         nonlocal began, seconds
-        if event["event"] == "started":
-            core.look()
+        core.look()
         if event["event"] == "step" and event["step"] in (WARMUP, steps - 1):
             torch.cuda.synchronize()
             now = time.perf_counter()
@@ -106,9 +117,7 @@ def trained(job: Job, recipe: Recipe, steps: int) -> float:
     return seconds
 
 
-def run_of(
-    job: Job, recipe: Recipe, steps: int, folder: Path, watch: Callable[[Any], None], **options: Any
-) -> None:
+def run_of(job: Job, recipe: Recipe, steps: int, folder: Path, watch: Watch, **options: Any) -> None:
     data = Data(samples=SyntheticDataset(job, max(512, 4 * steps)), collate=collate)
     wanted = TrainOptions(max_steps=steps, lr_scheduler_type="constant", **options)
     run = Run(
@@ -118,46 +127,106 @@ def run_of(
     train(run, watch=watch)
 
 
+class Borders(transformers.TrainerCallback):
+    """Tells a clock of a Trainer's steps."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        self._clock.built(more["model"], None)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        self._clock.step_ends(state.global_step - 1)
+
+
+def fitted(job: Job, recipe: Recipe, steps: int, watch: Watch = lambda event: None, **options: Any) -> float:
+    clock, plain, device = Clock(steps - 1), Recipe.parse("plain").setup(), torch.device("cuda")
+    with tempfile.TemporaryDirectory() as folder:
+        args = transformers.TrainingArguments(
+            folder, max_steps=steps, per_device_train_batch_size=job.batch_size,
+            learning_rate=job.learning_rate, lr_scheduler_type="constant", max_grad_norm=job.clip or 0.0,
+            report_to="none", disable_tqdm=True, **{"save_strategy": "no", **options},
+        )  # fmt: skip
+        trainer = transformers.Trainer(
+            build_model(job, plain, device), args, transformers.default_data_collator,
+            dataset(job, plain, device, steps), callbacks=[Borders(clock)],
+        )  # fmt: skip
+        trainer.remove_callback(transformers.PrinterCallback)
+        snugfit.fit(trainer, recipe, watch=watch).train()
+    return clock.seconds
+
+
+def by_hand(job: Job, recipe: Recipe, steps: int) -> float:
+    clock, plain, device = Clock(steps - 1), Recipe.parse("plain").setup(), torch.device("cuda")
+    model = build_model(job, plain, device)
+    loader: Any = torch.utils.data.DataLoader(
+        dataset(job, plain, device, steps),  # type: ignore[arg-type]
+        batch_size=job.batch_size,
+        collate_fn=collate,
+    )
+    clock.built(model, None)
+    optimizer = build_optimizer(job, plain, model)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        snugfit.accelerate(
+            model, optimizer, loader, recipe, clip=job.clip, output_dir=folder, watch=lambda event: None
+        ) as run,
+    ):
+        for batch in run:
+            run.step(batch)
+            clock.step_ends(run.steps - 1)
+            if run.steps == steps:
+                break
+    return clock.seconds
+
+
+LOOPS: dict[str, Callable[[Job, Recipe, int], float]] = {
+    "bare": lambda job, recipe, steps: looped(job, recipe, "plain", steps),
+    "snugfit": trained,
+    "trainer": lambda job, recipe, steps: looped(job, recipe, "trainer", steps),
+    "fit": fitted,
+    "accelerate": by_hand,
+}
+
+
 def cleared() -> None:
     gc.collect()
     torch.cuda.empty_cache()
 
 
-def row(job: Job, text: str, steps: int, turns: int) -> dict[str, Any]:
+def row(job: Job, text: str, loops: Sequence[str], steps: int, turns: int) -> dict[str, Any]:
     recipe = Recipe.parse(text)
-    loops: dict[str, Callable[[], float]] = {
-        "bare": lambda: looped(job, recipe, "plain", steps),
-        "snugfit": lambda: trained(job, recipe, steps),
-        "trainer": lambda: looped(job, recipe, "trainer", steps),
-    }
     seconds: dict[str, list[float]] = {name: [] for name in loops}
     for _ in range(turns):
-        for name, loop in loops.items():
-            seconds[name].append(loop())
+        for name in loops:
+            seconds[name].append(LOOPS[name](job, recipe, steps))
             cleared()
     best = {name: min(each) for name, each in seconds.items()}
-    told = {
-        "recipe": text,
-        "clip": job.clip,
-        "seconds": seconds,
-        "overhead": best["snugfit"] / best["bare"] - 1,
-        "faster_than_trainer": best["trainer"] / best["snugfit"],
-    }
-    print(f"{text:60} bare {best['bare'] * 1e3:7.2f} ms  overhead {told['overhead']:+.1%}"
-          f"  trainer/snugfit {told['faster_than_trainer']:.2f}", flush=True)  # fmt: skip
+    print(f"{text:40} " + "  ".join(f"{name} {each * 1e3:.2f} ms" for name, each in best.items()), flush=True)
+    told = {"recipe": text, "clip": job.clip, "seconds": seconds}
+    for beside in {"bare", "trainer"} & {*loops}:
+        told[f"over_{beside}"] = {name: best[name] / best[beside] - 1 for name in loops if name != beside}
     return told
 
 
-def checkpoints(job: Job) -> list[dict[str, Any]]:
+def checkpoints(job: Job) -> dict[str, list[dict[str, Any]]]:
     """Two checkpoints of one run, 60 steps apart."""
-    saved: list[dict[str, Any]] = []
+    saved: dict[str, list[dict[str, Any]]] = {"snugfit": [], "fit": []}
+    keys = ("step", "bytes", "blocked_seconds", "seconds")
 
-    def watch(event: dict[str, Any]) -> None:
-        if event["event"] == "saved":
-            saved.append({key: event[key] for key in ("step", "bytes", "blocked_seconds", "seconds")})
+    def heard(loop: str) -> Watch:
+        def watch(event: dict[str, Any]) -> None:
+            if event["event"] == "saved":
+                saved[loop].append({key: event[key] for key in keys})
 
+        return watch
+
+    recipe = Recipe.parse("bf16")
     with tempfile.TemporaryDirectory() as folder:
-        run_of(job, Recipe.parse("bf16"), 120, Path(folder), watch, save_steps=60)
+        run_of(job, recipe, 120, Path(folder), heard("snugfit"), save_steps=60)
+    cleared()
+    fitted(job, recipe, 120, heard("fit"), save_strategy="steps", save_steps=60)
     print(json.dumps(saved), flush=True)
     return saved
 
@@ -169,7 +238,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--clip", type=float, default=1.0, help="the Trainer's default; 0 never clips")
+    parser.add_argument("--loops", default="bare,snugfit,trainer", help=f"of {', '.join(LOOPS)}")
+    parser.add_argument("--no-checkpoints", action="store_true")
     asked = parser.parse_intermixed_args()
+    for door in (hand_run, trainer_lines):  # it takes seconds, and is no part of a step
+        door.foresees = lambda device: nothing_foreseen
     job = Job(
         model=Model.find("bert-large-uncased"), task="sequence-classification", batch_size=4,
         sequence_length=512, clip=asked.clip,
@@ -184,10 +257,11 @@ def main() -> None:
         "rows": [],
     }
     for text in asked.recipes:
-        document["rows"].append(row(job, text, asked.steps, asked.turns))
+        document["rows"].append(row(job, text, asked.loops.split(","), asked.steps, asked.turns))
         write_document(asked.out, document)
-    document["checkpoints"] = checkpoints(job)
-    write_document(asked.out, document)
+    if not asked.no_checkpoints:
+        document["checkpoints"] = checkpoints(job)
+        write_document(asked.out, document)
 
 
 if __name__ == "__main__":

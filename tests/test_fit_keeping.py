@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from pathlib import Path
@@ -88,21 +89,26 @@ def masked(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return {**batch, "input_ids": batch["input_ids"].masked_fill(hidden, 3)}
 
 
-@pytest.mark.parametrize("step", [3, 7])
-def test_a_collator_that_draws_goes_on_with_its_numbers(step: int, tmp_path: Path) -> None:
-    def made(folder: Path, at: At | None = None) -> Any:
-        trainer = run_of(folder, at=at, max_steps=8)
+@pytest.mark.parametrize(("step", "how"), [(3, "killed"), (7, "killed"), (3, "no number")])
+def test_a_collator_that_draws_goes_on_with_its_numbers(step: int, how: str, tmp_path: Path) -> None:
+    def made(folder: Path) -> Any:
+        trainer = run_of(folder, max_steps=8)
         trainer.data_collator = masked
         return trainer
 
     whole = made(tmp_path / "whole")
     whole.train()
-    with pytest.raises(Killed):
-        made(tmp_path / "cut", At(step, die)).train()
+    cut = made(tmp_path / "cut")
+    spoil = cut.model.classifier.register_forward_hook
+    wrong = (lambda: spoil(lambda module, given, out: out * math.nan)) if how == "no number" else die
+    cut.add_callback(At(step, wrong))
+    with pytest.raises((Killed, SnugfitError)):
+        cut.train()
     torch.manual_seed(99)
     resumed = made(tmp_path / "cut")
     resumed.train(resume_from_checkpoint=True)
     assert_same_weights(resumed.model, whole.model)
+    assert losses_of(resumed) == losses_of(whole)
 
 
 def test_a_checkpoint_is_whole_and_loads(whole: Any) -> None:

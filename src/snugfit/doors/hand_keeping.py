@@ -22,7 +22,7 @@ from snugfit.training.journal import Event, Journal
 from snugfit.training.lock import locked
 from snugfit.training.saver import Saver
 from snugfit.training.staging import Staging
-from snugfit.training.state import Running, restore, snapshot
+from snugfit.training.state import Running, bytes_of, restore, snapshot
 from snugfit.training.store import Store
 from snugfit.versions import versions
 
@@ -37,12 +37,31 @@ FREE = ("recipe", "versions")
 
 
 @final
+class HeldFolder:
+    """A folder that is one run's alone until it is closed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.store = Store(folder)
+        self.store.prepare()
+        self._open = contextlib.ExitStack()
+        self._open.enter_context(locked(self.store.root))
+        self.interrupts = self._open.enter_context(Interrupts(self.store.root))
+        """Signals and the trigger file."""
+
+        self.store.sweep()
+
+    def close(self) -> None:
+        """Gives it back."""
+        self._open.close()
+
+
+@final
 class HandKeeping:
-    """One run's, which holds the folder until it is closed."""
+    """One run's."""
 
     def __init__(
         self,
-        folder: Path,
+        held: HeldFolder,
         *,
         job: Job,
         recipe: Recipe,
@@ -52,22 +71,16 @@ class HandKeeping:
         watch: Callable[[Event], None],
     ) -> None:
         self._running, self._batches = running, batches
-        self._store = Store(folder)
-        self._store.prepare()
+        self._held, self._store, self.interrupts = held, held.store, held.interrupts
         self.root = self._store.root
         """The folder."""
-
-        self._open = contextlib.ExitStack()
-        self._open.enter_context(locked(self.root))
-        self.interrupts = self._open.enter_context(Interrupts(self.root))
-        """Signals and the trigger file."""
 
         self.journal = Journal(self.root, watch)
         """What happened."""
 
-        self._store.sweep()
         self._about = _about(job, recipe, running, batches)
         self._staging = Staging(running.device)
+        self._staging.prepare(bytes_of(running))
         self._saver = Saver(self._store, self._about, self.journal, limit=save_total_limit)
         self._kept_step: int | None = None
         self._begun = self._closed = False
@@ -139,7 +152,7 @@ class HandKeeping:
             if self._saver.failure is not None:
                 raise SnugfitError(f"The last checkpoint is not kept: {self._saver.failure}")
         finally:
-            self._open.close()
+            self._held.close()
 
 
 def _about(job: Job, recipe: Recipe, running: Running, batches: Batches) -> dict[str, Any]:

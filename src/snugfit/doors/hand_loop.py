@@ -13,12 +13,13 @@ micro-batches. The loop stays the user's: what it does between two steps is its 
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, final
 
 from snugfit.doors.hand_batches import Batches, is_plain, made_like, own_generators
-from snugfit.doors.hand_keeping import HandKeeping
+from snugfit.doors.hand_keeping import HandKeeping, HeldFolder
 from snugfit.doors.hand_model import apply, device_of_model, loader_for, optimizer_for, refuse
 from snugfit.doors.hand_run import HandRun
 from snugfit.doors.hand_step import HandStep, ItemsOf, LossOf
@@ -66,8 +67,7 @@ def accelerate(
     printed every `logging_steps`, and what is kept, changed or wrong.
 
     Raises `UsageError` for what cannot be trained so and `RecipeError` for a wish that these cannot be given,
-    by name, `NothingFits` for a plan of nothing; nothing is changed then. Only a folder that cannot be had is
-    found out when the model has been changed.
+    by name, `NothingFits` for a plan of nothing; nothing is changed then.
     """
     options_of({"logging_steps": logging_steps, "save_total_limit": save_total_limit})
     _refuse_what_cannot_be_called(loss=loss, items=items, scheduler=getattr(scheduler, "step", scheduler))
@@ -77,19 +77,22 @@ def accelerate(
     recipe = recipe_of(plan, job)
     recipe.check(job, capability_of(device))
     refuse(model, optimizer, loader, recipe, scheduler)
-    folder = None if output_dir is None else folder_of(output_dir)
-    setup = recipe.setup()
-    running, told = _running(model, optimizer, scheduler, recipe, device)
-    batches = Batches(loader_for(loader, setup, device))
-    keeping = None
-    if folder is not None:
-        keeping = HandKeeping(
-            folder, job=job, recipe=recipe, running=running, batches=batches,
-            save_total_limit=save_total_limit, watch=watch,
-        )  # fmt: skip
+    with contextlib.ExitStack() as unless_it_begins:
+        held = None if output_dir is None else HeldFolder(folder_of(output_dir))
+        if held is not None:
+            unless_it_begins.callback(held.close)
+        running, told = _running(model, optimizer, scheduler, recipe, device)
+        batches = Batches(loader_for(loader, recipe.setup(), device))
+        keeping = None
+        if held is not None:
+            keeping = HandKeeping(
+                held, job=job, recipe=recipe, running=running, batches=batches,
+                save_total_limit=save_total_limit, watch=watch,
+            )  # fmt: skip
+        unless_it_begins.pop_all()
     for text in told:
         watch({"event": "note", "text": text})
-    step = HandStep(job, setup, device, model=model, loss=loss, items=items)
+    step = HandStep(job, recipe.setup(), device, model=model, loss=loss, items=items)
     return HandRun(
         job=job, recipe=recipe, running=running, step=step, batches=batches, keeping=keeping,
         every=logging_steps, watch=watch,

@@ -120,13 +120,13 @@ def apply(model: Any, recipe: Recipe) -> list[str]:
     import torch
 
     setup, told = recipe.setup(), []
+    now = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    if not _is_plain(recipe, Slot.ATTENTION) and now != setup.attention:
+        _choose_attention(model, setup.attention)  # first: only this may be refused yet
+        told.append(f"attention was {now} and is {setup.attention}")
     if (before := dtype_of(model)) != setup.weights_dtype:
         model.to(getattr(torch, setup.weights_dtype))
         told.append(f"weights were {before} and are {setup.weights_dtype}")
-    now = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    if not _is_plain(recipe, Slot.ATTENTION) and now != setup.attention:
-        _choose_attention(model, setup.attention)
-        told.append(f"attention was {now} and is {setup.attention}")
     keep_all(model)
     if setup.checkpoint is not None:
         checkpoint_layers(model, setup.checkpoint)

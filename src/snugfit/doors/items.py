@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from snugfit.job.batch import IGNORED
@@ -19,6 +19,21 @@ def samples_in(batch: Mapping[str, Any]) -> int:
 def items_in(batch: Mapping[str, Any], *, shifts: bool) -> int:
     """Labels that count, without the first of each row where the model `shifts` them; samples, where there
     are no labels or they are numbers."""
+    return items_in_each([batch], shifts=shifts)[0]
+
+
+def items_in_each(batches: Sequence[Mapping[str, Any]], *, shifts: bool) -> list[int]:
+    """Of several batches; where they are on a device, it is waited for once."""
+    import torch
+
+    counted = [_count(batch, shifts) for batch in batches]
+    if all(isinstance(each, torch.Tensor) for each in counted) and counted:
+        found: list[int] = torch.stack(counted).tolist()  # type: ignore[arg-type]
+        return found
+    return [int(each) for each in counted]
+
+
+def _count(batch: Mapping[str, Any], shifts: bool) -> torch.Tensor | int:
     import torch
 
     labels = batch.get("shift_labels", batch.get("labels"))
@@ -26,7 +41,7 @@ def items_in(batch: Mapping[str, Any], *, shifts: bool) -> int:
         return samples_in(batch)
     if "shift_labels" not in batch and labels.dim() > 1 and shifts:
         labels = labels[..., 1:]
-    return int(labels.ne(IGNORED).sum())
+    return labels.ne(IGNORED).sum()
 
 
 def pieces_of(batch: Mapping[str, Any], rows: int | None) -> Iterator[Mapping[str, Any]]:

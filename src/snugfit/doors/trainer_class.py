@@ -18,8 +18,8 @@ from snugfit.doors.trainer_keeping import Keeping
 from snugfit.doors.trainer_lines import Lines
 from snugfit.doors.trainer_loss import (
     is_the_users,
-    items_of,
     noticing,
+    share_of,
     wrong_of_the_model,
     wrong_of_theirs,
 )
@@ -64,6 +64,7 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
         with (
             contextlib.nullcontext() if theirs else matmul_precision(setup.matmul),
             _changed(self.args, logging_nan_inf_filter=False, restore_callback_states_from_checkpoint=True),
+            _changed(self.accelerator.dataloader_config, non_blocking=_is_page_locked(self.args)),
             opened(self, fitted) as keeping,
         ):
             folder = keeping.open(resume_from_checkpoint)
@@ -104,15 +105,19 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
             real.collate_fn = self.snugfit.keeping.stream.watching(real.collate_fn)
         return loader
 
-    def get_batch_samples(self, *arguments: Any, **keywords: Any) -> Any:
-        """The micro-batches of one step; what each of them counts for is known from here on."""
-        fitted = self.snugfit
-        with fitted.told_of.fetching(), fitted.checkpoints.stream.drawing():
-            samples, items = super().get_batch_samples(*arguments, **keywords)
+    def get_batch_samples(self, epoch_iterator: Any, *arguments: Any, **keywords: Any) -> Any:
+        """The micro-batches of one step."""
+        fitted, theirs = self.snugfit, super().get_batch_samples
+
+        def fetch() -> Any:
+            with fitted.told_of.fetching(), fitted.checkpoints.stream.drawing():
+                return theirs(epoch_iterator, *arguments, **keywords)
+
+        fitted.told_of.begin()
+        samples, items = fitted.checkpoints.ahead.take(epoch_iterator, fetch)
         fitted.told_of.fetched(samples)
         fitted.checkpoints.stream.used(len(samples))
-        fitted.pieces = [items_of(self, each) for each in samples]
-        fitted.total, fitted.count = sum(fitted.pieces), len(samples)
+        fitted.pieces, fitted.count = [], len(samples)
         fitted.batch, fitted.lost, fitted.place = samples, None, 0
         return samples, items
 
@@ -121,7 +126,7 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
         with less; what is given is then what this adds to the losses that were given before."""
         fitted = self.snugfit
         if fitted.place == 0:
-            fitted.began = generators(self.args.device)
+            fitted.began, fitted.logged = generators(self.args.device), self._tr_loss.clone()
         fitted.place += 1
         given, todo = fitted.lost, [inputs]
         while True:
@@ -149,9 +154,8 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
         self.current_gradient_accumulation_steps = 1  # transformers divides by it what is weighed already
         for place, batch in enumerate(batches, start=fitted.place - len(batches)):
             for piece in pieces_of(batch, fitted.rows):
-                items = fitted.pieces[place] if piece is batch else items_of(self, piece)
-                if items:
-                    with _counting(fitted, items / fitted.total):
+                if share := share_of(self, piece, place):
+                    with _counting(fitted, share):
                         total = total + super().training_step(model, piece, *arguments, **keywords)
         return total
 
@@ -164,8 +168,8 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
         scaled = getattr(self, "loss_is_scaled_for_ga", None)
         theirs = is_the_users(self)
         given = noticing(items) if theirs and items is not None else None
-        if not theirs and fitted.count > 1:
-            fitted.warn_once(wrong_of_the_model(self, model, inputs, items))
+        if not theirs and fitted.count > 1 and not fitted.corrected:
+            fitted.corrected = fitted.warn_once(wrong_of_the_model(self, model, inputs, items))
         made = super().compute_loss(model, inputs, *arguments, num_items_in_batch=given, **keywords)
         used = bool(given.used) if given is not None and scaled is None else bool(scaled)
         if theirs and fitted.count > 1 and not used:
@@ -175,8 +179,13 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
         return (made[0] * fitted.share, *made[1:]) if isinstance(made, tuple) else made * fitted.share
 
     def _get_grad_norm(self, *arguments: Any, **keywords: Any) -> Any:
-        """The last moment before the update: a loss or a gradient that is no number ends the run here."""
+        """The last moment before the update: a loss or a gradient that is no number ends the run here. Until
+        the device has them the host makes the next batch."""
         norm = super()._get_grad_norm(*arguments, **keywords)
+        last = self.state.global_step + 1 >= self.state.max_steps
+        if not last and not self.accelerator.gradient_state.end_of_dataloader:
+            self.snugfit.told_of.computed()
+            self.snugfit.checkpoints.ahead.fetch()
         refuse_no_number(self, self.snugfit, norm)
         return norm
 
@@ -213,6 +222,7 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
             restore_trainer(self, Path(checkpoint))
+        self.snugfit.checkpoints.prepare()
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         """It came with the optimizer."""
@@ -273,6 +283,12 @@ def _counting(fitted: Fitted, share: float) -> Iterator[None]:
         yield
     finally:
         fitted.share = None
+
+
+def _is_page_locked(args: Any) -> bool:
+    """Whether batches lie where a GPU fetches them by itself. Then nobody waits for that: to wait would be to
+    wait for the whole step before."""
+    return bool(args.device.type == "cuda" and args.dataloader_pin_memory)
 
 
 def _allocator(device: Any, *, expandable: bool) -> None:

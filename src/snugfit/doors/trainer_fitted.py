@@ -33,7 +33,7 @@ class Fitted:
     """Of the batch's items, those of the micro-batch that is being trained; None in an evaluation."""
 
     pieces: list[int] = field(default_factory=list)
-    """Items of each of this step's micro-batches."""
+    """Items of each of this step's micro-batches, once they were counted."""
 
     place: int = 0
     """How many of them were begun."""
@@ -41,17 +41,20 @@ class Fitted:
     rows: int | None = None
     """Samples that a micro-batch is cut into once more, since memory ran out."""
 
-    total: int = 0
-    """Items of all of them."""
-
     count: int = 0
     """How many there are."""
 
     divides: bool | None = None
     """Whether the model's loss depends on `num_items_in_batch`; None before it was asked."""
 
-    seen: tuple[float, float] | None = None
-    """Loss of the last step, and the norm of its gradients."""
+    shifts: bool | None = None
+    """Whether it shifts its labels by one, likewise."""
+
+    corrected: bool = False
+    """Whether it was said what transformers would do wrong with its loss."""
+
+    seen: tuple[float, float, int] | None = None
+    """Loss of the last step, the norm of its gradients, and its tokens."""
 
     lines: Lines | None = None
     """The journal's lines of the `train()` that is going on."""
@@ -64,6 +67,9 @@ class Fitted:
 
     began: tuple[torch.Tensor, ...] = ()
     """The generators of a forward pass when this step began."""
+
+    logged: torch.Tensor | None = None
+    """What the Trainer's losses since its last log came to when this step began."""
 
     batch: list[Any] = field(default_factory=list)
     """This step's micro-batches."""
@@ -94,8 +100,9 @@ class Fitted:
         else:
             self.watch({"event": event, **fields})
 
-    def warn_once(self, text: str) -> None:
-        """A warning, the first time; none is none."""
+    def warn_once(self, text: str) -> bool:
+        """A warning, the first time; whether there is one."""
         if text and text not in self.told:
             self.told.add(text)
             self.tell("warning", text=text)
+        return bool(text)

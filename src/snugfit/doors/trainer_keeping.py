@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from snugfit.doors.trainer_ahead import Ahead
 from snugfit.doors.trainer_memory import under
 from snugfit.doors.trainer_restore import running_of
 from snugfit.doors.trainer_stream import Stream
@@ -29,7 +30,7 @@ from snugfit.training.journal import Journal
 from snugfit.training.manifest import Checkpoint, verify
 from snugfit.training.saver import Saver
 from snugfit.training.staging import Staging
-from snugfit.training.state import Snapshot, snapshot
+from snugfit.training.state import Snapshot, bytes_of, snapshot
 from snugfit.training.store import Store
 from snugfit.versions import versions
 
@@ -88,6 +89,8 @@ class Keeping:
         """Where this run was taken up."""
         self.stream = Stream()
         """The generators of the data."""
+        self.ahead = Ahead()
+        """The next step's micro-batches."""
 
     def _about(self) -> dict[str, Any]:
         trainer, fitted = self._trainer, self._fitted
@@ -119,6 +122,11 @@ class Keeping:
         self._saver = Saver(self.store, self._told, self.journal, limit=limit)
         self._kept_step = self.resumed.step if self.resumed else None
         return str(self.resumed.folder) if self.resumed else None
+
+    def prepare(self) -> None:
+        """Takes the memory that a checkpoint is copied to, while the first steps run."""
+        if self._trainer.args.save_strategy != "no":
+            self._staging.prepare(bytes_of(running_of(self._trainer)))
 
     def _newest(self) -> Checkpoint:
         found = self.store.newest()

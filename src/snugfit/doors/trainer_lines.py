@@ -6,7 +6,8 @@
     ended       outcome, step, step_seconds, the peaks; in words, foreseen beside seen
 
 A step begins when its micro-batches are asked for and ends at its border, before the Trainer logs, evaluates
-and saves. It has waited for data when the device had nothing left to do when they came.
+and saves. Most of them are made in the step before (`trainer_ahead.py`), which has waited for data when the
+device had nothing left to do when they came.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from snugfit.doors.foresee import foresees
 from snugfit.doors.items import samples_in
 from snugfit.doors.trainer_job import same_generators
 from snugfit.doors.trainer_setup import optimizer_is_theirs
-from snugfit.job.batch import tokens_of
+from snugfit.job.batch import token_count
 from snugfit.training.foreseen import Foreseen, beside, nothing_foreseen
 from snugfit.training.pace import Pace
 from snugfit.training.thrash import Thrash
 
 if TYPE_CHECKING:
+    import torch
+
     from snugfit.doors.trainer_fitted import Fitted
 
 
@@ -41,7 +44,9 @@ class Lines:
         self._foresee = nothing_foreseen if optimizer_is_theirs(trainer) else foresees(device)
         self._event = torch.cuda.Event() if device.type == "cuda" else None
         self._began = self._stalled = 0.0
-        self._samples = self._tokens = 0
+        self._samples = 0
+        self.tokens: torch.Tensor | int = 0
+        """Of the step, and where they lie: they are read when the step's loss is (`trainer_numbers.py`)."""
         self._untold = False
         self.goes_on()
 
@@ -59,18 +64,27 @@ class Lines:
         self._pace = Pace(trainer.args.device, every=max(1, every), foreseen=known)
         self._thrash: Thrash | None = Thrash(trainer.args.device)
 
+    def begin(self) -> None:
+        """A step begins."""
+        self._began, self._stalled = time.perf_counter(), 0.0
+
+    def computed(self) -> None:
+        """All that a step computes was asked for, the update apart."""
+        if self._event is not None:
+            self._event.record()
+
     @contextlib.contextmanager
     def fetching(self) -> Iterator[None]:
-        """Within it a step's micro-batches are asked for."""
-        self._began = time.perf_counter()
+        """Within it micro-batches are made."""
+        began = time.perf_counter()
         yield
-        took = time.perf_counter() - self._began
-        self._stalled = 0.0 if self._event is not None and not self._event.query() else took
+        if self._event is None or self._event.query():
+            self._stalled += time.perf_counter() - began
 
     def fetched(self, batches: list[Any]) -> None:
         """These are they."""
         self._samples = sum(samples_in(each) for each in batches)
-        self._tokens = sum(tokens_of(each) for each in batches)
+        self.tokens = sum(token_count(each) for each in batches)
         self._untold = True
 
     def tell(self, learning_rate: float | None) -> bool:
@@ -79,10 +93,8 @@ class Lines:
             return False
         self._untold = False
         trainer, state = self._trainer, self._trainer.state
-        if self._event is not None:
-            self._event.record()
         seconds = time.perf_counter() - self._began
-        loss, norm = self._fitted.seen
+        loss, norm, tokens = self._fitted.seen
         self._fitted.tell(
             "step",
             step=state.global_step,
@@ -94,8 +106,8 @@ class Lines:
             seconds=seconds,
             stall_seconds=self._stalled,
             samples=self._samples,
-            tokens=self._tokens,
-            **self._pace.told(state.global_step, seconds, self._samples, self._tokens),
+            tokens=tokens,
+            **self._pace.told(state.global_step, seconds, self._samples, tokens),
         )
         return True
 

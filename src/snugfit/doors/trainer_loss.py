@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from snugfit.doors.items import items_in, shifts_labels
+from snugfit.doors.items import items_in, items_in_each, shifts_labels
 
 if TYPE_CHECKING:
     import torch
@@ -25,10 +25,20 @@ if TYPE_CHECKING:
     from snugfit.doors.trainer_fitted import Fitted
 
 
-def items_of(trainer: Any, batch: Mapping[str, Any]) -> int:
-    """How many items the loss of this batch is a mean over."""
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    return items_in(batch, shifts=bool(trainer._loss_shifts_labels) or shifts_labels(model))
+def share_of(trainer: Any, piece: Mapping[str, Any], place: int) -> float:
+    """What a piece of this micro-batch of the step counts for. A batch that is not cut is all that there is:
+    nothing is counted in it, for to read that from a GPU is to wait until it has done the step before."""
+    fitted = trainer.snugfit
+    whole = piece is fitted.batch[place]
+    if whole and fitted.count == 1:
+        return 1.0
+    if fitted.shifts is None:
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        fitted.shifts = bool(trainer._loss_shifts_labels) or shifts_labels(model)
+    if not fitted.pieces:
+        fitted.pieces = items_in_each(fitted.batch, shifts=fitted.shifts)
+    items: int = fitted.pieces[place] if whole else items_in(piece, shifts=fitted.shifts)
+    return items / sum(fitted.pieces) if items else 0.0
 
 
 def is_the_users(trainer: Any) -> bool:
@@ -94,14 +104,16 @@ def divides(trainer: Any, model: Any, inputs: Mapping[str, Any], items: Any) -> 
 def wrong_of_the_model(trainer: Any, model: Any, inputs: Mapping[str, Any], items: Any) -> str:
     """What transformers would do wrong with this model's loss and is corrected, in words; or nothing. The
     model is asked once."""
-    fitted, name = trainer.snugfit, type(trainer.accelerator.unwrap_model(model)).__name__
+    fitted = trainer.snugfit
     if trainer.label_smoother is not None:
         return ""  # it divides by num_items_in_batch itself
-    if not trainer.model_accepts_loss_kwargs or items is None:
-        return "" if _even(fitted) else _ALIKE.format(name=name)
-    if fitted.divides is None:
+    by_the_piece = not trainer.model_accepts_loss_kwargs or items is None
+    if not by_the_piece and fitted.divides is None:
         fitted.divides = divides(trainer, model, inputs, items)
-    return "" if fitted.divides else _SUMMED.format(who=name, n=fitted.count)
+    if _even(fitted) if by_the_piece else fitted.divides:
+        return ""
+    name = type(trainer.accelerator.unwrap_model(model)).__name__
+    return _ALIKE.format(name=name) if by_the_piece else _SUMMED.format(who=name, n=fitted.count)
 
 
 def wrong_of_theirs(trainer: Any, items: Any) -> str:

@@ -2,6 +2,9 @@
 
 transformers goes on, logs a loss of 0 and leaves weights that are no numbers. Here the step's loss and the
 norm of its gradients come to the host together, once a step; a gradient scaler's overflow is its own affair.
+
+Nothing else of a step waits for the GPU. The Trainer by itself does so twice: for the copy of a batch, before
+which the step before has to be done, and for the loss, at the end of the backward pass, as here.
 """
 
 from __future__ import annotations
@@ -28,9 +31,10 @@ def refuse_no_number(trainer: Any, fitted: Fitted, norm: Any) -> None:
 
     if fitted.lost is None or fitted.keeping is None:
         return
-    length = torch.as_tensor(norm, device=fitted.lost.device)
-    loss, size = torch.stack([fitted.lost.float(), length.float()]).tolist()
-    fitted.seen = loss, size
+    lost, tokens = fitted.lost, fitted.told_of.tokens
+    read = [lost, torch.as_tensor(norm, device=lost.device), lost.new_full((), 0) + tokens]
+    loss, size, count = torch.stack([each.float() for each in read]).tolist()
+    fitted.seen = loss, size, int(count)
     overflown = trainer.accelerator.scaler is not None and not math.isfinite(size)
     if math.isfinite(loss) and (overflown or math.isfinite(size)):
         return
@@ -38,6 +42,8 @@ def refuse_no_number(trainer: Any, fitted: Fitted, norm: Any) -> None:
     step = trainer.state.global_step + 1
     file = write_batch(fitted.keeping.store.root, step, fitted.batch)
     set_generators(fitted.began, trainer.args.device)
+    trainer._tr_loss.copy_(fitted.logged)
+    fitted.keeping.stream.not_used(fitted.count)
     fitted.keeping.keep()
     fitted.keeping.wait()
     raise SnugfitError(

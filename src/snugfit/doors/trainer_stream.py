@@ -1,7 +1,7 @@
 """The random numbers of a fitted trainer's data, apart from those of its model.
 
 An epoch's order, a collator that masks, a dataset that augments: they draw from the process's generators, and
-the loader works a batch ahead of the step. Had they the model's generators, a resumed run would draw other
+the loader works a step ahead. Had they the model's generators, a resumed run would draw other
 numbers. So while batches are fetched the generators are others, whose states are kept: at the epoch's
 beginning, from which a resumed run draws its order again; and before each collation, so that the first batch
 that it makes is the one that came next. Workers draw from generators of their own.
@@ -20,9 +20,6 @@ from snugfit.training.generators import (
     states_from,
     states_to_json,
 )
-
-AHEAD = 4
-"""Collations whose states are remembered; accelerate's loader is one batch ahead."""
 
 
 class Stream:
@@ -53,8 +50,13 @@ class Stream:
             set_host_states(models)
 
     def used(self, batches: int) -> None:
-        """So many batches went into a step."""
+        """So many batches go into a step."""
+        self._before = {place: states for place, states in self._before.items() if place >= self._used}
         self._used += batches
+
+    def not_used(self, batches: int) -> None:
+        """The step that had them is not made: they come again."""
+        self._used -= batches
 
     def watching(self, collate: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """The collator, with its generators' states noted."""
@@ -64,7 +66,6 @@ class Stream:
                 set_host_states(self._first)
                 self._first = None
             self._before[self._collated] = host_states()
-            self._before.pop(self._collated - AHEAD, None)
             self._collated += 1
             return collate(samples)
 

@@ -78,9 +78,15 @@ def label_items(job: Job, batch: Mapping[str, Any]) -> int:
 
 
 def tokens_of(batch: Mapping[str, Any]) -> int:
-    """Tokens in a batch that are no padding; 0 where there are none."""
+    """Tokens in a batch that are no padding; 0 where there are none. Waits for a device."""
+    return int(token_count(batch))
+
+
+def token_count(batch: Mapping[str, Any]) -> torch.Tensor | int:
+    """The same, where it lies: who reads it from a device waits for what that does before."""
     if "attention_mask" in batch:
-        return int(batch["attention_mask"].sum())
+        counted: torch.Tensor = batch["attention_mask"].sum()
+        return counted
     return int(batch["input_ids"].numel()) if "input_ids" in batch else 0
 
 

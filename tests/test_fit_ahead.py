@@ -1,0 +1,77 @@
+"""A fitted trainer makes the next step's batch before this step's update, and no other than the Trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from fitted import classified, model_of, quiet, trainer_of
+from snugfit import fit
+
+pytestmark = pytest.mark.whole
+
+
+class Asked(list[dict[str, Any]]):
+    """Samples that remember which of them were asked for, and break at one."""
+
+    def __init__(self, broken: int | None = None) -> None:
+        super().__init__(classified(22))
+        self.asked: list[int] = []
+        self.broken = broken
+
+    def __getitem__(self, index: Any) -> Any:
+        if index == self.broken:
+            raise ValueError("this sample cannot be read")
+        self.asked.append(index)
+        return super().__getitem__(index)
+
+
+class AtUpdates(transformers.TrainerCallback):
+    """How many samples were asked for when each update is made."""
+
+    def __init__(self, data: Asked) -> None:
+        self.data, self.seen = data, list[int]()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        self.seen.append(len(self.data.asked))
+
+
+def trained(folder: Path, recipe: str | None, data: Asked, **more: Any) -> tuple[Any, AtUpdates]:
+    """Six samples a step, and in an epoch's last step four."""
+    trainer, updates = trainer_of(folder, model_of("bert"), data, micro=(6, 1), **more), AtUpdates(data)
+    trainer.add_callback(updates)
+    if recipe is not None:
+        fit(trainer, recipe, watch=quiet)
+        data.asked.clear()
+    trainer.train()
+    return trainer, updates
+
+
+@pytest.mark.parametrize("recipe", ["plain", "micro_batches(2)"])
+def test_it_asks_for_what_the_trainer_asks_for_and_earlier(recipe: str, tmp_path: Path) -> None:
+    """Two epochs of four steps, and a run that ends in the second."""
+    micro, most = (6, 1) if recipe == "plain" else (3, 2), 6
+    data = Asked()
+    alone = trainer_of(tmp_path, model_of("bert"), data, micro=micro, max_steps=most)
+    updates = AtUpdates(data)
+    alone.add_callback(updates)
+    alone.train()
+    fitted, ours = trained(tmp_path, recipe, Asked(), max_steps=most)
+    assert fitted.train_dataset.asked == data.asked
+    assert all(ours.seen[step] > updates.seen[step] for step in (0, 1))
+    assert ours.seen[3] == updates.seen[3]  # an epoch's last step: no order of the next is drawn yet
+    assert ours.seen[5] == updates.seen[5]  # the run's last step
+
+
+def test_what_breaks_ahead_is_told_when_it_is_asked_for(tmp_path: Path) -> None:
+    """The Trainer's loader is a batch ahead by itself, so the fourth batch is made for the third step."""
+    data = Asked()
+    trainer = trainer_of(tmp_path, model_of("bert"), data, micro=(4, 1), max_steps=5)
+    fit(trainer, "plain", watch=quiet)
+    data.broken = 13
+    with pytest.raises(ValueError, match="cannot be read"):
+        trainer.train()
+    assert trainer.state.global_step == 2
