@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from small_models import small_job
 from snugfit.errors import UsageError
 from snugfit.job.gpu import Gpu, all_gpus, find_gpu
 from snugfit.job.job import Job
+from snugfit.planning import search_gpus
 from snugfit.planning.clock import Alone, GpuClocks, Joining, seconds_of
 from snugfit.planning.gpu_plans import GpuPlans
 from snugfit.planning.many_clocks import Each, Known
@@ -25,14 +27,18 @@ from snugfit.planning.space import Candidate, space_of
 from snugfit.prediction.device import policy_for
 from snugfit.prediction.predict import predict
 from snugfit.prediction.profile import Software
+from snugfit.rehearsal.pieces import Work
 from snugfit.rehearsal.rehearse import rehearse
-from snugfit.rehearsal.sizes import Work
 from snugfit.rehearsal.tape import Kernel, Tape
+from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
-from snugfit.techniques.technique import Fidelity
+from snugfit.techniques.technique import Fidelity, Slot
 from snugfit.units import MIB
 
 H200 = find_gpu("h200")
+
+KEPT = {slot: roster.plain(slot) for slot in (Slot.CHECKPOINTING, Slot.ALLOCATOR)}
+"""Settled where a test asks for no more than that two searches agree."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,12 @@ def clock_of(gpu: Gpu) -> Invented:
 def invented(memory: int, *, bandwidth: int = 10**9, like: str = "h200") -> Gpu:
     key = f"{like}-{memory}-{bandwidth}"
     return replace(find_gpu(like), key=key, memory_bytes=memory, bandwidth=bandwidth)
+
+
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is `KEPT` is not searched."""
+    monkeypatch.setattr(search_gpus, "space_of", partial(space_of, settled=KEPT))
 
 
 @pytest.fixture(scope="module")
@@ -123,18 +135,20 @@ def test_more_memory_or_bandwidth_never_gives_a_slower_answer(
     assert found.fastest.gpu.bandwidth == 10**10
 
 
+@pytest.mark.usefixtures("narrow")
 def test_together_as_one_by_one(job: Job) -> None:
     """Three GPUs of the table in two searches: the same answers as three plans."""
     gpus = [find_gpu(name) for name in ("t4", "rtx 4090", "rtx 5090")]
     found = plan_gpus(job, [*gpus, "RTX 4090"], fidelity="same", workers=1)
     assert len(found.counts) == 2
     for gpu, answer in zip(gpus, found.answers, strict=True):
-        alone = plan(job, gpu=gpu, fidelity="same", workers=1)
+        alone = plan(job, gpu=gpu, fidelity="same", workers=1, settled=KEPT)
         assert answer.choice == alone.best
         assert answer.measured_rates is False
         assert "data sheet" in answer.rates
 
 
+@pytest.mark.usefixtures("narrow")
 def test_an_answer_is_by_the_gpu_s_own_scratch_and_workspaces() -> None:
     """Sums over many rows take scratch by the number of multiprocessors."""
     job = small_job("bert", 1, {"max_position_embeddings": 2048}, batch_size=4, sequence_length=2048)
@@ -163,6 +177,7 @@ def test_the_smallest_recipe_is_the_same_question_for_all(
     assert {answer.choice.needed_bytes for answer in found.answers if answer.choice} == {least}
 
 
+@pytest.mark.usefixtures("narrow")
 def test_what_cannot_be_told_is_said(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = replace(find_gpu("t4"), key="no-rates", bandwidth=None)
     unsized = replace(find_gpu("t4"), key="no-size", memory_bytes=None)
@@ -247,6 +262,7 @@ def count_concavely(tape: Tape) -> float:
     return len(tape.kernels) ** 0.25
 
 
+@pytest.mark.usefixtures("narrow")
 def test_layers_that_do_not_grow_evenly_are_rehearsed_whole_for_all_gpus() -> None:
     job, told = small_job("gpt2", 6, batch_size=1), []
     gpus = [invented(1 << 40), invented(1 << 41)]
@@ -274,6 +290,7 @@ def figures(needed: int, seconds: float) -> Figures:
     return Figures(needed, needed, needed, 0, seconds, False)
 
 
+@pytest.mark.usefixtures("narrow")
 def test_the_answers_survive_json(job: Job) -> None:
     gpus = [invented(1 << 40), invented(100 * MIB), find_gpu("mi300x")]
     found = plan_gpus(job, gpus, fidelity="same", clock_of=clock_of, workers=1)
@@ -285,6 +302,7 @@ def test_the_answers_survive_json(job: Job) -> None:
             GpuPlans.from_json({**document, **damage})
 
 
+@pytest.mark.usefixtures("narrow")
 def test_two_processes_find_what_one_finds(job: Job) -> None:
     gpus = [find_gpu("t4"), find_gpu("h200")]
     alone, together = (plan_gpus(job, gpus, fidelity="same", workers=count) for count in (1, 2))

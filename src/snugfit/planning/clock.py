@@ -23,7 +23,7 @@ from snugfit.rehearsal.tape import Tape
 
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
-    from snugfit.rehearsal.sizes import Work
+    from snugfit.rehearsal.pieces import Work
     from snugfit.rehearsal.tape import Kernel
 
 Clock = Callable[[Tape], Sequence[float]]

@@ -23,7 +23,8 @@ from snugfit.planning.same_tape import kernels_under, plain, seen_by_clock
 from snugfit.planning.shallow import Shallow, Shallows, along
 from snugfit.planning.space import adapters_key, update_key
 from snugfit.rehearsal.brief import PIECES
-from snugfit.rehearsal.sizes import Passes, Round, Update, Work, rehearse_sizes, update_of
+from snugfit.rehearsal.pieces import Work
+from snugfit.rehearsal.sizes import Passes, Round, Update, rehearse_sizes, update_of
 from snugfit.rehearsal.splice import rehearse_update
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from snugfit.prediction.rates import rates_for
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
     from snugfit.planning.queueing import Stretch
-    from snugfit.rehearsal.sizes import Work
+    from snugfit.rehearsal.pieces import Work
     from snugfit.rehearsal.tape import Tape
 
 

@@ -36,6 +36,7 @@ from snugfit.rehearsal.brief import PIECES, brief_passes, is_brief
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.splice import Part, rehearse_passes, rehearse_update, spliced
 from snugfit.rehearsal.tape import Mark, Tape
+from snugfit.techniques.setup import CheckpointWish
 
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 _Kept = TypeVar("_Kept")
+
+EVERY_LAYER = CheckpointWish()
 
 REMEMBERED_PARTS = 48
 """Whole parts that are kept, at some ten megabytes each: more than there are kinds of passes in most spaces,
@@ -191,14 +194,16 @@ class Parts:
         return self._kept(("passes", passes_key(setup), samples, setup.micro_batches > 1), rehearsed)
 
     def _is_brief(self, setup: Setup) -> bool:
-        """Whether such passes may be rehearsed briefly, tried on few layers and one sample each."""
+        """Whether such passes may be rehearsed briefly, tried on few layers and one sample each. What a step
+        leaves behind does not depend on which of its layers are recomputed, once some are."""
         pieces = min(setup.micro_batches, PIECES)
-        key = (passes_key(setup), pieces)
+        kind = replace(setup, checkpoint=setup.checkpoint and EVERY_LAYER)
+        key = (passes_key(kind), pieces)
         if key not in self._brief:
             job = self.shallows.tried(setup, samples=pieces)
             if job is None:
                 return False
-            self._brief[key] = is_brief(job, replace(setup, micro_batches=pieces), self.policy)
+            self._brief[key] = is_brief(job, replace(kind, micro_batches=pieces), self.policy)
         return self._brief[key]
 
     def _whole_tape(self, setup: Setup, policy: CudaPolicy | None = None) -> Tape:

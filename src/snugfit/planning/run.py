@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from snugfit.job.job import Job
-    from snugfit.rehearsal.sizes import Work
+    from snugfit.rehearsal.pieces import Work
     from snugfit.rehearsal.tape import Tape
     from snugfit.techniques.setup import Setup
 

@@ -15,7 +15,7 @@ from itertools import combinations, pairwise
 from typing import TYPE_CHECKING
 
 from snugfit.prediction.allocator import Replay, replay
-from snugfit.rehearsal.sizes import Work
+from snugfit.rehearsal.pieces import Work
 
 if TYPE_CHECKING:
     from snugfit.rehearsal.tape import Tape

@@ -1,11 +1,12 @@
 """Passes of several micro-batch sizes in one rehearsal: what a planner compares before it rehearses whole.
 
-One model is built, and two steps run through it: one whose micro-batches are each of another size, the first
-size twice, and one of the whole batch in one piece. What is made once (workspaces, a gradient scaler) is made
-by the very first micro-batch; every later one adds its gradients to those that stand, as all but the first of
-a step do. So one micro-batch of each size is enough, and three figures are kept of it: how far the live bytes
-rise, what stands when it has passed, and its kernels. The kernels of a step's first micro-batch are the same
-without the additions, and which those are shows between the two of the first size.
+One model is built, and two steps run through it: one of the whole batch in one piece, and one whose
+micro-batches are each of another size. What is made once (workspaces, a gradient scaler) is made by the very
+first of them, and counts as if it had always been there. The whole batch finds no gradients; every later
+micro-batch adds its own to those that stand, as all but the first of a step do. So one micro-batch of each
+size is enough, and three figures are kept of it: how far the live bytes rise, what stands when it has passed,
+and its kernels. The kernels of a step's first micro-batch are the same without the additions, and which those
+are shows beside the whole batch; where that is not asked for, or one size is, the smallest runs twice.
 
 An update, rehearsed alone (`splice.py`), gives the same three figures. Together they tell the live bytes at
 the worst moment of a steady step: a sum and a maximum, with nothing left out but the first step, in which
@@ -15,15 +16,18 @@ less is alive. So it is never more than the truth.
 from __future__ import annotations
 
 import contextlib
-from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import functools
+import operator
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from snugfit.rehearsal.pieces import Piece, Work, pieces_in
 from snugfit.rehearsal.rehearse import rehearsed
 from snugfit.rehearsal.repeat import cut
-from snugfit.rehearsal.score import Birth, Death, Entry, Move, Run, Wait, folded
+from snugfit.rehearsal.score import Birth, Death, Entry, Move, Run, Wait
 from snugfit.rehearsal.splice import NOTHING, Part
 from snugfit.step.batches import micro_batches
 from snugfit.step.footprint import Kind
@@ -33,27 +37,16 @@ from snugfit.step.plain_loop import Built, PlainStep
 if TYPE_CHECKING:
     from snugfit.job.job import Job
     from snugfit.rehearsal.policy import Policy
-    from snugfit.rehearsal.score import Note
-    from snugfit.rehearsal.tape import Kernel, Mark, Tape
+    from snugfit.rehearsal.tape import Kernel
     from snugfit.step.step import Observer
     from snugfit.techniques.setup import Setup
 
 
+ADDITIONS = ("aten::add", "aten::add_")
+"""By which autograd adds to a gradient that stands."""
+
 UPDATING = ("clip", "update")
 """Phases of a step that come after its passes."""
-
-
-class Work(NamedTuple):
-    """What the device does."""
-
-    kernels: tuple[Kernel, ...] = ()
-    waits: tuple[int, ...] = ()
-    """Before which of them the host waits."""
-
-    def then(self, other: Work) -> Work:
-        """This, and the other after it."""
-        waits = (len(self.kernels) + place for place in other.waits)
-        return Work(self.kernels + other.kernels, (*self.waits, *waits))
 
 
 class Round(NamedTuple):
@@ -105,17 +98,19 @@ def rehearse_sizes(job: Job, setup: Setup, policy: Policy, sizes: Iterable[int],
     job = replace(job, clip=None, decay_groups=False)
     step = _Rounds(job, replace(setup, micro_batches=1, optimizer=NOTHING), torch.device("meta"))
     sizes = sorted(set(sizes))
-    step.rounds = [[sizes[0], *sizes]] if sizes else [[job.batch_size]]
-    step.rounds += [[job.batch_size]] if whole else []
+    step.rounds = [[job.batch_size]] if whole else []
+    step.gradients_stand = whole and len(sizes) > 1
+    step.rounds += [sizes if step.gradients_stand else [sizes[0], *sizes]] if sizes else []
     tape, notes = rehearsed(step, policy, 1)
     optimizer: Any = step.optimizer
-    passed = list(_passed(tape, notes))
+    passed = list(pieces_in(tape, notes))
     standing = passed[-1].after
-    pieces = [piece for piece in passed[1:-1] if piece.number]  # the first warmed up, the last is the update
-    cut = dict(zip(sizes, (piece for piece in pieces[: len(sizes)]), strict=True))
-    added = _additions(passed[0].work, cut[sizes[0]].work) if sizes else Counter()
+    pieces = [piece for piece in passed if piece.number]  # the others are updates
+    before, further = pieces[: -len(sizes) or None], pieces[len(pieces) - len(sizes) :]
+    first, cut = before[0], dict(zip(sizes, further, strict=True))
+    added = _additions(before[-1].work, [piece.work for piece in further]) if sizes else Counter()
     return Passes(
-        whole=_round(pieces[-1], pieces[-1].work, Work(), standing) if whole else None,
+        whole=_round(first, first.work, Work(), standing) if whole else None,
         cut={
             size: _round(piece, _without(piece.work, added), piece.work, standing)
             for size, piece in cut.items()
@@ -130,6 +125,8 @@ class _Rounds(PlainStep):
     """The plain loop without an update, each micro-batch of a size of its own."""
 
     rounds: Sequence[Sequence[int]] = ()
+    gradients_stand = False
+    """Whether a round adds to the gradients of the one before."""
 
     def run(self, steps: int, observer: Observer) -> list[float]:
         """Builds, and runs a step for each round; all are told as the first, and there is no loss."""
@@ -147,7 +144,8 @@ class _Rounds(PlainStep):
                 self._accumulate(Built(model, optimizer, scaler, iter([pieces]), observer))
                 observer.phase("update")
                 optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
+                if not self.gradients_stand or sizes is self.rounds[-1]:
+                    optimizer.zero_grad(set_to_none=True)
                 observer.step_ends(0)
         self.model, self.optimizer = model, optimizer
         return []
@@ -158,48 +156,22 @@ class _Rounds(PlainStep):
             return next(batches)[0]
 
 
-class _Piece(NamedTuple):
-    """A stretch of a run: the passes of one micro-batch, or an update."""
-
-    number: int
-    """Of the micro-batch in its step, from 1; 0 for an update."""
-    levels: Mapping[str, int]
-    """Most live bytes at the births in each phase and module."""
-    after: int
-    """Live bytes at its end."""
-    work: Work
-
-
-def _passed(tape: Tape, notes: Sequence[Note]) -> Iterator[_Piece]:
-    """The micro-batches and updates of a run, in order."""
-    live, kernels = [*tape.live()], iter(tape.kernels)
-    numbers = _pieces(tape.marks)
-    starts = [place for place, number in enumerate(numbers) if number >= 0 and number != numbers[place - 1]]
-    ends = [*starts[1:], len(numbers)]
-    queue = deque(notes)
-    for start, end in zip(starts, ends, strict=True):
-        ran: list[Kernel] = []
-        waits: list[int] = []
-        while queue and queue[0].marks <= end:
-            note = queue.popleft()
-            if note.what == "kernel":
-                ran.append(next(kernels))
-            elif note.what == "wait":
-                waits.append(len(ran))
-        first = tape.marks[start].event
-        last = tape.marks[end].event if end < len(numbers) else len(tape.events)
-        work = Work(tuple(ran), tuple(waits))
-        yield _Piece(numbers[start], _levels(tape, live, first, last), live[last - 1], work)
-
-
-def _round(piece: _Piece, first: Work, further: Work, standing: int) -> Round:
+def _round(piece: Piece, first: Work, further: Work, standing: int) -> Round:
     rises = {where: level - standing for where, level in piece.levels.items()}
     return Round(rises, piece.after - standing, first, further)
 
 
-def _additions(first: Work, further: Work) -> Counter[Any]:
-    """What a further micro-batch runs more than the first: the additions to gradients that stand."""
-    return Counter(map(_what, further.kernels)) - Counter(map(_what, first.kernels))
+def _additions(first: Work, further: Sequence[Work]) -> Counter[Any]:
+    """What all further micro-batches run and a first one, perhaps of another size, does not: the additions to
+    gradients that stand, two tensors of one shape in backward."""
+    known = Counter(map(_what, first.kernels))
+    more = [Counter(map(_what, work.kernels)) - known for work in further]
+    common = functools.reduce(operator.and_, more)
+    return Counter({what: count for what, count in common.items() if _adds(*what)})
+
+
+def _adds(name: str, module: str, phase: str, shapes: Sequence[tuple[int, ...]]) -> bool:
+    return name in ADDITIONS and phase == "backward" and len(set(shapes)) == 1
 
 
 def _without(work: Work, added: Counter[Any]) -> Work:
@@ -225,31 +197,6 @@ def _without(work: Work, added: Counter[Any]) -> Work:
 
 def _what(kernel: Kernel) -> Any:
     return kernel.operator, kernel.module, kernel.phase, kernel.shapes
-
-
-def _levels(tape: Tape, live: Sequence[int], start: int, end: int) -> dict[str, int]:
-    levels: dict[str, int] = defaultdict(int)
-    for place in range(start, end):
-        if (event := tape.events[place]) > 0:
-            block = tape.blocks[event - 1]
-            where = f"{block.phase} {folded(block.module)}"
-            levels[where] = max(levels[where], live[place])
-    return dict(levels)
-
-
-def _pieces(marks: Sequence[Mark]) -> list[int]:
-    """Of each mark, which micro-batch of its step it belongs to; 0 for the update, -1 for the build."""
-    found = [-1]
-    for before, mark in pairwise(marks):
-        if mark.step < 0:
-            found.append(-1)
-        elif mark.phase == "update":
-            found.append(0)
-        elif before.phase in ("update", "build"):
-            found.append(1)
-        else:
-            found.append(found[-1] + ((before.phase, mark.phase) == ("backward", "load")))
-    return found
 
 
 def update_of(part: Part) -> Update:
