@@ -198,6 +198,7 @@ def on_the_cpu() -> list[torch.Tensor]:
     return [result.detach() for result in (*results, x.grad, weight.grad, weight)]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("policy", POLICIES, ids=["cuda", "cpu"])
 def test_real_work_on_the_cpu_is_the_same_bit_for_bit_during_and_after(policy: Policy) -> None:
     before = on_the_cpu()
@@ -276,6 +277,7 @@ def test_the_collector_stays_off_where_it_was_off() -> None:
         gc.enable()
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("loop", ["accelerate", "trainer"])
 def test_a_live_accelerator_is_what_it_was(loop: str) -> None:
     from accelerate import Accelerator
@@ -353,6 +355,7 @@ def broken(breaks: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.Mon
     """What a rehearsal says when torch is not as it was; everything is whole again afterwards."""
     before = bound()
     with monkeypatch.context() as patch:
+        patch.setattr(overrides, "_PROBED", set())  # as in a new process
         breaks(patch)
         with pytest.raises(RehearsalError) as told:
             rehearsed()

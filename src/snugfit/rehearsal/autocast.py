@@ -7,8 +7,10 @@ real CPU autocast never passes here.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -52,36 +54,66 @@ class WeightCache:
         return found[1]
 
 
-def register_autocast(
-    library: torch.library.Library,
-    policy: Policy,
-    composites: dict[str, Callable[..., Any]],
-    cache: WeightCache,
-) -> None:
-    """For each operator of the policy's lists: cast, then call the kernel that was there."""
-    import torch
+class Autocasting:
+    """Autocast's kernels: for each operator of the policy's lists, cast, then call the kernel that was there.
 
-    def lower() -> Callable[[Any], Any]:
-        return functools.partial(_to_lower, cache, torch.get_autocast_dtype(SWITCH))
+    An operator pays for such a kernel also where autocast is off. So they are registered when the first
+    region begins, and never where there is none. Operators that promote are there from the beginning:
+    scattering is one of them, and how many hold its operands (`accumulation.py`) depends on the kernels on
+    the way.
+    """
 
-    lists = policy.autocast
-    castings: tuple[tuple[Sequence[str], Callable[[Any], Callable[..., Any]]], ...] = (
-        (lists.lower, functools.partial(_casting, lower)),
-        (lists.fp32, functools.partial(_casting, lambda: _to_fp32)),
-        (lists.fp32_result, _with_fp32_result),
-        (lists.promote, _promoting),
-    )
-    for names, wrap in castings:
-        for name in names:
-            before = composites.get(name)
-            if before is not None:
-                previous = _without_keyset(before)
-            else:
-                try:
-                    previous = torch.library.get_kernel(f"aten::{name}", KEY).call_boxed
-                except RuntimeError:
-                    continue  # an operator that this torch does not have
-            library.impl(name, wrap(previous), KEY, with_keyset=True, allow_override=True)
+    def __init__(
+        self,
+        library: torch.library.Library,
+        policy: Policy,
+        composites: dict[str, Callable[..., Any]],
+        cache: WeightCache,
+    ) -> None:
+        self._library, self._lists, self._composites, self._cache = (
+            library,
+            policy.autocast,
+            composites,
+            cache,
+        )
+        self._begun = False
+        self._register(self._lists.promote, _promoting)
+
+    def begin(self) -> None:
+        """A region begins."""
+        if not self._begun:
+            self._begun = True
+            self._register(self._lists.lower, functools.partial(_casting, self._lower))
+            self._register(self._lists.fp32, functools.partial(_casting, lambda: _to_fp32))
+            self._register(self._lists.fp32_result, _with_fp32_result)
+
+    def _lower(self) -> Callable[[Any], Any]:
+        import torch
+
+        return functools.partial(_to_lower, self._cache, torch.get_autocast_dtype(SWITCH))
+
+    def _register(self, names: Sequence[str], wrap: Callable[[Any], Callable[..., Any]]) -> None:
+        import torch
+
+        with overriding():
+            for name in names:
+                before = self._composites.get(name)
+                if before is not None:
+                    previous = _without_keyset(before)
+                else:
+                    try:
+                        previous = torch.library.get_kernel(f"aten::{name}", KEY).call_boxed
+                    except RuntimeError:
+                        continue  # an operator that this torch does not have
+                self._library.impl(name, wrap(previous), KEY, with_keyset=True, allow_override=True)
+
+
+@contextlib.contextmanager
+def overriding() -> Iterator[None]:
+    """Within it torch does not warn of kernels that are registered in the place of others."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel.*")
+        yield
 
 
 def _without_keyset(kernel: Callable[..., Any]) -> Callable[..., Any]:

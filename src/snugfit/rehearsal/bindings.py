@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 from snugfit.rehearsal.autocast import SWITCH, WeightCache
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def bindings(policy: Policy, cache: WeightCache) -> Iterator[None]:
+def bindings(policy: Policy, cache: WeightCache, begin_autocast: Callable[[], None]) -> Iterator[None]:
     """Every loaded module's binding of the functions below replaced; all put back at the end."""
     import torch
     import torch.optim.optimizer
@@ -40,6 +40,8 @@ def bindings(policy: Policy, cache: WeightCache) -> Iterator[None]:
     def on_the_switch(self: Any, device_type: str, *arguments: Any, **keywords: Any) -> None:
         name = SWITCH if device_type in ("meta", "cuda") else device_type
         autocast_init(self, name, *arguments, **keywords)
+        if name == SWITCH and self._enabled:
+            begin_autocast()
 
     def maybe_on_the_switch(device_type: str, *arguments: Any, **keywords: Any) -> Any:
         return maybe_autocast(SWITCH if device_type == "meta" else device_type, *arguments, **keywords)

@@ -10,8 +10,8 @@ Two kinds of override, both taken back when the rehearsal ends:
    binding is put back, those of modules imported meanwhile too.
 
 An override that no longer takes hold, because a torch release moved something, would make every figure
-quietly wrong. So after installing, `_probe` runs one small example of each and compares what came out; and
-something that is not there any more is named.
+quietly wrong. So `_probe` runs one small example of each, once for each policy of a process, and compares
+what came out; and something that is not there any more is named.
 
 Random numbers that a rehearsal draws (a loader's seed, the HF Trainer's) are taken back too.
 """
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from snugfit.errors import RehearsalError
 from snugfit.rehearsal.attention import Operands
-from snugfit.rehearsal.autocast import KEY, WeightCache, register_autocast
+from snugfit.rehearsal.autocast import KEY, Autocasting, WeightCache, overriding
 from snugfit.rehearsal.bindings import bindings
 from snugfit.rehearsal.building import built_as_on_a_device
 from snugfit.rehearsal.composites import composites
@@ -55,14 +55,16 @@ def in_force(
             undo.enter_context(_random_numbers_kept())
             library = torch.library.Library("aten", "IMPL")
             undo.callback(library._destroy)
-            with _quiet():
-                kernels = composites(policy, chosen)
+            kernels = composites(policy, chosen)
+            with overriding():
                 for name, kernel in kernels.items():
                     library.impl(name, kernel, KEY)
-                register_autocast(library, policy, kernels, cache)
-            undo.enter_context(bindings(policy, cache))
+            autocasting = Autocasting(library, policy, kernels, cache)
+            undo.enter_context(bindings(policy, cache, autocasting.begin))
             undo.enter_context(built_as_on_a_device())
-            _probe(policy)
+            if policy not in _PROBED:
+                _probe(policy)
+                _PROBED.add(policy)
         except (AttributeError, ImportError, RuntimeError) as error:
             raise RehearsalError(moved(error)) from error
         chosen.clear()
@@ -71,14 +73,8 @@ def in_force(
 
 _ACTIVE: list[bool] = []
 
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    import warnings
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel.*")
-        yield
+_PROBED: set[Policy] = set()
+"""Policies whose overrides were seen to take hold in this process."""
 
 
 @contextlib.contextmanager
