@@ -1,4 +1,6 @@
 # Two commands: `make demo` and `make test`. Each is complete from a bare clone, through `make install`.
+# `make unit` is the tests that start no process, train nothing and search for no plan: under five minutes on
+# two cores. `make test` is all of them.
 #
 # Installing goes into a .venv of its own, with the versions of constraints.txt. torch comes first, so that a
 # machine with another build of it (CUDA, ROCm) can put its own there before: see README, "Another torch".
@@ -8,7 +10,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 GUIDE := snugfit-guide
 
-.PHONY: install demo test lint types clean
+.PHONY: install demo test unit lint types clean
 
 install: $(STAMP)
 
@@ -25,6 +27,9 @@ demo: install
 
 test: install
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+unit: install
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not whole'
 
 lint: install
 	$(BIN)/ruff check .

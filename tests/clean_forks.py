@@ -1,8 +1,8 @@
 """Processes that are forked from a clean one.
 
 A test's own process has a past: a tokenizer that was used, or a pool of threads, is in its forks a lock that
-nobody opens any more. So one process is started that has imported what it needs and done nothing else, and it
-forks when it is told.
+nobody opens any more; and by then it is large, so that each fork takes its while. So one process is started
+that has imported what it needs and done nothing else, and it forks when it is told.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ MOST_SECONDS = 60.0
 
 
 class Forks:
-    """A clean process, and what it has forked."""
+    """A clean process, and what it has forked. It has imported this module, and called its `warm` if there
+    is one."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: str) -> None:
         self._ours, theirs = socket.socketpair()
-        words = [sys.executable, __file__, str(theirs.fileno())]
+        words = [sys.executable, __file__, str(theirs.fileno()), module]
         self._server = subprocess.Popen(words, pass_fds=[theirs.fileno()])
         theirs.close()
 
@@ -129,5 +130,5 @@ def _stream(streams: Mapping[str, int | None], descriptors: Sequence[int]) -> No
 
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parent)]
-    importlib.import_module("test_train_faults").warm()
+    getattr(importlib.import_module(sys.argv[2]), "warm", lambda: None)()
     serve(socket.socket(fileno=int(sys.argv[1])))

@@ -4,28 +4,98 @@ Models in tests are tiny; threads would only wait for each other, and for those 
 
 The cyclic garbage collector comes as seldom as in the command (`cli/main.py`), and leaves out what the
 tests' modules have made when they were imported: it walked through torch and transformers again and again,
-for a fifteenth of all the time.
+for a fifteenth of all the time. After each module the garbage is collected and what is left is left out too:
+a collection that a run asks for is short however many tests were before it, and so is a fork.
+
+A test that starts a process, trains or searches for a plan is no unit test. It says so with the marker
+`whole`, and what says nothing is held to it here (`NOT_OF_A_UNIT`).
 """
 
 from __future__ import annotations
 
+import functools
 import gc
+import multiprocessing.process
 import os
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from clean_forks import Forks
 from snugfit.cli.main import FEW_COLLECTIONS
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, here and in children
 gc.set_threshold(FEW_COLLECTIONS, 50, 50)
+
+NOT_OF_A_UNIT: set[str] = set()
+"""What the test that runs has done of what no unit test does."""
 
 
 def pytest_collection_finish() -> None:
     """All modules of tests are imported."""
     gc.collect()
     gc.freeze()
+    _listen()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None]:
+    yield
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    NOT_OF_A_UNIT.clear()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
+    yield
+    if NOT_OF_A_UNIT and not item.get_closest_marker("whole"):
+        pytest.fail(f"This test {' and '.join(sorted(NOT_OF_A_UNIT))}: mark it with pytest.mark.whole.")
+
+
+def _listen() -> None:
+    """Once, when the modules of tests are imported, and so as a rule torch with them."""
+    os.register_at_fork(before=lambda: NOT_OF_A_UNIT.add("starts a process"))
+    _told(subprocess.Popen, "__init__", "starts a process", _is_python)
+    _told(multiprocessing.process.BaseProcess, "start", "starts a process")
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    from snugfit.planning import workers
+
+    _told(workers, "at_a_bench", "searches for a plan")
+    register_optimizer_step_post_hook(_stepped)
+
+
+def _told(place: Any, name: str, what: str, when: Callable[..., bool] = lambda *_, **__: True) -> None:
+    real: Callable[..., Any] = getattr(place, name)
+
+    @functools.wraps(real)
+    def telling(*arguments: Any, **keywords: Any) -> Any:
+        if when(*arguments, **keywords):
+            NOT_OF_A_UNIT.add(what)
+        return real(*arguments, **keywords)
+
+    setattr(place, name, telling)
+
+
+def _is_python(this: Any, words: Any, *_: Any, **__: Any) -> bool:
+    """Libraries that are imported ask small programs of the system for what machine this is."""
+    return not isinstance(words, str) and sys.executable in words
+
+
+def _stepped(optimizer: Any, *_: Any) -> None:
+    """A rehearsal's parameters are on `meta`."""
+    if any(each.device.type != "meta" for each in optimizer.param_groups[0]["params"]):
+        NOT_OF_A_UNIT.add("trains")
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -35,3 +105,10 @@ def no_own_rates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         folder = tmp_path_factory.mktemp("rates")
         patch.setenv("SNUGFIT_RATES", str(folder))
         yield folder
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Forks]:
+    """Of a process that knows how to train; it takes its time to come up, so there is one."""
+    with Forks("test_train_faults") as made:
+        yield made

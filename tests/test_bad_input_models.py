@@ -234,6 +234,7 @@ def test_a_path_to_nothing_says_what_a_model_is(name: str) -> None:
         Model.find(name)
 
 
+@pytest.mark.whole
 def test_predicting_fetches_no_kernels(tmp_path: Path) -> None:
     """bitsandbytes imports `kernels` where it is installed, to fetch compiled code (on CPUs with
     AVX512-BF16); accelerate and the Trainer import peft, and peft imports bitsandbytes. One process asks for

@@ -145,7 +145,11 @@ def test_one_that_cannot_be_read_can_be_made_again() -> None:
     assert found.host.forward == pytest.approx(known.host.forward)
 
 
-def test_what_no_probe_told_is_not_called_measured() -> None:
+def test_what_no_probe_told_is_not_called_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No probe ends, so nobody asks what was foreseen of it."""
+    step = rehearse(small_job("llama", 1), Recipe().setup(), policy_for(GPU, Software()))
+    monkeypatch.setattr("snugfit.comparison.calibrate.rehearse", lambda *_: step)
+
     def dies(job: Job, recipe: Recipe, steps: int) -> float:
         raise SnugfitError("The probe's run ended with oom.")
 

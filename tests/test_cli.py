@@ -382,6 +382,7 @@ def command(*arguments: str, **how: Any) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.whole
 def test_the_process_ends_with_the_codes_and_words_of_the_command() -> None:
     assert "Exit codes" in command("--help").stdout
     assert command("--version").stdout.startswith("snugfit ")
@@ -393,6 +394,7 @@ def test_the_process_ends_with_the_codes_and_words_of_the_command() -> None:
     assert len(listed["gpus"]) > 50
 
 
+@pytest.mark.whole
 def test_a_reader_that_goes_away_ends_it_without_a_word() -> None:
     pipe = subprocess.Popen(
         [sys.executable, "-m", "snugfit", "gpus", "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE

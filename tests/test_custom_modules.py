@@ -46,6 +46,7 @@ def job_of(way: str) -> Job:
     return Job(model=Model.from_module(Net(way), example), task=Task.CUSTOM, batch_size=4)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("recipe", ["plain", "micro_batches(2)"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_loss_is_found_and_what_is_no_tensor_is_passed_on(way: str, recipe: str) -> None:

@@ -15,11 +15,14 @@ import pytest
 from made_up import guide_result, measurement, prediction
 from snugfit.cli.main import run
 from snugfit.comparison.learn import nothing
+from snugfit.job.gpu import find_gpu
+from snugfit.prediction.rates import rates_for
 from test_gpus_command import made_up as plans_for_gpus
 from test_lengths_command import made_up as of_lengths
 from test_verify import planned
 
 ROOT = Path(__file__).parents[1]
+H200 = find_gpu("h200")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
@@ -51,7 +54,7 @@ def answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("snugfit.prediction.largest.largest", lambda *a, **k: (1, predict(*a, **k)))
     monkeypatch.setattr("snugfit.measurement.measure.measure", measure)
     monkeypatch.setattr("snugfit.comparison.guide.run", lambda *_, **__: guide_result())
-    monkeypatch.setattr("snugfit.comparison.calibrate._measured", lambda *_: 0.05)
+    monkeypatch.setattr("snugfit.comparison.calibrate.calibrate", lambda *_, **__: (rates_for(H200), ()))
     monkeypatch.setenv("SNUGFIT_RATES", str(tmp_path / "rates"))
     monkeypatch.setattr("snugfit.planning.search.plan", lambda job, **how: planned(how["ranked"]))
     monkeypatch.setattr("snugfit.planning.search_gpus.plan_gpus", lambda *_, **__: plans_for_gpus())
@@ -104,6 +107,7 @@ def test_each_door_has_an_example() -> None:
         assert any(door in text and "digits" in text for text in readme)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("text", trained())
 def test_training_of_the_docs_runs_as_printed(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -31,10 +31,11 @@ BART = {
 
 def job(facts: dict[str, Any], **changes: Any) -> Job:
     model = Model.from_config(check_facts(facts, where="test"), name=facts["model_type"])
-    sizes = {"batch_size": 8, "sequence_length": 128} | changes
+    sizes = {"batch_size": 8, "sequence_length": 32} | changes
     return Job(model=model, task=Task.SEQUENCE_CLASSIFICATION, **sizes)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("facts", "recipe", "padding"),
     [(T5, "plain", 0.25), (T5, "bf16 + micro_batches(4)", 0.0), (BART, "plain", 0.0)],

@@ -102,6 +102,7 @@ RECIPES = (
 )
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("recipe", [*RECIPES, "adamw_8bit + expandable", "adamw_loop", "bf16_pure"])
 @pytest.mark.parametrize(("family", "changes"), [("bert", {"padding": 0.25}), ("gpt2", {"clip": 0.5})])
 def test_a_torch_script_runs_as_the_plain_loop(
@@ -114,6 +115,7 @@ def test_a_torch_script_runs_as_the_plain_loop(
     assert len(set(losses)) == STEPS
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("family", "recipe"),
     [
@@ -131,6 +133,7 @@ def test_any_family_and_precision_runs_alike(tmp_path: Path, family: str, recipe
     assert losses == ours(job, recipe, "plain")
 
 
+@pytest.mark.whole
 def test_a_decoder_that_classifies_is_told_its_padding(tmp_path: Path) -> None:
     """As `Model.settings` tells it, or transformers refuses batches of more than one."""
     job = job_in(tmp_path / "model", "gpt2", task="sequence-classification", labels=3)
@@ -142,6 +145,7 @@ def test_a_decoder_that_classifies_is_told_its_padding(tmp_path: Path) -> None:
     assert losses == ours(job, "plain", "plain")
 
 
+@pytest.mark.whole
 def test_decay_groups_and_uneven_labels_are_exported(tmp_path: Path) -> None:
     job = job_in(tmp_path / "model", "llama", decay_groups=True, padding=0.5)
     script = namespace(export(job, Recipe.parse("micro_batches(2)"), "torch"), "train.py")
@@ -149,6 +153,7 @@ def test_decay_groups_and_uneven_labels_are_exported(tmp_path: Path) -> None:
     assert losses == ours(job, "micro_batches(2)", "plain")
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_an_accelerate_export_runs_as_our_accelerate_loop(tmp_path: Path, recipe: str) -> None:
     from accelerate.state import AcceleratorState, PartialState
@@ -202,6 +207,7 @@ def trainer_losses(made: Export, job: Job, recipe: str, folder: Path) -> list[fl
     return [sum(losses[start : start + pieces]) for start in range(0, len(losses), pieces)]
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("seeded_adapters")
 @pytest.mark.parametrize("recipe", [*RECIPES, "lora(r=4) + every_layer"])
 def test_an_hf_export_runs_as_our_trainer_loop(
@@ -220,6 +226,7 @@ def test_an_hf_export_runs_as_our_trainer_loop(
     assert trainer_losses(made, job, recipe, tmp_path) == expected
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("seeded_adapters")
 @pytest.mark.parametrize("recipe", ["lora(r=4)", "lora(targets=all-linear) + every_layer"])
 def test_adapters_are_written_without_snugfit(tmp_path: Path, recipe: str) -> None:

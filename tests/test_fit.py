@@ -38,6 +38,7 @@ def test_micro_batches_keep_the_global_batch(tmp_path: Path) -> None:
     assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (8, 1)
 
 
+@pytest.mark.whole
 def test_a_recipe_is_done_to_the_model_and_its_arguments(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, model_of("bert"), classified(), bf16=False)
     fit(trainer, "bf16 + eager + every_layer + workers(2) + sgd(momentum=0.5)", watch=quiet)
@@ -58,6 +59,7 @@ def test_a_recipe_is_done_to_the_model_and_its_arguments(tmp_path: Path) -> None
     assert not any(getattr(each, "gradient_checkpointing", False) for each in trainer.model.modules())
 
 
+@pytest.mark.whole
 def test_adapters_and_pure_bf16(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, model_of("llama"), spoken())
     fit(trainer, "bf16_pure + lora(4, targets=q_proj)", watch=quiet)
@@ -69,6 +71,7 @@ def test_adapters_and_pure_bf16(tmp_path: Path) -> None:
     assert all(math.isfinite(loss) for loss in losses_of(trainer))
 
 
+@pytest.mark.whole
 def test_the_users_numbers_reach_the_recipes_optimizer(tmp_path: Path) -> None:
     trainer = trainer_of(
         tmp_path, model_of("bert"), classified(), adam_beta1=0.8, adam_epsilon=1e-6, weight_decay=0.3
@@ -81,6 +84,7 @@ def test_the_users_numbers_reach_the_recipes_optimizer(tmp_path: Path) -> None:
     assert decaying["foreach"] is False
 
 
+@pytest.mark.whole
 def test_an_optimizer_of_ones_own_stays_unless_the_recipe_names_one(tmp_path: Path) -> None:
     model = model_of("bert")
     own = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -117,6 +121,7 @@ def test_fitting_draws_no_random_number(tmp_path: Path) -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
+@pytest.mark.whole
 def test_an_evaluation_is_left_as_it_is(tmp_path: Path) -> None:
     def evaluated(recipe: str | None) -> dict[str, Any]:
         trainer = trainer_of(

@@ -18,6 +18,8 @@ from snugfit import fit
 from snugfit.errors import SnugfitError, UsageError
 from snugfit.training.manifest import verify
 
+pytestmark = pytest.mark.whole
+
 
 class At(transformers.TrainerCallback):
     """Does something when a step is done."""

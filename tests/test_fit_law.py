@@ -14,6 +14,8 @@ from small_runs import losses
 from snugfit import fit
 from snugfit.doors.own_loop import train
 
+pytestmark = pytest.mark.whole
+
 CUTS = {(4, 1): "", (2, 2): "micro_batches(2)", (1, 4): "micro_batches(4)"}
 
 

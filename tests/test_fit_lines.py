@@ -17,6 +17,8 @@ from snugfit.training.foreseen import Foreseen
 from snugfit.training.train import train
 from tensorboards import logs_under, scalars_in
 
+pytestmark = pytest.mark.whole
+
 
 def run_of(folder: Path, recipe: str = "micro_batches(2)", **more: Any) -> Any:
     data = classified(22)

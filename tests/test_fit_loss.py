@@ -14,6 +14,8 @@ from fitted import classified, copy_of, losses_of, model_of, quiet, spoken, trai
 from snugfit import fit
 from snugfit.job.batch import IGNORED
 
+pytestmark = pytest.mark.whole
+
 CUT = "micro_batches(4)"
 
 

@@ -43,6 +43,7 @@ def run_of(folder: Path, model: Any, data: Any, recipe: str, **more: Any) -> tup
     return fit(trainer, recipe, watch=told.append), told
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("family", ["bert", "llama"])
 def test_the_step_is_taken_again_in_finer_pieces(family: str, backward: bool, tmp_path: Path) -> None:
@@ -60,6 +61,7 @@ def test_the_step_is_taken_again_in_finer_pieces(family: str, backward: bool, tm
     assert cut.state.global_step == 4
 
 
+@pytest.mark.whole
 def test_late_in_a_step_what_was_done_of_it_is_dropped(tmp_path: Path) -> None:
     """The third of four micro-batches is the first that is too much."""
     data = [{**each, "input_ids": each["input_ids"][:4]} for each in classified(8)]
@@ -79,6 +81,7 @@ def test_late_in_a_step_what_was_done_of_it_is_dropped(tmp_path: Path) -> None:
     assert losses_of(cut) == pytest.approx(losses_of(whole), rel=2e-5)
 
 
+@pytest.mark.whole
 def test_what_is_cut_stays_cut_after_a_resume(tmp_path: Path) -> None:
     model, data = model_of("bert", dropout=0.2), classified(22)
     more = {"save_strategy": "steps", "save_steps": 2, "max_steps": 5}
@@ -111,6 +114,7 @@ def recomputes(model: Any) -> bool:
     return any(getattr(each, "gradient_checkpointing", False) for each in model.modules())
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("following", ["every_layer", "segments + micro_batches(4)"])
 def test_layers_of_the_live_model_are_recomputed(
     following: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -144,6 +148,7 @@ def test_layers_of_the_live_model_are_recomputed(
     assert losses_of(again) == losses_of(cut)
 
 
+@pytest.mark.whole
 def test_short_memory_leads_to_the_next_recipe_at_a_border(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,6 +43,7 @@ def bytes_of(trainer: Any, recipe: str) -> tuple[int, int]:
     return seen.requested_bytes, seen.reserved_bytes
 
 
+@pytest.mark.whole
 def test_a_plan_is_made_and_applied(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, Deep(), spoken(), micro=(1, 2), optim="sgd", dataloader_num_workers=1)
     told: list[str] = []
@@ -60,6 +61,7 @@ def test_a_plan_is_made_and_applied(tmp_path: Path) -> None:
     trainer.train()
 
 
+@pytest.mark.whole
 def test_nothing_that_fits_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = trainer_of(tmp_path, Deep(), spoken(), micro=(1, 1))
     small = replace(gpus.find_gpu("h200"), memory_bytes=1 << 20)
@@ -69,6 +71,7 @@ def test_nothing_that_fits_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "snugfit" not in vars(trainer)
 
 
+@pytest.mark.whole
 def test_without_a_gpu_the_trainer_keeps_what_it_asks_for(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, model_of("bert"), classified(), micro=(2, 2), bf16=True, optim="adafactor")
     told: list[str] = []
@@ -79,6 +82,7 @@ def test_without_a_gpu_the_trainer_keeps_what_it_asks_for(tmp_path: Path) -> Non
     assert type(trainer.optimizer.optimizer).__name__ == "Adafactor"
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("recipe", ["plain", "bf16"])
 def test_a_trained_model_is_rehearsed_as_a_fresh_one(recipe: str, tmp_path: Path) -> None:
     def made() -> Any:

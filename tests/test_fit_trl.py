@@ -11,6 +11,8 @@ from fitted import copy_of, losses_of, model_of, quiet
 from small_tokenizers import NUMBERS, tokenizer
 from snugfit import fit
 
+pytestmark = pytest.mark.whole
+
 datasets = pytest.importorskip("datasets")
 trl = pytest.importorskip("trl")
 

@@ -109,6 +109,7 @@ def test_the_h200_holds_what_was_measured() -> None:
     assert gpu.cudnn_bytes == 16 * MIB
 
 
+@pytest.mark.whole
 def test_the_table_is_read_without_torch() -> None:
     script = (
         "import sys; from snugfit.job.gpu import find_gpu; find_gpu('h200'); print('torch' in sys.modules)"

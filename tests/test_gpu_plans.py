@@ -94,6 +94,7 @@ def sizes(everything: list[tuple[Recipe, Figures, Figures]]) -> list[int]:
     return sorted({found[0] - 1, *found[:: max(1, len(found) // 5)], found[-1]})
 
 
+@pytest.mark.whole
 def test_each_gpu_gets_what_brute_force_finds(
     job: Job, everything: list[tuple[Recipe, Figures, Figures]]
 ) -> None:
@@ -116,6 +117,7 @@ def test_each_gpu_gets_what_brute_force_finds(
             assert answer.choice.needed_bytes == min(each[which].needed_bytes for each in everything)
 
 
+@pytest.mark.whole
 def test_more_memory_or_bandwidth_never_gives_a_slower_answer(
     job: Job, everything: list[tuple[Recipe, Figures, Figures]]
 ) -> None:
@@ -135,6 +137,7 @@ def test_more_memory_or_bandwidth_never_gives_a_slower_answer(
     assert found.fastest.gpu.bandwidth == 10**10
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("narrow")
 def test_together_as_one_by_one(job: Job) -> None:
     """Three GPUs of the table in two searches: the same answers as three plans."""
@@ -148,6 +151,7 @@ def test_together_as_one_by_one(job: Job) -> None:
         assert "data sheet" in answer.rates
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("narrow")
 def test_an_answer_is_by_the_gpu_s_own_scratch_and_workspaces() -> None:
     """Sums over many rows take scratch by the number of multiprocessors."""
@@ -168,6 +172,7 @@ def test_an_answer_is_by_the_gpu_s_own_scratch_and_workspaces() -> None:
     assert found.answers[2].verified is False, "so small a job takes more scratch than is allowed for"
 
 
+@pytest.mark.whole
 def test_the_smallest_recipe_is_the_same_question_for_all(
     job: Job, everything: list[tuple[Recipe, Figures, Figures]]
 ) -> None:
@@ -177,6 +182,7 @@ def test_the_smallest_recipe_is_the_same_question_for_all(
     assert {answer.choice.needed_bytes for answer in found.answers if answer.choice} == {least}
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("narrow")
 def test_what_cannot_be_told_is_said(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = replace(find_gpu("t4"), key="no-rates", bandwidth=None)
@@ -262,6 +268,7 @@ def count_concavely(tape: Tape) -> float:
     return len(tape.kernels) ** 0.25
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("narrow")
 def test_layers_that_do_not_grow_evenly_are_rehearsed_whole_for_all_gpus() -> None:
     job, told = small_job("gpt2", 6, batch_size=1), []
@@ -290,6 +297,7 @@ def figures(needed: int, seconds: float) -> Figures:
     return Figures(needed, needed, needed, 0, seconds, False)
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("narrow")
 def test_the_answers_survive_json(job: Job) -> None:
     gpus = [invented(1 << 40), invented(100 * MIB), find_gpu("mi300x")]
@@ -302,6 +310,7 @@ def test_the_answers_survive_json(job: Job) -> None:
             GpuPlans.from_json({**document, **damage})
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("narrow")
 def test_two_processes_find_what_one_finds(job: Job) -> None:
     gpus = [find_gpu("t4"), find_gpu("h200")]

@@ -6,6 +6,7 @@ import ast
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 
@@ -209,6 +210,7 @@ def test_the_public_names_are_true() -> None:
     assert here <= set(listed), f"public and not listed: {here - set(listed)}"
 
 
+@pytest.mark.whole
 def test_importing_the_command_imports_nothing_heavy() -> None:
     import subprocess
 
@@ -231,3 +233,41 @@ def test_links_in_the_documentation_lead_somewhere() -> None:
     for page in [*root.glob("*.md"), *(root / "docs").glob("*.md")]:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+@pytest.mark.whole
+def test_what_no_unit_test_does_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`conftest.py` holds the marker to the truth, and this test `conftest.py`. A rehearsal is none of it."""
+    import os
+    import subprocess
+
+    import torch
+
+    from conftest import NOT_OF_A_UNIT
+    from snugfit.planning import workers
+
+    def step(device: str) -> None:
+        weight = torch.nn.Parameter(torch.ones(1, device=device))
+        weight.grad = torch.ones_like(weight)
+        torch.optim.SGD([weight], lr=0.1).step()
+
+    def fork() -> None:
+        if (child := os.fork()) == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+
+    def search() -> None:
+        monkeypatch.setattr(workers, "bench", lambda *_, **__: nullcontext())
+        workers.at_a_bench(lambda _: 0, *[None] * 3, workers=1, run=None, tell=print)  # type: ignore[arg-type]
+
+    for act, seen in (
+        (lambda: step("meta"), set()),
+        (lambda: subprocess.run(["true"], check=True), set()),
+        (lambda: step("cpu"), {"trains"}),
+        (lambda: subprocess.run([sys.executable, "-S", "-c", ""], check=True), {"starts a process"}),
+        (fork, {"starts a process"}),
+        (search, {"searches for a plan"}),
+    ):
+        NOT_OF_A_UNIT.clear()
+        act()
+        assert seen == NOT_OF_A_UNIT

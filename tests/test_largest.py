@@ -19,7 +19,7 @@ SMALL = Model.from_config(
     {
         "model_type": "bert",
         "hidden_size": 64,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": 1,
         "num_attention_heads": 2,
         "intermediate_size": 128,
         "vocab_size": 1000,

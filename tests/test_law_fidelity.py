@@ -29,6 +29,8 @@ from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Technique
 from tolerance import ROUNDS, SAME, same_losses, same_parameters
 
+pytestmark = pytest.mark.whole
+
 STEPS = 3
 VOCABULARY = 96
 STEPS_TO_LEARN = 80

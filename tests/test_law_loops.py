@@ -60,12 +60,14 @@ def hold(this: Job, recipe: str, loop: str, own: type[Any] | None = None) -> lis
     return real
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(("family", "recipe"), CASES)
 @pytest.mark.parametrize("loop", ["accelerate", "trainer"])
 def test_a_real_step_allocates_what_its_tape_says(loop: str, family: str, recipe: str) -> None:
     hold(job(family), recipe, loop)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(("loop", "clip"), [("accelerate", 0.5), ("trainer", 0.0)])
 def test_clipping(loop: str, clip: float) -> None:
     """accelerate clips when it is told to, and the Trainer unless it is told not to."""
@@ -85,6 +87,7 @@ class RDrop(transformers.Trainer):  # type: ignore[misc]
         return (one.loss + other.loss) / 2 + apart
 
 
+@pytest.mark.whole
 def test_a_user_s_own_trainer_is_rehearsed_as_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the tape of the plain Trainer is not what it does."""
     monkeypatch.setattr(TrainerStep, "trainer_class", RDrop)

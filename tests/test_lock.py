@@ -74,6 +74,7 @@ def test_a_folder_is_held_and_given_back(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [LOCK]
 
 
+@pytest.mark.whole
 def test_a_second_trainer_is_refused_and_told_whom_it_met(tmp_path: Path) -> None:
     with another(tmp_path) as pid:
         with pytest.raises(UsageError) as told, locked(tmp_path):
@@ -87,6 +88,7 @@ def test_a_second_trainer_is_refused_and_told_whom_it_met(tmp_path: Path) -> Non
         assert f"process {pid} on " in note
 
 
+@pytest.mark.whole
 def test_a_second_time_in_the_same_process_is_refused(tmp_path: Path) -> None:
     with locked(tmp_path):
         with pytest.raises(UsageError, match=f"process {os.getpid()} "), locked(tmp_path):
@@ -107,6 +109,7 @@ def test_a_fault_inside_gives_the_folder_back(tmp_path: Path) -> None:
         assert note == ""
 
 
+@pytest.mark.whole
 def test_killed_trainers_are_followed_by_the_next(tmp_path: Path) -> None:
     for _ in range(3):
         with another(tmp_path) as pid:
@@ -118,6 +121,7 @@ def test_killed_trainers_are_followed_by_the_next(tmp_path: Path) -> None:
         assert note == ""
 
 
+@pytest.mark.whole
 def test_a_dead_trainer_that_nobody_has_waited_for(tmp_path: Path) -> None:
     """A zombie holds nothing."""
     with another(tmp_path) as pid:
@@ -127,6 +131,7 @@ def test_a_dead_trainer_that_nobody_has_waited_for(tmp_path: Path) -> None:
             assert f"process {pid} " in note
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("fork", ["os.fork", "multiprocessing"])
 def test_a_worker_that_outlives_its_trainer_holds_nothing(tmp_path: Path, fork: str) -> None:
     """A lock of this kind is inherited: without care, a loader's worker would hold on to the folder."""
@@ -156,6 +161,7 @@ def test_a_worker_that_outlives_its_trainer_holds_nothing(tmp_path: Path, fork: 
     os.close(alive)
 
 
+@pytest.mark.whole
 def test_a_forked_child_that_leaves_the_block_gives_nothing_back(tmp_path: Path) -> None:
     held = locked(tmp_path)
     held.__enter__()
@@ -168,6 +174,7 @@ def test_a_forked_child_that_leaves_the_block_gives_nothing_back(tmp_path: Path)
         assert note == ""
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("stale", [False, True], ids=["free", "after a kill"])
 def test_of_many_that_begin_at_once_one_gets_in(tmp_path: Path, stale: bool) -> None:
     if stale:
@@ -234,6 +241,7 @@ def test_a_living_trainer_is_believed_whichever_lock_it_has(tmp_path: Path) -> N
         pass
 
 
+@pytest.mark.whole
 def test_a_clock_that_jumps_kills_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """F38: the start of the machine moves with the clock, and that of a process with it."""
     system = psutil._psplatform
@@ -274,6 +282,7 @@ def test_a_folder_where_nobody_can_lock(tmp_path: Path) -> None:
     assert not (tmp_path / "mine").exists()
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL])
 def test_answers_of_a_file_system_without_such_locks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int

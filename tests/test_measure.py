@@ -85,19 +85,23 @@ def gone(pid: int, *, patience: float = 10) -> bool:
 
 
 class TestChild:
+    @pytest.mark.whole
     def test_its_code_and_words_come_back(self) -> None:
         ending = live("import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)")
         assert (ending.returncode, ending.timed_out) == (3, False)
         assert {"out", "err"} <= set(ending.tail.split())
 
+    @pytest.mark.whole
     def test_only_the_last_words_are_kept(self) -> None:
         ending = live("print('x' * 3_000_000); print('last')")
         assert len(ending.tail) <= TAIL_BYTES
         assert ending.tail.endswith("last\n")
 
+    @pytest.mark.whole
     def test_words_that_are_no_text(self) -> None:
         assert "\ufffd" in live("import os; os.write(1, bytes([255, 254]))").tail
 
+    @pytest.mark.whole
     @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGABRT, signal.SIGILL, signal.SIGKILL])
     def test_a_signal_is_told(self, number: signal.Signals) -> None:
         ending = live(
@@ -111,10 +115,12 @@ class TestChild:
         assert ending.returncode == -number
         assert "about to die" in ending.tail
 
+    @pytest.mark.whole
     def test_one_that_hangs_is_asked_to_end(self) -> None:
         ending = live("import time; time.sleep(600)", seconds=0.5)
         assert (ending.timed_out, ending.returncode) == (True, -signal.SIGTERM)
 
+    @pytest.mark.whole
     def test_one_that_ignores_the_request_is_made_to(self) -> None:
         ending = live(
             """
@@ -128,6 +134,7 @@ class TestChild:
         )
         assert (ending.timed_out, ending.returncode) == (True, -signal.SIGKILL)
 
+    @pytest.mark.whole
     @pytest.mark.parametrize("end", ["os._exit(0)", "os.kill(os.getpid(), 9)", "time.sleep(600)"])
     def test_its_descendants_die_with_it(self, end: str) -> None:
         """A child of its own, as loaders have, that ignores the request to end."""
@@ -145,6 +152,7 @@ class TestChild:
         )
         assert gone(int(ending.tail.split()[0]))
 
+    @pytest.mark.whole
     def test_nothing_is_left_when_the_parent_is_interrupted(self) -> None:
         with (
             pytest.raises(KeyboardInterrupt),
@@ -153,6 +161,7 @@ class TestChild:
             raise KeyboardInterrupt
         assert gone(running.pid)
 
+    @pytest.mark.whole
     def test_the_parent_sleeps_while_it_waits(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Also when the child has closed its end of the pipe, which stays readable for ever."""
         looks = []
@@ -167,6 +176,7 @@ class TestChild:
         assert ending.returncode == 0
         assert len(looks) < 10
 
+    @pytest.mark.whole
     def test_a_kernel_without_pidfd(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def refuse(pid: int) -> int:
             raise OSError("not here")
@@ -175,10 +185,12 @@ class TestChild:
         assert live("import sys; sys.exit(5)").returncode == 5
         assert live("import time; time.sleep(600)", seconds=0.3).timed_out
 
+    @pytest.mark.whole
     def test_kills_for_memory_are_counted_while_it_lives(self) -> None:
         counts = iter([40, 42])
         assert live("pass", count_oom_kills=lambda: next(counts)).oom_kills == 2
 
+    @pytest.mark.whole
     def test_no_descriptor_is_left_open(self) -> None:
         live("pass")
         before = len(os.listdir("/proc/self/fd"))
@@ -187,6 +199,7 @@ class TestChild:
         assert len(os.listdir("/proc/self/fd")) == before
 
 
+@pytest.mark.whole
 @pytest.mark.skipif(sys.platform != "linux", reason="Requires: [the kernel's parent-death signal]")
 def test_no_orphan_when_the_parent_is_killed(tmp_path: Path) -> None:
     """kill -9 of the measuring process ends the measured one and the workers it forked."""
@@ -218,6 +231,7 @@ def test_no_orphan_when_the_parent_is_killed(tmp_path: Path) -> None:
     assert gone(worker)
 
 
+@pytest.mark.whole
 def test_one_whose_parent_is_gone_already_ends() -> None:
     ending = live(f"""
         import sys; sys.path[:0] = {sys.path!r}
@@ -463,6 +477,7 @@ def test_a_host_that_was_crowded_all_the_time(last: Load | None, words: str | No
     assert (words in reason) if words and reason else reason is words
 
 
+@pytest.mark.whole
 def test_the_kernels_load_counts_living_children_as_ours() -> None:
     first = load()
     assert first is not None
@@ -541,6 +556,7 @@ def test_what_cannot_be_measured(tmp_path: Path, options: dict[str, Any], words:
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.whole
 def test_a_mistake_that_the_child_finds_writes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -588,6 +604,7 @@ def on_the_cpu(tmp_path_factory: pytest.TempPathFactory) -> tuple[Measurement, P
     return measure(tiny_job(), Recipe(), device="cpu", warmup=1, steps=3, ledger=ledger), ledger
 
 
+@pytest.mark.whole
 def test_a_step_on_the_cpu(on_the_cpu: tuple[Measurement, Path]) -> None:
     """End to end: two processes, a ledger, and the GPU's fields null."""
     seen, ledger = on_the_cpu
@@ -621,6 +638,7 @@ def test_a_step_on_the_cpu(on_the_cpu: tuple[Measurement, Path]) -> None:
     assert Measurement.from_json(document) == replace(seen, startup=None)
 
 
+@pytest.mark.whole
 def test_the_seed_is_the_same_in_every_run(on_the_cpu: tuple[Measurement, Path]) -> None:
     """Losses of two runs agree, so a difference between recipes is the recipe's."""
     other = measure(tiny_job(), "workers(1)", device="cpu", warmup=1, steps=3, ledger=None)
@@ -628,6 +646,7 @@ def test_the_seed_is_the_same_in_every_run(on_the_cpu: tuple[Measurement, Path])
     assert other.losses == on_the_cpu[0].losses
 
 
+@pytest.mark.whole
 def test_one_that_takes_too_long_is_ended_and_kept(tmp_path: Path) -> None:
     seen = measure(tiny_job(), Recipe(), device="cpu", deadline_seconds=0.3, ledger=tmp_path)
     assert (seen.outcome, seen.footprint, seen.timing) == ("timeout", None, None)
@@ -635,6 +654,7 @@ def test_one_that_takes_too_long_is_ended_and_kept(tmp_path: Path) -> None:
     assert len(os.listdir(tmp_path)) == 1
 
 
+@pytest.mark.whole
 def test_too_little_memory_on_the_host(tmp_path: Path) -> None:
     """A model of 16 GB in a process that may have 8: refused by the kernel, told as such (F25)."""
     job = tiny_job(config={"vocab_size": 4_000_000, "hidden_size": 1024})
@@ -733,6 +753,7 @@ class TestOnAGpu:
         smi_nvml_bytes=7664 * MIB,
     )
 
+    @pytest.mark.whole
     def test_nvml_is_what_the_device_grew_by(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         seen = self.perform(monkeypatch, tmp_path, FakeGpu(processes=None), self.FINDINGS)
         assert (seen.outcome, seen.contaminated) == ("ok", None)
@@ -741,6 +762,7 @@ class TestOnAGpu:
         assert seen.footprint.context_bytes == 767 * MIB
         assert seen.device.reserve_bytes == 615 * MIB
 
+    @pytest.mark.whole
     def test_somebody_else_during_the_run_is_told(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
@@ -753,10 +775,12 @@ class TestOnAGpu:
         assert seen.contaminated is not None
         assert "3,146 MiB beyond" in seen.contaminated
 
+    @pytest.mark.whole
     def test_somebody_else_before_is_told(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         seen = self.perform(monkeypatch, tmp_path, FakeGpu(processes=[(17, 40 * MIB)]), self.FINDINGS)
         assert "before the run process 17 (40 MiB)" in str(seen.contaminated)
 
+    @pytest.mark.whole
     def test_one_out_of_memory_keeps_its_peaks(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         died = replace(
             self.FINDINGS, outcome="oom:torch", seconds=(), message="OutOfMemoryError: CUDA out of memory."
@@ -767,6 +791,7 @@ class TestOnAGpu:
         assert seen.footprint.reserved_bytes == 6894 * MIB
         assert "CUDA out of memory" in seen.message
 
+    @pytest.mark.whole
     def test_a_mistake_that_only_the_child_sees_is_the_users(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:

@@ -190,6 +190,7 @@ def test_a_foreign_document_is_checked_like_a_file() -> None:
         Model.from_json(document)
 
 
+@pytest.mark.whole
 def test_a_job_is_made_without_torch_or_transformers() -> None:
     script = (
         "import sys; from snugfit.job.job import Job, Task; from snugfit.job.model import Model;"

@@ -6,7 +6,7 @@ import json
 import os
 import statistics
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from snugfit.errors import UsageError
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
 from snugfit.job.model import Model
+from snugfit.planning import search_gpus
 from snugfit.planning.clock import Alone
 from snugfit.planning.parts import Parts
 from snugfit.planning.run import ENDLESS, Opening, Run
@@ -31,9 +32,10 @@ from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.tape import PREPARED, Kernel, Tape
 from snugfit.report import prediction as report
 from snugfit.report.terminal import as_text
+from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Setup
-from snugfit.techniques.technique import Fidelity
+from snugfit.techniques.technique import Fidelity, Slot
 
 H200 = find_gpu("h200")
 RECORDED = json.loads((Path(__file__).parent / "data" / "once-h200.json").read_text(encoding="utf-8"))["runs"]
@@ -148,6 +150,10 @@ DEAR = OnceRate(
 )
 
 
+KEPT = {slot: roster.plain(slot) for slot in (Slot.ATTENTION, Slot.ALLOCATOR)}
+"""Settled: what is paid once and spread over a run differs in the other slots."""
+
+
 @pytest.fixture(scope="module")
 def job() -> Job:
     return small_job("gpt2", 2, batch_size=1, sequence_length=32)
@@ -159,12 +165,13 @@ def searched(job: Job, steps: int | None) -> Any:
     told: list[str] = []
     found = plan(
         job, gpu=H200, fidelity="same", clock=SlowLoading(), steps=steps, once=DEAR, workers=1,
-        tell=told.append,
+        tell=told.append, settled=KEPT,
     )  # fmt: skip
     assert not [line for line in told if "beginning again" in line], "the least was the least"
     return found
 
 
+@pytest.mark.whole
 def test_a_short_run_has_another_best_recipe(job: Job) -> None:
     endless, short = searched(job, None), searched(job, 3)
     assert "workers" in endless.best.recipe
@@ -174,13 +181,14 @@ def test_a_short_run_has_another_best_recipe(job: Job) -> None:
     assert (endless.steps, short.steps) == (None, 3)
 
 
+@pytest.mark.whole
 def test_the_best_of_a_run_is_what_brute_force_finds(job: Job) -> None:
     """Every recipe judged by itself: (once + steps x step) / steps, told apart from the steady step."""
     steps = 3
     parts = Parts(job, [H200], Alone(SlowLoading()), shallow=False, run=Run(steps=steps, rate=DEAR))
     steady = Parts(job, [H200], Alone(SlowLoading()), shallow=False)
     paces = {}
-    space = space_of(job, fidelity=Fidelity.SAME, capability=(9, 0))
+    space = space_of(job, fidelity=Fidelity.SAME, capability=(9, 0), settled=KEPT)
     for each in space.candidates:
         figures = parts.judge([each.setup])[0][0]
         assert figures.step_seconds == pytest.approx(steady.judge([each.setup])[0][0].seconds)
@@ -191,7 +199,9 @@ def test_the_best_of_a_run_is_what_brute_force_finds(job: Job) -> None:
     assert best.pace(steps) == pytest.approx(paces[best.recipe])
 
 
-def test_many_gpus_look_at_the_run_too(job: Job) -> None:
+@pytest.mark.whole
+def test_many_gpus_look_at_the_run_too(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search_gpus, "space_of", partial(space_of, settled=KEPT))
     asked = {"fidelity": "same", "clock_of": lambda gpu: SlowLoading(), "once": DEAR, "workers": 1}
     long, short = (plan_gpus(job, [H200], steps=steps, **asked) for steps in (100_000, 3))
     assert "workers" in long.answers[0].choice.recipe

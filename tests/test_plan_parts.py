@@ -75,6 +75,7 @@ def answers(at: Bench, questions: list[Question]) -> dict[int, object]:
     return dict(at.answers(lambda place: waiting.pop() if waiting else None))
 
 
+@pytest.mark.whole
 def test_workers_answer_as_parts_do_and_a_killed_one_is_told() -> None:
     job, clock = small_job("bert", 2, batch_size=2), GpuClocks(GPUS[:1])
     setups = [Recipe.parse(text).setup() for text in ("fp32", "bf16")]

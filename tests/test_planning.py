@@ -158,6 +158,7 @@ def test_the_answer_is_that_of_brute_force_and_the_front_is_up_to_a_grain(seed: 
         assert front[-1][1] == min(size for _, size in everything)
 
 
+@pytest.mark.whole
 def test_a_recipe_to_start_from_may_be_text() -> None:
     job = small_job("gpt2", 1, batch_size=1)
     told = [
@@ -179,6 +180,7 @@ except snugfit.SnugfitError as told:
 """
 
 
+@pytest.mark.whole
 def test_a_script_that_every_process_would_run_is_told_what_to_do(tmp_path: Path) -> None:
     script = tmp_path / "mine.py"
     script.write_text(SCRIPT.format(tests=str(Path(__file__).parent)), encoding="utf-8")

@@ -109,6 +109,7 @@ def test_one_core_is_no_choice(cores: Cores) -> None:
     assert (cores.held, core.disturbed()) == ({2}, None)
 
 
+@pytest.mark.whole
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system holds no thread to a core")
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core is no choice")
 def test_forked_processes_and_new_threads_have_all_cores() -> None:

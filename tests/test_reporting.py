@@ -31,6 +31,7 @@ def means(folder: Path, every: int) -> dict[int, float]:
     }
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("save_steps", [5, 500], ids=["resumed", "begun again"])
 def test_a_killed_run_goes_on_in_the_same_log(tmp_path: Path, save_steps: int) -> None:
     """Killed after step 8, taken up after step 5 or from the beginning: every line once, under the Trainer's
@@ -53,12 +54,14 @@ def test_a_killed_run_goes_on_in_the_same_log(tmp_path: Path, save_steps: int) -
     assert [step for step, _ in found["train/epoch"]] == [3, 4, 6, 8, 9, 12, 12, 12]
 
 
+@pytest.mark.whole
 def test_a_run_that_begins_anew_has_a_log_of_its_own(tmp_path: Path) -> None:
     for restart in (False, True):
         train(small_run(tmp_path, max_steps=3, **BOARD), restart=restart)
     assert [[step for step, _ in scalars_in(log)["train/loss"]] for log in logs_under(tmp_path)] == [[3], [3]]
 
 
+@pytest.mark.whole
 def test_steps_that_are_taken_again_in_one_process_stand_there_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,6 +115,7 @@ def registered(monkeypatch: pytest.MonkeyPatch, *, breaks: bool = False) -> list
     return heard
 
 
+@pytest.mark.whole
 def test_every_tracker_hears_what_the_trainer_would_tell_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,6 +139,7 @@ def test_every_tracker_hears_what_the_trainer_would_tell_it(
     assert first.keys() == {"loss", "grad_norm", "learning_rate", "epoch"}
 
 
+@pytest.mark.whole
 def test_a_tracker_that_fails_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     heard = registered(monkeypatch, breaks=True)
     done = train(small_run(tmp_path, report_to="tracker", logging_steps=2))
@@ -175,6 +180,7 @@ def test_a_missing_package_is_told_before_anything(tmp_path: Path, monkeypatch: 
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.whole
 def test_accelerates_state_is_a_users_own(tmp_path: Path) -> None:
     """Trainer's arguments, made as usual, make it anew."""
     from accelerate import Accelerator

@@ -56,6 +56,7 @@ def test_names_elsewhere_lead_here_and_clash_with_nothing(technique: type[Techni
             roster.find(word)
 
 
+@pytest.mark.whole
 def test_listing_imports_neither_torch_nor_a_technique_s_package() -> None:
     code = (
         "import sys; from snugfit.techniques import roster; roster.techniques();"

@@ -13,6 +13,8 @@ from snugfit.errors import SnugfitError, UsageError
 from snugfit.training.loop import TrainingStep
 from snugfit.training.train import train
 
+pytestmark = pytest.mark.whole
+
 JUMPS = 13
 RUN: dict[str, Any] = {"max_steps": 16}
 

@@ -404,6 +404,7 @@ def foreign() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
+@pytest.mark.whole
 def test_a_place_of_somebody_else(foreign: Path) -> None:
     """The superuser may write everywhere, and so becomes somebody else for the while."""
 

@@ -13,11 +13,12 @@ import resource
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from clean_forks import Forks
 from snugfit.training.manifest import MANIFEST, verify
 from snugfit.training.save_failed import SaveFailed
 from snugfit.training.store import Store
@@ -73,6 +74,18 @@ def dying(act: Callable[[], object], *, at: int) -> Callable[[], None]:
     return run
 
 
+def dies(act: str, root: str, at: int) -> int:
+    """In a process of its own."""
+    dying(lambda: ACTS[act][1](Path(root)), at=at)()
+    return 0
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    with Forks(__name__) as made:
+        yield made
+
+
 def saved_and_retained(root: Path) -> None:
     store = Store(root)
     store.save(30, fill(30), {"seed": 17, "run": 0})
@@ -112,16 +125,17 @@ ACTS: dict[str, tuple[Callable[[Path], object], Callable[[Path], object], list[t
 """What stood there, what was being done, and the steps and runs that may be the newest after a death."""
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("act", ACTS)
-def test_death_at_any_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: str) -> None:
+def test_death_at_any_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forks: Forks, act: str) -> None:
     monkeypatch.setattr(os, "fsync", lambda _: None)
-    prepare, doing, newest = ACTS[act]
+    prepare, _, newest = ACTS[act]
     stored(tmp_path / "model", 10, 20)
     prepare(tmp_path / "model")
     seen = []
     for at in itertools.count(1):
         root = Path(shutil.copytree(tmp_path / "model", tmp_path / f"at-{at}"))
-        code = in_child(dying(lambda root=root: doing(root), at=at))  # type: ignore[misc]
+        code = forks.ended(forks.start(dies, act, str(root), at))
         assert code in (0, DEATH)
         seen.append(whole_at(root))
         assert seen[-1] in newest
@@ -159,6 +173,7 @@ def goes_on(root: Path) -> None:
     assert [name for name in visible(root) if "broken" not in name] == ["checkpoint-40"]
 
 
+@pytest.mark.whole
 def test_kill_9_in_the_middle_of_a_file(tmp_path: Path) -> None:
     """F2, with the real signal."""
     store = stored(tmp_path, 10)
@@ -342,6 +357,7 @@ def a_small_disk(at: Path) -> bool:
     return not libc.mount(b"tmpfs", os.fsencode(at), b"tmpfs", 0, b"size=2m")
 
 
+@pytest.mark.whole
 def test_a_full_disk(tmp_path: Path) -> None:
     def act() -> None:
         if a_small_disk(tmp_path):
@@ -364,6 +380,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
     assert in_child(act) == 0
 
 
+@pytest.mark.whole
 def test_safetensors_on_a_full_disk(tmp_path: Path) -> None:
     """Its error is no `OSError`, and yet it is told as one."""
     store = stored(tmp_path, 10)

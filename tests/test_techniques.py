@@ -171,6 +171,7 @@ def three_steps(text: str, device: str) -> tuple[list[list[tuple[str, int]]], di
     return steps, state
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("text", [name for name in optimizers() if name != "adamw_fused"])
 def test_an_optimizer_on_shapes_keeps_the_state_it_keeps_on_data(text: str) -> None:
     if lacking := missing(Recipe.parse(text)["optimizer"]):
@@ -182,6 +183,7 @@ def test_an_optimizer_on_shapes_keeps_the_state_it_keeps_on_data(text: str) -> N
     assert real or text.startswith("sgd")
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("embeddings", [32, 8])
 def test_adamw_8bit_on_shapes_gives_birth_as_on_data(embeddings: int) -> None:
     """Step by step and in order. A device gets its code books by a copy; a CPU has them there already."""
@@ -213,6 +215,7 @@ def test_adamw_8bit_waits_for_the_device_after_each_parameter() -> None:
     assert rehearse(job, Recipe.parse("adamw").setup(), CudaPolicy()).syncs == 0
 
 
+@pytest.mark.whole
 def test_adamw_8bit_leaves_nothing_behind() -> None:
     """Overrides of one run do not reach the next, and a rehearsal's none of the process's own."""
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")

@@ -36,6 +36,7 @@ def still(job: Job) -> Job:
     return replace(job, model=Model.from_config(facts, name="still"))
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("save_strategy", ["steps", "no"])
 def test_three_steps_in_a_row_lead_to_the_next_recipe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save_strategy: str
@@ -62,6 +63,7 @@ def test_three_steps_in_a_row_lead_to_the_next_recipe(
     )
 
 
+@pytest.mark.whole
 def test_dropout_goes_on_with_its_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same recipe once more: bit for bit the run that never stopped."""
     train(small_run(tmp_path / "whole"))
@@ -71,6 +73,7 @@ def test_dropout_goes_on_with_its_numbers(tmp_path: Path, monkeypatch: pytest.Mo
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("why", ["short", "out", "wrong"])
 def test_what_was_built_before_is_given_back_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
@@ -103,6 +106,7 @@ def test_what_was_built_before_is_given_back_first(
     assert len(before) == 2
 
 
+@pytest.mark.whole
 def test_without_another_recipe_it_goes_on_and_says_so_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,6 +118,7 @@ def test_without_another_recipe_it_goes_on_and_says_so_once(
     assert "no other recipe is left" in told
 
 
+@pytest.mark.whole
 def test_what_cannot_be_kept_is_no_reason_to_go_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from snugfit.training.store import Store
 

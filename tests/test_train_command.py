@@ -18,6 +18,7 @@ def at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.whole
 def test_it_trains_and_goes_on(at_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["train", "job.yaml", "--report-to", "tensorboard"]) == 0
     out, told = capsys.readouterr()

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import termios
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ from snugfit.training.store import Store
 from snugfit.training.train import train
 from test_training_kills import steps_told, until
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+pytestmark = [pytest.mark.whole, pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")]
 
 STDOUT, STDERR = 1, 2
 
@@ -58,12 +58,6 @@ def warm() -> None:
         train(small_run(Path(folder)))
     for name in ("snugfit.cli.request", "snugfit.doors.own_loop", "snugfit.report.watching"):
         importlib.import_module(name)
-
-
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    with Forks() as made:
-        yield made
 
 
 @pytest.fixture
@@ -188,7 +182,15 @@ def test_a_journal_on_a_full_disk(tmp_path: Path) -> None:
     assert_same_weights(done.model, train(small_run(tmp_path / "whole")).model)
 
 
-@pytest.mark.parametrize("damage", [b"", b'{"event": "st', b"\xff\xfe\x00\n[1]\n7\n", b"\0" * 5000], ids=repr)
+DAMAGES = {
+    "empty": b"",
+    "half a line": b'{"event": "st',
+    "no text": b"\xff\xfe\x00\n[1]\n7\n",
+    "zeros": b"\0" * 5000,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_journal_loses_no_run(tmp_path: Path, damage: bytes) -> None:
     """F37: what a run goes on from are its checkpoints; the journal is written on, on a line of its own."""
     with pytest.raises(Killed):
@@ -257,11 +259,13 @@ def test_without_another_thread_a_checkpoint_is_written_all_the_same(
 
 def test_a_worker_that_the_system_kills(tmp_path: Path) -> None:
     """F25: told as what it most often is, and the next start goes on."""
+    before = psutil.Process().children()
 
     def watch(event: Event) -> None:
         if event["event"] == "step" and event["step"] == 3:
             for worker in psutil.Process().children():
-                worker.kill()
+                if worker not in before:
+                    worker.kill()
 
     with pytest.raises(OutOfMemory, match=r"loader is gone \(signal: Killed\)"):
         train(small_run(tmp_path / "run", "workers", max_steps=60, save_steps=1), watch=watch)

@@ -22,6 +22,8 @@ from snugfit.techniques.recipe import Recipe
 from snugfit.training.loop import TrainingStep
 from snugfit.training.train import train
 
+pytestmark = pytest.mark.whole
+
 RECIPES = (
     "plain",
     "fp16 + micro_batches(2)",

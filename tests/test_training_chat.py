@@ -112,6 +112,7 @@ def test_without_a_template_the_cure_is_told() -> None:
         made([CHAT], pack=True)
 
 
+@pytest.mark.whole
 def test_conversations_are_trained_on(tmp_path: Path) -> None:
     words = tokenizer("gpt2")
     words.chat_template = MARKED

@@ -5,56 +5,70 @@ from __future__ import annotations
 import os
 import random
 import signal
-import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
-from small_runs import assert_same_weights, events, losses, small_run
+from clean_forks import Forks
+from small_models import small_job
+from small_runs import assert_same_weights, bert_job, events, losses, small_run
+from snugfit.errors import UsageError
+from snugfit.training import manifest
 from snugfit.training.interrupt import TRIGGER
 from snugfit.training.manifest import verify
 from snugfit.training.store import Store
 from snugfit.training.train import train
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+pytestmark = [pytest.mark.whole, pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")]
 
 KILLS = 50
 """SIGKILLs of each storm; there are four."""
 
-
-def forked(work: Callable[[], int]) -> int:
-    """A process that does this, and nothing of pytest's; its id."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    child = os.fork()
-    if child == 0:
-        code = 99
-        try:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-            code = work()
-        finally:
-            os._exit(code)
-    return child
+LONGEST = 0.25
+"""Seconds that a process may live: most runs are killed several times, and some get to their end."""
 
 
-def trains(folder: Path, **options: object) -> int:
-    """A process that trains to the end, with the exit code of the run."""
-    return forked(lambda: train(small_run(folder, **options)).exit_code)  # type: ignore[arg-type]
+SHALLOW = replace(bert_job(clip=1.0), model=small_job("bert", 1).model)
 
 
-def ended(child: int, seconds: float = 60.0) -> int:
-    """Its exit code, or minus the signal that ended it."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        found, status = os.waitpid(child, os.WNOHANG)
-        if found:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.005)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    raise AssertionError("the process did not end")
+def weathers(folder: str) -> int:
+    """Trains one layer, and keeps every step."""
+    return train(small_run(Path(folder), job=SHALLOW, save_steps=1)).exit_code
+
+
+def trains(folder: str, options: dict[str, Any]) -> int:
+    """Trains to the end, with the exit code of the run."""
+    return train(small_run(Path(folder), **options)).exit_code
+
+
+def saves_slowly(folder: str) -> int:
+    """The checkpoints after the first take longer than anybody waits."""
+    plain = Store.save
+
+    def save(self: Store, step: int, *given: object, **more: object) -> object:
+        if step > 2:
+            time.sleep(30)
+        return plain(self, step, *given, **more)  # type: ignore[arg-type]
+
+    Store.save = save  # type: ignore[method-assign, assignment]
+    return trains(folder, {"max_steps": 400, "save_steps": 2})
+
+
+def reads_slowly(folder: str) -> int:
+    """Each file of a checkpoint takes longer than the run may."""
+    plain = manifest._contents
+
+    def contents(*given: object, **more: object) -> object:
+        time.sleep(0.2)
+        return plain(*given, **more)  # type: ignore[arg-type]
+
+    manifest._contents = contents  # type: ignore[assignment]
+    return trains(folder, {"max_steps": 4000, "stop_seconds": 0.01})
 
 
 def until(what: Callable[[], bool], seconds: float = 60.0) -> None:
@@ -72,37 +86,36 @@ def steps_told(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_killed_at_any_moment_it_goes_on(tmp_path: Path, seed: int) -> None:
+def test_killed_at_any_moment_it_goes_on(tmp_path: Path, forks: Forks, seed: int) -> None:
     """Promise 4, F1, F2: SIGKILL at seeded moments; each run that gets to its end has the very numbers of one
     that nobody touched."""
     draw, kills, finished = random.Random(seed), 0, 0
-    train(small_run(tmp_path / "whole"))
+    whole = train(small_run(tmp_path / "whole", job=SHALLOW))
     while kills < KILLS:
         folder = tmp_path / f"run-{finished}"
-        child = trains(folder, save_steps=1)
-        time.sleep(draw.uniform(0.0, 0.35))
+        child = forks.start(weathers, str(folder))
+        time.sleep(draw.uniform(0.0, LONGEST))
         os.kill(child, signal.SIGKILL)
-        code = ended(child)
+        code = forks.ended(child)
         kills += 1
         if code == 0:  # it was done before
             finished += 1
             assert losses(folder) == losses(tmp_path / "whole")
     folder = tmp_path / f"run-{finished}"
-    assert ended(trains(folder, save_steps=1)) == 0
+    done = train(small_run(folder, job=SHALLOW, save_steps=1))
     assert losses(folder) == losses(tmp_path / "whole")
-    done, whole = train(small_run(folder, save_steps=1)), train(small_run(tmp_path / "whole"))
     assert_same_weights(done.model, whole.model)
     assert not Store(folder).broken
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 75), ("SIGINT", 130)])
-def test_one_signal_keeps_and_ends(tmp_path: Path, name: str, code: int) -> None:
+def test_one_signal_keeps_and_ends(tmp_path: Path, forks: Forks, name: str, code: int) -> None:
     """F14: a checkpoint at the next border, an exit code that says so, and a resume bit for bit."""
     whole = train(small_run(tmp_path / "whole", max_steps=60))
-    child = trains(tmp_path / "run", max_steps=60)
+    child = forks.start(trains, str(tmp_path / "run"), {"max_steps": 60})
     until(lambda: steps_told(tmp_path / "run") >= 3)
     os.kill(child, getattr(signal, name))
-    assert ended(child) == code
+    assert forks.ended(child) == code
     (told,) = events(tmp_path / "run", "ended")
     assert (told["outcome"], told["step"]) == ("stopped", steps_told(tmp_path / "run"))
     assert 3 <= told["step"] < 60
@@ -113,64 +126,39 @@ def test_one_signal_keeps_and_ends(tmp_path: Path, name: str, code: int) -> None
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
-def test_two_signals_end_at_once(tmp_path: Path, name: str, code: int) -> None:
+def test_two_signals_end_at_once(tmp_path: Path, forks: Forks, name: str, code: int) -> None:
     """F15: also while a checkpoint is being written; the one before stays whole."""
-
-    def slow() -> int:
-        plain = Store.save
-
-        def save(self: Store, step: int, *given: object, **more: object) -> object:
-            if step > 2:
-                time.sleep(30)
-            return plain(self, step, *given, **more)  # type: ignore[arg-type]
-
-        Store.save = save  # type: ignore[method-assign, assignment]
-        return train(small_run(tmp_path, max_steps=400, save_steps=2)).exit_code
-
-    child = forked(slow)
+    child = forks.start(saves_slowly, str(tmp_path))
     until(lambda: steps_told(tmp_path) >= 3)
     os.kill(child, getattr(signal, name))
     time.sleep(0.3)
     os.kill(child, getattr(signal, name))
-    assert ended(child) == code
+    assert forks.ended(child) == code
     found = Store(tmp_path).newest()
     assert found
     assert found.step == 2, "it did not wait for the save"
 
 
-def test_a_deadline_is_kept(tmp_path: Path) -> None:
+def test_a_deadline_is_kept(tmp_path: Path, forks: Forks) -> None:
     """F16: a save that would take longer than the scheduler gives is given up, and leaves nothing behind."""
-
-    def slow() -> int:
-        from snugfit.training import manifest
-
-        plain = manifest._contents
-
-        def contents(*given: object, **more: object) -> object:
-            time.sleep(0.2)
-            return plain(*given, **more)  # type: ignore[arg-type]
-
-        manifest._contents = contents  # type: ignore[assignment]
-        return train(small_run(tmp_path, max_steps=4000, stop_seconds=0.01)).exit_code
-
-    child = forked(slow)
+    child = forks.start(reads_slowly, str(tmp_path))
     until(lambda: steps_told(tmp_path) >= 2)
     os.kill(child, signal.SIGTERM)
-    assert ended(child) == 75
+    assert forks.ended(child) == 75
     assert Store(tmp_path).newest() is None
 
 
 @pytest.mark.parametrize("means", ["signal", "file"])
-def test_a_checkpoint_on_demand_changes_nothing(tmp_path: Path, means: str) -> None:
+def test_a_checkpoint_on_demand_changes_nothing(tmp_path: Path, forks: Forks, means: str) -> None:
     """F17."""
     whole = train(small_run(tmp_path / "whole", max_steps=40))
-    child = trains(tmp_path / "run", max_steps=40)
+    child = forks.start(trains, str(tmp_path / "run"), {"max_steps": 40})
     until(lambda: steps_told(tmp_path / "run") >= 2)
     if means == "signal":
         os.kill(child, signal.SIGUSR1)
     else:
         (tmp_path / "run" / TRIGGER).touch()
-    assert ended(child) == 0
+    assert forks.ended(child) == 0
     kept = [event["step"] for event in events(tmp_path / "run", "saved")]
     assert len(kept) == 2
     assert 2 <= kept[0] < kept[1] == 40
@@ -179,28 +167,24 @@ def test_a_checkpoint_on_demand_changes_nothing(tmp_path: Path, means: str) -> N
     assert whole.step == 40
 
 
-def test_two_trainers_on_one_folder(tmp_path: Path) -> None:
+def test_two_trainers_on_one_folder(tmp_path: Path, forks: Forks) -> None:
     """F13."""
-    from snugfit.errors import UsageError
-
-    child = trains(tmp_path, max_steps=4000)
+    child = forks.start(trains, str(tmp_path), {"max_steps": 4000})
     until(lambda: steps_told(tmp_path) >= 1)
     with pytest.raises(UsageError, match=str(child)):
         train(small_run(tmp_path))
     os.kill(child, signal.SIGKILL)
-    ended(child)
+    forks.ended(child)
     assert train(small_run(tmp_path)).outcome == "finished", "a dead process holds nothing"
 
 
-def test_workers_end_with_the_run(tmp_path: Path) -> None:
+def test_workers_end_with_the_run(tmp_path: Path, forks: Forks) -> None:
     """F30: the loader's processes go when the run is killed."""
-    import psutil
-
-    child = trains(tmp_path, recipe="workers", max_steps=4000)
+    child = forks.start(trains, str(tmp_path), {"recipe": "workers", "max_steps": 4000})
     until(lambda: steps_told(tmp_path) >= 1)
     workers = psutil.Process(child).children(recursive=True)
     assert workers
     os.kill(child, signal.SIGKILL)
-    ended(child)
+    forks.ended(child)
     _, alive = psutil.wait_procs(workers, timeout=20)
     assert not alive

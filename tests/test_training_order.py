@@ -321,6 +321,7 @@ def test_a_later_start_goes_on_where_the_earlier_would_have_been() -> None:
     assert fed(samples, Task.MASKED_LM, start_step=9, stop_step=9) == []
 
 
+@pytest.mark.whole
 def test_workers_change_nothing_and_are_started_once(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
     real = torch.utils.data.DataLoader.__iter__
@@ -333,6 +334,7 @@ def test_workers_change_nothing_and_are_started_once(monkeypatch: pytest.MonkeyP
     assert len(started) == 2, "one iterator a run, over both epochs"
 
 
+@pytest.mark.whole
 def test_a_loader_draws_no_random_number_of_others() -> None:
     """torch's own DataLoader takes one from the global generator each time it is started."""
     samples = samples_for(Task.MASKED_LM)
@@ -358,6 +360,7 @@ def workers_of_this_process() -> list[psutil.Process]:
     return [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
 
 
+@pytest.mark.whole
 def test_workers_hear_nobody_but_their_parent() -> None:
     """A signal to the whole group must not take the batches from a loop that is finishing its step."""
     samples = samples_for(Task.SEQUENCE_CLASSIFICATION)
@@ -379,6 +382,7 @@ def test_workers_hear_nobody_but_their_parent() -> None:
     assert gone(worker), "it ends with the last batch"
 
 
+@pytest.mark.whole
 def test_workers_end_when_their_parent_has_had_enough() -> None:
     samples = samples_for(Task.SEQUENCE_CLASSIFICATION)
     order = Order(len(samples), 4, 2, seed=1)

@@ -161,6 +161,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(("name", "workers"), [*((name, 0) for name in BROKEN), ("truncated", 1)])
 def test_a_broken_picture_is_one_error_with_its_file(
     name: str, workers: int, tmp_path: Path, folder: Path
@@ -286,6 +287,7 @@ def steps(of: Path) -> Sequence[tuple[float, ...]]:
     return [losses(of)[step] for step in sorted(losses(of))]
 
 
+@pytest.mark.whole
 def test_pictures_are_trained_on_and_resumed(tmp_path: Path, folder: Path) -> None:
     """A run that was stopped sees the pictures that come next, with workers as without."""
     source = pets(tmp_path / "pets")
@@ -314,6 +316,7 @@ def test_pictures_are_trained_on_and_resumed(tmp_path: Path, folder: Path) -> No
     assert steps(tmp_path / "workers") == steps(tmp_path / "whole")
 
 
+@pytest.mark.whole
 def test_pictures_from_the_command_line(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -274,6 +274,7 @@ def test_a_fingerprint_knows_sound_text_and_extractor(tmp_path: Path, folder: Pa
     assert len({*of, data([{**row, "text": "one"} for row in _rows(*one)], folder).fingerprint()}) == 4
 
 
+@pytest.mark.whole
 def test_speech_is_trained_on_and_resumed(tmp_path: Path, folder: Path) -> None:
     source = _metadata(tmp_path)
 
@@ -297,6 +298,7 @@ def test_speech_is_trained_on_and_resumed(tmp_path: Path, folder: Path) -> None:
     assert losses(tmp_path / "workers") == losses(tmp_path / "whole")
 
 
+@pytest.mark.whole
 def test_half_weights_hear_in_their_own_dtype(tmp_path: Path, folder: Path) -> None:
     """Nothing casts the features of a model that is bfloat16 throughout, so they come in it."""
     source = _metadata(tmp_path)

@@ -137,6 +137,7 @@ def test_a_broken_line_is_told_with_its_own_file(tmp_path: Path) -> None:
         texts(folder)
 
 
+@pytest.mark.whole
 def test_a_run_over_shards_is_one_over_the_whole(tmp_path: Path) -> None:
     """With the same samples in the same order; and a resumed run knows them again."""
     held = rows(24)

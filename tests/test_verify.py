@@ -257,6 +257,7 @@ def test_foreign_words_are_data(asked: list[Any]) -> None:
     assert "<script>" not in page
 
 
+@pytest.mark.whole
 def test_real_runs_on_the_cpu() -> None:
     """Two recipes of a small model, each in a process of its own: what CPUs can tell is there."""
     small = small_job("gpt2", 2, batch_size=4, sequence_length=32)

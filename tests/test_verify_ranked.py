@@ -18,10 +18,12 @@ from snugfit.planning.space import space_of
 from snugfit.planning.workers import Bench
 from snugfit.prediction.seconds import step_seconds
 from snugfit.rehearsal.tape import Tape
+from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
-from snugfit.techniques.technique import Fidelity
+from snugfit.techniques.technique import Fidelity, Slot
 
 H200 = find_gpu("h200")
+SETTLED = {Slot.ATTENTION: roster.plain(Slot.ATTENTION)}
 
 
 def seconds(tape: Tape) -> float:
@@ -36,7 +38,7 @@ def parts() -> Parts:
 @pytest.fixture(scope="module")
 def found(parts: Parts) -> Searched:
     """A search of a small space, each tape judged once whole to compare with."""
-    space = space_of(parts.job, fidelity=Fidelity.SAME, capability=(9, 0))
+    space = space_of(parts.job, fidelity=Fidelity.SAME, capability=(9, 0), settled=SETTLED)
     return search(space, Bench([parts]))
 
 
@@ -84,9 +86,10 @@ def test_nothing_is_listed_where_nothing_fits(parts: Parts, found: Searched) -> 
     assert best(found, Bench([parts]), 3, memory_bytes=1 << 20, objective="speed") == []
 
 
+@pytest.mark.whole
 def test_a_plan_lists_its_first_choice_first() -> None:
     job = small_job("gpt2", 2, batch_size=1, sequence_length=32)
-    made = plan(job, gpu=H200, fidelity="same", objective="memory", workers=1, ranked=3)
+    made = plan(job, gpu=H200, fidelity="same", objective="memory", workers=1, ranked=3, settled=SETTLED)
     assert made.best is not None
     assert made.ranked[0] == made.best
     assert len({Recipe.parse(choice.recipe) for choice in made.ranked}) == 3

@@ -202,6 +202,7 @@ def test_what_was_seen_as_json(cuda: FakeCuda) -> None:
     assert document["gpus"][0]["nvml_bytes"] == 4000 * MIB
 
 
+@pytest.mark.whole
 def test_watching_imports_no_torch() -> None:
     block = "from snugfit.measurement.watch import watch\nwith watch(): pass"
     code = f"{block}\nimport sys; assert 'torch' not in sys.modules"

@@ -72,6 +72,7 @@ def test_short_memory_is_told_as_what_it_is() -> None:
     assert "in step 7 as plain; it is taken again" in shown({**event, "cause": "oom:torch"})
 
 
+@pytest.mark.whole
 def test_use_is_told_with_each_step(tmp_path: Path) -> None:
     """Of the tokens that a step went through, at the peak, against its seconds."""
     train(small_run(tmp_path, max_steps=4), foresee=lambda job, recipe: FORESEEN)
@@ -81,6 +82,7 @@ def test_use_is_told_with_each_step(tmp_path: Path) -> None:
         assert event["mfu"] == pytest.approx(0.04 * event["tokens"] / 64 / event["seconds"])
 
 
+@pytest.mark.whole
 def test_on_the_cpu_nothing_is_foreseen(tmp_path: Path) -> None:
     train(small_run(tmp_path, max_steps=2), foresee=foresees(torch.device("cpu")))
     assert not events(tmp_path, "foreseen")
@@ -99,6 +101,7 @@ def test_on_a_gpu_it_is_the_prediction_for_that_gpu(monkeypatch: pytest.MonkeyPa
     assert "Made Up 9000" in why
 
 
+@pytest.mark.whole
 def test_a_recipe_that_follows_is_foreseen_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from snugfit.training import thrash
 
