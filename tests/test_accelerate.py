@@ -327,34 +327,32 @@ def test_what_is_no_number_stops_before_the_update(tmp_path: Path) -> None:
     again.close()
 
 
-def _exhausts(monkeypatch: pytest.MonkeyPatch, at: int, times: int = 1) -> None:
-    plain, left = HandStep._loss, [times]
+def _exhausts(step: HandStep, at: int) -> None:
+    """Memory runs out in the forward pass of this step, once."""
+    plain, begin, begun = step.loss_of, step.take, [0]
 
-    def loss(self: HandStep, model: Any, batch: Any) -> Any:
-        if self.steps_begun == at and left[0]:
-            left[0] -= 1
+    def loss(model: Any, batch: Any) -> Any:
+        if begun == [at]:
+            begun.append(at)
             torch.rand(7)
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return plain(self, model, batch)
+        return plain(model, batch)
 
-    begin = HandStep.take
+    def take(*given: Any) -> Any:
+        begun[0] += 1
+        return begin(*given)
 
-    def take(self: Any, *given: Any) -> Any:
-        self.steps_begun = getattr(self, "steps_begun", 0) + 1
-        return begin(self, *given)
-
-    monkeypatch.setattr(HandStep, "take", take)
-    monkeypatch.setattr(HandStep, "_loss", loss)
+    step.loss_of, step.take = loss, take  # type: ignore[method-assign]
 
 
-def test_memory_that_runs_out_names_the_next_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_runs_out_names_the_next_recipe(tmp_path: Path) -> None:
     """Under it the run is taken up, and goes through the same steps, dropout off."""
     model = model_of("bert")
     torch.manual_seed(1)
     whole = go(loop_of(None, model=copy_of(model)))
     torch.manual_seed(1)
     run = loop_of(tmp_path, model=copy_of(model))
-    _exhausts(monkeypatch, 3)
+    _exhausts(run._step, 3)
     with run:
         batches = iter(run)
         for _ in range(2):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 from snugfit.doors.items import items_in, shifts_labels
@@ -38,30 +39,26 @@ class HandStep(TrainingStep):
         items: ItemsOf | None,
     ) -> None:
         super().__init__(job, setup, device)
-        self.careful = True
-        self._given_loss, self._given_items = loss, items
-        self._shifts = shifts_labels(model)
+        self.careful, shifts = True, shifts_labels(model)
+        self.items_of = partial(items_in, shifts=shifts) if items is None else lambda piece: int(items(piece))
+        self.loss_of = partial(_loss, loss)
 
-    def _items(self, piece: Mapping[str, Any]) -> int:
-        if self._given_items is not None:
-            return int(self._given_items(piece))
-        return items_in(piece, shifts=self._shifts)
 
-    def _loss(self, model: torch.nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
-        import torch
+def _loss(given: LossOf | None, model: Any, batch: Mapping[str, Any]) -> torch.Tensor:
+    import torch
 
-        found = model(**batch) if self._given_loss is None else self._given_loss(model, dict(batch))
-        try:
-            loss = loss_of(found)
-        except (KeyError, IndexError, TypeError):
-            loss = None
-        if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.requires_grad:
-            what = "the function loss" if self._given_loss else f"{type(model).__name__}"
-            raise UsageError(
-                f"A step needs one number that the model's parameters have made, and {what} gave"
-                f" {_told(loss)}. Put labels into the batch, or give loss=lambda model, batch: ..."
-            )
-        return loss
+    found = model(**batch) if given is None else given(model, dict(batch))
+    try:
+        loss = loss_of(found)
+    except (KeyError, IndexError, TypeError):
+        loss = None
+    if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.requires_grad:
+        what = "the function loss" if given else f"{type(model).__name__}"
+        raise UsageError(
+            f"A step needs one number that the model's parameters have made, and {what} gave"
+            f" {_told(loss)}. Put labels into the batch, or give loss=lambda model, batch: ..."
+        )
+    return loss
 
 
 def _told(loss: Any) -> str:

@@ -1,10 +1,10 @@
 """A fitted trainer's next micro-batches, made while the device is still at the backward pass of this step.
 
-A fitted trainer waits for the gradients before each update, and the GPU then waits until it has been asked for
-the update, and for the next forward pass. The Trainer makes the next batch in between, where an update is
+A fitted trainer waits for the gradients before each update, and the GPU then waits until it has been asked
+for the update, and for the next forward pass. The Trainer makes the next batch in between, where an update is
 over before it: with BERT-large at 4 x 512 in fp32, a step so took 6.1 % longer than in the bare loop
 (results/h200-2026-11-22/train-overhead-doors-waiting.json). With the batch made before, it takes 2.8 %
-(train-overhead-doors.json), as with `accelerate`.
+(train-overhead-doors.json).
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,9 @@ from snugfit.step.step import Step
 if TYPE_CHECKING:
     import torch
 
+    from snugfit.job.job import Job
     from snugfit.step.step import Observer
+    from snugfit.techniques.setup import Setup
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,16 @@ class OptimizerLoop(Step):
 class PlainStep(OptimizerLoop):
     """The plain loop over one job and Setup."""
 
+    def __init__(self, job: Job, setup: Setup, device: torch.device, *, keep_losses: bool = False) -> None:
+        super().__init__(job, setup, device, keep_losses=keep_losses)
+        self.items_of: Callable[[Mapping[str, Any]], int] = lambda piece: label_items(job, piece)
+        """How many items the loss of a host micro-batch is a mean over."""
+        self.loss_of: Callable[[Any, Mapping[str, Any]], torch.Tensor] = _loss
+        """Of a model, and a micro-batch that is on the device."""
+        self.computed: Callable[[torch.Tensor], None] = _nothing
+        """Hears what the step's losses come to so far, before the backward pass of the last of them, where
+        losses are kept."""
+
     def run(self, steps: int, observer: Observer) -> list[float]:
         """Builds, runs `steps` optimizer steps, and gives their losses."""
         with matmul_precision(self.setup.matmul):
@@ -113,7 +125,7 @@ class PlainStep(OptimizerLoop):
         model, scaler, observer = built.model, built.scaler, built.observer
         observer.phase("load")
         pieces = next(built.batches)
-        items = [self._items(piece) for piece in pieces] if len(pieces) > 1 else [1]
+        items = [self.items_of(piece) for piece in pieces] if len(pieces) > 1 else [1]
         total: torch.Tensor | None = None
         for piece, share in zip(pieces, items, strict=True):
             if not share:  # nothing of it counts, and the mean over nothing is no number
@@ -122,27 +134,16 @@ class PlainStep(OptimizerLoop):
             batch = place(piece, self.device)
             observer.phase("forward")
             with self.autocast():
-                loss = self._loss(model, batch)
+                loss = self.loss_of(model, batch)
             if len(pieces) > 1:
                 loss = loss * (share / sum(items))
             if self.keep_losses:
                 total = loss.detach() if total is None else total + loss.detach()
-                self._computed(total)
+                self.computed(total)
             observer.phase("backward")
             (loss if scaler is None else scaler.scale(loss)).backward()
             del loss
         return total
-
-    def _items(self, piece: Mapping[str, Any]) -> int:
-        """How many items the loss of this host micro-batch is a mean over."""
-        return label_items(self.job, piece)
-
-    def _loss(self, model: torch.nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
-        """The loss of a micro-batch that is on the device."""
-        return loss_of(model(**batch))
-
-    def _computed(self, total: torch.Tensor) -> None:
-        """Hears what the step's losses come to so far, before the backward pass of the last of them."""
 
     def _evaluate(self, steps: int, observer: Observer) -> list[float]:
         import torch
@@ -171,3 +172,11 @@ class PlainStep(OptimizerLoop):
         if self.setup.autocast is None:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=getattr(torch, self.setup.autocast))
+
+
+def _loss(model: Any, batch: Mapping[str, Any]) -> torch.Tensor:
+    return loss_of(model(**batch))
+
+
+def _nothing(total: torch.Tensor) -> None:
+    """Nobody listens."""

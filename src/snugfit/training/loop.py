@@ -130,6 +130,7 @@ class TrainingStep(PlainStep):
         super().__init__(job, setup, device, keep_losses=True)
         self.phases = Phases()
         self._look = Look(device)
+        self.computed = self._look.computed
         self._unlooked = False
         self.unread = False
         """Whether the last step's norm is still to be `read`."""
@@ -215,9 +216,6 @@ class TrainingStep(PlainStep):
             self._unlooked = False
             if not all_numbers(each for each in running.parameters if each.requires_grad):
                 raise Poisoned
-
-    def _computed(self, total: torch.Tensor) -> None:
-        self._look.computed(total)
 
     def _norm_of(self, trained: list[torch.nn.Parameter], running: Running) -> torch.Tensor | None:
         import torch

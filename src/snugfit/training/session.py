@@ -159,7 +159,7 @@ class Session:
         """The next step's micro-batches. Where the data breaks, what was trained is kept first."""
         try:
             return ahead.take()
-        except SnugfitError:
+        except Exception:
             if self._progress.step and self._run.options.save_strategy != "no":
                 self._now.keep()
             raise
