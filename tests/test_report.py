@@ -265,7 +265,7 @@ def test_files_are_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.Monkey
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(files.os, "replace", full)
+    monkeypatch.setattr("os.replace", full)
     with pytest.raises(UsageError, match="No space left"):
         files.write_atomically(tmp_path / "late", b"content")
     assert not list(tmp_path.glob(".late*"))

@@ -28,12 +28,12 @@ def write_document(path: Path, document: dict[str, Any]) -> None:
     write_whole(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Writes the whole text or nothing, through a temporary file beside it."""
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Writes the whole content or nothing, through a temporary file beside it."""
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        with open(draft, "x", encoding="utf-8", errors="replace") as file:
-            file.write(text)
+        with open(draft, "xb") as file:
+            file.write(content if isinstance(content, bytes) else content.encode("utf-8", errors="replace"))
             file.flush()
             os.fsync(file.fileno())
         os.replace(draft, path)

@@ -129,13 +129,18 @@ def _from_hub(name: str, *, online: bool) -> Found:
 
 
 def _cached(name: str) -> Path | None:
-    """The config.json of a hub model that was downloaded before; opens no socket."""
-    from huggingface_hub import try_to_load_from_cache
-
     try:
-        found = try_to_load_from_cache(name, "config.json")
+        return cached_file(name, "config.json")
     except ValueError as error:
         raise ModelError(f"{name!r} is no hub id: {_first_line(error)} {_ALLOWED}") from None
+
+
+def cached_file(name: str, file: str) -> Path | None:
+    """A file of a hub model that was downloaded before; opens no socket. Raises `ValueError` for a name that
+    is no hub id."""
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(name, file)
     return Path(found) if isinstance(found, str) else None
 
 

@@ -10,10 +10,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from snugfit.errors import ModelError
+from snugfit.job.find import cached_file
 
 if TYPE_CHECKING:
     from torch import nn
@@ -73,15 +75,9 @@ def _shards(index: Path) -> list[str]:
 
 
 def _cached(name: str) -> Path:
-    from huggingface_hub import try_to_load_from_cache
-
-    try:
-        for file in (SINGLE, INDEX):
-            found = try_to_load_from_cache(name, file)
-            if isinstance(found, str):
-                return Path(found).parent
-    except ValueError:
-        pass
+    with suppress(ValueError):
+        if found := cached_file(name, SINGLE) or cached_file(name, INDEX):
+            return found.parent
     raise ModelError(
         f"{name}: no folder with weights, and none of the hub's models in the local cache. Give the folder of"
         " a model that was saved with save_pretrained, or download it first: hf download NAME."

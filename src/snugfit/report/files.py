@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from pathlib import Path
 
+from snugfit.documents import write_whole
 from snugfit.errors import UsageError
 
 
 def write_atomically(path: Path, content: bytes) -> Path:
-    """Writes through a file beside it that is renamed when it is complete; gives the path back. A folder that
-    is not there yet is made.
-
-    Raises `UsageError` when the place cannot be written.
+    """As a document is written (`documents.py`), in a folder that is made where there is none yet; gives the
+    path back. Raises `UsageError` when the place cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     except OSError as error:
         raise UsageError(f"{path.parent}: cannot be written ({error.strerror}).") from None
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.chmod(beside, 0o644)
-        os.replace(beside, path)
-    except BaseException as error:
-        Path(beside).unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise UsageError(f"{path}: cannot be written ({error.strerror}).") from None
-        raise
+        write_whole(path, content)
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be written ({error.strerror}).") from None
     return path
 
 

@@ -18,11 +18,12 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any, final, overload
+from typing import TYPE_CHECKING, Any, final
 
 from snugfit.errors import JobError, UsageError
 from snugfit.job.batch import synthetic
 from snugfit.job.job import Job, Task
+from snugfit.training.by_place import ByPlace, Sample
 from snugfit.training.columns import columns_of
 from snugfit.training.encoding import ROWS_AT_ONCE
 from snugfit.training.labels import class_numbers, measures, one_order
@@ -30,7 +31,7 @@ from snugfit.training.media_files import Entry, path_in
 from snugfit.training.pictures import Pictures
 from snugfit.training.processors import described
 from snugfit.training.ragged import Filling, Ragged
-from snugfit.training.samples import Sample, refuse_unknown_tokens
+from snugfit.training.samples import refuse_unknown_tokens
 from snugfit.training.sounds import Sounds
 from snugfit.training.texts import text_of
 from snugfit.training.tokens import Tokenizer
@@ -46,7 +47,7 @@ RATE = "sampling_rate"
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
-class MediaSamples(Sequence[Sample]):
+class MediaSamples(ByPlace):
     """A dataset of pictures or sound, picklable and without a state."""
 
     media: Rows
@@ -79,20 +80,8 @@ class MediaSamples(Sequence[Sample]):
     def __len__(self) -> int:
         return len(self.media)
 
-    @overload
-    def __getitem__(self, index: int) -> Sample: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Sample]: ...
-    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
-        if isinstance(index, slice):
-            return [self.sample(each) for each in range(*index.indices(len(self)))]
-        return self.sample(index)
-
-    def sample(self, index: int, *, epoch: int = 0) -> Sample:
+    def _made(self, index: int, epoch: int) -> Sample:
         """The same in every epoch."""
-        if not -len(self) <= index < len(self):
-            raise IndexError(index)
-        index = int(index) % len(self)
         entry, row = self._entry(index)
         if isinstance(self.maker, Sounds):
             made: Any = self.maker.made(entry, row.get(RATE))

@@ -17,11 +17,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, final, overload
+from typing import TYPE_CHECKING, Any, final
 
 from snugfit.errors import UsageError
 from snugfit.job.batch import IGNORED
 from snugfit.job.job import Job, Task
+from snugfit.training.by_place import ByPlace, Sample
 from snugfit.training.chat import ALL_WORDS, ITS_WORDS, NO_TOOLS
 from snugfit.training.columns import columns_of
 from snugfit.training.encoding import Encoded, Encoder
@@ -34,12 +35,10 @@ from snugfit.training.tokens import Tokenizer
 if TYPE_CHECKING:
     import numpy as np
 
-Sample = dict[str, Any]
-
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Samples(Sequence[Sample]):
+class Samples(ByPlace):
     """A dataset of samples, picklable and without a state."""
 
     inputs: Ragged
@@ -83,20 +82,8 @@ class Samples(Sequence[Sample]):
     def __len__(self) -> int:
         return len(self.inputs)
 
-    @overload
-    def __getitem__(self, index: int) -> Sample: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Sample]: ...
-    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
-        if isinstance(index, slice):
-            return [self.sample(each) for each in range(*index.indices(len(self)))]
-        return self.sample(index)
-
-    def sample(self, index: int, *, epoch: int = 0) -> Sample:
-        """As this epoch sees it: masks differ from one to the next, nothing else does."""
-        if not -len(self) <= index < len(self):
-            raise IndexError(index)
-        index = int(index) % len(self)
+    def _made(self, index: int, epoch: int) -> Sample:
+        """Masks differ from one epoch to the next, nothing else does."""
         ids = self.inputs[index]
         found: Sample = {"input_ids": ids}
         if self.types is not None:
