@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
-from fitted import classified, model_of, quiet, trainer_of
+from fitted import classified, losses_of, model_of, quiet, trainer_of
+from small_runs import assert_same_weights, events
 from snugfit import fit
 
 pytestmark = pytest.mark.whole
@@ -75,3 +77,27 @@ def test_what_breaks_ahead_is_told_when_it_is_asked_for(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot be read"):
         trainer.train()
     assert trainer.state.global_step == 2
+
+
+class Passing(torch.utils.data.IterableDataset[Any]):
+    """So many samples, one after the other."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Any:
+        return iter(classified(self.count))
+
+
+def test_what_an_epochs_end_leaves_without_an_update_is_left_out(tmp_path: Path) -> None:
+    """22 samples are five batches of two micro-batches, and half a batch."""
+    found, told = [], list[str]()
+    for count in (20, 22):
+        trainer = trainer_of(tmp_path, model_of("bert"), Passing(count), micro=(4, 1), max_steps=7)
+        fit(trainer, "micro_batches(2)", watch=lambda event: told.append(event.get("text", ""))).train()
+        found.append(trainer)
+    assert_same_weights(found[0].model, found[1].model)
+    assert losses_of(found[0]) == losses_of(found[1])
+    steps = [event["step"] for event in events(tmp_path, "step")]
+    assert steps == [1, 2, 3, 4, 5, 6, 7] * 2
+    assert len([text for text in told if "last 1 of 2 micro-batches come to no update" in text]) == 1

@@ -24,14 +24,13 @@ from snugfit.doors.trainer_loss import (
     wrong_of_theirs,
 )
 from snugfit.doors.trainer_memory import broke_in_the_update, go_on_with_less, take_again
-from snugfit.doors.trainer_numbers import refuse_no_number
+from snugfit.doors.trainer_numbers import begin_step, refuse_no_number
 from snugfit.doors.trainer_restore import restore_generators, restore_trainer, restore_weights
 from snugfit.doors.trainer_setup import optimizer_arguments, optimizer_is_theirs
 from snugfit.errors import SnugfitError
 from snugfit.step.install import call, matmul_precision, resolve
 from snugfit.step.memory_errors import memory_cause
 from snugfit.techniques.technique import Slot
-from snugfit.training.generators import generators
 from snugfit.training.interrupt import EXIT_CODES, Interrupts
 from snugfit.training.lock import locked
 from snugfit.training.store import Store
@@ -126,7 +125,7 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
         with less; what is given is then what this adds to the losses that were given before."""
         fitted = self.snugfit
         if fitted.place == 0:
-            fitted.began, fitted.logged = generators(self.args.device), self._tr_loss.clone()
+            begin_step(self, fitted)
         fitted.place += 1
         given, todo = fitted.lost, [inputs]
         while True:
@@ -251,6 +250,7 @@ def opened(trainer: Any, fitted: Fitted) -> Iterator[Keeping]:
         finally:
             keeping.wait()  # nobody writes here once the folder is given back
             fitted.keeping = fitted.lines = fitted.seen = None
+            fitted.begun = False
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError
-from snugfit.training.generators import set_generators
+from snugfit.training.generators import generators, set_generators
 from snugfit.training.loop import NonFinite
 
 if TYPE_CHECKING:
@@ -24,11 +24,30 @@ if TYPE_CHECKING:
     from snugfit.doors.trainer_fitted import Fitted
 
 
+LEFT_OVER = (
+    "The data of an epoch ends within a batch: its last {n} of {count} micro-batches come to no update, and"
+    " are left out. transformers would add their gradients to those of the next epoch's first step."
+)
+
+
+def begin_step(trainer: Any, fitted: Fitted) -> None:
+    """Before a step's first micro-batch: what it would be taken back to. What stands of a step that has come
+    to no update (an iterable dataset's end) goes."""
+    if fitted.begun:
+        trainer.model.zero_grad(set_to_none=True)
+        trainer._tr_loss.copy_(fitted.logged)
+        count = trainer.args.gradient_accumulation_steps
+        fitted.warn_once(LEFT_OVER.format(n=fitted.left_over, count=count))
+    fitted.begun, fitted.left_over = True, fitted.count
+    fitted.began, fitted.logged = generators(trainer.args.device), trainer._tr_loss.clone()
+
+
 def refuse_no_number(trainer: Any, fitted: Fitted, norm: Any) -> None:
     """Raises `SnugfitError` when this step's loss or norm is no number. Its batch is written down, and the
     border before it is kept as a checkpoint."""
     import torch
 
+    fitted.begun = False
     if fitted.lost is None or fitted.keeping is None:
         return
     lost, tokens = fitted.lost, fitted.told_of.tokens

@@ -73,7 +73,7 @@ def beside(foreseen: Mapping[str, Any], seen: Mapping[str, Any]) -> list[str]:
         lines.append(f"a step: {show_seconds(expected)} foreseen, {show_seconds(took)} seen")
         if not 1 / APART < took / expected < APART:
             lines.append(
-                "They part by more than a fifth: snugfit calibrate measures this machine, and the time spent"
-                " waiting for data is not foreseen."
+                "they part by more than a fifth: snugfit calibrate measures this machine, and the time spent"
+                " waiting for data is not foreseen"
             )
     return lines
