@@ -85,7 +85,7 @@ class Lines:
         """These are they."""
         self._samples = sum(samples_in(each) for each in batches)
         self.tokens = sum(token_count(each) for each in batches)
-        self._untold = True
+        self._untold = bool(batches)
 
     def tell(self, learning_rate: float | None) -> bool:
         """At a border: the line of the step that ends there; False where there is none."""
