@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._C._profiler import _EventType
 
 from aligned import Event
 from snugfit.step.step import open_step
@@ -79,7 +80,7 @@ def _events(roots: Sequence[Any]) -> list[Event]:
     waiting: list[tuple[Any, Calls]] = [(root, ()) for root in roots]
     while waiting:
         event, above = waiting.pop()
-        if event.tag.name == "Allocation":
+        if event.tag == _EventType.Allocation:
             fields = event.extra_fields
             raw.append((event.start_time_ns, fields.ptr, fields.alloc_size, above))
             continue

@@ -41,8 +41,8 @@ from small_runs import (
 from snugfit.cli.main import main as the_command
 from snugfit.doors.next_recipe import next_recipe
 from snugfit.errors import OutOfMemory
+from snugfit.step import plain_loop
 from snugfit.training.journal import JOURNAL, Event
-from snugfit.training.loop import TrainingStep
 from snugfit.training.store import Store
 from snugfit.training.train import train
 from test_training_kills import steps_told, until
@@ -223,14 +223,14 @@ def test_several_runs_that_were_interrupted_go_on_where_they_stopped(tmp_path: P
 def test_memory_of_the_host_runs_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, enough: int) -> None:
     """F25: the system refuses what a forward pass asks for. The step is taken again in finer pieces, and if
     these do not fit either, the run ends as one that ran out of memory."""
-    plain = TrainingStep._loss
+    plain = plain_loop._loss
 
-    def greedy(self: TrainingStep, model: Any, batch: Any) -> Any:
+    def greedy(model: Any, batch: Any) -> Any:
         if len(batch["input_ids"]) > enough:
             torch.empty(1 << 50, dtype=torch.uint8)  # more than there is anywhere
-        return plain(self, model, batch)
+        return plain(model, batch)
 
-    monkeypatch.setattr(TrainingStep, "_loss", greedy)
+    monkeypatch.setattr(plain_loop, "_loss", greedy)
     run = small_run(tmp_path, job=bert_job(8), max_steps=2)
     if not enough:
         with pytest.raises(OutOfMemory, match="no other recipe is left"):
