@@ -25,8 +25,8 @@ SLACK = 0.001
 convex figure's, and a queue of host and device is convex but for what happens at its ends."""
 
 GRAIN = 0.03
-"""Of a recipe's bytes, how much smaller a slower one must be to be worth telling: a little above what the
-allocator loses between the blocks of most steps (1 to 3 % of BERT-large's and of Llama-3.1-8B's)."""
+"""Of a recipe's bytes, by how much a slower one must be smaller to be worth telling: about what the allocator
+loses between the blocks of a step."""
 
 
 class Irregular(Exception):

@@ -70,12 +70,8 @@ class Autocasting:
         composites: dict[str, Callable[..., Any]],
         cache: WeightCache,
     ) -> None:
-        self._library, self._lists, self._composites, self._cache = (
-            library,
-            policy.autocast,
-            composites,
-            cache,
-        )
+        self._library, self._lists = library, policy.autocast
+        self._composites, self._cache = composites, cache
         self._begun = False
         self._register(self._lists.promote, _promoting)
 

@@ -6,7 +6,7 @@ What the run makes for good counts as if it had always been there: so the first 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -77,7 +77,7 @@ def _lasting(events: Sequence[int]) -> set[int]:
     return {event for event in events if event > 0} - {-event for event in events if event < 0}
 
 
-def _live(tape: Tape, lasting: Collection[int]) -> list[int]:
+def _live(tape: Tape, lasting: Set[int]) -> list[int]:
     """Live bytes after each event, with all that lasts there from the beginning."""
     sizes = [block.nbytes for block in tape.blocks]
     changes = (
@@ -87,16 +87,14 @@ def _live(tape: Tape, lasting: Collection[int]) -> list[int]:
     return list(accumulate(changes, initial=sum(sizes[event - 1] for event in lasting)))[1:]
 
 
-def _only_lasts(tape: Tape, start: int, end: int, lasting: Collection[int], kernel: Kernel) -> bool:
+def _only_lasts(tape: Tape, start: int, end: int, lasting: Set[int], kernel: Kernel) -> bool:
     """Whether nothing was born since the kernel before but what this one made, and all of that lasts."""
     births = {event for event in tape.events[start:end] if event > 0}
     makers = {tape.blocks[birth - 1].operator for birth in births}
-    return makers == {kernel.operator} and births <= set(lasting)
+    return makers == {kernel.operator} and births <= lasting
 
 
-def _levels(
-    tape: Tape, live: Sequence[int], lasting: Collection[int], start: int, end: int
-) -> dict[str, int]:
+def _levels(tape: Tape, live: Sequence[int], lasting: Set[int], start: int, end: int) -> dict[str, int]:
     levels: dict[str, int] = defaultdict(int)
     for place in range(start, end):
         if (event := tape.events[place]) > 0 and event not in lasting:
