@@ -250,7 +250,7 @@ def opened(trainer: Any, fitted: Fitted) -> Iterator[Keeping]:
         finally:
             keeping.wait()  # nobody writes here once the folder is given back
             fitted.keeping = fitted.lines = fitted.seen = None
-            fitted.begun = False
+            fitted.left_over = 0
 
 
 @contextlib.contextmanager

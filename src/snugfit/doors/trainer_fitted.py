@@ -65,11 +65,8 @@ class Fitted:
     lost: torch.Tensor | None = None
     """The losses of this step's micro-batches so far, weighed and added."""
 
-    begun: bool = False
-    """Whether a step has begun that has not come to its update."""
-
     left_over: int = 0
-    """How many micro-batches that has."""
+    """Micro-batches of the step that has begun and not come to its update; 0 where there is none."""
 
     began: tuple[torch.Tensor, ...] = ()
     """The generators of a forward pass when this step began."""

@@ -89,7 +89,7 @@ class Lines:
 
     def tell(self, learning_rate: float | None) -> bool:
         """At a border: the line of the step that ends there; False where there is none."""
-        if not self._untold or self._fitted.seen is None or self._fitted.begun:
+        if not self._untold or self._fitted.seen is None or self._fitted.left_over:
             return False
         self._untold = False
         trainer, state = self._trainer, self._trainer.state

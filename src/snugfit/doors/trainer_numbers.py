@@ -33,12 +33,12 @@ LEFT_OVER = (
 def begin_step(trainer: Any, fitted: Fitted) -> None:
     """Before a step's first micro-batch: what it would be taken back to. What stands of a step that has come
     to no update (an iterable dataset's end) goes."""
-    if fitted.begun:
+    if fitted.left_over:
         trainer.model.zero_grad(set_to_none=True)
         trainer._tr_loss.copy_(fitted.logged)
         count = trainer.args.gradient_accumulation_steps
         fitted.warn_once(LEFT_OVER.format(n=fitted.left_over, count=count))
-    fitted.begun, fitted.left_over = True, fitted.count
+    fitted.left_over = fitted.count
     fitted.began, fitted.logged = generators(trainer.args.device), trainer._tr_loss.clone()
 
 
@@ -47,7 +47,7 @@ def refuse_no_number(trainer: Any, fitted: Fitted, norm: Any) -> None:
     border before it is kept as a checkpoint."""
     import torch
 
-    fitted.begun = False
+    fitted.left_over = 0
     if fitted.lost is None or fitted.keeping is None:
         return
     lost, tokens = fitted.lost, fitted.told_of.tokens

@@ -120,9 +120,6 @@ class GpuClocks:
         return shortened([*cut(device, asked, made, all_waits(kernels, waits))], self._waiting)
 
     def _place(self, kernel: Kernel) -> int:
-        met = self._met.get(id(kernel))
-        if met is not None:
-            return met[1]
         place = self._places.get(kernel)
         if place is None:
             place = self._places[kernel] = len(self._places)

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 _Kept = TypeVar("_Kept")
 
 EVERY_LAYER = CheckpointWish()
+"""Stands for all ways to recompute, where it does not matter which layers are."""
 
 REMEMBERED_PARTS = 48
 """Whole parts that are kept, at some ten megabytes each: more than there are kinds of passes in most spaces,
