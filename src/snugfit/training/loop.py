@@ -85,6 +85,13 @@ class Taken:
     """False when the gradient scaler found an overflow and left the weights as they were."""
 
 
+WHAT_TO_TRY = (
+    "Where more memory is free, the same run goes on from what was kept; a recipe that takes less, such as"
+    " snugfit plan --memory finds, begins in a folder of its own."
+)
+"""When memory ran out for good."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Exhausted:
     """Memory ran out in a step. Gradients are dropped; weights have changed only if it was in the update."""

@@ -15,7 +15,7 @@ from snugfit.training.evaluate import Evaluated, evaluate, in_order
 from snugfit.training.foreseen import Foresee, Foreseen
 from snugfit.training.interrupt import EXIT_CODES, Interrupts
 from snugfit.training.journal import Journal
-from snugfit.training.loop import Exhausted, Poisoned, Taken
+from snugfit.training.loop import WHAT_TO_TRY, Exhausted, Poisoned, Taken
 from snugfit.training.manifest import Checkpoint, verify
 from snugfit.training.opened import Opened
 from snugfit.training.opening import open_run
@@ -244,7 +244,7 @@ class Session:
             self._open(kept)
         except (SnugfitError, RuntimeError, MemoryError) as fault:
             text = f"Memory ran out in step {step + 1} ({cause}). '{chosen}' could not be begun: {fault}"
-            raise OutOfMemory(text) from fault
+            raise OutOfMemory(f"{text} {WHAT_TO_TRY}") from fault
 
     def _go_on_short(self, exhausted: Exhausted) -> None:
         """No other recipe is left: a run whose memory is short goes on, one whose memory ran out cannot."""
@@ -252,7 +252,7 @@ class Session:
         if exhausted.phase != BORDER:
             raise OutOfMemory(
                 f"Memory ran out in step {step + 1} ({exhausted.phase}, {cause}) under"
-                f" '{before}', and no other recipe is left. {exhausted.message.splitlines()[0]}"
+                f" '{before}', and no other recipe is left. {exhausted.message.splitlines()[0]} {WHAT_TO_TRY}"
             )
         self._thrash = None
         text = f"Step {step}: memory is short ({cause}, {exhausted.message}) under '{before}', and no other"
