@@ -27,12 +27,12 @@ import numpy as np
 from snugfit.errors import SnugfitError
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
+from snugfit.measurement.quiet_core import SLOW
 from snugfit.prediction.device import policy_for
 from snugfit.prediction.profile import Software, installed_versions
 from snugfit.prediction.rates import HostRate, packaged_rates
 from snugfit.prediction.seconds import asking, prepared_by
 from snugfit.rehearsal.rehearse import rehearse
-from snugfit.step.quiet_core import SLOW
 from snugfit.techniques.recipe import Recipe
 
 GPU = "h200"

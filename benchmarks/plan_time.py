@@ -29,7 +29,7 @@ from typing import Any
 import psutil
 
 from snugfit.measurement.host import cpu_name
-from snugfit.report.files import write_atomically
+from snugfit.report.text.files import write_atomically
 from snugfit.versions import versions
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"

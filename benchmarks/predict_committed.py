@@ -95,7 +95,9 @@ def compare(old_path: Path, new_path: Path) -> int:
         print("; ".join(_differences(_figures(old[run]), _figures(new[run]))))
     print(f"{len(shared)} runs: {len(shared) - len(different)} the same to the last digit,", end=" ")
     print(f"{len(different)} different; sentences differ in {reworded}.")
-    print(f"Only in the old file: {len(old.keys() - shared)}; only in the new one: {len(new.keys() - shared)}.")
+    print(
+        f"Only in the old file: {len(old.keys() - shared)}; only in the new one: {len(new.keys() - shared)}."
+    )
     return 1 if different or old.keys() ^ new.keys() or not shared else 0
 
 

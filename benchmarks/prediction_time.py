@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from snugfit.measurement.host import cpu_name, peak_resident_bytes
-from snugfit.report.files import write_atomically
+from snugfit.report.text.files import write_atomically
 from snugfit.versions import versions
 
 REPEATS = 5

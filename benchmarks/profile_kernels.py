@@ -37,15 +37,15 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from snugfit.comparison.draw import proposals
-from snugfit.comparison.families import FAMILIES, Family
 from snugfit.errors import SnugfitError
+from snugfit.evaluation.draw import proposals
+from snugfit.evaluation.families import FAMILIES, Family
 from snugfit.job.config import check_facts
 from snugfit.job.find import read_preset
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
+from snugfit.measurement.quiet_core import QuietCore
 from snugfit.measurement.stopwatch import LARGEST_SPREAD
-from snugfit.step.quiet_core import QuietCore
 from snugfit.step.step import open_step
 from snugfit.techniques.recipe import Recipe
 from snugfit.versions import versions

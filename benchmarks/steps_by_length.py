@@ -19,8 +19,8 @@ from profile_kernels import write
 
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
+from snugfit.measurement.quiet_core import QuietCore
 from snugfit.measurement.stopwatch import Stopwatch
-from snugfit.step.quiet_core import QuietCore
 from snugfit.step.step import open_step
 from snugfit.techniques.recipe import Recipe
 

@@ -42,8 +42,8 @@ from snugfit.job.batch import SyntheticDataset
 from snugfit.job.job import Job
 from snugfit.job.model import Model
 from snugfit.step.batches import collate
-from snugfit.training.loop import TrainingStep
 from snugfit.training.options import TrainOptions
+from snugfit.training.run.loop import TrainingStep
 from snugfit.versions import versions
 
 CUDA = torch.cuda.is_available()

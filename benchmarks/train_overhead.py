@@ -36,19 +36,20 @@ import transformers
 
 import snugfit
 from snugfit.documents import write_document
-from snugfit.doors import hand_run, trainer_lines
+from snugfit.frontends.custom_loop import run as hand_run
+from snugfit.frontends.trainer import step_logger as trainer_lines
 from snugfit.job.batch import SyntheticDataset
 from snugfit.job.job import Job
 from snugfit.job.model import Model
+from snugfit.measurement.quiet_core import QuietCore
 from snugfit.step.batches import collate, dataset
 from snugfit.step.install import build_model, build_optimizer
-from snugfit.step.quiet_core import QuietCore
 from snugfit.step.step import open_step
 from snugfit.techniques.recipe import Recipe
-from snugfit.training.foreseen import nothing_foreseen
 from snugfit.training.options import TrainOptions
-from snugfit.training.run import Data, Run
-from snugfit.training.train import train
+from snugfit.training.predicted import nothing_foreseen
+from snugfit.training.run.run import Data, Run
+from snugfit.training.run.train import train
 from snugfit.versions import versions
 
 WARMUP = 5

@@ -69,7 +69,7 @@ def _listen() -> None:
     _told(multiprocessing.process.BaseProcess, "start", "starts a process")
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    from snugfit.planning import workers
+    from snugfit.planning.cost import worker_pool as workers
 
     _told(workers, "at_a_bench", "searches for a plan")
     register_optimizer_step_post_hook(_stepped)

@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from snugfit.comparison.per_parameter import PerParameter
-from snugfit.comparison.result import GuideResult, Row, Then
-from snugfit.comparison.suite import machines, suite
+from snugfit.evaluation.per_parameter import PerParameter
+from snugfit.evaluation.result import GuideResult, Row, Then
+from snugfit.evaluation.suite import machines, suite
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
-from snugfit.measurement.measurement import Device, Measurement
-from snugfit.prediction.prediction import (
+from snugfit.results.footprint import Footprint, Kind, Moment, Timing
+from snugfit.results.measurement import Device, Measurement
+from snugfit.results.prediction import (
     Anatomy,
     CurvePoint,
     KindLine,
@@ -20,7 +21,6 @@ from snugfit.prediction.prediction import (
     Prediction,
     TensorLine,
 )
-from snugfit.step.footprint import Footprint, Kind, Moment, Timing
 from snugfit.techniques.recipe import Recipe
 from snugfit.units import GIB, MIB
 

@@ -23,11 +23,11 @@ import transformers
 from torch.utils._python_dispatch import _disable_current_modes
 
 from aligned import Event
-from snugfit.rehearsal.overrides import in_force
-from snugfit.rehearsal.policy import Policy
-from snugfit.rehearsal.recorder import Recorder
-from snugfit.rehearsal.tape import Tape
-from snugfit.step.footprint import Kind
+from snugfit.rehearsal.device.overrides import in_force
+from snugfit.rehearsal.device.policy import Policy
+from snugfit.rehearsal.record.recorder import Recorder
+from snugfit.rehearsal.trace.tape import Tape
+from snugfit.results.footprint import Kind
 
 FOLDER = Path(__file__).parent / "data" / "history-h200"
 CASES = tuple(sorted(file.stem for file in FOLDER.glob("*.json")))

@@ -20,7 +20,7 @@ from snugfit.step.step import open_step
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
-    from snugfit.rehearsal.tape import Tape
+    from snugfit.rehearsal.trace.tape import Tape
     from snugfit.techniques.setup import Setup
 
 MARK = "snugfit:"

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from small_models import small_job
-from snugfit.doors.data import data_of
-from snugfit.doors.own_loop import options_of
+from snugfit.frontends.own import options_of
 from snugfit.job.job import Job
 from snugfit.techniques.recipe import Recipe
 from snugfit.training.journal import Event, read_journal
-from snugfit.training.run import Run
+from snugfit.training.run.dataset import data_of
+from snugfit.training.run.run import Run
 
 CPU = torch.device("cpu")
 

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from snugfit.training.manifest import MANIFEST, Checkpoint
-from snugfit.training.store import Store
+from snugfit.training.checkpoint.manifest import MANIFEST, Checkpoint
+from snugfit.training.checkpoint.store import Store
 
 NAMES = ("model.safetensors", "state.json", "templates/more.bin")
 

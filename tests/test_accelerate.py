@@ -23,9 +23,9 @@ from fitted import classified, copy_of, dropping, model_of, padded, quiet, spoke
 from small_models import small_job
 from small_runs import losses
 from snugfit import accelerate, plan, train
-from snugfit.doors.hand_run import HandRun, Stopped
-from snugfit.doors.hand_step import HandStep
 from snugfit.errors import NothingFits, OutOfMemory, RecipeError, SnugfitError, UsageError
+from snugfit.frontends.custom_loop.run import HandRun, Stopped
+from snugfit.frontends.custom_loop.step import HandStep
 from snugfit.techniques import roster
 from snugfit.techniques.technique import Slot
 from snugfit.training.generators import random_state

@@ -15,19 +15,19 @@ import pytest
 
 from made_up import footprint, job, measurement, prediction
 from snugfit.cli.main import run as command
-from snugfit.comparison import accuracy as room
-from snugfit.comparison import foresee as foreseeing
 from snugfit.comparison.compare import compare
-from snugfit.comparison.draw import Drawn, proposals
-from snugfit.comparison.families import FAMILIES
-from snugfit.comparison.kept import read
 from snugfit.comparison.runs import BAND, Accuracy, Run, quantiles
 from snugfit.errors import RecipeError, RehearsalError, UsageError
+from snugfit.evaluation import accuracy as room
+from snugfit.evaluation import predicted as foreseeing
+from snugfit.evaluation.draw import Drawn, proposals
+from snugfit.evaluation.families import FAMILIES
+from snugfit.evaluation.files import read
 from snugfit.job.gpu import find_gpu
-from snugfit.report.accuracy import render
-from snugfit.report.accuracy_page import document
-from snugfit.report.terminal import as_text
-from snugfit.step.footprint import Footprint
+from snugfit.report.evaluation.accuracy import render
+from snugfit.report.evaluation.accuracy_page import document
+from snugfit.report.text.terminal import as_text
+from snugfit.results.footprint import Footprint
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.units import GIB
@@ -49,7 +49,7 @@ def drawn(seed: int, count: int = 16) -> list[Drawn]:
 # ---- the draw ---------------------------------------------------------------------------------------------
 
 _TELL = """
-from snugfit.comparison.draw import proposals
+from snugfit.evaluation.draw import proposals
 for number in range(16):
     one = next(proposals(7, number))
     print(one.job.to_json(), one.recipe)

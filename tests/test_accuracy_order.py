@@ -11,21 +11,21 @@ import pytest
 
 from made_up import footprint, job, measurement, prediction, timing
 from snugfit.cli.main import run as command
-from snugfit.comparison import accuracy as room
-from snugfit.comparison import foresee as foreseeing
-from snugfit.comparison.draw import job_for, recipes_for
-from snugfit.comparison.foresee import Foreseen
-from snugfit.comparison.kept import keep, read, read_rates
 from snugfit.comparison.ranking import by_job, gap, pooled
 from snugfit.comparison.runs import Accuracy, Run
 from snugfit.errors import SnugfitError, UsageError
+from snugfit.evaluation import accuracy as room
+from snugfit.evaluation import predicted as foreseeing
+from snugfit.evaluation.draw import job_for, recipes_for
+from snugfit.evaluation.files import keep, read, read_rates
+from snugfit.evaluation.predicted import Foreseen
 from snugfit.job.gpu import find_gpu
 from snugfit.prediction.rates import packaged_rates
-from snugfit.prediction.seconds import StepSeconds
-from snugfit.report.accuracy import render
-from snugfit.report.accuracy_page import EDGES, document, histogram
-from snugfit.report.accuracy_plot import draw
-from snugfit.report.terminal import as_text
+from snugfit.report.evaluation.accuracy import render
+from snugfit.report.evaluation.accuracy_page import EDGES, document, histogram
+from snugfit.report.evaluation.accuracy_plot import draw
+from snugfit.report.text.terminal import as_text
+from snugfit.results.step_seconds import StepSeconds
 from snugfit.techniques.recipe import Recipe
 from snugfit.units import GIB, MIB
 
@@ -256,7 +256,7 @@ def test_the_best_of_plans_through_the_command(
     from test_verify import planned
 
     monkeypatch.setattr("snugfit.cli.accuracy.gpu_here", lambda: "NVIDIA H200")
-    monkeypatch.setattr("snugfit.planning.search.plan", lambda job, **how: planned(how["ranked"]))
+    monkeypatch.setattr("snugfit.planning.search.search.plan", lambda job, **how: planned(how["ranked"]))
     command(["accuracy", "--top", "3", "--draw", "2", "--seed", "5", "--output", str(tmp_path)])
     result = read(tmp_path / "accuracy-seed5-top3.json")
     assert [str(run.recipe) for run in result.runs] == ["bf16", "bf16 + every_layer", "plain"] * 2

@@ -11,8 +11,8 @@ import pytest
 
 from snugfit.prediction.addresses import CHUNK, CODE, CUBLAS, FORWARD_CODE, MIB, OWN, TOP, DeviceAddresses
 from snugfit.prediction.allocator import CUBLAS_WORKSPACE, Allocator, replay
-from snugfit.rehearsal.context import SETTLED
-from snugfit.rehearsal.tape import Block, Tape
+from snugfit.rehearsal.device.context import SETTLED
+from snugfit.rehearsal.trace.tape import Block, Tape
 
 FOLDER = Path(__file__).parent / "data" / "segments-h200"
 SETTLES = {

@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from snugfit.prediction.allocator import Allocator, OutOfDeviceMemory, replay
-from snugfit.rehearsal.tape import Block, Mark, Tape
+from snugfit.rehearsal.trace.tape import Block, Mark, Tape
 from snugfit.units import MIB
 
 KIB = 1 << 10

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from snugfit.rehearsal.autocast_lists import CUDA
+from snugfit.rehearsal.device.autocast_lists import CUDA
 
 HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
 

@@ -23,10 +23,10 @@ from snugfit.job.batch import synthetic
 from snugfit.job.config import check_facts
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
-from snugfit.rehearsal import recorder
-from snugfit.rehearsal.policy import CudaPolicy
+from snugfit.rehearsal.device.policy import CudaPolicy
+from snugfit.rehearsal.record import recorder
 from snugfit.rehearsal.rehearse import rehearse
-from snugfit.rehearsal.tape import Tape
+from snugfit.rehearsal.trace.tape import Tape
 from snugfit.techniques.adapters import lora
 from snugfit.techniques.recipe import Recipe
 

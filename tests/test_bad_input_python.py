@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch import nn
 
+from snugfit.data.lengths import Lengths
 from snugfit.errors import GpuError, JobError, ModelError, RecipeError, UsageError, did_you_mean
 from snugfit.job.config import check_facts
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
-from snugfit.job.lengths import Lengths
 from snugfit.job.model import Model
-from snugfit.planning.lengths import plan_lengths
-from snugfit.planning.search import plan
-from snugfit.planning.search_gpus import plan_gpus
+from snugfit.planning.fleet.search_gpus import plan_gpus
+from snugfit.planning.lengths.lengths import plan_lengths
+from snugfit.planning.search.search import plan
 from snugfit.prediction.predict import predict
-from snugfit.rehearsal.policy import CudaPolicy
+from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.techniques.recipe import Recipe
 

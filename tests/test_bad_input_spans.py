@@ -16,9 +16,9 @@ from snugfit.errors import RecipeError, SnugfitError
 from snugfit.job.config import check_facts
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
-from snugfit.rehearsal.policy import CudaPolicy
+from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
-from snugfit.rehearsal.tape import Tape
+from snugfit.rehearsal.trace.tape import Tape
 from snugfit.step.checkpointing import checkpoint_layers
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import CheckpointWish

@@ -10,10 +10,10 @@ from transformers import PreTrainedModel, WhisperConfig, modeling_utils
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from small_models import small_job
-from snugfit.rehearsal.building import DEVICE_OF_CONTEXT, built_as_on_a_device
-from snugfit.rehearsal.policy import CudaPolicy
+from snugfit.rehearsal.device.building import DEVICE_OF_CONTEXT, built_as_on_a_device
+from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
-from snugfit.rehearsal.tape import Block
+from snugfit.rehearsal.trace.tape import Block
 from snugfit.techniques.recipe import Recipe
 
 

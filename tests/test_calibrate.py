@@ -10,19 +10,19 @@ from pathlib import Path
 import pytest
 
 from small_models import small_job
+from snugfit.cli.plan_cache import key_of
 from snugfit.comparison.calibrate import calibrate
 from snugfit.errors import GpuError, SnugfitError
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
-from snugfit.planning.cache import key_of
 from snugfit.prediction.device import policy_for
 from snugfit.prediction.predict import predict
 from snugfit.prediction.profile import Software
 from snugfit.prediction.rates import Rates, calibration_file, rates_for
 from snugfit.prediction.seconds import step_seconds
-from snugfit.rehearsal.policy import Policy
+from snugfit.rehearsal.device.policy import Policy
 from snugfit.rehearsal.rehearse import rehearse
-from snugfit.rehearsal.tape import Tape
+from snugfit.rehearsal.trace.tape import Tape
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Setup
 

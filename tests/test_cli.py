@@ -18,7 +18,7 @@ from snugfit.cli import jobfile
 from snugfit.cli.main import run
 from snugfit.errors import NothingFits, UsageError
 from snugfit.job.job import Phase
-from snugfit.step.footprint import Footprint
+from snugfit.results.footprint import Footprint
 from snugfit.techniques.foreign import foreign_names
 from snugfit.units import GIB
 
@@ -161,7 +161,7 @@ def test_when_nothing_fits_the_search_says_so(
     import types
 
     module = types.SimpleNamespace(largest=largest)
-    monkeypatch.setitem(sys.modules, "snugfit.prediction.largest", module)
+    monkeypatch.setitem(sys.modules, "snugfit.planning.largest", module)
     arguments = ["predict", *BERT, "--memory", "512MiB", "--largest", "batch"]
     assert "Not even one" in refused(arguments, capsys, empty_folder, code=3)
 
@@ -243,7 +243,7 @@ def test_a_run_without_a_gpu_s_figures_shows_the_whole_prediction(
 def test_the_guide_writes_its_files_and_says_where(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], empty_folder: Path
 ) -> None:
-    monkeypatch.setattr("snugfit.comparison.guide.run", lambda *_, **__: guide_result())
+    monkeypatch.setattr("snugfit.evaluation.guide.run", lambda *_, **__: guide_result())
     assert run(["guide", *V100, "--output", "here"]) == 0
     assert "here/guide.png" in capsys.readouterr().out
     assert sorted(path.name for path in (empty_folder / "here").iterdir()) == [

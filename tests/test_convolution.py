@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from snugfit.rehearsal import convolution
-from snugfit.rehearsal.buffers import ONE_OUTPUT, OUTPUTS, Scratch, output
-from snugfit.rehearsal.scratch import cuda_scratch
+from snugfit.rehearsal.device import convolution
+from snugfit.rehearsal.device.buffers import ONE_OUTPUT, OUTPUTS, Scratch, output
+from snugfit.rehearsal.device.scratch import cuda_scratch
 from snugfit.step.install import matmul_precision
 
 H200 = (132, 2048)

@@ -14,9 +14,9 @@ from snugfit.job.config import check_facts
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
 from snugfit.measurement.stopwatch import Stopwatch
-from snugfit.rehearsal.policy import CudaPolicy
+from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
-from snugfit.step.footprint import Kind
+from snugfit.results.footprint import Kind
 from snugfit.step.plain_loop import PlainStep
 from snugfit.techniques.recipe import Recipe
 

@@ -14,7 +14,7 @@ import pytest
 
 from made_up import guide_result, measurement, prediction
 from snugfit.cli.main import run
-from snugfit.comparison.learn import nothing
+from snugfit.evaluation.learn import nothing
 from snugfit.job.gpu import find_gpu
 from snugfit.prediction.rates import rates_for
 from test_gpus_command import made_up as plans_for_gpus
@@ -51,18 +51,18 @@ def answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         return replace(measurement(), job=job, recipe=recipe)
 
     monkeypatch.setattr("snugfit.prediction.predict.predict", predict)
-    monkeypatch.setattr("snugfit.prediction.largest.largest", lambda *a, **k: (1, predict(*a, **k)))
+    monkeypatch.setattr("snugfit.planning.largest.largest", lambda *a, **k: (1, predict(*a, **k)))
     monkeypatch.setattr("snugfit.measurement.measure.measure", measure)
-    monkeypatch.setattr("snugfit.comparison.guide.run", lambda *_, **__: guide_result())
+    monkeypatch.setattr("snugfit.evaluation.guide.run", lambda *_, **__: guide_result())
     monkeypatch.setattr("snugfit.comparison.calibrate.calibrate", lambda *_, **__: (rates_for(H200), ()))
     monkeypatch.setenv("SNUGFIT_RATES", str(tmp_path / "rates"))
-    monkeypatch.setattr("snugfit.planning.search.plan", lambda job, **how: planned(how["ranked"]))
-    monkeypatch.setattr("snugfit.planning.search_gpus.plan_gpus", lambda *_, **__: plans_for_gpus())
-    monkeypatch.setattr("snugfit.planning.lengths.plan_lengths", lambda *_, **__: of_lengths())
+    monkeypatch.setattr("snugfit.planning.search.search.plan", lambda job, **how: planned(how["ranked"]))
+    monkeypatch.setattr("snugfit.planning.fleet.search_gpus.plan_gpus", lambda *_, **__: plans_for_gpus())
+    monkeypatch.setattr("snugfit.planning.lengths.lengths.plan_lengths", lambda *_, **__: of_lengths())
     trained = SimpleNamespace(outcome="finished", exit_code=0, step=1, folder=tmp_path)
-    monkeypatch.setattr("snugfit.doors.own_loop.train", lambda *_, **__: trained)
+    monkeypatch.setattr("snugfit.frontends.own.train", lambda *_, **__: trained)
     (tmp_path / "lengths.json").write_text('{"128": 60, "500": 4}')
-    monkeypatch.setattr("snugfit.comparison.learn.learn", lambda *_, **__: nothing("made up"))
+    monkeypatch.setattr("snugfit.evaluation.learn.learn", lambda *_, **__: nothing("made up"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for command in ("measure", "guide", "accuracy", "calibrate", "verify"):
         monkeypatch.setattr(f"snugfit.cli.{command}.gpu_here", lambda *_: "NVIDIA H200")

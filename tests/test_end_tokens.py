@@ -12,7 +12,7 @@ from snugfit.errors import RehearsalError
 from snugfit.job.config import check_facts
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
-from snugfit.rehearsal.policy import CpuPolicy, CudaPolicy
+from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.techniques.recipe import Recipe
 from test_law_rehearsed_equals_real import hold_to_reports

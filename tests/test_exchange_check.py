@@ -21,7 +21,7 @@ from snugfit.exchange.correct import corrected
 from snugfit.exchange.dialect import DIALECTS, dialect
 from snugfit.exchange.installed import defaults
 from snugfit.exchange.python_call import read_script
-from snugfit.exchange.reading import read_arguments
+from snugfit.exchange.read import read_arguments
 
 SCRIPT = """\
 import torch

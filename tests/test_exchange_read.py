@@ -14,7 +14,7 @@ from snugfit.errors import UsageError
 from snugfit.exchange.account import Reading
 from snugfit.exchange.dialect import DIALECTS, dialect
 from snugfit.exchange.installed import defaults
-from snugfit.exchange.reading import read_arguments
+from snugfit.exchange.read import read_arguments
 from snugfit.techniques import roster
 from snugfit.techniques.translate import read_slots
 

@@ -14,16 +14,16 @@ import pytest
 from transformers.integrations import moe, sdpa_attention
 from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 
-from snugfit.comparison.families import FAMILIES, Family
 from snugfit.errors import RecipeError, RehearsalError
+from snugfit.evaluation.families import FAMILIES, Family
 from snugfit.job.config import check_facts
 from snugfit.job.find import read_preset
 from snugfit.job.job import Job, Phase, Task
 from snugfit.job.model import Model
-from snugfit.rehearsal.policy import CpuPolicy, CudaPolicy, Policy
+from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy, Policy
 from snugfit.rehearsal.rehearse import rehearse
-from snugfit.rehearsal.tape import Tape
-from snugfit.step.footprint import Kind
+from snugfit.rehearsal.trace.tape import Tape
+from snugfit.results.footprint import Kind
 from snugfit.techniques.recipe import Recipe
 
 H200, V100 = CudaPolicy(), CudaPolicy(capability=(7, 0), multiprocessors=80)

@@ -16,7 +16,7 @@ from fitted import classified, losses_of, model_of, padded, quiet, spoken, train
 from small_runs import Killed, assert_same_weights
 from snugfit import fit
 from snugfit.errors import SnugfitError, UsageError
-from snugfit.training.manifest import verify
+from snugfit.training.checkpoint.manifest import verify
 
 pytestmark = pytest.mark.whole
 

@@ -12,7 +12,7 @@ from fitted import classified, copy_of, dropping, losses_of, model_of, padded, q
 from small_models import small_job
 from small_runs import losses
 from snugfit import fit
-from snugfit.doors.own_loop import train
+from snugfit.frontends.own import train
 
 pytestmark = pytest.mark.whole
 

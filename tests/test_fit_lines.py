@@ -12,9 +12,9 @@ import transformers
 from fitted import classified, losses_of, model_of, quiet, trainer_of
 from small_runs import Killed, events, small_run
 from snugfit import fit
-from snugfit.doors import trainer_lines
-from snugfit.training.foreseen import Foreseen
-from snugfit.training.train import train
+from snugfit.frontends.trainer import step_logger as trainer_lines
+from snugfit.training.predicted import Foreseen
+from snugfit.training.run.train import train
 from tensorboards import logs_under, scalars_in
 
 pytestmark = pytest.mark.whole

@@ -10,12 +10,12 @@ import torch
 
 from fitted import classified, copy_of, losses_of, model_of, spoken, trainer_of
 from snugfit import fit
-from snugfit.doors import trainer_memory
-from snugfit.doors.next_recipe import goes_on_live
 from snugfit.errors import OutOfMemory
+from snugfit.frontends.next_recipe import goes_on_live
+from snugfit.frontends.trainer import out_of_memory as trainer_memory
 from snugfit.techniques.recipe import Recipe
 from snugfit.training import thrash
-from snugfit.training.manifest import verify
+from snugfit.training.checkpoint.manifest import verify
 
 
 def limited(model: Any, rows: int, *, backward: bool = False) -> Any:

@@ -14,8 +14,8 @@ from torch import nn
 import snugfit.job.gpu as gpus
 from fitted import classified, model_of, quiet, spoken, trainer_of
 from snugfit import fit
-from snugfit.doors.trainer_job import job_of
 from snugfit.errors import NothingFits
+from snugfit.frontends.trainer.job import job_of
 from snugfit.prediction.predict import predict
 
 

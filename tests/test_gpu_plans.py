@@ -14,22 +14,22 @@ from small_models import small_job
 from snugfit.errors import UsageError
 from snugfit.job.gpu import Gpu, all_gpus, find_gpu
 from snugfit.job.job import Job
-from snugfit.planning import search_gpus
-from snugfit.planning.clock import Alone, GpuClocks, Joining, seconds_of
-from snugfit.planning.gpu_plans import GpuPlans
-from snugfit.planning.many_clocks import Each, Known
-from snugfit.planning.parts import Bound, Figures, Parts
-from snugfit.planning.search import plan
-from snugfit.planning.search_gpus import plan_gpus
-from snugfit.planning.searched import Searched
-from snugfit.planning.seat import Seat
+from snugfit.planning.cost.parts import Bound, Figures, Parts
+from snugfit.planning.cost.timer import Alone, GpuClocks, Joining, seconds_of
+from snugfit.planning.fleet import search_gpus
+from snugfit.planning.fleet.gpu_plans import GpuPlans
+from snugfit.planning.fleet.many_timers import Each, Known
+from snugfit.planning.fleet.per_gpu import Seat
+from snugfit.planning.fleet.search_gpus import plan_gpus
+from snugfit.planning.search.search import plan
+from snugfit.planning.search_state import Searched
 from snugfit.planning.space import Candidate, space_of
 from snugfit.prediction.device import policy_for
 from snugfit.prediction.predict import predict
 from snugfit.prediction.profile import Software
-from snugfit.rehearsal.pieces import Work
 from snugfit.rehearsal.rehearse import rehearse
-from snugfit.rehearsal.tape import Kernel, Tape
+from snugfit.rehearsal.trace.pieces import Work
+from snugfit.rehearsal.trace.tape import Kernel, Tape
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Fidelity, Slot

@@ -13,11 +13,11 @@ from made_up import EVIL, job
 from snugfit.cli.main import run
 from snugfit.errors import GpuError, UsageError
 from snugfit.job.gpu import find_gpu
-from snugfit.planning.gpu_plans import GpuPlans, OnGpu
+from snugfit.planning.fleet.gpu_plans import GpuPlans, OnGpu
+from snugfit.planning.fleet.prices import Prices, cheapest, cost, steps_of
 from snugfit.planning.plan import Choice, Counts
-from snugfit.planning.prices import Prices, cheapest, cost, steps_of
-from snugfit.report.gpu_plans import markdown, render
-from snugfit.report.terminal import as_text
+from snugfit.report.plan.gpu_plans import markdown, render
+from snugfit.report.text.terminal import as_text
 from snugfit.units import GIB
 
 ASK = ["gpus", "--for", "bert-large-uncased", "--task", "sequence-classification"]
@@ -65,7 +65,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
         questions.append(([gpu.key for gpu in gpus], how))
         return replace(made_up(), job=job, objective=how["objective"], steps=how["steps"])
 
-    monkeypatch.setattr("snugfit.planning.search_gpus.plan_gpus", plan_gpus)
+    monkeypatch.setattr("snugfit.planning.fleet.search_gpus.plan_gpus", plan_gpus)
     return questions
 
 
@@ -218,7 +218,7 @@ def test_none_that_trains_it_is_exit_3(
     asked: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     alone = replace(made_up(), answers=(answer("RTX2060", 0.8, 7 * GIB),))
-    monkeypatch.setattr("snugfit.planning.search_gpus.plan_gpus", lambda *_, **__: alone)
+    monkeypatch.setattr("snugfit.planning.fleet.search_gpus.plan_gpus", lambda *_, **__: alone)
     assert run([*ASK, "rtx2060"]) == 3
     assert "nearest miss" in capsys.readouterr().out
 

@@ -12,8 +12,8 @@ from snugfit.job.gpu import find_gpu
 from snugfit.prediction.kernel_seconds import KernelClock
 from snugfit.prediction.rates import rates_for
 from snugfit.prediction.seconds import asking
-from snugfit.rehearsal.kernels import describe
-from snugfit.rehearsal.tape import Kernel
+from snugfit.rehearsal.record.kernels import describe
+from snugfit.rehearsal.trace.tape import Kernel
 
 aten = torch.ops.aten
 H200 = rates_for(find_gpu("h200"))

@@ -9,8 +9,8 @@ import pytest
 from snugfit.errors import NothingFits, UsageError
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
-from snugfit.prediction import largest as room
-from snugfit.prediction.largest import largest
+from snugfit.planning import largest as room
+from snugfit.planning.largest import largest
 from snugfit.prediction.predict import predict
 from snugfit.techniques.recipe import Recipe
 from snugfit.units import GIB, MIB

@@ -20,7 +20,7 @@ from aligned import Event, compare, peak
 from reported import foreseen, reports
 from snugfit.job.job import Job
 from snugfit.prediction.predict import predict
-from snugfit.rehearsal.policy import CpuPolicy
+from snugfit.rehearsal.device.policy import CpuPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.step.trainer_loop import TrainerStep
 from snugfit.techniques.recipe import Recipe

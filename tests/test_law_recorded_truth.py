@@ -27,17 +27,17 @@ from transformers.integrations import moe, sdpa_attention
 from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
-from snugfit.comparison.suite import machines, suite
+from snugfit.evaluation.suite import machines, suite
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
-from snugfit.measurement.measurement import Measurement
 from snugfit.prediction.allocator import replay
 from snugfit.prediction.device import context_of, policy_for
 from snugfit.prediction.predict import predict
 from snugfit.prediction.profile import Software, installed_versions
 from snugfit.rehearsal.rehearse import rehearse
-from snugfit.rehearsal.tape import Block
+from snugfit.rehearsal.trace.tape import Block
+from snugfit.results.measurement import Measurement
 from snugfit.techniques.packages import missing
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Setup

@@ -39,10 +39,10 @@ from snugfit.job.config import check_facts
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
 from snugfit.prediction.allocator import replay
-from snugfit.rehearsal.accumulation import SoleOwner
-from snugfit.rehearsal.policy import CpuPolicy, CudaPolicy, Policy
+from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy, Policy
+from snugfit.rehearsal.record.accumulation import SoleOwner
 from snugfit.rehearsal.rehearse import rehearse
-from snugfit.rehearsal.tape import Tape
+from snugfit.rehearsal.trace.tape import Tape
 from snugfit.step.install import build_model
 from snugfit.techniques import roster
 from snugfit.techniques.packages import missing

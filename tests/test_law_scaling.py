@@ -6,24 +6,19 @@ kernel with its work. From equal tapes follow equal footprints; that is asserted
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import pytest
 import torch
 
 from small_models import small_job
-from snugfit.job.job import Job, Phase, Task
-from snugfit.job.model import Model
-from snugfit.prediction.allocator import replay
+from snugfit.job.job import Job, Phase
 from snugfit.rehearsal import rehearse as room
-from snugfit.rehearsal.depth import comes_round, depth_of
-from snugfit.rehearsal.extend import extended
-from snugfit.rehearsal.grow import grown
-from snugfit.rehearsal.policy import CpuPolicy, CudaPolicy
+from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse, rehearsed
-from snugfit.rehearsal.score import Birth, Entry, Score
-from snugfit.rehearsal.tape import Tape
+from snugfit.rehearsal.trace.depth import comes_round, depth_of
+from snugfit.rehearsal.trace.score import Entry, Score
+from snugfit.rehearsal.trace.tape import Tape
 from snugfit.step.batches import micro_batches
 from snugfit.step.step import open_step
 from snugfit.techniques.recipe import Recipe
@@ -69,65 +64,12 @@ def test_a_score_is_its_tape(family: str, recipe: str) -> None:
 
 # ---- layers --------------------------------------------------------------------------------------------
 
-LAYERS = [
-    ("bert", 7, "fp16", {"clip": 1.0, "padding": 0.3}),
-    ("bert", 7, "lora + bf16", {}),
-    ("bert", 6, "eager + every_layer + micro_batches(3)", {"batch_size": 3}),
-    ("bert", 7, "bf16", {"phase": Phase.EVALUATE}),
-    ("gpt2", 14, "segments(2) + adamw_loop", {}),
-    ("gpt2", 12, "every_nth_layer(2) + sgd", {}),
-    ("llama", 7, "micro_batches(2) + adafactor_torch", {}),
-    ("t5", 6, "every_layer + sgd", {}),
-    ("vit", 7, "bf16", {}),
-    ("mixtral", 7, "fp16 + every_layer", {}),
-    ("gemma2", 13, "bf16", {}),
-    ("modernbert", 19, "sgd", {}),
-]
-if os.environ.get("SNUGFIT_ALL_TRUTH") == "1":  # what the ones above say too, once more
-    LAYERS += [
-        ("bert", 7, "plain", {}),
-        ("bert", 9, "adafactor", {"decay_groups": True}),
-        ("bert", 14, "segments(2)", {}),
-        ("bert", 7, "adamw_fused", {"build_on": "host"}),
-        ("llama", 8, "bf16_pure + every_layer", {"clip": 1.0}),
-        ("t5", 6, "plain", {}),
-    ]
-
-
-@pytest.mark.parametrize(("family", "layers", "recipe", "more"), LAYERS)
-def test_few_layers_extended_equal_many(
-    family: str, layers: int, recipe: str, more: dict[str, object]
-) -> None:
-    job, setup = small_job(family, layers, **more), setup_of(recipe)
-    found, truth = extended(job, setup, CUDA), whole(job, setup)[0]
-    same(found, truth)
-    assert found is not None
-    assert found.digest() == truth.digest()
-    assert replay(found) == replay(truth)
-
-
-@pytest.mark.parametrize("loop", ["accelerate", "trainer"])
-def test_layers_extend_under_the_other_loops_too(loop: str) -> None:
-    job, setup = small_job("bert", 7), setup_of("bf16")
-    same(extended(job, setup, CUDA, loop=loop), whole(job, setup, loop=loop)[0])
-
-
-@pytest.mark.parametrize(
-    ("name", "recipe"),
-    [("meta-llama/Llama-3.1-8B", "bf16_pure + every_layer + lora")],
-)
-def test_full_size_models_extend(name: str, recipe: str) -> None:
-    task = Task.CAUSAL_LM if "llama" in name else Task.SEQUENCE_CLASSIFICATION
-    job, setup = Job(model=Model.find(name), task=task, batch_size=2), setup_of(recipe)
-    same(extended(job, setup, CUDA), rehearse(job, setup, CUDA))
-
 
 def test_layers_that_never_come_round_are_refused() -> None:
     """Four layers with full attention, then four with a window: no number of layers repeats that."""
     window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 4}
     job, setup = small_job("qwen2", 8, window), setup_of("plain")
     assert depth_of(job, setup) is None
-    assert extended(job, setup, CUDA) is None
 
 
 def test_a_stranger_among_the_layers_is_seen_in_the_model_itself() -> None:
@@ -138,27 +80,8 @@ def test_a_stranger_among_the_layers_is_seen_in_the_model_itself() -> None:
     assert not comes_round(torch.nn.Sequential(layers), 9, 1)
 
 
-def test_what_has_too_few_layers_is_refused() -> None:
-    assert extended(small_job("bert", 5), setup_of("plain"), CUDA) is None
-    assert extended(small_job("bert", 12), setup_of("segments"), CUDA) is None
+def test_two_stacks_of_layers_of_different_depth_are_refused() -> None:
     assert depth_of(small_job("t5", 8, {"num_decoder_layers": 4}), setup_of("plain")) is None
-
-
-def test_the_third_score_is_the_proof() -> None:
-    """Another size, another death or a move more in it, and nothing is grown from the other two."""
-    scores = [whole(small_job("bert", layers), setup_of("sgd"))[1] for layers in (3, 4, 5)]
-    assert grown(scores, 2) == scores[2]
-    moves = list(scores[2].moves)
-    place = next(n for n, move in enumerate(moves) if isinstance(move, Birth) and move.phase == "backward")
-    birth = moves[place]
-    assert isinstance(birth, Birth)
-    wrong = [
-        [*moves[:place], birth._replace(nbytes=birth.nbytes + 512), *moves[place + 1 :]],
-        [*moves[:place], birth, *moves[place:]],
-        [*moves[:place], *moves[place + 1 :]],
-    ]
-    for tampered in wrong:
-        assert grown([*scores[:2], Score(tuple(tampered), scores[2].attention)], 4) is None
 
 
 # ---- steps and micro-batches ---------------------------------------------------------------------------

@@ -14,8 +14,8 @@ from snugfit.errors import SnugfitError, UsageError
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
 from snugfit.measurement import ledger
-from snugfit.measurement.measurement import Device, Measurement
-from snugfit.step.footprint import Footprint, Timing
+from snugfit.results.footprint import Footprint, Timing
+from snugfit.results.measurement import Device, Measurement
 from snugfit.techniques.recipe import Recipe
 
 FACTS = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}

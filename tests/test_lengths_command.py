@@ -12,15 +12,15 @@ import pytest
 from made_up import EVIL
 from made_up import job as made_up_job
 from snugfit.cli.main import run
+from snugfit.data.lengths import Lengths
 from snugfit.job.gpu import find_gpu
-from snugfit.job.lengths import Lengths
-from snugfit.planning.length_plan import Cut, LengthPlan
-from snugfit.planning.padding import Way
+from snugfit.planning.lengths.length_plan import Cut, LengthPlan
+from snugfit.planning.lengths.padding import Way
+from snugfit.planning.lengths.sizes import Size
 from snugfit.planning.plan import Choice, Counts, Plan
-from snugfit.planning.sizes import Size
-from snugfit.report.grid import markdown as as_markdown
-from snugfit.report.lengths import ASSUMPTION, answer, markdown, render, tables
-from snugfit.report.terminal import as_text
+from snugfit.report.plan.lengths import ASSUMPTION, answer, markdown, render, tables
+from snugfit.report.text.grid import markdown as as_markdown
+from snugfit.report.text.terminal import as_text
 from snugfit.techniques.recipe import Recipe
 from snugfit.units import GIB
 
@@ -75,7 +75,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("snugfit.planning.lengths.plan_lengths", answer)
+    monkeypatch.setattr("snugfit.planning.lengths.lengths.plan_lengths", answer)
     (tmp_path / "lengths.txt").write_text("100\n" * 40 + "509\n509\n")
     return questions
 
@@ -154,7 +154,7 @@ def test_the_exit_code_says_whether_the_longest_fits(
     asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = made_up(memory_bytes=8 * GIB)
-    monkeypatch.setattr("snugfit.planning.lengths.plan_lengths", lambda *_, **__: small)
+    monkeypatch.setattr("snugfit.planning.lengths.lengths.plan_lengths", lambda *_, **__: small)
     assert run([*ASK, "--lengths", "lengths.txt"]) == 3
     assert "The longest batch does not fit: it lacks 1.00 GiB" in capsys.readouterr().out
 
@@ -182,7 +182,7 @@ def test_a_plan_is_made_for_the_longest_and_tells_the_rest(
             best=best, counts=Counts(recipes=1, tapes=1, footprints=1, passes=1, replayed=1),
         )  # fmt: skip
 
-    monkeypatch.setattr("snugfit.planning.search.plan", search)
+    monkeypatch.setattr("snugfit.planning.search.search.plan", search)
     ask = ["plan", *ASK[1:], "--lengths", "lengths.txt"]
     assert run(ask) == 0
     assert [job.sequence_length for job in jobs] == [509]

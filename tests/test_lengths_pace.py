@@ -9,12 +9,12 @@ import pytest
 from small_models import small_job
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
-from snugfit.planning import pace as pacing
-from snugfit.planning.pace import SOME_PADDING, TOLERANCE, Pace
-from snugfit.planning.stretch import Irregular, Sight, Stretched
+from snugfit.planning.lengths import length_profile as pacing
+from snugfit.planning.lengths.kernel_interpolation import Irregular, Sight, Stretched
+from snugfit.planning.lengths.length_profile import SOME_PADDING, TOLERANCE, Pace
 from snugfit.prediction.predict import predict
 from snugfit.prediction.seconds import step_seconds
-from snugfit.rehearsal.tape import MATRIX_PRODUCTS, Tape
+from snugfit.rehearsal.trace.tape import MATRIX_PRODUCTS, Tape
 from snugfit.techniques.recipe import Recipe
 
 H200 = find_gpu("h200")

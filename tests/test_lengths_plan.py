@@ -9,12 +9,12 @@ from itertools import pairwise
 import pytest
 
 from small_models import small_job
+from snugfit.data.lengths import Lengths
 from snugfit.errors import JobError, UsageError
 from snugfit.job.gpu import find_gpu
-from snugfit.job.lengths import Lengths
-from snugfit.planning.length_plan import LengthPlan
-from snugfit.planning.lengths import job_of, plan_lengths
-from snugfit.planning.padding import Way
+from snugfit.planning.lengths.length_plan import LengthPlan
+from snugfit.planning.lengths.lengths import job_of, plan_lengths
+from snugfit.planning.lengths.padding import Way
 from snugfit.prediction.predict import predict
 
 MIXED = Lengths.of({3: 40, 6: 90, 11: 60, 19: 30, 24: 6})

@@ -13,8 +13,8 @@ import pytest
 from small_models import small_job
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
-from snugfit.planning.pace import Pace, aligned
-from snugfit.planning.sizes import WORTH, Size, sizes_of
+from snugfit.planning.lengths.length_profile import Pace, aligned
+from snugfit.planning.lengths.sizes import WORTH, Size, sizes_of
 from snugfit.prediction.predict import predict
 from snugfit.prediction.rates import HostRate, calibration_file, rates_for
 from snugfit.techniques.recipe import Recipe

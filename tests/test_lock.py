@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 from snugfit.errors import UsageError
-from snugfit.training import lock
-from snugfit.training.lock import GUARD, LOCK, Holder, locked
+from snugfit.training.checkpoint import lock
+from snugfit.training.checkpoint.lock import GUARD, LOCK, Holder, locked
 from stored import in_child
 
 

@@ -28,12 +28,12 @@ from snugfit.measurement.crowd import Load, crowded, load
 from snugfit.measurement.environment import child_environment
 from snugfit.measurement.findings import Findings
 from snugfit.measurement.measure import Experiment, judge, measure, perform
-from snugfit.measurement.measurement import Measurement
 from snugfit.measurement.nvml import open_nvml
 from snugfit.measurement.place import Place
 from snugfit.measurement.process import TAIL_BYTES, Child, Ending
 from snugfit.measurement.stopwatch import Stopwatch, timing_of
-from snugfit.step.footprint import Startup
+from snugfit.results.footprint import Startup
+from snugfit.results.measurement import Measurement
 from snugfit.techniques.recipe import Recipe
 from snugfit.units import MIB
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from small_models import small_job
-from snugfit.doors.next_recipe import next_recipe
 from snugfit.errors import GpuError
+from snugfit.frontends.next_recipe import next_recipe
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Slot
 
@@ -30,7 +30,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         return SimpleNamespace(best=choices[0], ranked=choices if given["ranked"] else [])
 
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    monkeypatch.setattr("snugfit.planning.search.plan", plan)
+    monkeypatch.setattr("snugfit.planning.search.search.plan", plan)
     needed = SimpleNamespace(needed_bytes=1_000_000)
     monkeypatch.setattr("snugfit.prediction.predict.predict", lambda *given, **more: needed)
     return found

@@ -17,21 +17,21 @@ from snugfit.errors import UsageError
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
 from snugfit.job.model import Model
-from snugfit.planning import search_gpus
-from snugfit.planning.clock import Alone
-from snugfit.planning.parts import Parts
-from snugfit.planning.run import ENDLESS, Opening, Run
-from snugfit.planning.search import plan
-from snugfit.planning.search_gpus import plan_gpus
+from snugfit.planning.cost.parts import Parts
+from snugfit.planning.cost.run import ENDLESS, Opening, Run
+from snugfit.planning.cost.timer import Alone
+from snugfit.planning.fleet import search_gpus
+from snugfit.planning.fleet.search_gpus import plan_gpus
+from snugfit.planning.search.search import plan
 from snugfit.planning.space import space_of
 from snugfit.prediction.device import policy_for
-from snugfit.prediction.once import RATE, OnceRate, loaded_by, size_of, startup
 from snugfit.prediction.predict import predict
 from snugfit.prediction.profile import Software
+from snugfit.prediction.startup import RATE, OnceRate, loaded_by, size_of, startup
 from snugfit.rehearsal.rehearse import rehearse
-from snugfit.rehearsal.tape import PREPARED, Kernel, Tape
+from snugfit.rehearsal.trace.tape import PREPARED, Kernel, Tape
 from snugfit.report import prediction as report
-from snugfit.report.terminal import as_text
+from snugfit.report.text.terminal import as_text
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Setup

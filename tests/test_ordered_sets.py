@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from small_models import small_job
-from snugfit.rehearsal.ordered_sets import SortedSet, sets_in_order
-from snugfit.rehearsal.policy import CudaPolicy
+from snugfit.rehearsal.device.policy import CudaPolicy
+from snugfit.rehearsal.record.ordered_sets import SortedSet, sets_in_order
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.techniques.recipe import Recipe
 

@@ -11,15 +11,14 @@ from typing import Any
 import pytest
 
 from made_up import EVIL, job
+from snugfit.cli import plan_cache as cache
 from snugfit.cli.main import run
 from snugfit.job.gpu import find_gpu
-from snugfit.planning import cache
-from snugfit.planning.plan import Choice, Counts, Plan, Reason
+from snugfit.planning.plan import Change, Choice, Counts, Plan, Reason, Start
 from snugfit.planning.space import Refusal
-from snugfit.planning.start import Change, Start
-from snugfit.report.plan import markdown, render
-from snugfit.report.plan_plot import draw
-from snugfit.report.terminal import as_text
+from snugfit.report.plan.plan import markdown, render
+from snugfit.report.plan.plot import draw
+from snugfit.report.text.terminal import as_text
 from snugfit.units import GIB
 
 ASK = ["plan", "bert-large-uncased", "--task", "sequence-classification", "--gpu", "h200"]
@@ -65,7 +64,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any
         questions.append(how)
         return replace(made_up(memory=how["memory_bytes"] or 40 * GIB), steps=how["steps"])
 
-    monkeypatch.setattr("snugfit.planning.search.plan", search)
+    monkeypatch.setattr("snugfit.planning.search.search.plan", search)
     return questions
 
 

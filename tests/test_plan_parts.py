@@ -10,17 +10,17 @@ import pytest
 from small_models import small_job
 from snugfit.errors import SnugfitError
 from snugfit.job.gpu import find_gpu
-from snugfit.planning.clock import GpuClocks, seconds_of
-from snugfit.planning.parts import Parts
-from snugfit.planning.same_tape import under
-from snugfit.planning.searched import SLACK
-from snugfit.planning.settled import FEW, MANY, settled
-from snugfit.planning.workers import Bench, Question, Worker, bench
+from snugfit.planning.cost.batch_sizes import rehearse_sizes, update_of
+from snugfit.planning.cost.parts import Parts
+from snugfit.planning.cost.periodic import FEW, MANY, settled
+from snugfit.planning.cost.same_tape import under
+from snugfit.planning.cost.timer import GpuClocks, seconds_of
+from snugfit.planning.cost.worker_pool import Bench, Question, Worker, bench
+from snugfit.planning.search_state import SLACK
 from snugfit.prediction.allocator import replay
-from snugfit.rehearsal.policy import CudaPolicy
-from snugfit.rehearsal.sizes import rehearse_sizes, update_of
+from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.splice import rehearse_update
-from snugfit.rehearsal.tape import Tape
+from snugfit.rehearsal.trace.tape import Tape
 from snugfit.techniques.recipe import Recipe
 
 GPUS = [find_gpu(name) for name in ("h200", "v100-16gb")]

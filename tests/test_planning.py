@@ -15,15 +15,15 @@ from small_models import small_job
 from snugfit.errors import GpuError, SnugfitError, UsageError
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
-from snugfit.planning.clock import Alone
+from snugfit.planning.cost.parts import Parts
+from snugfit.planning.cost.timer import Alone
+from snugfit.planning.cost.worker_pool import Bench
 from snugfit.planning.figures import Bound, Figures
-from snugfit.planning.parts import Parts
-from snugfit.planning.search import plan, search
-from snugfit.planning.searched import GRAIN
+from snugfit.planning.search.search import plan, search
+from snugfit.planning.search_state import GRAIN
 from snugfit.planning.space import Space, space_of, tape_key
-from snugfit.planning.workers import Bench
-from snugfit.rehearsal.policy import CudaPolicy
-from snugfit.rehearsal.tape import Kernel, Tape
+from snugfit.rehearsal.device.policy import CudaPolicy
+from snugfit.rehearsal.trace.tape import Kernel, Tape
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Slot

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from snugfit.step import quiet_core
-from snugfit.step.quiet_core import EVERY, EVERY_IN_VAIN, QuietCore
+from snugfit.measurement import quiet_core
+from snugfit.measurement.quiet_core import EVERY, EVERY_IN_VAIN, QuietCore
 
 
 class Cores:

@@ -25,9 +25,10 @@ from snugfit.errors import RehearsalError
 from snugfit.job.config import check_facts
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
-from snugfit.rehearsal import accumulation, bindings, overrides
-from snugfit.rehearsal.overrides import in_force
-from snugfit.rehearsal.policy import CpuPolicy, CudaPolicy, Policy
+from snugfit.rehearsal.device import bindings, overrides
+from snugfit.rehearsal.device.overrides import in_force
+from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy, Policy
+from snugfit.rehearsal.record import accumulation
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.techniques.recipe import Recipe
 

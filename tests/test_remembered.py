@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from small_models import small_job
-from snugfit.rehearsal import recorder
-from snugfit.rehearsal.described import described
-from snugfit.rehearsal.kernels import describe
-from snugfit.rehearsal.memo import Operator, ShapeMemo
-from snugfit.rehearsal.policy import CudaPolicy
+from snugfit.rehearsal.device.policy import CudaPolicy
+from snugfit.rehearsal.record import recorder
+from snugfit.rehearsal.record.described import described
+from snugfit.rehearsal.record.kernels import describe
+from snugfit.rehearsal.record.shape_cache import Operator, ShapeMemo
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.step.plain_loop import PlainStep
 from snugfit.techniques.recipe import Recipe

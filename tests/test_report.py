@@ -11,22 +11,25 @@ import pytest
 
 from made_up import EVIL, guide_result, measurement, prediction, timing
 from snugfit.comparison.compare import compare as foreseen_beside_seen
-from snugfit.comparison.methods import helps, method_lines, stage_lines
-from snugfit.comparison.result import GuideResult
-from snugfit.comparison.suite import machines, suite
 from snugfit.errors import MeasurementError, UsageError
+from snugfit.evaluation.result import GuideResult
+from snugfit.evaluation.suite import machines, suite
 from snugfit.job.gpu import all_gpus, find_gpu
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
-from snugfit.planning.gpu_plans import GpuPlans, OnGpu
+from snugfit.planning.fleet.gpu_plans import GpuPlans, OnGpu
+from snugfit.planning.fleet.prices import Prices
 from snugfit.planning.plan import Counts
-from snugfit.planning.prices import Prices
-from snugfit.report import compare, files, gpu_plans, gpus, grid, guide, plot, sketch, techniques
+from snugfit.report import compare, gpus, techniques
 from snugfit.report import measurement as measurement_report
 from snugfit.report import prediction as prediction_report
-from snugfit.report.job import job_line
-from snugfit.report.terminal import as_html, as_text
-from snugfit.step.footprint import Startup
+from snugfit.report.evaluation import guide, plot
+from snugfit.report.evaluation.methods import helps, method_lines, stage_lines
+from snugfit.report.plan import gpu_plans
+from snugfit.report.text import files, grid, sketch
+from snugfit.report.text.job import job_line
+from snugfit.report.text.terminal import as_html, as_text
+from snugfit.results.footprint import Startup
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.roster import techniques as roster
 from snugfit.units import GIB
@@ -318,8 +321,8 @@ def test_the_suite_keeps_refused_rows_and_predicts_only_named_machines(
     """One question for each experiment on our GPU, one for each published row of a named GPU; none else."""
     from typing import Any
 
-    from snugfit.comparison import ask
-    from snugfit.comparison import guide as suite_run
+    from snugfit.comparison import parallel as ask
+    from snugfit.evaluation import guide as suite_run
 
     asked = []
 

@@ -11,11 +11,11 @@ import transformers
 from transformers.integrations import integration_utils
 
 from small_runs import Killed, bert_job, events, killed_after, losses, small_run
-from snugfit.doors.own_loop import train as snugfit_train
 from snugfit.errors import SnugfitError, UsageError
+from snugfit.frontends.own import train as snugfit_train
 from snugfit.techniques.recipe import Recipe
-from snugfit.training.loop import TrainingStep
-from snugfit.training.train import train
+from snugfit.training.run.loop import TrainingStep
+from snugfit.training.run.train import train
 from tensorboards import logs_under, scalars_in
 
 BOARD: dict[str, Any] = {"report_to": "tensorboard", "logging_steps": 3}

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from snugfit.rehearsal.buffers import OUTPUTS
-from snugfit.rehearsal.overrides import in_force
-from snugfit.rehearsal.policy import CudaPolicy
-from snugfit.rehearsal.recorder import Recorder
-from snugfit.rehearsal.tape import Tape
+from snugfit.rehearsal.device.buffers import OUTPUTS
+from snugfit.rehearsal.device.overrides import in_force
+from snugfit.rehearsal.device.policy import CudaPolicy
+from snugfit.rehearsal.record.recorder import Recorder
+from snugfit.rehearsal.trace.tape import Tape
 
 aten = torch.ops.aten
 

@@ -17,9 +17,9 @@ from snugfit.prediction.kernel_seconds import KernelClock, tile_seconds
 from snugfit.prediction.predict import predict
 from snugfit.prediction.rates import HostRate, Rates, packaged_rates, rates_for
 from snugfit.prediction.seconds import play, step_seconds
-from snugfit.rehearsal.policy import CudaPolicy
+from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
-from snugfit.rehearsal.tape import Kernel
+from snugfit.rehearsal.trace.tape import Kernel
 from snugfit.techniques.packages import missing
 from snugfit.techniques.recipe import Recipe
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from snugfit.errors import SnugfitError, UsageError
-from snugfit.training import manifest
-from snugfit.training.manifest import MANIFEST, NewerCheckpoint, SaveStopped
-from snugfit.training.save_failed import SaveFailed
-from snugfit.training.store import AllBroken, Store
+from snugfit.training.checkpoint import manifest
+from snugfit.training.checkpoint.manifest import MANIFEST, NewerCheckpoint, SaveStopped
+from snugfit.training.checkpoint.save_failed import SaveFailed
+from snugfit.training.checkpoint.store import AllBroken, Store
 from stored import NAMES, assert_whole, content, fill, hidden, in_child, stored, visible
 
 MODEL = "model.safetensors"

@@ -19,9 +19,9 @@ from pathlib import Path
 import pytest
 
 from clean_forks import Forks
-from snugfit.training.manifest import MANIFEST, verify
-from snugfit.training.save_failed import SaveFailed
-from snugfit.training.store import Store
+from snugfit.training.checkpoint.manifest import MANIFEST, verify
+from snugfit.training.checkpoint.save_failed import SaveFailed
+from snugfit.training.checkpoint.store import Store
 from stored import NAMES, assert_whole, fill, hidden, in_child, stored, visible
 
 CALLS = ("mkdir", "rename", "replace", "unlink", "remove", "rmdir", "open", "write", "fsync")

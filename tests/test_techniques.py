@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from small_models import small_job
 from snugfit.errors import RecipeError
-from snugfit.rehearsal.policy import CudaPolicy
+from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.techniques import roster
 from snugfit.techniques.hub_kernels import no_hub_kernels

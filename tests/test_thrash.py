@@ -15,8 +15,8 @@ from snugfit.job.job import Job
 from snugfit.job.model import Model
 from snugfit.techniques.recipe import Recipe
 from snugfit.training import thrash
-from snugfit.training.loop import Poisoned, TrainingStep
-from snugfit.training.train import train
+from snugfit.training.run.loop import Poisoned, TrainingStep
+from snugfit.training.run.train import train
 
 
 def short(monkeypatch: pytest.MonkeyPatch, retries: dict[int, int]) -> None:
@@ -79,7 +79,7 @@ def test_what_was_built_before_is_given_back_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     """Two models at once would be more than what was too much."""
-    from snugfit.training import opened
+    from snugfit.training.run import active_run as opened
 
     plain, before = opened.open_run, []
 
@@ -120,7 +120,7 @@ def test_without_another_recipe_it_goes_on_and_says_so_once(
 
 @pytest.mark.whole
 def test_what_cannot_be_kept_is_no_reason_to_go_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from snugfit.training.store import Store
+    from snugfit.training.checkpoint.store import Store
 
     short(monkeypatch, {4: 1, 5: 1, 6: 1})
 

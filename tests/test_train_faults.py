@@ -39,12 +39,12 @@ from small_runs import (
     small_run,
 )
 from snugfit.cli.main import main as the_command
-from snugfit.doors.next_recipe import next_recipe
 from snugfit.errors import OutOfMemory
+from snugfit.frontends.next_recipe import next_recipe
 from snugfit.step import plain_loop
+from snugfit.training.checkpoint.store import Store
 from snugfit.training.journal import JOURNAL, Event
-from snugfit.training.store import Store
-from snugfit.training.train import train
+from snugfit.training.run.train import train
 from test_training_kills import steps_told, until
 
 pytestmark = [pytest.mark.whole, pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")]
@@ -56,7 +56,7 @@ def warm() -> None:
     """What a clean process does before it forks: it has imported what its children need."""
     with tempfile.TemporaryDirectory() as folder:
         train(small_run(Path(folder)))
-    for name in ("snugfit.cli.request", "snugfit.doors.own_loop", "snugfit.report.watching"):
+    for name in ("snugfit.cli.request", "snugfit.frontends.own", "snugfit.report.watching"):
         importlib.import_module(name)
 
 

@@ -19,8 +19,8 @@ from small_runs import Killed, assert_same_weights, bert_job, events, killed_aft
 from snugfit.errors import ModelError, OutOfMemory, SnugfitError, UsageError
 from snugfit.job.job import Job
 from snugfit.techniques.recipe import Recipe
-from snugfit.training.loop import TrainingStep
-from snugfit.training.train import train
+from snugfit.training.run.loop import TrainingStep
+from snugfit.training.run.train import train
 
 pytestmark = pytest.mark.whole
 
@@ -156,7 +156,7 @@ def test_a_constant_rate_may_go_on_for_longer(tmp_path: Path) -> None:
 def test_other_software_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Killed):
         train(small_run(tmp_path, save_steps=2), watch=killed_after(5))
-    monkeypatch.setattr("snugfit.training.run.versions", lambda: {"torch": "1.0"})
+    monkeypatch.setattr("snugfit.training.run.run.versions", lambda: {"torch": "1.0"})
     train(small_run(tmp_path, save_steps=2))
     (told, *_) = [event["text"] for event in events(tmp_path, "warning") if "torch was" in event["text"]]
     assert "no longer bit for bit" in told
@@ -435,11 +435,11 @@ def test_evaluating_changes_no_number(tmp_path: Path) -> None:
 
 
 def test_the_best_model_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from snugfit.training.evaluate import Evaluated
+    from snugfit.training.run.evaluate import Evaluated
 
     told = iter([0.9, 0.5, 0.7, 0.8, 0.6, 0.95])
     monkeypatch.setattr(
-        "snugfit.training.session.evaluate", lambda *given: Evaluated(loss=next(told), accuracy=None)
+        "snugfit.training.run.session.evaluate", lambda *given: Evaluated(loss=next(told), accuracy=None)
     )
     best = train(
         small_run(tmp_path / "best", eval_strategy="steps", eval_steps=2, load_best_model_at_end=True)
@@ -459,10 +459,10 @@ def test_the_best_model_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_no_gain_ends_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from snugfit.training.evaluate import Evaluated
+    from snugfit.training.run.evaluate import Evaluated
 
     monkeypatch.setattr(
-        "snugfit.training.session.evaluate", lambda *given: Evaluated(loss=0.5, accuracy=None)
+        "snugfit.training.run.session.evaluate", lambda *given: Evaluated(loss=0.5, accuracy=None)
     )
     done = train(small_run(tmp_path, eval_strategy="steps", eval_steps=1, early_stopping_patience=3))
     assert (done.outcome, done.step, done.exit_code) == ("stopped early", 4, 0)

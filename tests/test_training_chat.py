@@ -10,11 +10,11 @@ import pytest
 
 from small_models import small_job
 from small_tokenizers import tokenizer
-from snugfit.doors.own_loop import train
+from snugfit.data.rows import read_rows
+from snugfit.data.samples import Samples, samples_of
 from snugfit.errors import UsageError
+from snugfit.frontends.own import train
 from snugfit.training.journal import read_journal
-from snugfit.training.rows import read_rows
-from snugfit.training.samples import Samples, samples_of
 
 ONE_MESSAGE, SPACE = "{{ '- ' + message['content'] + ' .' }}", "{{ ' ' }}"
 PLAIN = (

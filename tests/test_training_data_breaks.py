@@ -11,8 +11,8 @@ import pytest
 
 from small_runs import Run, losses, small_run
 from snugfit.errors import SnugfitError
-from snugfit.training.manifest import verify
-from snugfit.training.train import train
+from snugfit.training.checkpoint.manifest import verify
+from snugfit.training.run.train import train
 
 pytestmark = pytest.mark.whole
 

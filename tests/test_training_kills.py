@@ -18,11 +18,11 @@ from clean_forks import Forks
 from small_models import small_job
 from small_runs import assert_same_weights, bert_job, events, losses, small_run
 from snugfit.errors import UsageError
-from snugfit.training import manifest
+from snugfit.training.checkpoint import manifest
+from snugfit.training.checkpoint.manifest import verify
+from snugfit.training.checkpoint.store import Store
 from snugfit.training.interrupt import TRIGGER
-from snugfit.training.manifest import verify
-from snugfit.training.store import Store
-from snugfit.training.train import train
+from snugfit.training.run.train import train
 
 pytestmark = [pytest.mark.whole, pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")]
 

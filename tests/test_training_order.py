@@ -18,14 +18,14 @@ import torch
 
 from small_models import small_job
 from small_tokenizers import NUMBERS, tokenizer
+from snugfit.data.collate import Collate
+from snugfit.data.rows import read_rows
+from snugfit.data.samples import Samples, samples_of
+from snugfit.data.tokens import padding_token
 from snugfit.errors import UsageError
 from snugfit.job.batch import label_items
 from snugfit.job.job import Job, Task
-from snugfit.training.collate import Collate
-from snugfit.training.order import Order, feed
-from snugfit.training.rows import read_rows
-from snugfit.training.samples import Samples, samples_of
-from snugfit.training.tokens import padding_token
+from snugfit.training.run.order import Order, feed
 
 
 def drawn(count: int = 40) -> list[dict[str, Any]]:

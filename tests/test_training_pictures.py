@@ -17,14 +17,14 @@ from PIL import Image
 from small_media import SIDE, pets, picture, picture_job, pixels, vit
 from small_runs import losses
 from snugfit.cli.main import run
-from snugfit.doors.data import data_of
-from snugfit.doors.own_loop import options_of, train
+from snugfit.data import pictures
+from snugfit.data.media import MediaSamples, media_samples
+from snugfit.data.processors import load_processor
+from snugfit.data.rows import read_rows
 from snugfit.errors import UsageError
-from snugfit.training import pictures
-from snugfit.training.media import MediaSamples, media_samples
-from snugfit.training.processors import load_processor
-from snugfit.training.rows import read_rows
-from snugfit.training.run import Data
+from snugfit.frontends.own import options_of, train
+from snugfit.training.run.dataset import data_of
+from snugfit.training.run.run import Data
 
 
 @pytest.fixture(scope="module")

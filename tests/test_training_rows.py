@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from small_models import small_job
+from snugfit.data import row_files
+from snugfit.data.columns import columns_of
+from snugfit.data.rows import Rows, read_rows
 from snugfit.errors import UsageError
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
-from snugfit.training import row_files
-from snugfit.training.columns import columns_of
-from snugfit.training.rows import Rows, read_rows
 
 ROWS = [
     {"text": "one, two\nthree", "label": "a"},

@@ -17,11 +17,11 @@ import torch
 
 from small_models import small_job
 from small_tokenizers import saved, tokenizer
+from snugfit.data.rows import Row, read_rows
+from snugfit.data.samples import Samples, samples_of
+from snugfit.data.tokens import load_tokenizer, padding_token
 from snugfit.errors import UsageError
 from snugfit.job.job import Job, Task
-from snugfit.training.rows import Row, read_rows
-from snugfit.training.samples import Samples, samples_of
-from snugfit.training.tokens import load_tokenizer, padding_token
 
 CLASSES, WORDS = Task.SEQUENCE_CLASSIFICATION, Task.TOKEN_CLASSIFICATION
 CAUSAL, MASKED, PAIRED = Task.CAUSAL_LM, Task.MASKED_LM, Task.SEQ2SEQ_LM

@@ -20,18 +20,18 @@ import torch
 from small_media import RATE, sound, speech_job, tone, whisper
 from small_runs import losses
 from small_tokenizers import tokenizer
-from snugfit.doors.data import data_of
-from snugfit.doors.own_loop import options_of, train
+from snugfit.data.collate import Collate
+from snugfit.data.collate_media import MediaCollate
+from snugfit.data.media import MediaSamples, media_samples
+from snugfit.data.media_files import Entry
+from snugfit.data.processors import load_processor
+from snugfit.data.rows import read_rows
+from snugfit.data.sounds import Sounds
 from snugfit.errors import UsageError
+from snugfit.frontends.own import options_of, train
 from snugfit.job.model import Model
-from snugfit.training.collate import Collate
-from snugfit.training.collate_media import MediaCollate
-from snugfit.training.media import MediaSamples, media_samples
-from snugfit.training.media_files import Entry
-from snugfit.training.processors import load_processor
-from snugfit.training.rows import read_rows
-from snugfit.training.run import Data
-from snugfit.training.sounds import Sounds
+from snugfit.training.run.dataset import data_of
+from snugfit.training.run.run import Data
 
 HEARD = (tone(0.5), tone(0.25, 880))
 SAID = ("one two", "three")

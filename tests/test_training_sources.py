@@ -15,12 +15,12 @@ import pytest
 from small_media import pets, picture
 from small_models import small_job
 from small_runs import losses, rows, small_run
+from snugfit.data import row_arrow
+from snugfit.data.columns import columns_of
+from snugfit.data.rows import Table, read_rows
 from snugfit.errors import UsageError
 from snugfit.job.job import Task
-from snugfit.training import row_arrow
-from snugfit.training.columns import columns_of
-from snugfit.training.rows import Table, read_rows
-from snugfit.training.train import train
+from snugfit.training.run.train import train
 
 TEXTS = ("one", "two", "three", "four", "five")
 

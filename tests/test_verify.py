@@ -12,17 +12,17 @@ import pytest
 from made_up import EVIL, footprint, job, measurement, timing
 from small_models import small_job
 from snugfit.cli.main import run
-from snugfit.comparison.foresee import Foreseen
-from snugfit.comparison.learn import Learned
 from snugfit.comparison.ranking import Order, by_job, gap, order_of, pooled
 from snugfit.comparison.runs import Run
-from snugfit.comparison.verify import verify
 from snugfit.errors import RehearsalError
+from snugfit.evaluation.learn import Learned
+from snugfit.evaluation.predicted import Foreseen
+from snugfit.evaluation.verify import verify
 from snugfit.job.gpu import find_gpu
 from snugfit.planning.plan import Choice, Counts, Plan
 from snugfit.prediction.rates import calibration_file
-from snugfit.report import verify as report
-from snugfit.report.terminal import as_text
+from snugfit.report.plan import verify as report
+from snugfit.report.text.terminal import as_text
 from snugfit.techniques.recipe import Recipe
 from snugfit.units import GIB
 
@@ -145,7 +145,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
         pace = timing(4 / SEEN[str(recipe)])
         return measurement(job=job, recipe=recipe, timing=pace)
 
-    monkeypatch.setattr("snugfit.planning.search.plan", search)
+    monkeypatch.setattr("snugfit.planning.search.search.plan", search)
     monkeypatch.setattr("snugfit.measurement.measure.measure", measure)
     monkeypatch.setattr("snugfit.cli.verify.gpu_here", lambda: "NVIDIA H200")
     return questions
@@ -175,7 +175,7 @@ def test_the_calibration_learns_unless_told_otherwise(
     asked: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taught = Learned(host=1.25, device=1.0, before=(-0.2, -0.2, -0.2), after=(0.0, 0.0, 0.01))
-    monkeypatch.setattr("snugfit.comparison.learn.learn", lambda *_, **__: taught)
+    monkeypatch.setattr("snugfit.evaluation.learn.learn", lambda *_, **__: taught)
     assert run([*ASK, "--verify", "3", "--no-learn"]) == 0
     assert not calibration_file(find_gpu("h200")).exists()
     assert run([*ASK, "--verify", "3"]) == 0
@@ -191,7 +191,7 @@ def test_what_was_measured_is_shown_even_where_learning_fails(
     def learn(*_: Any, **__: Any) -> Any:
         raise RehearsalError("An operator has no shapes.")
 
-    monkeypatch.setattr("snugfit.comparison.learn.learn", learn)
+    monkeypatch.setattr("snugfit.evaluation.learn.learn", learn)
     assert run([*ASK, "--verify", "3"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "Kendall's tau" in text

@@ -12,8 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from snugfit.comparison import learn as learning
-from snugfit.comparison.learn import (
+from snugfit.cli.remember import remember
+from snugfit.comparison.runs import Run
+from snugfit.errors import SnugfitError
+from snugfit.evaluation import learn as learning
+from snugfit.evaluation.learn import (
     LARGEST_FACTOR,
     Curve,
     Learned,
@@ -24,17 +27,14 @@ from snugfit.comparison.learn import (
     sampled,
     slower,
 )
-from snugfit.comparison.remember import remember
-from snugfit.comparison.runs import Run
-from snugfit.errors import SnugfitError
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
 from snugfit.prediction.rates import Rates, calibration_file, packaged_rates, rates_for
 from snugfit.prediction.seconds import step_seconds
-from snugfit.rehearsal.policy import CudaPolicy
+from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
-from snugfit.rehearsal.tape import Tape
+from snugfit.rehearsal.trace.tape import Tape
 from snugfit.techniques.recipe import Recipe
 
 GPU = find_gpu("h200")
@@ -220,7 +220,7 @@ def test_a_folder_that_cannot_be_written_is_one_error(monkeypatch: pytest.Monkey
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("snugfit.comparison.remember.write_document", full)
+    monkeypatch.setattr("snugfit.cli.remember.write_document", full)
     with pytest.raises(SnugfitError, match=r"cannot be written \(No space left"):
         remember(TAUGHT, runs_on(packaged_rates(GPU), recipes=RECIPES[:3]), GPU)
     assert rates_for(GPU) == packaged_rates(GPU)

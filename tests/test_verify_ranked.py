@@ -9,15 +9,15 @@ import pytest
 
 from small_models import small_job
 from snugfit.job.gpu import find_gpu
-from snugfit.planning.clock import Alone
-from snugfit.planning.parts import Parts
-from snugfit.planning.ranked import best
-from snugfit.planning.search import plan, search
-from snugfit.planning.searched import Searched
+from snugfit.planning.cost.parts import Parts
+from snugfit.planning.cost.timer import Alone
+from snugfit.planning.cost.worker_pool import Bench
+from snugfit.planning.search.ranking import best
+from snugfit.planning.search.search import plan, search
+from snugfit.planning.search_state import Searched
 from snugfit.planning.space import space_of
-from snugfit.planning.workers import Bench
 from snugfit.prediction.seconds import step_seconds
-from snugfit.rehearsal.tape import Tape
+from snugfit.rehearsal.trace.tape import Tape
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Fidelity, Slot

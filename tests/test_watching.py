@@ -13,11 +13,11 @@ import torch
 from small_models import small_job
 from small_runs import bert_job, events, small_run
 from snugfit import predict
-from snugfit.doors.foresee import foreseen_of, foresees
+from snugfit.frontends.predicted import foreseen_of, foresees
 from snugfit.report.watching import Watching
 from snugfit.techniques.recipe import Recipe
-from snugfit.training.foreseen import Foreseen, beside
-from snugfit.training.train import train
+from snugfit.training.predicted import Foreseen, beside
+from snugfit.training.run.train import train
 from snugfit.units import GIB
 
 STEP: dict[str, Any] = {

@@ -22,31 +22,30 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from snugfit.comparison.compare import Comparison, compare
-    from snugfit.doors.hand_loop import accelerate
-    from snugfit.doors.hand_run import HandRun
-    from snugfit.doors.own_loop import train
-    from snugfit.doors.trainer import fit
+    from snugfit.data.lengths import Lengths
     from snugfit.errors import SnugfitError
+    from snugfit.frontends.custom_loop.accelerate import accelerate
+    from snugfit.frontends.custom_loop.run import HandRun
+    from snugfit.frontends.own import train
+    from snugfit.frontends.trainer.fit import fit
     from snugfit.job.gpu import Gpu, all_gpus, find_gpu
     from snugfit.job.job import Job, Phase, Task
-    from snugfit.job.lengths import Lengths
     from snugfit.job.model import Model
     from snugfit.measurement.measure import measure
-    from snugfit.measurement.measurement import Measurement
     from snugfit.measurement.watch import watch
-    from snugfit.planning.gpu_plans import GpuPlans
-    from snugfit.planning.length_plan import LengthPlan
-    from snugfit.planning.lengths import plan_lengths
+    from snugfit.planning.fleet.gpu_plans import GpuPlans
+    from snugfit.planning.fleet.search_gpus import plan_gpus
+    from snugfit.planning.lengths.length_plan import LengthPlan
+    from snugfit.planning.lengths.lengths import plan_lengths
     from snugfit.planning.plan import Plan
-    from snugfit.planning.search import plan
-    from snugfit.planning.search_gpus import plan_gpus
+    from snugfit.planning.search.search import plan
     from snugfit.prediction.predict import predict
-    from snugfit.prediction.prediction import Prediction
-    from snugfit.step.footprint import Footprint, Timing
+    from snugfit.results.footprint import Footprint, Timing
+    from snugfit.results.measurement import Measurement
+    from snugfit.results.prediction import Prediction
     from snugfit.techniques.recipe import Recipe
-    from snugfit.training.trained import Trained
-
-__version__ = "0.1.0"
+    from snugfit.training.run.trained import Trained
+    from snugfit.versions import __version__ as __version__
 
 __all__ = [
     "accelerate",
@@ -83,31 +82,32 @@ __all__ = [
 
 _HOMES = {
     "comparison.compare": ("Comparison", "compare"),
-    "doors.hand_loop": ("accelerate",),
-    "doors.hand_run": ("HandRun",),
-    "doors.own_loop": ("train",),
-    "doors.trainer": ("fit",),
+    "frontends.custom_loop.accelerate": ("accelerate",),
+    "frontends.custom_loop.run": ("HandRun",),
+    "frontends.own": ("train",),
+    "frontends.trainer.fit": ("fit",),
     "errors": ("SnugfitError",),
     "job.gpu": ("Gpu", "all_gpus", "find_gpu"),
     "job.job": ("Job", "Phase", "Task"),
-    "job.lengths": ("Lengths",),
+    "data.lengths": ("Lengths",),
     "job.model": ("Model",),
     "measurement.measure": ("measure",),
-    "measurement.measurement": ("Measurement",),
+    "results.measurement": ("Measurement",),
     "measurement.watch": ("watch",),
-    "planning.gpu_plans": ("GpuPlans",),
-    "planning.length_plan": ("LengthPlan",),
-    "planning.lengths": ("plan_lengths",),
+    "planning.fleet.gpu_plans": ("GpuPlans",),
+    "planning.lengths.length_plan": ("LengthPlan",),
+    "planning.lengths.lengths": ("plan_lengths",),
     "planning.plan": ("Plan",),
-    "planning.search": ("plan",),
-    "planning.search_gpus": ("plan_gpus",),
+    "planning.search.search": ("plan",),
+    "planning.fleet.search_gpus": ("plan_gpus",),
     "prediction.predict": ("predict",),
-    "prediction.prediction": ("Prediction",),
-    "step.footprint": ("Footprint", "Timing"),
+    "results.prediction": ("Prediction",),
+    "results.footprint": ("Footprint", "Timing"),
     "techniques.recipe": ("Recipe",),
-    "training.trained": ("Trained",),
+    "training.run.trained": ("Trained",),
+    "versions": ("__version__",),
 }
-_SHOWN = ("comparison", "measurement", "planning", "prediction")
+_SHOWN = ("comparison", "measurement", "planning", "prediction", "results")
 """Rooms whose results print themselves, with a face from the report room."""
 
 

@@ -12,6 +12,7 @@ import math
 import os
 import secrets
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,3 +75,13 @@ def _finite(digits: str) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{digits} is no finite number")
     return number
+
+
+def finite_or_null(numbers: Sequence[float]) -> list[float | None]:
+    """Numbers for JSON: what is not finite becomes null."""
+    return [number if math.isfinite(number) else None for number in numbers]
+
+
+def null_to_nan(numbers: Sequence[float | None]) -> tuple[float, ...]:
+    """The numbers that `finite_or_null` wrote, as far as JSON could hold them."""
+    return tuple(math.nan if number is None else float(number) for number in numbers)

@@ -8,7 +8,8 @@ import re
 from importlib import metadata, util
 from pathlib import Path
 
-from snugfit import __version__
+__version__ = "0.1.0"
+"""Of snugfit itself."""
 
 CORE = ("torch", "transformers", "accelerate", "safetensors", "numpy", "psutil", "nvidia-ml-py")
 """What snugfit cannot do without, in the order in which it is shown."""

@@ -136,7 +136,7 @@ def _refuse(ways: list[str], rates: Path | None, jobs: list[Path] | None, plot: 
     if plot is not None and plot.suffix not in (".png", ".svg"):
         raise UsageError(f"--plot {plot}: a plot is a .png or a .svg file.")
     if plot is not None:
-        from snugfit.report.files import writable_folder
+        from snugfit.report.text.files import writable_folder
 
         writable_folder(plot.parent)
 
@@ -175,9 +175,9 @@ def _drawn(
 ) -> tuple[Accuracy, Path]:
     """A new draw, of whichever kind was asked for."""
     from snugfit.cli.progress import telling
-    from snugfit.comparison import accuracy as room
-    from snugfit.report.accuracy import file_name
-    from snugfit.report.files import writable_folder
+    from snugfit.evaluation import accuracy as room
+    from snugfit.report.evaluation.accuracy import file_name
+    from snugfit.report.text.files import writable_folder
 
     named = [_job(file) for file in files]
     kind = "within-job" if recipes else "top" if top else "drawn"
@@ -198,7 +198,7 @@ def _drawn(
 def _ranked(gpu: Gpu, count: int, workers: int, tell: Callable[[str], None]) -> Any:
     """A job's best recipes by its plan."""
     from snugfit.cli.verify import foreseen
-    from snugfit.planning.search import plan
+    from snugfit.planning.search.search import plan
 
     def ranked(job: Any) -> list[Any]:
         found = plan(job, gpu=gpu, ranked=count, workers=workers, tell=tell)
@@ -221,8 +221,8 @@ def _job(file: Path) -> Any:
 def _measured(file: Path) -> tuple[Accuracy, Path]:
     """What a file only predicts, measured here."""
     from snugfit.cli.progress import telling
-    from snugfit.comparison.accuracy import measure_rest
-    from snugfit.comparison.kept import read
+    from snugfit.evaluation.accuracy import measure_rest
+    from snugfit.evaluation.files import read
     from snugfit.job.gpu import find_gpu
 
     result, here = read(file), gpu_here()
@@ -237,10 +237,10 @@ def _measured(file: Path) -> tuple[Accuracy, Path]:
 def _rescored(source: Path, rates_file: Path | None, output: Path, workers: int) -> tuple[Accuracy, Path]:
     """A file's runs predicted again."""
     from snugfit.cli.progress import telling
-    from snugfit.comparison.accuracy import rescore
-    from snugfit.comparison.kept import read, read_rates
+    from snugfit.evaluation.accuracy import rescore
+    from snugfit.evaluation.files import read, read_rates
     from snugfit.job.gpu import find_gpu
-    from snugfit.report.files import writable_folder
+    from snugfit.report.text.files import writable_folder
 
     result = read(source)
     gpu = find_gpu(result.gpu)
@@ -251,16 +251,16 @@ def _rescored(source: Path, rates_file: Path | None, output: Path, workers: int)
 
 
 def _answer(results: list[Accuracy], form: str, plot: Path | None) -> None:
-    from snugfit.report import accuracy as report
-    from snugfit.report.terminal import show, show_json
+    from snugfit.report.evaluation import accuracy as report
+    from snugfit.report.text.terminal import show, show_json
 
     if plot is not None:
-        from snugfit.report.accuracy_plot import draw
-        from snugfit.report.files import write_atomically
+        from snugfit.report.evaluation.accuracy_plot import draw
+        from snugfit.report.text.files import write_atomically
 
         write_atomically(plot, draw(results, plot.suffix[1:]))
     if form == "markdown":
-        from snugfit.report.accuracy_page import document
+        from snugfit.report.evaluation.accuracy_page import document
 
         typer.echo(document(results), nl=False)
         return
@@ -270,7 +270,7 @@ def _answer(results: list[Accuracy], form: str, plot: Path | None) -> None:
 
 def _read(path: Path) -> list[Accuracy]:
     """The results in a file, or in a folder's `accuracy-*.json`."""
-    from snugfit.comparison.kept import read
+    from snugfit.evaluation.files import read
 
     files = sorted(path.glob("accuracy-*.json")) if path.is_dir() else [path]
     if not files:

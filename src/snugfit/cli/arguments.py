@@ -142,6 +142,6 @@ def read_request(given: Mapping[str, Any]) -> Request:
 def _tell(reading: Reading) -> None:
     """What became of the user's own configuration, on stderr: stdout is for the answer."""
     from snugfit.report.reading import render
-    from snugfit.report.terminal import as_text
+    from snugfit.report.text.terminal import as_text
 
     typer.echo(as_text(render(reading)), err=True)

@@ -19,8 +19,8 @@ def calibrate(as_json: given.AsJson = False) -> None:
     from snugfit.documents import write_document
     from snugfit.job.gpu import find_gpu
     from snugfit.prediction.rates import calibration_file
-    from snugfit.report.calibration import render
-    from snugfit.report.terminal import show, show_json
+    from snugfit.report.evaluation.calibration import render
+    from snugfit.report.text.terminal import show, show_json
     from snugfit.versions import versions
 
     gpu = find_gpu(here)

@@ -29,7 +29,7 @@ def check(file: File, *, output: Output = None, force: Force = False, as_json: g
     """Say what in a configuration file conflicts, does nothing, or was renamed."""
     from snugfit.exchange.check import check as look
     from snugfit.report.check import render
-    from snugfit.report.terminal import show, show_json
+    from snugfit.report.text.terminal import show, show_json
 
     if output is None and force:
         raise UsageError("--force is about the file of --output, and none was named.")
@@ -38,7 +38,7 @@ def check(file: File, *, output: Output = None, force: Force = False, as_json: g
     checked = look(file)
     if output is not None:
         from snugfit.exchange.correct import corrected
-        from snugfit.report.new_files import write_new
+        from snugfit.report.text.new_files import write_new
 
         write_new({output: corrected(checked)}, force=force)
         typer.echo(f"Written: {output}", err=True)

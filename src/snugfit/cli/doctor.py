@@ -9,7 +9,7 @@ def doctor(as_json: given.AsJson = False) -> None:
     """Examine this machine: versions, extras, GPU, NVML."""
     from snugfit.measurement.doctor import examine
     from snugfit.report.doctor import render
-    from snugfit.report.terminal import show, show_json
+    from snugfit.report.text.terminal import show, show_json
 
     findings = examine()
     if as_json:

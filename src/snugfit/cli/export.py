@@ -40,7 +40,7 @@ def export(
     """Write a recipe for transformers' Trainer, accelerate, or plain torch."""
     from snugfit.cli.request import Request
     from snugfit.exchange.export import export as write
-    from snugfit.report.terminal import show_json
+    from snugfit.report.text.terminal import show_json
 
     flags: dict[str, Any] = {
         "model": model, "task": task, "sequence_length": sequence_length, "target_length": target_length,
@@ -52,7 +52,7 @@ def export(
     request = Request.read(flags)
     made = write(request.job, request.recipe, to)
     if output is not None:
-        from snugfit.report.new_files import write_new
+        from snugfit.report.text.new_files import write_new
 
         files = {output / name: text for name, text in made.files.items()}
         write_new(files, force=force)

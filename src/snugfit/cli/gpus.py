@@ -21,7 +21,7 @@ from snugfit.errors import NothingFits, UsageError
 if TYPE_CHECKING:
     from snugfit.cli.request import Request
     from snugfit.job.gpu import Gpu
-    from snugfit.planning.gpu_plans import GpuPlans
+    from snugfit.planning.fleet.gpu_plans import GpuPlans
 
 MONEY = "What it costs"
 
@@ -101,7 +101,7 @@ def _refuse_without_job(asked: Mapping[str, Any]) -> None:
 
 def _list(found: Sequence[Gpu], asked: Mapping[str, Any]) -> None:
     from snugfit.report.gpus import render, render_one
-    from snugfit.report.terminal import show, show_json
+    from snugfit.report.text.terminal import show, show_json
 
     if asked["as_json"] or asked["form"] == "json":
         show_json({"schema": 1, "what": "gpus", "gpus": [gpu.to_json() for gpu in found]})
@@ -114,7 +114,7 @@ def _list(found: Sequence[Gpu], asked: Mapping[str, Any]) -> None:
 
 def _plan(found: Sequence[Gpu], asked: Mapping[str, Any]) -> int:
     from snugfit.cli.prices import read_prices
-    from snugfit.planning.prices import steps_of
+    from snugfit.planning.fleet.prices import steps_of
 
     prices = read_prices(asked["prices"], asked["price"] or ())
     if asked["objective"] == "cost" and not prices.per_hour:
@@ -141,10 +141,10 @@ def _refuse(request: Request) -> None:
 
 
 def _answers(request: Request, found: Sequence[Gpu], steps: int | None, asked: Mapping[str, Any]) -> GpuPlans:
+    from snugfit.cli.plan_cache import key_of, recall, remember
     from snugfit.cli.progress import telling
-    from snugfit.planning.cache import key_of, recall, remember
-    from snugfit.planning.gpu_plans import GpuPlans
-    from snugfit.planning.search_gpus import plan_gpus
+    from snugfit.planning.fleet.gpu_plans import GpuPlans
+    from snugfit.planning.fleet.search_gpus import plan_gpus
 
     wanted = asked["objective"]
     objective = "speed" if wanted == "cost" else wanted
@@ -160,9 +160,9 @@ def _answers(request: Request, found: Sequence[Gpu], steps: int | None, asked: M
 
 
 def _print(found: GpuPlans, prices: Any, form: str) -> None:
-    from snugfit.planning.prices import document
-    from snugfit.report import gpu_plans as report
-    from snugfit.report.terminal import show, show_json
+    from snugfit.planning.fleet.prices import document
+    from snugfit.report.plan import gpu_plans as report
+    from snugfit.report.text.terminal import show, show_json
 
     if form == "json":
         show_json({**found.to_json(), "run": document(found, prices)})

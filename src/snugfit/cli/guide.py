@@ -12,7 +12,7 @@ from snugfit.cli import arguments as given
 from snugfit.cli.here import gpu_here
 
 if TYPE_CHECKING:
-    from snugfit.comparison.result import GuideResult
+    from snugfit.evaluation.result import GuideResult
 
 Gpu = Annotated[
     str | None,
@@ -41,7 +41,7 @@ def guide(
     from snugfit.cli.progress import telling
     from snugfit.errors import GpuError
     from snugfit.job.gpu import find_gpu
-    from snugfit.report.files import writable_folder
+    from snugfit.report.text.files import writable_folder
 
     form = "json" if as_json else form
     here = None if gpu and not measure else gpu_here()
@@ -50,8 +50,8 @@ def guide(
     wanted = find_gpu(gpu or here or _guides_gpu())
     folder = writable_folder(output)
 
-    from snugfit.comparison.guide import run
-    from snugfit.report.guide import write
+    from snugfit.evaluation.guide import run
+    from snugfit.report.evaluation.guide import write
 
     with telling() as tell:
         result = run(
@@ -63,8 +63,8 @@ def guide(
 
 
 def _print(result: GuideResult, form: str) -> None:
-    from snugfit.report import guide as report
-    from snugfit.report.terminal import show, show_json
+    from snugfit.report.evaluation import guide as report
+    from snugfit.report.text.terminal import show, show_json
 
     if form == "terminal":
         show(report.render(result))
@@ -76,6 +76,6 @@ def _print(result: GuideResult, form: str) -> None:
 
 
 def _guides_gpu() -> str:
-    from snugfit.comparison.suite import own_gpu
+    from snugfit.evaluation.suite import own_gpu
 
     return own_gpu()

@@ -17,7 +17,7 @@ from snugfit.cli.request import Request
 from snugfit.errors import NothingFits, UsageError
 
 if TYPE_CHECKING:
-    from snugfit.planning.length_plan import LengthPlan
+    from snugfit.planning.lengths.length_plan import LengthPlan
     from snugfit.planning.plan import Plan
 
 File = Annotated[
@@ -71,10 +71,10 @@ def lengths(
 
 def plan_of(request: Request, cut: int | None = None, *, fresh: bool = False) -> LengthPlan:
     """The answer to a request with lengths and a GPU, remembered like a plan."""
+    from snugfit.cli.plan_cache import key_of, recall, remember
     from snugfit.cli.progress import telling
-    from snugfit.planning.cache import key_of, recall, remember
-    from snugfit.planning.length_plan import LengthPlan
-    from snugfit.planning.lengths import plan_lengths
+    from snugfit.planning.lengths.length_plan import LengthPlan
+    from snugfit.planning.lengths.lengths import plan_lengths
 
     assert request.lengths is not None
     assert request.gpu is not None
@@ -104,7 +104,7 @@ def show_planned(
     request: Request, plan: Plan, form: str, *, show_plan: Callable[[Plan, str], None], fresh: bool
 ) -> None:
     """Prints a plan for the longest batch, and under it what its best recipe makes of all lengths."""
-    from snugfit.report.terminal import show_json
+    from snugfit.report.text.terminal import show_json
     from snugfit.techniques.recipe import Recipe
 
     if form != "json":
@@ -120,8 +120,8 @@ def show_planned(
 
 def show(found: LengthPlan, form: str) -> None:
     """Prints it."""
-    from snugfit.report import lengths as report
-    from snugfit.report import terminal
+    from snugfit.report.plan import lengths as report
+    from snugfit.report.text import terminal
 
     if form == "json":
         terminal.show_json(found.to_json())

@@ -68,7 +68,7 @@ for command in COMMANDS:
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        from snugfit import __version__
+        from snugfit.versions import __version__
 
         typer.echo(f"snugfit {__version__}")
         raise typer.Exit

@@ -16,8 +16,8 @@ from snugfit.cli.request import Request
 from snugfit.errors import OutOfMemory, UsageError
 
 if TYPE_CHECKING:
-    from snugfit.measurement.measurement import Measurement
-    from snugfit.prediction.prediction import Prediction
+    from snugfit.results.measurement import Measurement
+    from snugfit.results.prediction import Prediction
 
 RUN = "The run"
 
@@ -84,7 +84,7 @@ def _print(seen: Measurement, foreseen: Prediction | None, *, as_json: bool) -> 
     from snugfit.comparison.compare import compare
     from snugfit.report import measurement, prediction
     from snugfit.report.compare import beside
-    from snugfit.report.terminal import show, show_json
+    from snugfit.report.text.terminal import show, show_json
 
     comparison = compare(foreseen, seen) if foreseen and seen.footprint else None
     if as_json:

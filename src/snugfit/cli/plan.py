@@ -71,7 +71,7 @@ def plan(
     as_json: given.AsJson = False,
 ) -> int:
     """Find the fastest recipe that fits, without a GPU."""
-    from snugfit.planning.prices import steps_of
+    from snugfit.planning.fleet.prices import steps_of
 
     request = with_gpu_here(request) if verify else request
     _refuse(request, plot, verify)
@@ -79,8 +79,8 @@ def plan(
     asked = {"fidelity": fidelity, "objective": objective, "steps": steps, "ranked": verify or 0}
     found = _plan(request, asked, workers, fresh=fresh)
     if plot:
-        from snugfit.report.files import write_atomically
-        from snugfit.report.plan_plot import draw
+        from snugfit.report.plan.plot import draw
+        from snugfit.report.text.files import write_atomically
 
         write_atomically(plot, draw(found, plot.suffix[1:]))
     form = "json" if as_json else form
@@ -95,7 +95,7 @@ def plan(
 
 def _refuse(request: Request, plot: Path | None, verify: int | None) -> None:
     """What belongs to other questions, before long work begins."""
-    from snugfit.report.files import writable_folder
+    from snugfit.report.text.files import writable_folder
     from snugfit.techniques.recipe import Recipe
 
     if request.recipe != Recipe() and not request.reading:
@@ -121,10 +121,10 @@ def _refuse(request: Request, plot: Path | None, verify: int | None) -> None:
 
 
 def _plan(request: Request, asked: dict[str, Any], workers: int | None, *, fresh: bool) -> Plan:
+    from snugfit.cli.plan_cache import key_of, recall, remember
     from snugfit.cli.progress import telling
-    from snugfit.planning.cache import key_of, recall, remember
     from snugfit.planning.plan import Plan
-    from snugfit.planning.search import plan as search
+    from snugfit.planning.search.search import plan as search
 
     start = request.recipe if request.reading else None
     key = key_of(request.job, request.gpu, memory=request.memory_bytes, start=str(start), **asked)
@@ -146,8 +146,8 @@ def _plan(request: Request, asked: dict[str, Any], workers: int | None, *, fresh
 
 
 def _print(found: Plan, form: str) -> None:
-    from snugfit.report import plan as report
-    from snugfit.report.terminal import show, show_json
+    from snugfit.report.plan import plan as report
+    from snugfit.report.text.terminal import show, show_json
 
     if form == "json":
         show_json(found.to_json())

@@ -14,7 +14,7 @@ from snugfit.cli.request import Request
 from snugfit.errors import NothingFits, UsageError
 
 if TYPE_CHECKING:
-    from snugfit.prediction.prediction import Prediction
+    from snugfit.results.prediction import Prediction
 
 Software = Annotated[
     str | None,
@@ -75,7 +75,7 @@ def _largest(request: Request, of: str, *, quiet: bool) -> Prediction:
         raise UsageError("--largest needs a bound: add --gpu NAME or --memory 24GiB.")
     if request.software != "installed":
         raise UsageError("--largest asks about the installed software. Leave --software out.")
-    from snugfit.prediction.largest import largest as search
+    from snugfit.planning.largest import largest as search
 
     size, prediction = search(
         request.job,
@@ -92,7 +92,7 @@ def _largest(request: Request, of: str, *, quiet: bool) -> Prediction:
 
 def _print(found: list[Prediction], *, operators: bool, as_json: bool) -> None:
     from snugfit.report import compare, prediction
-    from snugfit.report.terminal import show, show_json
+    from snugfit.report.text.terminal import show, show_json
 
     if as_json:
         show_json(found[0].to_json() if len(found) == 1 else compare.document(found))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from snugfit.errors import UsageError
 
 if TYPE_CHECKING:
-    from snugfit.planning.prices import Prices
+    from snugfit.planning.fleet.prices import Prices
 
 EXAMPLE = "Write lines such as `h200: 2.5`: a GPU's name, and USD for an hour of it."
 
@@ -17,7 +17,7 @@ EXAMPLE = "Write lines such as `h200: 2.5`: a GPU's name, and USD for an hour of
 def read_prices(file: Path | None, single: Sequence[str]) -> Prices:
     """The prices in `file` (YAML or JSON), and `NAME=PRICE` pairs, which are stronger. Raises `UsageError`
     and `GpuError` for what is no price of a GPU of the table."""
-    from snugfit.planning.prices import Prices
+    from snugfit.planning.fleet.prices import Prices
 
     known = Prices.of(_document(file).items(), str(file)) if file else Prices()
     return known.with_(Prices.of(map(_pair, single), "--price"))

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Self
 from snugfit.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
+    from snugfit.data.lengths import Lengths
     from snugfit.exchange.account import Reading
     from snugfit.job.gpu import Gpu
     from snugfit.job.job import Job
-    from snugfit.job.lengths import Lengths
     from snugfit.techniques.recipe import Recipe
 
 
@@ -98,7 +98,7 @@ def _reading(flags: Mapping[str, Any], settings: Mapping[str, Any]) -> Reading |
     """The user's own configuration; what it asks for and cannot be foreseen raises, unless said otherwise."""
     if not flags.get("arguments_file"):
         return None
-    from snugfit.exchange.reading import read_arguments
+    from snugfit.exchange.read import read_arguments
 
     reading = read_arguments(flags["arguments_file"])
     reading.refuse(settings)
@@ -109,7 +109,7 @@ def _lengths(flags: Mapping[str, Any], settings: Mapping[str, Any]) -> Lengths |
     """A dataset's lengths; what they say must not be said otherwise on the command line."""
     if flags.get("lengths") is None:
         return None
-    from snugfit.job.lengths import Lengths
+    from snugfit.data.lengths import Lengths
     from snugfit.job.limits import NO_SEQUENCE
 
     if settings.get("task") in NO_SEQUENCE:

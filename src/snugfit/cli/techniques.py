@@ -8,7 +8,7 @@ from snugfit.cli import arguments as given
 def techniques(as_json: given.AsJson = False) -> None:
     """List the techniques by slot, each with its settings, its fidelity and what it needs."""
     from snugfit.report.techniques import document, render
-    from snugfit.report.terminal import show, show_json
+    from snugfit.report.text.terminal import show, show_json
     from snugfit.techniques.roster import techniques as everyone
 
     roster = list(everyone())

@@ -86,8 +86,8 @@ def train(
     no_predict: NoPredict = False,
 ) -> int:
     """Train a model under a recipe, resumably. Further options: in the job file, or by --set."""
-    from snugfit.doors.own_loop import options_of
-    from snugfit.doors.own_loop import train as run
+    from snugfit.frontends.own import options_of
+    from snugfit.frontends.own import train as run
     from snugfit.report.watching import Watching
     from snugfit.training.options import TrainOptions
 

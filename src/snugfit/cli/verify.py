@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from snugfit.cli.request import Request
-    from snugfit.comparison.foresee import Foreseen
-    from snugfit.comparison.verify import Verification
+    from snugfit.evaluation.predicted import Foreseen
+    from snugfit.evaluation.verify import Verification
     from snugfit.planning.plan import Choice, Plan
 
 MOST_WORKERS = 4
@@ -47,7 +47,7 @@ def with_gpu_here(request: Request) -> Request:
 def verified(plan: Plan, *, learn: bool, workers: int | None = None) -> Verification:
     """The plan's listed recipes measured here; the calibration learns from it, unless told otherwise."""
     from snugfit.cli.progress import telling
-    from snugfit.comparison.verify import verify
+    from snugfit.evaluation.verify import verify
 
     assert plan.gpu is not None
     recipes = [foreseen(choice, plan.memory_bytes) for choice in plan.ranked]
@@ -60,8 +60,8 @@ def verified(plan: Plan, *, learn: bool, workers: int | None = None) -> Verifica
 
 def _learned(plan: Plan, found: Verification, workers: int, tell: Callable[[str], None]) -> Verification:
     """With what the calibration took in. What was measured is shown even where nothing can be learned."""
-    from snugfit.comparison.learn import learn, nothing
-    from snugfit.comparison.remember import remember
+    from snugfit.cli.remember import remember
+    from snugfit.evaluation.learn import learn, nothing
 
     assert plan.gpu is not None
     try:
@@ -73,8 +73,8 @@ def _learned(plan: Plan, found: Verification, workers: int, tell: Callable[[str]
 
 def foreseen(choice: Choice, memory_bytes: int | None = None) -> Foreseen:
     """A plan's choice as a run is foreseen."""
-    from snugfit.comparison.foresee import Foreseen
-    from snugfit.step.footprint import Footprint
+    from snugfit.evaluation.predicted import Foreseen
+    from snugfit.results.footprint import Footprint
     from snugfit.techniques.recipe import Recipe
 
     footprint = Footprint(
@@ -95,8 +95,8 @@ def foreseen(choice: Choice, memory_bytes: int | None = None) -> Foreseen:
 def show_verified(plan: Plan, found: Verification, form: str) -> None:
     """Prints it below the plan; as JSON both are one document. Raises `OutsideBand` when a run's bytes part
     from what was foreseen by more than `snugfit accuracy` allows."""
-    from snugfit.report import verify as report
-    from snugfit.report.terminal import show, show_json
+    from snugfit.report.plan import verify as report
+    from snugfit.report.text.terminal import show, show_json
 
     if form == "json":
         show_json(report.document(plan, found))

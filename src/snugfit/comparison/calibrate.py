@@ -32,13 +32,14 @@ from snugfit.prediction.device import policy_for
 from snugfit.prediction.kernel_seconds import KernelClock
 from snugfit.prediction.profile import Software, installed_versions
 from snugfit.prediction.rates import Rates, packaged_rates
-from snugfit.prediction.seconds import StepSeconds, step_seconds
+from snugfit.prediction.seconds import step_seconds
 from snugfit.rehearsal.rehearse import rehearse
-from snugfit.rehearsal.tape import MATRIX_PRODUCTS
+from snugfit.rehearsal.trace.tape import MATRIX_PRODUCTS
+from snugfit.results.step_seconds import StepSeconds
 from snugfit.techniques.recipe import Recipe
 
 if TYPE_CHECKING:
-    from snugfit.rehearsal.tape import Tape
+    from snugfit.rehearsal.trace.tape import Tape
 
 DEADLINE_SECONDS = 120.0
 ALIKE = {"bf16": ("bf16", "fp16")}

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from snugfit.errors import MeasurementError, UsageError
-from snugfit.measurement.measurement import Measurement
-from snugfit.prediction.prediction import Prediction
-from snugfit.step.footprint import Footprint
+from snugfit.results.footprint import Footprint
+from snugfit.results.measurement import Measurement
+from snugfit.results.prediction import Prediction
 
 SCHEMA = 1
 COMPARED = ("requested_bytes", "allocated_bytes", "reserved_bytes", "nvml_bytes", "context_bytes")

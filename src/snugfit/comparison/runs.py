@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from snugfit.comparison.compare import ErrorLine, error_lines, pace_line
 from snugfit.job.job import Job
-from snugfit.step.footprint import Footprint
+from snugfit.results.footprint import Footprint
 from snugfit.techniques.recipe import Recipe
 
 SCHEMA = 2

@@ -128,7 +128,7 @@ class Script:
         training_arguments: Mapping[str, Any] | None = None,
     ) -> Self:
         """The script of a job and a recipe; with `training_arguments` the loop is the Trainer's."""
-        from snugfit import __version__
+        from snugfit.versions import __version__
 
         setup = recipe.setup()
         loop_is_ours = training_arguments is None

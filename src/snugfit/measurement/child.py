@@ -78,8 +78,8 @@ def _perform(request: Mapping[str, Any], history: Path) -> Findings:
     import torch
 
     from snugfit.job.job import Job
+    from snugfit.measurement.quiet_core import QuietCore
     from snugfit.measurement.stopwatch import Stopwatch
-    from snugfit.step.quiet_core import QuietCore
     from snugfit.step.step import open_step
     from snugfit.techniques.setup import Setup
 

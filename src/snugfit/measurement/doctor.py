@@ -13,10 +13,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from snugfit import __version__
 from snugfit.measurement.nvml import Card, NvmlSilent, open_nvml
 from snugfit.measurement.visible import VISIBLE, hides_all
-from snugfit.versions import CORE, OPTIONAL, torch_cuda, version_of
+from snugfit.versions import CORE, OPTIONAL, __version__, torch_cuda, version_of
 
 SCHEMA = 1
 

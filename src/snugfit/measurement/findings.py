@@ -6,14 +6,13 @@ whole result a `bad-result`. Only a loss may be missing (null): a loss can be Na
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
 
-from snugfit.documents import BadDocument
-from snugfit.step.footprint import Startup
+from snugfit.documents import BadDocument, finite_or_null, null_to_nan
+from snugfit.results.footprint import Startup
 
 _COUNTS = (
     "requested_bytes",
@@ -120,16 +119,6 @@ class Findings:
             "losses": null_to_nan(document["losses"]),
         }
         return cls(**dict(document) | lists | {"startup": startup})
-
-
-def finite_or_null(numbers: Sequence[float]) -> list[float | None]:
-    """Numbers for JSON: what is not finite becomes null."""
-    return [number if math.isfinite(number) else None for number in numbers]
-
-
-def null_to_nan(numbers: Sequence[float | None]) -> tuple[float, ...]:
-    """The numbers that `finite_or_null` wrote, as far as JSON could hold them."""
-    return tuple(math.nan if number is None else float(number) for number in numbers)
 
 
 def _all_of(document: Mapping[str, Any], names: Sequence[str], lawful: Any) -> None:

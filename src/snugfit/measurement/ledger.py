@@ -23,7 +23,7 @@ from pathlib import Path
 
 from snugfit.documents import BadDocument, read_document, write_document, write_whole
 from snugfit.errors import SnugfitError, UsageError
-from snugfit.measurement.measurement import SCHEMA, Measurement
+from snugfit.results.measurement import SCHEMA, Measurement
 
 MEASUREMENT, WORDS = "measurement.json", "stderr.txt"
 

@@ -35,12 +35,12 @@ from snugfit.measurement import ledger as ledger_files
 from snugfit.measurement.child import HISTORY_STEP
 from snugfit.measurement.environment import child_environment
 from snugfit.measurement.findings import Findings
-from snugfit.measurement.measurement import Measurement
 from snugfit.measurement.place import Place, find_place
 from snugfit.measurement.process import Child, Ending
 from snugfit.measurement.sampler import Sampler
 from snugfit.measurement.stopwatch import timing_of
-from snugfit.step.footprint import Footprint
+from snugfit.results.footprint import Footprint
+from snugfit.results.measurement import Measurement
 from snugfit.step.step import LOOPS
 from snugfit.techniques.recipe import Recipe
 

@@ -15,9 +15,9 @@ from typing import Any
 
 from snugfit.errors import GpuError
 from snugfit.measurement.host import cpu_name
-from snugfit.measurement.measurement import Device
 from snugfit.measurement.nvml import Card, NvmlSilent, open_nvml
 from snugfit.measurement.visible import VISIBLE, choose, hides_all
+from snugfit.results.measurement import Device
 from snugfit.versions import torch_cuda
 
 

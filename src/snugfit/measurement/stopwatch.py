@@ -12,8 +12,8 @@ A step's time is stated as the mean of the middle nine tenths. A run's length is
 others use too is slow and fast by turns, and the median of its steps is now one and now the other. A hiccup
 in a hundred steps is left out. The spread (90th percentile - 10th percentile) / mean stands beside it.
 
-Steps in which somebody else disturbed the core that asks for kernels (`step/quiet_core.py`) are left out of
-the mean, when enough others remain: what is stated is what the step takes on this machine, not on its
+Steps in which somebody else disturbed the core that asks for kernels (`measurement/quiet_core.py`) are left
+out of the mean, when enough others remain: what is stated is what the step takes on this machine, not on its
 neighbours' day. How they are told apart has nothing to do with how long they took. The mean of all steps
 stands beside it.
 """
@@ -26,12 +26,12 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from snugfit.step.footprint import Startup, Timing
+from snugfit.results.footprint import Startup, Timing
 
 if TYPE_CHECKING:
     import torch
 
-    from snugfit.step.quiet_core import QuietCore
+    from snugfit.measurement.quiet_core import QuietCore
 
 LARGEST_SPREAD = 0.10
 """Above it the mean is called unstable. A convention of ours, not a measured bound. It cannot see a host

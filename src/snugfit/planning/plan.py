@@ -10,7 +10,6 @@ from snugfit.errors import UsageError
 from snugfit.job.gpu import Gpu
 from snugfit.job.job import Job
 from snugfit.planning.space import Refusal
-from snugfit.planning.start import Start, start_from
 from snugfit.techniques.recipe import Recipe
 
 SCHEMA = 1
@@ -54,6 +53,46 @@ class Choice:
         """Seconds a step, with its share of what a run of so many steps pays once; of the steady step where
         the run's length is not known."""
         return self.step_seconds + (self.once_seconds / steps if steps else 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A slot that the plan fills otherwise."""
+
+    slot: str
+    """The slot."""
+
+    theirs: str
+    """What the user has in it."""
+
+    ours: str
+    """What the plan has in it."""
+
+    needed_bytes: int | None = None
+    """What the user's recipe takes with this change alone; None where that cannot be."""
+
+    step_seconds: float | None = None
+    """How long its step is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """The user's recipe, and what the plan would change in it."""
+
+    recipe: str
+    """As text."""
+
+    needed_bytes: int | None = None
+    """What must be free on the device; None where the recipe cannot run."""
+
+    step_seconds: float | None = None
+    """Of the steady step."""
+
+    why_not: str = ""
+    """Why it cannot run."""
+
+    changes: tuple[Change, ...] = ()
+    """Slot by slot; none where the plan has nothing to change."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,3 +271,8 @@ def choice_from(document: Mapping[str, Any]) -> Choice:
     fields = dict(document)
     Recipe.parse(fields["recipe"])
     return Choice(**fields)
+
+
+def start_from(document: Mapping[str, Any]) -> Start:
+    """The start that a plan's document holds."""
+    return Start(**{**document, "changes": tuple(Change(**each) for each in document["changes"])})

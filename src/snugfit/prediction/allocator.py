@@ -25,8 +25,8 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from snugfit.prediction.addresses import DeviceAddresses
-from snugfit.rehearsal.context import SETTLED
-from snugfit.rehearsal.tape import Block, Tape
+from snugfit.rehearsal.device.context import SETTLED
+from snugfit.rehearsal.trace.tape import Block, Tape
 
 MINIMUM = 512
 SMALL = 1 << 20

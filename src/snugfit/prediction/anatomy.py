@@ -6,9 +6,9 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
-from snugfit.prediction.prediction import Anatomy, CurvePoint, KindLine, OperatorLine, TensorLine
-from snugfit.rehearsal.tape import Block, Tape
-from snugfit.step.footprint import Kind
+from snugfit.rehearsal.trace.tape import Block, Tape
+from snugfit.results.footprint import Kind
+from snugfit.results.prediction import Anatomy, CurvePoint, KindLine, OperatorLine, TensorLine
 from snugfit.techniques.setup import Setup
 
 LARGEST = 12
@@ -116,7 +116,7 @@ def _curve(tape: Tape, reserved: Sequence[int]) -> Iterable[CurvePoint]:
 
 
 def _operators(tape: Tape) -> Iterable[OperatorLine]:
-    from snugfit.rehearsal.kernels import GROUPS, group_of
+    from snugfit.rehearsal.record.kernels import GROUPS, group_of
 
     totals: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
     for kernel in tape.kernels:

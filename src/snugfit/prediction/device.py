@@ -15,8 +15,8 @@ from snugfit.units import MIB, show_mib
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
     from snugfit.prediction.profile import Software
-    from snugfit.rehearsal.policy import CudaPolicy
-    from snugfit.rehearsal.tape import Tape
+    from snugfit.rehearsal.device.policy import CudaPolicy
+    from snugfit.rehearsal.trace.tape import Tape
 
 USUAL_CONTEXT = 600 * MIB
 """Context where none was measured: the figures in the GPU table for torch 2.x lie between 426 and 621 MiB."""
@@ -31,7 +31,7 @@ technical specifications per compute capability."""
 
 def policy_for(gpu: Gpu | None, software: Software) -> CudaPolicy:
     """How this GPU decides; without one, as an H200 does. Raises `GpuError` for GPUs without CUDA."""
-    from snugfit.rehearsal.policy import CudaPolicy
+    from snugfit.rehearsal.device.policy import CudaPolicy
 
     if gpu is None:
         return CudaPolicy(softmax_saves_input=software.softmax_saves_input)

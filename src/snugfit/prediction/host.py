@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from snugfit.step.footprint import Kind
+from snugfit.results.footprint import Kind
 from snugfit.units import MIB
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
-    from snugfit.rehearsal.tape import Tape
+    from snugfit.rehearsal.trace.tape import Tape
     from snugfit.techniques.setup import Setup
 
 PROCESS = 1500 * MIB

@@ -11,19 +11,20 @@ from snugfit.prediction.allocator import replay
 from snugfit.prediction.anatomy import anatomy, by_kind
 from snugfit.prediction.device import context_of, doubts_about, policy_for
 from snugfit.prediction.host import host_bytes
-from snugfit.prediction.once import loaded_by, startup
-from snugfit.prediction.prediction import Prediction
 from snugfit.prediction.profile import INSTALLED, find_software, installed_versions
 from snugfit.prediction.rates import Rates, rates_for
-from snugfit.prediction.seconds import StepSeconds, step_seconds
+from snugfit.prediction.seconds import step_seconds
+from snugfit.prediction.startup import loaded_by, startup
 from snugfit.rehearsal.rehearse import rehearse
-from snugfit.step.footprint import Footprint, Moment, Startup
+from snugfit.results.footprint import Footprint, Moment, Startup
+from snugfit.results.prediction import Prediction
+from snugfit.results.step_seconds import StepSeconds
 from snugfit.techniques.recipe import Recipe
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
     from snugfit.prediction.allocator import Replay
-    from snugfit.rehearsal.tape import Tape
+    from snugfit.rehearsal.trace.tape import Tape
     from snugfit.techniques.setup import Setup
 
 

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib import metadata, resources
 
-from snugfit import __version__
 from snugfit.errors import UsageError, did_you_mean
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Call, Setup
+from snugfit.versions import __version__
 
 INSTALLED = "installed"
 

@@ -11,16 +11,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from snugfit.prediction.kernel_seconds import KernelClock
 from snugfit.prediction.rates import PRECISIONS, HostRate, Rates, rates_for
-from snugfit.rehearsal.tape import COPY_IN, PREPARED
+from snugfit.rehearsal.trace.tape import COPY_IN, PREPARED
+from snugfit.results.step_seconds import PhaseSeconds, StepSeconds
 
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
-    from snugfit.rehearsal.tape import Kernel, Tape
+    from snugfit.rehearsal.trace.tape import Kernel, Tape
 
 ROUNDS = 3
 """Steps that are played: the last one's length is stated."""
@@ -38,67 +38,6 @@ FEW_TENSORS = 8
 """Operands that any operator may have; more are lists."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PhaseSeconds:
-    """One phase of the steady step."""
-
-    phase: str
-    """`load`, `forward`, `backward`, `clip` or `update`."""
-
-    group: str
-    """Operator group (`rehearsal/kernels.py`)."""
-
-    device_seconds: float
-    """Of its kernels, one after the other."""
-
-    host_seconds: float
-    """Until they were asked for, one after the other."""
-
-    roofline_seconds: float
-    """What the data sheet would allow: the larger of arithmetic and traffic at its peaks, by kernel."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepSeconds:
-    """How long a step takes, and why."""
-
-    step_seconds: float
-    """Between the ends of two steps."""
-
-    samples_per_second: float
-    """Global batch over `step_seconds`."""
-
-    device_seconds: float
-    """In which the device works."""
-
-    host_seconds: float
-    """In which the host works, waiting for the device apart."""
-
-    phases: tuple[PhaseSeconds, ...]
-    """By phase and operator group."""
-
-    bound: str
-    """`host` when the device waits for work most of the time that it does not work, `loading` when all wait
-    for the processes that make batches, else the operator group that keeps the device longest."""
-
-    measured_rates: bool
-    """Whether the GPU's rates were measured; else they were scaled from another's by data sheet."""
-
-    peak_seconds: float = 0.0
-    """What the model's arithmetic would take at the data sheet's peaks: the contractions of its forward and
-    backward passes, each in its precision; what is computed again does not count. 0: no peak is known."""
-
-    @property
-    def mfu(self) -> float | None:
-        """Model FLOPs utilisation: the share of the step that the model's arithmetic would take at the data
-        sheet's peaks (Chowdhery et al., arXiv 2204.02311); None where no peak is known."""
-        return self.peak_seconds / self.step_seconds if self.peak_seconds and self.step_seconds else None
-
-    def to_json(self) -> dict[str, Any]:
-        """A JSON object."""
-        return asdict(self)
-
-
 def step_seconds(
     tape: Tape,
     gpu: Gpu,
@@ -111,7 +50,7 @@ def step_seconds(
     """The seconds of the tape's steady step on this GPU; `host` is how many times slower than the rates' the
     host is, `workers` how many processes make the batches. Raises `GpuError` when the GPU's rates are not
     known."""
-    from snugfit.rehearsal.kernels import CONTRACTIONS, group_of
+    from snugfit.rehearsal.record.kernels import CONTRACTIONS, group_of
 
     rates = rates or rates_for(gpu)
     clock, pace = KernelClock(rates), rates.host.slower(host)

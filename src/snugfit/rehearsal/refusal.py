@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from snugfit.job.job import Job
 
-_RUNS_OPERATORS = "snugfit.rehearsal.memo"
+_RUNS_OPERATORS = "snugfit.rehearsal.record.shape_cache"
 _RUNS_MODULES = "snugfit.step."
 _LONGEST_LINE = 100
 
@@ -48,7 +48,7 @@ def refusal(job: Job, error: Exception) -> SnugfitError:
             'a tensor of one number, as `.loss`, as "loss" of a dict, or first of a tuple.'
         )
     if _is_ours(error, last):
-        from snugfit import __version__
+        from snugfit.versions import __version__
 
         return RehearsalError(
             f"{name} could not be rehearsed, and that is a fault of snugfit {__version__}, not of your job: "

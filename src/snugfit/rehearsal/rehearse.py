@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError, UsageError
 from snugfit.job.batch import end_token
-from snugfit.rehearsal.ordered_sets import sets_in_order
+from snugfit.rehearsal.record.ordered_sets import sets_in_order
 from snugfit.rehearsal.refusal import refusal
-from snugfit.rehearsal.repeat import fewer, repeated
-from snugfit.rehearsal.score import Score
-from snugfit.step.footprint import Kind
+from snugfit.rehearsal.trace.repeat import fewer, repeated
+from snugfit.rehearsal.trace.score import Score
+from snugfit.results.footprint import Kind
 from snugfit.step.install import call
 from snugfit.step.step import open_step
 from snugfit.techniques.hub_kernels import import_peft, no_hub_kernels
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
-    from snugfit.rehearsal.policy import Policy
-    from snugfit.rehearsal.score import Note
-    from snugfit.rehearsal.tape import Tape
+    from snugfit.rehearsal.device.policy import Policy
+    from snugfit.rehearsal.trace.score import Note
+    from snugfit.rehearsal.trace.tape import Tape
     from snugfit.step.step import Step
     from snugfit.techniques.setup import Setup
 
@@ -75,9 +75,9 @@ def rehearse(
 
 def rehearsed(step: Step, policy: Policy, steps: int) -> tuple[Tape, list[Note]]:
     """The tape of a Step on `meta`, and where on it kernels run, the host waits and steps end."""
-    from snugfit.rehearsal.end_tokens import EndTokens
-    from snugfit.rehearsal.overrides import in_force
-    from snugfit.rehearsal.recorder import Recorder
+    from snugfit.rehearsal.device.overrides import in_force
+    from snugfit.rehearsal.record.end_tokens import EndTokens
+    from snugfit.rehearsal.record.recorder import Recorder
 
     if step.setup.adapt is not None:
         import_peft()  # before it is overridden

@@ -20,10 +20,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from snugfit.rehearsal.rehearse import STEPS, rehearsed
-from snugfit.rehearsal.repeat import MICRO_BATCHES, Cut, cut, repeated
-from snugfit.rehearsal.repeat import STEPS as STEPS_OF_A_PART
-from snugfit.rehearsal.score import Birth, Death, Entry, Living, Move, Score
-from snugfit.step.footprint import Kind
+from snugfit.rehearsal.trace.repeat import MICRO_BATCHES, Cut, cut, repeated
+from snugfit.rehearsal.trace.repeat import STEPS as STEPS_OF_A_PART
+from snugfit.rehearsal.trace.score import Birth, Death, Entry, Living, Move, Score
+from snugfit.results.footprint import Kind
 from snugfit.step.install import matmul_precision
 from snugfit.step.plain_loop import Built, OptimizerLoop, PlainStep
 from snugfit.techniques.setup import Call, OptimizerWish, Setup
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     import torch
 
     from snugfit.job.job import Job
-    from snugfit.rehearsal.policy import Policy
-    from snugfit.rehearsal.tape import Tape
+    from snugfit.rehearsal.device.policy import Policy
+    from snugfit.rehearsal.trace.tape import Tape
     from snugfit.step.step import Observer
 
 NOTHING = OptimizerWish(factory=Call(path="snugfit.rehearsal.splice:optimizer_that_does_nothing"))

@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 
 from snugfit.exchange.check import Checked, Finding
 from snugfit.exchange.dialect import as_word, dialect
-from snugfit.report.terminal import table, words
+from snugfit.report.text.terminal import table, words
 
 
 def render(checked: Checked) -> RenderableType:

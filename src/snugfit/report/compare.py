@@ -14,9 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from snugfit.comparison.compare import Comparison
-from snugfit.prediction.prediction import Prediction
-from snugfit.report.job import job_line
-from snugfit.report.terminal import table, words
+from snugfit.report.text.job import job_line
+from snugfit.report.text.terminal import table, words
+from snugfit.results.prediction import Prediction
 from snugfit.units import show_bytes, show_mib, show_per_cent, show_seconds
 
 _FIGURES = {

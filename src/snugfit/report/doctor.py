@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rich.console import Group, RenderableType
 
 from snugfit.measurement.doctor import Doctor, FoundGpu
-from snugfit.report.terminal import table, words
+from snugfit.report.text.terminal import table, words
 from snugfit.units import show_bytes
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from rich.console import Group, RenderableType
 
 from snugfit.job.gpu import Gpu
-from snugfit.report.terminal import table, words
+from snugfit.report.text.terminal import table, words
 from snugfit.units import show_bytes
 
 TERA = 10**12

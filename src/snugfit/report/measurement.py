@@ -6,11 +6,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from snugfit.measurement.measurement import MUCH_DISTURBED, Measurement
-from snugfit.report.job import job_line
 from snugfit.report.prediction import footprint_table
-from snugfit.report.terminal import table, words
-from snugfit.step.footprint import Startup, Timing
+from snugfit.report.text.job import job_line
+from snugfit.report.text.terminal import table, words
+from snugfit.results.footprint import Startup, Timing
+from snugfit.results.measurement import MUCH_DISTURBED, Measurement
 from snugfit.units import MIB, show_bytes, show_seconds
 
 

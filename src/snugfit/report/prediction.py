@@ -9,12 +9,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from snugfit.prediction.prediction import Anatomy, CurvePoint, Prediction
-from snugfit.prediction.seconds import PhaseSeconds, StepSeconds
-from snugfit.report.job import job_line
-from snugfit.report.sketch import bars, legend, sample
-from snugfit.report.terminal import table, words
-from snugfit.step.footprint import Footprint
+from snugfit.report.text.job import job_line
+from snugfit.report.text.sketch import bars, legend, sample
+from snugfit.report.text.terminal import table, words
+from snugfit.results.footprint import Footprint
+from snugfit.results.prediction import Anatomy, CurvePoint, Prediction
+from snugfit.results.step_seconds import PhaseSeconds, StepSeconds
 from snugfit.units import show_bytes, show_mib, show_seconds
 
 LARGEST_SHOWN = 12

@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from snugfit.exchange.account import Reading
-from snugfit.report.terminal import table, words
+from snugfit.report.text.terminal import table, words
 
 LONGEST_VALUE = 40
 

@@ -13,15 +13,17 @@ from typing import Any
 from rich.console import RenderableType
 
 from snugfit.comparison.compare import Comparison
-from snugfit.comparison.result import GuideResult
+from snugfit.evaluation.result import GuideResult
 from snugfit.measurement.doctor import Doctor
-from snugfit.measurement.measurement import Measurement
-from snugfit.planning.gpu_plans import GpuPlans
-from snugfit.planning.length_plan import LengthPlan
+from snugfit.planning.fleet.gpu_plans import GpuPlans
+from snugfit.planning.lengths.length_plan import LengthPlan
 from snugfit.planning.plan import Plan
-from snugfit.prediction.prediction import Prediction
-from snugfit.report import compare, doctor, gpu_plans, guide, lengths, measurement, plan, prediction
-from snugfit.report.terminal import as_html, as_text
+from snugfit.report import compare, doctor, measurement, prediction
+from snugfit.report.evaluation import guide
+from snugfit.report.plan import gpu_plans, lengths, plan
+from snugfit.report.text.terminal import as_html, as_text
+from snugfit.results.measurement import Measurement
+from snugfit.results.prediction import Prediction
 
 _RENDERERS: dict[type, Callable[[Any], RenderableType]] = {
     Prediction: prediction.render,

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 
-from snugfit.report.terminal import table, words
+from snugfit.report.text.terminal import table, words
 from snugfit.techniques.packages import missing
 from snugfit.techniques.roster import setting_lines
 from snugfit.techniques.technique import Technique

@@ -14,8 +14,8 @@ from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TextIO
 
-from snugfit.report.terminal import harmless
-from snugfit.training.foreseen import beside
+from snugfit.report.text.terminal import harmless
+from snugfit.training.predicted import beside
 from snugfit.training.thrash import CAUSE
 from snugfit.units import show_bytes, show_seconds
 

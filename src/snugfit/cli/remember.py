@@ -1,0 +1,74 @@
+"""What was learned goes into the machine's own calibration, from which later predictions take their rates.
+
+The file is `snugfit calibrate`'s, and stays what `rates_for` reads. Beside the rates it keeps what each
+correction came from: when, which job, which recipes, both factors, the errors before and after. `snugfit
+calibrate` measures anew and begins it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from snugfit.documents import BadDocument, read_document, write_document
+from snugfit.errors import SnugfitError
+from snugfit.evaluation.learn import Learned, slower
+from snugfit.prediction.profile import installed_versions
+from snugfit.prediction.rates import Rates, calibration_file, rates_for
+
+if TYPE_CHECKING:
+    from snugfit.comparison.runs import Run
+    from snugfit.job.gpu import Gpu
+
+CORRECTED = "; corrected by "
+"""Between the source of the rates and what corrected them."""
+
+KEPT = 20
+"""Corrections whose origin is kept; the rates hold all of them."""
+
+
+def remember(learned: Learned, runs: Sequence[Run], gpu: Gpu) -> Learned:
+    """Writes the corrected rates of this GPU; gives what was learned with its file. What was not taken in
+    changes nothing. Raises `SnugfitError` when the file cannot be written."""
+    if not learned.taken:
+        return learned
+    file = calibration_file(gpu)
+    known = rates_for(gpu)
+    document = _known_document() if not file.exists() else _read(gpu)
+    entry = {
+        "when": datetime.now(UTC).isoformat(timespec="seconds"),
+        "job": runs[0].job.model.name,
+        "job_id": runs[0].job_id,
+        "recipes": [str(run.recipe) for run in runs],
+        **{name: value for name, value in learned.to_json().items() if name not in ("why_not", "file")},
+        "versions": installed_versions(),
+    }
+    document["learned"] = [*document.get("learned", []), entry][-KEPT:]
+    document["rates"] = corrected(known, learned).to_json()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_document(file, document)
+    except OSError as error:
+        raise SnugfitError(f"{file}: cannot be written ({error.strerror}).") from None
+    return replace(learned, file=str(file))
+
+
+def corrected(rates: Rates, learned: Learned) -> Rates:
+    """These rates with both factors taken in, and where that comes from."""
+    source, _, _ = rates.source.partition(CORRECTED)
+    changed = slower(rates, host=learned.host, device=learned.device)
+    return replace(changed, source=f"{source}{CORRECTED}{len(learned.before)} verified runs")
+
+
+def _known_document() -> dict[str, Any]:
+    return {"schema": 1, "what": "calibration", "readings": [], "versions": installed_versions()}
+
+
+def _read(gpu: Gpu) -> dict[str, Any]:
+    file = calibration_file(gpu)
+    try:
+        return read_document(file)
+    except (FileNotFoundError, BadDocument) as fault:
+        raise SnugfitError(f"{file}: cannot be read ({fault}).") from None

@@ -1,0 +1,1 @@
+"""From files and datasets to samples and batches."""

@@ -1,0 +1,143 @@
+"""Which column is what to a task: found by the names that datasets usually give, or named by the user.
+
+A task takes its input in one of several forms (a classifier: a text, two texts, or token ids), and a form is
+found when all of its columns are there under names that belong together: `question` beside `sentence` is a
+pair (QNLI), `question` beside `answer` is a prompt and its completion. Forms are tried in the order of
+`INPUTS`, the usual names in the order of `USUAL`. Where nothing fits and only one column is left that could
+be the text, it is the text. Nothing else is guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import product
+
+from snugfit.data.rows import Rows
+from snugfit.errors import UsageError
+from snugfit.job.job import Job, Task
+
+Form = tuple[str, ...]
+
+INPUTS: dict[Task, tuple[Form, ...]] = {
+    Task.SEQUENCE_CLASSIFICATION: (("input_ids",), ("text", "text_pair"), ("text",)),
+    Task.TOKEN_CLASSIFICATION: (("input_ids",), ("tokens",)),
+    Task.CAUSAL_LM: (("input_ids",), ("messages",), ("prompt", "completion"), ("text",)),
+    Task.MASKED_LM: (("input_ids",), ("text",)),
+    Task.SEQ2SEQ_LM: (("input_ids",), ("source", "target")),
+    Task.IMAGE_CLASSIFICATION: (("image",),),
+    Task.SPEECH_TO_TEXT: (("audio", "text"),),
+}
+"""What each task reads; modules from Python bring datasets of their own."""
+
+USUAL: dict[Form, tuple[Form, ...]] = {
+    ("input_ids",): (("input_ids",),),
+    ("tokens",): (("tokens",), ("words",)),
+    ("text",): (
+        ("text",), ("sentence",), ("content",), ("review",), ("document",), ("body",), ("utterance",),
+        ("tweet",), ("sms",),
+    ),
+    ("text", "text_pair"): (
+        ("text", "text_pair"), ("sentence1", "sentence2"), ("premise", "hypothesis"),
+        ("question1", "question2"), ("question", "sentence"), ("text1", "text2"),
+    ),
+    ("messages",): (("messages",), ("conversations",), ("conversation",)),
+    ("prompt", "completion"): (("prompt", "completion"), ("prompt", "response"), ("question", "answer")),
+    ("source", "target"): (
+        ("source", "target"), ("document", "summary"), ("article", "highlights"), ("dialogue", "summary"),
+        ("text", "summary"), ("input_text", "target_text"), ("input", "output"), ("src", "tgt"),
+        ("question", "answer"),
+    ),
+    ("image",): (("image",), ("img",), ("file_name",), ("image_path",), ("path",), ("file",)),
+    ("audio", "text"): tuple(product(
+        ("audio", "file_name", "audio_path", "path", "file"),
+        ("text", "sentence", "transcription", "transcript", "normalized_text"),
+    )),
+}  # fmt: skip
+
+LABELS: dict[tuple[Task, bool], Form] = {
+    (Task.SEQUENCE_CLASSIFICATION, False): (
+        "label",
+        "labels",
+        "class",
+        "category",
+        "target",
+        "intent",
+        "score",
+    ),
+    (Task.IMAGE_CLASSIFICATION, False): ("label", "labels", "class", "category", "fine_label"),
+    (Task.TOKEN_CLASSIFICATION, False): (
+        "ner_tags",
+        "labels",
+        "tags",
+        "pos_tags",
+        "chunk_tags",
+        "upos",
+        "label",
+    ),
+    (Task.SEQUENCE_CLASSIFICATION, True): ("label", "labels"),
+    (Task.TOKEN_CLASSIFICATION, True): ("labels",),
+    (Task.CAUSAL_LM, True): ("labels",),
+    (Task.MASKED_LM, True): ("labels",),
+    (Task.SEQ2SEQ_LM, True): ("labels",),
+}
+"""By task, and whether its input is token ids already."""
+
+NO_TEXT = ("id", "idx", "index", "guid", "label", "labels", "label_text", "__index_level_0__")
+"""Columns that are never taken for the only text."""
+
+
+def columns_of(rows: Rows, job: Job) -> Mapping[str, str]:
+    """The column of each role that the task has. Raises `UsageError` with the columns that there are."""
+    if job.task not in INPUTS:
+        raise UsageError(
+            f"{rows.source}: the task {job.task} is not trained from rows. Give snugfit.train a dataset of"
+            " samples as the model takes them."
+        )
+    found = _input(rows, job.task)
+    if label := _label(rows, job.task, "input_ids" in found):
+        found["label"] = label
+    return found
+
+
+def _input(rows: Rows, task: Task) -> dict[str, str]:
+    named = {role: column for role, column in rows.asked.items() if role not in ("label", "labels")}
+    forms = [form for form in INPUTS[task] if set(named) <= set(form)]
+    if not forms:
+        allowed = " or ".join(" with ".join(form) for form in INPUTS[task])
+        raise UsageError(f"columns: {task} reads {allowed}, and not {' with '.join(named)}.")
+    if named:  # what is named and nothing more, where that is a form
+        forms.sort(key=len)
+    for form in forms:
+        for usual in USUAL[form]:
+            candidate = {role: named.get(role, name) for role, name in zip(form, usual, strict=True)}
+            if all(rows.has(column) for column in candidate.values()):
+                return candidate
+    if ("text",) in forms and (only := _only_text(rows)):
+        return {"text": only}
+    wanted = [role for role in forms[-1] if role not in named]
+    shape = ", ".join(f'"{role}": "NAME"' for role in wanted)
+    raise UsageError(
+        f"{rows.source}: which column is the {' and which the '.join(wanted)}? {rows.listed(wanted[0])} Name"
+        f" it: columns={{{shape}}}."
+    )
+
+
+def _only_text(rows: Rows) -> str | None:
+    left = [column for column in rows.columns if column not in (*NO_TEXT, *rows.asked.values())]
+    return left[0] if len(left) == 1 else None
+
+
+def _label(rows: Rows, task: Task, tokenised: bool) -> str | None:
+    asked = rows.asked.get("label", rows.asked.get("labels"))
+    usual = LABELS.get((task, tokenised), ())
+    if asked and not usual:
+        raise UsageError(
+            f"columns: {task} takes no labels, it learns from the text itself; leave {asked!r} out."
+        )
+    found = asked or next((column for column in usual if column in rows.columns), None)
+    if found is None and task not in (Task.CAUSAL_LM, Task.MASKED_LM) and usual:
+        raise UsageError(
+            f"{rows.source}: which column is the label? {rows.listed('label')} Name it:"
+            ' columns={"label": "NAME"}.'
+        )
+    return found

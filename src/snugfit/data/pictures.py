@@ -1,0 +1,144 @@
+"""A picture as the model takes it: opened by Pillow, made ready by the model's own image processor.
+
+It is turned as its EXIF tag says and brought to the model's channels, as `datasets` and transformers'
+pipelines do; size, scale and normalisation are the processor's. Nothing in it is random: a sample is the same
+in every epoch, in every worker and after every restart.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, final
+
+from snugfit.data.media_files import Entry
+from snugfit.errors import UsageError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from PIL.Image import Image
+
+MODES = {1: "L", 3: "RGB", 4: "RGBA"}
+"""Pillow's word for so many channels of 8 bits."""
+
+DEEP = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")
+"""Pillow's words for pixels of more than 8 bits, which it would cut off at 255."""
+
+ORIENTATION, UPRIGHT = 0x0112, 1
+"""EXIF's tag for how a camera was held, and its value for a picture that stands as it was taken."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Pictures:
+    """Makes samples of pictures, one at a time."""
+
+    processor: Any
+    """transformers' image processor."""
+
+    channels: int
+    """That the model takes."""
+
+    shape: tuple[int, ...]
+    """(C, H, W) that the job was planned for."""
+
+    name = "pixel_values"
+    """What the model calls it."""
+
+    def made(self, entry: Entry) -> torch.Tensor:
+        """(C, H, W) of fp32. Raises `UsageError` that names the row and its file."""
+        picture = self._in_its_mode(_opened(entry), entry)
+        try:
+            pixels: torch.Tensor = self.processor(images=picture, return_tensors="pt")[self.name][0]
+        except Exception as error:  # whatever a processor of somebody's making raises
+            raise UsageError(
+                f"{entry.name}: the image processor refuses it ({' '.join(str(error).split()):.200})."
+            ) from error
+        if tuple(pixels.shape) != self.shape:
+            raise UsageError(
+                f"{entry.name}: the image processor makes {_sides(pixels.shape)} of it, and the job was"
+                f" planned for {_sides(self.shape)}. Set the processor's size (and do_center_crop, where"
+                ' pictures come out in several), or "image_size" in the model\'s config.json.'
+            )
+        return pixels
+
+    def batched(self, made: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """(B, C, H, W): all of a dataset's pictures have one shape."""
+        import torch
+
+        return {self.name: torch.stack(list(made))}
+
+    def seen(self, entry: Entry) -> bytes:
+        """What a checksum of the data is made over: the file as it lies there, or the decoded pixels."""
+        content = entry.content()
+        if content is not None:
+            return content
+        picture = _opened(entry)
+        return f"{picture.mode} {picture.size}".encode() + picture.tobytes()
+
+    def _in_its_mode(self, picture: Image, entry: Entry) -> Image:
+        mode = MODES.get(self.channels)
+        if mode is None or picture.mode == mode:
+            return picture
+        if picture.mode in DEEP:
+            raise UsageError(
+                f"{entry.name}: its pixels have more than 8 bits (Pillow's mode {picture.mode}), which would"
+                " be cut off. Scale it to 8 bits first."
+            )
+        return picture.convert(mode)
+
+
+def _opened(entry: Entry) -> Image:
+    """Decoded whole."""
+    from PIL import Image, ImageOps
+
+    if isinstance(entry.value, Image.Image):
+        return entry.value
+    content = entry.content()
+    if content is None:
+        return Image.fromarray(_array(entry))
+    try:
+        with Image.open(io.BytesIO(content)) as picture:
+            picture.load()
+        turned = picture.getexif().get(ORIENTATION, UPRIGHT) != UPRIGHT
+        return ImageOps.exif_transpose(picture) if turned else picture
+    except Exception as error:  # each of Pillow's formats has its own
+        said = " ".join(str(error).split()).replace(" <_io.BytesIO object", "")
+        said = "none that Pillow knows" if "cannot identify" in said else said
+        raise UsageError(f"{entry.name}: this is no picture that can be read ({said:.200}).") from None
+
+
+def _array(entry: Entry) -> np.ndarray:
+    """Pixels in memory, (H, W) or (H, W, C)."""
+    import numpy as np
+
+    try:
+        pixels = np.asarray(entry.value)
+    except (ValueError, TypeError, RuntimeError):  # lists of several lengths; a tensor on a device
+        pixels = np.asarray(None)
+    if isinstance(entry.value, list) and pixels.dtype.kind in "iu" and pixels.size:
+        pixels = pixels.astype(np.uint8) if 0 <= pixels.min() <= pixels.max() <= 255 else pixels
+    if pixels.ndim not in (2, 3) or pixels.dtype != np.uint8:
+        raise UsageError(
+            f"{entry.where}: a picture is a path, a file's bytes, a PIL image or an array (H, W, C) of uint8,"
+            f" not {_kind(entry.value, pixels)}. Pixels that are made ready already come as pixel_values."
+        )
+    if pixels.ndim == 3 and pixels.shape[2] not in MODES and pixels.shape[0] in MODES:
+        pixels = pixels.transpose(1, 2, 0)
+    if pixels.ndim == 3 and pixels.shape[2] not in MODES:
+        raise UsageError(
+            f"{entry.where}: a picture of the shape {pixels.shape}; it is (H, W, C), C 1, 3 or 4."
+        )
+    return np.ascontiguousarray(pixels[:, :, 0] if pixels.ndim == 3 and pixels.shape[2] == 1 else pixels)
+
+
+def _kind(value: Any, pixels: np.ndarray) -> str:
+    if pixels.ndim and pixels.dtype.kind != "O":
+        return f"one of {pixels.dtype} and the shape {pixels.shape}"
+    return "nothing (null)" if value is None else f"of type {type(value).__name__}"
+
+
+def _sides(shape: tuple[int, ...] | torch.Size) -> str:
+    return " x ".join(map(str, shape))

@@ -1,0 +1,189 @@
+"""A sound as the model takes it: decoded, and made into features by the model's own feature extractor.
+
+PCM `.wav` is read by Python itself, other files by soundfile where it is installed. Several channels are
+averaged. A sound is never brought to another sampling rate here: at the wrong one a model hears other words,
+and good resampling is a library's work, done once and not in every epoch; so it is refused, with what to do.
+Nor is one cut that is longer than the model can hear, for its text would not be cut with it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import wave
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import TYPE_CHECKING, Any, final
+
+from snugfit.data.media_files import Entry
+from snugfit.errors import UsageError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+Sound = tuple["np.ndarray", int]
+"""Samples in [-1, 1], (N) of fp32, and how many of them are a second."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Sounds:
+    """Makes samples of sounds, one at a time."""
+
+    extractor: Any
+    """transformers' feature extractor."""
+
+    shape: tuple[int, ...] | None
+    """(M, F) that the job was planned for; None where lengths differ from sound to sound."""
+
+    @property
+    def name(self) -> str:
+        """What the model calls it: `input_features`, or `input_values`."""
+        name: str = self.extractor.model_input_names[0]
+        return name
+
+    def made(self, entry: Entry, rate: Any = None) -> np.ndarray:
+        """Its features, fp32. `rate` is what the row says of an array. Raises `UsageError` that names the row
+        and its file."""
+        sound, rate = _decoded(entry, rate)
+        self._refuse(sound, rate, entry)
+        try:
+            made = self.extractor(sound, sampling_rate=rate, return_tensors="np")
+            features: np.ndarray = made[self.name][0]
+        except Exception as error:  # whatever an extractor of somebody's making raises
+            raise UsageError(
+                f"{entry.name}: the feature extractor refuses it ({' '.join(str(error).split()):.200})."
+            ) from error
+        if self.shape is not None and features.shape != self.shape:
+            raise UsageError(
+                f"{entry.name}: the feature extractor makes {_sides(features.shape)} of it, and the model"
+                f" hears {_sides(self.shape)}. Is it another model's?"
+            )
+        return features.astype("float32", copy=False)
+
+    def batched(self, made: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Features as one batch; those of several lengths filled up, with a mask of what is none."""
+        import torch
+
+        if len({one.shape for one in made}) == 1:
+            return {self.name: torch.stack(list(made))}
+        lists = {self.name: [features.numpy() for features in made]}
+        padded = self.extractor.pad(lists, padding=True, return_attention_mask=True, return_tensors="pt")
+        return dict(padded)
+
+    def seen(self, entry: Entry) -> bytes:
+        """What a checksum of the data is made over: the file as it lies there, or the decoded sound."""
+        content = entry.content()
+        return content if content is not None else _decoded(entry, None, any_rate=True)[0].tobytes()
+
+    def _refuse(self, sound: np.ndarray, rate: int, entry: Entry) -> None:
+        wanted = self.extractor.sampling_rate
+        if rate != wanted:
+            raise UsageError(
+                f"{entry.name}: {rate:,} samples a second, and the model hears {wanted:,}. Nothing is"
+                f" resampled here; do it once, with all files: ffmpeg -i IN -ac 1 -ar {wanted} OUT.wav."
+            )
+        if not len(sound):
+            raise UsageError(f"{entry.name}: there is no sound in it.")
+        most = getattr(self.extractor, "n_samples", None)
+        if most and len(sound) > most:
+            raise UsageError(
+                f"{entry.name}: {len(sound) / rate:.1f} seconds, and the model hears {most / rate:.1f}. Cut"
+                " the sound with its text, or leave the row out."
+            )
+
+
+def _decoded(entry: Entry, rate: Any, *, any_rate: bool = False) -> Sound:
+    """Samples of one channel, and their rate."""
+    content = entry.content()
+    if content is not None:
+        return _read(content, entry)
+    value: Any = entry.value
+    if hasattr(value, "get_all_samples"):  # torchcodec's decoder, which datasets hands out
+        heard = value.get_all_samples()
+        value, rate = heard.data.numpy().mean(axis=0), heard.sample_rate
+    elif isinstance(value, Mapping):
+        value, rate = value.get("array"), value.get("sampling_rate")
+    sound = _array(value, entry)
+    if not any_rate and (isinstance(rate, bool) or not isinstance(rate, Integral) or rate < 1):
+        raise UsageError(
+            f'{entry.where}: a sound in memory comes with its rate: {{"array": ..., "sampling_rate": 16000}},'
+            " or a column sampling_rate."
+        )
+    return sound, rate if any_rate else int(rate)
+
+
+def _array(value: Any, entry: Entry) -> np.ndarray:
+    import numpy as np
+
+    try:
+        sound = np.asarray(value)
+    except (ValueError, TypeError, RuntimeError):
+        sound = np.asarray(None)
+    if sound.dtype == np.int16:
+        sound = sound / np.float32(1 << 15)
+    if sound.ndim != 1 or sound.dtype.kind != "f":
+        shape = f"one of {sound.dtype} and the shape {sound.shape}" if sound.ndim else type(value).__name__
+        raise UsageError(
+            f"{entry.where}: a sound is a path, a file's bytes, or an array (N) of floats in [-1, 1] with its"
+            f" sampling_rate, not {shape}."
+        )
+    return sound.astype(np.float32)
+
+
+def _read(content: bytes, entry: Entry) -> Sound:
+    """The sound in a file."""
+    try:
+        with wave.open(io.BytesIO(content)) as file:
+            return _pcm(file, entry)
+    except (wave.Error, EOFError) as error:
+        said = str(error) or "it ends too early"
+    if not content:
+        raise UsageError(f"{entry.name}: the file is empty.")
+    if content.startswith(b"RIFF") and not said.startswith("unknown format"):
+        raise UsageError(f"{entry.name}: this .wav is broken ({said}).")
+    return _by_soundfile(content, entry, said)
+
+
+def _pcm(file: wave.Wave_read, entry: Entry) -> Sound:
+    import numpy as np
+
+    channels, width, rate, count, *_ = file.getparams()
+    content = file.readframes(count)
+    if len(content) != count * channels * width:
+        raise UsageError(
+            f"{entry.name}: it ends too early: {len(content) // (channels * width):,} of {count:,} samples."
+        )
+    if width == 3:  # as the upper three bytes of four
+        wide = np.zeros((len(content) // 3, 4), dtype=np.uint8)
+        wide[:, 1:] = np.frombuffer(content, dtype=np.uint8).reshape(-1, 3)
+        values = wide.view("<i4").ravel()
+    else:
+        values = np.frombuffer(content, dtype={1: "u1", 2: "<i2", 4: "<i4"}[width])
+    bits = 32 if width == 3 else 8 * width
+    sound = values.astype(np.float64) / (1 << (bits - 1)) - (width == 1)  # 8 bits have no sign
+    return sound.reshape(-1, channels).mean(axis=1).astype(np.float32), rate
+
+
+def _by_soundfile(content: bytes, entry: Entry, said: str) -> Sound:
+    """Whatever is no PCM."""
+    try:
+        soundfile = importlib.import_module("soundfile")
+    except ImportError:
+        raise UsageError(
+            f"{entry.name}: this is no PCM .wav ({said}), and other sound needs soundfile, which is"
+            " not installed. Try: pip install soundfile"
+        ) from None
+    try:
+        sound, rate = soundfile.read(io.BytesIO(content), dtype="float32", always_2d=True)
+    except Exception as error:  # libsndfile's
+        raise UsageError(
+            f"{entry.name}: this is no sound that can be read ({' '.join(str(error).split()):.200})."
+        ) from None
+    return sound.mean(axis=1), int(rate)
+
+
+def _sides(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape))

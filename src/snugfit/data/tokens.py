@@ -1,0 +1,149 @@
+"""The tokenizer: where it is found, what it makes of texts, and which token pads.
+
+Found in a folder or in the hub's cache; the hub itself is asked only when `online` is. Code that comes with a
+tokenizer is never run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, final
+
+from snugfit.data.chat import Chat, Said, marks_the_assistant, rendered
+from snugfit.errors import UsageError
+from snugfit.job.job import Job
+
+
+def load_tokenizer(name_or_folder: str | os.PathLike[str], *, online: bool = False) -> Any:
+    """transformers' tokenizer of this name, or in this folder. Raises `UsageError`."""
+    from transformers import AutoTokenizer
+
+    name = os.path.expanduser(os.fspath(name_or_folder))
+    folder = Path(name)
+    if folder.is_dir() and not any(folder.glob("*token*")) and not any(folder.glob("*vocab*")):
+        raise UsageError(
+            f"{folder}: this folder has no tokenizer (tokenizer.json). tokenizer.save_pretrained({name!r})"
+            " puts one there."
+        )
+    if not folder.is_dir() and (folder.exists() or name.startswith((".", "/"))):
+        raise UsageError(f"{folder}: a tokenizer is a folder with a tokenizer.json, or a name on the hub.")
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False, local_files_only=not online)
+    except Exception as error:  # OSError, ValueError, and whatever a broken file makes of it
+        said = " ".join(str(error).split())
+        cure = "Give a folder with a tokenizer.json"
+        if not folder.is_dir() and not online:
+            raise UsageError(
+                f"No folder {name!r}, and no tokenizer of that name in the hub's cache; the hub is not asked"
+                f" offline. {cure}, or add --online."
+            ) from None
+        raise UsageError(f"{name}: transformers cannot load its tokenizer ({said:.300}). {cure}.") from None
+
+
+def padding_token(job: Job, tokenizer: Any | None = None) -> int:
+    """The token that fills batches up: the model's own, for models look for it (a decoder that classifies
+    reads the last token that is not it); else the tokenizer's; else the end token, as users do; else 0."""
+    config = job.model.settings(job).get_text_config()
+    of = [getattr(config, "pad_token_id", None)]
+    of += [getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id")]
+    return next((token for token in of if isinstance(token, int) and 0 <= token < config.vocab_size), 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """What a tokenizer makes of one text, or of two."""
+
+    ids: list[int]
+    """With its special tokens."""
+
+    types: list[int] | None
+    """1 for tokens of the second text, where the model wants to know."""
+
+    words: list[int | None]
+    """Of a text that is cut into words: which of them each token is of."""
+
+    cut: int = 0
+    """Tokens that were too many."""
+
+
+@final
+class Tokenizer:
+    """A transformers tokenizer, asked for no more than lists of ids."""
+
+    def __init__(self, of: Any) -> None:
+        self._of = of
+        # Workers are forked after the tokenizer's threads have run. They never use it, but it warns at every
+        # fork of a process that has not said whether it wants threads.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+
+    def tokens(
+        self,
+        texts: Sequence[Any] | None = None,
+        pairs: Sequence[str] | None = None,
+        *,
+        targets: Sequence[str] | None = None,
+        limit: int | None,
+        words: bool = False,
+    ) -> list[Tokens]:
+        """Of each text, at most `limit` of them: what is longer goes through the tokenizer again, to be
+        cut."""
+        if words and not getattr(self._of, "is_fast", False):
+            raise UsageError("token-classification needs a fast tokenizer: one that knows its tokens' words.")
+        if limit is not None:
+            self._refuse_without_room(limit, pair=pairs is not None)
+        given = {"text": texts, "text_pair": pairs, "text_target": targets}
+        found = self._called(given, words, truncation=False)
+        long = [place for place, each in enumerate(found) if limit is not None and len(each.ids) > limit]
+        if long:
+            given = {name: each and [each[place] for place in long] for name, each in given.items()}
+            again = self._called(given, words, truncation=True, max_length=limit)
+            for place, short in zip(long, again, strict=True):
+                found[place] = replace(short, cut=len(found[place].ids) - len(short.ids))
+        return found
+
+    def chats(self, chats: Sequence[Chat], places: Sequence[str]) -> list[tuple[list[int], Said]]:
+        """Of each conversation, by the chat template: its tokens, and which of them are the assistant's."""
+        return rendered(self._of, chats, places)
+
+    @property
+    def tells_the_assistant(self) -> bool:
+        """Whether its chat template marks the assistant's words."""
+        return marks_the_assistant(self._of)
+
+    def ended(self, ids: list[int]) -> list[int]:
+        """With the end token behind them, once; as they are where there is none."""
+        end = self.end
+        return ids if end is None or ids[-1:] == [end] else [*ids, end]
+
+    @property
+    def end(self) -> int | None:
+        """The token that ends a text."""
+        token: int | None = self._of.eos_token_id
+        return token
+
+    def _called(self, given: dict[str, Sequence[Any] | None], words: bool, **more: Any) -> list[Tokens]:
+        try:
+            made = self._of(**given, is_split_into_words=words, padding=False, verbose=False, **more)
+        except Exception as error:  # whatever a tokenizer of somebody's making raises
+            said = " ".join(str(error).split())
+            raise UsageError(f"The tokenizer refuses the dataset's text ({said:.300}).") from error
+        types = made.get("token_type_ids")
+        return [
+            Tokens(
+                ids=ids,
+                types=types[place] if types else None,
+                words=made.word_ids(place) if words else [],
+            )
+            for place, ids in enumerate(made["input_ids"])
+        ]
+
+    def _refuse_without_room(self, limit: int, *, pair: bool) -> None:
+        special = self._of.num_special_tokens_to_add(pair=pair)
+        if limit <= special:
+            raise UsageError(
+                f"{limit} tokens leave no room for text: this tokenizer adds {special} of its own to each."
+                " Set a longer sequence length."
+            )

@@ -1,0 +1,117 @@
+"""Bytes per parameter of every optimizer, beside the guide's rule of thumb.
+
+The rule is a sum of constants: 6 bytes for weights in mixed precision, 4 for gradients, 8, 4 or 2 for the
+optimizer's states; 18 to train, 6 to infer. Here each figure is read off a rehearsed step of a real model,
+on a batch so small that activations hardly count: what is there at the peak, by kind, over the number of
+parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from snugfit.comparison.parallel import Question
+from snugfit.evaluation.suite import anatomy, job_of
+from snugfit.job.job import Phase
+from snugfit.results.footprint import Kind
+from snugfit.techniques.roster import techniques
+from snugfit.techniques.technique import Slot
+
+if TYPE_CHECKING:
+    from snugfit.job.gpu import Gpu
+    from snugfit.results.prediction import Prediction
+
+FP32_BYTES = 4
+INFERENCE = "inference"
+"""What stands in the optimizer's place for an evaluation, which has none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerParameter:
+    """Bytes per parameter of one optimizer on one model, at the peak of a step on a tiny batch."""
+
+    model: str
+    """The model's name."""
+
+    optimizer: str
+    """The technique's name, or `inference`."""
+
+    weights: float = 0.0
+    """Weights, without autocast's copies."""
+
+    copies: float = 0.0
+    """Autocast's 16-bit copies that are there at the peak."""
+
+    gradients: float = 0.0
+    """Gradients."""
+
+    states: float = 0.0
+    """The optimizer's states."""
+
+    rest: float = 0.0
+    """Everything else at the peak: temporaries of the update above all."""
+
+    peak: str = ""
+    """The phase that the peak is in."""
+
+    rule_states: float | None = None
+    """The guide's bytes for these states; None where it has no rule."""
+
+    rule_total: float | None = None
+    """The guide's bytes in all."""
+
+    refused: str = ""
+    """Why there is no prediction."""
+
+    @property
+    def total(self) -> float:
+        """Bytes per parameter in all."""
+        return self.weights + self.copies + self.gradients + self.states + self.rest
+
+
+def questions(gpu: Gpu) -> list[Question]:
+    """One for every optimizer of the roster, and one for inference, on each of the guide's models."""
+    precision = anatomy()["precision"]
+    found = []
+    for facts in anatomy()["jobs"]:
+        job = job_of(facts)
+        for technique in techniques():
+            if technique.slot is Slot.OPTIMIZER:
+                recipe = f"{precision} + {technique.name}"
+                found.append(Question(about=technique.name, job=job, recipe=recipe, gpu=gpu))
+        job = job_of({**facts, "phase": Phase.EVALUATE})
+        found.append(Question(about=INFERENCE, job=job, recipe=precision, gpu=gpu))
+    return found
+
+
+def per_parameter(asked: Sequence[Question], given: Sequence[Prediction | str]) -> tuple[PerParameter, ...]:
+    """The lines that the answers to `questions` make."""
+    return tuple(_line(question, answer) for question, answer in zip(asked, given, strict=True))
+
+
+def _line(question: Question, answer: Prediction | str) -> PerParameter:
+    rule = anatomy()["rule"]
+    line = PerParameter(model=question.job.model.name, optimizer=question.about)
+    if question.about == INFERENCE:
+        line = replace(line, rule_states=0, rule_total=rule["inference"])
+    elif question.about in rule["states_of"]:
+        states = rule["states_of"][question.about]
+        line = replace(line, rule_states=states, rule_total=rule["weights"] + rule["gradients"] + states)
+    if isinstance(answer, str):
+        return replace(line, refused=answer)
+    footprint = answer.footprint
+    kinds = dict(footprint.kinds)
+    parameters = kinds[Kind.WEIGHTS] / FP32_BYTES
+    parts = (Kind.WEIGHTS, Kind.CACHES, Kind.GRADIENTS, Kind.OPTIMIZER_STATES)
+    weights, copies, gradients, states = (kinds.pop(kind, 0) / parameters for kind in parts)
+    return replace(
+        line,
+        weights=weights,
+        copies=copies,
+        gradients=gradients,
+        states=states,
+        rest=sum(kinds.values()) / parameters,
+        peak=footprint.at.phase if footprint.at else "",
+    )

@@ -1,0 +1,172 @@
+"""The guide's experiments, as data: what was done, what was printed, and the recipe that says it here.
+
+The figures are those of Hugging Face's "Efficient training on a single GPU" (transformers v4.25 docs),
+carried in `guide.json` with the machines that they come from. A published row belongs to a machine; a
+machine that names its GPU also says which software it ran, and only there can the row be predicted.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from snugfit.job.job import Job, Task
+from snugfit.job.model import Model
+
+VANILLA = "vanilla"
+"""The experiment that the others are compared with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Where published figures come from."""
+
+    name: str
+    """Our word for it."""
+
+    gpu: str | None
+    """Its GPU, where the authors name one."""
+
+    note: str
+    """What else is known of it."""
+
+    software: str | None = None
+    """The software profile of the time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """One printed result."""
+
+    machine: str
+    """The machine's name."""
+
+    mib: int
+    """GPU memory in use after training, as NVML told it, in MiB."""
+
+    seconds: float | None = None
+    """Of the whole training."""
+
+    samples_per_second: float | None = None
+    """As printed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """One row of the suite: a name, a recipe, and what was published about it."""
+
+    name: str
+    """As the guide speaks of it."""
+
+    recipe: str
+    """The recipe's text, as one writes it today."""
+
+    loop: str = "plain"
+    """The training loop."""
+
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    """What is different in the job."""
+
+    published: tuple[Published, ...] = ()
+    """What was printed, by machine."""
+
+    def job(self) -> Job:
+        """The guide's job, with this experiment's changes."""
+        return job_of({**_guide()["job"], **self.changes})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """One line of the guide's first table."""
+
+    method: str
+    """The guide's word."""
+
+    experiments: tuple[str, ...]
+    """The experiments that show it."""
+
+    speed: str
+    """Whether it helps speed, in the guide's word."""
+
+    memory: str
+    """Whether it helps memory, in the guide's word; brackets mean `hardly`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Baseline:
+    """GPU memory before any training, as printed."""
+
+    machine: str
+    """The machine's name."""
+
+    what: str
+    """What had happened until then."""
+
+    mib: int
+    """As NVML told it."""
+
+
+def suite() -> tuple[Experiment, ...]:
+    """The guide's experiments, vanilla first."""
+    return tuple(
+        Experiment(
+            name=row["name"],
+            recipe=row["recipe"],
+            loop=row.get("loop", "plain"),
+            changes=row.get("job", {}),
+            published=tuple(Published(**printed) for printed in row["published"]),
+        )
+        for row in _guide()["experiments"]
+    )
+
+
+def machines() -> dict[str, Machine]:
+    """The machines of the published figures, by name."""
+    kept = ("gpu", "note", "software")
+    return {
+        name: Machine(name=name, **{key: facts[key] for key in kept if key in facts})
+        for name, facts in _guide()["machines"].items()
+    }
+
+
+def source() -> str:
+    """Where the published figures are printed."""
+    return str(_guide()["source"])
+
+
+def baselines() -> tuple[Baseline, ...]:
+    """Memory before training, as published."""
+    return tuple(Baseline(**line) for line in _guide()["baselines"])
+
+
+def methods() -> tuple[Method, ...]:
+    """The guide's first table."""
+    return tuple(
+        Method(**{**line, "experiments": tuple(line["experiments"])}) for line in _guide()["methods"]
+    )
+
+
+def anatomy() -> Mapping[str, Any]:
+    """The guide's rules of bytes per parameter, the jobs that test them, and why they differ."""
+    return dict(_guide()["anatomy"])
+
+
+def own_gpu() -> str:
+    """The GPU that the guide's own figures come from."""
+    return next(machine.gpu for machine in machines().values() if machine.gpu)
+
+
+def job_of(facts: Mapping[str, Any]) -> Job:
+    """The job that a few facts describe."""
+    return Job(**{**facts, "model": Model.find(facts["model"]), "task": Task(facts["task"])})
+
+
+@cache
+def _guide() -> dict[str, Any]:
+    text = files("snugfit.evaluation").joinpath("guide.json").read_text(encoding="utf-8")
+    guide: dict[str, Any] = json.loads(text)
+    return guide

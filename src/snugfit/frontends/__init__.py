@@ -1,0 +1,1 @@
+"""Three ways into training: our own loop, a live Trainer, and a custom loop."""

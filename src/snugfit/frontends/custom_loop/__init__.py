@@ -1,0 +1,1 @@
+"""`snugfit.accelerate`: a loop that the user wrote."""

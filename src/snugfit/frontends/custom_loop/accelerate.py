@@ -1,0 +1,255 @@
+"""`snugfit.accelerate`: a hand-written loop, trained as planned.
+
+    run = snugfit.accelerate(model, optimizer, loader, "bf16 + micro_batches(4)", output_dir="out")
+    run.resume()
+    for epoch in run.epochs(3):
+        for batch in run:
+            loss = run.step(batch)
+        run.save()
+
+The loader gives global batches, as it would without snugfit; a step cuts each into the recipe's
+micro-batches. The loop stays the user's: what it does between two steps is its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, final
+
+from snugfit.errors import NothingFits, UsageError
+from snugfit.frontends.custom_loop.batches import Batches, is_plain, made_like, own_generators
+from snugfit.frontends.custom_loop.checkpoints import HandKeeping, HeldFolder
+from snugfit.frontends.custom_loop.model import apply, device_of_model, loader_for, optimizer_for, refuse
+from snugfit.frontends.custom_loop.run import HandRun
+from snugfit.frontends.custom_loop.step import HandStep, ItemsOf, LossOf
+from snugfit.frontends.items import samples_in
+from snugfit.frontends.own import capability_of, folder_of, options_of
+from snugfit.frontends.trainer.job import same_generators
+from snugfit.frontends.trainer.setup import keep_all
+from snugfit.job.job import Job, Task
+from snugfit.job.model import Model
+from snugfit.planning.plan import Plan
+from snugfit.report.watching import Watching
+from snugfit.techniques.recipe import Recipe
+from snugfit.training.checkpoint.state import Running
+
+if TYPE_CHECKING:
+    import torch
+
+    from snugfit.training.journal import Event
+
+
+def accelerate(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loader: Iterable[Any],
+    plan: Plan | Recipe | str,
+    *,
+    scheduler: Any = None,
+    loss: LossOf | None = None,
+    items: ItemsOf | None = None,
+    clip: float | None = None,
+    output_dir: str | os.PathLike[str] | None = None,
+    save_total_limit: int | None = None,
+    logging_steps: int = 10,
+    watch: Callable[[Event], None] | None = None,
+) -> HandRun:
+    """Makes a hand-written loop's model, optimizer and loader train under a plan's best recipe, or the recipe
+    that is named.
+
+    The model is where it is to be trained. `loader` gives global batches, mappings of the model's arguments
+    to tensors (B, ...). `scheduler` takes a step with each of the run's; it is torch's, or a function that
+    makes one of an optimizer. `loss(model, batch)` gives the loss where the model does not, a mean over as
+    many `items(batch)`; without that, over the labels that count, or the samples. `clip` is the global norm
+    of gradients. Checkpoints and journal go to `output_dir`. `watch` hears every event; without one a line is
+    printed every `logging_steps`, and what is kept, changed or wrong.
+
+    Raises `UsageError` for what cannot be trained so and `RecipeError` for a wish that these cannot be given,
+    by name, `NothingFits` for a plan of nothing; nothing is changed then.
+    """
+    options_of({"logging_steps": logging_steps, "save_total_limit": save_total_limit})
+    _refuse_what_cannot_be_called(loss=loss, items=items, scheduler=getattr(scheduler, "step", scheduler))
+    watch = watch or Watching(logging_steps, bar=False)
+    device = device_of_model(model, optimizer)
+    job = job_of(model, optimizer, loader, device, loss=loss, clip=clip)
+    recipe = recipe_of(plan, job)
+    recipe.check(job, capability_of(device))
+    refuse(model, optimizer, loader, recipe, scheduler)
+    with contextlib.ExitStack() as unless_it_begins:
+        held = None if output_dir is None else HeldFolder(folder_of(output_dir))
+        if held is not None:
+            unless_it_begins.callback(held.close)
+        running, told = _running(model, optimizer, scheduler, recipe, device)
+        batches = Batches(loader_for(loader, recipe.setup(), device))
+        keeping = None
+        if held is not None:
+            keeping = HandKeeping(
+                held, job=job, recipe=recipe, running=running, batches=batches,
+                save_total_limit=save_total_limit, watch=watch,
+            )  # fmt: skip
+        unless_it_begins.pop_all()
+    for text in told:
+        watch({"event": "note", "text": text})
+    step = HandStep(job, recipe.setup(), device, model=model, loss=loss, items=items)
+    return HandRun(
+        job=job, recipe=recipe, running=running, step=step, batches=batches, keeping=keeping,
+        every=logging_steps, watch=watch,
+    )  # fmt: skip
+
+
+def _refuse_what_cannot_be_called(**given: Any) -> None:
+    for name, value in given.items():
+        if value is not None and not callable(value):
+            raise UsageError(f"{name} is {value!r}; it is a function, or is left out.")
+
+
+def _running(
+    model: Any, optimizer: Any, scheduler: Any, recipe: Recipe, device: torch.device
+) -> tuple[Running, list[str]]:
+    """The model and what belongs to it, as the recipe asks; with a line for each thing that is another."""
+    import torch
+
+    setup, told = recipe.setup(), apply(model, recipe)
+    made = optimizer_for(model, optimizer, recipe)
+    if made is not optimizer:
+        told.append(f"the optimizer was {_name(optimizer)} and is {_name(made)}: run.optimizer")
+    made.zero_grad(set_to_none=True)
+    if device.type == "cuda" and setup.expandable_segments:
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    running = Running(
+        model=model,
+        optimizer=made,
+        scheduler=_schedule(scheduler, made),
+        scaler=torch.amp.GradScaler(device.type) if setup.scale_gradients else None,
+        device=device,
+    )
+    return running, told
+
+
+def _name(optimizer: Any) -> str:
+    return f"{type(optimizer).__module__.split('.')[0]}'s {type(optimizer).__name__}"
+
+
+# ---- what is trained ------------------------------------------------------------------------------------
+
+
+def job_of(
+    model: Any, optimizer: Any, loader: Any, device: torch.device, *, loss: LossOf | None, clip: float | None
+) -> Job:
+    """What this loop trains: a copy of the model without data, and an example from its loader."""
+    example = example_of(loader, device)
+    size = getattr(loader, "batch_size", None) or getattr(
+        getattr(loader, "batch_sampler", None), "batch_size", None
+    )
+    return Job(
+        model=Model.from_module(_likeness(model, loss), example),
+        task=Task.CUSTOM,
+        batch_size=int(size or samples_in(example)),
+        clip=clip,
+        learning_rate=float(optimizer.param_groups[0]["lr"]),
+        build_on="host",
+    )
+
+
+def example_of(loader: Any, device: torch.device) -> dict[str, Any]:
+    """The first batch that the loader gives, on the host. Nothing that is random is drawn."""
+    import torch
+
+    if isinstance(loader, Iterator) or not isinstance(loader, Iterable):
+        raise UsageError(
+            f"accelerate takes a loader, which gives its batches once an epoch, and not a"
+            f" {type(loader).__name__}. A torch DataLoader is one."
+        )
+    own = own_generators(loader)
+    before = [each.get_state() for each in own]
+    with same_generators(device):
+        first = next(iter(made_like(loader, num_workers=0) if is_plain(loader) else loader), None)
+    for generator, state in zip(own, before, strict=True):
+        generator.set_state(state)
+    if not isinstance(first, Mapping) or not first:
+        raise UsageError(
+            f"A batch is a mapping of the model's arguments to tensors, and the loader gave {first!r:.80}. A"
+            " collate_fn can make one."
+        )
+    return {
+        name: value.detach().cpu() if isinstance(value, torch.Tensor) else value
+        for name, value in first.items()
+    }
+
+
+def _likeness(model: Any, loss: LossOf | None) -> Any:
+    """The model without data; with the user's loss, a module that gives it."""
+    import torch
+
+    from snugfit.job.twin import twin
+
+    with torch.device("meta"):
+        alike = twin(model)
+    keep_all(alike)
+    return alike if loss is None else _with_loss(alike, loss)
+
+
+def _with_loss(model: Any, loss: LossOf) -> Any:
+    import torch
+
+    class WithLoss(torch.nn.Module):
+        """A model whose forward pass ends in a loss."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, **batch: Any) -> Any:
+            """The loss."""
+            return loss(self.model, batch)
+
+    return WithLoss()
+
+
+# ---- what it is trained under ---------------------------------------------------------------------------
+
+
+def recipe_of(plan: Any, job: Job) -> Recipe:
+    """The recipe that was named, or a plan's best. Raises `UsageError` for a plan of another batch."""
+    if isinstance(plan, Recipe):
+        return plan
+    if isinstance(plan, str):
+        return Recipe.parse(plan)
+    if not isinstance(plan, Plan):
+        raise UsageError(
+            f"accelerate takes a plan, a recipe or a recipe's text fourth, and not a {type(plan).__name__}."
+        )
+    if plan.best is None:
+        raise NothingFits(f"This plan fits nothing; its nearest miss is '{plan.nearest.recipe}'.")
+    if plan.job.batch_size != job.batch_size:
+        raise UsageError(
+            f"The plan is for a global batch of {plan.job.batch_size}, and the loader gives {job.batch_size}."
+            " Plan for this one, or give the loader that batch_size."
+        )
+    return Recipe.parse(plan.best.recipe)
+
+
+def _schedule(given: Any, made: Any) -> Any:
+    """The user's schedule, or none."""
+    if given is None:
+        return _NoSchedule()
+    if hasattr(given, "state_dict") and hasattr(given, "step"):
+        return given
+    return given(made)
+
+
+@final
+class _NoSchedule:
+    """Where the loop sets the learning rate itself, or leaves it."""
+
+    def step(self) -> None:
+        """Nothing changes."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing is kept."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Nothing was."""

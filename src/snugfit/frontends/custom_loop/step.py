@@ -1,0 +1,69 @@
+"""A step of a hand-written loop: the training step, with a loss and a count of items of the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, final
+
+from snugfit.errors import UsageError
+from snugfit.frontends.items import items_in, shifts_labels
+from snugfit.step.loss import loss_of
+from snugfit.training.run.loop import TrainingStep
+
+if TYPE_CHECKING:
+    import torch
+
+    from snugfit.job.job import Job
+    from snugfit.techniques.setup import Setup
+
+LossOf = Callable[[Any, dict[str, Any]], Any]
+"""Of a model and a batch on the device: the loss, a mean over the batch's items."""
+
+ItemsOf = Callable[[Mapping[str, Any]], int]
+"""Of a batch: how many items its loss is a mean over."""
+
+
+@final
+class HandStep(TrainingStep):
+    """Waits for the gradients before each update: only whoever makes the batches could take steps again."""
+
+    def __init__(
+        self,
+        job: Job,
+        setup: Setup,
+        device: torch.device,
+        *,
+        model: torch.nn.Module,
+        loss: LossOf | None,
+        items: ItemsOf | None,
+    ) -> None:
+        super().__init__(job, setup, device)
+        self.careful, shifts = True, shifts_labels(model)
+        self.items_of = partial(items_in, shifts=shifts) if items is None else lambda piece: int(items(piece))
+        self.loss_of = partial(_loss, loss)
+
+
+def _loss(given: LossOf | None, model: Any, batch: Mapping[str, Any]) -> torch.Tensor:
+    import torch
+
+    found = model(**batch) if given is None else given(model, dict(batch))
+    try:
+        loss = loss_of(found)
+    except (KeyError, IndexError, TypeError):
+        loss = None
+    if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.requires_grad:
+        what = "the function loss" if given else f"{type(model).__name__}"
+        raise UsageError(
+            f"A step needs one number that the model's parameters have made, and {what} gave"
+            f" {_told(loss)}. Put labels into the batch, or give loss=lambda model, batch: ..."
+        )
+    return loss
+
+
+def _told(loss: Any) -> str:
+    if loss is None:
+        return "none"
+    if not hasattr(loss, "shape"):
+        return f"{type(loss).__name__}"
+    return f"a tensor of shape {tuple(loss.shape)}" if loss.dim() else "a number without a gradient"

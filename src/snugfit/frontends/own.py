@@ -1,0 +1,162 @@
+"""`snugfit.train`: a job, a recipe and a dataset, trained by our own loop.
+
+    trained = snugfit.train(job, "bf16 + micro_batches(4)", "reviews.jsonl", tokenizer="./bert",
+                            output_dir="out", num_train_epochs=1)
+
+Started again with the same arguments it goes on where it stopped. When memory runs out it goes on with the
+fastest recipe that needs less, keeps the global batch, and takes the broken step again
+(`next_recipe.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from snugfit.errors import JobError, UsageError, did_you_mean
+from snugfit.frontends.next_recipe import next_recipe
+from snugfit.frontends.predicted import foresees
+from snugfit.job.job import Job, refuse_what_is_no_job
+from snugfit.job.weights import INDEX, SINGLE, find_weights
+from snugfit.techniques.recipe import Recipe
+from snugfit.training.options import TrainOptions
+from snugfit.training.predicted import nothing_foreseen
+from snugfit.training.run.dataset import Source, data_of
+from snugfit.training.run.reporting import callbacks_for
+from snugfit.training.run.run import Data, Run
+from snugfit.training.run.train import train as run_to_its_end
+
+if TYPE_CHECKING:
+    import torch
+
+    from snugfit.training.journal import Event
+    from snugfit.training.run.trained import Trained
+
+RANDOM = "random"
+"""Instead of a folder of weights."""
+
+
+def train(
+    job: Job,
+    recipe: Recipe | str,
+    dataset: Source,
+    *,
+    output_dir: str | os.PathLike[str],
+    evaluation: Source | None = None,
+    tokenizer: Any | None = None,
+    processor: Any | None = None,
+    columns: Mapping[str, str] | None = None,
+    pack: bool = False,
+    collate: Callable[[list[Any]], dict[str, Any]] | None = None,
+    weights: str | os.PathLike[str] | None = None,
+    device: str | None = None,
+    restart: bool = False,
+    foresee: bool = True,
+    watch: Callable[[Event], None] = lambda event: None,
+    **options: Any,
+) -> Trained:
+    """Trains `job` under `recipe` (which may be text) on `dataset`, and gives how it ended.
+
+    `dataset` and `evaluation` are a path (text, JSONL, CSV, Parquet, several of them, a saved `datasets`
+    folder, pictures), rows in memory, or samples as the model takes them, for which `collate` makes batches.
+    `tokenizer` is one, or its folder, and `processor` what makes pictures or sound ready; `columns` says
+    which column is the text and which the label where their names do not. `weights` is the folder that
+    training begins with, or "random"; without it the model's own folder, where it has weights. `device` is
+    `cpu`, `cuda` or `cuda:1`. `options` are those of `TrainOptions`.
+
+    What stands in `output_dir` is resumed when it is this very run; `restart` begins anew. On a GPU that is
+    known memory and seconds are foreseen first, unless `foresee` is False. `watch` hears every event of the
+    journal.
+
+    Raises `UsageError` for what cannot be run or resumed, `OutOfMemory` when no recipe is left that needs
+    less memory, and `SnugfitError` when a loss is no number.
+    """
+    wanted, place = options_of(options), device_of(device)
+    recipe = _checked(job, recipe, place)
+    if evaluation is None and wanted.eval_strategy != "no":
+        raise UsageError(f"eval_strategy is {wanted.eval_strategy!r}, and there is no evaluation data.")
+    callbacks_for(wanted)  # what is not installed is told before any data is read
+    how: dict[str, Any] = {"tokenizer": tokenizer, "processor": processor, "columns": columns, "pack": pack}
+    read: Callable[..., Data] = functools.partial(data_of, job=job, collate=collate, options=wanted, **how)
+    data = read(dataset)
+    run = Run(
+        job=job,
+        recipe=recipe,
+        options=wanted,
+        data=data,
+        evaluation=None if evaluation is None else read(evaluation, like=data),
+        folder=folder_of(output_dir),
+        weights=weights_of(job, weights),
+        device=place,
+    )
+    expected = foresees(place) if foresee else nothing_foreseen
+    return run_to_its_end(run, restart=restart, replan=next_recipe(place), foresee=expected, watch=watch)
+
+
+def _checked(job: Job, recipe: Recipe | str, place: torch.device) -> Recipe:
+    """The recipe, when it can train this job there."""
+    refuse_what_is_no_job(job)
+    if not job.trains:
+        raise JobError("The job's phase is 'evaluate', and this trains. Leave the phase out.")
+    recipe = recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe)
+    recipe.check(job, capability_of(place))
+    return recipe
+
+
+def options_of(given: Mapping[str, Any]) -> TrainOptions:
+    """The options by their names; an unknown one is told with the nearest that there are."""
+    known = [field.name for field in fields(TrainOptions)]
+    for name in given:
+        if name not in known:
+            raise UsageError(
+                f"Unknown option {name!r}.{did_you_mean(name, known)} Options: {', '.join(known)}."
+            )
+    return TrainOptions(**given)
+
+
+def device_of(name: str | None) -> torch.device:
+    """The device of this name; without one a GPU if there is one, else the CPU."""
+    import torch
+
+    there = torch.cuda.device_count()
+    if name is None:
+        return torch.device("cuda", torch.cuda.current_device()) if there else torch.device("cpu")
+    kind, _, number = str(name).partition(":")
+    if kind == "cpu" and not number:
+        return torch.device("cpu")
+    if kind != "cuda" or (number and not number.isdecimal()):
+        raise UsageError(f"device is {name!r}; it is cpu, cuda or cuda:1.")
+    if int(number or 0) >= there:
+        raise UsageError(f"device is {name!r}; this machine has {there} GPUs that torch can use.")
+    return torch.device("cuda", int(number or 0))
+
+
+def weights_of(job: Job, given: str | os.PathLike[str] | None) -> Path | None:
+    """The folder of weights to begin with; None for random ones."""
+    if given is not None:
+        return None if given == RANDOM else find_weights(given)
+    if job.model.origin not in ("path", "hub cache"):
+        return None
+    named = Path(os.path.expanduser(job.model.name))
+    folder = named if named.is_dir() else named.parent
+    if job.model.origin == "path" and not any((folder / name).exists() for name in (SINGLE, INDEX)):
+        return None
+    return find_weights(folder if job.model.origin == "path" else job.model.name)
+
+
+def folder_of(output_dir: str | os.PathLike[str]) -> Path:
+    """The folder for checkpoints and the journal. Raises `UsageError` for what is none."""
+    if not isinstance(output_dir, str | os.PathLike) or not os.fspath(output_dir):
+        raise UsageError(f"output_dir is {output_dir!r}; it is the folder for checkpoints and the journal.")
+    return Path(os.path.expanduser(output_dir))
+
+
+def capability_of(device: torch.device) -> tuple[int, int] | None:
+    """The compute capability of a GPU; None for the CPU."""
+    import torch
+
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None

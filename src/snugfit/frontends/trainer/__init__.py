@@ -1,0 +1,1 @@
+"""`snugfit.fit`: a live `transformers.Trainer`."""

@@ -1,0 +1,89 @@
+"""A loss or a gradient that is no number stops a fitted trainer before a weight has changed.
+
+transformers goes on, logs a loss of 0 and leaves weights that are no numbers. Here the step's loss and the
+norm of its gradients come to the host together, once a step; a gradient scaler's overflow is its own affair.
+
+Nothing else of a step waits for the GPU. The Trainer by itself does so twice: for the copy of a batch, before
+which the step before has to be done, and for the loss, at the end of the backward pass, as here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from snugfit.errors import SnugfitError
+from snugfit.training.generators import generators, set_generators
+from snugfit.training.run.loop import NonFinite
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from snugfit.frontends.trainer.fitted import Fitted
+
+
+LEFT_OVER = (
+    "The data of an epoch ends within a batch: its last {n} of {count} micro-batches come to no update, and"
+    " are left out. transformers would add their gradients to those of the next epoch's first step."
+)
+
+
+def begin_step(trainer: Any, fitted: Fitted) -> None:
+    """Before a step's first micro-batch: what it would be taken back to. What stands of a step that has come
+    to no update (an iterable dataset's end) goes."""
+    if fitted.left_over:
+        trainer.model.zero_grad(set_to_none=True)
+        trainer._tr_loss.copy_(fitted.logged)
+        count = trainer.args.gradient_accumulation_steps
+        fitted.warn_once(LEFT_OVER.format(n=fitted.left_over, count=count))
+    fitted.left_over = fitted.count
+    fitted.began, fitted.logged = generators(trainer.args.device), trainer._tr_loss.clone()
+
+
+def refuse_no_number(trainer: Any, fitted: Fitted, norm: Any) -> None:
+    """Raises `SnugfitError` when this step's loss or norm is no number. Its batch is written down, and the
+    border before it is kept as a checkpoint."""
+    import torch
+
+    fitted.left_over = 0
+    if fitted.lost is None or fitted.keeping is None:
+        return
+    lost, tokens = fitted.lost, fitted.told_of.tokens
+    read = [lost, torch.as_tensor(norm, device=lost.device), lost.new_full((), 0) + tokens]
+    loss, size, count = torch.stack([each.float() for each in read]).tolist()
+    fitted.seen = loss, size, int(count)
+    overflown = trainer.accelerator.scaler is not None and not math.isfinite(size)
+    if math.isfinite(loss) and (overflown or math.isfinite(size)):
+        return
+    trainer.model.zero_grad(set_to_none=True)
+    step = trainer.state.global_step + 1
+    file = write_batch(fitted.keeping.store.root, step, fitted.batch)
+    set_generators(fitted.began, trainer.args.device)
+    trainer._tr_loss.copy_(fitted.logged)
+    fitted.keeping.stream.not_used(fitted.count)
+    fitted.keeping.keep()
+    fitted.keeping.wait()
+    raise SnugfitError(
+        f"Step {step}: {NonFinite(loss, size)} The step's batch stands in {file}. Look at it, take a"
+        " smaller learning rate, or another precision."
+    )
+
+
+def write_batch(folder: Path, step: int, batch: Sequence[Mapping[str, Any]]) -> Path:
+    """Every tensor of a step's micro-batches, by its number and its name, where that can be written; gives
+    the file."""
+    import torch
+    from safetensors.torch import save_file
+
+    file = folder / f"nonfinite-step-{step}.safetensors"
+    tensors = {
+        f"{number}.{name}": value.detach().cpu().contiguous()
+        for number, piece in enumerate(batch)
+        for name, value in piece.items()
+        if isinstance(value, torch.Tensor)
+    }
+    with contextlib.suppress(OSError):
+        save_file(tensors, file)
+    return file

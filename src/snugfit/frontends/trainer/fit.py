@@ -1,0 +1,97 @@
+"""`snugfit.fit`: a user's live `transformers.Trainer`, trained as planned.
+
+    import snugfit
+
+    trainer = snugfit.fit(trainer)                            # planned for the GPU here
+    trainer = snugfit.fit(trainer, "bf16 + micro_batches(4)") # or the recipe is named
+    trainer.train()
+
+The same object comes back. What `TrainingArguments` have a word for is written there; the rest is done to the
+model, or read by one subclass that the trainer's class becomes (`trainer_class.py`), under the user's own
+subclass's name and above it. The global batch (`per_device_train_batch_size` times
+`gradient_accumulation_steps`) is kept whatever the recipe is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from snugfit.errors import UsageError
+from snugfit.frontends.trainer.fitted import Fitted
+from snugfit.frontends.trainer.job import job_of, same_generators
+from snugfit.frontends.trainer.plan import Chosen, as_it_is, planned
+from snugfit.frontends.trainer.setup import apply, refuse_what_cannot_be_fitted
+from snugfit.frontends.trainer.trainer_class import FittedTrainer, injected
+from snugfit.planning.space import fidelity_of
+from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.technique import Fidelity, Slot
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+    from snugfit.training.journal import Event
+
+
+def say(event: Event) -> None:
+    """What is told without a `watch` of one's own: warnings and changes of plan, one line each."""
+    if text := event.get("text"):
+        print(f"snugfit: {text}", flush=True)
+
+
+def fit(
+    trainer: Any,
+    recipe: Recipe | str | None = None,
+    *,
+    gpu: str | None = None,
+    fidelity: Fidelity | str = Fidelity.SAME,
+    watch: Callable[[Event], None] = say,
+) -> Any:
+    """Makes `trainer`, a `transformers.Trainer` or a subclass's, train under `recipe`; gives it back.
+
+    `recipe` may be text. Without one it is planned, no less exact than the trainer's own arguments and
+    `fidelity`: for the `gpu` of this name, or the one here; where there is neither, the trainer keeps what it
+    asks for. `watch` hears every event of the journal, and what is changed; those that are to be read have
+    a `text`.
+
+    Raises `UsageError` for a trainer or a recipe that this cannot honour, by name, and `NothingFits`; nothing
+    is changed then.
+    """
+    refuse_what_cannot_be_fitted(trainer)
+    job = job_of(trainer)
+    chosen = _chosen(trainer, job, recipe, gpu, fidelity)
+    fitted = Fitted(job=job, recipe=chosen.recipe, left=chosen.left, watch=watch)
+    if chosen.says:
+        fitted.tell("planned", text=chosen.says)
+    for line in apply(trainer, job, chosen.recipe, chosen.left):
+        fitted.tell("changed", text=line)
+    if not isinstance(trainer, FittedTrainer):
+        trainer.__class__ = injected(type(trainer))
+    trainer.snugfit = fitted
+    return trainer
+
+
+def _chosen(
+    trainer: Any,
+    job: Job,
+    recipe: Recipe | str | None,
+    gpu: str | None,
+    fidelity: Fidelity | str,
+) -> Chosen:
+    """The recipe that was named, or a plan's, or the trainer's own."""
+    import torch
+
+    if recipe is not None:
+        if gpu is not None:
+            raise UsageError("gpu is for a plan, and a recipe is named. Give one of them.")
+        named = recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe)
+        return Chosen(recipe=named, left=frozenset(), says="")
+    degree = fidelity_of(fidelity)
+    device = trainer.args.device
+    if gpu is None and device.type == "cuda":
+        gpu = torch.cuda.get_device_name(device)
+    if gpu is not None:
+        with same_generators(device):
+            return planned(trainer, job, gpu, degree)
+    own = as_it_is(trainer).recipe
+    says = f"there is no GPU to plan for, and gpu= names none: the trainer keeps what it asks for, '{own}'"
+    return Chosen(recipe=own, left=frozenset(Slot), says=says)

@@ -1,0 +1,143 @@
+"""What a micro-batch's loss counts for: its share of what the whole batch's loss is a mean over.
+
+transformers divides a model's loss by the items of the whole batch if the model takes `num_items_in_batch`,
+or so it assumes: any model with `**kwargs` takes it, and many average over their micro-batch all the same.
+Then losses of micro-batches are added up where their mean was meant: n of them give n times the gradient.
+Where a model takes no such number, micro-batches count alike, however much is in them.
+
+    no code of the user's    the model is asked for its own mean, and that is weighed by the share
+    compute_loss and         the user's code gets `num_items_in_batch`, a tensor that knows whether anything
+    compute_loss_func        was computed with it. If so the loss is taken to be normalised by it; if not,
+                             it is a mean and is weighed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from snugfit.frontends.items import items_in, items_in_each, shifts_labels
+
+if TYPE_CHECKING:
+    import torch
+
+    from snugfit.frontends.trainer.fitted import Fitted
+
+
+def share_of(trainer: Any, piece: Mapping[str, Any], place: int) -> float:
+    """What a piece of this micro-batch of the step counts for. A batch that is not cut is all that there is:
+    nothing is counted in it, for to read that from a GPU is to wait until it has done the step before."""
+    fitted = trainer.snugfit
+    whole = piece is fitted.batch[place]
+    if whole and fitted.count == 1:
+        return 1.0
+    if fitted.shifts is None:
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        fitted.shifts = bool(trainer._loss_shifts_labels) or shifts_labels(model)
+    if not fitted.pieces:
+        fitted.pieces = items_in_each(fitted.batch, shifts=fitted.shifts)
+    items: int = fitted.pieces[place] if whole else items_in(piece, shifts=fitted.shifts)
+    return items / sum(fitted.pieces) if items else 0.0
+
+
+def is_the_users(trainer: Any) -> bool:
+    """Whether the loss comes from the user's own code: a function, or a method of their subclass."""
+    if trainer.compute_loss_func is not None:
+        return True
+    first = next(
+        kind for kind in type(trainer).__mro__ if "compute_loss" in vars(kind) and not _is_ours(kind)
+    )
+    return not first.__module__.startswith("transformers.")
+
+
+def _is_ours(kind: type[Any]) -> bool:
+    return kind.__module__.startswith("snugfit.")
+
+
+@cache
+def _noticing() -> type[Any]:
+    import torch
+
+    class Noticing(torch.Tensor):
+        """A number that notices when something is computed with it; the results are plain tensors."""
+
+        used: list[bool]
+
+        @classmethod
+        def __torch_function__(
+            cls, function: Any, types: Any, arguments: Any = (), keywords: Any = None
+        ) -> Any:
+            for each in (*arguments, *(keywords or {}).values()):
+                if isinstance(each, cls):
+                    each.used.append(True)
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*arguments, **(keywords or {}))
+
+    return Noticing
+
+
+def noticing(items: torch.Tensor) -> Any:
+    """The same number; its `used` is empty until something is computed with it."""
+    made = items.detach().as_subclass(_noticing())
+    made.used = []
+    return made
+
+
+def divides(trainer: Any, model: Any, inputs: Mapping[str, Any], items: Any) -> bool:
+    """Whether this model's loss depends on `num_items_in_batch`. Runs it once without gradients; random
+    generators and buffers are afterwards what they were."""
+    import torch
+
+    from snugfit.frontends.trainer.job import same_generators
+
+    seen = noticing(torch.as_tensor(items))
+    buffers = {name: value.clone() for name, value in model.named_buffers()}
+    with same_generators(trainer.args.device), torch.no_grad():
+        model(**inputs, num_items_in_batch=seen)
+        for name, value in model.named_buffers():
+            if name in buffers:
+                value.copy_(buffers[name])
+    return bool(seen.used)
+
+
+def wrong_of_the_model(trainer: Any, model: Any, inputs: Mapping[str, Any], items: Any) -> str:
+    """What transformers would do wrong with this model's loss and is corrected, in words; or nothing. The
+    model is asked once."""
+    fitted = trainer.snugfit
+    if trainer.label_smoother is not None:
+        return ""  # it divides by num_items_in_batch itself
+    by_the_piece = not trainer.model_accepts_loss_kwargs or items is None
+    if not by_the_piece and fitted.divides is None:
+        fitted.divides = divides(trainer, model, inputs, items)
+    if _even(fitted) if by_the_piece else fitted.divides:
+        return ""
+    name = type(trainer.accelerator.unwrap_model(model)).__name__
+    return _ALIKE.format(name=name) if by_the_piece else _SUMMED.format(who=name, n=fitted.count)
+
+
+def wrong_of_theirs(trainer: Any, items: Any) -> str:
+    """The same for a loss of the user's own, which did not use the number that it was given."""
+    fitted = trainer.snugfit
+    who = "compute_loss_func" if trainer.compute_loss_func is not None else "compute_loss"
+    assumed = trainer.compute_loss_func is not None or (
+        trainer.model_accepts_loss_kwargs and items is not None
+    )
+    if assumed and getattr(trainer, "loss_is_scaled_for_ga", None) is None:
+        return _SUMMED.format(who=who, n=fitted.count)
+    return "" if _even(fitted) else _ALIKE.format(name=who)
+
+
+def _even(fitted: Fitted) -> bool:
+    return abs((fitted.share or 0) * fitted.count - 1) < 1e-9
+
+
+_SUMMED = (
+    "{who} averages over each micro-batch and leaves num_items_in_batch alone; transformers would add"
+    " up the means of {n} micro-batches, a gradient {n} times too large. Each counts for its share of the"
+    " batch instead."
+)
+_ALIKE = (
+    "Micro-batches hold different numbers of items, and transformers would let the losses of {name} count"
+    " alike. Each counts for its share of the batch instead."
+)

@@ -1,0 +1,73 @@
+"""A step of many micro-batches through the allocator, from one of few.
+
+All micro-batches of a step but its first and its last are one list of requests, over and over. Once one of
+them begins as an earlier one did, block by block and address by address, those between them come round: every
+so many further ones leave the allocator as they find it, and no peak moves any more. (Often it is each single
+one; where the blocks of one batch are still alive when those of the next are made, it is every second or
+third.) So a few are replayed, and where they come round in every step, they tell what a larger number takes,
+to the byte. Where they do not, all are replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations, pairwise
+from typing import TYPE_CHECKING
+
+from snugfit.prediction.allocator import Replay, replay
+from snugfit.rehearsal.trace.pieces import Work
+
+if TYPE_CHECKING:
+    from snugfit.rehearsal.trace.tape import Tape
+
+FEW = (6, 7, 8)
+"""Micro-batches that are replayed for a number that is larger by a multiple of what comes round: any number
+is that to one of these, be it one, two or three that do."""
+
+MANY = 2 * max(FEW)
+"""Micro-batches from which on that is less work."""
+
+
+def settled(tape: Tape, micro_batches: int, *, expandable: bool) -> Replay | None:
+    """What the allocator shows after steps of so many micro-batches, from a tape with a few of them; None
+    where those do not tell."""
+    beginnings = list(_beginnings(tape))
+    after = replay(tape, expandable=expandable, states={event for step in beginnings for event in step})
+    told = (
+        any(
+            after.states[step[one]] == after.states[step[other]]
+            for one, other in combinations(range(1, len(step)), 2)
+            if (micro_batches - len(step)) % (other - one) == 0
+        )
+        for step in beginnings
+    )
+    return after if all(told) else None
+
+
+def _beginnings(tape: Tape) -> Iterator[list[int]]:
+    """Of each step, after how many events each of its micro-batches begins."""
+    steps: dict[int, list[int]] = {}
+    for mark, following in pairwise(tape.marks):
+        if (mark.phase, following.phase) == ("load", "forward"):
+            steps.setdefault(mark.step, []).append(mark.event)
+    yield from steps.values()
+
+
+def works_of(tape: Tape, micro_batches: int) -> list[Work]:
+    """What the device does in each micro-batch of a steady step with so many, the update with the last one;
+    the tape may have fewer, if it has more than two."""
+    starts = [
+        place
+        for place, (before, kernel) in enumerate(pairwise(tape.kernels), start=1)
+        if kernel.phase == "load" != before.phase
+    ]
+    pieces = [_between(tape, *ends) for ends in pairwise([0, *starts, len(tape.kernels)])]
+    if len(pieces) == micro_batches:
+        return pieces
+    return [pieces[0], *[pieces[1]] * (micro_batches - 2), pieces[-1]]
+
+
+def _between(tape: Tape, start: int, end: int) -> Work:
+    last = end == len(tape.kernels)
+    waits = (place - start for place in tape.waits if start <= place < end or (last and place == end))
+    return Work(tape.kernels[start:end], tuple(waits))

@@ -1,0 +1,56 @@
+"""Setups that have the same tape, and what differs between them put onto it.
+
+Three wishes change no allocation of a step and no kernel: what products of fp32 matrices are computed in, who
+makes the batches, and how the allocator takes its segments. So a plan rehearses once for all of them. The
+first two change how long kernels take, which is written onto the tape here; the third is the replay's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from snugfit.errors import SnugfitError
+from snugfit.prediction.seconds import prepared_by
+from snugfit.techniques.setup import LoaderWish
+
+if TYPE_CHECKING:
+    from snugfit.rehearsal.trace.tape import Kernel, Tape
+    from snugfit.techniques.setup import Setup
+
+
+def plain(setup: Setup) -> Setup:
+    """The one of those with the same tape that is rehearsed."""
+    return replace(setup, matmul="ieee", expandable_segments=False, loader=LoaderWish())
+
+
+def seen_by_clock(setup: Setup) -> tuple[str, int]:
+    """All of a Setup that its seconds depend on beside its tape."""
+    return setup.matmul, setup.loader.workers
+
+
+def under(setup: Setup, tape: Tape) -> Tape:
+    """A tape that was rehearsed with plain products and loading, as it is under this Setup."""
+    changed = kernels_under(setup, tape.kernels)
+    return tape if changed is tape.kernels else replace(tape, kernels=changed)
+
+
+def kernels_under(setup: Setup, kernels: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
+    """The same for kernels; the very same where nothing is to be changed."""
+    return _computed(setup.matmul, tuple(prepared_by(setup.loader.workers, kernels)))
+
+
+def _computed(matmul: str, kernels: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
+    from snugfit.rehearsal.record.kernels import PRODUCTS, TF32
+
+    if matmul == "ieee":
+        return kernels
+    if matmul != TF32:
+        raise SnugfitError(f"a plan knows no products in {matmul!r}")
+    found = [kernel.operator in PRODUCTS and kernel.dtype == "torch.float32" for kernel in kernels]
+    if not any(found):
+        return kernels
+    return tuple(
+        kernel._replace(dtype=TF32) if is_product else kernel
+        for kernel, is_product in zip(kernels, found, strict=True)
+    )

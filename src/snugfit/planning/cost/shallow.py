@@ -1,0 +1,86 @@
+"""Models of few layers that stand for a deep one.
+
+A deep model's figures are read off two shallower ones, whose layers come round as its own do, and whose
+checkpointing cuts them as it cuts the deep one. Where there are no two that are less work than the whole, the
+whole one stands for itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from snugfit.rehearsal.trace.depth import Depth, depth_of, span_period
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+    from snugfit.techniques.setup import Setup
+
+FEWEST = 2
+"""Layers of the shallowest model that is rehearsed."""
+
+TRIED_LAYERS = 2
+"""Periods of layers in the model on which something is tried before it is relied on."""
+
+
+@dataclass(frozen=True)
+class Shallow:
+    """A job with fewer layers."""
+
+    job: Job
+    setup: Setup
+    """With its checkpointing as the deep model has it."""
+    layers: int
+
+
+class Shallows:
+    """The shallow models of one job. `few` is whether there may be any."""
+
+    def __init__(self, job: Job, *, few: bool) -> None:
+        self.job, self.few = job, few
+        self._depths: dict[Hashable, Depth | None] = {}
+
+    def of(self, setup: Setup) -> list[Shallow]:
+        """Two models of few layers that are less work than the whole one; else the whole one."""
+        depth = self.depth(setup)
+        if depth is not None and self.few:
+            checkpoint, spans = span_period(setup.checkpoint, depth.layers)
+            period = math.lcm(depth.period, spans)
+            periods = FEWEST if period == 1 else 1  # a first and a last layer, at least
+            least = periods * period + (depth.layers - periods * period) % period
+            if 2 * least + period < depth.layers:
+                asked = replace(setup, checkpoint=checkpoint)
+                return [
+                    Shallow(depth.shallower(self.job, layers), asked, layers)
+                    for layers in (least, least + period)
+                ]
+        return [Shallow(self.job, setup, self.layers(setup))]
+
+    def tried(self, setup: Setup, samples: int) -> Job | None:
+        """The job on a model of so few layers that anything may be tried on it, with so large a batch; None
+        where the whole model is not deeper."""
+        depth = self.depth(setup)
+        layers = TRIED_LAYERS * depth.period if depth else 0
+        if depth is None or layers >= depth.layers:
+            return None
+        return replace(depth.shallower(self.job, layers), batch_size=samples)
+
+    def depth(self, setup: Setup) -> Depth | None:
+        """How deep the whole model is; None where that cannot be changed."""
+        if setup.attention not in self._depths:
+            self._depths[setup.attention] = depth_of(self.job, setup)
+        return self._depths[setup.attention]
+
+    def layers(self, setup: Setup) -> int:
+        """How many the whole model has."""
+        depth = self.depth(setup)
+        return depth.layers if depth else 1
+
+
+def along(places: Sequence[int], values: Sequence[Any], at: int) -> Any:
+    """The straight line through one or two points, numbers or arrays of them."""
+    if len(places) == 1:
+        return values[0]
+    return values[0] + (values[1] - values[0]) * (at - places[0]) / (places[1] - places[0])

@@ -1,0 +1,107 @@
+"""One GPU's part in a search that several share: what it still has to know, and its answer.
+
+Each GPU looks for one recipe only, the fastest that fits it or the smallest, and not for a whole front. So a
+candidate is worth judging while it could still be that one: while it can fit, and its least seconds are not
+above those of the best that is known to fit. Where nothing can fit, the smallest is looked for instead.
+
+GPUs that share a search run the same kernels, and take workspaces and scratch of their own. The search judges
+by the one that takes least, and what comes near enough to fitting counts as if it did; the answer is then
+rehearsed whole, by the GPU's own policy (`Parts.whole`). Where that shows that it does not fit, the next one
+is looked for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from snugfit.planning.search_state import SLACK, Searched
+
+if TYPE_CHECKING:
+    from snugfit.job.gpu import Gpu
+    from snugfit.planning.figures import Figures
+
+
+SAME_SECONDS = 1e-9
+"""Of a step's seconds, by how much sums of the same kernels in another order may differ."""
+
+OWN_SHARE = 0.02
+"""Of the bytes that a recipe takes, how many may be another GPU's workspaces and scratch: twice the most that
+was seen between GPUs of 28 and of 188 multiprocessors (BERT-large, batch 32: 112 MiB of 9.9 GiB reserved)."""
+
+
+class Seat:
+    """One GPU at a shared search."""
+
+    def __init__(self, gpu: Gpu, place: int, found: Searched, *, smallest: bool) -> None:
+        self.gpu, self.place, self.found, self.smallest = gpu, place, found, smallest
+        self.own: dict[int, bool] = {}
+        """Candidates that were rehearsed whole by this GPU's own policy, and whether that took what they had
+        been judged to take."""
+        self._by_seconds = sorted(found.bounds, key=lambda number: found.bounds[number][::-1])
+        self._by_bytes = sorted(found.bounds, key=lambda number: found.bounds[number])
+
+    def wants(self) -> Iterator[int]:
+        """What could be better than the answer of now and was not judged, the most hopeful first."""
+        wanted = [] if self.smallest else list(self._faster())
+        yield from wanted
+        if self.smallest or not (wanted or self._fitting()):
+            yield from self._smaller()
+
+    def answer(self) -> int:
+        """The best of those judged; when none of them fits, the smallest."""
+        fitting = self._fitting()
+        if fitting and not self.smallest:
+            return self._first(fitting, lambda figures: (figures.seconds, figures.needed_bytes))
+        judged = list(self.found.judged)
+        return self._first(judged, lambda figures: (figures.needed_bytes, figures.seconds))
+
+    def settle(self, number: int, figures: Figures) -> None:
+        """What this GPU itself takes."""
+        known = self.found.judged[number]
+        more = figures.reserved_bytes - known.reserved_bytes
+        as_long = math.isclose(figures.seconds, known.seconds, rel_tol=SAME_SECONDS)
+        self.own[number] = as_long and abs(more) <= OWN_SHARE * known.reserved_bytes
+        self.found.judged[number] = figures
+
+    def leave_out(self, numbers: Collection[int]) -> None:
+        """These cannot be judged."""
+        for number in numbers:
+            self.found.bounds.pop(number, None)
+        self._by_seconds = [number for number in self._by_seconds if number not in numbers]
+        self._by_bytes = [number for number in self._by_bytes if number not in numbers]
+
+    def fits(self, number: int) -> bool:
+        """Whether a candidate that was judged fits, or may do so by this GPU's own policy."""
+        needed = self.found.judged[number].needed_bytes
+        return needed <= (self.gpu.memory_bytes or 0) if number in self.own else self._may_fit(needed)
+
+    def _may_fit(self, needed: int) -> bool:
+        return needed * (1 - OWN_SHARE) <= (self.gpu.memory_bytes or 0)
+
+    def _fitting(self) -> list[int]:
+        return [number for number in self.found.judged if self.fits(number)]
+
+    def _first(self, numbers: Sequence[int], order: Callable[[Figures], tuple[float, float]]) -> int:
+        """The first in this order, and among equals the one that any plan would take."""
+        judged = self.found.judged
+        best = min(order(judged[number]) for number in numbers)
+        return min((number for number in numbers if order(judged[number]) == best), key=self.found.rank)
+
+    def _faster(self) -> Iterator[int]:
+        enough = min((self.found.judged[number].seconds for number in self._fitting()), default=None)
+        for number in self._by_seconds:
+            least = self.found.bounds[number]
+            if enough is not None and least.seconds * (1 - SLACK) > enough:
+                return
+            if number not in self.found.judged and self._may_fit(least.needed_bytes):
+                yield number
+
+    def _smaller(self) -> Iterator[int]:
+        least = min((figures.needed_bytes for figures in self.found.judged.values()), default=None)
+        for number in self._by_bytes:
+            if least is not None and self.found.bounds[number].needed_bytes > least:
+                return
+            if number not in self.found.judged:
+                yield number

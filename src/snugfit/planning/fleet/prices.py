@@ -1,0 +1,123 @@
+"""What a run costs on each GPU, at the user's own prices.
+
+Prices differ by a factor of five between vendors, change by the week, and count different things (the host,
+the disk, an hour begun), so none are shipped: the user says what an hour costs, and gets
+
+    cost of a run = price of an hour x (seconds paid once + steps x seconds of a step) / 3600
+
+which leaves out renting the machine, fetching weights and data, and what a vendor rounds up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Self
+
+from snugfit.errors import UsageError
+from snugfit.job.gpu import find_gpu
+
+if TYPE_CHECKING:
+    from snugfit.planning.fleet.gpu_plans import GpuPlans, OnGpu
+
+HOUR = 3600
+SAMPLES = 1000
+"""Of which the cost is stated."""
+
+DEAREST = 1e6
+"""USD an hour: what is above it is no price of a GPU."""
+
+
+@dataclass(frozen=True)
+class Prices:
+    """USD for an hour of each GPU, by its key."""
+
+    per_hour: Mapping[str, float] = field(default_factory=dict)
+    """Of those that the user gave a price."""
+
+    @classmethod
+    def of(cls, given: Iterable[tuple[object, object]], where: str) -> Self:
+        """Pairs of a GPU's name and its price. Raises `UsageError` that begins with `where`, and `GpuError`
+        for a name that means no GPU, or several."""
+        found: dict[str, float] = {}
+        for name, price in given:
+            key = find_gpu(str(name)).key
+            if key in found:
+                raise UsageError(f"{where}: {key} has two prices, {found[key]:g} and {price!r}. Keep one.")
+            found[key] = _price(price, f"{where}: {name}")
+        return cls(found)
+
+    def with_(self, others: Prices) -> Prices:
+        """These prices, and the others, which are stronger."""
+        return Prices({**self.per_hour, **others.per_hour})
+
+
+def _price(value: object, what: str) -> float:
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= DEAREST:
+        return float(value)
+    raise UsageError(f"{what} costs {value!r}. A price is a number of USD for an hour, such as 2.5.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What one GPU costs."""
+
+    key: str
+    """Of the GPU."""
+
+    per_hour: float | None
+    """USD; None where the user gave no price."""
+
+    per_1000_samples: float | None
+    """USD for a thousand samples of the run, or where its length was not said, of steady steps."""
+
+    run_seconds: float | None
+    """Of the run, with what it pays once; None where its length was not said."""
+
+    run: float | None
+    """USD for the run."""
+
+
+def cost(answer: OnGpu, prices: Prices, steps: int | None) -> Cost:
+    """What this GPU costs, for a thousand samples and for a run of so many steps."""
+    price, pace = prices.per_hour.get(answer.key), answer.pace(steps)
+    per_second = None if price is None else price / HOUR
+    each = None
+    if (choice := answer.choice) and pace:
+        each = SAMPLES / choice.samples_per_second * pace / choice.step_seconds
+    run = steps * pace if steps and pace else None
+    return Cost(
+        key=answer.key,
+        per_hour=price,
+        per_1000_samples=None if per_second is None or each is None else per_second * each,
+        run_seconds=run,
+        run=None if per_second is None or run is None else per_second * run,
+    )
+
+
+def cheapest(found: GpuPlans, prices: Prices) -> OnGpu | None:
+    """The GPU on which a sample costs least; None where no price is known for one that trains this."""
+    costs = {answer.key: cost(answer, prices, found.steps).per_1000_samples for answer in found.fitting}
+    priced = [answer for answer in found.fitting if costs[answer.key] is not None]
+    return min(priced, key=lambda answer: (costs[answer.key] or 0.0, answer.key), default=None)
+
+
+def steps_of(samples: int | None, steps: int | None, batch_size: int) -> int | None:
+    """The run's steps, where the user said its length. Raises `UsageError` when it was said twice."""
+    if samples is not None and steps is not None:
+        raise UsageError("--samples and --steps both say how long the run is. Give one of them.")
+    return math.ceil(samples / batch_size) if samples is not None else steps
+
+
+def document(found: GpuPlans, prices: Prices) -> dict[str, Any]:
+    """What `snugfit gpus --for MODEL --json` prints beside the plans: the run, and what it costs where prices
+    are known."""
+    costs = [cost(answer, prices, found.steps) for answer in found.fitting]
+    best = cheapest(found, prices)
+    return {
+        "currency": "USD",
+        "steps": found.steps,
+        "cheapest": best.key if best else None,
+        "costs": [asdict(each) for each in costs],
+    }

@@ -1,0 +1,120 @@
+"""The largest batch or sequence length that fits.
+
+A whole prediction is asked at each size, no formula: which moment is the peak changes with the size, and the
+allocator rounds. Memory grows nearly evenly in either size, so the next size to ask about is where the line
+through the two nearest answers crosses the bound; where that stalls, the middle. The answer is a size that
+fits, whose next larger one does not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from snugfit.errors import JobError, NothingFits, UsageError
+from snugfit.job.job import LARGEST_BATCH, LARGEST_LENGTH, refuse_what_is_no_job
+from snugfit.job.limits import NO_SEQUENCE
+from snugfit.prediction.predict import predict
+from snugfit.techniques.recipe import Recipe
+from snugfit.units import show_bytes
+
+if TYPE_CHECKING:
+    from snugfit.job.gpu import Gpu
+    from snugfit.job.job import Job
+    from snugfit.results.prediction import Prediction
+
+FIELDS = {"batch": ("batch_size", LARGEST_BATCH), "sequence-length": ("sequence_length", LARGEST_LENGTH)}
+
+
+def largest(
+    job: Job,
+    recipe: Recipe | str = "plain",
+    *,
+    gpu: Gpu | str | None = None,
+    memory_bytes: int | None = None,
+    loop: str = "plain",
+    of: str = "batch",
+) -> tuple[int, Prediction]:
+    """The largest global batch (a multiple of the recipe's micro-batches) or sequence length that fits, and
+    its prediction. Recipe and GPU may be given as text.
+
+    Raises `UsageError` without a bound, for another `of`, or for the sequence length of a task that has none;
+    `NothingFits` when the smallest does not fit.
+    """
+    refuse_what_is_no_job(job)
+    recipe = recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe)
+    if of not in FIELDS:
+        raise UsageError(f"largest of {of!r}: {' or '.join(FIELDS)}.")
+    if of == "sequence-length" and job.task in NO_SEQUENCE:
+        raise UsageError(f"largest of {of!r}: the task {job.task} has none. Try 'batch'.")
+    if gpu is None and memory_bytes is None:
+        raise UsageError("The largest that fits needs a bound: a GPU, or an amount of memory.")
+    sizes = _Sizes(job, recipe, of, {"gpu": gpu, "memory_bytes": memory_bytes, "loop": loop})
+    low, high = 1, sizes.limit + 1
+    if sizes.spare(low) < 0:
+        raise NothingFits(
+            f"Not even a {of.replace('-', ' ')} of {sizes.size(low)} fits: {show_bytes(-sizes.spare(low))} "
+            f"are missing under {recipe}. Try checkpointing, a smaller optimizer state, or a larger GPU."
+        )
+    turns = 0
+    while high - low > 1:
+        middle = sizes.guess(low, high, halve=turns % 4 == 3)
+        if sizes.spare(middle) >= 0:
+            low = middle
+        else:
+            high = middle
+        turns += 1
+    return sizes.size(low), sizes.asked[low]
+
+
+class _Sizes:
+    """Predictions of one job at its sizes, each asked once. Sizes count in units that the recipe can cut."""
+
+    def __init__(self, job: Job, recipe: Recipe, of: str, place: dict[str, Any]) -> None:
+        self.job, self.recipe, self.place = job, recipe, place
+        self.field, most = FIELDS[of]
+        self.unit = recipe.setup().micro_batches if of == "batch" else 1
+        self.asked: dict[int, Prediction] = {}
+        self.limit = self._last_lawful(most // self.unit)
+
+    def size(self, count: int) -> int:
+        """The size of `count` units."""
+        return count * self.unit
+
+    def spare(self, count: int) -> int:
+        """Bytes that are left at `count` units; negative when it does not fit."""
+        if count not in self.asked:
+            self.asked[count] = predict(self._job(count), self.recipe, **self.place)
+        return self.asked[count].spare_bytes or 0
+
+    def guess(self, low: int, high: int, *, halve: bool) -> int:
+        """A size between `low`, which fits, and `high`, which does not or is unlawful."""
+        if high not in self.asked:
+            return min(high - 1, self._along_the_line(low))
+        if halve:
+            return (low + high) // 2
+        fits, misses = self.spare(low), -self.spare(high)
+        return min(max(low + int((high - low) * fits / (fits + misses)), low + 1), high - 1)
+
+    def _along_the_line(self, low: int) -> int:
+        below = max((count for count in self.asked if count < low), default=None)
+        if below is None or self.spare(below) <= self.spare(low):
+            return 4 * low
+        each = (self.spare(below) - self.spare(low)) / (low - below)
+        return low + max(1, int(self.spare(low) / each) + 1)
+
+    def _job(self, count: int) -> Job:
+        changed: dict[str, Any] = {self.field: self.size(count)}
+        return replace(self.job, **changed)
+
+    def _last_lawful(self, most: int) -> int:
+        """The most units of which a job can be made (a model's positions end somewhere)."""
+        low, high = 1, most + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            try:
+                self._job(middle)
+                low = middle
+            except JobError:
+                high = middle
+        return low

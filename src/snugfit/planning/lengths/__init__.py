@@ -1,0 +1,1 @@
+"""A dataset's lengths: ways of padding, their memory and their speed."""

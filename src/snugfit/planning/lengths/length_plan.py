@@ -1,0 +1,172 @@
+"""The answer about a dataset's lengths: each way of padding, what it takes, and which is best."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
+
+from snugfit.data.lengths import Lengths
+from snugfit.errors import UsageError
+from snugfit.job.gpu import Gpu
+from snugfit.job.job import Job
+from snugfit.planning.lengths.padding import Way
+from snugfit.planning.lengths.sizes import Size
+from snugfit.prediction.rates import knows_alignment
+from snugfit.techniques.recipe import Recipe
+
+SCHEMA = 1
+PLAIN = ("loop", "memory_bytes", "bound", "steps", "rehearsed", "off")
+"""Fields of a `LengthPlan` that are JSON as they stand."""
+
+AS_FAST = 0.01
+"""Of the best samples per second: what is less than this from it is as fast, and the simpler is chosen."""
+
+SIMPLEST = ("random", "grouped", "fixed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """The same job on sequences that are cut: another job."""
+
+    at: int
+    """Tokens of a sequence, at most."""
+
+    samples: float
+    """Share of the samples that are cut."""
+
+    tokens: float
+    """Share of the tokens that are lost."""
+
+    ways: tuple[Way, ...]
+    """What each way of padding takes then."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthPlan:
+    """What a dataset's lengths mean for a job under a recipe on a GPU."""
+
+    job: Job
+    """With the longest sequence."""
+
+    recipe: Recipe
+    """How."""
+
+    gpu: Gpu
+    """On what."""
+
+    loop: str
+    """In which loop."""
+
+    memory_bytes: int | None
+    """What may be used."""
+
+    lengths: Lengths
+    """The dataset's."""
+
+    ways: tuple[Way, ...]
+    """Each way of padding; empty when the model does not take the longest sequence."""
+
+    cut: Cut | None = None
+    """When a truncation was asked for."""
+
+    sizes: tuple[Size, ...] = ()
+    """Sizes that the device dislikes."""
+
+    bound: str = ""
+    """What bounds the step of the longest batch."""
+
+    steps: int = 0
+    """Steps that were drawn for each way."""
+
+    rehearsed: int = 0
+    """Lengths that were rehearsed; the seconds of the others follow from theirs."""
+
+    off: float = 0.0
+    """By how much the seconds that follow were found off, at most."""
+
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Packages that it was made with."""
+
+    doubts: tuple[str, ...] = ()
+    """What is less certain than the rest."""
+
+    def fits(self, way: Way) -> bool | None:
+        """Whether this way fits; None when it cannot be, or no memory was named."""
+        if way.needed_bytes is None or self.memory_bytes is None:
+            return None
+        return way.needed_bytes <= self.memory_bytes
+
+    @property
+    def best(self) -> Way | None:
+        """The fastest that fits; among those as fast the simplest. None when none does."""
+        return _best([way for way in self.ways if self.fits(way) is not False])
+
+    @property
+    def assumed(self) -> bool:
+        """Whether the best is better than less rounding of lengths only by a price of unaligned rows that is
+        assumed."""
+        best = self.best
+        if best is None or best.aligned_step_seconds is None or knows_alignment(self.gpu):
+            return False
+        return any(
+            (way.aligned_step_seconds or 0) <= best.aligned_step_seconds * (1 + AS_FAST)
+            for way in self.ways
+            if way.order == best.order and way.multiple < best.multiple and self.fits(way) is not False
+            if way.step_seconds and way.step_seconds > (best.step_seconds or 0) * (1 + AS_FAST)
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The document that `snugfit lengths --json` prints."""
+        return {
+            "schema": SCHEMA,
+            "what": "lengths",
+            "job": self.job.to_json(),
+            "recipe": str(self.recipe),
+            "gpu": self.gpu.to_json(),
+            **{name: getattr(self, name) for name in PLAIN},
+            "lengths": self.lengths.to_json(),
+            "best": asdict(self.best) if self.best else None,
+            "assumed": self.assumed,
+            "ways": [{**asdict(way), "fits": self.fits(way)} for way in self.ways],
+            "cut": {**asdict(self.cut), "ways": list(map(asdict, self.cut.ways))} if self.cut else None,
+            "sizes": [size.to_json() for size in self.sizes],
+            "versions": dict(self.versions),
+            "doubts": list(self.doubts),
+        }
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Self:
+        """The plan that `to_json` wrote. Raises `UsageError` for anything else."""
+        if document.get("what") != "lengths" or document.get("schema") != SCHEMA:
+            raise UsageError("This is no answer about lengths that this version of snugfit wrote.")
+        try:
+            lengths, cut = document["lengths"], document["cut"]
+            histogram = {int(length): samples for length, samples in lengths["histogram"].items()}
+            return cls(
+                job=Job.from_json(document["job"]),
+                recipe=Recipe.parse(document["recipe"]),
+                gpu=Gpu.from_json(document["gpu"]),
+                **{name: document[name] for name in PLAIN},
+                lengths=Lengths.of(histogram, source=lengths["source"]),
+                ways=_ways(document["ways"]),
+                cut=Cut(**{**cut, "ways": _ways(cut["ways"])}) if cut else None,
+                sizes=tuple(Size(**size) for size in document["sizes"]),
+                versions=dict(document["versions"]),
+                doubts=tuple(document["doubts"]),
+            )
+        except (KeyError, TypeError, ValueError) as damaged:
+            raise UsageError(f"This answer about lengths is damaged: {damaged}.") from None
+
+
+def _ways(documents: Sequence[Mapping[str, Any]]) -> tuple[Way, ...]:
+    return tuple(Way(**{name: value for name, value in each.items() if name != "fits"}) for each in documents)
+
+
+def _best(ways: Sequence[Way]) -> Way | None:
+    known = [way for way in ways if way.samples_per_second]
+    if not known:
+        return None
+    most = max(way.samples_per_second or 0.0 for way in known)
+    as_fast = [way for way in known if (way.samples_per_second or 0.0) >= most * (1 - AS_FAST)]
+    return min(as_fast, key=lambda way: (SIMPLEST.index(way.order), way.multiple))

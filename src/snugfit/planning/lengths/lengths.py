@@ -1,0 +1,142 @@
+"""From a dataset's lengths: what each way of padding takes, in bytes at the worst and in seconds on average.
+
+A run must survive its longest batch, so bytes are those of the step whose every sequence is as long as the
+longest batch can be, rehearsed and replayed as `predict` does it. Its seconds are those of all its batches:
+they are drawn (`batches.py`), and each length has its own (`length_profile.py`); `padding.py` puts them
+together.
+
+Cutting the sequences changes what is learned. It is another job: shown apart when it is asked for, and never
+proposed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from snugfit.data.lengths import Lengths
+from snugfit.errors import JobError, UsageError
+from snugfit.job.gpu import Gpu, find_gpu
+from snugfit.job.job import Job, refuse_what_is_no_job
+from snugfit.job.limits import NO_SEQUENCE, WITH_TARGET
+from snugfit.planning.lengths.length_plan import Cut, LengthPlan
+from snugfit.planning.lengths.length_profile import Pace
+from snugfit.planning.lengths.padding import Way, Ways, seconds_of
+from snugfit.planning.lengths.sizes import sizes_of
+from snugfit.planning.search.search import refuse
+from snugfit.prediction.device import doubts_about
+from snugfit.prediction.profile import installed_versions
+from snugfit.techniques.recipe import Recipe
+
+
+def job_of(job: Job, lengths: Lengths) -> Job:
+    """The job whose every batch is as long as the dataset's longest sample. Raises `JobError` for a task
+    without sequences, and for a sample longer than the model's positions."""
+    if job.task in NO_SEQUENCE:
+        raise JobError(f"Lengths are those of sequences of tokens; the task {job.task} has none.")
+    padding = 1 - lengths.mean / lengths.longest
+    try:
+        return replace(job, sequence_length=lengths.longest, padding=padding)
+    except JobError as error:
+        raise JobError(f"{error} The longest of {lengths.source} has {lengths.longest} tokens.") from None
+
+
+def plan_lengths(
+    job: Job,
+    recipe: Recipe | str = "plain",
+    *,
+    lengths: Lengths,
+    gpu: Gpu | str,
+    memory_bytes: int | None = None,
+    loop: str = "plain",
+    cut: int | None = None,
+    seed: int = 0,
+    tell: Callable[[str], None] = lambda what: None,
+) -> LengthPlan:
+    """What each way of padding the dataset's batches takes, under this recipe on this GPU.
+
+    `cut` also tells what it would take with sequences of so many tokens at most. `seed` draws the batches,
+    `tell` hears what is being done. Raises `UsageError` for what cannot be, `RehearsalError` for a step
+    without a tape.
+    """
+    refuse_what_is_no_job(job)
+    refuse("speed", memory_bytes)
+    if not isinstance(lengths, Lengths):
+        raise UsageError(
+            f"lengths is {type(lengths).__name__}; this takes a snugfit.Lengths: Lengths.of([12, 40, 7]), "
+            "Lengths.of({128: 5000}), or Lengths.read(path)."
+        )
+    recipe, gpu = recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe), find_gpu(gpu)
+    shorter = _shorter(lengths, cut)
+    longest = job_of(job, lengths if shorter is None or _takes(job, lengths.longest) else shorter)
+    warnings = recipe.check(longest, gpu.compute_capability)
+    pace = Pace(longest, recipe, gpu, loop, tell)
+    of_all = Ways(pace, lengths, seed)
+    of_cut = Ways(pace, shorter, seed) if shorter else None
+    seconds = seconds_of(pace, [each for each in (of_all, of_cut) if each])
+    ways = of_all.ways(seconds)
+    where = (longest.sequence_length, longest.padding > 0)
+    return LengthPlan(
+        job=longest,
+        recipe=recipe,
+        gpu=gpu,
+        loop=loop,
+        memory_bytes=memory_bytes if memory_bytes is not None else gpu.memory_bytes,
+        lengths=lengths,
+        ways=ways if any(way.needed_bytes for way in ways) else (),
+        cut=_cut(lengths, shorter, of_cut.ways(seconds)) if shorter and of_cut else None,
+        sizes=sizes_of(pace, *where),
+        bound=pace.timing(*where).bound,
+        steps=of_all.steps,
+        rehearsed=pace.rehearsed,
+        off=pace.off,
+        versions=installed_versions(),
+        doubts=(*warnings, *pace.bytes(*where).doubts, *doubts_about(gpu), *_doubts(pace, lengths)),
+    )
+
+
+def _shorter(lengths: Lengths, cut: int | None) -> Lengths | None:
+    if cut is None:
+        return None
+    shorter = lengths.cut(cut)
+    if shorter.counts == lengths.counts:
+        raise UsageError(
+            f"Cutting at {cut} tokens cuts nothing: the longest of {lengths.source} has {lengths.longest}. "
+            "Leave it out, or cut shorter."
+        )
+    return shorter
+
+
+def _takes(job: Job, length: int) -> bool:
+    try:
+        replace(job, sequence_length=length)
+    except JobError:
+        return False
+    return True
+
+
+def _cut(lengths: Lengths, shorter: Lengths, ways: tuple[Way, ...]) -> Cut:
+    cut = sum(samples for tokens, samples in lengths.counts if tokens > shorter.longest)
+    return Cut(
+        at=shorter.longest,
+        samples=cut / lengths.samples,
+        tokens=1 - shorter.tokens / lengths.tokens,
+        ways=ways,
+    )
+
+
+def _doubts(pace: Pace, lengths: Lengths) -> Iterable[str]:
+    if not pace.rates.measured:
+        yield f"Seconds: no rates were measured on this GPU; {pace.rates.source}."
+    if pace.lines:
+        yield (
+            "Seconds: this model's kernels at one length do not follow from those at another, so the seconds "
+            "between rehearsed lengths lie on straight lines."
+        )
+    if lengths.shortest < lengths.longest and not pace.recipe.setup().expandable_segments:
+        yield (
+            "Bytes are those of a run whose every batch is the longest. Batches of many lengths leave pieces "
+            "of freed memory that suit no other, so a run can reserve more; expandable segments keep it low."
+        )
+    if pace.job.task in WITH_TARGET:
+        yield f"The lengths are those of the inputs; every target has {pace.job.target_length} tokens."

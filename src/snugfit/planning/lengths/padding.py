@@ -1,0 +1,162 @@
+"""What each way of padding a dataset's batches takes: the longest batch's bytes, and all batches' seconds.
+
+A step of micro-batches of several lengths takes the mean of what steps of each length take. That is exact
+where passes follow one another without a gap. A host that is faster than the device in long batches and
+slower in short ones could run ahead in the one and make up for the other; but CUDA's queue of launches is
+shorter than a pass of a large model, so that is not counted on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from snugfit.errors import JobError
+from snugfit.planning.lengths.batches import MULTIPLES, ORDERS, Drawn, draw
+from snugfit.planning.lengths.length_profile import Pace, Seconds
+
+if TYPE_CHECKING:
+    from snugfit.data.lengths import Lengths
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """One way to pad a dataset's batches, and what it takes."""
+
+    order: str
+    """`fixed`, `random` or `grouped` (`batches.py`)."""
+
+    multiple: int
+    """Lengths are rounded up to multiples of it."""
+
+    length: int
+    """Tokens of the longest batch that can occur."""
+
+    needed_bytes: int | None = None
+    """What must be free on the device; None when the model takes no batch so long."""
+
+    reserved_bytes: int | None = None
+    """Of it, what the allocator takes."""
+
+    padding: float | None = None
+    """Share of all tokens that is padding."""
+
+    step_seconds: float | None = None
+    """Of a step, on average."""
+
+    aligned_step_seconds: float | None = None
+    """The same, were rows that are no multiple of 16 bytes to cost nothing."""
+
+    longest_step_seconds: float | None = None
+    """Of the longest step that was drawn."""
+
+    samples_per_second: float | None = None
+    """On average."""
+
+    tokens_per_second: float | None = None
+    """Without padding, on average."""
+
+    why_not: str = ""
+    """Why it cannot be."""
+
+
+class Ways:
+    """Every way of padding one dataset's batches."""
+
+    def __init__(self, pace: Pace, lengths: Lengths, seed: int) -> None:
+        self.pace, self.lengths = pace, lengths
+        self.micro_batches = pace.recipe.setup().micro_batches
+        job = pace.job
+        self.drawn: dict[str, Drawn] = {
+            order: draw(
+                lengths,
+                batch_size=job.batch_size,
+                micro_batches=self.micro_batches,
+                order=order,
+                seed=seed,
+            )
+            for order in ORDERS
+        }
+        self.steps = len(self.drawn["fixed"].tokens)
+        self.why_not = {multiple: self._refusal(multiple) for multiple in MULTIPLES}
+
+    def longest(self, multiple: int) -> int:
+        """Tokens of the longest batch that can occur."""
+        return -(-self.lengths.longest // multiple) * multiple
+
+    def wanted(self) -> Iterable[tuple[int, bool]]:
+        """The batches that were drawn: each length, and whether something in it is padded."""
+        for drawn in self.drawn.values():
+            for multiple in (each for each in MULTIPLES if not self.why_not[each]):
+                yield from _shapes(drawn, multiple)
+
+    def ways(self, seconds: Mapping[tuple[int, bool], Seconds]) -> tuple[Way, ...]:
+        """What each takes."""
+        return tuple(self._way(order, multiple, seconds) for order in ORDERS for multiple in MULTIPLES)
+
+    def _way(self, order: str, multiple: int, seconds: Mapping[tuple[int, bool], Seconds]) -> Way:
+        length, drawn = self.longest(multiple), self.drawn[order]
+        if self.why_not[multiple]:
+            return Way(order=order, multiple=multiple, length=length, why_not=self.why_not[multiple])
+        bytes = self.pace.bytes(length, self._may_be_padded(length, multiple, order))
+        steps = _steps(drawn, multiple, seconds)
+        mean = _mean(steps)
+        samples = self.pace.job.batch_size
+        tokens = float(drawn.tokens.sum()) / len(steps)
+        return Way(
+            order=order,
+            multiple=multiple,
+            length=length,
+            needed_bytes=bytes.needed_bytes,
+            reserved_bytes=bytes.reserved_bytes,
+            padding=drawn.padding(multiple),
+            step_seconds=mean.step,
+            aligned_step_seconds=mean.aligned,
+            longest_step_seconds=max(each.step for each in steps),
+            samples_per_second=samples / mean.step,
+            tokens_per_second=tokens / mean.step,
+        )
+
+    def _refusal(self, multiple: int) -> str:
+        try:
+            self.pace.at(self.longest(multiple), padded=True)
+        except JobError as error:
+            return str(error)
+        return ""
+
+    def _may_be_padded(self, length: int, multiple: int, order: str) -> bool:
+        """Whether something can be padded in the longest batch: whatever meets the longest sample in it, or
+        the sample itself, rounded up."""
+        alone = self.pace.job.batch_size == self.micro_batches and order != "fixed"
+        within = length - multiple if alone else 0
+        return any(within < tokens < length for tokens, _ in self.lengths.counts)
+
+
+def _shapes(drawn: Drawn, multiple: int) -> set[tuple[int, bool]]:
+    padded = drawn.padded(multiple)
+    return set(zip(padded.ravel().tolist(), (drawn.shortest < padded).ravel().tolist(), strict=True))
+
+
+def _steps(drawn: Drawn, multiple: int, seconds: Mapping[tuple[int, bool], Seconds]) -> list[Seconds]:
+    """Of each step: the mean of what steps of its micro-batches' lengths take."""
+    padded = drawn.padded(multiple)
+    partly = drawn.shortest < padded
+    return [
+        _mean([seconds[shape] for shape in zip(lengths, masked, strict=True)])
+        for lengths, masked in zip(padded.tolist(), partly.tolist(), strict=True)
+    ]
+
+
+def _mean(of: Sequence[Seconds]) -> Seconds:
+    return Seconds(*(sum(each) / len(of) for each in zip(*of, strict=True)))
+
+
+def seconds_of(pace: Pace, of: Sequence[Ways]) -> dict[tuple[int, bool], Seconds]:
+    """Seconds of a step at every length that was drawn."""
+    wanted = {shape for ways in of for shape in ways.wanted()}
+    found: dict[tuple[int, bool], Seconds] = {}
+    for padded in (True, False):
+        lengths = {length for length, masked in wanted if masked is padded}
+        found |= {(length, padded): each for length, each in pace.seconds(lengths, padded).items()}
+    return found

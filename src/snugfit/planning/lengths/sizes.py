@@ -1,0 +1,265 @@
+"""Sizes that a device dislikes: which ones cost, what they cost, and what would be better.
+
+Products of matrices are worked off in tiles, and tiles in waves (`prediction/kernel_seconds.py`; NVIDIA,
+"Matrix Multiplication Background User's Guide", sections 2.2 and 3). So a size just past the end of a tile
+or a wave costs as much as a much larger one, and tensor cores want rows that are multiples of 16 bytes. Each
+size is found by predicting: the job with another size beside the job as it is, bytes and seconds of both.
+What gains less than `WORTH` is not told.
+
+Only the vocabulary is *proposed* to be changed, and a length to be padded: neither changes what is learned.
+Another batch is another job, and the widths belong to the model, so those are told.
+
+How much unaligned rows cost (`ProductRate.unaligned`) was measured on an H200, and is assumed on other GPUs.
+Until cuBLAS 11 they kept products off the tensor cores; since then they are only slower there, by an amount
+that depends on the shape (the guide's section 2.2). Where it is assumed, a gain that is gone when unaligned
+rows cost nothing says so.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from snugfit.errors import SnugfitError
+from snugfit.planning.lengths.kernel_interpolation import Irregular, Stretched
+from snugfit.planning.lengths.length_profile import Pace, aligned
+from snugfit.prediction.kernel_seconds import KernelClock
+from snugfit.prediction.rates import ALIGNMENT, Rates, knows_alignment
+from snugfit.rehearsal.trace.tape import MATRIX_PRODUCTS
+
+if TYPE_CHECKING:
+    from snugfit.job.model import Model
+
+WORTH = 0.01
+"""Of the samples per second: what gains less is not told."""
+
+FREE = 0.005
+"""Of a step's seconds: a larger batch that takes no more than this longer costs nothing."""
+
+MULTIPLES = (8, 64)
+STEEP = 2
+"""A shorter length stands at the end of a tile or a wave when the seconds that it saves are so many times its
+share: attention alone makes shorter sequences a little faster, token by token."""
+
+NEAR = 4
+"""A batch is near when it is within a fourth of the job's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """A size that costs, and another beside it."""
+
+    what: str
+    """`vocabulary`, `sequence length`, `batch` or `width`."""
+
+    given: int
+    """As it is."""
+
+    instead: int | None
+    """What would be better; None for a width, which is the model's own."""
+
+    gain: float
+    """Share of samples per second that it would bring; of tokens per second where sequences get shorter."""
+
+    more_bytes: int | None = None
+    """On the device; negative when it takes less."""
+
+    step_seconds: float | None = None
+    """Of a step with the other size."""
+
+    proposed: bool = False
+    """Whether it can be changed without changing what is learned."""
+
+    assumed: bool = False
+    """Whether the gain rests on the assumed price of unaligned rows alone."""
+
+    where: str = ""
+    """Of a width: a module that has it."""
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object."""
+        return asdict(self)
+
+
+def sizes_of(pace: Pace, length: int, padded: bool) -> tuple[Size, ...]:
+    """What could gain by another size in the step of this length. Nothing when the host bounds the step, or
+    the making of its batches: no product is waited for."""
+    if pace.timing(length, padded).bound in ("host", "loading"):
+        return ()
+    at = _At(pace, length, padded)
+    return (*_vocabulary(at), *_length(at), *_batch(at), *_widths(at))
+
+
+@dataclass(frozen=True)
+class _At:
+    """The step that sizes are compared with."""
+
+    pace: Pace
+    length: int
+    padded: bool
+
+    def instead(self, what: str, given: int, other: _At, size: int, *, tokens: bool = False) -> Size:
+        """Another step beside this one, by samples or by tokens."""
+        needed = other.pace.bytes(other.length, other.padded).needed_bytes
+        return Size(
+            what=what,
+            given=given,
+            instead=size,
+            gain=self.gain(other, tokens=tokens),
+            more_bytes=needed - self.pace.bytes(self.length, self.padded).needed_bytes,
+            step_seconds=other.seconds(),
+            assumed=not knows_alignment(self.pace.gpu)
+            and self.gain(other, tokens=tokens, rates=aligned(self.pace.rates)) < WORTH,
+        )
+
+    def seconds(self, rates: Rates | None = None) -> float:
+        """Of the step."""
+        return self.pace.timing(self.length, self.padded, rates=rates).step_seconds
+
+    def gain(self, other: _At, *, tokens: bool = False, rates: Rates | None = None) -> float:
+        """Share of samples (or tokens) per second that the other step has more than this one."""
+        work = other.pace.job.batch_size / self.pace.job.batch_size
+        if tokens:
+            work *= other.length / self.length
+        return work * self.seconds(rates) / other.seconds(rates) - 1
+
+    def steep(self, other: _At, share: float) -> bool:
+        """Whether the other step, which leaves out a share of this one's work, saves far more than that."""
+        return 1 - other.seconds() / self.seconds() > STEEP * share
+
+    def resized(self, **changes: Any) -> _At:
+        """The same length of a job that is changed."""
+        pace = self.pace
+        job = replace(pace.job, **changes)
+        return replace(self, pace=Pace(job, pace.recipe, pace.gpu, pace.loop, pace.tell))
+
+
+def up(size: int, multiple: int) -> int:
+    """The next multiple, or the size itself."""
+    return -(-size // multiple) * multiple
+
+
+# ---- the vocabulary -------------------------------------------------------------------------------------
+
+
+def _vocabulary(at: _At) -> Iterator[Size]:
+    """Rows added to the embedding, as `resize_token_embeddings(pad_to_multiple_of=64)` adds them."""
+    rows = _rows(at.pace.job.model)
+    best: Size | None = None
+    for size in sorted({up(rows, multiple) for multiple in MULTIPLES} - {rows}) if rows else ():
+        other = at.resized(model=_with_rows(at.pace.job.model, size))
+        found = replace(at.instead("vocabulary", rows, other, size), proposed=True)
+        if best is None or found.gain > best.gain + WORTH:
+            best = found
+    if best is not None and best.gain > WORTH:
+        yield best
+
+
+def _rows(model: Model) -> int:
+    config = model.config
+    rows = (config.get("text_config") or config).get("vocab_size")
+    return rows if isinstance(rows, int) else 0
+
+
+def _with_rows(model: Model, rows: int) -> Model:
+    config = model.config
+    if isinstance(config.get("text_config"), dict):
+        config["text_config"] = {**config["text_config"], "vocab_size": rows}
+    else:
+        config["vocab_size"] = rows
+    return type(model).from_config(config, name=model.name, origin=model.origin)
+
+
+# ---- the length -----------------------------------------------------------------------------------------
+
+
+def _length(at: _At) -> Iterator[Size]:
+    """A longer one that takes fewer seconds (padding), and a shorter one with more tokens per second."""
+    length = at.length
+    longer = sorted({up(length, multiple) for multiple in MULTIPLES} - {length})
+    shorter = sorted({length // multiple * multiple for multiple in MULTIPLES} - {length, 0})
+    found = []
+    for size in (*longer, *shorter):
+        try:
+            other = replace(at, length=size, padded=at.padded or size > length)
+            one = at.instead("sequence length", length, other, size, tokens=size < length)
+        except SnugfitError:  # past the model's last position
+            continue
+        if size > length or at.steep(other, 1 - size / length):
+            found.append(replace(one, proposed=size > length))
+    for proposed in (True, False):
+        known = [one for one in found if one.proposed is proposed and one.gain > WORTH]
+        if known:
+            yield max(known, key=lambda one: one.gain)
+
+
+# ---- the batch ------------------------------------------------------------------------------------------
+
+
+def _batch(at: _At) -> Iterator[Size]:
+    """A smaller batch with more samples per second, and the largest that takes no longer: both stand at the
+    end of a wave."""
+    pieces = at.pace.recipe.setup().micro_batches
+    samples = at.pace.job.batch_size // pieces
+    low, high = samples - samples // NEAR, samples + -(-samples // NEAR)
+    steps = {size: at.resized(batch_size=size * pieces) for size in {low, high} - {samples}}
+    seconds = {size: other.seconds() for size, other in (*steps.items(), (samples, at))}
+    if len(steps) == 2 and high - low > 2:
+        seconds |= _between(at, steps, samples)
+    smaller = max((size for size in seconds if size <= samples), key=lambda size: size / seconds[size])
+    free = max(size for size in seconds if seconds[size] <= seconds[samples] * (1 + FREE))
+    for size in sorted({smaller, free} - {samples}):
+        other = steps.get(size) or at.resized(batch_size=size * pieces)
+        one = at.instead("batch", at.pace.job.batch_size, other, size * pieces)
+        if one.gain > WORTH:
+            yield one
+
+
+def _between(at: _At, steps: dict[int, _At], samples: int) -> dict[int, float]:
+    """Seconds of every batch between these, from their kernels; nothing where they do not stretch."""
+    low, high = sorted(steps)
+    sights = {
+        size: step.pace.sight(at.length, at.padded)._replace(length=size)
+        for size, step in (*steps.items(), (samples, at))
+    }
+    try:
+        stretched = Stretched([sights[size] for size in sorted(sights)])
+    except Irregular:
+        return {}
+    return {size: at.pace.seconds_of(stretched.at(size)).step for size in range(low, high + 1)}
+
+
+# ---- widths ---------------------------------------------------------------------------------------------
+
+
+def _widths(at: _At) -> Iterator[Size]:
+    """Widths of the model whose rows are no multiple of 16 bytes: what they cost if the assumption holds."""
+    job = at.pace.job
+    samples = job.batch_size // at.pace.recipe.setup().micro_batches
+    of_the_job = {at.length, job.target_length, samples, samples * at.length, samples * job.target_length}
+    of_the_job |= {_rows(job.model), job.labels}
+    slow, fast = KernelClock(at.pace.rates), KernelClock(aligned(at.pace.rates))
+    lost: dict[int, float] = defaultdict(float)
+    where: dict[int, str] = {}
+    for kernel in at.pace.sight(at.length, at.padded).kernels:
+        if kernel.operator not in MATRIX_PRODUCTS:
+            continue
+        extra = slow.seconds(kernel) - fast.seconds(kernel)
+        sizes = {length for length in kernel.leading if length * kernel.itemsize % ALIGNMENT}
+        if extra > 0 and sizes and not sizes & of_the_job:
+            width = min(sizes)
+            lost[width] += extra
+            where.setdefault(width, kernel.module)
+    whole = at.seconds()
+    for width, seconds in lost.items():
+        if (gain := whole / (whole - seconds) - 1) > WORTH:
+            yield Size(
+                what="width",
+                given=width,
+                instead=None,
+                gain=gain,
+                assumed=not knows_alignment(at.pace.gpu),
+                where=where[width],
+            )

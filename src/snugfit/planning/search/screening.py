@@ -1,0 +1,86 @@
+"""The first look at a space: the least that each of its Setups takes, on each GPU that is asked about."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from snugfit.errors import SnugfitError
+from snugfit.planning.space import Candidate, Refusal, Space, update_key
+
+if TYPE_CHECKING:
+    from snugfit.planning.cost.worker_pool import Bench, Question
+    from snugfit.planning.figures import Bound
+
+Tell = Callable[[str], None]
+
+
+@dataclass
+class Screened:
+    """What the first look showed."""
+
+    bounds: dict[int, tuple[Bound, ...]] = field(default_factory=dict)
+    """The least that a candidate takes, by its number, on each GPU."""
+
+    refused: list[Refusal] = field(default_factory=list)
+    """What could not be rehearsed."""
+
+    kinds: int = 0
+    """Of passes."""
+
+
+def screened(space: Space, at: Bench, tell: Tell = lambda what: None) -> Screened:
+    """Gives every candidate the least that it takes. One place begins at each end of the list, which is in
+    the order of what updates depend on, so that few updates are rehearsed in both. Raises `SnugfitError` when
+    nothing can be rehearsed."""
+    groups: dict[int, list[int]] = defaultdict(list)
+    for number, candidate in enumerate(space.candidates):
+        groups[candidate.passes].append(number)
+    order = sorted(groups.values(), key=lambda group: repr(update_key(space.candidates[group[0]].setup)))
+    todo = deque(enumerate(order))
+    found = Screened(kinds=len(order))
+    progress = Progress("screening", len(order), tell)
+
+    def ask(place: int) -> Question | None:
+        if not todo:
+            return None
+        index, group = todo.pop() if place % 2 else todo.popleft()
+        return index, "screen", ([space.candidates[number].setup for number in group],)
+
+    for index, answer in at.answers(ask):
+        progress.step()
+        if isinstance(answer, SnugfitError):
+            found.refused.append(refusal([space.candidates[number] for number in order[index]], answer))
+        else:
+            found.bounds.update(zip(order[index], answer, strict=True))
+    if not found.bounds:
+        why = found.refused[0].why if found.refused else "there is none"
+        raise SnugfitError(f"No recipe could be rehearsed: {why}")
+    return found
+
+
+def refusal(group: Sequence[Candidate], why: SnugfitError) -> Refusal:
+    """That these cannot be rehearsed."""
+    return Refusal(
+        what=str(group[0].recipe),
+        why=str(why).splitlines()[0],
+        recipes=len(group),
+    )
+
+
+class Progress:
+    """Tells how far a part of the search is, and how long it may still take."""
+
+    def __init__(self, what: str, total: int, tell: Tell) -> None:
+        self.what, self.total, self.tell = what, total, tell
+        self.done, self.began = 0, time.monotonic()
+        tell(f"{what} {total} kinds of steps" if what == "screening" else what)
+
+    def step(self) -> None:
+        """One more is done."""
+        self.done += 1
+        left = (time.monotonic() - self.began) / self.done * (self.total - self.done)
+        self.tell(f"{self.what} {self.done} of {self.total}, about {left:.0f} s left")

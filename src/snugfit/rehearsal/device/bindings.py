@@ -1,0 +1,103 @@
+"""Python functions that answer by a device's name, answered for the policy's device during a rehearsal.
+
+They are imported by name all over torch and transformers, also long before a rehearsal and also during one.
+So every loaded module's binding is replaced, and at the end every binding is put back, wherever it is.
+
+Looking through every name of every module takes longer than a small rehearsal. Where the functions were found
+is therefore remembered, and a module is looked through again only when it has more or fewer names than then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import sys
+from collections.abc import Callable, Collection, Iterator
+from typing import TYPE_CHECKING, Any
+
+from snugfit.rehearsal.device.autocast import SWITCH, WeightCache
+
+if TYPE_CHECKING:
+    from snugfit.rehearsal.device.policy import Policy
+
+
+@contextlib.contextmanager
+def bindings(policy: Policy, cache: WeightCache, begin_autocast: Callable[[], None]) -> Iterator[None]:
+    """Every loaded module's binding of the functions below replaced; all put back at the end."""
+    import torch
+    import torch.optim.optimizer
+    import torch.utils._foreach_utils as foreach
+    from transformers.utils import generic
+
+    maybe_autocast = generic.maybe_autocast
+    clear = torch.clear_autocast_cache
+    autocast_init = torch.autocast.__init__
+
+    def clear_both() -> None:
+        cache.held.clear()
+        clear()
+
+    def on_the_switch(self: Any, device_type: str, *arguments: Any, **keywords: Any) -> None:
+        name = SWITCH if device_type in ("meta", "cuda") else device_type
+        autocast_init(self, name, *arguments, **keywords)
+        if name == SWITCH and self._enabled:
+            begin_autocast()
+
+    def maybe_on_the_switch(device_type: str, *arguments: Any, **keywords: Any) -> Any:
+        return maybe_autocast(SWITCH if device_type == "meta" else device_type, *arguments, **keywords)
+
+    replaced: dict[Any, Any] = {
+        maybe_autocast: maybe_on_the_switch,
+        foreach._get_foreach_kernels_supported_devices: lambda: ["cuda", "xpu", "meta"],
+        foreach._get_fused_kernels_supported_devices: lambda: ["cuda", "xpu", "mps", "cpu", "meta"],
+    }
+    from transformers.integrations import moe
+
+    if hasattr(moe, "_can_use_grouped_mm"):  # else this transformers asks another way, or has no such path
+        replaced[moe._can_use_grouped_mm] = lambda *operands: policy.groups_products
+    torch.clear_autocast_cache = clear_both
+    torch.autocast.__init__ = on_the_switch  # type: ignore[method-assign]
+    _look_for(replaced.keys())
+    _rebind(replaced)
+    try:
+        yield
+    finally:
+        _rebind({new: old for old, new in replaced.items()})
+        torch.autocast.__init__ = autocast_init  # type: ignore[method-assign]
+        torch.clear_autocast_cache = clear
+
+
+_LOOKED_THROUGH: dict[int, tuple[dict[str, Any], int]] = {}
+"""Modules' namespaces, by identity, and how many names each had when it was looked through."""
+
+_FOUND: dict[tuple[int, str], dict[str, Any]] = {}
+"""The namespaces, by identity and name, in which one of the functions was ever found, or may come to be."""
+
+_ORIGINALS: list[Any] = []
+"""Which functions were looked for."""
+
+
+def _rebind(replacements: dict[Any, Any]) -> None:
+    """In every loaded module, each name bound to a key of `replacements` is bound to its value."""
+    by_id = {id(old): new for old, new in replacements.items()}
+    own_names = {original.__name__ for original in _ORIGINALS}
+    for module in list(sys.modules.values()):
+        names = getattr(module, "__dict__", None)
+        if names is None or _LOOKED_THROUGH.get(id(names), (None, -1))[1] == len(names):
+            continue
+        _LOOKED_THROUGH[id(names)] = names, len(names)
+        for name, value in list(names.items()):
+            if id(value) in by_id or name in own_names:  # by its name something else may stand there just now
+                _FOUND[id(names), name] = names
+    for (_, name), names in _FOUND.items():
+        if (new := by_id.get(id(names.get(name)))) is not None:
+            names[name] = new
+
+
+def _look_for(originals: Collection[Any]) -> None:
+    """Forgets where functions were found when these are others."""
+    if len(originals) == len(_ORIGINALS) and all(map(operator.is_, originals, _ORIGINALS)):
+        return
+    _ORIGINALS[:] = originals
+    _LOOKED_THROUGH.clear()
+    _FOUND.clear()

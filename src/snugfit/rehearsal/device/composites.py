@@ -1,0 +1,133 @@
+"""Composite operators whose C++ body asks the device: what they call on the policy's device.
+
+torch writes dropout, attention, softmax and rms_norm as compositions that look at their input's device and
+take a fused operator where there is one. On `meta` there is none. These kernels ask the policy instead, and
+call the operator that the device's build would call, so that it saves the same tensors for backward.
+Sources: `aten/src/ATen/native/{Dropout,SoftMax,layer_norm}.cpp` and `native/transformers/attention.cpp`,
+torch 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from snugfit.rehearsal.device import attention
+
+if TYPE_CHECKING:
+    import torch
+
+    from snugfit.rehearsal.device.policy import Policy
+
+
+def composites(policy: Policy, chosen: list[str]) -> dict[str, Callable[..., Any]]:
+    """Kernels by operator name; `chosen` collects the attention kernels that run."""
+    import torch
+
+    aten = torch.ops.aten
+
+    def scaled_dot_product_attention(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        grad = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
+        grouped = enable_gqa and query.size(-3) != key.size(-3)
+        operands = attention.Operands(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, grouped, needs_grad=grad
+        )
+        choice = policy.choose_attention(operands)
+        chosen.append(choice)
+        return attention.run_chosen(choice, operands)
+
+    def dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+        if train and 0 < p < 1 and input.numel():
+            out: torch.Tensor = torch.native_dropout(input, p, train)[0]
+            return out
+        return input if p == 0 or not train or not input.numel() else input.mul(torch.zeros_like(input[:1]))
+
+    def softmax(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        if policy.softmax_saves_input and x.requires_grad and torch.is_grad_enabled():
+            x = _kept_for_backward(x)
+        if policy.softmax_widens and x.dtype == torch.float16 and dtype == torch.float32:
+            return aten._softmax(x, dim, True)  # type: ignore[no-any-return]
+        return aten._softmax(x if dtype is None else x.to(dtype), dim, False)  # type: ignore[no-any-return]
+
+    def log_softmax(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        if policy.softmax_widens and x.dtype == torch.float16 and dtype == torch.float32:
+            return aten._log_softmax(x, dim, True)  # type: ignore[no-any-return]
+        return aten._log_softmax(x if dtype is None else x.to(dtype), dim, False)  # type: ignore[no-any-return]
+
+    table: dict[str, Callable[..., Any]] = {
+        "scaled_dot_product_attention": scaled_dot_product_attention,
+        "softmax.int": softmax,
+        "log_softmax.int": log_softmax,
+    }
+    if policy.fuses_dropout:
+        table["dropout"] = dropout
+    if policy.fuses_rms_norm:
+        table["rms_norm"] = _rms_norm
+    return table
+
+
+def _kept_for_backward(x: torch.Tensor) -> torch.Tensor:
+    """`x`, which stays alive until the backward pass has passed here."""
+    import torch
+
+    class _Keeps(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(value)
+            return value.view_as(value)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient
+
+    kept: torch.Tensor = _Keeps.apply(x)  # type: ignore[no-untyped-call]
+    return kept
+
+
+def _rms_norm(
+    x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
+) -> torch.Tensor:
+    import torch
+
+    if weight is not None and weight.dtype != x.dtype:  # then CUDA composes it too
+        composed: torch.Tensor = torch.ops.aten._fused_rms_norm(x, shape, weight, eps)[0]
+        return composed
+    return _fused_rms_norm(x, list(shape), weight, eps)
+
+
+def _fused_rms_norm(
+    x: torch.Tensor, shape: list[int], weight: torch.Tensor | None, eps: float | None
+) -> torch.Tensor:
+    """CUDA's kernels for it and for its backward pass, which keep one number a row. For `meta`, torch would
+    compose both of other operators; below autograd they reach the recorder, whose shapes are our own."""
+    import torch
+
+    aten = torch.ops.aten
+
+    class _Fused(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+            with torch._C._AutoDispatchBelowAutograd():
+                out, rstd = aten._fused_rms_norm(x, shape, weight, eps)
+            ctx.save_for_backward(x, weight, rstd)
+            return out  # type: ignore[no-any-return]
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+            x, weight, rstd = ctx.saved_tensors
+            wanted = list(ctx.needs_input_grad)
+            with torch._C._AutoDispatchBelowAutograd():
+                return aten._fused_rms_norm_backward(gradient, x, shape, rstd, weight, wanted)  # type: ignore[no-any-return]
+
+    normed: torch.Tensor = _Fused.apply(x, weight)  # type: ignore[no-untyped-call]
+    return normed

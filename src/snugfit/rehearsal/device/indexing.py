@@ -1,0 +1,149 @@
+"""What gathering and scattering by indices allocate for themselves.
+
+The rules were read in torch's sources (2.11 to 2.13; the file stands with each), and give every birth and
+death in the recorded order of `tests/data/history-h200` (BERT, Llama and T5; 2,048 to 147,456 indices).
+
+Embedding backward adds atomically up to 3,072 indices. Above, it sorts them, cuts runs of one row into
+partial runs of at most ten indices, and sums partial runs: each in a row of its own that is summed again, or
+atomically into the gradient where the two-pass way would leave the GPU idle. What it allocates is bounded by
+the number of rows and does not depend on the data. Sorting and scanning are CUB's (`sorting.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from snugfit.rehearsal.device.buffers import OUTPUTS, Scratch, held
+from snugfit.rehearsal.device.sorting import INDEX, SCAN_TILE, scan_bytes, sort_bytes
+
+SORTED_ABOVE = 3072
+"""Indices above which embedding backward sorts instead of adding atomically (`native/cuda/Embedding.cu`)."""
+
+INDICES_PER_PARTIAL = 10
+"""`NROWS_PER_THREAD` of `native/cuda/EmbeddingBackwardKernel.cu`."""
+
+ATOMIC_BLOCKS = 4
+"""Blocks a multiprocessor below which partial runs are summed atomically
+(`MAX_ATOMIC_ACCUM_BLOCKS_PER_SM`, same file)."""
+
+WARP, LARGEST_BLOCK = 32, 1024
+
+UNIQUE_TILE = 640 * 7
+"""Items of which a thread block of CUB finds the different ones, sm_90 and 8-byte keys
+(`cub/device/dispatch/tuning`)."""
+
+
+def embedding(arguments: Sequence[Any], out: Any) -> Scratch:
+    """Indices that are no flat range are copied first: `indices.reshape(-1)` in `native/Embedding.cpp`."""
+    indices = arguments[1]
+    if indices.dim() == 1 or _flat(indices):
+        return ()
+    return held((("indices", _nbytes(indices)),), (OUTPUTS,))
+
+
+def _flat(tensor: Any) -> bool:
+    try:
+        tensor.view(-1)
+    except RuntimeError:
+        return False
+    return True
+
+
+def index(arguments: Sequence[Any], out: Any, sizes: tuple[int, int]) -> Scratch:
+    """Several indices of one shape but different strides are each copied, so that the kernel finds them
+    alike: `AdvancedIndex`, `native/TensorAdvancedIndexing.cpp`."""
+    import torch
+
+    indices = [one for one in arguments[1] if one is not None]
+    if len(indices) < 2:
+        return ()
+    alike = torch.broadcast_tensors(*indices)
+    if len({one.stride() for one in alike}) == 1:
+        return ()
+    copies = ((f"index {place}", _nbytes(one)) for place, one in enumerate(alike) if not one.is_contiguous())
+    return held(tuple(copies), (OUTPUTS,))
+
+
+def index_put(arguments: Sequence[Any], out: Any, sizes: tuple[int, int]) -> Scratch:
+    """What is added where indices point (the gradient of gathering) goes there sorted, so that it adds in one
+    order: `index_put_with_sort_kernel`, `native/cuda/Indexing.cu`. What is only written goes unsorted."""
+    operand, indices = arguments[0], [one for one in arguments[1] if one is not None]
+    if any(str(one.dtype) in ("torch.bool", "torch.uint8") for one in indices):
+        return ()  # how many are true depends on data
+    if len(arguments) < 4 or not arguments[3]:
+        return index(arguments, out, sizes)
+    count, value = math.prod(_broadcast(indices)), arguments[2]
+    each = count * INDEX
+    linear: Scratch = (("wrapped", each), ("linear", each), ("wrapped", -each))
+    for _ in indices[1:]:
+        linear += held((("wrapped", each), ("stride", each)))
+    kept: Scratch = ()
+    rows = _rows_indexed(operand, arguments[1])
+    if value.numel() < count * (operand.numel() // max(rows, 1)) or not value.is_contiguous():
+        kept = (("value", count * (operand.numel() // max(rows, 1)) * value.element_size()),)
+    if not _adjacent(arguments[1]):
+        kept = (*kept, ("indexed first", _nbytes(operand)))
+    bits = max(rows - 1, 1).bit_length()
+    buffers = (*kept, ("sorted", each), ("original", each), ("range", each))
+    sorting = held(buffers, held((("sort", sort_bytes(count, INDEX, bits)),)))
+    return (OUTPUTS, *linear, *sorting, ("linear", -each))
+
+
+def _broadcast(indices: Sequence[Any]) -> tuple[int, ...]:
+    import torch
+
+    return tuple(torch.broadcast_shapes(*(one.shape for one in indices)))
+
+
+def _rows_indexed(operand: Any, indices: Sequence[Any]) -> int:
+    """Of how many rows the indices choose."""
+    return math.prod(operand.size(place) for place, one in enumerate(indices) if one is not None)
+
+
+def _adjacent(indices: Sequence[Any]) -> bool:
+    places = [place for place, one in enumerate(indices) if one is not None]
+    return places[-1] - places[0] == len(places) - 1
+
+
+def embedding_backward(arguments: Sequence[Any], out: Any, sizes: tuple[int, int]) -> Scratch:
+    """`embedding_dense_backward_cuda` (`native/cuda/Embedding.cu`) without `scale_grad_by_freq`."""
+    gradient, indices, rows = arguments[0], arguments[1], int(arguments[2])
+    copies = tuple(
+        (name, _nbytes(tensor))
+        for name, tensor in (("indices", indices), ("gradient", gradient))
+        if not tensor.is_contiguous()
+    )
+    count, item = indices.numel(), indices.element_size()
+    if count <= SORTED_ABOVE:
+        return held(copies, (OUTPUTS,))
+    each = count * item
+    sort = held((("range", each), ("sort", sort_bytes(count, item))))
+    summing = _summing(count, rows, gradient, item, sizes[0])
+    return held((*copies, ("sorted", each), ("original", each)), (*sort, OUTPUTS, *summing))
+
+
+def _summing(count: int, rows: int, gradient: Any, item: int, multiprocessors: int) -> Scratch:
+    """`embedding_backward_cuda_kernel` (`native/cuda/EmbeddingBackwardKernel.cu`), after its output."""
+    width = gradient.size(-1)
+    runs = min(count, rows)
+    partials = count // INDICES_PER_PARTIAL + runs
+    warped = -(-width // WARP) * WARP
+    blocks = -(-runs * warped // min(warped, LARGEST_BLOCK))
+    accumulated = 4 if gradient.element_size() < 4 else gradient.element_size()
+    if blocks < multiprocessors * ATOMIC_BLOCKS and partials > 4 * blocks:
+        last: Scratch = (("run of a partial", partials * item),)
+        if gradient.element_size() < 4:
+            last = (*last, ("wide gradient", rows * width * 4))
+    else:
+        last = (("partial sums", partials * width * accumulated),)
+    unique = held((("unique", count * item), ("scan", scan_bytes(-(-count // UNIQUE_TILE), item))))
+    scan = held((("scan", scan_bytes(-(-runs // SCAN_TILE), item)),))
+    inner = held((("number of partials", 8), ("partials", partials * item), *last))
+    middle = held((("sizes", runs * item), ("offsets", runs * item)), (*scan, *inner))
+    return held((("run starts", count * item), ("number of runs", 8)), (*unique, *middle))
+
+
+def _nbytes(tensor: Any) -> int:
+    return int(tensor.numel() * tensor.element_size())

@@ -1,0 +1,190 @@
+"""What kernels allocate for themselves while they run: invisible to dispatch, visible to the allocator.
+
+Each rule gives births and deaths in order, among the births of the operator's own outputs (`OUTPUTS`, first
+when a rule does not say where). They were read in torch's sources where a source says so, and laid beside
+allocator histories recorded on one H200 (sm_90, 132 multiprocessors, torch 2.11); what neither covers is left
+out and moves reserved bytes only.
+
+On every device, because dispatch sees one operator where torch composes several:
+- `_safe_softmax` asks which rows are all minus infinity (`native/transformers/attention.cpp`);
+- sums into another dtype convert their operand first (`cum_ops`, `native/ReduceOps.cpp`; `make_reduction`,
+  `native/ReduceOpsUtils.h`), but for CUDA's from half precision to fp32;
+- layer norm and its backward work on a contiguous copy of an input that is none (`expect_contiguous`,
+  `native/layer_norm.cpp` and `native/cuda/layer_norm_kernel.cu`);
+- embedding flattens its indices (`indexing.py`).
+
+On CUDA besides:
+- Sums and norms over many rows hold partial results: `reductions.py`.
+- Softmax backward holds `grad * output`: `softmax_backward_cuda_out`, `native/cuda/SoftMax.cu`.
+- cuDNN and flash attention backward hold fp32 accumulators of the query's gradient and one fp32 row each;
+  with grouped queries also the ungrouped gradients of key and value. Exact on three recorded shapes.
+- Efficient attention backward: a product and a row sum for delta, then its workspace. Exact at S = 512.
+- The norms of a list of tensors hold partial norms: `native/cuda/ForeachReduceOp.cu`.
+- Indexing and embedding backward: `indexing.py`. Sorts and scans: `sorting.py`. Convolutions:
+  `convolution.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from snugfit.rehearsal.device import convolution, indexing, reductions, sorting
+from snugfit.rehearsal.device.buffers import OUTPUTS, Scratch, held
+
+
+def everywhere(operator: str, arguments: Sequence[Any], out: Any) -> Scratch:
+    """The scratch of an operator that torch composes of others on every device."""
+    rule = _COMPOSED.get(operator)
+    return rule(arguments, out) if rule else ()
+
+
+def cuda_scratch(operator: str, arguments: Sequence[Any], out: Any, sizes: tuple[int, int]) -> Scratch:
+    """The scratch of one kernel; `sizes` are the GPU's multiprocessors and threads per multiprocessor."""
+    rule = _CUDA.get(operator)
+    return rule(arguments, out, sizes) if rule else everywhere(operator, arguments, out)
+
+
+def _safe_softmax(arguments: Sequence[Any], out: Any) -> Scratch:
+    rows = out.numel() // max(out.size(int(arguments[1])), 1)
+    temporaries = (("is -inf", out.numel()), ("all -inf", rows), ("zero", out.element_size()))
+    return (OUTPUTS, *held(temporaries))
+
+
+def _converted(arguments: Sequence[Any], out: Any) -> Scratch:
+    operand = arguments[0]
+    if operand.dtype == out.dtype:
+        return ()
+    return (OUTPUTS, *held((("operand", operand.numel() * out.element_size()),)))
+
+
+def _layer_norm(arguments: Sequence[Any], out: Any) -> Scratch:
+    return _contiguous(arguments[0])
+
+
+def _layer_norm_backward(arguments: Sequence[Any], out: Any) -> Scratch:
+    return _contiguous(arguments[1])
+
+
+def _contiguous(operand: Any) -> Scratch:
+    if operand.is_contiguous():
+        return ()
+    return held((("contiguous input", operand.numel() * operand.element_size()),), (OUTPUTS,))
+
+
+NORM_CHUNK = 65_536
+"""Elements of one chunk of a multi-tensor kernel (`kChunkSize`, `native/cuda/MultiTensorApply.cuh`)."""
+
+
+def _foreach_norm(arguments: Sequence[Any], out: Any, sizes: tuple[int, int]) -> Scratch:
+    """One fp32 partial norm for each tensor and chunk of the largest (`native/cuda/ForeachReduceOp.cu`)."""
+    chunks = max(-(-tensor.numel() // NORM_CHUNK) for tensor in arguments[0])
+    return held((("partial norms", 4 * len(arguments[0]) * chunks),), (OUTPUTS,))
+
+
+def _within(name: str, nbytes: int) -> Scratch:
+    return ((name, nbytes), (name, -nbytes)) if nbytes else ()
+
+
+def _pow(arguments: Sequence[Any], out: Any, sizes: tuple[int, int]) -> Scratch:
+    """A number as the base is made a tensor first (`pow_Scalar_out`, `native/Pow.cpp`)."""
+    return () if hasattr(arguments[0], "numel") else (OUTPUTS, *_within("base", 8))
+
+
+def _scan(arguments: Sequence[Any], out: Any, sizes: tuple[int, int]) -> Scratch:
+    converted = _converted(arguments, out) or (OUTPUTS,)
+    return (*converted[:2], *sorting.scan(arguments[0], out), *converted[2:])
+
+
+def _sum(arguments: Sequence[Any], out: Any, sizes: tuple[int, int]) -> Scratch:
+    operand = arguments[0]
+    partial = reductions.partial(operand, reductions.dimensions(arguments[1:]), out, sizes)
+    if operand.element_size() == 2 and out.element_size() == 4:
+        return partial
+    converted = _converted(arguments, out)
+    return (*converted[:2], *partial, *converted[2:])
+
+
+def _norm(arguments: Sequence[Any], out: Any, sizes: tuple[int, int]) -> Scratch:
+    return reductions.partial(arguments[0], reductions.dimensions(arguments[2:]), out, sizes)
+
+
+def _softmax_backward(arguments: Sequence[Any], out: Any, sizes: tuple[int, int]) -> Scratch:
+    gradient = arguments[0]
+    return _within("grad * output", gradient.numel() * gradient.element_size())
+
+
+def _cudnn_forward(arguments: Sequence[Any], out: Any, sizes: tuple[int, int]) -> Scratch:
+    return _within("cuDNN workspace", 256)
+
+
+def _fused_attention_backward(arguments: Sequence[Any], out: Any, sizes: tuple[int, int]) -> Scratch:
+    query, key = arguments[1], arguments[2]
+    batch, heads, length, width = query.shape
+    size = 4 * batch * heads * length * width + 4 * batch * heads * length + 256
+    if key.size(1) != heads:
+        size += 2 * batch * heads * key.size(2) * width * query.element_size()
+    return _within("attention workspace", size)
+
+
+def _efficient_backward(arguments: Sequence[Any], out: Any, sizes: tuple[int, int]) -> Scratch:
+    gradient, query = arguments[0], arguments[1]
+    batch, heads, length, width = query.shape
+    product = gradient.numel() * gradient.element_size()
+    row = 4 * batch * heads * length
+    workspace = batch * heads * -(-length // 64) * (64 * 64 * -(-width // 64) * 4 + 16)
+    return (
+        ("grad * out", product),
+        ("delta", row),
+        ("delta, contiguous", row),
+        ("delta", -row),
+        ("grad * out", -product),
+        ("attention workspace", workspace),
+        ("delta, contiguous", -row),
+        ("attention workspace", -workspace),
+    )
+
+
+def _convolution(arguments: Sequence[Any], out: Any, sizes: tuple[int, int]) -> Scratch:
+    return convolution.forward(arguments, out)
+
+
+def _convolution_backward(arguments: Sequence[Any], out: Any, sizes: tuple[int, int]) -> Scratch:
+    gradient, bias = arguments[0], out[2]
+    over = [0, *range(2, gradient.dim())]
+    summed = () if bias is None else reductions.partial(gradient, over, bias, sizes)
+    return convolution.backward(arguments, out, summed)
+
+
+_CUDA: dict[str, Callable[[Sequence[Any], Any, tuple[int, int]], Scratch]] = {
+    "aten::_foreach_norm": _foreach_norm,
+    "aten::sum": _sum,
+    "aten::mean": _sum,
+    "aten::linalg_vector_norm": _norm,
+    "aten::_softmax_backward_data": _softmax_backward,
+    "aten::_scaled_dot_product_cudnn_attention": _cudnn_forward,
+    "aten::_scaled_dot_product_cudnn_attention_backward": _fused_attention_backward,
+    "aten::_scaled_dot_product_flash_attention_backward": _fused_attention_backward,
+    "aten::_scaled_dot_product_efficient_attention_backward": _efficient_backward,
+    "aten::convolution": _convolution,
+    "aten::convolution_backward": _convolution_backward,
+    "aten::pow": _pow,
+    "aten::cumsum": _scan,
+    "aten::cumprod": _scan,
+    "aten::sort": sorting.sort,
+    "aten::index": indexing.index,
+    "aten::index_put": indexing.index_put,
+    "aten::index_put_": indexing.index_put,
+    "aten::embedding_dense_backward": indexing.embedding_backward,
+}
+
+_COMPOSED: dict[str, Callable[[Sequence[Any], Any], Scratch]] = {
+    "aten::_safe_softmax": _safe_softmax,
+    "aten::sum": _converted,
+    "aten::mean": _converted,
+    "aten::cumsum": _converted,
+    "aten::cumprod": _converted,
+    "aten::native_layer_norm": _layer_norm,
+    "aten::native_layer_norm_backward": _layer_norm_backward,
+    "aten::embedding": indexing.embedding,
+}

@@ -1,0 +1,136 @@
+"""When does the backward pass write into a tensor that it holds, where a dispatch mode sees a new one?
+
+Where several uses of a tensor send gradients back, the engine sums them as they arrive. It adds into the
+first one when nobody else holds it (`can_accumulate_inplace`, `torch/csrc/autograd/input_buffer.cpp`: the
+tensor's and its storage's use counts are 1, layout dense), but never while a dispatch mode is active. Under
+the recorder the same addition arrives as `aten::add.Tensor`, with the engine's references plus those that
+the way through Python adds. How many these are depends on the torch release, and on a policy's own kernels on
+that way (autocast's, for `index_put` and `scatter_add`), so they are counted when the first recording under a
+policy begins, in a graph whose answer is known. A tensor that Python code holds (a backward written in
+Python) has more.
+
+Derivatives that scatter a gradient into zeros do so in place likewise, and out of place under a dispatch
+mode (`areAnyTensorSubclassLike`): `index_backward` and `gather_backward`
+(`torch/csrc/autograd/FunctionsManual.cpp`) and those of max, topk and sort
+(`value_selecting_reduction_backward`, `native/ReduceOps.cpp`).
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from snugfit.errors import RehearsalError
+
+if TYPE_CHECKING:
+    from snugfit.rehearsal.device.policy import Policy
+
+Uses = tuple[int, int, int]
+"""How many hold a tensor, its storage, and its Python object."""
+
+aten = torch.ops.aten
+
+SCATTERS: dict[Any, Callable[[torch.Tensor], torch.Tensor]] = {
+    aten.index_put.default: lambda x: x[torch.zeros(2, dtype=torch.long, device="meta")],
+    aten.scatter_add.default: lambda x: x.gather(0, torch.zeros(2, 4, dtype=torch.long, device="meta")),
+    aten.scatter.src: lambda x: x.max(-1)[0],
+}
+"""Operators that a derivative runs in place on zeros of its own, and what has such a derivative."""
+
+
+class SoleOwner:
+    """Tells which operators of a backward pass write into their first operand and make nothing new."""
+
+    def __init__(self) -> None:
+        try:
+            self._most = {id(aten.add.Tensor): _counted_additions()}  # an operator itself hashes slowly
+        except AttributeError as error:
+            raise RehearsalError(
+                f"torch {torch.__version__} does not tell how often a tensor is used ({error}), so gradient "
+                "accumulation cannot be rehearsed."
+            ) from error
+        for operator, example in SCATTERS.items():
+            seen = _seen(operator, example)
+            if len(seen) == 1:
+                self._most[id(operator)] = seen[0]
+
+    def writes_in_place(self, func: Any, arguments: tuple[Any, ...]) -> bool:
+        """Whether this operator of a backward pass, without a dispatch mode, would be done in place."""
+        most = self._most.get(id(func))
+        if most is None or torch.is_grad_enabled() or arguments[0].device.type != "meta":
+            return False
+        if any(uses > limit for uses, limit in zip(_uses(arguments), most, strict=True)):
+            return False
+        return func is not aten.add.Tensor or (len(arguments) == 2 and _may_be_added(*arguments))
+
+
+@functools.cache
+def sole_owner(policy: Policy) -> SoleOwner:
+    """Counted once, while this policy is in force."""
+    return SoleOwner()
+
+
+def _may_be_added(held: torch.Tensor, other: Any) -> bool:
+    return (
+        isinstance(other, torch.Tensor)
+        and held.shape == other.shape
+        and held.dtype == other.dtype
+        and torch._prims_common.is_non_overlapping_and_dense_or_false(held)
+    )
+
+
+def _uses(arguments: tuple[Any, ...]) -> Uses:
+    held = arguments[0]
+    storage = torch._C._storage_Use_Count(held.untyped_storage()._cdata)
+    return held._use_count(), storage, sys.getrefcount(held)
+
+
+class _Counter(TorchDispatchMode):
+    """Notes who holds the first operand of an operator during a backward pass."""
+
+    def __init__(self, operator: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operator = operator
+        self.seen: list[Uses] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """As the recorder does."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is self.operator and not torch.is_grad_enabled():
+            self.seen.append(_uses(args))
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            out.untyped_storage()  # as the recorder does, which gives the storage its Python object
+        return out
+
+
+def _seen(operator: Any, example: Callable[[torch.Tensor], torch.Tensor]) -> list[Uses]:
+    x = torch.empty(4, 4, device="meta", requires_grad=True)
+    counter = _Counter(operator)
+    with torch.enable_grad(), counter:
+        example(x * 1.0).sum().backward()
+    return counter.seen
+
+
+def _counted_additions() -> Uses:
+    """Who holds a gradient that is the engine's alone, seen through a dispatch mode.
+
+    In `2 * x + 3 * x` both gradients of x are fresh products, so the first is the engine's alone; in
+    `x + x` both are one tensor, which is not.
+    """
+    alone = _seen(aten.add.Tensor, lambda x: x * 2 + x * 3)
+    shared = _seen(aten.add.Tensor, lambda x: x + x)
+    if len(alone) != 1 or len(shared) != 1 or not alone[0][:2] < shared[0][:2]:
+        raise RehearsalError(
+            f"torch {torch.__version__} counts references in a way snugfit does not know "
+            f"({alone}, {shared}), so gradient accumulation cannot be rehearsed."
+        )
+    return alone[0]

@@ -1,0 +1,223 @@
+"""What an operator asks of the device: floating-point operations, bytes moved, shapes.
+
+FLOPs of contractions come from torch's own registry (`torch.utils.flop_counter`: 2 per multiply-add, the
+convention of all published figures). Everything else counts one operation an output element, which only
+serves to group operators: such kernels are bound by the bytes they move, and those are counted exactly, each
+input read once and each output written once, an operand that is written into too.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from snugfit.rehearsal.trace.tape import CASTS, MATRIX_PRODUCTS, STRIDED, TRANSPOSED, WITH_BIAS, WITH_DROPOUT
+from snugfit.units import MIB
+
+CONTRACTIONS = "tensor contractions"
+NORMALISATIONS = "statistical normalisations"
+ELEMENTWISE = "element-wise"
+TF32 = "tf32"
+GROUPS = (CONTRACTIONS, NORMALISATIONS, ELEMENTWISE)
+
+_CONTRACTING = ("mm", "bmm", "addmm", "baddbmm", "addmv", "mv", "dot", "convolution", "attention", "einsum")
+_NORMALISING = ("norm", "softmax", "sum", "mean", "var", "std", "amax", "argmax", "cumsum", "nll_loss")
+
+Description = tuple[int, int, tuple[tuple[int, ...], ...], str, int, str, tuple[int, ...]]
+"""FLOPs, bytes read and written, shapes of the first tensor inputs, dtype, number of tensor inputs, layout,
+leading dimensions."""
+
+
+LARGEST_CACHED = 50 * MIB
+"""Of an operand that is read across its rows: beyond it each element costs a sector of memory of its own. An
+H200's second-level cache; on one, T5's position bias was added at full pace with 16 MiB, and at a fifth of it
+with 64 MiB (2026-11-22)."""
+
+MATRICES = 3
+"""Of a product. A grouped one that runs group by group takes a view of each, each time."""
+
+
+def group_of(operator: str) -> str:
+    """The operator group of an operator, after the three classes of "Data Movement Is All You Need"
+    (Ivanov et al., arXiv 2007.00072): contractions, statistical normalisations, element-wise."""
+    name = operator.rsplit("::", maxsplit=1)[-1].strip("_")
+    if any(word in name for word in ("attention", "convolution")) or name in _CONTRACTING:
+        return CONTRACTIONS
+    if any(word in name for word in _NORMALISING):
+        return NORMALISATIONS
+    return ELEMENTWISE
+
+
+def describe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Description | None:
+    """What the kernel of this operator does; None for views and for operators that run no kernel."""
+    if func.is_view or func._schema.name in _NO_KERNEL:
+        return None
+    inputs = [*_tensors(args), *_tensors(kwargs.values())]
+    outputs = list(_tensors((out,)))
+    if not any(tensor.device.type == "meta" for tensor in (*inputs, *outputs)):
+        return None
+    returned = {id(tensor) for tensor in outputs}
+    outputs += [tensor for tensor in _tensors(_written(func, args, kwargs)) if id(tensor) not in returned]
+    moved = sum(map(_nbytes, (*inputs, *outputs)))
+    gathered = inputs[_GATHERING.get(func._schema.name, len(inputs)) :][:1]
+    for table in gathered:  # reads what it was asked for, not the whole table
+        moved -= max(0, _nbytes(table) - sum(map(_nbytes, outputs)))
+    if func._schema.name in _UNREAD:
+        moved -= _nbytes(inputs[1])
+    flops = _flops(func, args, kwargs, out)
+    flops = sum(tensor.numel() for tensor in outputs) if flops is None else flops
+    shapes = tuple(tuple(tensor.shape) for tensor in inputs[:3])
+    dtype, layout = _arithmetic(func, (inputs or outputs)[0]), _layout(func, args, kwargs, inputs, outputs)
+    return flops, moved, shapes, dtype, len(inputs), layout, _leading(func, inputs, outputs)
+
+
+def _layout(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Any], outputs: list[Any]
+) -> str:
+    """How the operands lie, as far as it decides which kernel runs: see `Kernel.layout`."""
+    if "attention" in func._schema.name:
+        return WITH_DROPOUT if _argument(func, args, kwargs, "dropout_p") else ""
+    if torch.Tag.pointwise in func.tags or func._schema.name in _COPYING:
+        return _pointwise_layout([each for each in (*inputs, *outputs) if each.device.type == "meta"])
+    return ""
+
+
+def _leading(func: Any, inputs: list[Any], outputs: list[Any]) -> tuple[int, ...]:
+    """Of a product's matrices; nothing for other operators, and for those whose matrices are no matrices."""
+    name = func._schema.name
+    if name not in MATRIX_PRODUCTS:
+        return ()
+    matrices = [*(inputs[1:3] if name in WITH_BIAS else inputs[:2]), *outputs[:1]]
+    return tuple(max(each.stride()[-2:]) for each in matrices if each.dim() > 1)
+
+
+def _pointwise_layout(operands: list[Any]) -> str:
+    """As torch's TensorIterator chooses: one kernel where all operands lie alike, another where it must look
+    each element's place up, a third where it casts on the way."""
+    last = operands[-1]
+    alike = all(
+        each.shape == last.shape and each.stride() == last.stride() for each in operands
+    ) and torch.ops.aten.is_non_overlapping_and_dense.default(last)
+    if not alike:
+        return TRANSPOSED if any(map(_across, operands)) else STRIDED
+    floats = [each.dtype for each in operands if each.is_floating_point()]
+    narrows = len(operands) == 2 and floats[:1] == [torch.float32]  # torch has kernels of its own for it
+    return CASTS if len(set(floats)) > 1 and not narrows else ""
+
+
+def _across(operand: torch.Tensor) -> bool:
+    """Whether neighbours of this large operand lie apart."""
+    apart = operand.dim() > 0 and operand.stride(-1) > 1 and operand.size(-1) > 1
+    return apart and _nbytes(operand) > LARGEST_CACHED
+
+
+def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
+    """The value of a named argument, given or by default."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name == name:
+            return args[place] if place < len(args) else kwargs.get(name, argument.default_value)
+    return None
+
+
+def apart(args: tuple[Any, ...], kwargs: dict[str, Any], kernel: Description) -> list[Description]:
+    """A grouped product as so many products of equal groups: (M, K) by (G, K, N) by rows, (N, M) by (M, K) by
+    what they have in common."""
+    flops, moved, _, dtype, tensors, _, _ = kernel
+    ends = args[2] if len(args) > 2 else kwargs.get("offs")
+    groups = args[0].size(0) if ends is None else ends.size(0)
+    (rows, inner), columns = args[0].shape[-2:], args[1].shape[-1]
+    if args[0].dim() == args[1].dim():
+        inner = -(-inner // groups)
+    else:
+        rows = -(-rows // groups)
+    shapes, leading = ((rows, inner), (inner, columns)), (inner, columns, columns)
+    return [(flops // groups, moved // groups, shapes, dtype, min(tensors, 2), "", leading)] * groups
+
+
+def copies_in(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether this operator copies a host's tensor to the device."""
+    return func is _TO_COPY and args[0].device.type == "cpu"
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments that the operator writes into, returned or not."""
+    places, names = _places_written(func)
+    return [args[place] for place in places if place < len(args)] + [
+        kwargs[name] for name in names if name in kwargs
+    ]
+
+
+@functools.cache
+def _places_written(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    written = [
+        (place, argument.name)
+        for place, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return tuple(place for place, _ in written), tuple(name for _, name in written)
+
+
+def _arithmetic(func: Any, operand: torch.Tensor) -> str:
+    """What the kernel computes in: its operand's dtype, but for products and convolutions in TF32."""
+    if operand.dtype is torch.float32 and func._schema.name in PRODUCTS:
+        backends: Any = torch.backends
+        where = backends.cudnn.conv if "conv" in func._schema.name else backends.cuda.matmul
+        return TF32 if where.fp32_precision == TF32 else str(operand.dtype)
+    return str(operand.dtype)
+
+
+def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int | None:
+    """By torch's registry; None where it has no formula. Its formulas for attention know no grouped queries
+    (keys and values then count once for each query head that uses them), and count what a causal mask spares,
+    half of it."""
+    formula = flop_registry.get(func._overloadpacket)
+    if formula is None:
+        return None
+    first = 1 if "backward" in func._schema.name else 0
+    if "attention" in func._schema.name and args[first].size(1) != args[first + 1].size(1):
+        heads = args[first].size(1)
+        ungrouped = [
+            each.new_empty((each.size(0), heads, *each.shape[2:])) for each in args[first + 1 : first + 3]
+        ]
+        args = (*args[: first + 1], *ungrouped, *args[first + 3 :])
+    spared = 2 if _argument(func, args, kwargs, "is_causal") else 1
+    return int(formula(*args, **kwargs, out_val=out)) // spared
+
+
+PRODUCTS = MATRIX_PRODUCTS | {"aten::convolution", "aten::convolution_backward"}
+"""Operators of fp32 tensors that torch hands to cuBLAS and cuDNN, which may compute them in TF32."""
+
+_TO_COPY = torch.ops.aten._to_copy.default
+
+_COPYING = frozenset({"aten::_to_copy", "aten::clone", "aten::copy_"})
+
+_GATHERING = dict.fromkeys(
+    ("aten::embedding", "aten::index", "aten::index_select", "aten::gather", "aten::nll_loss_forward"), 0
+)
+"""Operators that read a few elements of a large operand, and which operand that is."""
+
+_UNREAD = frozenset({"aten::nll_loss_backward"})
+"""Operators whose second operand only tells a shape."""
+
+_NO_KERNEL = frozenset(
+    {
+        "aten::empty", "aten::empty_like", "aten::empty_strided", "aten::detach", "aten::alias",
+        "aten::lift_fresh", "aten::new_empty", "aten::new_empty_strided", "aten::_unsafe_view",
+        "prim::device", "aten::resize_",
+    }
+)  # fmt: skip
+
+
+def _tensors(values: Any) -> Any:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)

@@ -1,0 +1,1 @@
+"""What a rehearsal wrote, and how traces are repeated, joined and deepened."""

@@ -1,0 +1,1 @@
+"""The guide and accuracy draws, as tables, plots and pages."""

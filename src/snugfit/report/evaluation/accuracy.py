@@ -1,0 +1,160 @@
+"""Draws in a terminal: every run with its errors, the order within jobs, the quantiles, and the band."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import Group, RenderableType
+
+from snugfit.comparison.ranking import by_job, gap
+from snugfit.comparison.runs import BAND, Accuracy, Run, quantiles
+from snugfit.report.evaluation.order import (
+    gap_line,
+    order_line,
+    per_cent,
+    recipes_grid,
+    seen_bytes,
+    seen_seconds,
+)
+from snugfit.report.text.grid import Grid, terminal
+from snugfit.report.text.job import sizes
+from snugfit.report.text.terminal import words
+
+FIGURES = {
+    "requested_bytes": "requested",
+    "allocated_bytes": "allocated",
+    "reserved_bytes": "reserved",
+    "nvml_bytes": "NVML",
+    "step_seconds": "step",
+}
+GAP = 0.05
+"""What the first choice of a plan may lose to the best of its measured recipes."""
+
+
+def render(result: Accuracy) -> RenderableType:
+    """The draw for a terminal."""
+    parts = [terminal(grid) for grid in grids(result)]
+    told = [words(line) for line in about_order(result)]
+    complaints = [words(f"Run {run.number}: {run.complaint}", "red") for run in result.outside]
+    return Group(words(title(result), "bold"), *parts, *told, terminal(summary_grid(result)), *complaints)
+
+
+def grids(result: Accuracy, *, wide: bool = False) -> Iterator[Grid]:
+    """The runs: one table, or one for each job where jobs have several. A terminal has no room for all."""
+    if result.kind == "drawn":
+        yield runs_grid(result) if wide else narrow_grid(result)
+        return
+    for runs in by_job(result.runs):
+        lines = [order_line(runs), gap_line(runs) if result.kind == "top" else ""]
+        yield recipes_grid(runs, job_words(runs[0]), " ".join(filter(None, lines)))
+
+
+def runs_grid(result: Accuracy) -> Grid:
+    """One row a run."""
+    bytes_heads = ("NVML MiB>", "seen>", "allocated %>", "reserved %>", "NVML %>")
+    heads = ("", "Job", "Recipe", *bytes_heads, "ms a step>", "seen>", "%>", "bound by")
+    rows = tuple(
+        (str(run.number), job_words(run), str(run.recipe), *seen_bytes(run), *seen_seconds(run), _bound(run))
+        for run in result.runs
+    )
+    return Grid(title=f"Runs of seed {result.seed}", heads=heads, rows=rows)
+
+
+def narrow_grid(result: Accuracy) -> Grid:
+    """One row a run, of the bytes NVML's only."""
+    rows = []
+    for run in result.runs:
+        foreseen, seen, *_, error = seen_bytes(run)
+        what = f"{job_words(run)}: {run.recipe}"
+        rows.append((str(run.number), what, foreseen, seen, error, *seen_seconds(run), _bound(run)))
+    heads = ("", "Job and recipe", "NVML MiB>", "seen>", "%>", "ms a step>", "seen>", "%>", "bound by")
+    return Grid(title=f"Runs of seed {result.seed}", heads=heads, rows=tuple(rows))
+
+
+def _bound(run: Run) -> str:
+    return run.bound or ""
+
+
+def title(result: Accuracy) -> str:
+    """What was drawn, and where it ran."""
+    families = len({run.family for run in result.runs})
+    jobs = len(by_job(result.runs))
+    count = f"{jobs} job{'s' if jobs > 1 else ''}"
+    what = f"Seed {result.seed}" if result.seed is not None else "Named jobs"
+    runs = {
+        "drawn": f"{len(result.runs)} runs of {families} families",
+        "within-job": f"{len(result.runs)} runs of {count}, each in drawn recipes",
+        "top": f"{len(result.runs)} runs of {count}, each in its plan's best recipes",
+    }
+    where = f"measured on {result.device}" if result.device else f"predicted for {result.gpu}, not measured"
+    again = f", predicted again {result.rescored}" if result.rescored else ""
+    return f"{what}: {runs.get(result.kind, runs['drawn'])}, {where}{again}"
+
+
+def job_words(run: Run) -> str:
+    """A drawn job in one cell."""
+    job = run.job
+    what = f"{job.model.name}: {job.task}, {sizes(job)}"
+    extras = [f"built on the {job.build_on}"] if job.build_on != "device" else []
+    extras += [f"padding {job.padding:g}"] if job.padding else []
+    extras += ["evaluate"] if not job.trains else []
+    return ", ".join([what, *extras])
+
+
+def about_order(result: Accuracy) -> Iterator[str]:
+    """The order within all jobs together, and what first choices lost."""
+    if result.kind == "drawn":
+        return
+    if line := order_line(result.runs):
+        yield f"All jobs together. {line}"
+    if result.kind == "top":
+        yield from gaps_line(by_job(result.runs))
+
+
+def gaps_line(jobs: Sequence[Sequence[Run]]) -> Iterator[str]:
+    """How many first choices were near the best, and the worst of them."""
+    lost = [gap(runs) for runs in jobs if any(run.outcome for run in runs)]
+    known = [each for each in lost if each is not None]
+    if lost:
+        inside = sum(each <= GAP for each in known)
+        worst = f"; the worst is {100 * max(known):.1f} % behind" if known else ""
+        yield (
+            f"The plan's first choice is within {100 * GAP:g} % of the best of its measured recipes on "
+            f"{inside} of {len(lost)} jobs{worst}."
+        )
+
+
+def summary_grid(result: Accuracy) -> Grid:
+    """The quantiles of each figure beside its band."""
+    rows = []
+    for figure, name in FIGURES.items():
+        errors = result.errors(figure)
+        shown = [per_cent(error, signed=False) for error in quantiles(errors)]
+        band = BAND.get(figure)
+        inside = sum(error <= band for error in errors) if band else None
+        rows.append(
+            (
+                name,
+                *shown,
+                per_cent(band, signed=False),
+                f"{inside} of {len(errors)}" if inside is not None else "",
+            )
+        )
+    heads = ("Error", "Half of the runs below %>", "Nine in ten below %>", "Largest %>", "Band %>", "Inside>")
+    return Grid(title="Errors", heads=heads, rows=tuple(rows), note=_verdict(result))
+
+
+def _verdict(result: Accuracy) -> str:
+    if not any(run.outcome for run in result.runs):
+        failed = len(result.outside)
+        return f"Nothing was measured; {failed} of {len(result.runs)} draws could not be predicted."
+    outside = len(result.outside)
+    if outside:
+        return f"{outside} of {len(result.runs)} runs are outside the band."
+    return f"All {len(result.runs)} runs are inside the band."
+
+
+def file_name(result: str, kind: str = "drawn", count: int = 0) -> str:
+    """The file of a draw: by its seed or its jobs' files, and what was drawn of them."""
+    ending = {"drawn": "", "within-job": "-within-job", "top": f"-top{count}"}[kind]
+    return f"accuracy-{result}{ending}.json"

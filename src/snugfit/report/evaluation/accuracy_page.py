@@ -1,0 +1,151 @@
+"""`docs/accuracy.md`: what is claimed, how it was found, all errors in one picture, the worst of them with
+their causes, and every run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from snugfit.comparison.ranking import by_job
+from snugfit.comparison.runs import BAND, Accuracy, Run, quantiles
+from snugfit.evaluation.families import FAMILIES
+from snugfit.measurement.stopwatch import LARGEST_SPREAD
+from snugfit.report.evaluation.accuracy import (
+    FIGURES,
+    about_order,
+    gaps_line,
+    grids,
+    job_words,
+    summary_grid,
+    title,
+)
+from snugfit.report.evaluation.order import order_line, per_cent, seen_seconds
+from snugfit.report.text.grid import Grid, escape, markdown
+from snugfit.results.measurement import MUCH_DISTURBED
+
+EDGES = (-0.3, -0.2, -0.15, -0.1, -0.05, 0.0, 0.05, 0.1, 0.15, 0.2, 0.3)
+"""Between the bars of the histogram, as shares."""
+
+COLUMNS = 50
+"""Of its longest bar."""
+
+WORST = 10
+"""How many of the largest errors are listed."""
+
+_HEAD = """# Accuracy
+
+Written by `snugfit accuracy --show FOLDER --format markdown` from the files in that folder.
+
+A seed draws models, jobs and recipes over {families} families; each is predicted, then measured in a process
+of its own, and none is left out. The largest errors that are allowed: {band}. Errors are
+`predicted / measured - 1`, of the peak over the whole run and of the mean steady step. How a run is
+measured stands in [measuring.md](measuring.md), how seconds are predicted in [seconds.md](seconds.md).
+"""
+
+
+def document(results: Sequence[Accuracy]) -> str:
+    """The page."""
+    band = ", ".join(f"{FIGURES[figure]} {100 * share:g} %" for figure, share in BAND.items())
+    parts = [_HEAD.format(band=band, families=len(FAMILIES))]
+    runs = [run for result in results for run in result.runs if run.seconds]
+    if runs:
+        parts += [_together(results), histogram(runs), markdown(worst_grid(runs))]
+    for result in results:
+        parts.append(f"## {escape(title(result))}\n")
+        parts += [f"{escape(line)}\n" for line in _origin(result)]
+        parts += [markdown(grid) for grid in grids(result, wide=True)]
+        parts += [f"{escape(line)}\n" for line in about_order(result)]
+        parts += [_outside(result), markdown(summary_grid(result))]
+    return "\n".join(part for part in parts if part)
+
+
+def _together(results: Sequence[Accuracy]) -> str:
+    """All results in four sentences."""
+    runs = [run for result in results for run in result.runs]
+    errors = sorted(abs(run.error("step_seconds") or 0.0) for run in runs if run.seconds)
+    median, nine, largest = (per_cent(each, digits=1, signed=False) for each in quantiles(errors))
+    lines = [
+        f"Seconds of a step over all {len(errors)} measured runs: half of the errors are below {median} %, "
+        f"nine in ten below {nine} %, the largest is {largest} %."
+    ]
+    several = [run for result in results if result.kind != "drawn" for run in result.runs]
+    lines += [line for line in [order_line(several)] if line]
+    plans = [group for result in results if result.kind == "top" for group in by_job(result.runs)]
+    return f"## All results together\n\n{escape(' '.join([*lines, *gaps_line(plans)]))}\n"
+
+
+def histogram(runs: Sequence[Run]) -> str:
+    """The errors of seconds, counted between edges."""
+    errors = [run.error("step_seconds") or 0.0 for run in runs]
+    lower, upper = (None, *EDGES), (*EDGES, None)
+    counts = [
+        sum((low is None or error >= low) and (high is None or error < high) for error in errors)
+        for low, high in zip(lower, upper, strict=True)
+    ]
+    lines = [
+        f"{_range(low, high):>18}  {'█' * round(COLUMNS * count / max(counts)):<{COLUMNS}}  {count}".rstrip()
+        for low, high, count in zip(lower, upper, counts, strict=True)
+    ]
+    return "### Errors of the seconds of a step\n\n```text\n" + "\n".join(lines) + "\n```\n"
+
+
+def _range(low: float | None, high: float | None) -> str:
+    if low is None or high is None:
+        edge, word = (high, "below") if low is None else (low, "from")
+        return f"{word} {_edge(edge or 0.0)} %"
+    return f"{_edge(low)} to {_edge(high)} %"
+
+
+def _edge(share: float) -> str:
+    return f"{100 * share:+g}" if share else "0"
+
+
+def worst_grid(runs: Sequence[Run]) -> Grid:
+    """The largest errors of seconds, and why, where that is known."""
+    found = sorted(runs, key=lambda run: -abs(run.error("step_seconds") or 0.0))[:WORST]
+    rows = tuple(
+        (job_words(run), str(run.recipe), *seen_seconds(run), run.bound or "", "; ".join(causes(run)))
+        for run in found
+    )
+    heads = ("Job", "Recipe", "ms a step>", "seen>", "%>", "bound by", "Cause, where known")
+    return Grid(title="The largest errors of seconds", heads=heads, rows=rows)
+
+
+def causes(run: Run) -> Iterator[str]:
+    """What is known of why a run is off: what somebody found out, and what the run itself says."""
+    if run.cause:
+        yield run.cause
+    if run.contaminated:
+        yield f"the GPU was not its alone: {run.contaminated}"
+    if run.crowded:
+        yield f"the host was crowded: {run.crowded}"
+    if run.disturbed and run.disturbed > MUCH_DISTURBED:
+        yield f"others disturbed its core at {100 * run.disturbed:.0f} % of looks"
+    if run.spread is not None and run.spread > LARGEST_SPREAD:
+        yield f"its own steps vary by {100 * run.spread:.0f} %"
+    yield from (doubt for doubt in run.doubts if doubt.startswith("Seconds"))
+
+
+def _origin(result: Accuracy) -> Iterator[str]:
+    """What predicted: packages and rates, and whether that was before the runs were measured."""
+    yield f"Predicted with {_packages(result.versions)}{f'; rates {result.rates}' if result.rates else ''}."
+    if result.rescored:
+        yield (
+            f"Predicted again {result.rescored}, after the runs were measured: these predictions are no "
+            f"forecasts. The first were made with {_packages(result.original_versions)}."
+        )
+    seen = {
+        _packages({name: run.versions[name] for name in result.versions if name in run.versions})
+        for run in result.runs
+        if run.versions
+    }
+    for packages in sorted(seen - {_packages(result.versions)}):
+        yield f"Measured with {packages}: an error may be a difference between the two."
+
+
+def _packages(versions: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
+
+
+def _outside(result: Accuracy) -> str:
+    lines = (f"- Run {run.number}: {' '.join((run.complaint or '').split())}\n" for run in result.outside)
+    return "".join(lines)

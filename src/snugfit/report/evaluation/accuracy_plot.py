@@ -1,0 +1,57 @@
+"""The picture of draws: seconds foreseen against seconds seen, and how often errors are how large.
+
+Drawn on a `Figure` of its own, without pyplot; the same results give the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from io import BytesIO
+
+from snugfit.comparison.runs import Accuracy, Run
+from snugfit.errors import UsageError
+from snugfit.report.evaluation.plot import STYLE
+
+NINE_IN_TEN = 0.2
+"""The dotted lines: the error that nine runs in ten are to stay below."""
+
+FARTHEST = 50
+"""Per cent at which the histogram ends; what is beyond is counted in its last bars."""
+
+
+def draw(results: Sequence[Accuracy], form: str) -> bytes:
+    """The picture as a `png` or an `svg` file's bytes. Raises `UsageError` when no run has seconds."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    groups: dict[str, list[Run]] = {}
+    for run in (run for result in results for run in result.runs if run.seconds):
+        groups.setdefault("host" if run.bound == "host" else "device", []).append(run)
+    if not groups:
+        raise UsageError("--plot: no run of these results has seconds on both sides.")
+    pairs = [run.seconds or (0.0, 0.0) for runs in groups.values() for run in runs]
+    ends = [min(map(min, pairs)) / 1.3, max(map(max, pairs)) * 1.3]
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(11, 5), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        for name, color in (("device", "#0072B2"), ("host", "#E69F00")):
+            seen = [run.seconds or (0.0, 0.0) for run in groups.get(name, [])]
+            left.scatter(
+                [after for _, after in seen], [before for before, _ in seen], s=18, color=color,
+                label=f"{len(seen)} runs bound by the {name}",
+            )  # fmt: skip
+        for share, style in ((0.0, "-"), (NINE_IN_TEN, ":"), (-NINE_IN_TEN, ":")):
+            left.plot(ends, [end * (1 + share) for end in ends], color="0.4", linewidth=0.8, linestyle=style)
+        left.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
+        left.set_xlabel("Seconds of a step, measured")
+        left.set_ylabel("Seconds of a step, predicted")
+        left.legend(frameon=False)
+        errors = [100 * (before / after - 1) for before, after in pairs]
+        within = [max(-FARTHEST, min(FARTHEST, error)) for error in errors]
+        right.hist(within, bins=list(range(-FARTHEST, FARTHEST + 5, 5)), color="#56B4E9", edgecolor="white")
+        right.set_xlabel("Error, per cent of what was measured")
+        right.set_ylabel("Runs")
+        out = BytesIO()
+        metadata = {"Date": None} if form == "svg" else {"Software": None}
+        figure.savefig(out, format=form, dpi=130, metadata=metadata)
+    return out.getvalue()

@@ -1,0 +1,251 @@
+"""The guide's suite as tables: for the terminal, Markdown, CSV and JSON, and all of them into one folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Group, RenderableType
+
+from snugfit.evaluation.result import GuideResult, Row
+from snugfit.evaluation.suite import anatomy, machines, source
+from snugfit.report.evaluation.methods import change, helps, method_lines, stage_lines
+from snugfit.report.text.files import write_atomically
+from snugfit.report.text.grid import Grid, csv_text, escape, terminal
+from snugfit.report.text.grid import markdown as grid_markdown
+from snugfit.report.text.terminal import words
+from snugfit.units import show_bytes, show_mib
+
+UNKNOWN = ""
+
+
+def render(result: GuideResult) -> RenderableType:
+    """Everything, for a terminal."""
+    doubts = (words(f"Doubt: {doubt}", "yellow") for doubt in result.doubts)
+    return Group(*(terminal(grid) for grid in grids(result)), *doubts)
+
+
+def markdown(result: GuideResult, *, plot: str = "") -> str:
+    """Everything, as Markdown; `plot` is the picture's name beside the file."""
+    versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
+    picture = f"![Memory and speed of all experiments]({plot})\n" if plot else ""
+    head = f"## The guide's experiments on {escape(result.gpu)}\n\nPredicted with {escape(versions)}.\n"
+    return "\n".join([head, picture, *(grid_markdown(grid) for grid in grids(result))])
+
+
+def csv(result: GuideResult) -> str:
+    """One line an experiment, in bytes, seconds and shares."""
+    known = list(machines())
+    heads = ["experiment", "recipe", "loop", "predicted_bytes", "predicted_change", "fits", "refused"]
+    heads += ["measured_bytes", "step_seconds", "samples_per_second", "outcome"]
+    for name in known:
+        heads += [
+            f"published_bytes_{name}",
+            f"published_samples_per_second_{name}",
+            f"predicted_then_bytes_{name}",
+        ]
+    return csv_text(heads, (_csv_row(row, result.vanilla, known) for row in result.rows))
+
+
+def _csv_row(row: Row, vanilla: Row, known: list[str]) -> list[object]:
+    timing = row.timing
+    cells: list[object] = [row.name, row.recipe, row.loop, row.predicted_bytes]
+    cells += [change(row.predicted_bytes, vanilla.predicted_bytes), row.fits, row.refused, row.measured_bytes]
+    cells += [timing and timing.step_seconds, timing and timing.samples_per_second, row.outcome]
+    for name in known:
+        then = next((one for one in row.then if one.published.machine == name), None)
+        cells += [then and then.published_bytes, then and then.published.samples_per_second]
+        cells.append(then and then.predicted_bytes)
+    return cells
+
+
+def write(result: GuideResult, folder: Path) -> list[Path]:
+    """Writes guide.md, guide.csv, guide.json, guide.png and guide.svg into `folder`; gives their paths."""
+    from snugfit.report.evaluation.plot import summary
+
+    contents: dict[str, bytes] = {
+        "guide.png": summary(result, "png"),
+        "guide.svg": summary(result, "svg"),
+        "guide.md": markdown(result, plot="guide.png").encode(),
+        "guide.csv": csv(result).encode(),
+        "guide.json": json.dumps(result.to_json(), indent=2, allow_nan=False).encode() + b"\n",
+    }
+    return [write_atomically(folder / name, content) for name, content in contents.items()]
+
+
+def grids(result: GuideResult) -> Iterator[Grid]:
+    """The tables: experiments, measurements, published figures, methods, stages, bytes per parameter."""
+    yield _experiments(result)
+    if result.device:
+        yield _measured(result)
+    yield _published(result)
+    yield _methods(result)
+    yield _stages(result)
+    if result.per_parameter:
+        yield _per_parameter(result)
+
+
+def _experiments(result: GuideResult) -> Grid:
+    rows = []
+    for row in result.rows:
+        recipe = row.recipe if row.loop == "plain" else f"{row.recipe} ({row.loop} loop)"
+        fits = {True: "yes", False: "no", None: "refused" if row.refused else UNKNOWN}[row.fits]
+        change_to = _share(row.predicted_bytes, result.vanilla.predicted_bytes)
+        rows.append((row.name, recipe, _mib(row.predicted_bytes), change_to, fits))
+    refused = "; ".join(f"{row.name}: {row.refused}" for row in result.rows if row.refused)
+    room = f"{show_bytes(result.memory_bytes)} may be used. " if result.memory_bytes else ""
+    return Grid(
+        title=f"The guide's experiments, predicted for {result.gpu}",
+        heads=("Experiment", "Recipe", "MiB>", "To vanilla>", "Fits"),
+        rows=tuple(rows),
+        note=room + (f"Not predicted: {refused}" if refused else ""),
+    )
+
+
+def _measured(result: GuideResult) -> Grid:
+    vanilla = result.vanilla
+    rows = []
+    for row in result.rows:
+        speed = row.timing.samples_per_second if row.timing else None
+        before = vanilla.timing.samples_per_second if vanilla.timing else None
+        rows.append(
+            (
+                row.name,
+                _mib(row.predicted_bytes),
+                _mib(row.measured_bytes),
+                _share(row.predicted_bytes, row.measured_bytes, 2),
+                _share(row.measured_bytes, vanilla.measured_bytes),
+                f"{speed:.2f}" if speed else (row.outcome or UNKNOWN),
+                _share(speed, before),
+            )
+        )
+    heads = (
+        "Experiment",
+        "Predicted MiB>",
+        "Measured MiB>",
+        "Error>",
+        "To vanilla>",
+        "Samples/s>",
+        "To vanilla>",
+    )
+    return Grid(title=f"Measured on {result.device}", heads=heads, rows=tuple(rows))
+
+
+def _published(result: GuideResult) -> Grid:
+    known = machines()
+    rows = []
+    for row in result.rows:
+        for then in row.then:
+            before = next(
+                (one for one in result.vanilla.then if one.published.machine == then.published.machine), then
+            )
+            speed = then.published.samples_per_second
+            rows.append(
+                (
+                    row.name,
+                    known[then.published.machine].gpu or then.published.machine,
+                    f"{then.published.mib:,}",
+                    _share(then.published_bytes, before.published_bytes),
+                    _mib(then.predicted_bytes),
+                    _share(then.predicted_bytes, then.published_bytes, 2),
+                    f"{speed:.2f}" if speed else UNKNOWN,
+                )
+            )
+    heads = (
+        "Experiment",
+        "Machine",
+        "Published MiB>",
+        "To vanilla>",
+        "Predicted MiB>",
+        "Error>",
+        "Samples/s>",
+    )
+    notes = "; ".join(f"{machine.name}: {machine.note}" for machine in known.values() if not machine.gpu)
+    return Grid(
+        title="As published, and predicted under the software of the time",
+        heads=heads,
+        rows=tuple(rows),
+        note=f"Published: {source()}. Machines that name no GPU are shown, not predicted. {notes}.",
+    )
+
+
+def _methods(result: GuideResult) -> Grid:
+    rows = tuple(
+        (
+            line.method,
+            line.experiment,
+            helps(line.speed, less_is_better=False),
+            f"{_signed(line.speed)} {line.speed_from}".strip(),
+            line.guide_speed,
+            helps(line.memory, less_is_better=True),
+            _signed(line.memory),
+            line.guide_memory,
+        )
+        for line in method_lines(result)
+    )
+    heads = ("Method", "Shown by", "Speed", "Change>", "Guide", "Memory", "Change>", "Guide")
+    note = "Memory is predicted. Speed is measured where it was measured, and as published elsewhere."
+    return Grid(title="What helps what", heads=heads, rows=rows, note=note)
+
+
+def _stages(result: GuideResult) -> Grid:
+    rows = tuple(
+        (
+            line.stage,
+            _mib(line.predicted_bytes),
+            ", ".join(f"{machine} {show_mib(size)}" for machine, size in line.published),
+        )
+        for line in stage_lines(result)
+    )
+    heads = ("Stage", "Predicted MiB>", "Published MiB, by machine")
+    return Grid(title=f"GPU memory from idle to training, on {result.gpu}", heads=heads, rows=rows)
+
+
+def _per_parameter(result: GuideResult) -> Grid:
+    rows = tuple(
+        (line.model, line.optimizer, "refused", *[UNKNOWN] * 8)
+        if line.refused
+        else (
+            line.model,
+            line.optimizer,
+            *(f"{part:.2f}" for part in (line.weights, line.copies, line.gradients, line.states, line.rest)),
+            line.peak,
+            f"{line.total:.2f}",
+            UNKNOWN if line.rule_states is None else f"{line.rule_states:g}",
+            UNKNOWN if line.rule_total is None else f"{line.rule_total:g}",
+        )
+        for line in result.per_parameter
+    )
+    heads: tuple[str, ...] = (
+        "Model",
+        "Optimizer",
+        "Weights>",
+        "Copies>",
+        "Gradients>",
+        "States>",
+        "Rest>",
+        "Peak in",
+        "All>",
+    )
+    heads += ("Rule: states>", "Rule: all>")
+    refused = [f"{line.optimizer}: {line.refused}" for line in result.per_parameter if line.refused]
+    note = " ".join([*anatomy()["why"].values(), *dict.fromkeys(refused)])
+    return Grid(
+        title=f"Bytes per parameter at the peak ({anatomy()['precision']}, tiny batch), and the guide's rule",
+        heads=heads,
+        rows=rows,
+        note=note,
+    )
+
+
+def _mib(size: int | None) -> str:
+    return UNKNOWN if size is None else show_mib(size)
+
+
+def _share(part: float | None, whole: float | None, places: int = 1) -> str:
+    return _signed(change(part, whole), places)
+
+
+def _signed(share: float | None, places: int = 1) -> str:
+    return UNKNOWN if share is None else f"{100 * share:+.{places}f} %"

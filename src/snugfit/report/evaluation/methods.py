@@ -1,0 +1,125 @@
+"""The guide's first table and its small ones, read off the suite's results instead of being stated.
+
+The guide says of each method whether it helps speed and memory. Here bytes are the prediction's difference to
+vanilla; speed is what was measured, and where nothing was measured, what was published.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from snugfit.evaluation.result import GuideResult, Row
+from snugfit.evaluation.suite import VANILLA, Method, baselines, methods
+from snugfit.results.footprint import Kind
+from snugfit.units import MIB
+
+NO_DIFFERENCE = 0.02
+"""A smaller share than this is no difference: steps vary by about as much."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodLine:
+    """What one method does to speed and memory, by one experiment."""
+
+    method: str
+    """The guide's word."""
+
+    experiment: str
+    """The experiment that shows it."""
+
+    memory: float | None
+    """Share of vanilla's bytes that it adds (negative: saves), predicted."""
+
+    speed: float | None
+    """Share of vanilla's samples per second that it adds."""
+
+    speed_from: str
+    """`measured`, `published`, or nothing."""
+
+    guide_speed: str
+    """The guide's word on speed."""
+
+    guide_memory: str
+    """The guide's word on memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageLine:
+    """GPU memory at one stage of the vanilla experiment."""
+
+    stage: str
+    """`idle`, `context`, `weights`, `training`."""
+
+    predicted_bytes: int | None
+    """On the GPU that the result is for."""
+
+    published: tuple[tuple[str, int], ...]
+    """Machine and bytes, as printed."""
+
+
+def helps(change: float | None, *, less_is_better: bool) -> str:
+    """`Yes`, `No`, or `?` for a change that is not known."""
+    if change is None:
+        return "?"
+    gain = -change if less_is_better else change
+    return "Yes" if gain > NO_DIFFERENCE else "No"
+
+
+def method_lines(result: GuideResult) -> tuple[MethodLine, ...]:
+    """The guide's first table, from the rows."""
+    rows = {row.name: row for row in result.rows}
+    return tuple(
+        _method_line(method, rows[name], result.vanilla)
+        for method in methods()
+        for name in method.experiments
+    )
+
+
+def _method_line(method: Method, row: Row, vanilla: Row) -> MethodLine:
+    speed, origin = _speed(row, vanilla)
+    return MethodLine(
+        method=method.method,
+        experiment=row.name,
+        memory=change(row.predicted_bytes, vanilla.predicted_bytes),
+        speed=speed,
+        speed_from=origin,
+        guide_speed=method.speed,
+        guide_memory=method.memory,
+    )
+
+
+def _speed(row: Row, vanilla: Row) -> tuple[float | None, str]:
+    if row.timing and vanilla.timing:
+        return change(row.timing.samples_per_second, vanilla.timing.samples_per_second), "measured"
+    before = {then.published.machine: then.published.samples_per_second for then in vanilla.then}
+    for then in row.then:
+        printed = then.published
+        if printed.samples_per_second and before.get(printed.machine):
+            return change(printed.samples_per_second, before[printed.machine]), "published"
+    return None, ""
+
+
+def change(part: float | None, whole: float | None) -> float | None:
+    """The share of `whole` by which `part` is more; None when either is not known."""
+    return None if part is None or not whole else part / whole - 1
+
+
+def stage_lines(result: GuideResult) -> Iterator[StageLine]:
+    """Idle, context, weights, training: the guide's four readings of NVML, from vanilla's prediction."""
+    footprint = result.vanilla.predicted
+    context = footprint.context_bytes if footprint else None
+    weights = None
+    if footprint and context is not None:
+        weights = context + footprint.kinds.get(Kind.WEIGHTS, 0)
+    for stage, size, told in (
+        ("idle", 0, "idle"),
+        ("context", context, "one tiny tensor on the GPU (context and kernels)"),
+        ("weights", weights, "model weights loaded"),
+    ):
+        printed = tuple((line.machine, line.mib * MIB) for line in baselines() if line.what == told)
+        yield StageLine(stage=stage, predicted_bytes=size, published=printed)
+    trained = tuple((then.published.machine, then.published_bytes) for then in result.vanilla.then)
+    yield StageLine(
+        stage=f"training ({VANILLA})", predicted_bytes=result.vanilla.predicted_bytes, published=trained
+    )

@@ -1,0 +1,94 @@
+"""The recipes of one job side by side: foreseen beside seen, whether what was foreseen to be faster was, and
+what choosing by it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from snugfit.comparison.ranking import APART, gap, pooled
+from snugfit.comparison.runs import Run
+from snugfit.report.text.grid import Grid
+from snugfit.units import show_mib
+
+BYTES = ("allocated_bytes", "reserved_bytes", "nvml_bytes")
+HEADS = (
+    "Recipe", "NVML MiB>", "seen>", "allocated %>", "reserved %>", "NVML %>", "ms a step>", "seen>", "%>",
+    "place>", "seen>",
+)  # fmt: skip
+
+
+def recipes_grid(runs: Sequence[Run], title: str, note: str = "") -> Grid:
+    """One row a recipe; errors are the shares by which predictions are too high, places those of seconds."""
+    foreseen = _places((run.number, run.predicted_step_seconds) for run in runs)
+    seen = _places((run.number, run.step_seconds) for run in runs if run.outcome == "ok")
+    rows = tuple(
+        (
+            str(run.recipe),
+            *seen_bytes(run),
+            *seen_seconds(run),
+            foreseen.get(run.number, ""),
+            seen.get(run.number, ""),
+        )
+        for run in runs
+    )
+    return Grid(title=title, heads=HEADS, rows=rows, note=note)
+
+
+def seen_bytes(run: Run) -> Iterator[str]:
+    """NVML MiB foreseen and seen (or how the run died), and the errors of all bytes in per cent."""
+    yield _mib(run.predicted.nvml_bytes if run.predicted else None)
+    if run.outcome not in (None, "ok"):
+        yield str(run.outcome)
+    else:
+        yield _mib(run.measured.nvml_bytes if run.measured else None)
+    yield from (per_cent(run.error(figure)) for figure in BYTES)
+
+
+def seen_seconds(run: Run) -> Iterator[str]:
+    """Milliseconds of a step foreseen and seen, and the error in per cent."""
+    for seconds in (run.predicted_step_seconds, run.step_seconds if run.outcome == "ok" else None):
+        yield "" if seconds is None else f"{seconds * 1e3:,.1f}"
+    yield per_cent(run.error("step_seconds"), digits=1)
+
+
+def per_cent(share: float | None, *, digits: int = 2, signed: bool = True) -> str:
+    """`+0.12`, or nothing for what is not known."""
+    if share is None:
+        return ""
+    return f"{100 * share:+.{digits}f}" if signed else f"{100 * share:.{digits}f}"
+
+
+def order_line(runs: Sequence[Run]) -> str:
+    """How much of the order within each job held; nothing where there is no order."""
+    order, clear = pooled(runs), pooled(runs, apart=APART)
+    if order.tau is None:
+        return ""
+    text = f"Order of seconds: Kendall's tau {order.tau:.2f} over {order.pairs} pairs of recipes"
+    if clear.pairs:
+        text += (
+            f"; of the {clear.pairs} that were measured more than {100 * APART:g} % apart, {clear.right} are "
+            "in the foreseen order"
+        )
+    return text + "."
+
+
+def gap_line(runs: Sequence[Run]) -> str:
+    """How far the first choice of one job is from the best that was measured; nothing where it is not
+    known."""
+    lost = gap(runs)
+    if lost is None:
+        return ""
+    if lost == 0:
+        return "The first choice is the fastest measured one."
+    fastest = min((run for run in runs if run.seconds), key=lambda run: run.step_seconds or 0.0)
+    return f"The first choice is {100 * lost:.1f} % slower than the fastest measured one: {fastest.recipe}."
+
+
+def _places(seconds: Iterable[tuple[int, float | None]]) -> dict[int, str]:
+    """The place of each number, the fastest first."""
+    known = sorted((each, number) for number, each in seconds if each)
+    return {number: str(place) for place, (_, number) in enumerate(known, 1)}
+
+
+def _mib(amount: int | None) -> str:
+    return "" if amount is None else show_mib(amount)

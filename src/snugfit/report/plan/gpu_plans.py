@@ -1,0 +1,221 @@
+"""Plans for many GPUs, in a terminal and as Markdown: which card trains this, and what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from snugfit.planning.fleet.gpu_plans import GpuPlans, OnGpu
+from snugfit.planning.fleet.prices import Cost, Prices, cheapest, cost
+from snugfit.planning.plan import Choice
+from snugfit.report.text.grid import Grid, escape, terminal
+from snugfit.report.text.grid import markdown as markdown_table
+from snugfit.report.text.job import job_line
+from snugfit.report.text.terminal import words
+from snugfit.units import GIB, show_bytes, show_seconds
+
+HOUR = 3600
+FEW = 6
+"""GPUs that are named where there may be many."""
+
+SCALED = "~"
+"""Stands before seconds that were scaled from another GPU's by data sheet."""
+
+
+def render(found: GpuPlans, prices: Prices | None = None) -> RenderableType:
+    """The whole report."""
+    prices = prices or Prices()
+    parts: list[RenderableType] = [words(question(found), "bold")]
+    parts += [words(line, "bold green" if found.fitting else "bold red") for line in headline(found, prices)]
+    parts += [words(line) for line in the_run(found, prices)]
+    parts += [Text(), terminal(table(found, prices))]
+    parts += [terminal(grid) for grid in unknown(found)]
+    parts += [words(line) for line in looked_at(found)]
+    return Group(*parts)
+
+
+def markdown(found: GpuPlans, prices: Prices) -> str:
+    """The same for a file."""
+    lines = [f"## {escape(question(found))}"]
+    lines += ["\n".join(f"- **{escape(line)}**" for line in headline(found, prices))]
+    lines += [escape(line) for line in the_run(found, prices)]
+    lines += [markdown_table(table(found, prices)).rstrip()]
+    lines += [markdown_table(grid).rstrip() for grid in unknown(found)]
+    lines += [escape(line) for line in looked_at(found)]
+    return "\n\n".join(lines) + "\n"
+
+
+def question(found: GpuPlans) -> str:
+    """What was asked, in one line."""
+    asked = f"fidelity {found.fidelity} · objective {found.objective}"
+    return f"{job_line(found.job)} · {len(found.answers)} GPUs · {asked}"
+
+
+def headline(found: GpuPlans, prices: Prices) -> Iterator[str]:
+    """The answers that are asked for: the smallest card, the fastest, the cheapest."""
+    if not found.fitting:
+        yield f"None of these GPUs trains this. {_nearest(found)}".strip()
+        return
+    named = {
+        "The smallest that trains this": found.smallest,
+        "The fastest": found.fastest,
+        "The cheapest": cheapest(found, prices),
+    }
+    for what, answer in named.items():
+        if answer and answer.choice:
+            taking = _taking(answer, answer.choice)
+            yield f"{what}: {answer.key}{_about(what, answer, prices, found.steps)}, with {taking}."
+
+
+def _about(what: str, answer: OnGpu, prices: Prices, steps: int | None) -> str:
+    each = cost(answer, prices, steps)
+    if what == "The cheapest" and each.per_1000_samples:
+        return f" ({_money(each.per_1000_samples)} USD for 1,000 samples at {each.per_hour:g} USD an hour)"
+    return f" ({show_bytes(answer.gpu.memory_bytes or 0)})" if "smallest" in what else ""
+
+
+def _taking(answer: OnGpu, choice: Choice) -> str:
+    seconds = f", {_ms(answer, choice)} ms a step" if choice.step_seconds else ""
+    return f"{choice.recipe}: {show_bytes(choice.needed_bytes)}{seconds}"
+
+
+def _nearest(found: GpuPlans) -> str:
+    known = [answer for answer in found.answers if answer.choice]
+    nearest = min(known, key=lambda answer: answer.lacking_bytes, default=None)
+    if nearest is None or nearest.choice is None:
+        return ""
+    lacking = show_bytes(nearest.lacking_bytes)
+    return f"The nearest miss: {nearest.key} lacks {lacking} for {nearest.choice.recipe}."
+
+
+def the_run(found: GpuPlans, prices: Prices) -> Iterator[str]:
+    """A line about the whole run, where its length was said."""
+    if found.steps:
+        samples = found.steps * found.job.batch_size
+        yield (
+            f"The run: {found.steps:,} steps, {samples:,} samples. What it pays once is counted, as on the "
+            "host of an H200; renting a machine and fetching weights and data are not."
+        )
+    unpriced = [answer.key for answer in found.fitting if answer.key not in prices.per_hour]
+    if prices.per_hour and unpriced:
+        yield f"No price was given for {_some(unpriced)}, which would train this too."
+
+
+def table(found: GpuPlans, prices: Prices) -> Grid:
+    """A line for each GPU whose bytes are known, the best first, and those on which nothing fits last."""
+    costs = {answer.key: cost(answer, prices, found.steps) for answer in found.answers}
+    columns = _columns(found, prices)
+    known = [answer for answer in found.answers if answer.choice]
+    rows = [
+        tuple(show(answer, answer.choice, costs[answer.key]) for _, show in columns)
+        for answer in sorted(known, key=lambda answer: _order(found, answer, costs[answer.key]))
+        if answer.choice
+    ]
+    scaled = any(answer.measured_rates is False for answer in known)
+    note = f"{SCALED} scaled from an H200's achieved rates by data sheet: nobody measured this GPU here."
+    return Grid(
+        title="On each GPU the best recipe; where nothing fits, the one that lacks least",
+        heads=tuple(head for head, _ in columns),
+        rows=tuple(rows),
+        note=note if scaled else "",
+    )
+
+
+_Show = Callable[[OnGpu, Choice, Cost], str]
+
+
+def _columns(found: GpuPlans, prices: Prices) -> list[tuple[str, _Show]]:
+    columns: list[tuple[str, _Show]] = [
+        ("GPU", lambda answer, choice, cost: answer.key),
+        ("GiB>", lambda answer, choice, cost: f"{(answer.gpu.memory_bytes or 0) / GIB:,.1f}"),
+        ("Recipe", lambda answer, choice, cost: choice.recipe),
+        ("needs GiB>", lambda answer, choice, cost: f"{choice.needed_bytes / GIB:,.2f}"),
+        ("", lambda answer, choice, cost: "" if answer.fits else "does not fit"),
+        ("ms a step>", lambda answer, choice, cost: _ms(answer, choice) if choice.step_seconds else "?"),
+        ("samples/s>", lambda answer, choice, cost: _number(choice.samples_per_second)),
+    ]
+    if found.steps:
+        columns.append(("s once>", lambda answer, choice, cost: _number(choice.once_seconds)))
+        columns.append(("run>", lambda answer, choice, cost: _duration(cost.run_seconds)))
+    if prices.per_hour:
+        columns.append(("USD/h>", lambda answer, choice, cost: _money(cost.per_hour)))
+        columns.append(("USD/1,000>", lambda answer, choice, cost: _money(cost.per_1000_samples)))
+    if prices.per_hour and found.steps:
+        columns.append(("USD a run>", lambda answer, choice, cost: _money(cost.run)))
+    if all(answer.fits for answer in found.answers if answer.choice):
+        columns = [column for column in columns if column[0]]
+    return columns
+
+
+def _order(found: GpuPlans, answer: OnGpu, cost: Cost) -> tuple[float, ...]:
+    """What fits before what does not; then by the objective, what is not known last."""
+    choice = answer.choice
+    assert choice is not None
+    seconds, far = answer.pace(found.steps), float("inf")
+    by = {
+        "speed": (seconds or far,),
+        "memory": (choice.needed_bytes, seconds or far),
+        "cost": (far if cost.per_1000_samples is None else cost.per_1000_samples, seconds or far),
+    }
+    return (0.0, *by[found.objective]) if answer.fits else (1.0, answer.lacking_bytes)
+
+
+def unknown(found: GpuPlans) -> list[Grid]:
+    """What cannot be told, and why."""
+    rows = tuple((answer.key, answer.why) for answer in found.answers if answer.why)
+    return [Grid(title="What cannot be told", heads=("GPU", "Why"), rows=rows)] if rows else []
+
+
+def looked_at(found: GpuPlans) -> Iterator[str]:
+    """How much was looked at."""
+    if found.counts:
+        recipes = max(counts.recipes for counts in found.counts)
+        judged = sum(counts.replayed for counts in found.counts)
+        yield (
+            f"{recipes:,} lawful recipes; GPUs that run the same kernels were searched together, "
+            f"{len(found.counts)} searches in all, {judged:,} recipes put together whole. Each answer was "
+            f"judged by its GPU's own workspaces and scratch. {_verified(found)}".strip()
+        )
+
+
+def _verified(found: GpuPlans) -> str:
+    """Whether the whole rehearsals took what the search had found."""
+    other = [answer.key for answer in found.answers if answer.verified is False]
+    if other:
+        return (
+            f"Rehearsed whole, {_some(other)} came out otherwise than the search had found: the figures are "
+            "those of the whole rehearsal."
+        )
+    known = any(answer.verified for answer in found.answers)
+    return "Rehearsed whole, each took what the search had found." if known else ""
+
+
+def _some(keys: Sequence[str]) -> str:
+    """A few of these GPUs by name, and how many more there are."""
+    more = f" and {len(keys) - FEW} more" if len(keys) > FEW else ""
+    return f"{', '.join(keys[:FEW])}{more}"
+
+
+def _ms(answer: OnGpu, choice: Choice) -> str:
+    return f"{SCALED if answer.measured_rates is False else ''}{choice.step_seconds * 1e3:,.1f}"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.1f}" if value else "?"
+
+
+def _money(value: float | None) -> str:
+    """Three figures, or none where it is not known."""
+    if value is None:
+        return ""
+    return f"{value:,.2f}" if value >= 1 else f"{value:.3g}"
+
+
+def _duration(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    if seconds < HOUR:
+        return show_seconds(seconds) if seconds < 60 else f"{seconds / 60:,.1f} min"
+    return f"{seconds / HOUR:,.1f} h"

@@ -1,0 +1,226 @@
+"""What a dataset's lengths mean, in a terminal and as Markdown: how to pad, what that takes, what costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from snugfit.data.lengths import Lengths
+from snugfit.planning.lengths.length_plan import Cut, LengthPlan
+from snugfit.planning.lengths.padding import Way
+from snugfit.planning.lengths.sizes import Size
+from snugfit.report.text.grid import Grid, escape, terminal
+from snugfit.report.text.grid import markdown as markdown_table
+from snugfit.report.text.job import job_line
+from snugfit.report.text.terminal import words
+from snugfit.units import GIB, show_bytes
+
+ORDERS = {
+    "fixed": "all alike",
+    "random": "at random",
+    "grouped": "grouped",
+}
+"""How each order pads a batch, in a few words."""
+
+ASSUMPTION = (
+    "Assumed, not measured on this GPU: what is left of a product's rate when its rows are no multiple of 16 "
+    "bytes. Since cuBLAS 11 they do run on tensor cores, less efficiently (NVIDIA, Matrix Multiplication "
+    "Background User's Guide, 2.2)."
+)
+
+
+def render(plan: LengthPlan) -> RenderableType:
+    """The whole report."""
+    style = "bold green" if plan.best else "bold red"
+    parts: list[RenderableType] = [words(question(plan), "bold"), words(dataset(plan.lengths))]
+    parts += [words(answer(plan), style), Text()]
+    parts += [terminal(table) for table in tables(plan)]
+    parts += [words(line) for line in remarks(plan)]
+    parts += [words(f"Doubt: {doubt}", "yellow") for doubt in plan.doubts]
+    return Group(*parts)
+
+
+def markdown(plan: LengthPlan) -> str:
+    """The same for a file."""
+    lines = [f"## {escape(question(plan))}", escape(dataset(plan.lengths)), f"**{escape(answer(plan))}**"]
+    lines += [markdown_table(table).rstrip() for table in tables(plan)]
+    lines += [escape(line) for line in remarks(plan)]
+    lines += [f"Doubt: {escape(doubt)}" for doubt in plan.doubts]
+    return "\n\n".join(lines) + "\n"
+
+
+def question(plan: LengthPlan) -> str:
+    """What was asked, in one line."""
+    memory = f", {show_bytes(plan.memory_bytes)}" if plan.memory_bytes else ""
+    return f"{job_line(plan.job)} · {plan.recipe} · {plan.gpu.name}{memory}"
+
+
+def dataset(lengths: Lengths) -> str:
+    """The dataset in one line."""
+    return (
+        f"{lengths.samples:,} samples of {lengths.shortest:,} to {lengths.longest:,} tokens, half of them up "
+        f"to {lengths.median:,}, {lengths.mean:,.1f} on average ({lengths.source})."
+    )
+
+
+def answer(plan: LengthPlan) -> str:
+    """How to pad, in one line."""
+    best = plan.best
+    if not plan.ways:
+        return f"The model does not take its longest sequence: {plan.lengths.longest:,} tokens."
+    if best is None:
+        least = min((way for way in plan.ways if way.needed_bytes), key=lambda way: way.needed_bytes or 0)
+        lacking = (least.needed_bytes or 0) - (plan.memory_bytes or 0)
+        return f"The longest batch does not fit: it lacks {show_bytes(lacking)}, however batches are padded."
+    text = f"Pad each batch {_how(best)}: {best.samples_per_second:,.1f} samples/s on average, "
+    text += f"{show_bytes(best.needed_bytes or 0)} for the longest batch"
+    whole = next((way for way in plan.ways if way.order == "fixed" and way.step_seconds), best)
+    times = (whole.step_seconds or 0.0) / (best.step_seconds or 1.0)
+    if best.order != "fixed" and times > 1.01:
+        text += f"; {times:.2f} times as fast as padding all to {whole.length:,}"
+    return text + "."
+
+
+def _how(way: Way) -> str:
+    """A way of padding in words, with transformers' own for it."""
+    text = {
+        "fixed": "to the longest sample of all",
+        "random": "to its own longest sample",
+        "grouped": "to its own longest sample, samples of like lengths together "
+        '(train_sampling_strategy="group_by_length")',
+    }[way.order]
+    if way.multiple == 1:
+        return text
+    return f"{text}, rounded up to a multiple of {way.multiple} (pad_to_multiple_of={way.multiple})"
+
+
+def tables(plan: LengthPlan) -> Iterator[Grid]:
+    """The ways of padding, those of a cut, and the sizes that cost."""
+    if plan.ways:
+        title = (
+            f"Predicted for {plan.steps:,} steps drawn from the dataset, each micro-batch padded on its own"
+        )
+        yield _table(plan, plan.ways, title, mark=plan.best)
+    if plan.cut:
+        yield _table(plan, plan.cut.ways, _of_cut(plan.cut))
+    if plan.sizes:
+        yield sizes(plan.sizes)
+
+
+def _of_cut(cut: Cut) -> str:
+    return (
+        f"Another job: sequences cut at {cut.at:,} tokens ({100 * cut.samples:.1f} % of the samples are cut, "
+        f"{100 * cut.tokens:.1f} % of the tokens lost)"
+    )
+
+
+def _table(plan: LengthPlan, ways: Sequence[Way], title: str, mark: Way | None = None) -> Grid:
+    heads: tuple[str, ...] = ("", "Batches", "multiple>", "longest>", "GiB>", "padding>")
+    heads += ("ms a step>", "at most>", "samples/s>", "tokens/s>")
+    rows = tuple(_row(plan, way, "best" if way is mark or way == mark else "") for way in ways)
+    refused = next((way.why_not for way in ways if way.why_not), "")
+    return Grid(title=title, heads=heads, rows=rows, note=f"cannot be: {refused}" if refused else "")
+
+
+def _row(plan: LengthPlan, way: Way, mark: str) -> tuple[str, ...]:
+    head = (ORDERS[way.order], f"{way.multiple}", f"{way.length:,}")
+    if way.why_not:
+        return ("cannot be", *head, *[""] * 6)
+    return (
+        "does not fit" if plan.fits(way) is False else mark,
+        *head,
+        f"{(way.needed_bytes or 0) / GIB:,.2f}",
+        f"{100 * (way.padding or 0):.1f} %",
+        f"{1e3 * (way.step_seconds or 0):,.1f}",
+        f"{1e3 * (way.longest_step_seconds or 0):,.1f}",
+        f"{way.samples_per_second:,.1f}",
+        f"{way.tokens_per_second:,.0f}",
+    )
+
+
+# ---- remarks --------------------------------------------------------------------------------------------
+
+
+def remarks(plan: LengthPlan) -> Iterator[str]:
+    """What else is to be known."""
+    if plan.bound == "host":
+        yield (
+            "The host bounds the step, also of the longest batch: padding costs little time, and no size of "
+            "a product would make it faster. A larger micro-batch would."
+        )
+    if plan.bound == "loading":
+        yield (
+            "Making the batches bounds the step, also of the longest batch: padding costs little time, and "
+            "no size of a product would make it faster. More loader workers would."
+        )
+    if plan.best and plan.best.order == "grouped":
+        yield (
+            "Batches of like lengths are less random than others: the same samples, in an order that is only "
+            "partly shuffled."
+        )
+    if plan.assumed:
+        yield "Rounding lengths up pays only by what unaligned rows are assumed to cost."
+    if plan.assumed or any(size.assumed for size in plan.sizes):
+        yield ASSUMPTION
+    yield how_known(plan)
+
+
+def how_known(plan: LengthPlan) -> str:
+    """Where the figures come from."""
+    off = f", which was found off by {100 * plan.off:.2g} % at most" if plan.off else ""
+    return (
+        f"{plan.rehearsed} lengths were rehearsed; the kernels of the others follow from theirs{off}. All "
+        "figures are predictions."
+    )
+
+
+def sizes(found: Sequence[Size]) -> Grid:
+    """Sizes that cost, and what would be better."""
+    rows = tuple(
+        (
+            size.what,
+            f"{size.given:,}",
+            f"{size.instead:,}" if size.instead else "",
+            f"{100 * size.gain:.1f} %{' *' if size.assumed else ''}",
+            _memory(size),
+            f"{1e3 * size.step_seconds:,.1f}" if size.step_seconds else "",
+            _means(size),
+        )
+        for size in found
+    )
+    return Grid(
+        title="Sizes that the GPU dislikes, in the longest batch",
+        heads=("Size", "is>", "better>", "gain>", "memory>", "ms a step>", "what that means"),
+        rows=rows,
+        note="* by the assumed price of unaligned rows alone" if any(size.assumed for size in found) else "",
+    )
+
+
+def _cuts(size: Size) -> bool:
+    return size.what == "sequence length" and not size.proposed
+
+
+def _means(size: Size) -> str:
+    """What changing it does, and how."""
+    if size.what == "vocabulary":
+        multiple = 64 if (size.instead or 0) % 64 == 0 else 8
+        return f"rows that no token uses: resize_token_embeddings, to a multiple of {multiple}"
+    if size.what == "sequence length":
+        return (
+            "another job: it cuts sequences (gain in tokens/s)"
+            if _cuts(size)
+            else "more padding, with pad_to_multiple_of"
+        )
+    if size.what == "batch":
+        larger = (size.instead or 0) > size.given
+        return "another job: more samples, no more time" if larger else "another job: past a tile or a wave"
+    return f"the model's own, in {size.where}"
+
+
+def _memory(size: Size) -> str:
+    more = size.more_bytes
+    if more is None:
+        return ""
+    return f"{show_bytes(abs(more))} {'more' if more > 0 else 'less'}" if more else "the same"

@@ -1,0 +1,193 @@
+"""A plan in a terminal and as Markdown: what to do, because, and what else there is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from snugfit.planning.plan import Choice, Plan, Reason
+from snugfit.report.text.grid import Grid, escape, terminal
+from snugfit.report.text.grid import markdown as markdown_table
+from snugfit.report.text.job import job_line
+from snugfit.report.text.terminal import words
+from snugfit.units import GIB, show_bytes, show_per_cent, show_seconds
+
+LEAST_ONCE = 0.05
+"""Seconds: a difference in what is paid once that is worth a word."""
+
+
+def render(plan: Plan) -> RenderableType:
+    """The whole report of one plan."""
+    parts: list[RenderableType] = [words(question(plan), "bold"), words(answer(plan), _style(plan)), Text()]
+    parts += [words(sentence) for sentence in because(plan)]
+    parts += [words(line) for line in (*about_run(plan), *about_cost(plan))]
+    parts += [Text(), *(terminal(grid) for grid in changes(plan)), terminal(front(plan))]
+    parts += [terminal(refusals(plan))] if plan.refused else []
+    parts += [words(line) for line in plan.cures]
+    parts += [words(looked_at(plan))]
+    parts += [words(f"Doubt: {doubt}", "yellow") for doubt in _doubts(plan)]
+    return Group(*parts)
+
+
+def markdown(plan: Plan) -> str:
+    """The same for a file."""
+    lines = [f"## {escape(question(plan))}", f"**{escape(answer(plan))}**"]
+    lines += ["\n".join(f"- {escape(sentence)}" for sentence in because(plan))]
+    lines += [escape(line) for line in (*about_run(plan), *about_cost(plan))]
+    lines += [markdown_table(grid).rstrip() for grid in (*changes(plan), front(plan))]
+    lines += [markdown_table(refusals(plan)).rstrip()] if plan.refused else []
+    lines += [escape(line) for line in plan.cures]
+    lines += [escape(looked_at(plan)), *(f"Doubt: {escape(doubt)}" for doubt in _doubts(plan))]
+    return "\n\n".join(lines) + "\n"
+
+
+def question(plan: Plan) -> str:
+    """What was asked, in one line."""
+    where = plan.gpu.name if plan.gpu else "no GPU named"
+    memory = f", {show_bytes(plan.memory_bytes)}" if plan.memory_bytes else ""
+    return f"{job_line(plan.job)} · {where}{memory} · fidelity {plan.fidelity}"
+
+
+def answer(plan: Plan) -> str:
+    """What to do, in one line."""
+    shown = plan.shown
+    taking = f"{show_bytes(shown.needed_bytes)}, {show_seconds(shown.step_seconds)} a step, " + (
+        f"{shown.samples_per_second:,.1f} samples/s"
+    )
+    if plan.best is None:
+        lacking = shown.needed_bytes - (plan.memory_bytes or 0)
+        return f"Nothing fits. The nearest miss lacks {show_bytes(lacking)}: {shown.recipe} ({taking})."
+    return f"{shown.recipe}: {taking}."
+
+
+def because(plan: Plan) -> Iterator[str]:
+    """A sentence for each slot, with its bytes and per cents."""
+    for reason in plan.reasons:
+        yield _sentence(plan.shown, reason)
+
+
+def _sentence(shown: Choice, reason: Reason) -> str:
+    head = f"{reason.slot}: {reason.chosen} and not {reason.against}"
+    if reason.needed_bytes is None or reason.step_seconds is None:
+        return f"{head}, because {reason.why_not}."
+    more = reason.needed_bytes - shown.needed_bytes
+    size = f"{show_bytes(abs(more))} {'more' if more > 0 else 'less'}" if more else "the same memory"
+    share = f" ({show_per_cent(reason.needed_bytes, shown.needed_bytes)})" if more else ""
+    slower = show_per_cent(reason.step_seconds, shown.step_seconds)
+    length = f"a step of {show_seconds(reason.step_seconds)} ({slower})"
+    apart = (reason.once_seconds or shown.once_seconds) - shown.once_seconds
+    if abs(apart) >= LEAST_ONCE:
+        length += f", {show_seconds(abs(apart))} {'more' if apart > 0 else 'less'} once"
+    return f"{head}, which takes {size}{share} and {length}."
+
+
+def about_run(plan: Plan) -> Iterator[str]:
+    """What is paid once, and whether that was counted."""
+    once, steps = plan.shown.once_seconds, plan.steps
+    if steps:
+        stepping = plan.shown.step_seconds * steps
+        yield (
+            f"Ranked for a run of {steps:,} steps, {steps * plan.job.batch_size:,} samples: about "
+            f"{show_seconds(once)} once, as on the host of an H200, and {show_seconds(stepping)} of steps."
+        )
+    elif once:
+        yield (
+            f"Beside its steps a run of it pays about {show_seconds(once)} once, which is not counted here; "
+            "for a short run add --steps N or --samples N."
+        )
+
+
+def about_cost(plan: Plan) -> Iterator[str]:
+    """What the cheapest is, where that was asked for."""
+    if plan.objective == "cost":
+        yield (
+            "An hour of a GPU costs the same whatever runs on it, so the cheapest run on it is the fastest. "
+            "Which GPU is the cheapest: snugfit gpus --for MODEL --price NAME=USD."
+        )
+
+
+def changes(plan: Plan) -> list[Grid]:
+    """What the plan would change in the recipe that the user started from."""
+    start = plan.start
+    if start is None:
+        return []
+    rows = [("as it is", start.recipe, "", *_figures(start.needed_bytes, start.step_seconds))]
+    rows += [
+        (change.slot, change.theirs, change.ours, *_figures(change.needed_bytes, change.step_seconds))
+        for change in start.changes
+    ]
+    shown = plan.shown
+    rows += [("all of them", "", shown.recipe, *_figures(shown.needed_bytes, shown.step_seconds))]
+    what = "What it changes in your recipe, each change alone" if start.changes else "Yours is the best"
+    note = f"Yours cannot run: {start.why_not} " if start.why_not else ""
+    return [
+        Grid(
+            title=what,
+            heads=("Slot", "Yours", "The plan's", "GiB on the GPU>", "ms a step>"),
+            rows=tuple(rows if start.changes else rows[:1]),
+            note=f"{note}Figures are the plain loop's.",
+        )
+    ]
+
+
+def _figures(needed: int | None, seconds: float | None) -> tuple[str, str]:
+    if needed is None or seconds is None:
+        return "cannot run", ""
+    return f"{needed / GIB:,.2f}", f"{seconds * 1e3:,.1f}"
+
+
+def front(plan: Plan) -> Grid:
+    """The Pareto front: no other recipe is both as fast and as small."""
+    rows = tuple(
+        (
+            "best" if choice == plan.best else "" if _fits(plan, choice) else "does not fit",
+            choice.recipe,
+            f"{choice.needed_bytes / GIB:,.2f}",
+            f"{choice.reserved_bytes / GIB:,.2f}",
+            f"{choice.step_seconds * 1e3:,.1f}",
+            f"{choice.samples_per_second:,.1f}",
+            f"{choice.once_seconds:,.1f}",
+        )
+        for choice in plan.front
+    )
+    heads = ("", "Recipe", "GiB on the GPU>", "reserved>", "ms a step>", "samples/s>", "s once>")
+    return Grid(title="Memory against speed: each is the smallest at its speed", heads=heads, rows=rows)
+
+
+def refusals(plan: Plan) -> Grid:
+    """What was not considered."""
+    rows = tuple(
+        (refusal.what, refusal.why, f"{refusal.recipes:,}" if refusal.recipes else "")
+        for refusal in plan.refused
+    )
+    return Grid(title="Not considered", heads=("What", "Why", "Recipes>"), rows=rows)
+
+
+def looked_at(plan: Plan) -> str:
+    """How much the search looked at, and what it was held to."""
+    counts = plan.counts
+    text = (
+        f"{counts.recipes:,} lawful recipes, {counts.tapes:,} of them different, with {counts.footprints:,} "
+        f"different footprints; {counts.passes:,} kinds of passes rehearsed, {counts.replayed:,} recipes put "
+        "together whole."
+    )
+    return text + (" Rehearsed whole, the answer came out the same to the byte." if plan.verified else "")
+
+
+def _doubts(plan: Plan) -> Iterator[str]:
+    if plan.verified is False:
+        yield (
+            "rehearsed whole, the answer takes other bytes than its parts. That is a fault of snugfit: "
+            "please report it, and ask snugfit predict about this recipe."
+        )
+    yield from plan.doubts
+
+
+def _fits(plan: Plan, choice: Choice) -> bool:
+    return plan.memory_bytes is None or choice.needed_bytes <= plan.memory_bytes
+
+
+def _style(plan: Plan) -> str:
+    return "bold green" if plan.fits else "bold red"

@@ -1,0 +1,71 @@
+"""A verified plan in a terminal and in Markdown: its best recipes foreseen beside seen, whether their order
+held, and what the calibration learned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from statistics import fmean
+from typing import Any
+
+from rich.console import Group, RenderableType
+
+from snugfit.evaluation.learn import Learned
+from snugfit.evaluation.verify import Verification
+from snugfit.planning.plan import Plan
+from snugfit.report.evaluation.order import gap_line, order_line, recipes_grid
+from snugfit.report.text.grid import Grid, escape, terminal
+from snugfit.report.text.grid import markdown as markdown_table
+from snugfit.report.text.terminal import words
+
+
+def render(found: Verification) -> RenderableType:
+    """The verification for a terminal."""
+    complaints = (words(line, "red") for line in _complaints(found))
+    return Group(terminal(grid(found)), *(words(line) for line in told(found)), *complaints)
+
+
+def markdown(found: Verification) -> str:
+    """The same for a file."""
+    lines = [*told(found), *_complaints(found)]
+    return markdown_table(grid(found)) + "".join(f"\n{escape(line)}\n" for line in lines)
+
+
+def document(plan: Plan, found: Verification) -> dict[str, Any]:
+    """The same as JSON: the plan, and every run."""
+    return {**found.to_json(), "plan": plan.to_json()}
+
+
+def grid(found: Verification) -> Grid:
+    """One row a recipe, in the plan's order."""
+    where = found.device or "not measured"
+    return recipes_grid(found.runs, f"The plan's best, foreseen for {found.gpu} and measured on {where}")
+
+
+def told(found: Verification) -> Iterator[str]:
+    """What follows from the rows, a sentence each."""
+    yield from filter(None, (order_line(found.runs), gap_line(found.runs)))
+    if found.learned:
+        yield learned_line(found.learned)
+    for run in found.runs:
+        spoilt = run.contaminated or run.crowded
+        if spoilt and run.outcome == "ok":
+            yield f"{run.recipe} was not measured alone: {spoilt}."
+
+
+def learned_line(learned: Learned) -> str:
+    """What the calibration took in, or why nothing."""
+    if not learned.taken:
+        return f"Nothing was learned: {learned.why_not}."
+    before, after = (100 * fmean(map(abs, errors)) for errors in (learned.before, learned.after))
+    return (
+        f"Learned from {len(learned.before)} runs: the host takes {learned.host:.2f} times and the device "
+        f"{learned.device:.2f} times as long as the rates said. Mean error of the seconds: {before:.1f} % "
+        f"before, {after:.1f} % after. From now on predictions for this GPU use it ({learned.file})."
+    )
+
+
+def _complaints(found: Verification) -> Iterator[str]:
+    for run in found.outside:
+        yield f"{run.recipe}: {run.complaint}"
+        if run.message:
+            yield run.message.strip().splitlines()[-1]

@@ -1,0 +1,1 @@
+"""What every report is made of: tables, the terminal, files."""

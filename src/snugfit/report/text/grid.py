@@ -1,0 +1,81 @@
+"""A table before it has a format: a title, heads, rows of words, and a note; then Markdown or the terminal.
+
+Foreign words are data in each format: Markdown's own characters are escaped, and a CSV cell that a
+spreadsheet would run as a formula gets an apostrophe before it.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from io import StringIO
+
+from rich.console import Group, RenderableType
+
+from snugfit.report.text.terminal import harmless, table, words
+
+_MARKDOWN = re.compile(r"([\\`*_{}\[\]|~#])")
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """A table of words; a head that ends in `>` is a column of numbers."""
+
+    title: str
+    """What the table shows."""
+
+    heads: tuple[str, ...]
+    """Column heads."""
+
+    rows: tuple[tuple[str, ...], ...]
+    """Cells, as many in each row as there are heads."""
+
+    note: str = ""
+    """A sentence under the table."""
+
+
+def terminal(grid: Grid) -> RenderableType:
+    """The table for a terminal."""
+    made = table(grid.heads, grid.rows, title=grid.title)
+    return Group(made, words(grid.note), words("")) if grid.note else made
+
+
+def markdown(grid: Grid) -> str:
+    """The table as GitHub writes them."""
+    rule = ["---:" if head.endswith(">") else "---" for head in grid.heads]
+    lines = [
+        [head.rstrip(">") for head in grid.heads],
+        rule,
+        *([escape(cell) for cell in row] for row in grid.rows),
+    ]
+    body = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    note = f"\n{escape(grid.note)}\n" if grid.note else ""
+    return f"### {escape(grid.title)}\n\n{body}\n{note}"
+
+
+def escape(text: str) -> str:
+    """Foreign words in Markdown: on one line, no character of it means anything there or to a terminal."""
+    flat = harmless(" ".join(text.split())).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return _MARKDOWN.sub(r"\\\1", flat)
+
+
+def csv_text(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Comma-separated values that no spreadsheet runs; None is an empty cell."""
+    out = StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow([inert(head) for head in heads])
+    writer.writerows([[inert(cell) for cell in row] for row in rows])
+    return out.getvalue()
+
+
+def inert(cell: object) -> str:
+    """A cell's text, with an apostrophe before what a spreadsheet would take for a formula."""
+    if cell is None:
+        return ""
+    text = str(cell)
+    if isinstance(cell, int | float) or not text.startswith(_FORMULA):
+        return text
+    return f"'{text}"

@@ -1,0 +1,1 @@
+"""What is predicted or measured of a step, as plain values that every room above knows."""

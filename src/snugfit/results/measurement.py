@@ -1,0 +1,111 @@
+"""The measurement: a footprint and a timing that were seen, and how the run ended."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+from snugfit.documents import finite_or_null, null_to_nan
+from snugfit.job.job import Job
+from snugfit.results.footprint import Footprint, Startup, Timing
+from snugfit.techniques.recipe import Recipe
+
+SCHEMA = 1
+
+MUCH_DISTURBED = 0.2
+"""Share of looks at a core. A choice."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """The device a measurement ran on, as it names itself."""
+
+    type: str
+    """`cuda` or `cpu`."""
+    name: str
+    uuid: str | None = None
+    driver: str | None = None
+    total_bytes: int | None = None
+    """NVML's total."""
+    reserve_bytes: int | None = None
+    """The driver's own reserve, which no process can use."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """What one experiment took, in a process of its own."""
+
+    job: Job
+    recipe: Recipe
+    loop: str
+    device: Device
+    outcome: str
+    """`ok`, or the cause of death: `oom:torch`, `host-oom`, `signal:SEGV`, `timeout`, `exit:1`, `no-result`,
+    `bad-result`."""
+    footprint: Footprint | None
+    timing: Timing | None
+    versions: Mapping[str, str]
+    when: str
+    """Start, ISO 8601 in UTC."""
+    startup: Startup | None = None
+    """What came before the steady steps; None for a run that died, and in results older than this field."""
+    first_context_bytes: int | None = None
+    """NVML bytes right after the first tiny tensor, before any kernel of the step was loaded."""
+    smi_bytes: int | None = None
+    """nvidia-smi's used memory at the one moment the two were compared, next to `smi_nvml_bytes`."""
+    smi_nvml_bytes: int | None = None
+    contaminated: str | None = None
+    """Why the GPU was not this run's alone, when it was not."""
+    losses: tuple[float, ...] = ()
+    crowded: str | None = None
+    """What other processes took of the host's cores while steps were timed, when none was left: the seconds
+    are then too long, however stable they look."""
+    disturbed: float | None = None
+    """Share of looks at the core that asks the GPU for its work that found it disturbed by somebody else
+    (`measurement/quiet_core.py`); None on a CPU."""
+    message: str = ""
+    """For a run that died: the last lines it wrote."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the run ended as it should."""
+        return self.outcome == "ok"
+
+    def to_json(self) -> dict[str, Any]:
+        """The document that the ledger keeps."""
+        return {
+            "schema": SCHEMA,
+            "what": "measurement",
+            "job": self.job.to_json(),
+            "recipe": str(self.recipe),
+            "loop": self.loop,
+            "device": asdict(self.device),
+            "outcome": self.outcome,
+            "footprint": self.footprint.to_json() if self.footprint else None,
+            "timing": self.timing.to_json() if self.timing else None,
+            "startup": self.startup.to_json() if self.startup else None,
+            "versions": dict(self.versions),
+            "when": self.when,
+            "first_context_bytes": self.first_context_bytes,
+            "smi_bytes": self.smi_bytes,
+            "smi_nvml_bytes": self.smi_nvml_bytes,
+            "contaminated": self.contaminated,
+            "crowded": self.crowded,
+            "disturbed": self.disturbed,
+            "losses": finite_or_null(self.losses),
+            "message": self.message,
+        }
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Self:
+        """The measurement that `to_json` wrote."""
+        fields = {name: value for name, value in document.items() if name not in ("schema", "what")}
+        fields["job"] = Job.from_json(fields["job"])
+        fields["recipe"] = Recipe.parse(fields["recipe"])
+        fields["device"] = Device(**fields["device"])
+        fields["footprint"] = Footprint.from_json(fields["footprint"]) if fields["footprint"] else None
+        fields["timing"] = Timing.from_json(fields["timing"]) if fields["timing"] else None
+        fields["startup"] = Startup.from_json(fields["startup"]) if fields.get("startup") else None
+        fields["losses"] = null_to_nan(fields["losses"])
+        return cls(**fields)

@@ -1,0 +1,134 @@
+"""The prediction: a footprint foreseen, and the anatomy that explains it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from snugfit.job.gpu import Gpu
+from snugfit.job.job import Job
+from snugfit.results.footprint import Footprint, Startup
+from snugfit.results.step_seconds import StepSeconds
+from snugfit.techniques.recipe import Recipe
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class KindLine:
+    """Bytes of one kind at the peak, and why they are there."""
+
+    kind: str
+    bytes: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorLine:
+    """Tensors alive at the peak that were born in one module and operator, together."""
+
+    module: str
+    """Dotted name; layers of one stack are folded: `bert.encoder.layer.*.attention`."""
+    operator: str
+    phase: str
+    kind: str
+    bytes: int
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurvePoint:
+    """Bytes after one event of the steady step."""
+
+    position: float
+    """Share of the step's events that have passed, in [0, 1]."""
+    phase: str
+    live_bytes: int
+    reserved_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorLine:
+    """Work of one operator group in one phase of the steady step."""
+
+    group: str
+    """`tensor contractions`, `statistical normalisations` or `element-wise`."""
+    phase: str
+    kernels: int
+    flops: int
+    bytes: int
+    """Read and written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Anatomy:
+    """Where the bytes are at the peak, and what the step does."""
+
+    kinds: tuple[KindLine, ...]
+    largest: tuple[TensorLine, ...]
+    curve: tuple[CurvePoint, ...]
+    operators: tuple[OperatorLine, ...]
+    syncs: int
+    """How often the steady step waits for the device (`.item()` and the like)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What a job under a recipe will take, and whether that fits."""
+
+    job: Job
+    recipe: Recipe
+    loop: str
+    gpu: Gpu | None
+    memory_bytes: int | None
+    """What may be used: the GPU's memory without the driver's reserve, or what the user named."""
+    footprint: Footprint
+    anatomy: Anatomy
+    versions: Mapping[str, str]
+    """Package versions the rehearsal ran with."""
+    doubts: tuple[str, ...] = ()
+    """What in this prediction is less certain than the rest, in words."""
+    timing: StepSeconds | None = None
+    """Seconds of the steady step; None when no GPU was named, or its rates are not known."""
+    startup: Startup | None = None
+    """What comes before the steady steps; None where their seconds are, and outside the plain loop."""
+    software: str = "installed"
+    """`installed`, or the name of a software profile that was emulated."""
+
+    @property
+    def needed_bytes(self) -> int:
+        """What must be free on the device: NVML bytes, or reserved bytes where no context is known."""
+        footprint = self.footprint
+        return footprint.nvml_bytes or footprint.reserved_bytes or footprint.requested_bytes or 0
+
+    @property
+    def spare_bytes(self) -> int | None:
+        """What is left, negative when it does not fit; None when no memory was named."""
+        return None if self.memory_bytes is None else self.memory_bytes - self.needed_bytes
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether it fits; None when no memory was named."""
+        return None if self.spare_bytes is None else self.spare_bytes >= 0
+
+    def to_json(self) -> dict[str, Any]:
+        """The document that `snugfit predict --json` prints."""
+        return {
+            "schema": SCHEMA,
+            "what": "prediction",
+            "job": self.job.to_json(),
+            "recipe": str(self.recipe),
+            "loop": self.loop,
+            "gpu": self.gpu.to_json() if self.gpu else None,
+            "memory_bytes": self.memory_bytes,
+            "fits": self.fits,
+            "spare_bytes": self.spare_bytes,
+            "footprint": self.footprint.to_json(),
+            "timing": self.timing.to_json() if self.timing else None,
+            "startup": self.startup.to_json() if self.startup else None,
+            "anatomy": asdict(self.anatomy),
+            "software": self.software,
+            "versions": dict(self.versions),
+            "doubts": list(self.doubts),
+        }

@@ -1,0 +1,67 @@
+"""Seconds of a predicted step: how long it takes, in which phases, and what bounds it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseSeconds:
+    """One phase of the steady step."""
+
+    phase: str
+    """`load`, `forward`, `backward`, `clip` or `update`."""
+
+    group: str
+    """Operator group (`rehearsal/record/kernels.py`)."""
+
+    device_seconds: float
+    """Of its kernels, one after the other."""
+
+    host_seconds: float
+    """Until they were asked for, one after the other."""
+
+    roofline_seconds: float
+    """What the data sheet would allow: the larger of arithmetic and traffic at its peaks, by kernel."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSeconds:
+    """How long a step takes, and why."""
+
+    step_seconds: float
+    """Between the ends of two steps."""
+
+    samples_per_second: float
+    """Global batch over `step_seconds`."""
+
+    device_seconds: float
+    """In which the device works."""
+
+    host_seconds: float
+    """In which the host works, waiting for the device apart."""
+
+    phases: tuple[PhaseSeconds, ...]
+    """By phase and operator group."""
+
+    bound: str
+    """`host` when the device waits for work most of the time that it does not work, `loading` when all wait
+    for the processes that make batches, else the operator group that keeps the device longest."""
+
+    measured_rates: bool
+    """Whether the GPU's rates were measured; else they were scaled from another's by data sheet."""
+
+    peak_seconds: float = 0.0
+    """What the model's arithmetic would take at the data sheet's peaks: the contractions of its forward and
+    backward passes, each in its precision; what is computed again does not count. 0: no peak is known."""
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilisation: the share of the step that the model's arithmetic would take at the data
+        sheet's peaks (Chowdhery et al., arXiv 2204.02311); None where no peak is known."""
+        return self.peak_seconds / self.step_seconds if self.peak_seconds and self.step_seconds else None
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object."""
+        return asdict(self)

@@ -1,0 +1,288 @@
+"""What makes a folder of files a checkpoint: its manifest, and that every file is as it says.
+
+    {"schema": 1, "what": "checkpoint", "snugfit": "0.1.0", "step": 30,
+     "files": {"model.safetensors": {"bytes": 4096, "sha256": "..."}, ...},
+     "about": {...}, "sha256": "..."}
+
+`files` names every file, by its path inside the folder. The last `sha256` is that of all the rest, written as
+JSON with sorted keys and no spaces, so that the manifest itself is as safe from a flipped bit as the files.
+That rule and the names `schema`, `what`, `snugfit` and `sha256` must stay what they are in every schema to
+come: by them a snugfit of today tells a checkpoint that is newer than itself, and does not call it broken.
+
+Who reads a checkpoint reads all of its bytes anyway, so they are always compared with their checksums.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from snugfit.documents import LARGEST_DOCUMENT, BadDocument, read_document, write_document
+from snugfit.errors import SnugfitError
+
+SCHEMA = 1
+MANIFEST = "manifest.json"
+
+CHUNK_BYTES = 1 << 20
+"""Read, and asked whether to stop, in pieces of this size. A choice."""
+
+_DAMAGE = {
+    errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO,
+    errno.EIO, errno.EBADMSG, errno.EUCLEAN,
+}  # fmt: skip
+"""What a file that is not there, or a disk that lost it, answers. Anything else (no permission, too many open
+files) says nothing about the checkpoint."""
+
+
+class BrokenCheckpoint(SnugfitError):
+    """The folder is no whole checkpoint; the message names the file and what is wrong with it."""
+
+
+class NewerCheckpoint(SnugfitError):
+    """The checkpoint is whole, and of a schema that this snugfit does not know."""
+
+
+class SaveStopped(SnugfitError):
+    """A save was told to stop, and left nothing behind."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """What a file holds."""
+
+    bytes: int
+    """How many."""
+
+    sha256: str
+    """Their checksum, in hexadecimal digits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint that was found whole."""
+
+    folder: Path
+    """Where it stands."""
+
+    step: int
+    """The steps that were done when it was taken."""
+
+    files: Mapping[str, Contents]
+    """Every file of it but the manifest, by its path inside the folder."""
+
+    about: Mapping[str, Any]
+    """What its writer said of it."""
+
+
+def seal(folder: Path, step: int, about: Mapping[str, Any], stop: Callable[[], bool]) -> dict[str, Contents]:
+    """Brings everything that stands in `folder` to the disk, and writes the manifest last.
+
+    Raises `OSError` when the disk refuses, with the file's name in it; `SaveStopped` when `stop` says so.
+    """
+    folders, names = [folder], []
+    for entry in _entries(folder):
+        if entry.is_dir(follow_symlinks=False):
+            folders.append(Path(entry.path))
+        else:
+            names.append(os.path.relpath(entry.path, folder))
+    if MANIFEST in names:
+        raise SnugfitError(f"{MANIFEST} is the name of a checkpoint's manifest: nothing else may be kept so.")
+    files = {name: _contents(folder, name, stop=stop, sync=True) for name in sorted(names)}
+    _write_manifest(folder / MANIFEST, step, files, about)
+    for each in reversed(folders):
+        sync(each)
+    return files
+
+
+def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
+    with os.scandir(folder) as found:
+        for entry in found:
+            yield entry
+            if entry.is_dir(follow_symlinks=False):
+                yield from _entries(Path(entry.path))
+
+
+def _write_manifest(path: Path, step: int, files: Mapping[str, Contents], about: Mapping[str, Any]) -> None:
+    from snugfit.versions import __version__
+
+    document = {
+        "schema": SCHEMA,
+        "what": "checkpoint",
+        "snugfit": __version__,
+        "step": step,
+        "files": {name: vars(contents) for name, contents in files.items()},
+        "about": about,
+    }
+    with _named(path):
+        write_document(path, {**document, "sha256": checksum(document)})
+        if path.stat().st_size > LARGEST_DOCUMENT:
+            raise SnugfitError(f"{path.name} would have more than {LARGEST_DOCUMENT} bytes: tell less of it.")
+
+
+def checksum(document: Mapping[str, Any]) -> str:
+    """The SHA-256 of a manifest without its own; the rule of every schema."""
+    text = json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode("ascii")).hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Brings a file or a folder's entries to the disk. A file system that cannot do so for folders says that
+    it does not know the request, and keeps them in its own way."""
+    with _named(path):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        except OSError as refusal:
+            if refusal.errno not in (errno.EINVAL, errno.ENOTSUP):
+                raise
+        finally:
+            os.close(descriptor)
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Whatever the system refuses inside is told with this file's name."""
+    try:
+        yield
+    except OSError as refusal:
+        refusal.filename = str(path)
+        raise
+
+
+def _contents(folder: Path, name: str, *, stop: Callable[[], bool], sync: bool) -> Contents:
+    """Reads a plain file from its beginning to its end, and asks between pieces whether to stop."""
+    path = folder / name
+    digest, total, piece = hashlib.sha256(), 0, memoryview(bytearray(CHUNK_BYTES))
+    with _named(path):
+        _plain(folder, name)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open(descriptor, "rb", buffering=0) as file:
+            while True:
+                if stop():
+                    raise SaveStopped(f"The save of {folder.name} was stopped.")
+                if not (count := file.readinto(piece) or 0):
+                    break
+                digest.update(piece[:count])
+                total += count
+            if sync:
+                os.fsync(descriptor)
+    return Contents(bytes=total, sha256=digest.hexdigest())
+
+
+def _plain(folder: Path, name: str) -> os.stat_result:
+    """The file's state. Raises `BrokenCheckpoint` when it, or a folder on its way, is something else."""
+    here = folder
+    for part in name.split("/")[:-1]:
+        here /= part
+        if not stat.S_ISDIR(os.lstat(here).st_mode):
+            raise BrokenCheckpoint(f"{name} lies behind {part}, which is {_kind(os.lstat(here).st_mode)}")
+    found = os.lstat(folder / name)
+    if not stat.S_ISREG(found.st_mode):
+        raise BrokenCheckpoint(f"{name} is {_kind(found.st_mode)}, not a plain file")
+    return found
+
+
+def _kind(mode: int) -> str:
+    if stat.S_ISLNK(mode):
+        return "a link"
+    return "a folder" if stat.S_ISDIR(mode) else "a file" if stat.S_ISREG(mode) else "a special file"
+
+
+def glance(folder: Path, step: int) -> Checkpoint:
+    """The checkpoint, when its manifest is right and every file is there with its size; no file is read.
+
+    Raises as `verify` does.
+    """
+    try:
+        mode = os.lstat(folder).st_mode
+        if not stat.S_ISDIR(mode):
+            raise BrokenCheckpoint(f"it is {_kind(mode)}, not a folder")
+        _plain(folder, MANIFEST)
+        os.close(os.open(folder / MANIFEST, os.O_RDONLY))
+        found = _read_manifest(folder, step)
+        for name, due in found.files.items():
+            size = _plain(folder, name).st_size
+            if size != due.bytes:
+                raise BrokenCheckpoint(f"{name} has {size} bytes, {due.bytes} are due")
+    except OSError as refusal:
+        raise _meaning(refusal, folder) from None
+    return found
+
+
+def verify(folder: Path, step: int) -> Checkpoint:
+    """The checkpoint, when its manifest is right and every file is there with its size and its checksum.
+
+    Raises `BrokenCheckpoint`; `NewerCheckpoint`; and `SnugfitError` when it cannot be read by us, now.
+    """
+    found = glance(folder, step)
+    for name, due in found.files.items():
+        try:
+            seen = _contents(folder, name, stop=lambda: False, sync=False)
+        except OSError as refusal:
+            raise _meaning(refusal, folder) from None
+        if seen != due:
+            raise BrokenCheckpoint(f"{name} does not have the checksum that its manifest names")
+    return found
+
+
+def _meaning(refusal: OSError, folder: Path) -> SnugfitError:
+    name = os.path.relpath(refusal.filename, folder) if refusal.filename else "a file"
+    if refusal.errno == errno.ENOENT:
+        another = " (a checkpoint that was not written by snugfit has none)" if name == MANIFEST else ""
+        return BrokenCheckpoint(f"{name} is missing{another}")
+    if refusal.errno in _DAMAGE:
+        return BrokenCheckpoint(f"{name} cannot be read: {refusal.strerror}")
+    return SnugfitError(
+        f"{folder / name} cannot be read: {refusal.strerror}. Whether {folder.name} is whole is not known,"
+        " and nothing was changed: mend that, or name another folder."
+    )
+
+
+def _read_manifest(folder: Path, step: int) -> Checkpoint:
+    try:
+        document = read_document(folder / MANIFEST)
+        own = document.pop("sha256", None)
+        if document.get("what") != "checkpoint" or own != checksum(document):
+            raise BrokenCheckpoint(f"{MANIFEST} is damaged, or not one of snugfit's")
+    except BadDocument as fault:
+        raise BrokenCheckpoint(str(fault)) from None
+    except RecursionError:
+        raise BrokenCheckpoint(f"{MANIFEST} is nested too deeply") from None
+    schema = document.get("schema")
+    if isinstance(schema, int) and schema > SCHEMA:
+        raise NewerCheckpoint(
+            f"{folder} was written by snugfit {document.get('snugfit')} (schema {schema}), this one reads"
+            f" schema {SCHEMA}. Upgrade: pip install -U snugfit. Or name another folder."
+        )
+    files, about = document.get("files"), document.get("about")
+    if schema != SCHEMA or not isinstance(about, dict) or not isinstance(files, dict):
+        raise BrokenCheckpoint(f"{MANIFEST} is not one of snugfit's")
+    if document.get("step") != step:
+        raise BrokenCheckpoint(f"{MANIFEST} is of step {document.get('step')}")
+    contents = {name: _checked(name, fields) for name, fields in files.items()}
+    return Checkpoint(folder=folder, step=step, files=contents, about=about)
+
+
+def _checked(name: str, fields: object) -> Contents:
+    if not _is_inside(name):
+        raise BrokenCheckpoint(f"{MANIFEST} names {name!r}, which is no file inside the checkpoint")
+    match fields:
+        case {"bytes": int(count), "sha256": str(digits)}:
+            return Contents(bytes=count, sha256=digits)
+    raise BrokenCheckpoint(f"{MANIFEST} does not say what {name} holds")
+
+
+def _is_inside(name: str) -> bool:
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:
+        return False
+    return "\0" not in name and not {"", ".", ".."} & set(name.split("/"))

@@ -1,0 +1,84 @@
+"""What is said when the system refuses a save: which file, why, and how much room was needed and is left.
+
+A library that is not Python's tells a refusal in words of its own: safetensors raises an error that is no
+`OSError` and ends in `(os error 28)`. That number is the system's, so it is taken for what it is.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from snugfit.errors import SnugfitError
+from snugfit.training.checkpoint.manifest import BrokenCheckpoint
+from snugfit.units import show_bytes
+
+_IN_WORDS = re.compile(r"\(os error ([0-9]+)\)\W*$")
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+class SaveFailed(SnugfitError):
+    """The system refused a save. Nothing of it can be seen, and what was saved before stands."""
+
+    def __init__(self, message: str, *, needed_bytes: int | None, free_bytes: int | None) -> None:
+        super().__init__(message)
+        self.needed_bytes = needed_bytes
+        self.free_bytes = free_bytes
+
+
+def why(fault: BaseException, draft: Path) -> str | None:
+    """The file and the reason, when the system (or a file that is no plain one) is to blame; None when it is
+    not. Asked while the draft still stands."""
+    if isinstance(fault, BrokenCheckpoint):
+        return str(fault)
+    refusal = _refusal(fault)
+    if refusal is None:
+        return None
+    reason = refusal.strerror or str(refusal)
+    file = _inside(refusal.filename, draft) if refusal.filename else _last_written(draft)
+    return f"{file}: {reason}" if file else reason
+
+
+def save_failed(final: Path, fault: BaseException, reason: str, needed_bytes: int | None) -> SaveFailed:
+    """The error that tells it. Asked when the draft is gone: what is free is then free indeed."""
+    free = None
+    with suppress(OSError):
+        free = shutil.disk_usage(final.parent).free
+    room = []
+    if (refusal := _refusal(fault)) and refusal.errno in _NO_ROOM:
+        room += [f"{show_bytes(needed_bytes)} are needed"] if needed_bytes is not None else []
+        room += [f"{show_bytes(free)} are free"] if free is not None else []
+    told = f" ({', '.join(room)})" if room else ""
+    return SaveFailed(
+        f"{final} could not be saved: {reason}{told}. What was saved before stands.",
+        needed_bytes=needed_bytes,
+        free_bytes=free,
+    )
+
+
+def _refusal(fault: BaseException) -> OSError | None:
+    if isinstance(fault, OSError):
+        return fault
+    if isinstance(fault, Exception) and (number := _IN_WORDS.search(str(fault))):
+        return OSError(int(number[1]), os.strerror(int(number[1])))
+    return None
+
+
+def _inside(filename: object, draft: Path) -> str:
+    path = Path(os.fsdecode(filename) if isinstance(filename, str | bytes) else str(filename))
+    if path == draft:
+        return ""
+    return str(path.relative_to(draft) if path.is_relative_to(draft) else path)
+
+
+def _last_written(draft: Path) -> str:
+    """The file that was being written: the one that changed last."""
+    with suppress(OSError):
+        files = [path for path in draft.rglob("*") if path.is_file()]
+        if files:
+            return str(max(files, key=lambda path: path.stat().st_mtime_ns).relative_to(draft))
+    return ""

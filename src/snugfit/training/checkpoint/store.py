@@ -1,0 +1,283 @@
+"""The store: a folder of checkpoints in which a whole one stands at every instant.
+
+    out/
+        .lock                     who writes here (lock.py)
+        .draft-30-5f0c91aa/       being written; never read
+        checkpoint-20/            whole: it got this name after its last byte was on the disk
+        checkpoint-10.broken/     was found damaged, and is kept aside; never counted
+
+A save fills a draft *beside* the final folder, so that a rename is all that it takes to show it, on one file
+system. Then, in this order: each file's checksum is taken and it goes to the disk; the manifest; the draft's
+entries; the rename; the store's entries. Whatever happens before the rename leaves a draft, which the next to
+open the store sweeps away; whatever happens after it leaves a checkpoint. What is removed is renamed first,
+for the same reason, and what stands where a checkpoint is to stand is kept under a hidden name meanwhile.
+
+The store knows files and not tensors. Its methods belong to whoever holds the folder's lock, one at a time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Mapping, Set
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from snugfit.errors import SnugfitError, UsageError
+from snugfit.training.checkpoint.manifest import (
+    BrokenCheckpoint,
+    Checkpoint,
+    SaveStopped,
+    glance,
+    seal,
+    sync,
+    verify,
+)
+from snugfit.training.checkpoint.save_failed import save_failed, why
+
+_STEP = "(0|[1-9][0-9]*)"
+_NAME = re.compile(f"checkpoint-{_STEP}")
+_HIDDEN = re.compile(rf"\.(draft|gone|replaced)-{_STEP}-[0-9a-f]{{8}}")
+
+
+class AllBroken(SnugfitError):
+    """There are checkpoints, and none is whole."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Broken:
+    """A checkpoint that was passed over."""
+
+    step: int
+    """The one in its name."""
+
+    folder: Path
+    """What it was called."""
+
+    fault: str
+    """The file, and what is wrong with it."""
+
+    kept: Path
+    """Where it stands now: beside, unless the folder can only be read."""
+
+    def __str__(self) -> str:
+        beside = f" (kept as {self.kept.name})" if self.kept != self.folder else ""
+        return f"{self.folder.name}: {self.fault}{beside}"
+
+
+class Store:
+    """The checkpoints of one run."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root.absolute()
+        self.broken: list[Broken] = []
+        """What `newest` passed over."""
+
+    def prepare(self) -> None:
+        """Makes the folder, and does once what every save does, so that a place that cannot hold checkpoints
+        is refused before the first step. Raises `UsageError`."""
+        draft, shown = self._hidden("draft", 0), self._hidden("gone", 0)
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            draft.mkdir()
+            (draft / "trial").write_bytes(b".")
+            sync(draft / "trial")
+            sync(draft)
+            draft.rename(shown)
+            sync(self.root)
+        except OSError as refusal:
+            no_folder = isinstance(refusal, FileExistsError | NotADirectoryError)
+            reason = "it is no folder" if no_folder else refusal.strerror
+            raise UsageError(
+                f"{self.root}: checkpoints cannot be kept there ({reason}). Name another folder."
+            ) from None
+        finally:
+            _remove(draft)
+            _remove(shown)
+
+    def sweep(self) -> list[Path]:
+        """Clears away what writers that died have left; gives what was removed. A checkpoint that was to be
+        replaced, and was not, gets its name back."""
+        swept = []
+        for path in sorted(self.root.iterdir()):
+            if not (mark := _HIDDEN.fullmatch(path.name)):
+                continue
+            step, final = int(mark[2]), self._folder(int(mark[2]))
+            if mark[1] != "replaced" or _looks_whole(final, step):
+                _remove(path)
+                swept.append(path)
+            elif not os.path.lexists(final):
+                path.rename(final)
+        return swept
+
+    def save(
+        self,
+        step: int,
+        fill: Callable[[Path], None],
+        about: Mapping[str, Any],
+        *,
+        needed_bytes: int | None = None,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> Checkpoint:
+        """Keeps what `fill` writes into the folder that it is given as the checkpoint of `step`, whole or not
+        at all. One of the same step that stands there is replaced. `about` is anything that JSON can hold.
+
+        Raises `SaveFailed` when the system refuses, and `SaveStopped` soon after `stop` says so.
+        """
+        told = json.loads(json.dumps(dict(about), allow_nan=False))
+        draft = self._hidden("draft", step)
+        try:
+            draft.mkdir()
+            fill(draft)
+            files = seal(draft, step, told, stop)
+            if stop():
+                raise SaveStopped(f"The save of step {step} was stopped.")
+            self._show(draft, step)
+        except BaseException as fault:
+            reason = why(fault, draft)
+            _remove(draft)
+            if reason is None:
+                raise
+            raise save_failed(self._folder(step), fault, reason, needed_bytes) from fault
+        return Checkpoint(folder=self._folder(step), step=step, files=files, about=told)
+
+    def _show(self, draft: Path, step: int) -> None:
+        """Gives a finished draft its name. Until it has it, what stood there is the store's still."""
+        final, before = self._folder(step), self._hidden("replaced", step)
+        if os.path.lexists(final):
+            final.rename(before)
+        try:
+            draft.rename(final)
+            sync(self.root)
+        except BaseException:
+            with suppress(OSError):
+                final.rename(draft)
+            with suppress(OSError):
+                before.rename(final)
+            raise
+        _remove(before)
+
+    def newest(self) -> Checkpoint | None:
+        """The newest checkpoint that is whole, or None when there is none at all. Newer ones that are broken
+        are told in `broken` and kept aside under another name.
+
+        Raises `AllBroken`, and then leaves everything as it is, so that the next start is refused as well;
+        `NewerCheckpoint`; `SnugfitError` for a folder that cannot be read.
+        """
+        passed: list[Broken] = []
+        for step, folder in self._standing():
+            try:
+                found = verify(folder, step)
+            except BrokenCheckpoint as fault:
+                passed.append(Broken(step=step, folder=folder, fault=str(fault), kept=folder))
+                continue
+            self.broken += [self._kept_aside(each) for each in passed]
+            return found
+        if not passed:
+            return None
+        self.broken += passed
+        raise AllBroken(
+            f"{self.root} holds checkpoints, and none of them is whole. {'; '.join(map(str, passed))}. Put a"
+            " whole one there, or begin anew with --restart, which keeps these under other names."
+        )
+
+    def _kept_aside(self, broken: Broken) -> Broken:
+        try:
+            return replace(broken, kept=self._aside(broken.step, broken.folder, "broken"))
+        except OSError:  # a folder that can only be read
+            return broken
+
+    def restart(self) -> list[Path]:
+        """Takes every checkpoint out of the way of a run that begins anew; gives where they are kept. The
+        oldest goes first: a restart that is interrupted has not begun.
+
+        Raises `SnugfitError` when the system refuses: the next start would go on from one of them.
+        """
+        try:
+            return [self._aside(*each, "before-restart") for each in reversed(self._standing())]
+        except OSError as refusal:
+            raise SnugfitError(
+                f"{self.root}: the checkpoints there cannot be renamed ({refusal.strerror}), and a run that"
+                " begins anew must not meet them. Name another folder."
+            ) from None
+
+    def retain(self, limit: int | None, keep: Set[int] = frozenset()) -> list[int]:
+        """Removes the oldest checkpoints beyond `limit` (None, 0 or less: no limit, as in the Trainer), never
+        the newest and never the steps in `keep`; gives the removed steps. What is visibly broken is neither
+        counted nor removed; bytes are not read again for this.
+
+        Raises `SnugfitError` when the system refuses.
+        """
+        standing = [each for each in self._standing() if _NAME.fullmatch(each[1].name)]
+        whole = [(step, folder) for step, folder in standing if _looks_whole(folder, step)]
+        surplus = len(whole) - limit if limit is not None and limit > 0 else 0
+        spare = [each for each in reversed(whole[1:]) if each[0] not in keep][: max(0, surplus)]
+        gone = [self._hidden("gone", step) for step, _ in spare]
+        try:
+            for (_, folder), hidden in zip(spare, gone):
+                folder.rename(hidden)
+            if gone:
+                sync(self.root)
+        except OSError as refusal:
+            raise SnugfitError(
+                f"{self.root}: old checkpoints could not be removed ({refusal.strerror}); newer ones stand."
+            ) from None
+        for hidden in gone:
+            _remove(hidden)
+        return [step for step, _ in spare]
+
+    def _standing(self) -> list[tuple[int, Path]]:
+        """All that is called a checkpoint, newest first. One that was being replaced when its writer died
+        comes after what stands in its place."""
+        try:
+            paths = list(self.root.iterdir())
+        except FileNotFoundError:
+            return []
+        except OSError as refusal:
+            raise SnugfitError(
+                f"{self.root} cannot be read: {refusal.strerror}. Name another folder."
+            ) from None
+        found = [(int(mark[1]), True, path) for path in paths if (mark := _NAME.fullmatch(path.name))]
+        for path in paths:
+            if (mark := _HIDDEN.fullmatch(path.name)) and mark[1] == "replaced":
+                found.append((int(mark[2]), False, path))
+        return [(step, path) for step, _, path in sorted(found, reverse=True)]
+
+    def _aside(self, step: int, folder: Path, why: str) -> Path:
+        """Renames a checkpoint out of the way; gives its new place."""
+        kept = self.root / f"checkpoint-{step}.{why}"
+        for number in itertools.count(2):
+            if not os.path.lexists(kept):
+                break
+            kept = self.root / f"checkpoint-{step}.{why}-{number}"
+        folder.rename(kept)
+        sync(self.root)
+        return kept
+
+    def _folder(self, step: int) -> Path:
+        return self.root / f"checkpoint-{step}"
+
+    def _hidden(self, kind: str, step: int) -> Path:
+        return self.root / f".{kind}-{step}-{secrets.token_hex(4)}"
+
+
+def _looks_whole(folder: Path, step: int) -> bool:
+    try:
+        return bool(glance(folder, step))
+    except SnugfitError:
+        return False
+
+
+def _remove(path: Path) -> None:
+    """Removes whatever stands there, as far as the system lets us: the next sweep tries again."""
+    with suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()

@@ -1,0 +1,1 @@
+"""One run: its session, its steps, and what happens between them."""

@@ -1,0 +1,88 @@
+"""Going through evaluation data: the loss and, for classifiers, how many answers are right.
+
+Nothing of the training moves: no gradients, no dropout, no random generator, and the model is left as it was
+found. The loss is the mean over everything that counts in the whole data, however it is cut into batches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from snugfit.job.batch import IGNORED, label_items
+from snugfit.job.job import Task
+from snugfit.step.install import place
+from snugfit.step.loss import loss_of
+from snugfit.training.run.collate_cast import collate_for
+from snugfit.training.run.order import Order, feed
+
+if TYPE_CHECKING:
+    import torch
+
+    from snugfit.job.job import Job
+    from snugfit.techniques.setup import Setup
+    from snugfit.training.run.run import Data
+
+CLASSIFIERS = (Task.SEQUENCE_CLASSIFICATION, Task.TOKEN_CLASSIFICATION, Task.IMAGE_CLASSIFICATION)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluated:
+    """What the evaluation data says of a model."""
+
+    loss: float
+    """Mean over samples, or over tokens that carry a label."""
+
+    accuracy: float | None
+    """Share of right answers, from 0 to 1; None where the task has no classes to be right about."""
+
+    def metric(self, name: str) -> float:
+        """The value of `loss` or `accuracy`; NaN where there is none."""
+        value = self.loss if name == "loss" else self.accuracy
+        return math.nan if value is None else value
+
+
+def evaluate(
+    model: torch.nn.Module,
+    job: Job,
+    batches: Iterable[dict[str, Any]],
+    device: torch.device,
+    autocast: contextlib.AbstractContextManager[Any],
+) -> Evaluated:
+    """The model's loss and accuracy over host batches."""
+    import torch
+
+    before = model.training
+    model.eval()
+    counts, lost, items, right, answers = job.task in CLASSIFIERS and job.labels > 1, 0.0, 0, 0, 0
+    try:
+        for host in batches:
+            share = label_items(job, host)
+            if not share:
+                continue
+            batch = place(host, device)
+            with torch.no_grad(), autocast:
+                out = model(**batch)
+            lost += float(loss_of(out)) * share
+            items += share
+            if counts:
+                labels = batch["labels"]
+                valid = labels != IGNORED
+                right += int(((out.logits.argmax(-1) == labels) & valid).sum())
+                answers += int(valid.sum())
+    finally:
+        model.train(before)
+    return Evaluated(loss=lost / items if items else math.nan, accuracy=right / answers if answers else None)
+
+
+def in_order(data: Data, size: int, job: Job, setup: Setup) -> Iterator[dict[str, Any]]:
+    """Host batches of at most `size` samples, as the data lies, from as many workers as train."""
+    order = Order(len(data.samples), size, 1, seed=0, shuffle=False)
+    collate, steps = collate_for(job, setup, data.collate), order.steps_per_epoch
+    batches = feed(data.samples, order, collate, start_step=0, stop_step=steps, workers=setup.loader.workers)
+    with contextlib.closing(batches):
+        for (batch,) in batches:
+            yield batch

@@ -1,0 +1,82 @@
+"""From a run's description to a run that can take its next step: new, or exactly as it was kept.
+
+What is random is set before anything is built, so that a new run is a function of its seed. A kept one is
+built the same way, its weights read from the checkpoint instead, and then everything else is put back; the
+generators last, because building draws from them.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+from snugfit.errors import SnugfitError, UsageError
+from snugfit.step.install import build_model, build_optimizer
+from snugfit.training.checkpoint.state import Running, load_weights, restore
+
+if TYPE_CHECKING:
+    import torch
+
+    from snugfit.techniques.setup import Setup
+    from snugfit.training.checkpoint.manifest import Checkpoint
+    from snugfit.training.run.run import Run
+
+
+def open_run(run: Run, setup: Setup, steps: int, kept: Checkpoint | None) -> Running:
+    """The run under `setup`, which takes `steps` optimizer steps in all: at its beginning, or as it was when
+    `kept` was taken. Raises `SnugfitError` when the checkpoint does not fit the model."""
+    import numpy
+    import torch
+
+    seed = run.options.seed
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    if run.device.type == "cuda" and setup.expandable_segments:
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    model = _model(run, setup, kept)
+    optimizer = build_optimizer(run.job, setup, model, weight_decay=run.options.weight_decay)
+    running = Running(
+        model=model,
+        optimizer=optimizer,
+        scheduler=schedule(run, optimizer, steps),
+        scaler=torch.amp.GradScaler(run.device.type) if setup.scale_gradients else None,
+        device=run.device,
+    )
+    if kept is not None:
+        restore(running, kept.folder)
+    return running
+
+
+def _model(run: Run, setup: Setup, kept: Checkpoint | None) -> torch.nn.Module:
+    """A transformers model is built from its weights; whatever else is built first and then filled."""
+    whole = setup.adapt is None and run.job.model.module is None
+    weights = kept.folder if kept is not None and whole else run.weights
+    model = build_model(run.job, setup, run.device, weights=weights)
+    if kept is not None and not whole:
+        try:
+            load_weights(model, kept.folder)
+        except (RuntimeError, KeyError, ValueError) as fault:
+            raise SnugfitError(f"{kept.folder} holds no weights of this model: {fault}") from None
+    return model
+
+
+def schedule(run: Run, optimizer: torch.optim.Optimizer, steps: int) -> Any:
+    """transformers' learning-rate schedule, over optimizer steps."""
+    from transformers import get_scheduler
+
+    options = run.options
+    warmup = options.warmup_steps
+    rising = round(warmup * steps) if 0 < warmup < 1 else round(warmup)
+    if rising > steps:
+        raise UsageError(f"warmup_steps is {warmup:g}, and the run has {steps} steps.")
+    try:
+        return get_scheduler(
+            options.lr_scheduler_type,
+            optimizer,
+            num_warmup_steps=rising,
+            num_training_steps=steps,
+            scheduler_specific_kwargs=dict(options.lr_scheduler_kwargs) or None,
+        )
+    except (TypeError, ValueError) as fault:
+        raise UsageError(f"lr_scheduler_type {options.lr_scheduler_type!r}: {fault}") from None

@@ -1,0 +1,249 @@
+"""`report_to`: a run's figures for TensorBoard, Weights & Biases and whatever else transformers knows.
+
+transformers' own callbacks are driven, with a state made from the events of the journal: every integration of
+the Trainer works here, and the names are those that dashboards know (`train/loss`, `train/grad_norm`,
+`train/learning_rate`, `train/epoch`, `eval/loss`). As there, the loss is the mean since the last line, every
+`logging_steps`.
+
+A run that is resumed goes on in the same log. Steps that were lost and are taken again would stand there
+twice, so TensorBoard is told from which step on it must forget what it has (`purge_step`, its own word);
+other trackers are resumed in their own way (W&B: WANDB_RUN_ID and WANDB_RESUME), and within one process no
+step is sent to them twice.
+
+A tracker that fails while the run goes on is told once and left out: training does not end because nobody
+can watch it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from snugfit.errors import UsageError, did_you_mean
+from snugfit.training.journal import Event, read_journal
+from snugfit.training.run.trained import STOPPED
+
+if TYPE_CHECKING:
+    import torch
+
+    from snugfit.training.options import TrainOptions
+    from snugfit.training.run.run import Run
+
+
+def callbacks_for(options: TrainOptions) -> list[Any]:
+    """transformers' callbacks for what `report_to` names. Raises `UsageError` for a name that there is not,
+    and for a package that is not installed."""
+    if not options.reports:
+        return []
+    from transformers import integrations
+    from transformers.integrations import integration_utils
+
+    names = list(options.reports)
+    if names == ["all"]:
+        names = integrations.get_available_reporting_integrations()
+    known = sorted(integration_utils.INTEGRATION_TO_CALLBACK)
+    for name in names:
+        if name not in known:
+            raise UsageError(
+                f"report_to is {name!r}.{did_you_mean(name, known)} Allowed: none, all, {', '.join(known)}."
+            )
+    return [
+        _made(name, kind)
+        for name, kind in zip(names, integrations.get_reporting_integration_callbacks(names))
+    ]
+
+
+def _made(name: str, kind: type[Any]) -> Any:
+    try:
+        return kind()
+    except (RuntimeError, ImportError) as missing:
+        raise UsageError(
+            f"report_to is {name!r}, and its package is not installed: {missing} Or leave report_to out."
+        ) from None
+
+
+@final
+class Reports:
+    """Passes a run's events on to the trackers that its options name."""
+
+    def __init__(self, run: Run, *, restart: bool, warn: Callable[[str], None]) -> None:
+        self._callbacks = callbacks_for(run.options)
+        self._run, self._restart, self._warn = run, restart, warn
+        self._losses: list[float] = []
+        self._saved: list[int] = []
+        self._sent = 0
+        self._samples, self._since = 0, time.perf_counter()
+        self._begun = False
+        if self._callbacks:
+            from transformers import TrainerControl, TrainerState
+
+            self._args, self._control = _arguments(run), TrainerControl()
+            self._state = TrainerState(
+                is_local_process_zero=True,
+                is_world_process_zero=True,
+                logging_steps=run.options.logging_steps,
+            )
+
+    def opens(self, model: torch.nn.Module, step: int, steps: int) -> None:
+        """A run of so many steps begins, or goes on after this one: in another process, or in this one, which
+        has gone back to it."""
+        if not self._callbacks:
+            return
+        self._state.global_step, self._state.max_steps = step, steps
+        for callback in self._callbacks:
+            if hasattr(callback, "tb_writer"):
+                self._safely(callback, lambda each: self._goes_on_writing(each, step))
+        if not self._begun:
+            self._begun = True
+            self._call("on_train_begin", model=model)
+        self._losses = self._since_the_last_line(step)
+
+    def _goes_on_writing(self, callback: Any, step: int) -> None:
+        """A writer of TensorBoard's that forgets what its log holds of the steps after this one."""
+        from transformers.integrations.integration_utils import default_logdir
+
+        if callback.tb_writer is not None:
+            callback.tb_writer.close()
+        if callback.logging_dir is None:
+            logs = self._run.folder / "runs"
+            there = [each for each in logs.glob("*") if each.is_dir()] if not self._restart else []
+            newest = max(there, key=lambda each: each.stat().st_mtime, default=None)
+            callback.logging_dir = str(newest or _unused(self._run.folder / default_logdir()))
+        callback.tb_writer = callback._SummaryWriter(log_dir=callback.logging_dir, purge_step=step + 1)
+
+    def _since_the_last_line(self, step: int) -> list[float]:
+        """The losses of steps whose line was not due yet; of one that was taken twice, the last."""
+        first = step - step % self._run.options.logging_steps
+        if first == step:
+            return []
+        found = {
+            event["step"]: event["loss"]
+            for event in read_journal(self._run.folder)
+            if event.get("event") == "step" and first < event["step"] <= step
+        }
+        return [float(loss) for _, loss in sorted(found.items())]
+
+    def __call__(self, event: Event) -> None:
+        """Hears an event of the journal; `saved` comes from another thread and waits for the next."""
+        if event["event"] == "saved":
+            self._saved.append(event["step"])
+        elif self._callbacks and event["event"] in ("step", "evaluated", "ended"):
+            self._pass_on_saved()
+            getattr(self, f"_{event['event']}")(event)
+
+    def _pass_on_saved(self) -> None:
+        while self._saved:
+            self._state.global_step = self._saved.pop(0)
+            self._call("on_save")
+
+    def _step(self, event: Event) -> None:
+        self._losses.append(event["loss"])
+        self._samples += event["samples"]
+        self._state.global_step, self._state.epoch = event["step"], event["epoch"]
+        if event["step"] % self._run.options.logging_steps:
+            return
+        norm = {} if event["norm"] is None else {"grad_norm": event["norm"]}
+        loss = math.fsum(self._losses) / len(self._losses)
+        self._log({"loss": loss, **norm, "learning_rate": event["learning_rate"]})
+        self._losses = []
+        self._sent = max(self._sent, event["step"])
+
+    def _evaluated(self, event: Event) -> None:
+        self._state.global_step = event["step"]
+        found = {f"eval_{name}": event[name] for name in ("loss", "accuracy") if event[name] is not None}
+        self._log(found)
+        self._call("on_evaluate", metrics=found)
+
+    def _ended(self, event: Event) -> None:
+        self._state.global_step = event["step"]
+        seconds = time.perf_counter() - self._since
+        if event["outcome"] != STOPPED and self._samples:
+            speed = self._samples / seconds
+            self._log({"train_runtime": seconds, "train_samples_per_second": speed})
+
+    def _log(self, logs: dict[str, float]) -> None:
+        logs["epoch"] = self._state.epoch or 0.0
+        again = self._state.global_step <= self._sent
+        self._call("on_log", only=lambda each: not again or hasattr(each, "tb_writer"), logs=logs)
+
+    def ends(self, model: torch.nn.Module | None) -> None:
+        """The run has ended, with this model; or in an error."""
+        if self._begun:
+            self._begun = False
+            self._pass_on_saved()
+            self._call(
+                "on_train_end", only=lambda each: model is not None or hasattr(each, "tb_writer"), model=model
+            )
+
+    def _call(self, name: str, only: Callable[[Any], bool] = lambda each: True, **more: Any) -> None:
+        for callback in filter(only, list(self._callbacks)):
+            self._safely(
+                callback,
+                lambda each: getattr(each, name)(self._args, self._state, self._control, **_copied(more)),
+            )
+
+    def _safely(self, callback: Any, do: Callable[[Any], Any]) -> None:
+        try:
+            do(callback)
+        except Exception as fault:
+            self._callbacks.remove(callback)
+            what = f"{type(callback).__name__} failed and is left out ({type(fault).__name__}: {fault})"
+            self._warn(f"{what}; the run goes on without it.")
+
+
+def _copied(more: dict[str, Any]) -> dict[str, Any]:
+    """Logs are for each tracker its own: some write into them."""
+    return {name: dict(value) if isinstance(value, dict) else value for name, value in more.items()}
+
+
+def _unused(folder: Path) -> Path:
+    """This name, or with a number where it is taken: it is the time in seconds."""
+    if not folder.exists():
+        return folder
+    numbered = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(2))
+    return next(each for each in numbered if not each.exists())
+
+
+def _arguments(run: Run) -> Any:
+    """The run as the Trainer's arguments, which trackers keep beside the figures."""
+    options, setup = run.options, run.recipe.setup()
+    told = {name: value for name, value in options.to_json().items() if value is not None}
+    made = _description()(output_dir=str(run.folder), use_cpu=True, recipe=str(run.recipe))
+    known = {
+        **told,
+        "report_to": list(options.reports),
+        "learning_rate": run.job.learning_rate,
+        "max_grad_norm": run.job.clip or 0.0,
+        "per_device_train_batch_size": run.job.batch_size // setup.micro_batches,
+        "gradient_accumulation_steps": setup.micro_batches,
+    }
+    vars(made).update({name: value for name, value in known.items() if name in vars(made)})
+    return made
+
+
+@cache
+def _description() -> type[Any]:
+    """The Trainer's arguments with a recipe, that describe a run and set nothing up: making them otherwise
+    chooses a device and resets accelerate's state, which may be a user's own."""
+    from dataclasses import dataclass
+
+    import torch
+    from transformers import TrainingArguments
+
+    @dataclass
+    class Description(TrainingArguments):  # type: ignore[misc]
+        """The arguments of a run."""
+
+        recipe: str = ""
+
+        @property
+        def _setup_devices(self) -> torch.device:
+            self.distributed_state, self._n_gpu = None, 1
+            return torch.device("cpu")
+
+    return Description

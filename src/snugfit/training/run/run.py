@@ -1,0 +1,201 @@
+"""What a run is asked to do, and what is written down of it so that it is only ever resumed as itself.
+
+A run is its job, its recipe, its options and its data; and the software and the machine that it began on.
+Its checkpoints carry all of that. A resumed run must be the same run: what would change a number in it is
+refused by name, what only changes how it is watched or kept may be changed, and other software or another GPU
+is told, for then it goes on correctly and no longer bit for bit. A run that ran out of memory goes on under
+another recipe than the one that was asked for; its checkpoints name both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from snugfit.errors import UsageError
+from snugfit.job.job import Job
+from snugfit.techniques.recipe import Recipe
+from snugfit.training.options import TrainOptions
+from snugfit.training.run.order import Order
+from snugfit.versions import versions
+
+if TYPE_CHECKING:
+    import torch
+
+FREE = frozenset({
+    "save_strategy", "save_steps", "save_total_limit", "eval_strategy", "eval_steps",
+    "per_device_eval_batch_size", "load_best_model_at_end", "early_stopping_patience",
+    "early_stopping_threshold", "logging_steps", "stop_seconds", "on_nonfinite", "most_skipped_in_a_row",
+    "report_to", "run_name", "on_loss_spike", "loss_spike_rtol",
+})  # fmt: skip
+"""Options that change no number of a step: they may differ when a run is resumed."""
+
+LENGTHS = frozenset({"num_train_epochs", "max_steps"})
+"""May differ too where the learning rate does not know how long the run is."""
+
+CONSTANT = ("constant", "constant_with_warmup", "inverse_sqrt")
+
+SAMPLED = 64
+"""Of a dataset's samples, how many its fingerprint reads, spread evenly."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """Samples, and how they become batches."""
+
+    samples: Sequence[Mapping[str, Any]]
+    """A map-style dataset: `len`, and a sample for each index. Where it has a `checksum(index)` of bytes, the
+    fingerprint takes that for the sample."""
+
+    collate: Callable[[list[Any]], dict[str, Any]]
+    """Samples to one host batch of tensors (B, ...)."""
+
+    lengths: Sequence[int] | None = None
+    """Tokens of each sample, for `group_by_length`."""
+
+    notes: tuple[str, ...] = ()
+    """What somebody who trains on this should be told."""
+
+    def fingerprint(self) -> str:
+        """A checksum of how many samples there are and of some of them."""
+        count = len(self.samples)
+        read = min(SAMPLED, count)
+        told = hashlib.sha256(f"{count}".encode())
+        for index in (number * count // read for number in range(read)):
+            told.update(_seen(self.samples, index))
+        return told.hexdigest()
+
+
+def _seen(samples: Any, index: int) -> bytes:
+    """What tells a sample from others: a picture's own file, where it need not be decoded for that."""
+    if hasattr(samples, "checksum"):
+        found: bytes = samples.checksum(index)
+        return found
+    return json.dumps({name: _listed(value) for name, value in samples[index].items()}).encode()
+
+
+def _listed(value: Any) -> Any:
+    if hasattr(value, "tolist") and getattr(value, "ndim", 0) > 1:  # pixels: as text they would take seconds
+        return [str(value.dtype), list(value.shape), hashlib.sha256(_bytes(value)).hexdigest()]
+    return value.tolist() if hasattr(value, "tolist") else value if isinstance(value, list) else repr(value)
+
+
+def _bytes(value: Any) -> bytes:
+    """Of an array, or of a tensor of any dtype."""
+    import torch
+
+    flat = torch.as_tensor(value).detach().cpu().contiguous().reshape(-1)
+    found: bytes = flat.view(torch.uint8).numpy().tobytes()
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What is to be trained, on what, and where it is kept."""
+
+    job: Job
+    recipe: Recipe
+    options: TrainOptions
+    data: Data
+    evaluation: Data | None
+    folder: Path
+    """Checkpoints and journal go there."""
+
+    weights: Path | None
+    """Folder of the weights that training begins with; None begins with random ones."""
+
+    device: torch.device
+
+    def order(self, micro_batches: int) -> Order:
+        """Which samples each step sees, in so many pieces."""
+        sampling = self.options.train_sampling_strategy
+        return Order(
+            len(self.data.samples),
+            self.job.batch_size,
+            micro_batches,
+            seed=self.options.order_seed,
+            shuffle=sampling != "sequential",
+            drop_last=self.options.dataloader_drop_last,
+            lengths=self.data.lengths,
+            bucket=sampling == "group_by_length",
+        )
+
+    def steps(self, order: Order) -> int:
+        """Optimizer steps of the whole run."""
+        options = self.options
+        return options.max_steps or math.ceil(options.num_train_epochs * order.steps_per_epoch)
+
+    def about(self, recipe: Recipe) -> dict[str, Any]:
+        """What every checkpoint says of its run, which goes on under `recipe`."""
+        return {
+            "job": self.job.to_json(),
+            "asked": str(self.recipe),
+            "recipe": str(recipe),
+            "options": self.options.to_json(),
+            "weights": self._weights(),
+            "samples": len(self.data.samples),
+            "data": self.data.fingerprint(),
+            "device": _device_name(self.device),
+            "versions": versions(),
+        }
+
+    def _weights(self) -> list[list[Any]] | None:
+        """Names and sizes of the files that training begins with. Adapters are kept without the weights that
+        they adapt, so a resumed run must begin with the same ones, wherever these lie by then."""
+        if self.weights is None:
+            return None
+        return sorted([file.name, file.stat().st_size] for file in self.weights.glob("*.safetensors"))
+
+
+def refuse_another_run(kept: Mapping[str, Any], run: Run, folder: Path) -> list[str]:
+    """Raises `UsageError` when the checkpoint in `folder` is of another run; gives what is different and
+    only keeps the numbers from being the same bit for bit."""
+    now = json.loads(json.dumps(run.about(run.recipe)))
+    wrong = _different(kept, now, "", only=("asked", "weights", "samples"))
+    wrong += _different(kept.get("job", {}), now["job"], "job.")
+    free = FREE | (LENGTHS if run.options.lr_scheduler_type in CONSTANT else frozenset())
+    wrong += [
+        each
+        for each in _different(kept.get("options", {}), now["options"], "")
+        if each.split(" ")[0] not in free
+    ]
+    if kept.get("data") != now["data"] and kept.get("samples") == now["samples"]:
+        wrong.append("data has the same number of samples, and other samples")
+    if wrong:
+        raise UsageError(
+            f"{folder} holds a checkpoint of another run: {'; '.join(wrong)}. Resume it as it was, name"
+            " another folder, or begin anew there with --restart, which keeps the old checkpoints under other"
+            " names."
+        )
+    return [
+        *_different(kept.get("versions", {}), now["versions"], ""),
+        *_different(kept, now, "", only=("device",)),
+    ]
+
+
+def _different(
+    before: Mapping[str, Any], now: Mapping[str, Any], prefix: str, *, only: tuple[str, ...] = ()
+) -> list[str]:
+    keys = only or (*now, *(key for key in before if key not in now))
+    return [
+        _told(prefix + key, before.get(key), now.get(key)) for key in keys if before.get(key) != now.get(key)
+    ]
+
+
+def _told(key: str, before: Any, now: Any) -> str:
+    def short(value: Any) -> str:
+        text = json.dumps(value) if not isinstance(value, str) else repr(value)
+        return text if len(text) <= 60 else f"{text[:57]}..."
+
+    return f"{key} was {short(before)} and is {short(now)}"
+
+
+def _device_name(device: torch.device) -> str:
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

@@ -1,0 +1,44 @@
+"""How a run ended, and with what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from snugfit.techniques.recipe import Recipe
+from snugfit.training.run.evaluate import Evaluated
+
+if TYPE_CHECKING:
+    import torch
+
+FINISHED, EARLY, STOPPED = "finished", "stopped early", "stopped"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """How a run ended, and with what."""
+
+    outcome: str
+    """`finished`; `stopped early`, for the evaluations gained nothing more; `stopped` by a signal."""
+
+    exit_code: int
+    """0; 75 or 130 when a signal stopped it and it can be resumed."""
+
+    step: int
+    """Optimizer steps that are done."""
+
+    recipe: Recipe
+    """Under which it ended."""
+
+    loss: float
+    """Of the last step; NaN when this process took none."""
+
+    evaluated: Evaluated | None
+    """The last evaluation of this process."""
+
+    folder: Path
+    """Where its checkpoints and its journal are."""
+
+    model: torch.nn.Module
+    """As the last step left it, or the best evaluation's, where that was asked for."""
