@@ -79,10 +79,10 @@ def prepared(given: tuple[dict[str, Any], float]) -> Steps | str:
     if not drained:
         return f"{job.model.name}, {recipe}: its core was disturbed"
     try:
-        tape = rehearse(job, recipe.setup(), policy_for(find_gpu(GPU), Software()))
+        trace = rehearse(job, recipe.setup(), policy_for(find_gpu(GPU), Software()))
     except SnugfitError as refusal:
         return f"{job.model.name}, {recipe}: {refusal}"
-    kernels = prepared_by(recipe.setup().loader.workers, tape.kernels)
+    kernels = prepared_by(recipe.setup().loader.workers, trace.kernels)
     units = [HostRate(**{name: float(name == unit) for name in NAMES}) for unit in FREE]
     of_kind = {
         kernel: np.array([asking(kernel, unit) for unit in units]) for kernel in dict.fromkeys(kernels)

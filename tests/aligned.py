@@ -1,4 +1,4 @@
-"""Two accounts of one step laid side by side, event by event: what an allocator saw, and a tape.
+"""Two accounts of one step laid side by side, event by event: what an allocator saw, and a trace.
 
 Births are aligned by their sizes, in order. A death is then the death of a certain birth, so that two
 accounts are the same only when the same block dies at the same place, and not merely one of its size. Deaths
@@ -35,7 +35,7 @@ class Comparison:
     similarity: float
     """Share of events that the two have in common, in order (`difflib`): 1.0 is the same account."""
     lines: tuple[str, ...]
-    """The events that only one of them has: `real` or `tape`, birth or death, bytes, operator."""
+    """The events that only one of them has: `real` or `trace`, birth or death, bytes, operator."""
 
     def __str__(self) -> str:
         return f"{self.similarity:.5f} alike; " + ("\n  ".join(("differences:", *self.lines[:40])))
@@ -45,9 +45,9 @@ BEFORE = -1
 """Stands for a block that was born before the step: only its size is compared."""
 
 
-def compare(real: Sequence[Event], tape: Sequence[Event]) -> Comparison:
+def compare(real: Sequence[Event], trace: Sequence[Event]) -> Comparison:
     """The two accounts, aligned. What is equal is not searched for what it has in common, which is slow."""
-    births = [[event for event in account if event.nbytes > 0] for account in (real, tape)]
+    births = [[event for event in account if event.nbytes > 0] for account in (real, trace)]
     sizes = [[birth.nbytes for birth in account] for account in births]
     whole = [(0, 0, len(sizes[0]))]
     partner = {
@@ -60,7 +60,7 @@ def compare(real: Sequence[Event], tape: Sequence[Event]) -> Comparison:
     born = {event.block for event in births[0]}
     left = list(_in_order(real, lambda block: block if block in born else BEFORE))
     own = {event.block for event in births[1]}
-    right = list(_in_order(tape, lambda block: partner.get(block, -2 - block) if block in own else BEFORE))
+    right = list(_in_order(trace, lambda block: partner.get(block, -2 - block) if block in own else BEFORE))
     keys = [[key for key, _ in account] for account in (left, right)]
     if keys[0] == keys[1]:
         return Comparison(1.0, ())
@@ -68,7 +68,7 @@ def compare(real: Sequence[Event], tape: Sequence[Event]) -> Comparison:
     for tag, start, end, other, until in matcher.get_opcodes():
         if tag != "equal":
             lines += [_line("real", event) for _, event in left[start:end]]
-            lines += [_line("tape", event) for _, event in right[other:until]]
+            lines += [_line("trace", event) for _, event in right[other:until]]
     return Comparison(matcher.ratio(), tuple(lines))
 
 

@@ -26,7 +26,7 @@ from aligned import Event
 from snugfit.rehearsal.device.overrides import in_force
 from snugfit.rehearsal.device.policy import Policy
 from snugfit.rehearsal.record.recorder import Recorder
-from snugfit.rehearsal.trace.tape import Tape
+from snugfit.rehearsal.trace.trace import Trace
 from snugfit.results.footprint import Kind
 
 FOLDER = Path(__file__).parent / "data" / "history-h200"
@@ -73,8 +73,8 @@ def history(case: str) -> History:
     return History(**known, events=tuple(events))
 
 
-def rehearsed(case: str, policy: Policy, *, a_mask_too_many: bool = False) -> Tape:
-    """The tape of the recorded run."""
+def rehearsed(case: str, policy: Policy, *, a_mask_too_many: bool = False) -> Trace:
+    """The trace of the recorded run."""
     padded = "pad" in case or a_mask_too_many
     recorder = Recorder(policy, STEPS, padded=padded)
     dtype = AUTOCAST.get(case)
@@ -106,7 +106,7 @@ def rehearsed(case: str, policy: Policy, *, a_mask_too_many: bool = False) -> Ta
             del loss
             recorder.step_ends(index)
         recorder.phase("end")
-    return recorder.tape(chosen)
+    return recorder.trace(chosen)
 
 
 def _built(case: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
@@ -159,14 +159,14 @@ def _without_collector() -> Any:
         gc.enable()
 
 
-def third_step(tape: Tape) -> list[Event]:
-    """Births and deaths of the tape's last step."""
-    start = next(mark.event for mark in tape.marks if mark.step == STEPS - 1)
+def third_step(trace: Trace) -> list[Event]:
+    """Births and deaths of the trace's last step."""
+    start = next(mark.event for mark in trace.marks if mark.step == STEPS - 1)
     return [
         Event(
             abs(event),
-            (1 if event > 0 else -1) * tape.blocks[abs(event) - 1].nbytes,
-            (tape.blocks[abs(event) - 1].module, tape.blocks[abs(event) - 1].operator),
+            (1 if event > 0 else -1) * trace.blocks[abs(event) - 1].nbytes,
+            (trace.blocks[abs(event) - 1].module, trace.blocks[abs(event) - 1].operator),
         )
-        for event in tape.events[start:]
+        for event in trace.events[start:]
     ]

@@ -1,6 +1,6 @@
 """What torch's own profiler says that the CPU's allocator did while a Step ran for real.
 
-Law 1 lays a tape beside these reports. They come from the allocator itself (`torch.profiler`, with
+Law 1 lays a trace beside these reports. They come from the allocator itself (`torch.profiler`, with
 `profile_memory`): every allocation and free with its address, size and time, and the operators around it.
 """
 
@@ -20,7 +20,7 @@ from snugfit.step.step import open_step
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
-    from snugfit.rehearsal.trace.tape import Tape
+    from snugfit.rehearsal.trace.trace import Trace
     from snugfit.techniques.setup import Setup
 
 MARK = "snugfit:"
@@ -121,15 +121,15 @@ def _inside(above: Calls, death: int | None) -> frozenset[str]:
     return frozenset(name for name, end in above if death is not None and end >= death)
 
 
-def foreseen(tape: Tape) -> list[Event]:
-    """A tape in the same words: without what was copied to the device, which on a CPU is there already."""
-    marks = [mark.event for mark in tape.marks]
+def foreseen(trace: Trace) -> list[Event]:
+    """A trace in the same words: without what was copied to the device, which on a CPU is there already."""
+    marks = [mark.event for mark in trace.marks]
     events = []
-    for position, event in enumerate(tape.events):
-        block = tape.blocks[abs(event) - 1]
+    for position, event in enumerate(trace.events):
+        block = trace.blocks[abs(event) - 1]
         if block.phase == "load":
             continue
-        mark = tape.marks[bisect.bisect_right(marks, position) - 1]
+        mark = trace.marks[bisect.bisect_right(marks, position) - 1]
         nbytes = block.nbytes if event > 0 else -block.nbytes
         words = (block.operator, block.module)
         events.append(Event(abs(event), nbytes, words, frozenset(), mark.step, mark.phase))

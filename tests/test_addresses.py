@@ -12,7 +12,7 @@ import pytest
 from snugfit.prediction.addresses import CHUNK, CODE, CUBLAS, FORWARD_CODE, MIB, OWN, TOP, DeviceAddresses
 from snugfit.prediction.allocator import CUBLAS_WORKSPACE, Allocator, replay
 from snugfit.rehearsal.device.context import SETTLED
-from snugfit.rehearsal.trace.tape import Block, Tape
+from snugfit.rehearsal.trace.trace import Block, Trace
 
 FOLDER = Path(__file__).parent / "data" / "segments-h200"
 SETTLES = {
@@ -172,7 +172,7 @@ def test_a_segment_that_was_given_back_is_a_hole() -> None:
     assert driver.take(40 * MIB) == gone
 
 
-def test_the_driver_moves_before_the_births_that_the_tape_says() -> None:
+def test_the_driver_moves_before_the_births_that_the_trace_says() -> None:
     """A small segment keeps the context's chunk. What is large lies below it before the context settles, and
     in its hole afterwards; code and cuBLAS take theirs out of that hole before cuBLAS's workspace."""
     blocks = (
@@ -183,7 +183,7 @@ def test_the_driver_moves_before_the_births_that_the_tape_says() -> None:
         Block(WORKSPACE, CUBLAS_WORKSPACE, "", "forward", 0, ""),
         Block(512, "aten::add", "", "forward", 0, ""),
     )
-    after = replay(Tape(blocks, (1, 2, 4, 5, 6), (), (), (), ()), states={4})
+    after = replay(Trace(blocks, (1, 2, 4, 5, 6), (), (), (), ()), states={4})
     living: Any = after.states[4][0]  # type: ignore[index]
     small, before, settled, workspace = (address for _, address in living)
     assert before < small - OWN

@@ -9,20 +9,20 @@ from itertools import pairwise
 import pytest
 
 from snugfit.prediction.allocator import Allocator, OutOfDeviceMemory, replay
-from snugfit.rehearsal.trace.tape import Block, Mark, Tape
+from snugfit.rehearsal.trace.trace import Block, Mark, Trace
 from snugfit.units import MIB
 
 KIB = 1 << 10
 
 
-def tape(*requests: int) -> Tape:
-    """A tape of births in order (bytes), and deaths by the birth's number, counted from 1, negated."""
+def trace(*requests: int) -> Trace:
+    """A trace of births in order (bytes), and deaths by the birth's number, counted from 1, negated."""
     blocks = [Block(nbytes, "", "", "forward", 0, "") for nbytes in requests if nbytes > 0]
     events, born = [], 0
     for request in requests:
         born += request > 0
         events.append(born if request > 0 else request)
-    return Tape(tuple(blocks), tuple(events), (Mark(0, 0, "forward"),), (), 0, ())
+    return Trace(tuple(blocks), tuple(events), (Mark(0, 0, "forward"),), (), 0, ())
 
 
 # ---- rule 1: rounding and pools ------------------------------------------------------------------------
@@ -181,8 +181,8 @@ def test_expandable_fragments_less() -> None:
     """Blocks of growing size, each freed before the next: a default pool takes a segment for each."""
     sizes = [nbytes * MIB for nbytes in (12, 22, 32, 42, 52)]
     requests = [one for number, nbytes in enumerate(sizes, 1) for one in (nbytes, -number)]
-    assert replay(tape(*requests)).reserved_peak == sum(sizes)
-    assert replay(tape(*requests), expandable=True).reserved_peak == 60 * MIB
+    assert replay(trace(*requests)).reserved_peak == sum(sizes)
+    assert replay(trace(*requests), expandable=True).reserved_peak == 60 * MIB
 
 
 def test_an_expandable_pool_gives_back_its_free_end() -> None:
@@ -196,19 +196,19 @@ def test_an_expandable_pool_gives_back_its_free_end() -> None:
     assert allocator.reserved <= 60 * MIB
 
 
-# ---- a tape --------------------------------------------------------------------------------------------
+# ---- a trace --------------------------------------------------------------------------------------------
 
 
-def test_peaks_of_a_tape() -> None:
-    found = replay(tape(3 * MIB, 5 * MIB, -1, 4 * MIB, -2, -3))
+def test_peaks_of_a_trace() -> None:
+    found = replay(trace(3 * MIB, 5 * MIB, -1, 4 * MIB, -2, -3))
     assert found.requested_peak == 9 * MIB
     assert found.reserved_peak == 20 * MIB
     assert found.reserved == [20 * MIB] * 6
 
 
-def test_a_tape_that_does_not_fit_says_so() -> None:
+def test_a_trace_that_does_not_fit_says_so() -> None:
     with pytest.raises(OutOfDeviceMemory):
-        replay(tape(30 * MIB, 30 * MIB), limit=50 * MIB)
+        replay(trace(30 * MIB, 30 * MIB), limit=50 * MIB)
 
 
 # ---- properties ----------------------------------------------------------------------------------------
@@ -286,7 +286,7 @@ def test_a_limit_at_the_peak_changes_nothing(seed: int) -> None:
             born += 1
             alive.append(born)
             requests.append(rng.choice(SIZES))
-    free = replay(tape(*requests))
-    held = replay(tape(*requests), limit=free.reserved_peak)
+    free = replay(trace(*requests))
+    held = replay(trace(*requests), limit=free.reserved_peak)
     assert (held.reserved_peak, held.retries) == (free.reserved_peak, 0)
     assert held.allocated_peak == free.allocated_peak >= free.requested_peak

@@ -26,7 +26,7 @@ from snugfit.job.model import Model
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.record import recorder
 from snugfit.rehearsal.rehearse import rehearse
-from snugfit.rehearsal.trace.tape import Tape
+from snugfit.rehearsal.trace.trace import Trace
 from snugfit.techniques.adapters import lora
 from snugfit.techniques.recipe import Recipe
 
@@ -49,7 +49,7 @@ def job_of(facts: dict[str, Any], task: str, **settings: Any) -> Job:
     return Job(model=model, task=Task.parse(task), **{"sequence_length": 8, "target_length": 8} | settings)
 
 
-def tape_of(job: Job, recipe: str = "plain") -> Tape:
+def trace_of(job: Job, recipe: str = "plain") -> Trace:
     return rehearse(job, Recipe.parse(recipe).setup(), CudaPolicy())
 
 
@@ -59,14 +59,14 @@ def tape_of(job: Job, recipe: str = "plain") -> Tape:
 @pytest.mark.parametrize("lacking", [{}, {"pad_token_id": None}, {"decoder_start_token_id": None}])
 def test_a_config_without_a_start_token_gets_the_pad_token(lacking: dict[str, Any]) -> None:
     """As T5 is documented. A config written by hand leaves it out, and no byte depends on it."""
-    whole = tape_of(job_of(T5 | {"decoder_start_token_id": 0, "pad_token_id": 0}, "seq2seq-lm"))
-    assert tape_of(job_of(T5 | lacking, "seq2seq-lm")) == whole
+    whole = trace_of(job_of(T5 | {"decoder_start_token_id": 0, "pad_token_id": 0}, "seq2seq-lm"))
+    assert trace_of(job_of(T5 | lacking, "seq2seq-lm")) == whole
 
 
 @pytest.mark.parametrize("end", [None, 96, -1])
 def test_a_classifier_that_reads_the_end_token_needs_one(end: int | None) -> None:
     with pytest.raises(ModelError, match="eos_token_id"):
-        tape_of(job_of(T5 | {"eos_token_id": end}, "sequence-classification"))
+        trace_of(job_of(T5 | {"eos_token_id": end}, "sequence-classification"))
 
 
 def test_each_sequence_ends_in_one_end_token_and_has_no_other() -> None:
@@ -79,7 +79,7 @@ def test_each_sequence_ends_in_one_end_token_and_has_no_other() -> None:
 
 def test_a_classifier_that_looks_at_its_ids_is_refused_with_the_line_that_does() -> None:
     with pytest.raises(RehearsalError) as told:
-        tape_of(job_of(T5 | {"pad_token_id": 1}, "sequence-classification", padding=0.25))  # end tokens, too
+        trace_of(job_of(T5 | {"pad_token_id": 1}, "sequence-classification", padding=0.25))  # end tokens, too
     said = str(told.value)
     assert "the shape of what unique_consecutive gives depends on its data" in said
     assert re.search(
@@ -93,7 +93,7 @@ def test_a_classifier_that_looks_at_its_ids_is_refused_with_the_line_that_does()
 def test_layers_that_hand_on_a_position_bias_are_not_joined(recipe: str) -> None:
     with pytest.raises(RecipeError, match=r"position bias.*'every_layer'"):
         Recipe.parse(recipe).check(job_of(T5, "seq2seq-lm"))
-    tape_of(job_of(T5, "seq2seq-lm"), "every_nth_layer(2)")  # what the message says to try
+    trace_of(job_of(T5, "seq2seq-lm"), "every_nth_layer(2)")  # what the message says to try
 
 
 # Errors of a rehearsal ---------------------------------------------------------------------------
@@ -101,20 +101,20 @@ def test_layers_that_hand_on_a_position_bias_are_not_joined(recipe: str) -> None
 
 def test_a_key_that_the_config_lacks_is_named() -> None:
     with pytest.raises(ModelError, match=r'config has no "no_such_key".*in Net\.forward ') as told:
-        tape_of(of_python("a key"))
+        trace_of(of_python("a key"))
     assert told.value.exit_code == 2
 
 
 @pytest.mark.parametrize("facts", [T5 | {"is_encoder_decoder": False}, {"model_type": "qwen2_audio"}])
 def test_targets_need_a_decoder_of_their_own(facts: dict[str, Any]) -> None:
     with pytest.raises(JobError, match=f"{facts['model_type']}.* has no decoder of its own"):
-        tape_of(job_of(facts, "seq2seq-lm"))
+        trace_of(job_of(facts, "seq2seq-lm"))
 
 
 def test_a_model_that_fails_on_its_shapes_is_told_with_its_own_line() -> None:
     facts = MIXTRAL | {"num_local_experts": 0}
     with pytest.raises(RehearsalError, match=r"MixtralTopKRouter\.forward .*topk.*sizes agree") as told:
-        tape_of(job_of(facts, "causal-lm"))
+        trace_of(job_of(facts, "causal-lm"))
     assert "fault of snugfit" not in str(told.value)
 
 
@@ -124,7 +124,7 @@ def test_our_own_mistakes_are_called_ours(mistake: type[Exception], monkeypatch:
     exec("def describe(*_):\n    raise mistake('lost')\n", names)  # as if it stood in that file
     monkeypatch.setattr(recorder, "described", names["describe"])
     with pytest.raises(RehearsalError, match=r"fault of snugfit \d.*lost.*Please report it") as told:
-        tape_of(job_of(BERT, "masked-lm"))
+        trace_of(job_of(BERT, "masked-lm"))
     assert mistake.__name__ in str(told.value)
     assert told.value.exit_code == 1
     assert len(str(told.value).splitlines()) == 1
@@ -155,7 +155,7 @@ def of_python(gives: str, task: Any = "custom") -> Job:
 @pytest.mark.parametrize("gives", ["none", "number"])
 def test_a_module_without_a_loss_is_told_what_a_loss_is(gives: str) -> None:
     with pytest.raises(RehearsalError, match=r"holds no loss .*`\.loss`") as told:
-        tape_of(of_python(gives))
+        trace_of(of_python(gives))
     assert "fault of snugfit" not in str(told.value)
 
 
@@ -163,12 +163,12 @@ def test_a_module_that_fails_is_told_with_its_own_line() -> None:
     with pytest.raises(
         RehearsalError, match=r"in Net\.forward \(test_bad_input_models\.py, line \d+: `return y @ y`"
     ):
-        tape_of(of_python("a mistake"))
+        trace_of(of_python("a mistake"))
 
 
 def test_the_task_of_a_module_may_be_written_as_text() -> None:
     assert of_python("tuple").task is Task.CUSTOM
-    assert tape_of(of_python("tuple")).peak()[0]
+    assert trace_of(of_python("tuple")).peak()[0]
     with pytest.raises(JobError, match="its task is 'custom'"):
         of_python("loss", "causal-lm")
     with pytest.raises(JobError, match=r"no head for custom.*Tasks it has: sequence-classification"):
@@ -199,7 +199,7 @@ def test_peft_s_table_read_from_its_source_is_the_imported_one() -> None:
 def test_a_target_that_is_not_there_is_one_clear_error() -> None:
     pytest.importorskip("peft", reason="the extra peft is not installed")
     with pytest.raises(RecipeError, match=r"nothing to adapt.*all-linear"):
-        tape_of(job_of(BERT, "masked-lm"), "lora(targets=q_proj)")
+        trace_of(job_of(BERT, "masked-lm"), "lora(targets=q_proj)")
 
 
 # Where a model is looked for ---------------------------------------------------------------------

@@ -18,7 +18,7 @@ from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
-from snugfit.rehearsal.trace.tape import Tape
+from snugfit.rehearsal.trace.trace import Trace
 from snugfit.step.checkpointing import checkpoint_layers
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import CheckpointWish
@@ -93,7 +93,7 @@ def test_layers_that_can_be_joined_give_the_same_gradients_again_and_again() -> 
         assert model(x).shape == ()
 
 
-def tape_of(model_type: str, facts: dict[str, Any], recipe: str, *, batch: int = 3) -> Tape:
+def trace_of(model_type: str, facts: dict[str, Any], recipe: str, *, batch: int = 3) -> Trace:
     model = Model.from_config(check_facts({"model_type": model_type, **facts}, where="tiny"), name="tiny")
     job = Job(model=model, task=Task.SEQ2SEQ_LM, batch_size=batch, sequence_length=16, target_length=8)
     return rehearse(job, Recipe.parse(recipe).setup(), CudaPolicy())
@@ -109,14 +109,14 @@ def test_real_models_whose_layers_give_tuples_are_refused(
     model_type: str, more: dict[str, Any], batch: int
 ) -> None:
     with pytest.raises(RecipeError, match="hands on more than its hidden states"):
-        tape_of(model_type, SMALL | more, "segments(1)", batch=batch)
+        trace_of(model_type, SMALL | more, "segments(1)", batch=batch)
 
 
 def test_real_models_whose_layers_give_a_tensor_are_joined() -> None:
     """The layers' first norm runs in the forward pass, and again in the backward pass."""
 
     def phases(recipe: str) -> set[str]:
-        blocks = tape_of("bart", SMALL, recipe).blocks
+        blocks = trace_of("bart", SMALL, recipe).blocks
         return {block.phase for block in blocks if block.operator == "aten::native_layer_norm"}
 
     assert phases("plain") == {"forward"}

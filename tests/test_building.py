@@ -13,14 +13,14 @@ from small_models import small_job
 from snugfit.rehearsal.device.building import DEVICE_OF_CONTEXT, built_as_on_a_device
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
-from snugfit.rehearsal.trace.tape import Block
+from snugfit.rehearsal.trace.trace import Block
 from snugfit.techniques.recipe import Recipe
 
 
 def built(family: str, recipe: str) -> list[Block]:
     """What is born while a small model is built."""
-    tape = rehearse(small_job(family), Recipe.parse(recipe).setup(), CudaPolicy())
-    return [block for block in tape.blocks if block.phase == "build"]
+    trace = rehearse(small_job(family), Recipe.parse(recipe).setup(), CudaPolicy())
+    return [block for block in trace.blocks if block.phase == "build"]
 
 
 def test_initialising_makes_tensors_of_its_own() -> None:

@@ -22,7 +22,7 @@ from snugfit.prediction.rates import Rates, calibration_file, rates_for
 from snugfit.prediction.seconds import step_seconds
 from snugfit.rehearsal.device.policy import Policy
 from snugfit.rehearsal.rehearse import rehearse
-from snugfit.rehearsal.trace.tape import Tape
+from snugfit.rehearsal.trace.trace import Trace
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Setup
 
@@ -36,24 +36,24 @@ def no_calibration_of_this_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("snugfit.comparison.calibrate.rehearse", rehearsed)
 
 
-TAPES: dict[str, Tape] = {}
+TRACES: dict[str, Trace] = {}
 REHEARSING = threading.Lock()
 """An invented machine rehearses too, beside the calibration's own rehearsals, which no real one does."""
 
 
-def rehearsed(job: Job, setup: Setup, policy: Policy) -> Tape:
+def rehearsed(job: Job, setup: Setup, policy: Policy) -> Trace:
     """Every test asks for the same few probes."""
     key = json.dumps([job.to_json(), setup.to_json(), repr(policy)])
     with REHEARSING:
-        if key not in TAPES:
-            TAPES[key] = rehearse(job, setup, policy)
-        return TAPES[key]
+        if key not in TRACES:
+            TRACES[key] = rehearse(job, setup, policy)
+        return TRACES[key]
 
 
 def machine(rates: Rates, job: Job, recipe: Recipe) -> float:
     """The seconds of a step on a machine with these rates."""
-    tape = rehearsed(job, recipe.setup(), policy_for(GPU, Software()))
-    return step_seconds(tape, GPU, batch_size=job.batch_size, rates=rates).step_seconds
+    trace = rehearsed(job, recipe.setup(), policy_for(GPU, Software()))
+    return step_seconds(trace, GPU, batch_size=job.batch_size, rates=rates).step_seconds
 
 
 def other_machine() -> Rates:

@@ -73,7 +73,7 @@ def test_a_model_that_leaves_weights_on_the_host_is_moved_or_refused() -> None:
     setup = Recipe().setup()
     with pytest.raises(JobError, match=r"transformer\.\S+ and \d+ more parameters on the host.*--set"):
         rehearse(Job(**asked), setup, CudaPolicy())
-    tape = rehearse(Job(**asked, build_on="host"), setup, CudaPolicy())
+    trace = rehearse(Job(**asked, build_on="host"), setup, CudaPolicy())
     built = model.build(Job(**asked), dtype="float32", attention="sdpa")
-    of_weights = sum(block.nbytes for block in tape.blocks if block.kind == Kind.WEIGHTS)
+    of_weights = sum(block.nbytes for block in trace.blocks if block.kind == Kind.WEIGHTS)
     assert of_weights == sum(parameter.nbytes for parameter in built.parameters())

@@ -41,7 +41,9 @@ def job(facts: dict[str, Any], **changes: Any) -> Job:
     [(T5, "plain", 0.25), (T5, "bf16 + micro_batches(4)", 0.0), (BART, "plain", 0.0)],
     ids=["t5 padded", "t5 in pieces", "bart"],
 )
-def test_a_real_step_allocates_what_its_tape_says(facts: dict[str, Any], recipe: str, padding: float) -> None:
+def test_a_real_step_allocates_what_its_trace_says(
+    facts: dict[str, Any], recipe: str, padding: float
+) -> None:
     hold_to_reports(job(facts, padding=padding), Recipe.parse(recipe))
 
 
@@ -49,8 +51,8 @@ def test_the_host_waits_for_the_counts_and_for_each_gathering() -> None:
     """`unique_consecutive`, `nonzero` in forward, and `nonzero` again in backward."""
     asked = []
     for task in (Task.SEQ2SEQ_LM, Task.SEQUENCE_CLASSIFICATION):
-        tape = rehearse(replace(job(T5), task=task), Recipe().setup(), CudaPolicy())
-        phases = [tape.kernels[place].phase for place in tape.waits]
+        trace = rehearse(replace(job(T5), task=task), Recipe().setup(), CudaPolicy())
+        phases = [trace.kernels[place].phase for place in trace.waits]
         asked.append((phases.count("forward"), phases.count("backward")))
     assert [after - before for before, after in zip(*asked, strict=True)] == [2, 1]
 

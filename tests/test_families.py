@@ -22,7 +22,7 @@ from snugfit.job.job import Job, Phase, Task
 from snugfit.job.model import Model
 from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy, Policy
 from snugfit.rehearsal.rehearse import rehearse
-from snugfit.rehearsal.trace.tape import Tape
+from snugfit.rehearsal.trace.trace import Trace
 from snugfit.results.footprint import Kind
 from snugfit.techniques.recipe import Recipe
 
@@ -74,89 +74,89 @@ def padded(family: Family) -> Job:
     return small(family, padding=0.0 if family.name == "vit" else 0.3)
 
 
-def tape_of(job: Job, recipe: str, policy: Policy = H200, loop: str = "plain") -> Tape:
+def trace_of(job: Job, recipe: str, policy: Policy = H200, loop: str = "plain") -> Trace:
     chosen = Recipe.parse(recipe)
     chosen.check(job)
     return rehearse(job, chosen.setup(), policy, steps=2, loop=loop)
 
 
-def born(tape: Tape, kind: str) -> int:
-    return sum(block.nbytes for block in tape.blocks if block.kind == kind)
+def born(trace: Trace, kind: str) -> int:
+    return sum(block.nbytes for block in trace.blocks if block.kind == kind)
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_a_family_runs_the_kernels_of_an_h200(family: Family) -> None:
     job = small(family)
     in_bf16, in_fp32 = FUSED_ATTENTION.get(family.name, USUAL)
-    tape = tape_of(job, "bf16 + every_layer")
-    assert tape.attention == in_bf16
-    assert born(tape, Kind.WEIGHTS) > 4 * 2 * 4 * 128 * 128
-    assert any(block.phase == "backward" and block.kind == Kind.ACTIVATIONS for block in tape.blocks)
-    assert tape_of(padded(family), "plain").attention == in_fp32
+    trace = trace_of(job, "bf16 + every_layer")
+    assert trace.attention == in_bf16
+    assert born(trace, Kind.WEIGHTS) > 4 * 2 * 4 * 128 * 128
+    assert any(block.phase == "backward" and block.kind == Kind.ACTIVATIONS for block in trace.blocks)
+    assert trace_of(padded(family), "plain").attention == in_fp32
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_a_family_trains_adapters_in_pure_bf16_and_pieces(family: Family) -> None:
-    tape = tape_of(padded(family), "lora(targets=all-linear) + bf16_pure + eager + micro_batches(2)")
-    assert tape.attention == ()
-    assert born(tape, Kind.GRADIENTS) < born(tape, Kind.WEIGHTS)
-    assert [mark.phase for mark in tape.marks if mark.step == 1].count("forward") == 2
+    trace = trace_of(padded(family), "lora(targets=all-linear) + bf16_pure + eager + micro_batches(2)")
+    assert trace.attention == ()
+    assert born(trace, Kind.GRADIENTS) < born(trace, Kind.WEIGHTS)
+    assert [mark.phase for mark in trace.marks if mark.step == 1].count("forward") == 2
 
 
 @pytest.mark.parametrize("name", ["bert", "mixtral", "whisper"])
 def test_evaluating_keeps_nothing_for_a_backward_pass(name: str) -> None:
     training = small(NAMED[name])
-    tape = tape_of(replace(training, phase=Phase.EVALUATE), "plain")
-    assert born(tape, Kind.GRADIENTS) == born(tape, Kind.OPTIMIZER_STATES) == 0
-    assert tape.peak()[0] < tape_of(training, "plain").peak()[0] / 2
+    trace = trace_of(replace(training, phase=Phase.EVALUATE), "plain")
+    assert born(trace, Kind.GRADIENTS) == born(trace, Kind.OPTIMIZER_STATES) == 0
+    assert trace.peak()[0] < trace_of(training, "plain").peak()[0] / 2
 
 
 def test_experts_are_multiplied_as_the_gpu_can() -> None:
     """transformers takes grouped products from Ampere on, and multiplies expert by expert before."""
     job = small(NAMED["mixtral"], Task.CAUSAL_LM)
-    grouped, apart = tape_of(job, "bf16_pure"), tape_of(job, "plain")
-    for tape in (grouped, apart):
-        assert "transformers::grouped_mm_fallback" not in {kernel.operator for kernel in tape.kernels}
+    grouped, apart = trace_of(job, "bf16_pure"), trace_of(job, "plain")
+    for trace in (grouped, apart):
+        assert "transformers::grouped_mm_fallback" not in {kernel.operator for kernel in trace.kernels}
     products = [kernel for kernel in grouped.kernels if kernel.operator == "aten::_grouped_mm"]
     assert products
     assert not grouped.waits
     experts = job.model.settings(job).num_local_experts
-    counts = [sum(k.operator == "aten::mm" for k in tape.kernels) for tape in (apart, grouped)]
+    counts = [sum(k.operator == "aten::mm" for k in trace.kernels) for trace in (apart, grouped)]
     assert counts[0] - counts[1] == experts * len(products), "in fp32 each group is a product of its own"
     assert len(apart.waits) == len(products), "whose ends the host reads"
     if not WHOLE_FALLBACK:
         with pytest.raises(RehearsalError, match=r"grouped_mm_fallback_backward.*measure it"):
-            tape_of(job, "fp16", V100)
+            trace_of(job, "fp16", V100)
         return
-    old = {kernel.operator for kernel in tape_of(job, "fp16", V100).kernels}
+    old = {kernel.operator for kernel in trace_of(job, "fp16", V100).kernels}
     assert "aten::_grouped_mm" not in old
     assert "transformers::grouped_mm_fallback" in old
 
 
 def test_sound_and_pictures_come_in_the_weights_dtype_where_nothing_casts_them() -> None:
     for name in ("whisper", "vit"):
-        plain, low = (tape_of(small(NAMED[name]), recipe) for recipe in ("plain", "bf16_pure"))
+        plain, low = (trace_of(small(NAMED[name]), recipe) for recipe in ("plain", "bf16_pure"))
         assert largest_input(low) * 2 == largest_input(plain)
-        assert largest_input(tape_of(small(NAMED[name]), "bf16")) == largest_input(plain)
+        assert largest_input(trace_of(small(NAMED[name]), "bf16")) == largest_input(plain)
     for loop in ("accelerate", "trainer"):
-        assert tape_of(small(NAMED["whisper"]), "bf16_pure", loop=loop).peak()[0]
+        assert trace_of(small(NAMED["whisper"]), "bf16_pure", loop=loop).peak()[0]
 
 
-def largest_input(tape: Tape) -> int:
-    return max(block.nbytes for block in tape.blocks if block.phase == "load")
+def largest_input(trace: Trace) -> int:
+    return max(block.nbytes for block in trace.blocks if block.phase == "load")
 
 
 def test_layers_that_hand_on_more_than_their_state_are_refused_in_spans() -> None:
     with pytest.raises(RecipeError, match="position bias"):
         Recipe.parse("segments(2)").check(small(NAMED["t5"]))
-    assert tape_of(small(NAMED["bert"]), "segments(2)").peak()[0]
+    assert trace_of(small(NAMED["bert"]), "segments(2)").peak()[0]
 
 
 def test_token_classifiers_take_adapters_everywhere() -> None:
     """peft would adapt the head and train it whole at once, and refuses."""
     for name in ("bert", "gpt2", "llama"):
         job = small(NAMED[name], Task.TOKEN_CLASSIFICATION)
-        assert tape_of(job, "lora(targets=all-linear)").peak()[0]
+        assert trace_of(job, "lora(targets=all-linear)").peak()[0]
 
 
 def test_rms_norm_is_one_kernel_on_cuda() -> None:
@@ -176,7 +176,7 @@ def test_rms_norm_is_one_kernel_on_cuda() -> None:
     def of_norm(policy: Policy) -> list[tuple[str, int]]:
         return [
             (block.operator, block.nbytes)
-            for block in tape_of(job, "plain", policy).blocks
+            for block in trace_of(job, "plain", policy).blocks
             if "rms_norm" in block.operator and block.step == 1
         ]
 

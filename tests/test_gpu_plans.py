@@ -29,7 +29,7 @@ from snugfit.prediction.predict import predict
 from snugfit.prediction.profile import Software
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.pieces import Work
-from snugfit.rehearsal.trace.tape import Kernel, Tape
+from snugfit.rehearsal.trace.trace import Kernel, Trace
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Fidelity, Slot
@@ -47,8 +47,8 @@ class Invented:
 
     bandwidth: float
 
-    def __call__(self, tape: Tape) -> float:
-        return sum(map(self._seconds, tape.kernels))
+    def __call__(self, trace: Trace) -> float:
+        return sum(map(self._seconds, trace.kernels))
 
     def _seconds(self, kernel: Kernel) -> float:
         return max(kernel.flops / 1e11, kernel.nbytes / self.bandwidth) + 1e-6
@@ -78,13 +78,13 @@ def job() -> Job:
 @pytest.fixture(scope="module")
 def everything(job: Job) -> list[tuple[Recipe, Figures, Figures]]:
     """Every recipe that is as exact as the plain one, none left out: on a slow device and a fast. Those of
-    one tape are judged together, which is what `test_plan_parts` holds to be the same."""
+    one trace are judged together, which is what `test_plan_parts` holds to be the same."""
     clock = Each((Invented(1e8), Invented(1e12)))
     parts = Parts(job, [H200, H200], clock, shallow=False)
-    tapes: dict[int, list[Candidate]] = defaultdict(list)
+    traces: dict[int, list[Candidate]] = defaultdict(list)
     for each in space_of(job, fidelity=Fidelity.SAME, capability=(9, 0)).candidates:
-        tapes[each.tape].append(each)
-    judged = (zip(same, parts.judge([each.setup for each in same]), strict=True) for same in tapes.values())
+        traces[each.trace].append(each)
+    judged = (zip(same, parts.judge([each.setup for each in same]), strict=True) for same in traces.values())
     return [(each.recipe, slow, fast) for group in judged for each, (slow, fast) in group]
 
 
@@ -212,19 +212,19 @@ def test_gpus_that_run_other_kernels_are_searched_apart() -> None:
     assert kinds["RTX4090"] == kinds["A100-SXM-80"] == kinds["RTX5090"] != kinds["H200-SXM"]
     assert kinds["H200-SXM"] == kinds["B200"]
     setup, job = Recipe.parse("bf16").setup(), small_job("bert", 2)
-    tapes = {
+    traces = {
         key: rehearse(job, setup, policy_for(find_gpu(key), Software())).kernels
         for key in ("RTX4090", "RTX5090", "H200-SXM", "B200")
     }
-    assert tapes["RTX4090"] == tapes["RTX5090"]
-    assert tapes["H200-SXM"] == tapes["B200"] != tapes["RTX4090"]
+    assert traces["RTX4090"] == traces["RTX5090"]
+    assert traces["H200-SXM"] == traces["B200"] != traces["RTX4090"]
 
 
 def test_seconds_of_those_that_have_none_are_nothing(job: Job) -> None:
-    tape = rehearse(job, Recipe().setup(), policy_for(H200, Software()))
+    trace = rehearse(job, Recipe().setup(), policy_for(H200, Software()))
     clock, seconds = Known.on([replace(H200, key="no-rates", bandwidth=None), H200]), GpuClocks([H200])
-    assert clock(tape) == (0.0, *seconds(tape))
-    work = Work(tape.kernels, tape.waits)
+    assert clock(trace) == (0.0, *seconds(trace))
+    work = Work(trace.kernels, trace.waits)
     assert seconds_of(clock, [work, work]) == (0.0, *seconds_of(seconds, [work, work]))
     assert isinstance(clock, Joining)
 
@@ -263,9 +263,9 @@ def test_an_answer_that_a_whole_rehearsal_does_not_give_says_so(job: Job) -> Non
         assert (seat.own[1], seat.found.judged[1]) == (same, whole)
 
 
-def count_concavely(tape: Tape) -> float:
+def count_concavely(trace: Trace) -> float:
     """A clock of which few layers tell the wrong thing: its line lies above it."""
-    return len(tape.kernels) ** 0.25
+    return len(trace.kernels) ** 0.25
 
 
 @pytest.mark.whole
@@ -324,6 +324,6 @@ def test_an_unknown_objective_is_refused_before_any_work(job: Job) -> None:
 
 
 def test_one_clock_is_one_of_several() -> None:
-    tape = Tape((), (), (), (), (), ())
-    assert Alone(lambda _: 2.0)(tape) == (2.0,)
-    assert Each((lambda _: 2.0, lambda _: 3.0))(tape) == (2.0, 3.0)
+    trace = Trace((), (), (), (), (), ())
+    assert Alone(lambda _: 2.0)(trace) == (2.0,)
+    assert Each((lambda _: 2.0, lambda _: 3.0))(trace) == (2.0, 3.0)

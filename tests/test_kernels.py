@@ -13,7 +13,7 @@ from snugfit.prediction.kernel_seconds import KernelClock
 from snugfit.prediction.rates import rates_for
 from snugfit.prediction.seconds import asking
 from snugfit.rehearsal.record.kernels import describe
-from snugfit.rehearsal.trace.tape import Kernel
+from snugfit.rehearsal.trace.trace import Kernel
 
 aten = torch.ops.aten
 H200 = rates_for(find_gpu("h200"))

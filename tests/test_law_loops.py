@@ -40,7 +40,7 @@ def foreach_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_get_foreach_kernels_supported_devices", lambda: ["cpu", "meta"])
 
 
-def account_of_tape(this: Job, recipe: str, loop: str, own: type[Any] | None = None) -> list[Event]:
+def account_of_trace(this: Job, recipe: str, loop: str, own: type[Any] | None = None) -> list[Event]:
     setup = Recipe.parse(recipe).setup()
     return compared(foreseen(rehearse(this, setup, CpuPolicy(), loop=loop, trainer_class=own)))
 
@@ -52,18 +52,18 @@ def third(account: list[Event]) -> list[Event]:
 def hold(this: Job, recipe: str, loop: str, own: type[Any] | None = None) -> list[Event]:
     """Law 1 for one job, recipe and loop on the CPU; gives what the allocator said."""
     real = compared(reports(this, Recipe.parse(recipe).setup(), loop=loop))
-    tape = account_of_tape(this, recipe, loop, own)
+    trace = account_of_trace(this, recipe, loop, own)
     assert third(real)
-    comparison = compare(third(real), third(tape))
+    comparison = compare(third(real), third(trace))
     assert comparison.similarity == 1.0, f"{loop}, {this.model.name}, {recipe}: {comparison}"
-    assert peak(real) == peak(tape)
+    assert peak(real) == peak(trace)
     return real
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize(("family", "recipe"), CASES)
 @pytest.mark.parametrize("loop", ["accelerate", "trainer"])
-def test_a_real_step_allocates_what_its_tape_says(loop: str, family: str, recipe: str) -> None:
+def test_a_real_step_allocates_what_its_trace_says(loop: str, family: str, recipe: str) -> None:
     hold(job(family), recipe, loop)
 
 
@@ -89,10 +89,10 @@ class RDrop(transformers.Trainer):  # type: ignore[misc]
 
 @pytest.mark.whole
 def test_a_user_s_own_trainer_is_rehearsed_as_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the tape of the plain Trainer is not what it does."""
+    """And the trace of the plain Trainer is not what it does."""
     monkeypatch.setattr(TrainerStep, "trainer_class", RDrop)
     real = hold(job("llama"), "sgd", "trainer", RDrop)
-    plain = account_of_tape(job("llama"), "sgd", "trainer")
+    plain = account_of_trace(job("llama"), "sgd", "trainer")
     assert compare(third(real), third(plain)).similarity < 1.0
     assert peak(real) > peak(plain)
 
@@ -107,6 +107,6 @@ def test_a_prediction_is_of_the_user_s_own_trainer() -> None:
 
 def test_a_batch_is_the_input_of_its_own_step() -> None:
     """The Trainer loads a step's batches before its callbacks hear of the step."""
-    tape = rehearse(job("vit"), Recipe().setup(), CpuPolicy(), loop="trainer")
-    pictures = [block for block in tape.blocks if block.phase == "load" and block.nbytes > 4 * 3 * 32 * 32]
+    trace = rehearse(job("vit"), Recipe().setup(), CpuPolicy(), loop="trainer")
+    pictures = [block for block in trace.blocks if block.phase == "load" and block.nbytes > 4 * 3 * 32 * 32]
     assert [(block.step, block.kind) for block in pictures] == [(step, "inputs") for step in range(3)]

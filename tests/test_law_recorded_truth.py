@@ -36,7 +36,7 @@ from snugfit.prediction.device import context_of, policy_for
 from snugfit.prediction.predict import predict
 from snugfit.prediction.profile import Software, installed_versions
 from snugfit.rehearsal.rehearse import rehearse
-from snugfit.rehearsal.trace.tape import Block
+from snugfit.rehearsal.trace.trace import Block
 from snugfit.results.measurement import Measurement
 from snugfit.techniques.packages import missing
 from snugfit.techniques.recipe import Recipe
@@ -116,12 +116,12 @@ def foreseen(key: str, loop: str, gpu: str, *, constant: bool = False) -> tuple[
     job, setup = json.loads(key)
     device, software = find_gpu(gpu), Software()
     wishes = Setup.from_json(setup)
-    tape = rehearse(Job.from_json(job), wishes, policy_for(device, software), loop=loop)
+    trace = rehearse(Job.from_json(job), wishes, policy_for(device, software), loop=loop)
     if constant:
-        events = tuple(event + (1 if event > 0 else -1) for event in tape.events)
-        tape = replace(tape, blocks=(Block(4, "", "", "build", -1, ""), *tape.blocks), events=(1, *events))
-    after = replay(tape, expandable=wishes.expandable_segments)
-    context, _ = context_of(device, software, tape)
+        events = tuple(event + (1 if event > 0 else -1) for event in trace.events)
+        trace = replace(trace, blocks=(Block(4, "", "", "build", -1, ""), *trace.blocks), events=(1, *events))
+    after = replay(trace, expandable=wishes.expandable_segments)
+    context, _ = context_of(device, software, trace)
     return after.requested_peak, after.allocated_peak, after.reserved_peak, after.reserved_peak + context
 
 

@@ -42,7 +42,7 @@ from snugfit.prediction.allocator import replay
 from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy, Policy
 from snugfit.rehearsal.record.accumulation import SoleOwner
 from snugfit.rehearsal.rehearse import rehearse
-from snugfit.rehearsal.trace.tape import Tape
+from snugfit.rehearsal.trace.trace import Trace
 from snugfit.step.install import build_model
 from snugfit.techniques import roster
 from snugfit.techniques.packages import missing
@@ -64,15 +64,15 @@ ALLOCATED = {"t5_bf16": 0.001}
 """Of what it hands out: where equal blocks lie on the device is not known, and unsplit blocks count whole."""
 
 
-def hold_to_history(case: str, tape: Tape) -> None:
+def hold_to_history(case: str, trace: Trace) -> None:
     """Law 1 for one recorded case."""
     truth = history(case)
-    after = replay(tape)
-    assert tape.peak()[0] == truth.requested_peak
+    after = replay(trace)
+    assert trace.peak()[0] == truth.requested_peak
     assert after.allocated_peak == pytest.approx(truth.allocated_peak, rel=ALLOCATED.get(case, 0), abs=0)
     assert after.reserved_peak == pytest.approx(truth.reserved_peak, rel=RESERVED.get(case, 0), abs=0)
     least = ALIKE_AS_RECORDED if transformers.__version__ == truth.transformers else ALIKE
-    comparison = compare(truth.events, third_step(tape))
+    comparison = compare(truth.events, third_step(trace))
     assert comparison.similarity >= least.get(case, 1.0), (
         f"{case}, recorded with torch {truth.torch} and transformers {truth.transformers}, here "
         f"{torch.__version__} and {transformers.__version__}: {comparison}"
@@ -118,11 +118,11 @@ def test_gradients_added_out_of_place_are_noticed(case: str, monkeypatch: pytest
     assert_red(case, rehearsed(case, CudaPolicy()))
 
 
-def assert_red(case: str, tape: Tape) -> None:
+def assert_red(case: str, trace: Trace) -> None:
     """The law does not hold, and the events alone would tell."""
     with pytest.raises(AssertionError):
-        hold_to_history(case, tape)
-    assert compare(history(case).events, third_step(tape)).similarity < ALIKE.get(case, 1.0)
+        hold_to_history(case, trace)
+    assert compare(history(case).events, third_step(trace)).similarity < ALIKE.get(case, 1.0)
 
 
 # ---- the CPU -------------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ SCRATCH = {
     ("bitsandbytes::optimizer_update_8bit_blockwise", ""): COMPOSED,
     ("aten::sort", "aten::arange"): "the CPU sorts positions beside values; CUDA's sort writes them itself",
 }
-"""Scratch of CPU kernels that a tape does not hold: born and dead inside one call of the first operator, and
+"""Scratch of CPU kernels that a trace does not hold: born and dead inside one call of the first operator, and
 allocated by the second where it is named."""
 
 HOST_TABLES = 2048
@@ -333,16 +333,16 @@ def compared(events: Sequence[Event]) -> list[Event]:
 def hold_to_reports(this: Job, recipe: Recipe, policy: Policy | None = None) -> None:
     """Law 1 for one job and recipe on the CPU."""
     setup = recipe.setup()
-    tape = compared(foreseen(rehearse(this, setup, policy or CpuPolicy())))
+    trace = compared(foreseen(rehearse(this, setup, policy or CpuPolicy())))
     real = compared(reports(this, setup))
-    third = [[event for event in events if event.step == 2] for events in (real, tape)]
+    third = [[event for event in events if event.step == 2] for events in (real, trace)]
     assert all(third)
     comparison = compare(*third)
     assert comparison.similarity == 1.0, f"{this.model.name}, {recipe}: {comparison}"
-    built = [[event for event in events if event.step < 0] for events in (real, tape)]
+    built = [[event for event in events if event.step < 0] for events in (real, trace)]
     held = [sum(event.nbytes for event in events) for events in built]
     assert held[0] - held[1] in (0, HOST_TABLES)
-    assert peak(real) - peak(tape) in (0, held[0] - held[1])
+    assert peak(real) - peak(trace) in (0, held[0] - held[1])
 
 
 EVERY = os.environ.get("SNUGFIT_ALL_TRUTH") == "1"
@@ -358,7 +358,7 @@ EVERY = os.environ.get("SNUGFIT_ALL_TRUTH") == "1"
         if EVERY or (number + index) % 3 == 0
     ],
 )
-def test_a_real_step_allocates_what_its_tape_says(family: str, index: int) -> None:
+def test_a_real_step_allocates_what_its_trace_says(family: str, index: int) -> None:
     hold_to_reports(job(family), mixed(family, index))
 
 
@@ -413,5 +413,5 @@ def test_another_batch_is_noticed_on_the_cpu() -> None:
     """The law compares bytes and not shapes of our own making: one sample more is another account."""
     this = job("bert")
     real = compared(reports(replace(this, batch_size=5), Recipe().setup()))
-    tape = compared(foreseen(rehearse(this, Recipe().setup(), CpuPolicy())))
-    assert compare(real, tape).similarity < 1.0
+    trace = compared(foreseen(rehearse(this, Recipe().setup(), CpuPolicy())))
+    assert compare(real, trace).similarity < 1.0

@@ -1,7 +1,7 @@
 """Law 5, for layers, steps and micro-batches: what is written again equals what is rehearsed whole.
 
-Equal is meant in every field of a tape: each block with its module and kind, each event, each mark, each
-kernel with its work. From equal tapes follow equal footprints; that is asserted once, for the eye.
+Equal is meant in every field of a trace: each block with its module and kind, each event, each mark, each
+kernel with its work. From equal traces follow equal footprints; that is asserted once, for the eye.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse, rehearsed
 from snugfit.rehearsal.trace.depth import comes_round, depth_of
 from snugfit.rehearsal.trace.score import Entry, Score
-from snugfit.rehearsal.trace.tape import Tape
+from snugfit.rehearsal.trace.trace import Trace
 from snugfit.step.batches import micro_batches
 from snugfit.step.step import open_step
 from snugfit.techniques.recipe import Recipe
@@ -31,13 +31,13 @@ def setup_of(recipe: str) -> Setup:
     return Recipe.parse(recipe).setup()
 
 
-def whole(job: Job, setup: Setup, *, loop: str = "plain", steps: int = 3) -> tuple[Tape, Score]:
+def whole(job: Job, setup: Setup, *, loop: str = "plain", steps: int = 3) -> tuple[Trace, Score]:
     """A rehearsal in which nothing is written again."""
-    tape, notes = rehearsed(open_step(job, setup, loop, torch.device("meta")), CUDA, steps)
-    return tape, Score.of(tape, notes)
+    trace, notes = rehearsed(open_step(job, setup, loop, torch.device("meta")), CUDA, steps)
+    return trace, Score.of(trace, notes)
 
 
-def same(left: Tape | None, right: Tape) -> None:
+def same(left: Trace | None, right: Trace) -> None:
     """All fields are equal; says which differs first."""
     assert left is not None, "refused"
     for name in ("events", "blocks", "marks", "kernels", "waits", "attention", "doubts"):
@@ -57,9 +57,9 @@ SCORES = [
 
 
 @pytest.mark.parametrize(("family", "recipe"), SCORES)
-def test_a_score_is_its_tape(family: str, recipe: str) -> None:
-    tape, score = whole(small_job(family, 2), setup_of(recipe))
-    same(score.tape(), tape)
+def test_a_score_is_its_trace(family: str, recipe: str) -> None:
+    trace, score = whole(small_job(family, 2), setup_of(recipe))
+    same(score.trace(), trace)
 
 
 # ---- layers --------------------------------------------------------------------------------------------
@@ -138,8 +138,8 @@ def hoarder(parameters: object, **_: object) -> torch.optim.Optimizer:
 
 def test_the_cpu_s_policy_repeats_too() -> None:
     job, setup = small_job("gpt2", 2), setup_of("micro_batches(4)")
-    tape, _ = rehearsed(open_step(job, setup, "plain", torch.device("meta")), CpuPolicy(), 3)
-    same(rehearse(job, setup, CpuPolicy()), tape)
+    trace, _ = rehearsed(open_step(job, setup, "plain", torch.device("meta")), CpuPolicy(), 3)
+    same(rehearse(job, setup, CpuPolicy()), trace)
 
 
 def test_marks_say_which_step_it_is() -> None:

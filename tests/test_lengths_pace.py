@@ -14,7 +14,7 @@ from snugfit.planning.lengths.kernel_interpolation import Irregular, Sight, Stre
 from snugfit.planning.lengths.length_profile import SOME_PADDING, TOLERANCE, Pace
 from snugfit.prediction.predict import predict
 from snugfit.prediction.seconds import step_seconds
-from snugfit.rehearsal.trace.tape import MATRIX_PRODUCTS, Tape
+from snugfit.rehearsal.trace.trace import MATRIX_PRODUCTS, Trace
 from snugfit.techniques.recipe import Recipe
 
 H200 = find_gpu("h200")
@@ -129,7 +129,7 @@ def test_a_step_of_two_lengths_takes_their_mean() -> None:
     """A first micro-batch of one length and a second of another, played as one step: exactly the mean while
     the device sets the pace, and within 1 % where the host does."""
     known = pace(small_job("gpt2", layers=2, batch_size=8), "bf16 + micro_batches(2)")
-    mixed = Tape((), (), (), (*_piece(known, 8, 0), *_piece(known, 31, 1)), known.sight(31, True).waits, ())
+    mixed = Trace((), (), (), (*_piece(known, 8, 0), *_piece(known, 31, 1)), known.sight(31, True).waits, ())
     mean = (known.timing(8, True).step_seconds + known.timing(31, True).step_seconds) / 2
     assert step_seconds(mixed, H200, batch_size=8).step_seconds == pytest.approx(mean, rel=0.01)
     slow = replace(known.rates, bandwidth=known.rates.bandwidth / 1e4, patterns={})

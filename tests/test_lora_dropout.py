@@ -11,7 +11,7 @@ from test_law_rehearsed_equals_real import hold_to_reports, job
 
 @pytest.mark.whole
 @pytest.mark.parametrize("family", ["bert", "llama"])
-def test_a_real_step_with_dropout_allocates_what_its_tape_says(family: str) -> None:
+def test_a_real_step_with_dropout_allocates_what_its_trace_says(family: str) -> None:
     hold_to_reports(job(family), Recipe.parse("lora(targets=all-linear, dropout=0.1)"))
 
 

@@ -29,7 +29,7 @@ from snugfit.prediction.predict import predict
 from snugfit.prediction.profile import Software
 from snugfit.prediction.startup import RATE, OnceRate, loaded_by, size_of, startup
 from snugfit.rehearsal.rehearse import rehearse
-from snugfit.rehearsal.trace.tape import PREPARED, Kernel, Tape
+from snugfit.rehearsal.trace.trace import PREPARED, Kernel, Trace
 from snugfit.report import prediction as report
 from snugfit.report.text.terminal import as_text
 from snugfit.techniques import roster
@@ -123,8 +123,8 @@ def test_what_was_paid_once_on_an_h200(run: dict[str, Any]) -> None:
     job, setup = Job(model=Model.find(run["model"]), **fields), setup_of(run["recipe"])
     steps, reached = run["step_seconds"], run["reached_seconds"]
     paid = reached["built"] + steps[0] - statistics.median(steps[1:])
-    tape = rehearse(job, setup, policy_for(H200, Software()))
-    foreseen = startup(job, setup, loaded_by(tape.kernels)).once_seconds(0.0)
+    trace = rehearse(job, setup, policy_for(H200, Software()))
+    foreseen = startup(job, setup, loaded_by(trace.kernels)).once_seconds(0.0)
     assert foreseen == pytest.approx(paid, rel=BAND)
 
 
@@ -137,8 +137,8 @@ class SlowLoading:
 
     batch: float = 1.0
 
-    def __call__(self, tape: Tape) -> float:
-        return sum(map(self._seconds, tape.kernels))
+    def __call__(self, trace: Trace) -> float:
+        return sum(map(self._seconds, trace.kernels))
 
     def _seconds(self, kernel: Kernel) -> float:
         waits = self.batch if kernel.phase == "load" and kernel.operator != PREPARED else 0.0
@@ -216,15 +216,15 @@ def test_many_gpus_look_at_the_run_too(job: Job, monkeypatch: pytest.MonkeyPatch
 def test_few_layers_tell_what_many_pay_once(family: str) -> None:
     """The least share is never more than the share; here it is the same."""
     deep = small_job(family, 6, batch_size=2)
-    parts = Parts(deep, [H200], Alone(lambda tape: 0.0), run=Run(steps=1))
+    parts = Parts(deep, [H200], Alone(lambda trace: 0.0), run=Run(steps=1))
     setup = setup_of("bf16 + every_layer + micro_batches(2)")
     ((bound,),) = parts.screen([setup])
     assert bound.seconds == pytest.approx(parts.judge([setup])[0][0].once)
 
 
 def test_a_run_without_end_shares_nothing(job: Job) -> None:
-    opening, tape = Opening(job, ENDLESS), Tape((), (), (), (kernel(),), (), ())
-    seconds, share = opening.of(Setup(), tape)
+    opening, trace = Opening(job, ENDLESS), Trace((), (), (), (kernel(),), (), ())
+    seconds, share = opening.of(Setup(), trace)
     assert seconds > RATE.imports
     assert (share, opening.least_share(Setup(), [])) == (0.0, 0.0)
 

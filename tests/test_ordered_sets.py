@@ -20,12 +20,12 @@ KINDS = {"full_attention", "sliding_attention"}
 
 
 def account() -> str:
-    tape = rehearse(small_job("modernbert"), Recipe().setup(), CudaPolicy())
-    return f"{tape.events} {tape.marks}"
+    trace = rehearse(small_job("modernbert"), Recipe().setup(), CudaPolicy())
+    return f"{trace.events} {trace.marks}"
 
 
 @pytest.mark.whole
-def test_tapes_do_not_depend_on_the_hash_seed() -> None:
+def test_traces_do_not_depend_on_the_hash_seed() -> None:
     """Here, and in a process that walks the kinds in the other order."""
     first, *_ = KINDS
     other = "1" if first == "full_attention" else "0"
@@ -33,9 +33,9 @@ def test_tapes_do_not_depend_on_the_hash_seed() -> None:
     code = "import test_ordered_sets as there; print(*there.KINDS); print(there.account())"
     command = [sys.executable, "-W", "ignore", "-c", code]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    kinds, tape = ran.stdout.splitlines()
+    kinds, trace = ran.stdout.splitlines()
     assert kinds.split()[1] == first, "this seed walks them in the same order"
-    assert tape == account()
+    assert trace == account()
 
 
 def test_the_models_code_has_its_own_sets_again_afterwards() -> None:

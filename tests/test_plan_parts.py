@@ -13,14 +13,14 @@ from snugfit.job.gpu import find_gpu
 from snugfit.planning.cost.batch_sizes import rehearse_sizes, update_of
 from snugfit.planning.cost.parts import Parts
 from snugfit.planning.cost.periodic import FEW, MANY, settled
-from snugfit.planning.cost.same_tape import under
+from snugfit.planning.cost.same_trace import under
 from snugfit.planning.cost.timer import GpuClocks, seconds_of
 from snugfit.planning.cost.worker_pool import Bench, Question, Worker, bench
 from snugfit.planning.search_state import SLACK
 from snugfit.prediction.allocator import replay
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.splice import rehearse_update
-from snugfit.rehearsal.trace.tape import Tape
+from snugfit.rehearsal.trace.trace import Trace
 from snugfit.techniques.recipe import Recipe
 
 GPUS = [find_gpu(name) for name in ("h200", "v100-16gb")]
@@ -48,16 +48,16 @@ def test_what_was_rehearsed_for_tf32_is_not_taken_for_ieee() -> None:
         parts.judge([setup]) for parts, setup in zip(alone, setups, strict=True)
     ]
     assert together.screen(setups)[1] == alone[1].screen(setups[1:])[0]
-    dtypes = {kernel.dtype for kernel in together.tape(setups[0])[0].kernels}
+    dtypes = {kernel.dtype for kernel in together.trace(setups[0])[0].kernels}
     assert "tf32" not in dtypes
 
 
-def test_a_clock_that_does_not_join_is_given_a_tape() -> None:
-    seen: list[Tape] = []
+def test_a_clock_that_does_not_join_is_given_a_trace() -> None:
+    seen: list[Trace] = []
 
-    def clock(tape: Tape) -> tuple[float]:
-        seen.append(tape)
-        return (float(len(tape.kernels)),)
+    def clock(trace: Trace) -> tuple[float]:
+        seen.append(trace)
+        return (float(len(trace.kernels)),)
 
     job, setup = small_job("bert", 2), Recipe.parse("fp16").setup()
     passes = rehearse_sizes(job, setup, CudaPolicy(), [], whole=True)
@@ -131,26 +131,28 @@ def test_few_micro_batches_tell_what_many_take(family: str, recipe: str) -> None
         setup = Recipe.parse(f"{recipe} + micro_batches({pieces})").setup()
         parts = Parts(job, GPUS, GpuClocks(GPUS))
         found = parts.judge([setup])[0]
-        tape = parts.tape(setup)[0]
-        after = replay(tape, expandable=setup.expandable_segments)
+        trace = parts.trace(setup)[0]
+        after = replay(trace, expandable=setup.expandable_segments)
         assert found[0][:3] == (after.requested_peak, after.allocated_peak, after.reserved_peak)
-        seconds = GpuClocks(GPUS)(under(setup, tape))
+        seconds = GpuClocks(GPUS)(under(setup, trace))
         assert [each.seconds for each in found] == pytest.approx(seconds, rel=1e-12)
 
 
 def test_what_comes_round_must_come_round_as_often() -> None:
     setup = Recipe.parse("micro_batches(16)").setup()
-    tape, _ = Parts(small_job("llama", 2, batch_size=16), GPUS, GpuClocks(GPUS)).tape(setup, most=FEW[0])
-    assert settled(tape, 16, expandable=False) is not None, "every second one begins alike"
-    assert settled(tape, 17, expandable=False) is None
+    trace, _ = Parts(small_job("llama", 2, batch_size=16), GPUS, GpuClocks(GPUS)).trace(setup, most=FEW[0])
+    assert settled(trace, 16, expandable=False) is not None, "every second one begins alike"
+    assert settled(trace, 17, expandable=False) is None
 
 
 def test_micro_batches_that_leave_something_behind_do_not_settle() -> None:
     setup = Recipe.parse("micro_batches(16)").setup()
-    tape, _ = Parts(small_job("llama", 2, batch_size=16), GPUS, GpuClocks(GPUS)).tape(setup, most=FEW[0])
-    assert settled(tape, 16, expandable=False) is not None
-    backward = [mark.event for mark in tape.marks if (mark.step, mark.phase) == (1, "backward")]
-    dying = [next(n for n in range(event, 0, -1) if tape.events[n] < 0) for event in backward]
-    kept = tuple(event for n, event in enumerate(tape.events) if n not in dying)
-    marks = tuple(mark._replace(event=mark.event - sum(n < mark.event for n in dying)) for mark in tape.marks)
-    assert settled(replace(tape, events=kept, marks=marks), 16, expandable=False) is None
+    trace, _ = Parts(small_job("llama", 2, batch_size=16), GPUS, GpuClocks(GPUS)).trace(setup, most=FEW[0])
+    assert settled(trace, 16, expandable=False) is not None
+    backward = [mark.event for mark in trace.marks if (mark.step, mark.phase) == (1, "backward")]
+    dying = [next(n for n in range(event, 0, -1) if trace.events[n] < 0) for event in backward]
+    kept = tuple(event for n, event in enumerate(trace.events) if n not in dying)
+    marks = tuple(
+        mark._replace(event=mark.event - sum(n < mark.event for n in dying)) for mark in trace.marks
+    )
+    assert settled(replace(trace, events=kept, marks=marks), 16, expandable=False) is None

@@ -21,9 +21,9 @@ from snugfit.planning.cost.worker_pool import Bench
 from snugfit.planning.figures import Bound, Figures
 from snugfit.planning.search.search import plan, search
 from snugfit.planning.search_state import GRAIN
-from snugfit.planning.space import Space, space_of, tape_key
+from snugfit.planning.space import Space, space_of, trace_key
 from snugfit.rehearsal.device.policy import CudaPolicy
-from snugfit.rehearsal.trace.tape import Kernel, Tape
+from snugfit.rehearsal.trace.trace import Kernel, Trace
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Slot
@@ -43,8 +43,8 @@ class Invented:
     link: float = 1e8
     """Bytes per second from the host."""
 
-    def __call__(self, tape: Tape) -> float:
-        return sum(map(self._seconds, tape.kernels))
+    def __call__(self, trace: Trace) -> float:
+        return sum(map(self._seconds, trace.kernels))
 
     def _seconds(self, kernel: Kernel) -> float:
         bandwidth = self.link if kernel.phase == "load" else self.bandwidth
@@ -66,7 +66,7 @@ def test_every_recipe_is_lawful_and_keeps_the_batch() -> None:
     for recipe in random.Random(SEED).sample(recipes, 100):
         recipe.check(job, (9, 0))
     assert {each.setup.micro_batches for each in space.candidates} == {1, 2, 3, 6}
-    keys = [tape_key(each.setup) for each in space.candidates]
+    keys = [trace_key(each.setup) for each in space.candidates]
     assert len(set(keys)) == len(keys)
     assert all(each.recipe.setup() == each.setup for each in space.candidates[:50])
 
@@ -121,8 +121,8 @@ class Told:
 
 
 def told_of(space: Space, rng: random.Random) -> Told:
-    """Sizes and seconds by chance, a tape's together; the allocator loses up to a tenth."""
-    tapes: dict[int, tuple[Bound, Figures | None]] = {}
+    """Sizes and seconds by chance, a trace's together; the allocator loses up to a tenth."""
+    traces: dict[int, tuple[Bound, Figures | None]] = {}
     for each in space.candidates:
         least = Bound(rng.randrange(1000, 9000), rng.randrange(1, 500))
         reserved, seconds = (
@@ -130,8 +130,8 @@ def told_of(space: Space, rng: random.Random) -> Told:
             least.seconds + rng.choice((0, 0, 5)),
         )
         after = Figures(reserved, reserved, reserved, 0, seconds, False)
-        tapes.setdefault(each.tape, (least, after if rng.random() < 0.95 else None))
-    known = [tapes[each.tape] for each in space.candidates]
+        traces.setdefault(each.trace, (least, after if rng.random() < 0.95 else None))
+    known = [traces[each.trace] for each in space.candidates]
     numbers = {id(each.setup): number for number, each in enumerate(space.candidates)}
     return Told(numbers, [least for least, _ in known], [after for _, after in known])
 

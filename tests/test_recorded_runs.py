@@ -35,8 +35,8 @@ def test_every_birth_and_death_is_foreseen(name: str) -> None:
     signs = {"alloc": 1, "free_requested": -1}
     seen = [signs[action] * size for action, _, size in document["events"] if action in signs]
     setup = Recipe.parse(document["recipe"]).setup()
-    tape = rehearse(Job.from_json(document["job"]), setup, policy_for(find_gpu("h200"), Software()))
-    assert [(1 if event > 0 else -1) * tape.blocks[abs(event) - 1].nbytes for event in tape.events] == seen
-    after = replay(tape)
+    trace = rehearse(Job.from_json(document["job"]), setup, policy_for(find_gpu("h200"), Software()))
+    assert [(1 if event > 0 else -1) * trace.blocks[abs(event) - 1].nbytes for event in trace.events] == seen
+    after = replay(trace)
     assert after.reserved_peak == document["footprint"]["reserved_bytes"]
     assert after.allocated_peak == document["footprint"]["allocated_bytes"]

@@ -338,8 +338,8 @@ def test_a_user_s_own_model_is_not_touched(recipe: str) -> None:
     identities = {name: id(value) for name, value in module.named_parameters()}
     model = Model.from_module(module, {"x": torch.ones(2, 8)})
     this = Job(model=model, task=Task.CUSTOM, batch_size=4)
-    tape = rehearse(this, Recipe.parse(recipe).setup(), CudaPolicy())
-    assert tape.peak()[0] > 0
+    trace = rehearse(this, Recipe.parse(recipe).setup(), CudaPolicy())
+    assert trace.peak()[0] > 0
     assert module.calls == 1
     assert not module.training
     assert {name: id(value) for name, value in module.named_parameters()} == identities
@@ -424,7 +424,7 @@ def test_an_assumption_that_breaks_is_told(
 
 
 def test_a_gradient_that_python_holds_is_not_written_to() -> None:
-    """A backward written in Python that adds out of place makes a new tensor, on the tape too."""
+    """A backward written in Python that adds out of place makes a new tensor, on the trace too."""
 
     class Doubles(torch.autograd.Function):
         @staticmethod
@@ -447,8 +447,8 @@ def test_a_gradient_that_python_holds_is_not_written_to() -> None:
             return out
 
     model = Model.from_module(Uses(), {"x": torch.ones(2, 3)})
-    tape = rehearse(Job(model=model, task=Task.CUSTOM, batch_size=2), Recipe().setup(), CudaPolicy())
-    added = [block for block in tape.blocks if block.operator == "aten::add" and block.phase == "backward"]
+    trace = rehearse(Job(model=model, task=Task.CUSTOM, batch_size=2), Recipe().setup(), CudaPolicy())
+    added = [block for block in trace.blocks if block.operator == "aten::add" and block.phase == "backward"]
     assert [block.nbytes for block in added if block.nbytes == 4000]
 
 

@@ -16,7 +16,7 @@ from snugfit.rehearsal.device.buffers import OUTPUTS
 from snugfit.rehearsal.device.overrides import in_force
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.record.recorder import Recorder
-from snugfit.rehearsal.trace.tape import Tape
+from snugfit.rehearsal.trace.trace import Trace
 
 aten = torch.ops.aten
 
@@ -104,7 +104,7 @@ def test_sums_in_half_precision_beyond_two_gigabytes_are_kept_in_fp32() -> None:
 # ---- as a rehearsal sees it ------------------------------------------------------------------------------
 
 
-def tape_of(run: Any) -> Tape:
+def trace_of(run: Any) -> Trace:
     policy = CudaPolicy()
     recorder = Recorder(policy, 1, padded=False)
     with in_force(policy) as chosen, recorder:
@@ -112,7 +112,7 @@ def tape_of(run: Any) -> Tape:
         recorder.phase("forward")
         run(recorder)
         recorder.step_ends(0)
-    return recorder.tape(chosen)
+    return recorder.trace(chosen)
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -128,7 +128,7 @@ def test_a_gathered_gradient_is_written_in_place(autocast: bool) -> None:
         recorder.phase("backward")
         picked.sum().backward()
 
-    made = [block.operator for block in tape_of(run).blocks]
+    made = [block.operator for block in trace_of(run).blocks]
     assert "aten::index_put: sorted" in made
     assert not {"aten::index_put", "aten::scatter_add"} & set(made)
 
@@ -142,7 +142,7 @@ def test_rows_of_a_mask_are_stored_in_eights(columns: int, padded: int) -> None:
     def run(recorder: Recorder) -> None:
         torch.nn.functional.scaled_dot_product_attention(query, key, key, mask)
 
-    found = [block.nbytes for block in tape_of(run).blocks if block.operator == "aten::constant_pad_nd"]
+    found = [block.nbytes for block in trace_of(run).blocks if block.operator == "aten::constant_pad_nd"]
     assert found == ([2 * 64 * padded * 4] if padded else [])
 
 
@@ -154,9 +154,9 @@ def test_the_triangle_of_causal_attention_dies_when_it_is_a_mask() -> None:
         attend = torch.nn.functional.scaled_dot_product_attention
         attend(query, key, key, is_causal=True, enable_gqa=True)
 
-    tape = tape_of(run)
-    assert "math" in tape.attention
-    triangle = next(place for place, block in enumerate(tape.blocks) if block.operator == "aten::tril")
-    scores = next(place for place, block in enumerate(tape.blocks) if block.operator == "aten::bmm")
-    assert tape.blocks[triangle].nbytes == 3_437_316
-    assert tape.events.index(-triangle - 1) < tape.events.index(scores + 1)
+    trace = trace_of(run)
+    assert "math" in trace.attention
+    triangle = next(place for place, block in enumerate(trace.blocks) if block.operator == "aten::tril")
+    scores = next(place for place, block in enumerate(trace.blocks) if block.operator == "aten::bmm")
+    assert trace.blocks[triangle].nbytes == 3_437_316
+    assert trace.events.index(-triangle - 1) < trace.events.index(scores + 1)

@@ -19,7 +19,7 @@ from snugfit.prediction.rates import HostRate, Rates, packaged_rates, rates_for
 from snugfit.prediction.seconds import play, step_seconds
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
-from snugfit.rehearsal.trace.tape import Kernel
+from snugfit.rehearsal.trace.trace import Kernel
 from snugfit.techniques.packages import missing
 from snugfit.techniques.recipe import Recipe
 
@@ -158,14 +158,14 @@ def test_without_a_gpu_there_are_no_seconds() -> None:
 
 def test_a_step_s_seconds_add_up() -> None:
     job = small_job("gpt2", 2)
-    tape = rehearse(job, Recipe.parse("every_layer").setup(), CudaPolicy())
-    found = step_seconds(tape, find_gpu("h200"), batch_size=job.batch_size)
+    trace = rehearse(job, Recipe.parse("every_layer").setup(), CudaPolicy())
+    found = step_seconds(trace, find_gpu("h200"), batch_size=job.batch_size)
     assert sum(line.device_seconds for line in found.phases) == pytest.approx(found.device_seconds)
     assert found.step_seconds >= max(found.device_seconds, 0.99 * found.host_seconds)
     assert found.samples_per_second == pytest.approx(job.batch_size / found.step_seconds)
     assert found.bound == "host"
     assert all(line.roofline_seconds <= line.device_seconds for line in found.phases)
-    slower = step_seconds(tape, find_gpu("h200"), batch_size=job.batch_size, host=3.0)
+    slower = step_seconds(trace, find_gpu("h200"), batch_size=job.batch_size, host=3.0)
     assert slower.step_seconds == pytest.approx(3 * found.step_seconds, rel=0.05)
 
 
@@ -205,8 +205,8 @@ def test_the_profiled_device_seconds_are_predicted() -> None:
         recipe = Recipe.parse(run["recipe"])
         if any(missing(type(technique)) for technique in recipe):
             continue
-        tape = rehearse(Job.from_json(run["job"]), recipe.setup(), CudaPolicy())
-        seconds = sum(map(clock.seconds, tape.kernels))
+        trace = rehearse(Job.from_json(run["job"]), recipe.setup(), CudaPolicy())
+        seconds = sum(map(clock.seconds, trace.kernels))
         errors[f"{run['job']['model']['name']} {recipe}"] = seconds / run["device_seconds"] - 1
     assert statistics.median(map(abs, errors.values())) <= DEVICE_MEDIAN, errors
     assert max(map(abs, errors.values())) <= DEVICE_WORST, errors

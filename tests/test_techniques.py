@@ -209,9 +209,9 @@ def test_adamw_8bit_on_shapes_gives_birth_as_on_data(embeddings: int) -> None:
 def test_adamw_8bit_waits_for_the_device_after_each_parameter() -> None:
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     job = small_job("bert", layers=1)
-    tape = rehearse(job, Recipe.parse("adamw_8bit").setup(), CudaPolicy())
-    updates = [kernel for kernel in tape.kernels if kernel.operator.startswith("bitsandbytes::")]
-    assert tape.syncs == len(updates) > 20
+    trace = rehearse(job, Recipe.parse("adamw_8bit").setup(), CudaPolicy())
+    updates = [kernel for kernel in trace.kernels if kernel.operator.startswith("bitsandbytes::")]
+    assert trace.syncs == len(updates) > 20
     assert rehearse(job, Recipe.parse("adamw").setup(), CudaPolicy()).syncs == 0
 
 

@@ -34,7 +34,7 @@ from snugfit.prediction.rates import Rates, calibration_file, packaged_rates, ra
 from snugfit.prediction.seconds import step_seconds
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
-from snugfit.rehearsal.trace.tape import Tape
+from snugfit.rehearsal.trace.trace import Trace
 from snugfit.techniques.recipe import Recipe
 
 GPU = find_gpu("h200")
@@ -68,13 +68,13 @@ def llama(*, width: int = 1024, batch: int = 16) -> Job:
 
 
 @cache
-def tape_of(job: Job, recipe: str) -> Tape:
+def trace_of(job: Job, recipe: str) -> Trace:
     return rehearse(job, Recipe.parse(recipe).setup(), CudaPolicy())
 
 
 def seconds(job: Job, recipe: str, rates: Rates, host: float = 1.0) -> float:
-    tape = tape_of(job, recipe)
-    return step_seconds(tape, GPU, batch_size=job.batch_size, rates=rates, host=host).step_seconds
+    trace = trace_of(job, recipe)
+    return step_seconds(trace, GPU, batch_size=job.batch_size, rates=rates, host=host).step_seconds
 
 
 def a_run(number: int, recipe: str, seen: float, job: Job | None = None) -> Run:

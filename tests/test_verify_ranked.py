@@ -17,7 +17,7 @@ from snugfit.planning.search.search import plan, search
 from snugfit.planning.search_state import Searched
 from snugfit.planning.space import space_of
 from snugfit.prediction.seconds import step_seconds
-from snugfit.rehearsal.trace.tape import Tape
+from snugfit.rehearsal.trace.trace import Trace
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Fidelity, Slot
@@ -26,8 +26,8 @@ H200 = find_gpu("h200")
 SETTLED = {Slot.ATTENTION: roster.plain(Slot.ATTENTION)}
 
 
-def seconds(tape: Tape) -> float:
-    return step_seconds(tape, H200, batch_size=1).step_seconds
+def seconds(trace: Trace) -> float:
+    return step_seconds(trace, H200, batch_size=1).step_seconds
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def parts() -> Parts:
 
 @pytest.fixture(scope="module")
 def found(parts: Parts) -> Searched:
-    """A search of a small space, each tape judged once whole to compare with."""
+    """A search of a small space, each trace judged once whole to compare with."""
     space = space_of(parts.job, fidelity=Fidelity.SAME, capability=(9, 0), settled=SETTLED)
     return search(space, Bench([parts]))
 

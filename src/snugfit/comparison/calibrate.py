@@ -34,12 +34,12 @@ from snugfit.prediction.profile import Software, installed_versions
 from snugfit.prediction.rates import Rates, packaged_rates
 from snugfit.prediction.seconds import step_seconds
 from snugfit.rehearsal.rehearse import rehearse
-from snugfit.rehearsal.trace.tape import MATRIX_PRODUCTS
+from snugfit.rehearsal.trace.trace import MATRIX_PRODUCTS
 from snugfit.results.step_seconds import StepSeconds
 from snugfit.techniques.recipe import Recipe
 
 if TYPE_CHECKING:
-    from snugfit.rehearsal.trace.tape import Tape
+    from snugfit.rehearsal.trace.trace import Trace
 
 DEADLINE_SECONDS = 120.0
 ALIKE = {"bf16": ("bf16", "fp16")}
@@ -145,8 +145,8 @@ def calibrate(
     bench = _Bench(gpu, rates, measure_seconds or _measured, tell)
     chosen = probes(tuple(name for name in rates.products if gpu.peak_dense.get(name)))
     readings: list[Reading] = []
-    for probe, tape, seen in bench.runs(chosen):
-        readings.append(_read(probe, tape, seen, gpu, rates))
+    for probe, trace, seen in bench.runs(chosen):
+        readings.append(_read(probe, trace, seen, gpu, rates))
         rates = _corrected(rates, readings)
     if any(reading.factor for reading in readings):
         source = f"calibrated with torch {installed_versions()['torch']}"
@@ -162,28 +162,28 @@ class _Bench:
     ) -> None:
         self._gpu, self._rates, self._measure, self._tell = gpu, rates, measure_seconds, tell
 
-    def runs(self, chosen: tuple[Probe, ...]) -> list[tuple[Probe, Tape, float | str]]:
-        """Each probe in its order, with its tape, and its measured seconds or why there are none."""
+    def runs(self, chosen: tuple[Probe, ...]) -> list[tuple[Probe, Trace, float | str]]:
+        """Each probe in its order, with its trace, and its measured seconds or why there are none."""
         update = next(probe for probe in chosen if probe.corrects == "bandwidth")
         with ThreadPoolExecutor(max_workers=1) as aside:
-            rehearsed = aside.submit(lambda: [self._tape(probe) for probe in chosen])
+            rehearsed = aside.submit(lambda: [self._trace(probe) for probe in chosen])
             self._tell(f"probe 1 of {len(chosen)}: {update.corrects}")
             first = self._seen(update, UPDATE_STEPS)
-            tapes = rehearsed.result()
-        runs: list[tuple[Probe, Tape, float | str]] = []
+            traces = rehearsed.result()
+        runs: list[tuple[Probe, Trace, float | str]] = []
         others = 1
-        for probe, tape in zip(chosen, tapes, strict=True):
+        for probe, trace in zip(chosen, traces, strict=True):
             if probe is update:
-                runs.append((probe, tape, first))
+                runs.append((probe, trace, first))
                 continue
             others += 1
             self._tell(f"probe {others} of {len(chosen)}: {probe.corrects}")
-            foreseen = step_seconds(tape, self._gpu, batch_size=probe.job.batch_size, rates=self._rates)
+            foreseen = step_seconds(trace, self._gpu, batch_size=probe.job.batch_size, rates=self._rates)
             steps = steady_steps(foreseen.step_seconds, host=probe.corrects == "host")
-            runs.append((probe, tape, self._seen(probe, steps)))
+            runs.append((probe, trace, self._seen(probe, steps)))
         return runs
 
-    def _tape(self, probe: Probe) -> Tape:
+    def _trace(self, probe: Probe) -> Trace:
         return rehearse(probe.job, Recipe.parse(probe.recipe).setup(), policy_for(self._gpu, Software()))
 
     def _seen(self, probe: Probe, steps: int) -> float | str:
@@ -193,8 +193,8 @@ class _Bench:
             return str(died)
 
 
-def _read(probe: Probe, tape: Tape, seen: float | str, gpu: Gpu, rates: Rates) -> Reading:
-    foreseen = step_seconds(tape, gpu, batch_size=probe.job.batch_size, rates=rates)
+def _read(probe: Probe, trace: Trace, seen: float | str, gpu: Gpu, rates: Rates) -> Reading:
+    foreseen = step_seconds(trace, gpu, batch_size=probe.job.batch_size, rates=rates)
     if isinstance(seen, str):
         return Reading(
             probe=probe,
@@ -208,7 +208,7 @@ def _read(probe: Probe, tape: Tape, seen: float | str, gpu: Gpu, rates: Rates) -
     if bound_by_host != (probe.corrects == "host"):
         why = "the device bounds it" if probe.corrects == "host" else "the host bounds it"
     error = PROBE_ERRORS.get(probe.corrects, 1.0)
-    share = _share(probe.corrects, tape, rates, foreseen) * error
+    share = _share(probe.corrects, trace, rates, foreseen) * error
     factor = 1 + (seen - foreseen.step_seconds * error) / share  # the rest of the step is taken to be right
     if not why and not LEAST_FACTOR < factor < 1 / LEAST_FACTOR:
         factor, why = 1.0, f"it would have to change by {factor:.2f}, which nothing here explains"
@@ -221,13 +221,13 @@ def _read(probe: Probe, tape: Tape, seen: float | str, gpu: Gpu, rates: Rates) -
     )
 
 
-def _share(corrects: str, tape: Tape, rates: Rates, foreseen: StepSeconds) -> float:
+def _share(corrects: str, trace: Trace, rates: Rates, foreseen: StepSeconds) -> float:
     """Seconds of the predicted step that hang on the rate that a probe corrects."""
     if corrects == "host":
         return foreseen.step_seconds
     clock = KernelClock(rates)
     seconds = {True: 0.0, False: 0.0}
-    for kernel in tape.kernels:
+    for kernel in trace.kernels:
         seconds[kernel.operator in MATRIX_PRODUCTS] += clock.seconds(kernel)
     return seconds[corrects != "bandwidth"]
 

@@ -192,8 +192,8 @@ def _errors(
 def curve_of(gpu: Gpu, rates: Rates, run: Run) -> Curve:
     """How the seconds of this run follow the ratio of its host to its device."""
     setup = run.recipe.setup()
-    tape = rehearse(run.job, setup, policy_for(gpu, Software()))
-    known = partial(step_seconds, tape, gpu, batch_size=run.job.batch_size, rates=rates)
+    trace = rehearse(run.job, setup, policy_for(gpu, Software()))
+    known = partial(step_seconds, trace, gpu, batch_size=run.job.batch_size, rates=rates)
 
     def seconds(ratio: float) -> float:
         return known(host=ratio, workers=setup.loader.workers).step_seconds

@@ -129,7 +129,7 @@ class Counts:
     """Lawful recipes."""
 
     tapes: int
-    """Different tapes among them; the allocator, what products are computed in and who makes the batches
+    """Different traces among them; the allocator, what products are computed in and who makes the batches
     change none."""
 
     footprints: int

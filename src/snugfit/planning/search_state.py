@@ -122,7 +122,7 @@ class Searched:
         """How much was looked at."""
         return Counts(
             recipes=len(self.space.candidates),
-            tapes=len({candidate.tape for candidate in self.space.candidates}),
+            tapes=len({candidate.trace for candidate in self.space.candidates}),
             footprints=len({bound.needed_bytes for bound in self.bounds.values()}),
             passes=self.kinds,
             replayed=len(self.judged),

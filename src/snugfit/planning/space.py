@@ -5,7 +5,7 @@ fidelity, the GPU's age or a missing package rules out is left out before anythi
 what two techniques object to together is left out recipe by recipe, and counted.
 
 A large space has a hundred thousand recipes that are made of a few dozen techniques. So what many of them
-share is worked out once and told apart by a number: which passes a step has, which update, which tape.
+share is worked out once and told apart by a number: which passes a step has, which update, which trace.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Candidate:
     sized: int
     """Which kind and size of passes."""
 
-    tape: int
-    """Which tape, but for what products are computed in and who makes the batches."""
+    trace: int
+    """Which trace, but for what products are computed in and who makes the batches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,12 +130,12 @@ def space_of(
             objections[objected] += 1
             continue
         places[place] = len(candidates)
-        asked = tape_key(setup)
+        asked = trace_key(setup)
         passes, update = _of_passes(asked), _of_update(asked)
         keys = (passes, (passes, setup.micro_batches), (passes, setup.micro_batches, update))
         shared = (seen.setdefault(key, len(seen)) for seen, key in zip(numbers, keys, strict=True))
         first, second, third = shared
-        candidates.append(Candidate(recipe=recipe, setup=setup, passes=first, sized=second, tape=third))
+        candidates.append(Candidate(recipe=recipe, setup=setup, passes=first, sized=second, trace=third))
     refused += [Refusal(what=what, why=why, recipes=n) for (what, why), n in objections.items()]
     return Space(candidates=tuple(candidates), refused=tuple(refused), choices=choices, places=places)
 
@@ -145,8 +145,8 @@ def not_plain(recipe: Recipe) -> int:
     return sum(technique != roster.plain(technique.slot) for technique in recipe)
 
 
-def tape_key(setup: Setup) -> tuple[Any, ...]:
-    """All of a Setup that its tape, its allocator and its seconds depend on."""
+def trace_key(setup: Setup) -> tuple[Any, ...]:
+    """All of a Setup that its trace, its allocator and its seconds depend on."""
     wish = setup.optimizer
     optimizer = (_said(wish.factory), _said(wish.prepare), wish.weight_decay, _said(wish.shapes))
     return (
@@ -166,7 +166,7 @@ def tape_key(setup: Setup) -> tuple[Any, ...]:
 
 def passes_key(setup: Setup) -> Hashable:
     """All of a Setup that its passes depend on, but for the size of a micro-batch."""
-    return _of_passes(tape_key(setup))
+    return _of_passes(trace_key(setup))
 
 
 def adapters_key(setup: Setup) -> Hashable:
@@ -177,7 +177,7 @@ def adapters_key(setup: Setup) -> Hashable:
 
 def update_key(setup: Setup) -> Hashable:
     """All of a Setup that its update depends on."""
-    return _of_update(tape_key(setup))
+    return _of_update(trace_key(setup))
 
 
 def _of_passes(asked: tuple[Any, ...]) -> Hashable:

@@ -1,1 +1,1 @@
-"""What is foreseen: bytes (and later seconds) that follow from a tape."""
+"""What is foreseen: bytes (and later seconds) that follow from a trace."""

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from snugfit.prediction.addresses import DeviceAddresses
 from snugfit.rehearsal.device.context import SETTLED
-from snugfit.rehearsal.trace.tape import Block, Tape
+from snugfit.rehearsal.trace.trace import Block, Trace
 
 MINIMUM = 512
 SMALL = 1 << 20
@@ -36,7 +36,7 @@ LARGE_FROM = 10 << 20
 LARGE_ROUND = 2 << 20
 
 CUBLAS_WORKSPACE = "cuBLAS workspace"
-"""The tape's name of the block that shows that cuBLAS has started."""
+"""The trace's name of the block that shows that cuBLAS has started."""
 
 
 class OutOfDeviceMemory(Exception):
@@ -209,7 +209,7 @@ class Allocator:
 
 @dataclass(frozen=True)
 class Replay:
-    """What the allocator shows after a tape."""
+    """What the allocator shows after a trace."""
 
     requested_peak: int
     allocated_peak: int
@@ -223,17 +223,17 @@ class Replay:
 
 
 def replay(
-    tape: Tape, *, expandable: bool = False, limit: int | None = None, states: Collection[int] = ()
+    trace: Trace, *, expandable: bool = False, limit: int | None = None, states: Collection[int] = ()
 ) -> Replay:
-    """The tape's requests through the allocator; `states` are events before which it is looked at. Raises
+    """The trace's requests through the allocator; `states` are events before which it is looked at. Raises
     `OutOfDeviceMemory` when `limit` is too small."""
     allocator = Allocator(expandable=expandable, limit=limit)
     held: dict[int, _Piece] = {}
     reserved: list[int] = []
-    blocks = tape.blocks
+    blocks = trace.blocks
     moves = _driver_moves(blocks, allocator.addresses)
     seen: dict[int, Hashable] = {}
-    for place, event in enumerate(tape.events):
+    for place, event in enumerate(trace.events):
         if place in states:
             living = tuple((blocks[block - 1][:4], piece.address) for block, piece in held.items())
             seen[place] = living, allocator.state()

@@ -1,4 +1,4 @@
-"""The anatomy of a tape: where the bytes are at the peak, how they come and go, and what the step does."""
+"""The anatomy of a trace: where the bytes are at the peak, how they come and go, and what the step does."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
-from snugfit.rehearsal.trace.tape import Block, Tape
+from snugfit.rehearsal.trace.trace import Block, Trace
 from snugfit.results.footprint import Kind
 from snugfit.results.prediction import Anatomy, CurvePoint, KindLine, OperatorLine, TensorLine
 from snugfit.techniques.setup import Setup
@@ -18,23 +18,23 @@ POINTS = 240
 """Points of the curve."""
 
 
-def anatomy(tape: Tape, peak: int, reserved: Sequence[int], setup: Setup) -> Anatomy:
-    """What `tape` shows at event `peak`; `reserved` are the allocator's bytes after each event."""
-    alive = [tape.blocks[index] for index in tape.alive_at(peak)]
+def anatomy(trace: Trace, peak: int, reserved: Sequence[int], setup: Setup) -> Anatomy:
+    """What `trace` shows at event `peak`; `reserved` are the allocator's bytes after each event."""
+    alive = [trace.blocks[index] for index in trace.alive_at(peak)]
     return Anatomy(
         kinds=tuple(_kinds(alive, setup)),
         largest=tuple(_largest(alive)),
-        curve=tuple(_curve(tape, reserved)),
-        operators=tuple(_operators(tape)),
-        syncs=tape.syncs,
+        curve=tuple(_curve(trace, reserved)),
+        operators=tuple(_operators(trace)),
+        syncs=trace.syncs,
     )
 
 
-def by_kind(tape: Tape, peak: int) -> dict[str, int]:
+def by_kind(trace: Trace, peak: int) -> dict[str, int]:
     """Bytes by kind at event `peak`, largest first; they add up to the requested bytes there."""
     total: Counter[str] = Counter()
-    for index in tape.alive_at(peak):
-        total[tape.blocks[index].kind] += tape.blocks[index].nbytes
+    for index in trace.alive_at(peak):
+        total[trace.blocks[index].kind] += trace.blocks[index].nbytes
     return dict(total.most_common())
 
 
@@ -93,13 +93,13 @@ def _short(operator: str) -> str:
     return operator.removeprefix("aten::").strip("_")
 
 
-def _curve(tape: Tape, reserved: Sequence[int]) -> Iterable[CurvePoint]:
+def _curve(trace: Trace, reserved: Sequence[int]) -> Iterable[CurvePoint]:
     """The last step, thinned out to the highest point of each of `POINTS` equal stretches."""
-    last = max((mark.step for mark in tape.marks), default=-1)
-    marks = [mark for mark in tape.marks if mark.step == last]
+    last = max((mark.step for mark in trace.marks), default=-1)
+    marks = [mark for mark in trace.marks if mark.step == last]
     if not marks:
         return
-    start, live = marks[0].event, list(tape.live())
+    start, live = marks[0].event, list(trace.live())
     stretch = max(1, (len(live) - start) // POINTS)
     place = 0
     for low in range(start, len(live), stretch):
@@ -115,11 +115,11 @@ def _curve(tape: Tape, reserved: Sequence[int]) -> Iterable[CurvePoint]:
         )
 
 
-def _operators(tape: Tape) -> Iterable[OperatorLine]:
+def _operators(trace: Trace) -> Iterable[OperatorLine]:
     from snugfit.rehearsal.record.kernels import GROUPS, group_of
 
     totals: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
-    for kernel in tape.kernels:
+    for kernel in trace.kernels:
         line = totals[(group_of(kernel.operator), kernel.phase)]
         line[0] += 1
         line[1] += kernel.flops

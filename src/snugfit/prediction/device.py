@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
     from snugfit.prediction.profile import Software
     from snugfit.rehearsal.device.policy import CudaPolicy
-    from snugfit.rehearsal.trace.tape import Tape
+    from snugfit.rehearsal.trace.trace import Trace
 
 USUAL_CONTEXT = 600 * MIB
 """Context where none was measured: the figures in the GPU table for torch 2.x lie between 426 and 621 MiB."""
@@ -48,7 +48,7 @@ def policy_for(gpu: Gpu | None, software: Software) -> CudaPolicy:
     )
 
 
-def context_of(gpu: Gpu | None, software: Software, tape: Tape) -> tuple[int, list[str]]:
+def context_of(gpu: Gpu | None, software: Software, trace: Trace) -> tuple[int, list[str]]:
     """NVML bytes besides what the allocator reserves, and doubts about them."""
     if software.context_bytes is not None:
         return software.context_bytes, []
@@ -56,8 +56,8 @@ def context_of(gpu: Gpu | None, software: Software, tape: Tape) -> tuple[int, li
     parts = (
         (context, USUAL_CONTEXT, True),
         (gpu.libraries_bytes if gpu else None, USUAL_LIBRARIES, True),
-        (gpu.backward_bytes if gpu else None, USUAL_BACKWARD, _has_backward(tape)),
-        (gpu.cudnn_bytes if gpu else None, USUAL_CUDNN, _runs_cudnn(tape)),
+        (gpu.backward_bytes if gpu else None, USUAL_BACKWARD, _has_backward(trace)),
+        (gpu.cudnn_bytes if gpu else None, USUAL_CUDNN, _runs_cudnn(trace)),
     )
     total = sum(usual if known is None else known for known, usual, taken in parts if taken)
     if context is not None:
@@ -69,12 +69,12 @@ def context_of(gpu: Gpu | None, software: Software, tape: Tape) -> tuple[int, li
     ]
 
 
-def _has_backward(tape: Tape) -> bool:
-    return any(mark.phase == "backward" for mark in tape.marks)
+def _has_backward(trace: Trace) -> bool:
+    return any(mark.phase == "backward" for mark in trace.marks)
 
 
-def _runs_cudnn(tape: Tape) -> bool:
-    return "cudnn" in tape.attention or any("convolution" in kernel.operator for kernel in tape.kernels)
+def _runs_cudnn(trace: Trace) -> bool:
+    return "cudnn" in trace.attention or any("convolution" in kernel.operator for kernel in trace.kernels)
 
 
 def doubts_about(gpu: Gpu | None) -> list[str]:

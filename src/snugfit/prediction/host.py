@@ -13,7 +13,7 @@ from snugfit.units import MIB
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
-    from snugfit.rehearsal.trace.tape import Tape
+    from snugfit.rehearsal.trace.trace import Trace
     from snugfit.techniques.setup import Setup
 
 PROCESS = 1500 * MIB
@@ -30,10 +30,10 @@ PREFETCH = 2
 """Batches that a worker holds ready (DataLoader's `prefetch_factor`)."""
 
 
-def host_bytes(job: Job, setup: Setup, tape: Tape, loop: str) -> int:
+def host_bytes(job: Job, setup: Setup, trace: Trace, loop: str) -> int:
     """Largest resident memory of the process and its workers, roughly: within 400 MiB."""
-    weights = sum(block.nbytes for block in tape.blocks if block.kind == Kind.WEIGHTS)
-    batch = sum(block.nbytes for block in tape.blocks if block.kind == Kind.INPUTS and block.step == 0)
+    weights = sum(block.nbytes for block in trace.blocks if block.kind == Kind.WEIGHTS)
+    batch = sum(block.nbytes for block in trace.blocks if block.kind == Kind.INPUTS and block.step == 0)
     workers = setup.loader.workers
     return (
         PROCESS

@@ -20,10 +20,10 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from snugfit.prediction.rates import ALIGNMENT, PRECISIONS, ProductRate, Rates
-from snugfit.rehearsal.trace.tape import COPY_IN, MATRIX_PRODUCTS, PREPARED, WITH_BIAS, WITH_DROPOUT
+from snugfit.rehearsal.trace.trace import COPY_IN, MATRIX_PRODUCTS, PREPARED, WITH_BIAS, WITH_DROPOUT
 
 if TYPE_CHECKING:
-    from snugfit.rehearsal.trace.tape import Kernel
+    from snugfit.rehearsal.trace.trace import Kernel
 
 TILES = (
     (256, 128, -1),

@@ -1,4 +1,4 @@
-"""Predict: rehearse the step, replay its tape through the allocator, and add what lies outside both."""
+"""Predict: rehearse the step, replay its trace through the allocator, and add what lies outside both."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from snugfit.techniques.recipe import Recipe
 if TYPE_CHECKING:
     from snugfit.job.job import Job
     from snugfit.prediction.allocator import Replay
-    from snugfit.rehearsal.trace.tape import Tape
+    from snugfit.rehearsal.trace.trace import Trace
     from snugfit.techniques.setup import Setup
 
 
@@ -43,7 +43,8 @@ def predict(
 
     `memory_bytes` is what may be used, when it is not all of the GPU's. `loop` is `plain`, `accelerate` or
     `trainer`; `trainer_class` is a subclass of `transformers.Trainer` to rehearse in its place; `rates` are
-    by default this GPU's. Raises `UsageError` for what cannot be, `RehearsalError` for a step without a tape.
+    by default this GPU's. Raises `UsageError` for what cannot be, `RehearsalError` for a step without a
+    trace.
     """
     _refuse(job, memory_bytes)
     gpu = gpu if gpu is None or isinstance(gpu, Gpu) else find_gpu(gpu)
@@ -51,7 +52,7 @@ def predict(
     recipe = profile.of_the_time(recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe))
     warnings = recipe.check(job, gpu.compute_capability if gpu else None)
     setup = profile.setup(recipe)
-    tape = rehearse(
+    trace = rehearse(
         job,
         setup,
         policy_for(gpu, profile),
@@ -60,27 +61,27 @@ def predict(
         always_mask=profile.always_mask,
         trainer_class=trainer_class,
     )
-    after = replay(tape, expandable=setup.expandable_segments)
-    context, about_context = context_of(gpu, profile, tape)
-    timing, about_seconds = _seconds(tape, gpu, job, setup, rates)
-    peak = tape.peak()[1]
+    after = replay(trace, expandable=setup.expandable_segments)
+    context, about_context = context_of(gpu, profile, trace)
+    timing, about_seconds = _seconds(trace, gpu, job, setup, rates)
+    peak = trace.peak()[1]
     return Prediction(
         job=job,
         recipe=recipe,
         loop=loop,
         gpu=gpu,
         memory_bytes=memory_bytes if memory_bytes is not None else gpu.memory_bytes if gpu else None,
-        footprint=_footprint(tape, peak, after, context, host_bytes(job, setup, tape, loop)),
-        anatomy=anatomy(tape, peak, after.reserved, setup),
+        footprint=_footprint(trace, peak, after, context, host_bytes(job, setup, trace, loop)),
+        anatomy=anatomy(trace, peak, after.reserved, setup),
         versions=installed_versions(),
-        doubts=(*warnings, *tape.doubts, *about_context, *doubts_about(gpu), *about_seconds),
+        doubts=(*warnings, *trace.doubts, *about_context, *doubts_about(gpu), *about_seconds),
         timing=timing,
-        startup=_startup(tape, job, setup, timing) if loop == "plain" else None,
+        startup=_startup(trace, job, setup, timing) if loop == "plain" else None,
         software=software,
     )
 
 
-def _footprint(tape: Tape, peak: int, after: Replay, context: int, host: int) -> Footprint:
+def _footprint(trace: Trace, peak: int, after: Replay, context: int, host: int) -> Footprint:
     return Footprint(
         requested_bytes=after.requested_peak,
         allocated_bytes=after.allocated_peak,
@@ -88,13 +89,13 @@ def _footprint(tape: Tape, peak: int, after: Replay, context: int, host: int) ->
         nvml_bytes=context + after.reserved_peak,
         context_bytes=context,
         host_bytes=host,
-        at=_moment(tape, peak),
-        kinds=by_kind(tape, peak),
+        at=_moment(trace, peak),
+        kinds=by_kind(trace, peak),
     )
 
 
 def _seconds(
-    tape: Tape, gpu: Gpu | None, job: Job, setup: Setup, rates: Rates | None = None
+    trace: Trace, gpu: Gpu | None, job: Job, setup: Setup, rates: Rates | None = None
 ) -> tuple[StepSeconds | None, tuple[str, ...]]:
     """The steady step's seconds on this GPU, and what is doubtful in them."""
     if gpu is None:
@@ -105,14 +106,14 @@ def _seconds(
         return None, (str(unknown),)
     doubts = () if rates.measured else (f"Seconds: no rates were measured on this GPU; {rates.source}.",)
     workers = setup.loader.workers
-    return step_seconds(tape, gpu, batch_size=job.batch_size, rates=rates, workers=workers), doubts
+    return step_seconds(trace, gpu, batch_size=job.batch_size, rates=rates, workers=workers), doubts
 
 
-def _startup(tape: Tape, job: Job, setup: Setup, timing: StepSeconds | None) -> Startup | None:
+def _startup(trace: Trace, job: Job, setup: Setup, timing: StepSeconds | None) -> Startup | None:
     """What comes before the steady steps, on a host such as the H200's."""
     if timing is None:
         return None
-    return startup(job, setup, loaded_by(tape.kernels), step_seconds=timing.step_seconds)
+    return startup(job, setup, loaded_by(trace.kernels), step_seconds=timing.step_seconds)
 
 
 def _refuse(job: object, memory_bytes: object) -> None:
@@ -126,6 +127,6 @@ def _refuse(job: object, memory_bytes: object) -> None:
     )
 
 
-def _moment(tape: Tape, peak: int) -> Moment:
-    block = tape.blocks[abs(tape.events[peak]) - 1]
+def _moment(trace: Trace, peak: int) -> Moment:
+    block = trace.blocks[abs(trace.events[peak]) - 1]
     return Moment(phase=block.phase, module=block.module, operator=block.operator, step=block.step)

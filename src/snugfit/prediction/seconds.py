@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 
 from snugfit.prediction.kernel_seconds import KernelClock
 from snugfit.prediction.rates import PRECISIONS, HostRate, Rates, rates_for
-from snugfit.rehearsal.trace.tape import COPY_IN, PREPARED
+from snugfit.rehearsal.trace.trace import COPY_IN, PREPARED
 from snugfit.results.step_seconds import PhaseSeconds, StepSeconds
 
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
-    from snugfit.rehearsal.trace.tape import Kernel, Tape
+    from snugfit.rehearsal.trace.trace import Kernel, Trace
 
 ROUNDS = 3
 """Steps that are played: the last one's length is stated."""
@@ -39,7 +39,7 @@ FEW_TENSORS = 8
 
 
 def step_seconds(
-    tape: Tape,
+    trace: Trace,
     gpu: Gpu,
     *,
     batch_size: int,
@@ -47,14 +47,14 @@ def step_seconds(
     host: float = 1.0,
     workers: int = 0,
 ) -> StepSeconds:
-    """The seconds of the tape's steady step on this GPU; `host` is how many times slower than the rates' the
+    """The seconds of the trace's steady step on this GPU; `host` is how many times slower than the rates' the
     host is, `workers` how many processes make the batches. Raises `GpuError` when the GPU's rates are not
     known."""
     from snugfit.rehearsal.record.kernels import CONTRACTIONS, group_of
 
     rates = rates or rates_for(gpu)
     clock, pace = KernelClock(rates), rates.host.slower(host)
-    kernels = prepared_by(workers, tape.kernels)
+    kernels = prepared_by(workers, trace.kernels)
     device = [clock.seconds(kernel) for kernel in kernels]
     asked = [asking(kernel, pace) for kernel in kernels]
     lines: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
@@ -73,7 +73,7 @@ def step_seconds(
         )
         for (phase, group), (works, asks, least) in lines.items()
     )
-    waits, making = all_waits(kernels, tape.waits), sum(making_seconds(kernel, pace) for kernel in kernels)
+    waits, making = all_waits(kernels, trace.waits), sum(making_seconds(kernel, pace) for kernel in kernels)
     length = max(play(device, asked, waits, pace), making)
     busy = sum(device)
     host_seconds = sum(asked) + pace.step + pace.wait * len(waits)

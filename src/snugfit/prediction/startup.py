@@ -10,7 +10,7 @@ the host number by number. The model is the job's; that a recipe holds it in few
 it changes this little, and is left out.
 
 CUDA loads a kernel when it is first asked for, and cuBLAS chooses one when it first meets a shape. So the
-first step pays for each different kernel of the tape once: by operator and dtype, and for products by the
+first step pays for each different kernel of the trace once: by operator and dtype, and for products by the
 magnitude of their sizes too. What comes with them (handles, the allocator's segments, the optimizer's states)
 is in the same constant: seven runs do not tell it apart.
 """
@@ -22,14 +22,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from snugfit.rehearsal.trace.tape import MATRIX_PRODUCTS
+from snugfit.rehearsal.trace.trace import MATRIX_PRODUCTS
 from snugfit.results.footprint import Startup
 
 if TYPE_CHECKING:
     import torch
 
     from snugfit.job.job import Job
-    from snugfit.rehearsal.trace.tape import Kernel
+    from snugfit.rehearsal.trace.trace import Kernel
     from snugfit.techniques.setup import Setup
 
 OWN_PACKAGES = frozenset({"torch", "transformers", "snugfit"})

@@ -1,1 +1,1 @@
-"""The step rehearsed: run on tensors with shapes and no data, written down as a tape."""
+"""The step rehearsed: run on tensors with shapes and no data, written down as a trace."""

@@ -4,7 +4,7 @@ Whatever a model's code, torch or a library raises on tensors without data ends 
 mistakes. The causes are told apart by the type of the error and by the frames it passed:
 
 1. a shape or a number that depends on data: torch refuses it on `meta` with a `NotImplementedError`. Such a
-   step has no tape; measuring it works;
+   step has no trace; measuring it works;
 2. a key that the architecture's code asks its config for, and that is not there: the config's fault;
 3. an error that begins in snugfit's own code: ours. An operator's refusal comes out of C++, so its last frame
    is the line that ran it, which for a model's operators is the memo's; that line is the model's, not ours;
@@ -38,7 +38,7 @@ def refusal(job: Job, error: Exception) -> SnugfitError:
     if isinstance(error, NotImplementedError):
         return RehearsalError(
             f"{name} could not be rehearsed: {_what_depends(error)}{_asked_in(error)}. A rehearsal has "
-            "shapes and no data, so this step has no tape; measure it instead, with snugfit measure."
+            "shapes and no data, so this step has no trace; measure it instead, with snugfit measure."
         )
     cause = _first_line(error)
     last = _frames(error)[-1][0]

@@ -1,4 +1,4 @@
-"""Rehearse: run a Step on tensors that have shapes and no data, and write its tape."""
+"""Rehearse: run a Step on tensors that have shapes and no data, and write its trace."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
     from snugfit.rehearsal.device.policy import Policy
     from snugfit.rehearsal.trace.score import Note
-    from snugfit.rehearsal.trace.tape import Tape
+    from snugfit.rehearsal.trace.trace import Trace
     from snugfit.step.step import Step
     from snugfit.techniques.setup import Setup
 
@@ -42,8 +42,8 @@ def rehearse(
     keep_gradients: bool = False,
     always_mask: bool = False,
     trainer_class: type[Any] | None = None,
-) -> Tape:
-    """The tape of `steps` optimizer steps of this job, as they would run on the policy's device.
+) -> Trace:
+    """The trace of `steps` optimizer steps of this job, as they would run on the policy's device.
 
     `keep_gradients` and `always_mask` are habits of older software (`Step`); `trainer_class` runs in the
     place of `transformers.Trainer`.
@@ -66,15 +66,15 @@ def rehearse(
         _refuse_no_trainer(trainer_class, loop)
     small, fewer_pieces, fewer_steps = fewer(job, setup, steps)
     if loop == "plain" and fewer_pieces != setup:
-        tape, notes = rehearsed(opened(small, fewer_pieces), policy, fewer_steps)
-        score = repeated(Score.of(tape, notes), steps=steps, micro_batches=setup.micro_batches)
+        trace, notes = rehearsed(opened(small, fewer_pieces), policy, fewer_steps)
+        score = repeated(Score.of(trace, notes), steps=steps, micro_batches=setup.micro_batches)
         if score is not None:
-            return score.tape()
+            return score.trace()
     return rehearsed(opened(job, setup), policy, steps)[0]
 
 
-def rehearsed(step: Step, policy: Policy, steps: int) -> tuple[Tape, list[Note]]:
-    """The tape of a Step on `meta`, and where on it kernels run, the host waits and steps end."""
+def rehearsed(step: Step, policy: Policy, steps: int) -> tuple[Trace, list[Note]]:
+    """The trace of a Step on `meta`, and where on it kernels run, the host waits and steps end."""
     from snugfit.rehearsal.device.overrides import in_force
     from snugfit.rehearsal.record.end_tokens import EndTokens
     from snugfit.rehearsal.record.recorder import Recorder
@@ -98,7 +98,7 @@ def rehearsed(step: Step, policy: Policy, steps: int) -> tuple[Tape, list[Note]]
             raise
         except Exception as error:  # whatever a model's own code raises on shapes alone, and our mistakes
             raise refusal(step.job, error) from error
-        return recorder.tape(cached), recorder.notes
+        return recorder.trace(cached), recorder.notes
 
 
 def _refuse_no_trainer(trainer_class: type[Any], loop: str) -> None:

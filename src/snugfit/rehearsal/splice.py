@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from snugfit.job.job import Job
     from snugfit.rehearsal.device.policy import Policy
-    from snugfit.rehearsal.trace.tape import Tape
+    from snugfit.rehearsal.trace.trace import Trace
     from snugfit.step.step import Observer
 
 NOTHING = OptimizerWish(factory=Call(path="snugfit.rehearsal.splice:optimizer_that_does_nothing"))
@@ -69,8 +69,9 @@ def rehearse_update(job: Job, setup: Setup, policy: Policy, gradients: tuple[int
     return Part(Score.of(*rehearsed(step, policy, STEPS_OF_A_PART)), gradients)
 
 
-def spliced(passes: Part, update: Part, *, micro_batches: int = 1, steps: int = STEPS) -> Tape | None:
-    """The tape of the step that has these parts, as `rehearse` would write it; None when they do not meet."""
+def spliced(passes: Part, update: Part, *, micro_batches: int = 1, steps: int = STEPS) -> Trace | None:
+    """The trace of the step that has these parts, as `rehearse` would write it; None when they do not
+    meet."""
     if passes.gradients != update.gradients:
         return None
     first, second = cut(passes.score.moves), cut(update.score.moves)
@@ -80,7 +81,7 @@ def spliced(passes: Part, update: Part, *, micro_batches: int = 1, steps: int = 
     try:
         moves = [*build, *_joined(passes, update, first[1], second), *rest]
         score = repeated(replace(passes.score, moves=tuple(moves)), steps=steps, micro_batches=micro_batches)
-        return score.tape() if score is not None else None
+        return score.trace() if score is not None else None
     except LookupError:
         return None
 

@@ -27,7 +27,7 @@ LOOPS = ("plain", "accelerate", "trainer")
 
 
 class Observer(Protocol):
-    """Whoever watches a step: a tape that is being written, or a stopwatch."""
+    """Whoever watches a step: a trace that is being written, or a stopwatch."""
 
     def step_begins(self, index: int) -> None:
         """Optimizer step `index` (from 0) begins."""

@@ -37,7 +37,7 @@ from snugfit.step.plain_loop import Built, PlainStep
 if TYPE_CHECKING:
     from snugfit.job.job import Job
     from snugfit.rehearsal.device.policy import Policy
-    from snugfit.rehearsal.trace.tape import Kernel
+    from snugfit.rehearsal.trace.trace import Kernel
     from snugfit.step.step import Observer
     from snugfit.techniques.setup import Setup
 
@@ -101,9 +101,9 @@ def rehearse_sizes(job: Job, setup: Setup, policy: Policy, sizes: Iterable[int],
     step.rounds = [[job.batch_size]] if whole else []
     step.gradients_stand = whole and len(sizes) > 1
     step.rounds += [sizes if step.gradients_stand else [sizes[0], *sizes]] if sizes else []
-    tape, notes = rehearsed(step, policy, 1)
+    trace, notes = rehearsed(step, policy, 1)
     optimizer: Any = step.optimizer
-    passed = list(pieces_in(tape, notes))
+    passed = list(pieces_in(trace, notes))
     standing = passed[-1].after
     pieces = [piece for piece in passed if piece.number]  # the others are updates
     before, further = pieces[: -len(sizes) or None], pieces[len(pieces) - len(sizes) :]
@@ -117,7 +117,7 @@ def rehearse_sizes(job: Job, setup: Setup, policy: Policy, sizes: Iterable[int],
         },
         standing=standing,
         gradients=optimizer.gradients,
-        attention=tape.attention,
+        attention=trace.attention,
     )
 
 

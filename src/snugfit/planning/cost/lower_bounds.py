@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from snugfit.planning.cost.batch_sizes import Passes, Round, Update, rehearse_sizes, update_of
 from snugfit.planning.cost.queue import Stretch, joined, lined, side_by_side
-from snugfit.planning.cost.same_tape import kernels_under, plain, seen_by_clock
+from snugfit.planning.cost.same_trace import kernels_under, plain, seen_by_clock
 from snugfit.planning.cost.shallow import Shallow, Shallows, along
 from snugfit.planning.cost.short_passes import PIECES
 from snugfit.planning.cost.timer import Clock, Joining, seconds_of

@@ -7,7 +7,7 @@ evenly with the layers, and the worst moment is the largest of them: a convex fi
 never more than the truth. Models whose layers do not come round are rehearsed whole.
 
 And what does it *really* take (`judge`)? Passes and update are rehearsed whole and spliced (law 5), and the
-tape goes through the clock and the allocator. Whatever a plan states comes from there.
+trace goes through the clock and the allocator. Whatever a plan states comes from there.
 
 Rehearsing is what costs, and GPUs that decide alike share it: of each Setup there is one answer for each GPU,
 with a context and seconds of its own.
@@ -23,19 +23,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from snugfit.planning.cost.lower_bounds import Least
 from snugfit.planning.cost.periodic import FEW, MANY, settled, works_of
 from snugfit.planning.cost.run import ENDLESS, Opening, Run
-from snugfit.planning.cost.same_tape import plain, seen_by_clock, under
+from snugfit.planning.cost.same_trace import plain, seen_by_clock, under
 from snugfit.planning.cost.shallow import Shallows
 from snugfit.planning.cost.short_passes import PIECES, brief_passes, is_brief
 from snugfit.planning.cost.timer import Clock, seconds_of
 from snugfit.planning.figures import Bound, Figures
-from snugfit.planning.space import passes_key, tape_key, update_key
+from snugfit.planning.space import passes_key, trace_key, update_key
 from snugfit.prediction.allocator import Replay, replay
 from snugfit.prediction.device import context_of, policy_for
 from snugfit.prediction.predict import predict
 from snugfit.prediction.profile import Software
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.splice import Part, rehearse_passes, rehearse_update, spliced
-from snugfit.rehearsal.trace.tape import Mark, Tape
+from snugfit.rehearsal.trace.trace import Mark, Trace
 from snugfit.techniques.setup import CheckpointWish
 
 if TYPE_CHECKING:
@@ -84,34 +84,34 @@ class Parts:
             return [self._exact_bound(setup) for setup in setups]
         found = self.least.of(setups)
         self.opening.forget()
-        tape = Tape((), (), (Mark(0, 0, "backward"),), (), (), found.attention)
-        return [self._bounds(live, tape, seconds) for live, seconds in found.needs]
+        trace = Trace((), (), (Mark(0, 0, "backward"),), (), (), found.attention)
+        return [self._bounds(live, trace, seconds) for live, seconds in found.needs]
 
-    def _bounds(self, live: int, tape: Tape, seconds: Sequence[float]) -> tuple[Bound, ...]:
-        """One for each GPU; of the tape, what its context depends on."""
-        contexts = self._contexts(tape)
+    def _bounds(self, live: int, trace: Trace, seconds: Sequence[float]) -> tuple[Bound, ...]:
+        """One for each GPU; of the trace, what its context depends on."""
+        contexts = self._contexts(trace)
         return tuple(Bound(live + context, each) for context, each in zip(contexts, seconds, strict=True))
 
-    def _contexts(self, tape: Tape) -> list[int]:
-        return [context_of(gpu, Software(), tape)[0] for gpu in self.gpus]
+    def _contexts(self, trace: Trace) -> list[int]:
+        return [context_of(gpu, Software(), trace)[0] for gpu in self.gpus]
 
     def _exact_bound(self, setup: Setup) -> tuple[Bound, ...]:
-        tape = self._whole_tape(setup)
-        asked = under(setup, tape)
+        trace = self._whole_trace(setup)
+        asked = under(setup, trace)
         share = self.opening.of(setup, asked)[1]
-        return self._bounds(tape.peak()[0], tape, [each + share for each in self.clock(asked)])
+        return self._bounds(trace.peak()[0], trace, [each + share for each in self.clock(asked)])
 
     # ---- the whole ---------------------------------------------------------------------------------------
 
     def judge(self, setups: Sequence[Setup]) -> list[tuple[Figures, ...]]:
-        """What each of these takes on each GPU; they have one tape, and differ in the allocator and in how
+        """What each of these takes on each GPU; they have one trace, and differ in the allocator and in how
         products of matrices are computed only."""
-        tape, whole, replays = self._replayed(setups[0], {setup.expandable_segments for setup in setups})
-        contexts = self._contexts(tape)
+        trace, whole, replays = self._replayed(setups[0], {setup.expandable_segments for setup in setups})
+        contexts = self._contexts(trace)
         told = {seen_by_clock(setup): setup for setup in setups}
-        asked = {key: under(setup, tape) for key, setup in told.items()}
+        asked = {key: under(setup, trace) for key, setup in told.items()}
         seconds = {key: self._seconds(setup, asked[key]) for key, setup in told.items()}
-        openings = {key: self.opening.of(told[key], tape) for key, tape in asked.items()}
+        openings = {key: self.opening.of(told[key], trace) for key, trace in asked.items()}
         return [
             tuple(
                 Figures(
@@ -124,38 +124,38 @@ class Parts:
             for after, key in ((replays[setup.expandable_segments], seen_by_clock(setup)),)
         ]  # fmt: skip
 
-    def _replayed(self, setup: Setup, kinds: Collection[bool]) -> tuple[Tape, bool, dict[bool, Replay]]:
-        """The tape of this step, of as few micro-batches as tell what it takes; whether it was rehearsed
+    def _replayed(self, setup: Setup, kinds: Collection[bool]) -> tuple[Trace, bool, dict[bool, Replay]]:
+        """The trace of this step, of as few micro-batches as tell what it takes; whether it was rehearsed
         whole; and what each kind of segments makes of it."""
         pieces = setup.micro_batches
         for few in FEW if pieces >= MANY and self.job.trains else ():
-            tape, whole = self.tape(setup, most=few)
+            trace, whole = self.trace(setup, most=few)
             if whole:
                 break
-            found = {expandable: settled(tape, pieces, expandable=expandable) for expandable in kinds}
+            found = {expandable: settled(trace, pieces, expandable=expandable) for expandable in kinds}
             known = {expandable: after for expandable, after in found.items() if after}
             if len(known) == len(kinds):
-                return tape, whole, known
-        tape, whole = self.tape(setup)
-        return tape, whole, {expandable: replay(tape, expandable=expandable) for expandable in kinds}
+                return trace, whole, known
+        trace, whole = self.trace(setup)
+        return trace, whole, {expandable: replay(trace, expandable=expandable) for expandable in kinds}
 
-    def _seconds(self, setup: Setup, tape: Tape) -> Sequence[float]:
-        """Of the step on each GPU; its tape may have fewer micro-batches."""
+    def _seconds(self, setup: Setup, trace: Trace) -> Sequence[float]:
+        """Of the step on each GPU; its trace may have fewer micro-batches."""
         if setup.micro_batches >= MANY and self.job.trains:
-            return seconds_of(self.clock, works_of(tape, setup.micro_batches))
-        return self.clock(tape)
+            return seconds_of(self.clock, works_of(trace, setup.micro_batches))
+        return self.clock(trace)
 
     def whole(self, setup: Setup, places: Sequence[int]) -> list[Figures]:
         """What this Setup takes on each of these of the GPUs, whose policy is one, rehearsed whole by that:
         GPUs that run the same kernels may yet differ in the workspaces and the scratch of those."""
         gpus = [self.gpus[place] for place in places]
-        tape = under(setup, self._whole_tape(setup, policy_for(gpus[0], Software())))
-        after = replay(tape, expandable=setup.expandable_segments)
-        seconds, (once, share) = self.clock(tape), self.opening.of(setup, tape)
+        trace = under(setup, self._whole_trace(setup, policy_for(gpus[0], Software())))
+        after = replay(trace, expandable=setup.expandable_segments)
+        seconds, (once, share) = self.clock(trace), self.opening.of(setup, trace)
         return [
             Figures(
                 after.requested_peak, after.allocated_peak, after.reserved_peak,
-                context_of(gpu, Software(), tape)[0], seconds[place] + share, True, once, share,
+                context_of(gpu, Software(), trace)[0], seconds[place] + share, True, once, share,
             )
             for gpu, place in zip(gpus, places, strict=True)
         ]  # fmt: skip
@@ -173,18 +173,18 @@ class Parts:
         ) == figures[:4]
         return same, found.doubts
 
-    def tape(self, setup: Setup, *, most: int | None = None) -> tuple[Tape, bool]:
-        """The tape of the step under this Setup, with so many micro-batches at most, and whether it had to be
-        rehearsed whole, with all of them."""
+    def trace(self, setup: Setup, *, most: int | None = None) -> tuple[Trace, bool]:
+        """The trace of the step under this Setup, with so many micro-batches at most, and whether it had to
+        be rehearsed whole, with all of them."""
         if not self.job.trains:
-            return self._whole_tape(setup), True
+            return self._whole_trace(setup), True
         setup = plain(setup)
         passes = self._whole_passes(setup)
         key = ("update", update_key(setup), passes.gradients)
         update = self._kept(key, lambda: rehearse_update(self.job, setup, self.policy, passes.gradients))
         pieces = min(setup.micro_batches, most or setup.micro_batches)
-        tape = spliced(passes, update, micro_batches=pieces)
-        return (self._whole_tape(setup), True) if tape is None else (tape, False)
+        trace = spliced(passes, update, micro_batches=pieces)
+        return (self._whole_trace(setup), True) if trace is None else (trace, False)
 
     def _whole_passes(self, setup: Setup) -> Part:
         def rehearsed() -> Part:
@@ -207,10 +207,10 @@ class Parts:
             self._brief[key] = is_brief(job, replace(kind, micro_batches=pieces), self.policy)
         return self._brief[key]
 
-    def _whole_tape(self, setup: Setup, policy: CudaPolicy | None = None) -> Tape:
+    def _whole_trace(self, setup: Setup, policy: CudaPolicy | None = None) -> Trace:
         """Rehearsed by this policy, or by the one of all that is judged."""
         asked, policy = plain(setup), policy or self.policy
-        return self._kept(("whole", tape_key(asked), policy), lambda: rehearse(self.job, asked, policy))
+        return self._kept(("whole", trace_key(asked), policy), lambda: rehearse(self.job, asked, policy))
 
     def _kept(self, key: Hashable, make: Callable[[], _Kept]) -> _Kept:
         """What was made for this key; the longest unused goes when there are many."""

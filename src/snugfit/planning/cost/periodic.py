@@ -18,7 +18,7 @@ from snugfit.prediction.allocator import Replay, replay
 from snugfit.rehearsal.trace.pieces import Work
 
 if TYPE_CHECKING:
-    from snugfit.rehearsal.trace.tape import Tape
+    from snugfit.rehearsal.trace.trace import Trace
 
 FEW = (6, 7, 8)
 """Micro-batches that are replayed for a number that is larger by a multiple of what comes round: any number
@@ -28,11 +28,11 @@ MANY = 2 * max(FEW)
 """Micro-batches from which on that is less work."""
 
 
-def settled(tape: Tape, micro_batches: int, *, expandable: bool) -> Replay | None:
-    """What the allocator shows after steps of so many micro-batches, from a tape with a few of them; None
+def settled(trace: Trace, micro_batches: int, *, expandable: bool) -> Replay | None:
+    """What the allocator shows after steps of so many micro-batches, from a trace with a few of them; None
     where those do not tell."""
-    beginnings = list(_beginnings(tape))
-    after = replay(tape, expandable=expandable, states={event for step in beginnings for event in step})
+    beginnings = list(_beginnings(trace))
+    after = replay(trace, expandable=expandable, states={event for step in beginnings for event in step})
     told = (
         any(
             after.states[step[one]] == after.states[step[other]]
@@ -44,30 +44,30 @@ def settled(tape: Tape, micro_batches: int, *, expandable: bool) -> Replay | Non
     return after if all(told) else None
 
 
-def _beginnings(tape: Tape) -> Iterator[list[int]]:
+def _beginnings(trace: Trace) -> Iterator[list[int]]:
     """Of each step, after how many events each of its micro-batches begins."""
     steps: dict[int, list[int]] = {}
-    for mark, following in pairwise(tape.marks):
+    for mark, following in pairwise(trace.marks):
         if (mark.phase, following.phase) == ("load", "forward"):
             steps.setdefault(mark.step, []).append(mark.event)
     yield from steps.values()
 
 
-def works_of(tape: Tape, micro_batches: int) -> list[Work]:
+def works_of(trace: Trace, micro_batches: int) -> list[Work]:
     """What the device does in each micro-batch of a steady step with so many, the update with the last one;
-    the tape may have fewer, if it has more than two."""
+    the trace may have fewer, if it has more than two."""
     starts = [
         place
-        for place, (before, kernel) in enumerate(pairwise(tape.kernels), start=1)
+        for place, (before, kernel) in enumerate(pairwise(trace.kernels), start=1)
         if kernel.phase == "load" != before.phase
     ]
-    pieces = [_between(tape, *ends) for ends in pairwise([0, *starts, len(tape.kernels)])]
+    pieces = [_between(trace, *ends) for ends in pairwise([0, *starts, len(trace.kernels)])]
     if len(pieces) == micro_batches:
         return pieces
     return [pieces[0], *[pieces[1]] * (micro_batches - 2), pieces[-1]]
 
 
-def _between(tape: Tape, start: int, end: int) -> Work:
-    last = end == len(tape.kernels)
-    waits = (place - start for place in tape.waits if start <= place < end or (last and place == end))
-    return Work(tape.kernels[start:end], tuple(waits))
+def _between(trace: Trace, start: int, end: int) -> Work:
+    last = end == len(trace.kernels)
+    waits = (place - start for place in trace.waits if start <= place < end or (last and place == end))
+    return Work(trace.kernels[start:end], tuple(waits))

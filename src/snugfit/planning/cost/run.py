@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from snugfit.job.job import Job
     from snugfit.rehearsal.trace.pieces import Work
-    from snugfit.rehearsal.trace.tape import Tape
+    from snugfit.rehearsal.trace.trace import Trace
     from snugfit.techniques.setup import Setup
 
 LONGEST = 10**12
@@ -53,9 +53,9 @@ class Opening:
         self.job, self.run = job, run
         self._loaded: dict[int, tuple[Work, Loaded]] = {}  # by id, with the work that it is the id of
 
-    def of(self, setup: Setup, tape: Tape) -> tuple[float, float]:
+    def of(self, setup: Setup, trace: Trace) -> tuple[float, float]:
         """Seconds that are paid once, and of them a step's share: 0 where the run has no end."""
-        once = self._seconds(setup, loaded_by(tape.kernels))
+        once = self._seconds(setup, loaded_by(trace.kernels))
         return once, once / self.run.steps if self.run.steps else 0.0
 
     def least_share(self, setup: Setup, works: Iterable[Work]) -> float:

@@ -52,7 +52,7 @@ def is_brief(job: Job, setup: Setup, policy: Policy) -> bool:
 
 
 def _timeless(part: Part) -> tuple[Any, ...]:
-    """All of a part but what runs in its first step: of that a tape keeps nothing."""
+    """All of a part but what runs in its first step: of that a trace keeps nothing."""
     moves, counted = [], False
     for move in part.score.moves:
         counted = move.step > 0 if isinstance(move, Entry) else counted

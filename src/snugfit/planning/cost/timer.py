@@ -1,7 +1,7 @@
-"""The clock of a plan: the seconds of a tape on each of some GPUs, kernel by kernel remembered.
+"""The clock of a plan: the seconds of a trace on each of some GPUs, kernel by kernel remembered.
 
 The seconds are `prediction/seconds.py`'s: the same rates, the same queue. A plan asks about thousands of
-tapes of the same few kernels, and only for the length of the step, so what one kernel takes is looked up.
+traces of the same few kernels, and only for the length of the step, so what one kernel takes is looked up.
 
 Between two waits the queue has a closed form (`queue.py`), so a step is a few stretches for each GPU, and
 the rounds of `play` need no more than those.
@@ -19,15 +19,15 @@ from snugfit.planning.cost.queue import Stretch, cut, joined, played, shortened
 from snugfit.prediction.kernel_seconds import KernelClock
 from snugfit.prediction.rates import Rates, rates_for
 from snugfit.prediction.seconds import all_waits, asking, making_seconds
-from snugfit.rehearsal.trace.tape import Tape
+from snugfit.rehearsal.trace.trace import Trace
 
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
     from snugfit.rehearsal.trace.pieces import Work
-    from snugfit.rehearsal.trace.tape import Kernel
+    from snugfit.rehearsal.trace.trace import Kernel
 
-Clock = Callable[[Tape], Sequence[float]]
-"""Seconds of a tape's steady step on each GPU, from its kernels and waits."""
+Clock = Callable[[Trace], Sequence[float]]
+"""Seconds of a trace's steady step on each GPU, from its kernels and waits."""
 
 REMEMBERED_WORKS = 1_000
 """Pieces of steps whose stretches are kept."""
@@ -50,11 +50,11 @@ class Joining(Protocol):
 
 def seconds_of(clock: Clock, works: Sequence[Work]) -> Sequence[float]:
     """Seconds of a steady step that does these one after the other, on each GPU; a clock that does not join
-    is given a tape."""
+    is given a trace."""
     if isinstance(clock, Joining):
         return tuple(clock.played(joined(map(clock.stretches, works))).tolist())
     kernels = tuple(kernel for work in works for kernel in work.kernels)
-    return clock(Tape((), (), (), kernels, tuple(waits_of(works)), ()))
+    return clock(Trace((), (), (), kernels, tuple(waits_of(works)), ()))
 
 
 def waits_of(works: Iterable[Work]) -> Iterator[int]:
@@ -69,11 +69,11 @@ def waits_of(works: Iterable[Work]) -> Iterator[int]:
 class Alone:
     """A clock of one GPU, as one of several would answer."""
 
-    clock: Callable[[Tape], float]
+    clock: Callable[[Trace], float]
 
-    def __call__(self, tape: Tape) -> tuple[float]:
-        """Seconds of the tape's steady step."""
-        return (self.clock(tape),)
+    def __call__(self, trace: Trace) -> tuple[float]:
+        """Seconds of the trace's steady step."""
+        return (self.clock(trace),)
 
 
 class GpuClocks:
@@ -90,9 +90,9 @@ class GpuClocks:
         self._works: dict[int, tuple[Work, list[Stretch]]] = {}  # by id, with the work that it is the id of
         self._known: Any = np.empty((3, 0, len(self.rates)))  # device, asked, made, by kernel and GPU
 
-    def __call__(self, tape: Tape) -> tuple[float, ...]:
-        """Seconds of the tape's steady step on each GPU."""
-        return tuple(self.played(self._stretches(tape.kernels, tape.waits)).tolist())
+    def __call__(self, trace: Trace) -> tuple[float, ...]:
+        """Seconds of the trace's steady step on each GPU."""
+        return tuple(self.played(self._stretches(trace.kernels, trace.waits)).tolist())
 
     def stretches(self, work: Work) -> Sequence[Stretch]:
         """What this does between the waits, remembered."""

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from snugfit.planning.cost.timer import Clock
 
 FEW_COLLECTIONS = 100_000
-"""Objects made between two collections: tapes are millions of them, and hold no cycles."""
+"""Objects made between two collections: traces are millions of them, and hold no cycles."""
 
 ENDS_WITHIN = 2.0
 """Seconds that a process has to end by itself when nothing is asked any more."""

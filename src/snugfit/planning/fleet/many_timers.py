@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
     from snugfit.planning.cost.queue import Stretch
     from snugfit.rehearsal.trace.pieces import Work
-    from snugfit.rehearsal.trace.tape import Tape
+    from snugfit.rehearsal.trace.trace import Trace
 
 
 @dataclass(frozen=True)
 class Each:
     """A clock for each GPU, asked one after the other."""
 
-    clocks: tuple[Callable[[Tape], float], ...]
+    clocks: tuple[Callable[[Trace], float], ...]
 
-    def __call__(self, tape: Tape) -> tuple[float, ...]:
-        """Seconds of the tape's steady step on each GPU."""
-        return tuple(clock(tape) for clock in self.clocks)
+    def __call__(self, trace: Trace) -> tuple[float, ...]:
+        """Seconds of the trace's steady step on each GPU."""
+        return tuple(clock(trace) for clock in self.clocks)
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ class Known:
                 known.append(gpu)
         return cls(GpuClocks(known), tuple(places))
 
-    def __call__(self, tape: Tape) -> tuple[float, ...]:
-        """Seconds of the tape's steady step on each GPU."""
-        told = self.clocks(tape)
+    def __call__(self, trace: Trace) -> tuple[float, ...]:
+        """Seconds of the trace's steady step on each GPU."""
+        told = self.clocks(trace)
         return tuple(0.0 if place is None else told[place] for place in self.places)
 
     def stretches(self, work: Work) -> Sequence[Stretch]:

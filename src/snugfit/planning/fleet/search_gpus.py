@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
     from snugfit.planning.cost.timer import Clock
     from snugfit.planning.cost.worker_pool import Bench, Question
-    from snugfit.rehearsal.trace.tape import Tape
+    from snugfit.rehearsal.trace.trace import Trace
 
-ClockOf = Callable[["Gpu"], Callable[["Tape"], float]]
+ClockOf = Callable[["Gpu"], Callable[["Trace"], float]]
 
 
 def plan_gpus(
@@ -59,7 +59,7 @@ def plan_gpus(
     """On each of these GPUs, by default all of the table, the recipe that `objective` asks for among those
     that fit it.
 
-    `clock_of` gives a GPU's clock, the seconds of a tape on it; by default its rates tell. `fidelity`,
+    `clock_of` gives a GPU's clock, the seconds of a trace on it; by default its rates tell. `fidelity`,
     `workers`, `steps`, `once` and `tell` are as for a plan. A GPU whose seconds are not known gets its
     smallest recipe, and one that is not CUDA's no answer, each with the reason. Raises `UsageError` for what
     cannot be, and `SnugfitError` when no recipe of a space can be rehearsed.
@@ -190,8 +190,8 @@ def _search(space: Space, at: Bench, gpus: Sequence[Gpu], smallest: Sequence[boo
 
 
 def _judge(space: Space, at: Bench, seats: Sequence[Seat], tell: Tell) -> None:
-    """Judges whatever a seat wants, until none wants anything: tapes that share their passes in one place,
-    and Setups of one tape together."""
+    """Judges whatever a seat wants, until none wants anything: traces that share their passes in one place,
+    and Setups of one trace together."""
     asked: dict[int, list[int]] = {}
     homes: dict[int, int] = {}
 
@@ -201,7 +201,7 @@ def _judge(space: Space, at: Bench, seats: Sequence[Seat], tell: Tell) -> None:
         for number in wanted:
             this = space.candidates[number]
             if homes.setdefault(this.sized, place) == place:
-                asked[number] = [each for each in wanted if space.candidates[each].tape == this.tape]
+                asked[number] = [each for each in wanted if space.candidates[each].trace == this.trace]
                 return number, "judge", ([space.candidates[each].setup for each in asked[number]],)
         return None
 
@@ -221,7 +221,7 @@ def _judge(space: Space, at: Bench, seats: Sequence[Seat], tell: Tell) -> None:
 
 def _settle(space: Space, at: Bench, seats: Sequence[Seat], tell: Tell) -> None:
     """Rehearses each seat's answer whole by its GPU's own policy, once for GPUs whose policy is the same:
-    they have one tape. Those are the figures that are stated."""
+    they have one trace. Those are the figures that are stated."""
     alike: dict[Hashable, list[Seat]] = defaultdict(list)
     for seat in seats:
         if seat.answer() not in seat.own:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from snugfit.rehearsal.trace.tape import Kernel, Tape
+from snugfit.rehearsal.trace.trace import Kernel, Trace
 
 
 class Irregular(Exception):
@@ -54,11 +54,11 @@ class Stretched:
         if not all(_alike(law) for law in self._laws):
             raise Irregular
 
-    def at(self, length: int) -> Tape:
-        """The tape of the steady step at this length: its kernels and its waits, and nothing else."""
+    def at(self, length: int) -> Trace:
+        """The trace of the steady step at this length: its kernels and its waits, and nothing else."""
         weights = _lagrange(self._lengths, length)
         kernels = [_written(law, weights) for law in self._laws]
-        return Tape((), (), (), tuple(kernels[number] for number in self._order), self.waits, ())
+        return Trace((), (), (), tuple(kernels[number] for number in self._order), self.waits, ())
 
 
 def _alike(kernels: Sequence[Kernel]) -> bool:

@@ -1,8 +1,8 @@
 """One job under one recipe at many lengths: its bytes, and the seconds of a step.
 
-Seconds are `prediction/seconds.py`'s, of the tape of that length. A few lengths are rehearsed; the kernels of
-the others follow from them (`kernel_interpolation.py`), and one more rehearsed length says how far off that
-is. Masks of attention are stored in rows of eight, and some kernels copy those that are not: where the
+Seconds are `prediction/seconds.py`'s, of the trace of that length. A few lengths are rehearsed; the kernels
+of the others follow from them (`kernel_interpolation.py`), and one more rehearsed length says how far off
+that is. Masks of attention are stored in rows of eight, and some kernels copy those that are not: where the
 lengths part in two lists of kernels there, each part is stretched on its own. A model that is not like that
 either gets a straight line between more rehearsed lengths, and the result says so.
 
@@ -26,7 +26,7 @@ from snugfit.prediction.profile import Software
 from snugfit.prediction.rates import Rates, rates_for
 from snugfit.prediction.seconds import step_seconds
 from snugfit.rehearsal.rehearse import rehearse
-from snugfit.rehearsal.trace.tape import MATRIX_PRODUCTS, Tape
+from snugfit.rehearsal.trace.trace import MATRIX_PRODUCTS, Trace
 from snugfit.results.step_seconds import StepSeconds
 
 if TYPE_CHECKING:
@@ -142,40 +142,40 @@ class Pace:
         if key not in self._sights:
             self.tell(f"rehearsing {length} tokens{'' if padded else ', nothing padded'}")
             software, setup = Software(), self.recipe.setup()
-            tape = rehearse(self.at(*key), setup, policy_for(self.gpu, software), loop=self.loop)
-            after = replay(tape, expandable=setup.expandable_segments)
-            context, about_context = context_of(self.gpu, software, tape)
-            self._sights[key] = Sight(length, tape.kernels, tape.waits)
+            trace = rehearse(self.at(*key), setup, policy_for(self.gpu, software), loop=self.loop)
+            after = replay(trace, expandable=setup.expandable_segments)
+            context, about_context = context_of(self.gpu, software, trace)
+            self._sights[key] = Sight(length, trace.kernels, trace.waits)
             self._bytes[key] = Bytes(
                 requested_bytes=after.requested_peak,
                 allocated_bytes=after.allocated_peak,
                 reserved_bytes=after.reserved_peak,
                 context_bytes=context,
-                doubts=(*tape.doubts, *about_context),
+                doubts=(*trace.doubts, *about_context),
             )
         return self._sights[key]
 
     def timing(self, length: int, padded: bool, *, rates: Rates | None = None) -> StepSeconds:
         """The step at this length, rehearsed and timed."""
-        return self._timing(_tape(self.sight(length, padded)), rates)
+        return self._timing(_trace(self.sight(length, padded)), rates)
 
-    def seconds_of(self, tape: Tape) -> Seconds:
-        """Seconds of the steady step of any tape."""
-        priced = self._timing(tape).step_seconds
+    def seconds_of(self, trace: Trace) -> Seconds:
+        """Seconds of the steady step of any trace."""
+        priced = self._timing(trace).step_seconds
         clocks = KernelClock(self.rates), KernelClock(aligned(self.rates))
-        products = {kernel for kernel in tape.kernels if kernel.operator in MATRIX_PRODUCTS}
+        products = {kernel for kernel in trace.kernels if kernel.operator in MATRIX_PRODUCTS}
         if all(clocks[0].seconds(kernel) == clocks[1].seconds(kernel) for kernel in products):
             return Seconds(priced, priced)
-        return Seconds(priced, self._timing(tape, aligned(self.rates)).step_seconds)
+        return Seconds(priced, self._timing(trace, aligned(self.rates)).step_seconds)
 
     def seconds(self, lengths: Collection[int], padded: bool) -> dict[int, Seconds]:
         """Seconds of the step at each of these lengths."""
         alone = {1} & set(lengths)  # one token has nothing to attend to: other kernels
         return self._family(sorted(set(lengths) - alone), padded) | self._family(sorted(alone), padded)
 
-    def _timing(self, tape: Tape, rates: Rates | None = None) -> StepSeconds:
+    def _timing(self, trace: Trace, rates: Rates | None = None) -> StepSeconds:
         return step_seconds(
-            tape,
+            trace,
             self.gpu,
             batch_size=self.job.batch_size,
             rates=rates or self.rates,
@@ -216,7 +216,7 @@ class Pace:
         )
 
     def _rehearsed(self, length: int, padded: bool) -> Seconds:
-        return self.seconds_of(_tape(self.sight(length, padded)))
+        return self.seconds_of(_trace(self.sight(length, padded)))
 
     def _stairs(self, lengths: Sequence[int], stretched: Stretched) -> dict[int, Seconds]:
         """Seconds at these lengths: of many, those of one alignment lie on a line between some of them."""
@@ -254,8 +254,8 @@ def _between(lengths: Sequence[int], known: dict[int, Seconds]) -> dict[int, Sec
     return {length: Seconds(*each) for length, *each in zip(lengths, *both, strict=True)}
 
 
-def _tape(sight: Sight) -> Tape:
-    return Tape((), (), (), sight.kernels, sight.waits, ())
+def _trace(sight: Sight) -> Trace:
+    return Trace((), (), (), sight.kernels, sight.waits, ())
 
 
 def _spread(lengths: Sequence[int], count: int) -> list[int]:

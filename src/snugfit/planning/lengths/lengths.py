@@ -57,7 +57,7 @@ def plan_lengths(
 
     `cut` also tells what it would take with sequences of so many tokens at most. `seed` draws the batches,
     `tell` hears what is being done. Raises `UsageError` for what cannot be, `RehearsalError` for a step
-    without a tape.
+    without a trace.
     """
     refuse_what_is_no_job(job)
     refuse("speed", memory_bytes)

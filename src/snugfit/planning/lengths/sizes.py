@@ -27,7 +27,7 @@ from snugfit.planning.lengths.kernel_interpolation import Irregular, Stretched
 from snugfit.planning.lengths.length_profile import Pace, aligned
 from snugfit.prediction.kernel_seconds import KernelClock
 from snugfit.prediction.rates import ALIGNMENT, Rates, knows_alignment
-from snugfit.rehearsal.trace.tape import MATRIX_PRODUCTS
+from snugfit.rehearsal.trace.trace import MATRIX_PRODUCTS
 
 if TYPE_CHECKING:
     from snugfit.job.model import Model

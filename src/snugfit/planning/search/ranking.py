@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from snugfit.planning.search_state import Searched
 
 TOGETHER = 4
-"""Tapes for each place that are judged before it is asked again whether that is enough."""
+"""Traces for each place that are judged before it is asked again whether that is enough."""
 
 
 def best(
@@ -50,13 +50,13 @@ def best(
 
 
 def _groups(found: Searched, memory_bytes: int | None, objective: str) -> list[list[int]]:
-    """What was not judged and could fit, those of one tape together, in the order of the least it takes."""
-    tapes: dict[int, list[int]] = defaultdict(list)
+    """What was not judged and could fit, those of one trace together, in the order of the least it takes."""
+    traces: dict[int, list[int]] = defaultdict(list)
     for number in sorted(found.bounds, key=lambda each: _least(found, each, objective)):
         could_fit = memory_bytes is None or found.bounds[number].needed_bytes <= memory_bytes
         if number not in found.judged and could_fit:
-            tapes[found.space.candidates[number].tape].append(number)
-    return list(tapes.values())
+            traces[found.space.candidates[number].trace].append(number)
+    return list(traces.values())
 
 
 def _judge(found: Searched, at: Bench, todo: deque[list[int]], homes: dict[int, int]) -> None:

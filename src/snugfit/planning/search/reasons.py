@@ -125,7 +125,7 @@ def _reasons(found: Searched, best: int) -> Iterator[Reason]:
 
 def _fastest_other(found: Searched, recipe: Recipe, slot: Slot) -> Recipe | None:
     """The recipe with the technique in this slot that makes it fastest, by what was screened; None when the
-    slot could hold nothing else that a tape would tell from it."""
+    slot could hold nothing else that a trace would tell from it."""
     others = [
         (found.bounds[number].seconds, number)
         for number in found.space.others(recipe, slot)

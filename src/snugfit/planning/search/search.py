@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from snugfit.planning.cost.timer import Clock
     from snugfit.planning.cost.worker_pool import Bench, Question
     from snugfit.planning.figures import Bound
-    from snugfit.rehearsal.trace.tape import Tape
+    from snugfit.rehearsal.trace.trace import Trace
     from snugfit.techniques.technique import Technique
 
 
@@ -50,7 +50,7 @@ def plan(
     memory_bytes: int | None = None,
     fidelity: str | Fidelity = Fidelity.ROUNDS,
     objective: str = "speed",
-    clock: Callable[[Tape], float] | None = None,
+    clock: Callable[[Trace], float] | None = None,
     workers: int | None = None,
     ranked: int = 0,
     start: Recipe | str | None = None,
@@ -61,7 +61,7 @@ def plan(
 ) -> Plan:
     """The recipe that `objective` asks for among those that fit `gpu`, or `memory_bytes` of it.
 
-    `fidelity` is the least exact that is allowed. `clock` tells the seconds of a tape; by default it is this
+    `fidelity` is the least exact that is allowed. `clock` tells the seconds of a trace; by default it is this
     GPU's. `workers` processes rehearse side by side, by default two where there are as many cores. The plan
     lists the `ranked` best that fit, and says what it would change in the recipe to `start` from, which may
     be text. `steps` is how long the run is: what a recipe pays once, at the rate of `once`, is then spread
@@ -176,11 +176,11 @@ def _judge_all(
     order: Callable[[Bound], tuple[float, float]],
     tell: Tell,
 ) -> None:
-    """Judges whatever is not left out when its turn comes, in this order; Setups of one tape together."""
-    tapes: dict[int, list[int]] = defaultdict(list)
+    """Judges whatever is not left out when its turn comes, in this order; Setups of one trace together."""
+    traces: dict[int, list[int]] = defaultdict(list)
     for number in found.bounds:
-        tapes[found.space.candidates[number].tape].append(number)
-    waiting = deque(sorted(tapes.values(), key=lambda group: min(order(found.bounds[n]) for n in group)))
+        traces[found.space.candidates[number].trace].append(number)
+    waiting = deque(sorted(traces.values(), key=lambda group: min(order(found.bounds[n]) for n in group)))
     homes: dict[int, int] = {}  # all that share their passes are judged in one place
     asked: dict[int, list[int]] = {}
     progress = Progress("judging", len(waiting), tell)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from snugfit.rehearsal.trace.tape import CASTS, MATRIX_PRODUCTS, STRIDED, TRANSPOSED, WITH_BIAS, WITH_DROPOUT
+from snugfit.rehearsal.trace.trace import CASTS, MATRIX_PRODUCTS, STRIDED, TRANSPOSED, WITH_BIAS, WITH_DROPOUT
 from snugfit.units import MIB
 
 CONTRACTIONS = "tensor contractions"

@@ -1,7 +1,7 @@
-"""What the bytes of a tape are for.
+"""What the bytes of a trace are for.
 
 Weights, gradients, states, caches and workspaces were claimed by name while the run went on. For the rest
-the tape decides: what is born in the forward pass and still lives when that pass ends was saved for the
+the trace decides: what is born in the forward pass and still lives when that pass ends was saved for the
 backward pass, and is an activation; so is what checkpointing computes again. Everything else is temporary.
 """
 
@@ -11,7 +11,7 @@ import bisect
 from collections.abc import Sequence
 from itertools import pairwise
 
-from snugfit.rehearsal.trace.tape import Mark
+from snugfit.rehearsal.trace.trace import Mark
 from snugfit.results.footprint import Kind
 
 

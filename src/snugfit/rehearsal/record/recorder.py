@@ -1,4 +1,4 @@
-"""The recorder: a dispatch mode that writes births, deaths and kernels of a rehearsed run onto a tape.
+"""The recorder: a dispatch mode that writes births, deaths and kernels of a rehearsed run onto a trace.
 
 Every operator of the run passes `__torch_dispatch__` once, below autograd and autocast, so what is seen is
 what a device would be asked to run. A storage's birth is the first operator that returns it; its death is
@@ -34,7 +34,7 @@ from snugfit.rehearsal.record.module_tracker import Whereabouts
 from snugfit.rehearsal.record.shape_cache import REMEMBERED, key_of
 from snugfit.rehearsal.record.taken import taken_under
 from snugfit.rehearsal.trace.score import Note
-from snugfit.rehearsal.trace.tape import COPY_IN, Block, Kernel, Mark, Tape
+from snugfit.rehearsal.trace.trace import COPY_IN, Block, Kernel, Mark, Trace
 from snugfit.results.footprint import Kind
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ ANY = frozenset({"aten::any", "aten::isinf", "aten::isnan"})
 
 
 class Recorder(TorchDispatchMode):
-    """Writes a run on `meta` tensors onto a tape; it is the run's observer too."""
+    """Writes a run on `meta` tensors onto a trace; it is the run's observer too."""
 
     def __init__(self, policy: Policy, steps: int, *, padded: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -116,13 +116,13 @@ class Recorder(TorchDispatchMode):
         for hook in self._hooks:
             hook.remove()
 
-    def tape(self, attention: Iterable[str], doubts: Iterable[str] = ()) -> Tape:
+    def trace(self, attention: Iterable[str], doubts: Iterable[str] = ()) -> Trace:
         """What was written, with the kinds that only the end of a run shows."""
         self._claim_states()
         claimed = [block[5] for block in self.blocks]
         phases = [block[3] for block in self.blocks]
         decided = kinds(claimed, phases, frozenset(self._recomputed), self.events, self.marks)
-        return Tape(
+        return Trace(
             tuple(Block._make((*block[:5], kind)) for block, kind in zip(self.blocks, decided, strict=True)),
             tuple(self.events),
             tuple(self.marks),

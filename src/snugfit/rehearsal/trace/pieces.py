@@ -14,7 +14,7 @@ from snugfit.rehearsal.trace.score import folded
 
 if TYPE_CHECKING:
     from snugfit.rehearsal.trace.score import Note
-    from snugfit.rehearsal.trace.tape import Kernel, Mark, Tape
+    from snugfit.rehearsal.trace.trace import Kernel, Mark, Trace
 
 
 class Work(NamedTuple):
@@ -42,34 +42,34 @@ class Piece(NamedTuple):
     work: Work
 
 
-def pieces_in(tape: Tape, notes: Sequence[Note]) -> Iterator[Piece]:
+def pieces_in(trace: Trace, notes: Sequence[Note]) -> Iterator[Piece]:
     """The micro-batches and updates of a run, in order, as if what it makes for good had been there before:
     without those births, and without the kernels that do nothing else."""
     over = notes[-1].events  # the last step's end
-    lasting = _lasting(tape.events[:over])
-    all_made = max((place for place in range(over) if tape.events[place] in lasting), default=0) + 1
-    live, kernels = _live(tape, lasting), iter(tape.kernels)
-    numbers = _numbers(tape.marks)
+    lasting = _lasting(trace.events[:over])
+    all_made = max((place for place in range(over) if trace.events[place] in lasting), default=0) + 1
+    live, kernels = _live(trace, lasting), iter(trace.kernels)
+    numbers = _numbers(trace.marks)
     starts = [place for place, number in enumerate(numbers) if number >= 0 and number != numbers[place - 1]]
     ends = [*starts[1:], len(numbers)]
     queue = deque(notes)
     for start, end in zip(starts, ends, strict=True):
         ran: list[Kernel] = []
         waits: list[int] = []
-        before = tape.marks[start].event
+        before = trace.marks[start].event
         while queue and queue[0].marks <= end:
             note = queue.popleft()
             if note.what == "kernel":
                 kernel = next(kernels)
-                if before >= all_made or not _only_lasts(tape, before, note.events, lasting, kernel):
+                if before >= all_made or not _only_lasts(trace, before, note.events, lasting, kernel):
                     ran.append(kernel)
                 before = note.events
             elif note.what == "wait":
                 waits.append(len(ran))
-        first = tape.marks[start].event
-        last = tape.marks[end].event if end < len(numbers) else over
+        first = trace.marks[start].event
+        last = trace.marks[end].event if end < len(numbers) else over
         work = Work(tuple(ran), tuple(waits))
-        yield Piece(numbers[start], _levels(tape, live, lasting, first, last), live[last - 1], work)
+        yield Piece(numbers[start], _levels(trace, live, lasting, first, last), live[last - 1], work)
 
 
 def _lasting(events: Sequence[int]) -> set[int]:
@@ -77,28 +77,28 @@ def _lasting(events: Sequence[int]) -> set[int]:
     return {event for event in events if event > 0} - {-event for event in events if event < 0}
 
 
-def _live(tape: Tape, lasting: Set[int]) -> list[int]:
+def _live(trace: Trace, lasting: Set[int]) -> list[int]:
     """Live bytes after each event, with all that lasts there from the beginning."""
-    sizes = [block.nbytes for block in tape.blocks]
+    sizes = [block.nbytes for block in trace.blocks]
     changes = (
         0 if event in lasting else sizes[event - 1] if event > 0 else -sizes[-event - 1]
-        for event in tape.events
+        for event in trace.events
     )
     return list(accumulate(changes, initial=sum(sizes[event - 1] for event in lasting)))[1:]
 
 
-def _only_lasts(tape: Tape, start: int, end: int, lasting: Set[int], kernel: Kernel) -> bool:
+def _only_lasts(trace: Trace, start: int, end: int, lasting: Set[int], kernel: Kernel) -> bool:
     """Whether nothing was born since the kernel before but what this one made, and all of that lasts."""
-    births = {event for event in tape.events[start:end] if event > 0}
-    makers = {tape.blocks[birth - 1].operator for birth in births}
+    births = {event for event in trace.events[start:end] if event > 0}
+    makers = {trace.blocks[birth - 1].operator for birth in births}
     return makers == {kernel.operator} and births <= lasting
 
 
-def _levels(tape: Tape, live: Sequence[int], lasting: Set[int], start: int, end: int) -> dict[str, int]:
+def _levels(trace: Trace, live: Sequence[int], lasting: Set[int], start: int, end: int) -> dict[str, int]:
     levels: dict[str, int] = defaultdict(int)
     for place in range(start, end):
-        if (event := tape.events[place]) > 0 and event not in lasting:
-            block = tape.blocks[event - 1]
+        if (event := trace.events[place]) > 0 and event not in lasting:
+            block = trace.blocks[event - 1]
             where = f"{block.phase} {folded(block.module)}"
             levels[where] = max(levels[where], live[place])
     return dict(levels)

@@ -1,13 +1,13 @@
-"""A tape as a score: the same moves, written so that pieces of it can be repeated, lengthened and joined.
+"""A trace as a score: the same moves, written so that pieces of it can be repeated, lengthened and joined.
 
-A tape names a death by the number of the block that dies, and such numbers change with everything that comes
+A trace names a death by the number of the block that dies, and such numbers change with everything that comes
 before. A score says instead *which of the living* dies: of all living blocks that were born alike (same size,
 operator, module, phase and kind; layers of one stack count as alike), the one with so many younger ones
 behind it. Backward passes kill the youngest first, optimizers the oldest or the youngest, and so the same
 words fit every layer, every micro-batch and every step. Kernels, waits for the device and ends of steps
 stand among the moves where they happened.
 
-`Score.of(tape, notes).tape()` is that tape again, in every field; law 5's tests hold it to that.
+`Score.of(trace, notes).trace()` is that trace again, in every field; law 5's tests hold it to that.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from snugfit.rehearsal.trace.tape import Block, Kernel, Mark, Tape
+from snugfit.rehearsal.trace.trace import Block, Kernel, Mark, Trace
 from snugfit.results.footprint import Kind
 
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
@@ -41,7 +41,7 @@ class Note(NamedTuple):
     marks: int
     """Marks before it."""
     what: str
-    """`kernel` (the next of the tape's), `wait`, or `end` of an optimizer step."""
+    """`kernel` (the next of the trace's), `wait`, or `end` of an optimizer step."""
 
 
 class Birth(NamedTuple):
@@ -115,25 +115,25 @@ class Score:
     doubts: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, tape: Tape, notes: Iterable[Note] = ()) -> Score:
-        """This tape's score; `notes` say where kernels, waits and ends stand among its events."""
-        return cls(tuple(_moves(tape, list(notes))), tape.attention, tape.doubts)
+    def of(cls, trace: Trace, notes: Iterable[Note] = ()) -> Score:
+        """This trace's score; `notes` say where kernels, waits and ends stand among its events."""
+        return cls(tuple(_moves(trace, list(notes))), trace.attention, trace.doubts)
 
-    def tape(self) -> Tape:
-        """The tape that has these moves."""
+    def trace(self) -> Trace:
+        """The trace that has these moves."""
         return _Writer().write(self)
 
 
-def _moves(tape: Tape, notes: Sequence[Note]) -> Iterator[Move]:
+def _moves(trace: Trace, notes: Sequence[Note]) -> Iterator[Move]:
     living = Living()
     names: dict[int, Birth] = {}
-    kernels = iter(tape.kernels)
-    blocks, marks = tape.blocks, tape.marks
+    kernels = iter(trace.kernels)
+    blocks, marks = trace.blocks, trace.marks
     unborn = 0  # blocks without bytes have no event: they are born as early as their mark allows
     mark = note = 0
     next_note = notes[0][0] if notes else NEVER
     next_mark = marks[0].event if marks else NEVER
-    for position in range(len(tape.events) + 1):
+    for position in range(len(trace.events) + 1):
         while position >= next_note or position >= next_mark:
             if position >= next_note and notes[note][:2] <= (position, mark):
                 yield _noted(notes[note], kernels)
@@ -145,12 +145,12 @@ def _moves(tape: Tape, notes: Sequence[Note]) -> Iterator[Move]:
                 next_mark = marks[mark].event if mark < len(marks) else NEVER
             else:
                 break
-            while _empty_here(tape, unborn, mark):
+            while _empty_here(trace, unborn, mark):
                 yield _birth(blocks[unborn])
                 unborn += 1
-        if position == len(tape.events):
+        if position == len(trace.events):
             return
-        event = tape.events[position]
+        event = trace.events[position]
         if event < 0:
             yield living.death(-event, names[-event])
             continue
@@ -160,15 +160,15 @@ def _moves(tape: Tape, notes: Sequence[Note]) -> Iterator[Move]:
             unborn += 1
         names[event] = alike = _alike(birth)
         living.alike[alike].append(event)
-        while unborn < len(blocks) and not blocks[unborn].nbytes and _empty_here(tape, unborn, mark):
+        while unborn < len(blocks) and not blocks[unborn].nbytes and _empty_here(trace, unborn, mark):
             yield _birth(blocks[unborn])
             unborn += 1
 
 
-def _empty_here(tape: Tape, index: int, marks: int) -> bool:
-    if index >= len(tape.blocks) or tape.blocks[index].nbytes:
+def _empty_here(trace: Trace, index: int, marks: int) -> bool:
+    if index >= len(trace.blocks) or trace.blocks[index].nbytes:
         return False
-    block, mark = tape.blocks[index], tape.marks[marks - 1]
+    block, mark = trace.blocks[index], trace.marks[marks - 1]
     return (block.step, block.phase) == (mark.step, mark.phase)
 
 
@@ -215,7 +215,7 @@ class Living:
 
 
 class _Writer:
-    """Writes moves onto a tape."""
+    """Writes moves onto a trace."""
 
     def __init__(self) -> None:
         self.blocks: list[Block] = []
@@ -225,7 +225,7 @@ class _Writer:
         self.waits: list[int] = []
         self.living: dict[Birth, list[int]] = defaultdict(list)
 
-    def write(self, score: Score) -> Tape:
+    def write(self, score: Score) -> Trace:
         step = -1
         blocks, events, by_alike = self.blocks, self.events, self.living
         alike: dict[int, list[int]] = {}  # by a move's id: what repeats is the same move, and hashes slowly
@@ -256,7 +256,7 @@ class _Writer:
                 self.marks.append(Mark(len(events), step, move.phase))
             elif type(move) is Wait:
                 self.waits.append(len(self.kernels))
-        return Tape(
+        return Trace(
             tuple(self.blocks),
             tuple(self.events),
             tuple(self.marks),

@@ -113,7 +113,7 @@ def shapes() -> Iterator[None]:
 
 
 def _wait(tensor: torch.Tensor) -> None:
-    """Waits for a tensor's device by reading one of its numbers, which is a wait that a tape counts."""
+    """Waits for a tensor's device by reading one of its numbers, which is a wait that a trace counts."""
     tensor.detach().as_strided((), ()).item()
 
 

@@ -1,6 +1,6 @@
-"""The tape: every allocation, free and kernel of a rehearsed run, in order, each with its origin.
+"""The trace: every allocation, free and kernel of a rehearsed run, in order, each with its origin.
 
-A tape is plain data. `blocks[i]` says what was born; `events` holds the order: `i + 1` is the birth of block
+A trace is plain data. `blocks[i]` says what was born; `events` holds the order: `i + 1` is the birth of block
 `i`, `-(i + 1)` its death. Blocks that outlive the run (weights, states) have no death. Everything snugfit
 says about bytes is a pure function of these two lists.
 """
@@ -89,7 +89,7 @@ class Kernel(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Tape:
+class Trace:
     """What a rehearsal wrote."""
 
     blocks: tuple[Block, ...]

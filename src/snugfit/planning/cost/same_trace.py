@@ -1,8 +1,8 @@
-"""Setups that have the same tape, and what differs between them put onto it.
+"""Setups that have the same trace, and what differs between them put onto it.
 
 Three wishes change no allocation of a step and no kernel: what products of fp32 matrices are computed in, who
 makes the batches, and how the allocator takes its segments. So a plan rehearses once for all of them. The
-first two change how long kernels take, which is written onto the tape here; the third is the replay's.
+first two change how long kernels take, which is written onto the trace here; the third is the replay's.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from snugfit.prediction.seconds import prepared_by
 from snugfit.techniques.setup import LoaderWish
 
 if TYPE_CHECKING:
-    from snugfit.rehearsal.trace.tape import Kernel, Tape
+    from snugfit.rehearsal.trace.trace import Kernel, Trace
     from snugfit.techniques.setup import Setup
 
 
 def plain(setup: Setup) -> Setup:
-    """The one of those with the same tape that is rehearsed."""
+    """The one of those with the same trace that is rehearsed."""
     return replace(setup, matmul="ieee", expandable_segments=False, loader=LoaderWish())
 
 
 def seen_by_clock(setup: Setup) -> tuple[str, int]:
-    """All of a Setup that its seconds depend on beside its tape."""
+    """All of a Setup that its seconds depend on beside its trace."""
     return setup.matmul, setup.loader.workers
 
 
-def under(setup: Setup, tape: Tape) -> Tape:
-    """A tape that was rehearsed with plain products and loading, as it is under this Setup."""
-    changed = kernels_under(setup, tape.kernels)
-    return tape if changed is tape.kernels else replace(tape, kernels=changed)
+def under(setup: Setup, trace: Trace) -> Trace:
+    """A trace that was rehearsed with plain products and loading, as it is under this Setup."""
+    changed = kernels_under(setup, trace.kernels)
+    return trace if changed is trace.kernels else replace(trace, kernels=changed)
 
 
 def kernels_under(setup: Setup, kernels: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
