@@ -1,4 +1,4 @@
-"""One trainer a folder (F13): a second one is refused and told whom it met; what a dead one held is taken."""
+"""One trainer a folder: a second one is refused and told whom it met; what a dead one held is taken."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 
 from snugfit.errors import UsageError
 from snugfit.training.checkpoint import lock
-from snugfit.training.checkpoint.lock import GUARD, LOCK, Holder, locked
+from snugfit.training.checkpoint.lock import GUARD, LOCK, Holder, hold_folder
 from stored import in_child
 
 
@@ -44,7 +44,7 @@ def another(root: Path, then: Callable[[], object] = lambda: None) -> Iterator[i
     child = os.fork()
     if child == 0:
         os.close(told)
-        with locked(root):
+        with hold_folder(root):
             then()
             os.write(tell, b".")
             os.close(tell)
@@ -67,7 +67,7 @@ def line(root: Path) -> dict[str, object]:
 
 def test_a_folder_is_held_and_given_back(tmp_path: Path) -> None:
     for _ in range(3):
-        with locked(tmp_path) as note:
+        with hold_folder(tmp_path) as note:
             assert note == ""
             assert line(tmp_path)["pid"] == os.getpid()
         assert (tmp_path / LOCK).read_text() == ""
@@ -77,35 +77,35 @@ def test_a_folder_is_held_and_given_back(tmp_path: Path) -> None:
 @pytest.mark.whole
 def test_a_second_trainer_is_refused_and_told_whom_it_met(tmp_path: Path) -> None:
     with another(tmp_path) as pid:
-        with pytest.raises(UsageError) as told, locked(tmp_path):
+        with pytest.raises(UsageError) as told, hold_folder(tmp_path):
             pass
         since = line(tmp_path)["since"]
         assert told.value.exit_code == 2
         for named in (str(tmp_path), f"process {pid} on {socket.gethostname()}", f"since {since}"):
             assert named in str(told.value)
         assert line(tmp_path)["pid"] == pid
-    with locked(tmp_path) as note:
+    with hold_folder(tmp_path) as note:
         assert f"process {pid} on " in note
 
 
 @pytest.mark.whole
 def test_a_second_time_in_the_same_process_is_refused(tmp_path: Path) -> None:
-    with locked(tmp_path):
-        with pytest.raises(UsageError, match=f"process {os.getpid()} "), locked(tmp_path):
+    with hold_folder(tmp_path):
+        with pytest.raises(UsageError, match=f"process {os.getpid()} "), hold_folder(tmp_path):
             pass
         assert line(tmp_path)["pid"] == os.getpid()
         assert in_child(lambda: refused(tmp_path)) == 0
 
 
 def refused(root: Path) -> None:
-    with pytest.raises(UsageError, match="another trainer"), locked(root):
+    with pytest.raises(UsageError, match="another trainer"), hold_folder(root):
         pass
 
 
 def test_a_fault_inside_gives_the_folder_back(tmp_path: Path) -> None:
-    with pytest.raises(KeyError), locked(tmp_path):
+    with pytest.raises(KeyError), hold_folder(tmp_path):
         raise KeyError
-    with locked(tmp_path) as note:
+    with hold_folder(tmp_path) as note:
         assert note == ""
 
 
@@ -115,9 +115,9 @@ def test_killed_trainers_are_followed_by_the_next(tmp_path: Path) -> None:
         with another(tmp_path) as pid:
             pass
         assert line(tmp_path)["pid"] == pid
-    with locked(tmp_path) as note:
+    with hold_folder(tmp_path) as note:
         assert note.startswith("The trainer that wrote here before did not end by itself: process ")
-    with locked(tmp_path) as note:
+    with hold_folder(tmp_path) as note:
         assert note == ""
 
 
@@ -127,7 +127,7 @@ def test_a_dead_trainer_that_nobody_has_waited_for(tmp_path: Path) -> None:
     with another(tmp_path) as pid:
         os.kill(pid, signal.SIGKILL)
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        with locked(tmp_path) as note:
+        with hold_folder(tmp_path) as note:
             assert f"process {pid} " in note
 
 
@@ -154,7 +154,7 @@ def test_a_worker_that_outlives_its_trainer_holds_nothing(tmp_path: Path, fork: 
     with another(tmp_path, then=begin) as pid:
         (worker,) = psutil.Process(pid).children()
         assert in_child(lambda: refused(tmp_path)) == 0
-    with locked(tmp_path) as note:
+    with hold_folder(tmp_path) as note:
         assert f"process {pid} " in note
     assert worker.is_running()
     os.close(end)
@@ -163,14 +163,14 @@ def test_a_worker_that_outlives_its_trainer_holds_nothing(tmp_path: Path, fork: 
 
 @pytest.mark.whole
 def test_a_forked_child_that_leaves_the_block_gives_nothing_back(tmp_path: Path) -> None:
-    held = locked(tmp_path)
+    held = hold_folder(tmp_path)
     held.__enter__()
     mine = line(tmp_path)
     assert in_child(lambda: held.__exit__(None, None, None) and None) == 0
     assert line(tmp_path) == mine
     assert in_child(lambda: refused(tmp_path)) == 0
     held.__exit__(None, None, None)
-    with locked(tmp_path) as note:
+    with hold_folder(tmp_path) as note:
         assert note == ""
 
 
@@ -187,7 +187,7 @@ def test_of_many_that_begin_at_once_one_gets_in(tmp_path: Path, stale: bool) -> 
         os.close(go)
         os.read(start, 1)
         try:
-            with locked(tmp_path):
+            with hold_folder(tmp_path):
                 os.write(answer, b"!")
                 time.sleep(60)
         except UsageError:
@@ -220,7 +220,7 @@ def left(root: Path, **changes: object) -> None:
     """The line of a living process, our parent, that holds the folder without the kernel's lock."""
     parent = psutil.Process(os.getppid())
     started = parent.create_time() - psutil.boot_time()
-    held = {**vars(Holder.ourselves()), "pid": parent.pid, "started": started, **changes}
+    held = {**vars(Holder.current()), "pid": parent.pid, "started": started, **changes}
     (root / LOCK).write_text(json.dumps(held) + "\n")
 
 
@@ -231,19 +231,19 @@ def left(root: Path, **changes: object) -> None:
 )
 def test_what_a_dead_trainer_left_is_taken(tmp_path: Path, changes: dict[str, object]) -> None:
     left(tmp_path, **changes)
-    with locked(tmp_path) as note:
+    with hold_folder(tmp_path) as note:
         assert "did not end by itself" in note
 
 
 def test_a_living_trainer_is_believed_whichever_lock_it_has(tmp_path: Path) -> None:
     left(tmp_path)
-    with pytest.raises(UsageError, match=f"process {os.getppid()} "), locked(tmp_path):
+    with pytest.raises(UsageError, match=f"process {os.getppid()} "), hold_folder(tmp_path):
         pass
 
 
 @pytest.mark.whole
 def test_a_clock_that_jumps_kills_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F38: the start of the machine moves with the clock, and that of a process with it."""
+    """The start of the machine moves with the clock, and that of a process with it."""
     system = psutil._psplatform
     with another(tmp_path):
         real = system.boot_time
@@ -255,10 +255,10 @@ def test_a_trainer_of_another_machine(tmp_path: Path, kind: str) -> None:
     """The kernel's lock knows; without it only the user can."""
     left(tmp_path, host="elsewhere")
     if kind == "flock":
-        with locked(tmp_path) as note:
+        with hold_folder(tmp_path) as note:
             assert "on elsewhere" in note
     else:
-        with pytest.raises(UsageError, match=f"no more, delete {tmp_path / LOCK}"), locked(tmp_path):
+        with pytest.raises(UsageError, match=f"no more, delete {tmp_path / LOCK}"), hold_folder(tmp_path):
             pass
 
 
@@ -268,7 +268,7 @@ def test_a_trainer_of_another_machine(tmp_path: Path, kind: str) -> None:
 )
 def test_half_a_line_is_nobodys(tmp_path: Path, text: str) -> None:
     (tmp_path / LOCK).write_text(text)
-    with locked(tmp_path) as note:
+    with hold_folder(tmp_path) as note:
         assert note == ""
         assert line(tmp_path)["pid"] == os.getpid()
 
@@ -276,8 +276,8 @@ def test_half_a_line_is_nobodys(tmp_path: Path, text: str) -> None:
 def test_a_folder_where_nobody_can_lock(tmp_path: Path) -> None:
     (tmp_path / "link").mkdir()
     (tmp_path / "link" / LOCK).symlink_to(tmp_path / "mine")
-    for place in (tmp_path / "nowhere", tmp_path / "link", Path("/proc")):
-        with pytest.raises(UsageError, match=r"lock cannot be locked: "), locked(place):
+    for folder in (tmp_path / "nowhere", tmp_path / "link"):
+        with pytest.raises(UsageError, match=r"lock cannot be locked: "), hold_folder(folder):
             pass
     assert not (tmp_path / "mine").exists()
 
@@ -290,22 +290,19 @@ def test_answers_of_a_file_system_without_such_locks(
     without_flock(monkeypatch, number)
     with another(tmp_path):
         refused(tmp_path)
-    with locked(tmp_path) as note:
+    with hold_folder(tmp_path) as note:
         assert note
 
 
 def test_any_other_answer_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without_flock(monkeypatch, errno.EIO)
-    with pytest.raises(UsageError, match="cannot be locked: Input/output error"), locked(tmp_path):
+    with pytest.raises(UsageError, match="cannot be locked: Input/output error"), hold_folder(tmp_path):
         pass
 
 
-def test_a_guard_that_a_killed_process_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    monkeypatch.setattr(lock, "GRACE_SECONDS", 0.05)
-    (tmp_path / GUARD).mkdir()
-    with locked(tmp_path):
+def test_a_guard_that_a_killed_process_left(tmp_path: Path, kind: str) -> None:
+    (tmp_path / GUARD).write_text(f"{2**22 + 1}\n{socket.gethostname()}\n")
+    with hold_folder(tmp_path):
         assert line(tmp_path)["pid"] == os.getpid()
     assert (tmp_path / GUARD).exists() == (kind == "flock")
 
@@ -319,11 +316,14 @@ def test_a_full_disk_takes_the_line_and_not_the_lock(
     monkeypatch.setattr(lock, "GRACE_SECONDS", 0.05)
     monkeypatch.setattr(lock, "_write", refuse)
     if kind == "flock":
-        with locked(tmp_path):
-            with pytest.raises(UsageError, match="a process without a name still holds"), locked(tmp_path):
+        with hold_folder(tmp_path):
+            with (
+                pytest.raises(UsageError, match="a process without a name still holds"),
+                hold_folder(tmp_path),
+            ):
                 pass
     else:
-        with pytest.raises(UsageError, match="No space left on device"), locked(tmp_path):
+        with pytest.raises(UsageError, match="No space left on device"), hold_folder(tmp_path):
             pass
 
 
@@ -338,8 +338,8 @@ def test_a_lock_that_a_foreign_process_kept(
     if kind == "flock":
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         with pytest.raises(UsageError, match=r"is dead, but a process that it left behind still holds"):
-            with locked(tmp_path):
+            with hold_folder(tmp_path):
                 pass
     os.close(descriptor)
-    with locked(tmp_path) as note:
+    with hold_folder(tmp_path) as note:
         assert f"process {2**22 + 1} " in note

@@ -17,7 +17,7 @@ from snugfit.errors import SnugfitError, UsageError
 from snugfit.frontends.custom_loop.batches import Batches
 from snugfit.frontends.trainer.checkpoints import Kept
 from snugfit.frontends.trainer.restore import restore_weights
-from snugfit.training.checkpoint.lock import locked
+from snugfit.training.checkpoint.lock import hold_folder
 from snugfit.training.checkpoint.saver import Saver
 from snugfit.training.checkpoint.staging import Staging
 from snugfit.training.checkpoint.state import Running, bytes_of, restore, snapshot
@@ -44,7 +44,7 @@ class HeldFolder:
         self.store = Store(folder)
         self.store.prepare()
         self._open = contextlib.ExitStack()
-        self._open.enter_context(locked(self.store.root))
+        self._open.enter_context(hold_folder(self.store.root))
         self.interrupts = self._open.enter_context(Interrupts(self.store.root))
         """Signals and the trigger file."""
 

@@ -31,7 +31,7 @@ from snugfit.frontends.trainer.step_logger import Lines
 from snugfit.step.install import call, matmul_precision, resolve
 from snugfit.step.memory_errors import memory_cause
 from snugfit.techniques.technique import Slot
-from snugfit.training.checkpoint.lock import locked
+from snugfit.training.checkpoint.lock import hold_folder
 from snugfit.training.checkpoint.store import Store
 from snugfit.training.interrupt import EXIT_CODES, Interrupts
 from snugfit.training.run.trained import FINISHED, STOPPED
@@ -241,7 +241,7 @@ def opened(trainer: Any, fitted: Fitted) -> Iterator[Keeping]:
     """The trainer's folder, for one `train()`."""
     store = Store(Path(trainer.args.output_dir))
     store.prepare()
-    with locked(store.root), Interrupts(store.root) as interrupts:
+    with hold_folder(store.root), Interrupts(store.root) as interrupts:
         store.sweep()
         keeping = Keeping(trainer, fitted, store, interrupts)
         fitted.keeping = keeping

@@ -23,7 +23,7 @@ from collections.abc import Callable
 
 from snugfit.step.install import matmul_precision
 from snugfit.training.checkpoint.bars import without_bars
-from snugfit.training.checkpoint.lock import locked
+from snugfit.training.checkpoint.lock import hold_folder
 from snugfit.training.checkpoint.store import Store
 from snugfit.training.interrupt import Interrupts
 from snugfit.training.journal import Event, Journal
@@ -55,7 +55,7 @@ def train(
     journal.also_to(reports)
     store = Store(run.folder)
     store.prepare()
-    with locked(store.root), matmul_precision(run.recipe.setup().matmul), without_bars():
+    with hold_folder(store.root), matmul_precision(run.recipe.setup().matmul), without_bars():
         store.sweep()
         if restart:
             store.restart()
