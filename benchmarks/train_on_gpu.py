@@ -39,6 +39,7 @@ import snugfit
 from snugfit.documents import write_document
 from snugfit.errors import SnugfitError
 from snugfit.job.batch import SyntheticDataset
+from snugfit.job.build import instantiate
 from snugfit.job.job import Job
 from snugfit.job.model import Model
 from snugfit.step.batches import collate
@@ -191,7 +192,7 @@ def poisoned(job: Job, folder: Path) -> list[dict[str, Any]]:
 def model_of(job: Job) -> Any:
     torch.manual_seed(TrainOptions().seed)
     with torch.device(DEVICE):
-        return job.model.build(job, dtype="float32", attention="sdpa").train()
+        return instantiate(job, dtype="float32", attention="sdpa").train()
 
 
 def trainer_of(job: Job, folder: Path, model: Any, steps: int, *, data: Any = None, **arguments: Any) -> Any:

@@ -12,6 +12,7 @@ import transformers
 from small_models import small_job
 from small_runs import rows
 from snugfit.job.batch import IGNORED
+from snugfit.job.build import instantiate
 
 Batch = dict[str, torch.Tensor]
 
@@ -20,7 +21,7 @@ def model_of(family: str, *, dropout: float = 0.0, seed: int = 0) -> Any:
     """A model of two layers with random weights."""
     torch.manual_seed(seed)
     job = small_job(family, 2, dropping(family, dropout))
-    return job.model.build(job, dtype="float32", attention="sdpa")
+    return instantiate(job, dtype="float32", attention="sdpa")
 
 
 def dropping(family: str, dropout: float = 0.0) -> dict[str, float]:

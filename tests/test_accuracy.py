@@ -97,7 +97,7 @@ def test_transformers_takes_every_drawn_config(family: Any) -> None:
     found = [one for seed in range(4) for one in drawn(seed, 26) if one.family == family.name]
     assert len(found) >= 4
     for one in found:
-        settings = one.job.model.settings(one.job)
+        settings = one.job.transformers_config()
         assert settings.model_type == one.job.model.architecture
 
 

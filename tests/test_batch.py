@@ -10,6 +10,7 @@ from torch import nn
 
 from snugfit.errors import JobError
 from snugfit.job.batch import IGNORED, SyntheticDataset, label_items, synthetic
+from snugfit.job.build import instantiate
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
 
@@ -64,7 +65,7 @@ def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> float:
 
 def evaluated(job: Job) -> nn.Module:
     torch.manual_seed(0)
-    return job.model.build(job, dtype="float32", attention="sdpa").eval()
+    return instantiate(job, dtype="float32", attention="sdpa").eval()
 
 
 @pytest.mark.parametrize(("config", "task", "shapes"), CASES, ids=IDS)
@@ -91,7 +92,7 @@ def test_padding_is_the_last_part_of_each_sequence(config: dict[str, Any], task:
     if "input_ids" in batch:
         assert batch["attention_mask"].sum(1).tolist() == [S - 3] * 3
         assert (batch["attention_mask"][:, : S - 3] == 1).all()
-        pad = job.model.settings(job).get_text_config().pad_token_id or 0
+        pad = job.transformers_config().get_text_config().pad_token_id or 0
         assert (batch["input_ids"][:, S - 3 :] == pad).all()
     if batch["labels"].dim() == 2:
         length = batch["labels"].shape[1]

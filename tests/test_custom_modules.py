@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from snugfit.errors import JobError, RehearsalError
+from snugfit.job.build import instantiate
 from snugfit.job.config import check_facts
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
@@ -74,6 +75,6 @@ def test_a_model_that_leaves_weights_on_the_host_is_moved_or_refused() -> None:
     with pytest.raises(JobError, match=r"transformer\.\S+ and \d+ more parameters on the host.*--set"):
         rehearse(Job(**asked), setup, CudaPolicy())
     trace = rehearse(Job(**asked, build_on="host"), setup, CudaPolicy())
-    built = model.build(Job(**asked), dtype="float32", attention="sdpa")
+    built = instantiate(Job(**asked), dtype="float32", attention="sdpa")
     of_weights = sum(block.nbytes for block in trace.blocks if block.kind == Kind.WEIGHTS)
     assert of_weights == sum(parameter.nbytes for parameter in built.parameters())

@@ -120,7 +120,7 @@ def test_experts_are_multiplied_as_the_gpu_can() -> None:
     products = [kernel for kernel in grouped.kernels if kernel.operator == "aten::_grouped_mm"]
     assert products
     assert not grouped.waits
-    experts = job.model.settings(job).num_local_experts
+    experts = job.transformers_config().num_local_experts
     counts = [sum(k.operator == "aten::mm" for k in trace.kernels) for trace in (apart, grouped)]
     assert counts[0] - counts[1] == experts * len(products), "in fp32 each group is a product of its own"
     assert len(apart.waits) == len(products), "whose ends the host reads"

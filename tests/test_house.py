@@ -156,7 +156,6 @@ def test_folders_of_a_room_import_only_lower_ones() -> None:
 
 
 CIRCLES_LEFT: set[str] = {
-    "job.job", "job.limits", "job.model",
     "techniques.counterpart", "techniques.notation", "techniques.packages",
     "techniques.recipe", "techniques.roster", "techniques.technique",
     "step.accelerate_loop", "step.plain_loop", "step.step", "step.trainer_loop",

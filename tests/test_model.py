@@ -14,6 +14,7 @@ from torch import nn
 
 from snugfit.errors import JobError, ModelError, RecipeError
 from snugfit.job.architectures import HEADS, _table, model_types
+from snugfit.job.build import instantiate
 from snugfit.job.job import Job, Phase, Task
 from snugfit.job.model import Model
 
@@ -64,7 +65,7 @@ def tiny(**keys: Any) -> Model:
 
 def on_meta(model: Model, job: Job, *, dtype: str = "float32", attention: str = "sdpa") -> nn.Module:
     with torch.device("meta"):
-        return model.build(job, dtype=dtype, attention=attention)
+        return instantiate(job, dtype=dtype, attention=attention)
 
 
 @pytest.mark.parametrize(("name", "task"), COUNTS)
@@ -294,7 +295,7 @@ def test_the_model_is_born_as_the_recipe_asks() -> None:
 
 def test_real_weights_are_made_on_a_real_device() -> None:
     model = tiny()
-    built = model.build(job_of(model), dtype="float32", attention="sdpa")
+    built = instantiate(job_of(model), dtype="float32", attention="sdpa")
     assert all(torch.isfinite(parameter).all() for parameter in built.parameters())
 
 
@@ -347,7 +348,7 @@ def test_memory_that_runs_out_is_not_blamed_on_the_config(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(transformers.AutoModelForSequenceClassification, "from_config", full)
     with pytest.raises(torch.OutOfMemoryError):
-        tiny().build(job_of(tiny()), dtype="float32", attention="sdpa")
+        instantiate(job_of(tiny()), dtype="float32", attention="sdpa")
 
 
 # Modules from Python
@@ -391,7 +392,7 @@ def test_a_module_on_meta_keeps_ties_hooks_and_flags_and_copies_no_weight() -> N
 
 def test_a_module_on_a_device_is_an_equal_copy_of_its_own() -> None:
     module = Tied()
-    built = custom(module).model.build(custom(module), dtype="float32", attention="sdpa")
+    built = instantiate(custom(module), dtype="float32", attention="sdpa")
     assert torch.equal(built.table, module.table)
     with torch.no_grad():
         built.embedding.weight.zero_()

@@ -137,7 +137,7 @@ def test_the_arithmetic_is_that_of_the_products() -> None:
     attention's: its scores and its sums forward, and five such products backward."""
     job = bert_job(4)
     found = foreseen_of(predict(job, "plain", gpu="h200"))
-    config = job.model.settings(job)
+    config = job.transformers_config()
     hidden, inner, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
     weights = layers * (4 * hidden * hidden + 2 * hidden * inner)
     attention = layers * 14 * job.batch_size * job.sequence_length**2 * hidden

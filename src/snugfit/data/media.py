@@ -189,7 +189,7 @@ def _texts(rows: Rows, column: str, job: Job, tokenizer: Any | None) -> Mapping[
     model puts it there itself."""
     if tokenizer is None:
         raise UsageError(f"{rows.source}: what is said is text, and there is no tokenizer. Give one.")
-    words, config = Tokenizer(tokenizer), job.model.settings(job)
+    words, config = Tokenizer(tokenizer), job.transformers_config()
     start = getattr(config, "decoder_start_token_id", None)
     begun = start is not None and words.tokens(targets=["a"], limit=None)[0].ids[:1] == [start]
     filled, cut, lost = Filling(), 0, 0

@@ -149,7 +149,7 @@ def samples_of(
     samples, named = _gathered(encoder)
     known = one_order(label_names, rows.table.class_names(columns.get("label", "")), rows.source)
     samples = _with_classes(samples, named, job, known, rows.where)
-    vocabulary = job.model.settings(job).get_text_config().vocab_size
+    vocabulary = job.transformers_config().get_text_config().vocab_size
     refuse_unknown_tokens(samples.inputs, vocabulary, job, rows.where)
     if samples.labels is not None and job.task is not Task.TOKEN_CLASSIFICATION:
         refuse_unknown_tokens(samples.labels, vocabulary, job, rows.where, ignored=True)

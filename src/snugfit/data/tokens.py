@@ -46,7 +46,7 @@ def load_tokenizer(name_or_folder: str | os.PathLike[str], *, online: bool = Fal
 def padding_token(job: Job, tokenizer: Any | None = None) -> int:
     """The token that fills batches up: the model's own, for models look for it (a decoder that classifies
     reads the last token that is not it); else the tokenizer's; else the end token, as users do; else 0."""
-    config = job.model.settings(job).get_text_config()
+    config = job.transformers_config().get_text_config()
     of = [getattr(config, "pad_token_id", None)]
     of += [getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id")]
     return next((token for token in of if isinstance(token, int) and 0 <= token < config.vocab_size), 0)

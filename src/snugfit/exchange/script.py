@@ -191,7 +191,7 @@ def _place(job: Job) -> str:
 def _model_arguments(job: Job, setup: Setup) -> dict[str, str]:
     from transformers import AutoConfig
 
-    config = job.model.settings(job)
+    config = job.transformers_config()
     attention = setup.attention
     if attention == "sdpa" and not getattr(class_of(job.task, config), "_supports_sdpa", True):
         attention = "eager"

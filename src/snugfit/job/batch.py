@@ -132,7 +132,7 @@ class _Maker:
     def of(cls, job: Job) -> _Maker:
         if job.task is Task.CUSTOM:
             return cls(job=job)
-        config = job.model.settings(job)
+        config = job.transformers_config()
         text = config.get_text_config()
         vocabulary = getattr(text, "vocab_size", 0) or 0
         pad_token = getattr(text, "pad_token_id", None)

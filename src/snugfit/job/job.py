@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any, Self
 
 from snugfit.errors import JobError, did_you_mean
+from snugfit.job.architectures import tasks_of, transformers_version
+from snugfit.job.limits import length_problem
 from snugfit.job.model import Model
 
 LARGEST_BATCH = 1 << 20
@@ -54,7 +57,7 @@ class Task(StrEnum):
     @classmethod
     def parse(cls, text: str) -> Task:
         """The task called `text`; raises `JobError` with the legal names. `custom` is understood and not
-        listed: it belongs to modules from Python, and `Model.refuse` says so to other models."""
+        listed: it belongs to modules from Python, and `_refuse_task` says so to other models."""
         legal = [task.value for task in cls if task is not cls.CUSTOM]
         if text not in (*legal, cls.CUSTOM.value):
             plain = str(text).lower().replace("_", "-").replace(" ", "-")
@@ -144,12 +147,19 @@ class Job:
             raise JobError(
                 f"build_on is {self.build_on!r}; a model is built on the 'device' or on the 'host'."
             )
-        self.model.refuse(self)
+        _refuse_padding(self)
+        _refuse_task(self)
+        if self.model.module is None:
+            refuse_lengths(self, self.model.config)
 
     @property
     def trains(self) -> bool:
         """Whether the job takes optimizer steps."""
         return self.phase is Phase.TRAIN
+
+    def transformers_config(self) -> Any:
+        """A fresh transformers config of the model for this job's task and labels."""
+        return self.model.transformers_config(self.task, self.labels)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object; `Job.from_json` reads it back."""
@@ -191,6 +201,39 @@ def _refuse_what_is_no_model(model: object) -> None:
     raise JobError(
         f"model is {shown}; a job takes a snugfit.Model: {named}, or Model.from_module(module, example)."
     )
+
+
+def refuse_lengths(job: Job, config: Mapping[str, Any]) -> None:
+    """Raises `JobError` when a sequence of the job is longer than the positions of its model.
+
+    The keys of `config` decide. Only when they say no, the architecture's complete config is asked too (which
+    imports transformers): old files leave out what their class implies.
+    """
+    lengths = (job.task, job.sequence_length, job.target_length)
+    if length_problem(config, *lengths) is None:
+        return
+    if problem := length_problem(job.transformers_config().to_dict(), *lengths):
+        raise JobError(f"{job.model.name}: {problem}")
+
+
+def _refuse_padding(job: Job) -> None:
+    if job.padding and job.task in (Task.CUSTOM, Task.IMAGE_CLASSIFICATION):
+        raise JobError(f"padding is {job.padding}; the batches of the task {job.task} have none.")
+
+
+def _refuse_task(job: Job) -> None:
+    """Raises `JobError` when the model has no head for the task; imports nothing heavy when it has."""
+    model = job.model
+    if model.module is not None:
+        if job.task is not Task.CUSTOM:
+            raise JobError(f"{model.name} is a module from Python; its task is 'custom', not {job.task}.")
+        return
+    possible = tasks_of(model.architecture)
+    if job.task not in possible:
+        raise JobError(
+            f"{model.name} ({model.architecture}) has no head for {job.task} in transformers"
+            f" {transformers_version()}. Tasks it has: {', '.join(possible) or 'none'}."
+        )
 
 
 def _is_number(value: object) -> bool:

@@ -10,13 +10,7 @@ false` (DeBERTa-v2 and later), ALiBi ones `alibi`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
-
-from snugfit.errors import JobError
-
-if TYPE_CHECKING:
-    from snugfit.job.job import Job
-    from snugfit.job.model import Model
+from typing import Any
 
 Limit = tuple[str, int]
 """A config key and the longest sequence it allows."""
@@ -37,30 +31,19 @@ WITHOUT_TABLE = frozenset({
 """Architectures whose table of sine positions grows with the sequence, or that have no positions at all."""
 
 
-def refuse_lengths(model: Model, job: Job, *, complete: Mapping[str, Any] | None = None) -> None:
-    """Raises `JobError` when a sequence of the job is longer than the positions of the model.
-
-    The facts as given decide; only when they say no, and `complete` was not given, is the architecture's
-    complete config asked (which imports transformers), for old files leave out what their class implies.
-    """
-    config = complete if complete is not None else model.config
-    problem = _too_long(config, job)
-    if problem and complete is None:
-        problem = _too_long(model.settings(job).to_dict(), job)
-    if problem:
-        raise JobError(f"{model.name}: {problem}")
-
-
-def _too_long(config: Mapping[str, Any], job: Job) -> str | None:
+def length_problem(
+    config: Mapping[str, Any], task: str, sequence_length: int, target_length: int
+) -> str | None:
+    """What is too long for the positions of this config, in tokens, as a sentence; None when all fits."""
     text = config.get("text_config") or config
-    if job.task not in NO_SEQUENCE:
+    if task not in NO_SEQUENCE:
         limit = input_limit(text)
-        if limit and job.sequence_length > limit[1]:
-            return _complaint("sequence length", job.sequence_length, limit)
-    if job.task in WITH_TARGET:
+        if limit and sequence_length > limit[1]:
+            return _complaint("sequence length", sequence_length, limit)
+    if task in WITH_TARGET:
         limit = target_limit(text)
-        if limit and job.target_length > limit[1]:
-            return _complaint("target length", job.target_length, limit)
+        if limit and target_length > limit[1]:
+            return _complaint("target length", target_length, limit)
     return None
 
 

@@ -135,7 +135,7 @@ def _import_code_of(job: Job, setup: Setup) -> None:
     from snugfit.job.architectures import class_of
 
     with contextlib.suppress(KeyError):
-        class_of(job.task, job.model.settings(job))
+        class_of(job.task, job.transformers_config())
     if setup.adapt is not None:
         import_peft()
 

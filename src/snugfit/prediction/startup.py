@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
+from snugfit.job.build import instantiate
 from snugfit.rehearsal.trace.trace import MATRIX_PRODUCTS
 from snugfit.results.footprint import Startup
 
@@ -131,7 +132,7 @@ def _built(job: Job) -> Size:
     import torch
 
     with torch.device("meta"):
-        return _counted(job.model.build(job, dtype="float32", attention="sdpa"))
+        return _counted(instantiate(job, dtype="float32", attention="sdpa"))
 
 
 def _counted(model: torch.nn.Module) -> Size:

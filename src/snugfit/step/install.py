@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import JobError, UsageError
+from snugfit.job.build import instantiate
 
 if TYPE_CHECKING:
     import torch
@@ -59,7 +60,7 @@ def build_model(
 
 
 def _born(job: Job, setup: Setup, weights: Path | None) -> torch.nn.Module:
-    model = job.model.build(job, dtype=setup.weights_dtype, attention=setup.attention, weights=weights)
+    model = instantiate(job, dtype=setup.weights_dtype, attention=setup.attention, weights=weights)
     return call(setup.adapt, model) if setup.adapt else model
 
 

@@ -183,10 +183,10 @@ def _likeness(model: Any, loss: LossOf | None) -> Any:
     """The model without data; with the user's loss, a module that gives it."""
     import torch
 
-    from snugfit.job.twin import twin
+    from snugfit.job.clone import clone_to_device
 
     with torch.device("meta"):
-        alike = twin(model)
+        alike = clone_to_device(model)
     keep_all(alike)
     return alike if loss is None else _with_loss(alike, loss)
 

@@ -40,7 +40,7 @@ def likeness(trainer: Any) -> Any:
     of it, and what accelerate puts around its forward pass when it has been trained, are left out."""
     import torch
 
-    from snugfit.job.twin import twin
+    from snugfit.job.clone import clone_to_device
 
     if isinstance(known := getattr(trainer, "snugfit", None), Fitted):
         return known.job.model.module
@@ -50,7 +50,7 @@ def likeness(trainer: Any) -> Any:
         model.__dict__["forward"] = put["forward"]
     try:
         with torch.device("meta"):
-            alike = twin(model)
+            alike = clone_to_device(model)
     finally:
         model.__dict__.update(put)
     keep_all(alike)

@@ -46,6 +46,6 @@ def _names_of_its_code(job: Job) -> dict[str, Any]:
     if job.model.module is not None:
         return {}
     try:
-        return vars(sys.modules[class_of(job.task, job.model.settings(job)).__module__])
+        return vars(sys.modules[class_of(job.task, job.transformers_config()).__module__])
     except KeyError:
         return {}

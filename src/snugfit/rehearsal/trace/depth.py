@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from snugfit.job.build import instantiate
 from snugfit.job.config import LAYERS
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def depth_of(job: Job, setup: Setup) -> Depth | None:
     if job.model.module is not None or len(counts) != 1:
         return None
     layers = counts.pop()
-    complete = job.model.settings(job).to_dict()
+    complete = job.transformers_config().to_dict()
     listed = [value for value in complete.values() if isinstance(value, list) and len(value) == layers]
     period = math.lcm(*(_round(value) for value in listed)) if listed else 1
     if period * 4 > layers or not comes_round(_built(job, setup), layers, period):
@@ -83,7 +84,7 @@ def _built(job: Job, setup: Setup) -> nn.Module:
     import torch
 
     with torch.device("meta"):
-        return job.model.build(job, dtype=setup.weights_dtype, attention=setup.attention)
+        return instantiate(job, dtype=setup.weights_dtype, attention=setup.attention)
 
 
 def comes_round(model: nn.Module, layers: int, period: int) -> bool:

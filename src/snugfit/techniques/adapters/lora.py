@@ -88,7 +88,7 @@ class Lora(Technique):
         """peft's wrapper, with the arguments that `adapt` gives it."""
         from snugfit.job.architectures import class_of
 
-        model = class_of(job.task, job.model.settings(job))
+        model = class_of(job.task, job.transformers_config())
         given = _peft_arguments(
             model.__name__,
             inputs=model.main_input_name,

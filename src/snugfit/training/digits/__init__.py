@@ -74,5 +74,7 @@ def digits_job(**more: Any) -> Job:
 
 def digits_model() -> Any:
     """The model of `digits_job` with random weights, for who makes a Trainer or a loop of their own."""
+    from snugfit.job.build import instantiate
+
     job = digits_job()
-    return job.model.build(job, dtype="float32", attention="sdpa").train()
+    return instantiate(job, dtype="float32", attention="sdpa").train()

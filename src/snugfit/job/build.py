@@ -1,0 +1,105 @@
+"""From a job to its real model: transformers' own class, built from the facts of the config.
+
+The model is built under the ambient `torch.device`: on `meta` it has shapes and no data, on a GPU random
+weights or those of a folder. A failure inside transformers is reported as what it nearly always is, a config
+that the installed version cannot use, with the key that it stumbled over.
+"""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from snugfit.errors import ModelError, RecipeError, SnugfitError
+from snugfit.job.architectures import HEADS, transformers_version
+from snugfit.job.clone import clone_to_device
+from snugfit.job.job import Job, refuse_lengths
+from snugfit.job.model import Model, one_line
+from snugfit.job.weights import freeze_as
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def instantiate(job: Job, *, dtype: str, attention: str, weights: Path | None = None) -> nn.Module:
+    """The real model of a job on the ambient `torch.device`, its weights in `dtype`, in train or eval mode.
+
+    Weights are random, or those of the folder `weights` (`find_weights`). Raises `ModelError` for a config
+    that transformers cannot use, `RecipeError` for an attention that the architecture does not have.
+    """
+    module = job.model.module
+    if module is not None:
+        return clone_to_device(module).train(job.trains)
+    refuse_lengths(job, job.transformers_config().to_dict())
+    try:
+        return _from_facts(job, dtype, attention, weights).train(job.trains)
+    except Exception as error:
+        if "attn_implementation" not in str(error):
+            _blame_config(job.model, error)
+        if attention != "sdpa":
+            message = f"{job.model.name} cannot use the attention {attention!r}: {one_line(error)}"
+            raise RecipeError(message) from None
+    # As transformers itself chooses when nothing is asked for: some architectures (Gemma 2) have no
+    # scaled_dot_product_attention. The model says which it has: `model.config._attn_implementation`.
+    return _from_facts(job, dtype, "eager", weights).train(job.trains)
+
+
+def _from_facts(job: Job, dtype: str, attention: str, weights: Path | None) -> nn.Module:
+    import torch
+    import transformers
+
+    auto_class = getattr(transformers, HEADS[job.task][0])
+    config = job.transformers_config()
+    asked = {"dtype": getattr(torch, dtype), "attn_implementation": attention}
+    model: nn.Module
+    if weights is None:
+        model = auto_class.from_config(config, trust_remote_code=False, **asked)
+        return model
+    model, loaded = auto_class.from_pretrained(
+        weights,
+        config=config,
+        use_safetensors=True,
+        local_files_only=True,
+        output_loading_info=True,
+        **asked,
+    )
+    if len(loaded["missing_keys"]) >= len(list(model.parameters())):
+        raise ModelError(f"{weights} holds none of the weights of {job.model.name}: another model's?")
+    with torch.device("meta"):
+        freeze_as(auto_class.from_config(config, trust_remote_code=False, **asked), model)
+    return model
+
+
+def _blame_config(model: Model, error: Exception) -> NoReturn:
+    """Raises `ModelError` that names the config: a constructor of transformers that fails could not use it.
+
+    Out of memory, whose errors are subclasses of `RuntimeError`, passes unchanged. So do our own errors and
+    our own mistakes, because a rehearsal runs our code while a model is built.
+    """
+    narrower = isinstance(error, RuntimeError) and type(error) is not RuntimeError
+    if narrower or isinstance(error, SnugfitError) or _is_from_snugfit(error):
+        raise error
+    if isinstance(error, KeyError) and (key := _key_of(error.args[0], model.config)):
+        says = f'"{key}" is {json.dumps(error.args[0])}, which transformers {transformers_version()}'
+        raise ModelError(f"{model.name}: {says} does not know.") from error
+    kind = type(error).__name__
+    raise ModelError(f"{model.name}: transformers cannot build it ({kind}): {one_line(error)}") from error
+
+
+def _is_from_snugfit(error: Exception) -> bool:
+    """Whether snugfit's own code raised it, rather than a library that it calls."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and str(frames[-1].f_globals.get("__name__", "")).startswith("snugfit.")
+
+
+def _key_of(value: object, config: Mapping[str, Any]) -> str | None:
+    """The key, or the dotted path to it, whose value is this text; None when there is none."""
+    for key, content in config.items():
+        if isinstance(content, dict) and (inner := _key_of(value, content)):
+            return f"{key}.{inner}"
+        if isinstance(value, str) and content == value:
+            return key
+    return None
