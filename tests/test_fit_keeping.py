@@ -66,7 +66,7 @@ def test_a_killed_run_goes_on_bit_for_bit(step: int, whole: Any, tmp_path: Path)
     torch.manual_seed(99)
     resumed = run_of(tmp_path)
     resumed.train(resume_from_checkpoint=True)
-    assert resumed.snugfit.keeping is None
+    assert resumed.snugfit_run is None
     assert_same_weights(resumed.model, whole.model)
     assert losses_of(resumed) == losses_of(whole)
 

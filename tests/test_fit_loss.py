@@ -192,7 +192,7 @@ def test_finding_out_changes_no_buffer_and_no_generator(tmp_path: Path) -> None:
         trainer = trainer_of(tmp_path, Normalised(), classified(), max_steps=2)
         fit(trainer, "micro_batches(2)", watch=quiet)
         if known:
-            trainer.snugfit.divides = False
+            trainer.snugfit.loss.uses_item_count = False
         trainer.train()
         return trainer.model.calls, trainer.model.state_dict()
 

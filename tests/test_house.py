@@ -161,8 +161,6 @@ CIRCLES_LEFT: set[str] = {
     "step.accelerate_loop", "step.plain_loop", "step.step", "step.trainer_loop",
     "data.row_arrow", "data.row_files", "data.row_folders",
     "data.row_shards", "data.row_sources", "data.rows",
-    "frontends.trainer.checkpoints", "frontends.trainer.fitted", "frontends.trainer.job",
-    "frontends.trainer.out_of_memory", "frontends.trainer.step_logger",
 }  # fmt: skip
 """Files that still import each other inside functions or for types; to be emptied."""
 

@@ -35,7 +35,6 @@ from snugfit.training.journal import Journal
 from snugfit.versions import versions
 
 if TYPE_CHECKING:
-    from snugfit.frontends.trainer.fitted import Fitted
     from snugfit.training.interrupt import Interrupts
 
 FORGOTTEN = "fit.json"
@@ -76,12 +75,12 @@ class Kept:
 class Keeping:
     """The checkpoints of one call of `train()`; its folder is locked meanwhile."""
 
-    def __init__(self, trainer: Any, fitted: Fitted, store: Store, interrupts: Interrupts) -> None:
-        self._trainer, self._fitted, self.store, self.interrupts = trainer, fitted, store, interrupts
-        self.journal = Journal(store.root, fitted.watch)
+    def __init__(self, trainer: Any, store: Store, interrupts: Interrupts) -> None:
+        self._trainer, self.store, self.interrupts = trainer, store, interrupts
+        self.journal = Journal(store.root, trainer.snugfit.notices.watch)
         self._staging = Staging(trainer.args.device)
         self._seed = _order_seed(trainer)
-        self._asked = str(fitted.recipe)
+        self._asked = str(trainer.snugfit.recipe)
         self._kept_step: int | None = None
         self._saver: Saver | None = None
         self._told: dict[str, Any] = {}
@@ -93,21 +92,21 @@ class Keeping:
         """The next step's micro-batches."""
 
     def _about(self) -> dict[str, Any]:
-        trainer, fitted = self._trainer, self._fitted
+        trainer, plan = self._trainer, self._trainer.snugfit
         data = trainer.train_dataset
         return {
             "trainer": type(trainer).__name__,
             "asked": self._asked,
-            "recipe": str(fitted.recipe),
-            "batch_size": fitted.job.batch_size,
+            "recipe": str(plan.recipe),
+            "batch_size": plan.job.batch_size,
             "samples": len(data) if hasattr(data, "__len__") else None,
             "order_seed": self._seed,
             "versions": versions(),
         }
 
-    def open(self, asked: str | bool | None) -> str | None:
-        """The folder to resume from, as `train(resume_from_checkpoint=...)` asks for it; what stands there
-        otherwise is put aside, for the next start must not meet an older run's."""
+    def open(self, asked: str | bool | None) -> None:
+        """Finds what to resume from (`resumed`), as `train(resume_from_checkpoint=...)` asks for it. Without
+        that, what stands there is put aside, for the next start must not meet an older run's."""
         if not asked:
             for moved in self.store.restart():
                 self.journal.tell("warning", text=f"An earlier run's checkpoint is kept as {moved.name}.")
@@ -121,7 +120,6 @@ class Keeping:
         self._told = self._about()
         self._saver = Saver(self.store, self._told, self.journal, limit=limit)
         self._kept_step = self.resumed.step if self.resumed else None
-        return str(self.resumed.folder) if self.resumed else None
 
     def prepare(self) -> None:
         """Takes the memory that a checkpoint is copied to, while the first steps run."""
@@ -160,7 +158,7 @@ class Keeping:
     def _goes_on_with_less(self, kept: Checkpoint) -> None:
         """A run whose memory ran out goes on under the recipe that it went on with."""
         if kept.about["asked"] == self._asked != kept.about["recipe"]:
-            under(self._trainer, self._fitted, Recipe.parse(kept.about["recipe"]))
+            under(self._trainer, Recipe.parse(kept.about["recipe"]))
 
     def keep(self) -> None:
         """A checkpoint of this border, unless there is one."""
@@ -173,7 +171,7 @@ class Keeping:
             trainer.state.best_model_checkpoint = str(self.store.root / f"checkpoint-{best}")
         _note_callbacks(trainer)
         assert self._saver is not None
-        self._told["recipe"] = str(self._fitted.recipe)
+        self._told["recipe"] = str(trainer.snugfit.recipe)
         self._saver.keep(self._taken, best=best)
         self._kept_step = step
 

@@ -15,13 +15,15 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError
+from snugfit.frontends.trainer.step_state import StepFigures
 from snugfit.training.generators import generators, set_generators
 from snugfit.training.run.loop import NonFinite
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from snugfit.frontends.trainer.fitted import Fitted
+    from snugfit.frontends.trainer.fit_run import FitRun
+    from snugfit.frontends.trainer.step_state import StepState
 
 
 LEFT_OVER = (
@@ -30,43 +32,45 @@ LEFT_OVER = (
 )
 
 
-def begin_step(trainer: Any, fitted: Fitted) -> None:
+def begin_step(trainer: Any, step: StepState) -> None:
     """Before a step's first micro-batch: what it would be taken back to. What stands of a step that has come
     to no update (an iterable dataset's end) goes."""
-    if fitted.left_over:
+    if step.pending_micro_batches:
         trainer.model.zero_grad(set_to_none=True)
-        trainer._tr_loss.copy_(fitted.logged)
+        trainer._tr_loss.copy_(step.logged_loss_at_start)
         count = trainer.args.gradient_accumulation_steps
-        fitted.warn_once(LEFT_OVER.format(n=fitted.left_over, count=count))
-    fitted.left_over = fitted.count
-    fitted.began, fitted.logged = generators(trainer.args.device), trainer._tr_loss.clone()
+        trainer.snugfit.notices.warn_once(LEFT_OVER.format(n=step.pending_micro_batches, count=count))
+    step.pending_micro_batches = len(step.batches)
+    step.rng_at_step_start = generators(trainer.args.device)
+    step.logged_loss_at_start = trainer._tr_loss.clone()
 
 
-def refuse_no_number(trainer: Any, fitted: Fitted, norm: Any) -> None:
+def refuse_no_number(trainer: Any, run: FitRun, norm: Any) -> None:
     """Raises `SnugfitError` when this step's loss or norm is no number. Its batch is written down, and the
     border before it is kept as a checkpoint."""
     import torch
 
-    fitted.left_over = 0
-    if fitted.lost is None or fitted.keeping is None:
+    step = run.step
+    step.pending_micro_batches = 0
+    if step.loss_sum is None:
         return
-    lost, tokens = fitted.lost, fitted.told_of.tokens
+    lost, tokens = step.loss_sum, run.logger.tokens
     read = [lost, torch.as_tensor(norm, device=lost.device), lost.new_full((), 0) + tokens]
     loss, size, count = torch.stack([each.float() for each in read]).tolist()
-    fitted.seen = loss, size, int(count)
+    step.figures = StepFigures(loss, size, int(count))
     overflown = trainer.accelerator.scaler is not None and not math.isfinite(size)
     if math.isfinite(loss) and (overflown or math.isfinite(size)):
         return
     trainer.model.zero_grad(set_to_none=True)
-    step = trainer.state.global_step + 1
-    file = write_batch(fitted.keeping.store.root, step, fitted.batch)
-    set_generators(fitted.began, trainer.args.device)
-    trainer._tr_loss.copy_(fitted.logged)
-    fitted.keeping.stream.not_used(fitted.count)
-    fitted.keeping.keep()
-    fitted.keeping.wait()
+    number = trainer.state.global_step + 1
+    file = write_batch(run.checkpoints.store.root, number, step.batches)
+    set_generators(step.rng_at_step_start, trainer.args.device)
+    trainer._tr_loss.copy_(step.logged_loss_at_start)
+    run.checkpoints.stream.not_used(len(step.batches))
+    run.checkpoints.keep()
+    run.checkpoints.wait()
     raise SnugfitError(
-        f"Step {step}: {NonFinite(loss, size)} The step's batch stands in {file}. Look at it, take a"
+        f"Step {number}: {NonFinite(loss, size)} The step's batch stands in {file}. Look at it, take a"
         " smaller learning rate, or another precision."
     )
 

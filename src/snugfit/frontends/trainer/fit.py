@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import UsageError
-from snugfit.frontends.trainer.fitted import Fitted
+from snugfit.frontends.trainer.fit_plan import FitPlan, Notices
 from snugfit.frontends.trainer.job import job_of, same_generators
 from snugfit.frontends.trainer.plan import Chosen, as_it_is, planned
 from snugfit.frontends.trainer.setup import apply, refuse_what_cannot_be_fitted
@@ -59,14 +59,15 @@ def fit(
     refuse_what_cannot_be_fitted(trainer)
     job = job_of(trainer)
     chosen = _chosen(trainer, job, recipe, gpu, fidelity)
-    fitted = Fitted(job=job, recipe=chosen.recipe, left=chosen.left, watch=watch)
+    notices = Notices(watch)
     if chosen.says:
-        fitted.tell("planned", text=chosen.says)
+        notices.tell("planned", text=chosen.says)
     for line in apply(trainer, job, chosen.recipe, chosen.left):
-        fitted.tell("changed", text=line)
+        notices.tell("changed", text=line)
     if not isinstance(trainer, FittedTrainer):
         trainer.__class__ = injected(type(trainer))
-    trainer.snugfit = fitted
+    trainer.snugfit = FitPlan(job=job, recipe=chosen.recipe, user_slots=chosen.left, notices=notices)
+    trainer.snugfit_run = None
     return trainer
 
 

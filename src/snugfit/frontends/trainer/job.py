@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from snugfit.errors import UsageError
-from snugfit.frontends.trainer.fitted import Fitted
 from snugfit.frontends.trainer.setup import keep_all
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
@@ -42,8 +41,8 @@ def likeness(trainer: Any) -> Any:
 
     from snugfit.job.clone import clone_to_device
 
-    if isinstance(known := getattr(trainer, "snugfit", None), Fitted):
-        return known.job.model.module
+    if (plan := getattr(trainer, "snugfit", None)) is not None:
+        return plan.job.model.module
     model = trainer.model
     put = {name: model.__dict__.pop(name) for name in _ACCELERATES if name in model.__dict__}
     if put and "_original_forward" not in put and "forward" in put:  # the user's own

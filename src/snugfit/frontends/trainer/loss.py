@@ -14,6 +14,7 @@ Where a model takes no such number, micro-batches count alike, however much is i
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -22,23 +23,37 @@ from snugfit.frontends.items import items_in, items_in_each, shifts_labels
 if TYPE_CHECKING:
     import torch
 
-    from snugfit.frontends.trainer.fitted import Fitted
+    from snugfit.frontends.trainer.step_state import StepState
 
 
-def share_of(trainer: Any, piece: Mapping[str, Any], place: int) -> float:
+@dataclass(kw_only=True)
+class LossTraits:
+    """What is known of a model's loss; each is None or False before the model was asked."""
+
+    uses_item_count: bool | None = None
+    """Whether the loss depends on `num_items_in_batch`."""
+
+    shifts_labels: bool | None = None
+    """Whether the model shifts its labels by one."""
+
+    corrected: bool = False
+    """Whether it was said what transformers would do wrong with it."""
+
+
+def share_of(trainer: Any, step: StepState, piece: Mapping[str, Any], place: int) -> float:
     """What a piece of this micro-batch of the step counts for. A batch that is not cut is all that there is:
     nothing is counted in it, for to read that from a GPU is to wait until it has done the step before."""
-    fitted = trainer.snugfit
-    whole = piece is fitted.batch[place]
-    if whole and fitted.count == 1:
+    traits: LossTraits = trainer.snugfit.loss
+    whole = piece is step.batches[place]
+    if whole and len(step.batches) == 1:
         return 1.0
-    if fitted.shifts is None:
+    if traits.shifts_labels is None:
         model = trainer.accelerator.unwrap_model(trainer.model)
-        fitted.shifts = bool(trainer._loss_shifts_labels) or shifts_labels(model)
-    if not fitted.pieces:
-        fitted.pieces = items_in_each(fitted.batch, shifts=fitted.shifts)
-    items: int = fitted.pieces[place] if whole else items_in(piece, shifts=fitted.shifts)
-    return items / sum(fitted.pieces) if items else 0.0
+        traits.shifts_labels = bool(trainer._loss_shifts_labels) or shifts_labels(model)
+    if not step.item_counts:
+        step.item_counts = items_in_each(step.batches, shifts=traits.shifts_labels)
+    items: int = step.item_counts[place] if whole else items_in(piece, shifts=traits.shifts_labels)
+    return items / sum(step.item_counts) if items else 0.0
 
 
 def is_the_users(trainer: Any) -> bool:
@@ -101,35 +116,36 @@ def divides(trainer: Any, model: Any, inputs: Mapping[str, Any], items: Any) -> 
     return bool(seen.used)
 
 
-def wrong_of_the_model(trainer: Any, model: Any, inputs: Mapping[str, Any], items: Any) -> str:
+def wrong_of_the_model(
+    trainer: Any, step: StepState, model: Any, inputs: Mapping[str, Any], items: Any
+) -> str:
     """What transformers would do wrong with this model's loss and is corrected, in words; or nothing. The
     model is asked once."""
-    fitted = trainer.snugfit
+    traits: LossTraits = trainer.snugfit.loss
     if trainer.label_smoother is not None:
         return ""  # it divides by num_items_in_batch itself
     by_the_piece = not trainer.model_accepts_loss_kwargs or items is None
-    if not by_the_piece and fitted.divides is None:
-        fitted.divides = divides(trainer, model, inputs, items)
-    if _even(fitted) if by_the_piece else fitted.divides:
+    if not by_the_piece and traits.uses_item_count is None:
+        traits.uses_item_count = divides(trainer, model, inputs, items)
+    if _even(step) if by_the_piece else traits.uses_item_count:
         return ""
     name = type(trainer.accelerator.unwrap_model(model)).__name__
-    return _ALIKE.format(name=name) if by_the_piece else _SUMMED.format(who=name, n=fitted.count)
+    return _ALIKE.format(name=name) if by_the_piece else _SUMMED.format(who=name, n=len(step.batches))
 
 
-def wrong_of_theirs(trainer: Any, items: Any) -> str:
+def wrong_of_theirs(trainer: Any, step: StepState, items: Any) -> str:
     """The same for a loss of the user's own, which did not use the number that it was given."""
-    fitted = trainer.snugfit
     who = "compute_loss_func" if trainer.compute_loss_func is not None else "compute_loss"
     assumed = trainer.compute_loss_func is not None or (
         trainer.model_accepts_loss_kwargs and items is not None
     )
     if assumed and getattr(trainer, "loss_is_scaled_for_ga", None) is None:
-        return _SUMMED.format(who=who, n=fitted.count)
-    return "" if _even(fitted) else _ALIKE.format(name=who)
+        return _SUMMED.format(who=who, n=len(step.batches))
+    return "" if _even(step) else _ALIKE.format(name=who)
 
 
-def _even(fitted: Fitted) -> bool:
-    return abs((fitted.share or 0) * fitted.count - 1) < 1e-9
+def _even(step: StepState) -> bool:
+    return abs((step.share or 0) * len(step.batches) - 1) < 1e-9
 
 
 _SUMMED = (

@@ -29,17 +29,17 @@ from snugfit.training.throughput import Pace
 if TYPE_CHECKING:
     import torch
 
-    from snugfit.frontends.trainer.fitted import Fitted
+    from snugfit.frontends.trainer.step_state import StepState
 
 
 @final
 class Lines:
     """The lines of one call of `train()`."""
 
-    def __init__(self, trainer: Any, fitted: Fitted) -> None:
+    def __init__(self, trainer: Any) -> None:
         import torch
 
-        self._trainer, self._fitted = trainer, fitted
+        self._trainer = trainer
         device = trainer.args.device
         self._foresee = nothing_foreseen if optimizer_is_theirs(trainer) else foresees(device)
         self._event = torch.cuda.Event() if device.type == "cuda" else None
@@ -52,13 +52,13 @@ class Lines:
 
     def goes_on(self) -> None:
         """From here on under the recipe that the trainer has now."""
-        trainer, fitted = self._trainer, self._fitted
+        trainer, plan = self._trainer, self._trainer.snugfit
         with same_generators(trainer.args.device):
-            found = self._foresee(fitted.job, fitted.recipe)
+            found = self._foresee(plan.job, plan.recipe)
         figures = {"text": found} if isinstance(found, str) else found.to_json() if found else {}
         self._expected = figures
         if figures:
-            fitted.tell("foreseen", recipe=str(fitted.recipe), **figures)
+            plan.notices.tell("foreseen", recipe=str(plan.recipe), **figures)
         known = found if isinstance(found, Foreseen) else None
         every = round(trainer.args.logging_steps)  # below 1 it is a share of all steps
         self._pace = Pace(trainer.args.device, every=max(1, every), foreseen=known)
@@ -87,15 +87,15 @@ class Lines:
         self.tokens = sum(token_count(each) for each in batches)
         self._untold = bool(batches)
 
-    def tell(self, learning_rate: float | None) -> bool:
+    def tell(self, step: StepState, learning_rate: float | None) -> bool:
         """At a border: the line of the step that ends there; False where there is none."""
-        if not self._untold or self._fitted.seen is None or self._fitted.left_over:
+        if not self._untold or step.figures is None or step.pending_micro_batches:
             return False
         self._untold = False
         trainer, state = self._trainer, self._trainer.state
         seconds = time.perf_counter() - self._began
-        loss, norm, tokens = self._fitted.seen
-        self._fitted.tell(
+        loss, norm, tokens = step.figures
+        trainer.snugfit.notices.tell(
             "step",
             step=state.global_step,
             epoch=state.epoch,
@@ -125,4 +125,4 @@ class Lines:
         lines = beside(self._expected, seen)
         said = {"text": "; ".join(lines)} if lines else {}
         step = self._trainer.state.global_step
-        self._fitted.tell("ended", outcome=outcome, step=step, **seen, **said)
+        self._trainer.snugfit.notices.tell("ended", outcome=outcome, step=step, **seen, **said)

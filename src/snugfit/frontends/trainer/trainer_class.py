@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError
 from snugfit.frontends.items import pieces_of
-from snugfit.frontends.trainer.checkpoints import Keeping
 from snugfit.frontends.trainer.finite_check import begin_step, refuse_no_number
-from snugfit.frontends.trainer.fitted import Fitted
+from snugfit.frontends.trainer.fit_plan import FitPlan
+from snugfit.frontends.trainer.fit_run import FitRun, open_run
 from snugfit.frontends.trainer.loss import (
     is_the_users,
     noticing,
@@ -27,13 +27,11 @@ from snugfit.frontends.trainer.loss import (
 from snugfit.frontends.trainer.out_of_memory import broke_in_the_update, go_on_with_less, take_again
 from snugfit.frontends.trainer.restore import restore_generators, restore_trainer, restore_weights
 from snugfit.frontends.trainer.setup import optimizer_arguments, optimizer_is_theirs
-from snugfit.frontends.trainer.step_logger import Lines
+from snugfit.frontends.trainer.step_state import StepState
 from snugfit.step.install import call, matmul_precision, resolve
 from snugfit.step.memory_errors import memory_cause
 from snugfit.techniques.technique import Slot
-from snugfit.training.checkpoint.lock import hold_folder
-from snugfit.training.checkpoint.store import Store
-from snugfit.training.interrupt import EXIT_CODES, Interrupts
+from snugfit.training.interrupt import EXIT_CODES
 from snugfit.training.run.trained import FINISHED, STOPPED
 
 if TYPE_CHECKING:
@@ -50,39 +48,49 @@ def injected(own: type[Any]) -> type[Any]:
 class FittedTrainer(Trainer):  # type: ignore[misc]
     """What `fit` puts before a trainer's own class."""
 
-    snugfit: Fitted
+    snugfit: FitPlan
+    """What it trains under; another one takes its place when memory runs out."""
+
+    snugfit_run: FitRun | None
+    """The `train()` that is going on."""
+
     optimizer: Any
+
+    @property
+    def _fit_run(self) -> FitRun:
+        assert self.snugfit_run is not None, "outside of train()"
+        return self.snugfit_run
 
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **keywords: Any
     ) -> Any:
         """The trainer's own, under the recipe, in a folder that is this run's alone."""
-        fitted, setup = self.snugfit, self.snugfit.recipe.setup()
+        setup = self.snugfit.recipe.setup()
         _allocator(self.args.device, expandable=setup.expandable_segments)
-        theirs = Slot.MATMUL in fitted.left
+        theirs = Slot.MATMUL in self.snugfit.user_slots
         with (
             contextlib.nullcontext() if theirs else matmul_precision(setup.matmul),
             _changed(self.args, logging_nan_inf_filter=False, restore_callback_states_from_checkpoint=True),
             _changed(self.accelerator.dataloader_config, non_blocking=_is_page_locked(self.args)),
-            opened(self, fitted) as keeping,
+            open_run(self, resume_from_checkpoint) as run,
         ):
-            folder = keeping.open(resume_from_checkpoint)
-            fitted.lines = Lines(self, fitted)
-            with _memory_told(self, fitted):
-                done = super().train(folder, *arguments, **keywords)
-            stopped = keeping.interrupts.stopping
-            fitted.told_of.end(FINISHED if stopped is None else STOPPED)
+            resumed = run.checkpoints.resumed
+            with _memory_told(self):
+                done = super().train(str(resumed.folder) if resumed else None, *arguments, **keywords)
+            stopped = run.checkpoints.interrupts.stopping
+            run.logger.end(FINISHED if stopped is None else STOPPED)
             if stopped is None:
-                keeping.refuse_a_lost_end()
+                run.checkpoints.refuse_a_lost_end()
         if stopped is not None:
             raise SystemExit(EXIT_CODES[stopped])
         return done
 
     def create_optimizer(self, *arguments: Any, **keywords: Any) -> Any:
         """The recipe's, in the Trainer's two groups, with the user's numbers; or the one they brought."""
-        if self.optimizer is not None or Slot.OPTIMIZER in self.snugfit.left or optimizer_is_theirs(self):
+        plan = self.snugfit
+        if self.optimizer is not None or Slot.OPTIMIZER in plan.user_slots or optimizer_is_theirs(self):
             return super().create_optimizer(*arguments, **keywords)
-        model, wish = self.model, self.snugfit.recipe.setup().optimizer
+        model, wish = self.model, plan.recipe.setup().optimizer
         if wish.prepare:
             call(wish.prepare, model)
         accepted = inspect.signature(resolve(wish.factory.path)).parameters
@@ -99,35 +107,34 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
     def get_train_dataloader(self) -> Any:
         """The trainer's own; in training, with an eye on its collator."""
         loader = super().get_train_dataloader()
-        if self.snugfit.keeping is not None and not getattr(loader, "num_workers", 1):
+        if self.snugfit_run is not None and not getattr(loader, "num_workers", 1):
             real = getattr(loader, "base_dataloader", loader)  # accelerate's is a shell
-            real.collate_fn = self.snugfit.keeping.stream.watching(real.collate_fn)
+            real.collate_fn = self.snugfit_run.checkpoints.stream.watching(real.collate_fn)
         return loader
 
     def get_batch_samples(self, epoch_iterator: Any, *arguments: Any, **keywords: Any) -> Any:
         """The micro-batches of one step."""
-        fitted, theirs = self.snugfit, super().get_batch_samples
+        run, theirs = self._fit_run, super().get_batch_samples
 
         def fetch() -> Any:
-            with fitted.told_of.fetching(), fitted.checkpoints.stream.drawing():
+            with run.logger.fetching(), run.checkpoints.stream.drawing():
                 return theirs(epoch_iterator, *arguments, **keywords)
 
-        fitted.told_of.begin()
-        samples, items = fitted.checkpoints.ahead.take(epoch_iterator, fetch)
-        fitted.told_of.fetched(samples)
-        fitted.checkpoints.stream.used(len(samples))
-        fitted.pieces, fitted.count = [], len(samples)
-        fitted.batch, fitted.lost, fitted.place = samples, None, 0
+        run.logger.begin()
+        samples, items = run.checkpoints.ahead.take(epoch_iterator, fetch)
+        run.logger.fetched(samples)
+        run.checkpoints.stream.used(len(samples))
+        run.step = run.step.following(samples)
         return samples, items
 
     def training_step(self, model: Any, inputs: Any, *arguments: Any, **keywords: Any) -> Any:
         """One micro-batch, which counts for its share. Where memory runs out, all of the step so far again
         with less; what is given is then what this adds to the losses that were given before."""
-        fitted = self.snugfit
-        if fitted.place == 0:
-            begin_step(self, fitted)
-        fitted.place += 1
-        given, todo = fitted.lost, [inputs]
+        run, step = self._fit_run, self._fit_run.step
+        if step.micro_batch_index == 0:
+            begin_step(self, step)
+        step.micro_batch_index += 1
+        given, todo = step.loss_sum, [inputs]
         while True:
             exhausted = None
             try:
@@ -138,9 +145,9 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
                     raise
             if exhausted is None:
                 break
-            take_again(self, fitted, str(exhausted[0]), exhausted[1])
-            fitted.lost, todo = None, fitted.batch[: fitted.place]
-        before, fitted.lost = fitted.lost, found if fitted.lost is None else fitted.lost + found
+            take_again(self, step, run.logger, str(exhausted[0]), exhausted[1])
+            step.loss_sum, todo = None, step.batches[: step.micro_batch_index]
+        before, step.loss_sum = step.loss_sum, found if step.loss_sum is None else step.loss_sum + found
         return found if before is not None or given is None else found - given
 
     def _losses(self, model: Any, batches: list[Any], *arguments: Any, **keywords: Any) -> Any:
@@ -148,34 +155,34 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
         in which nothing counts is left out: the mean over nothing is no number."""
         import torch
 
-        fitted = self.snugfit
+        step = self._fit_run.step
         total = torch.zeros((), device=self.args.device)
         self.current_gradient_accumulation_steps = 1  # transformers divides by it what is weighed already
-        for place, batch in enumerate(batches, start=fitted.place - len(batches)):
-            for piece in pieces_of(batch, fitted.rows):
-                if share := share_of(self, piece, place):
-                    with _counting(fitted, share):
+        for place, batch in enumerate(batches, start=step.micro_batch_index - len(batches)):
+            for piece in pieces_of(batch, self.snugfit.max_rows):
+                if share := share_of(self, step, piece, place):
+                    with _counting(step, share):
                         total = total + super().training_step(model, piece, *arguments, **keywords)
         return total
 
     def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **keywords: Any) -> Any:
         """In training, the loss weighed by its share; in an evaluation as it is."""
-        fitted = self.snugfit
-        if fitted.share is None:
+        if self.snugfit_run is None or self.snugfit_run.step.share is None:
             return super().compute_loss(model, inputs, *arguments, **keywords)
+        step, share, plan = self.snugfit_run.step, self.snugfit_run.step.share, self.snugfit
         items = keywords.pop("num_items_in_batch", None)
         scaled = getattr(self, "loss_is_scaled_for_ga", None)
         theirs = is_the_users(self)
         given = noticing(items) if theirs and items is not None else None
-        if not theirs and fitted.count > 1 and not fitted.corrected:
-            fitted.corrected = fitted.warn_once(wrong_of_the_model(self, model, inputs, items))
+        if not theirs and len(step.batches) > 1 and not plan.loss.corrected:
+            plan.loss.corrected = plan.notices.warn_once(wrong_of_the_model(self, step, model, inputs, items))
         made = super().compute_loss(model, inputs, *arguments, num_items_in_batch=given, **keywords)
         used = bool(given.used) if given is not None and scaled is None else bool(scaled)
-        if theirs and fitted.count > 1 and not used:
-            fitted.warn_once(wrong_of_theirs(self, items))
-        if used or fitted.share == 1:
+        if theirs and len(step.batches) > 1 and not used:
+            plan.notices.warn_once(wrong_of_theirs(self, step, items))
+        if used or share == 1:
             return made
-        return (made[0] * fitted.share, *made[1:]) if isinstance(made, tuple) else made * fitted.share
+        return (made[0] * share, *made[1:]) if isinstance(made, tuple) else made * share
 
     def _get_grad_norm(self, *arguments: Any, **keywords: Any) -> Any:
         """The last moment before the update: a loss or a gradient that is no number ends the run here. Until
@@ -183,14 +190,14 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
         norm = super()._get_grad_norm(*arguments, **keywords)
         last = self.state.global_step + 1 >= self.state.max_steps
         if not last and not self.accelerator.gradient_state.end_of_dataloader:
-            self.snugfit.told_of.computed()
-            self.snugfit.checkpoints.ahead.fetch()
-        refuse_no_number(self, self.snugfit, norm)
+            self._fit_run.logger.computed()
+            self._fit_run.checkpoints.ahead.fetch()
+        refuse_no_number(self, self._fit_run, norm)
         return norm
 
     def _run_epoch(self, *arguments: Any, **keywords: Any) -> Any:
         """An epoch; a resumed one draws its order from the generators that it had."""
-        keeping, skipped = self.snugfit.checkpoints, int(keywords.get("steps_trained_in_current_epoch") or 0)
+        keeping, skipped = self._fit_run.checkpoints, int(keywords.get("steps_trained_in_current_epoch") or 0)
         resumed = keeping.resumed is not None and self.state.global_step == keeping.resumed.step
         skipped = skipped if resumed else 0
         if resumed:
@@ -200,20 +207,20 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
 
     def _maybe_log_save_evaluate(self, *arguments: Any, **keywords: Any) -> None:
         """The border between two steps: what was asked for meanwhile is done here."""
-        fitted, interrupts = self.snugfit, self.snugfit.checkpoints.interrupts
-        ended = fitted.told_of.tell(keywords.get("learning_rate"))
+        run, interrupts = self._fit_run, self._fit_run.checkpoints.interrupts
+        ended = run.logger.tell(run.step, keywords.get("learning_rate"))
         stopping = interrupts.stopping is not None
         if interrupts.wants_checkpoint() or stopping:
             self.control.should_save = True
         if stopping:
             self.control.should_training_stop = True
         super()._maybe_log_save_evaluate(*arguments, **keywords)
-        if ended and not self.control.should_training_stop and fitted.told_of.short():
-            go_on_with_less(self, fitted)
+        if ended and not self.control.should_training_stop and run.logger.short():
+            go_on_with_less(self, run.logger)
 
     def _save_checkpoint(self, *arguments: Any, **keywords: Any) -> None:
         self.store_flos()
-        self.snugfit.checkpoints.keep()
+        self._fit_run.checkpoints.keep()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         restore_weights(self.model if model is None else model, Path(resume_from_checkpoint))
@@ -221,7 +228,7 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
             restore_trainer(self, Path(checkpoint))
-        self.snugfit.checkpoints.prepare()
+        self._fit_run.checkpoints.prepare()
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         """It came with the optimizer."""
@@ -232,36 +239,19 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
 
     def _finalize_training(self, *arguments: Any, **keywords: Any) -> Any:
         """The best model is read from a checkpoint, which may be being written."""
-        self.snugfit.checkpoints.wait()
+        self._fit_run.checkpoints.wait()
         return super()._finalize_training(*arguments, **keywords)
 
 
 @contextlib.contextmanager
-def opened(trainer: Any, fitted: Fitted) -> Iterator[Keeping]:
-    """The trainer's folder, for one `train()`."""
-    store = Store(Path(trainer.args.output_dir))
-    store.prepare()
-    with hold_folder(store.root), Interrupts(store.root) as interrupts:
-        store.sweep()
-        keeping = Keeping(trainer, fitted, store, interrupts)
-        fitted.keeping = keeping
-        try:
-            yield keeping
-        finally:
-            keeping.wait()  # nobody writes here once the folder is given back
-            fitted.keeping = fitted.lines = fitted.seen = None
-            fitted.left_over = 0
-
-
-@contextlib.contextmanager
-def _memory_told(trainer: Any, fitted: Fitted) -> Iterator[None]:
+def _memory_told(trainer: Any) -> Iterator[None]:
     try:
         yield
     except Exception as error:
         cause = None if isinstance(error, SnugfitError) else memory_cause(error)
         if cause is None:
             raise
-        raise broke_in_the_update(trainer, fitted, cause, error) from error
+        raise broke_in_the_update(trainer, cause, error) from error
 
 
 @contextlib.contextmanager
@@ -276,13 +266,13 @@ def _changed(args: Any, **values: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _counting(fitted: Fitted, share: float) -> Iterator[None]:
+def _counting(step: StepState, share: float) -> Iterator[None]:
     """Within it losses are weighed."""
-    fitted.share = share
+    step.share = share
     try:
         yield
     finally:
-        fitted.share = None
+        step.share = None
 
 
 def _is_page_locked(args: Any) -> bool:
