@@ -45,7 +45,7 @@ from snugfit.job.find import read_preset
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
 from snugfit.measurement.quiet_core import QuietCore
-from snugfit.measurement.stopwatch import LARGEST_SPREAD
+from snugfit.measurement.stopwatch import MAX_STABLE_SPREAD
 from snugfit.step.step import open_step
 from snugfit.techniques.recipe import Recipe
 from snugfit.versions import versions
@@ -166,7 +166,7 @@ def off_jobs(file: Path) -> Iterator[tuple[Job, Recipe]]:
     """The steady runs of this result whose seconds were foreseen wrongly."""
     for run in json.loads(file.read_text())["runs"]:
         foreseen, seen = run["predicted_step_seconds"], run["step_seconds"]
-        if foreseen and seen and run["spread"] < LARGEST_SPREAD and abs(foreseen / seen - 1) > OFF:
+        if foreseen and seen and run["spread"] < MAX_STABLE_SPREAD and abs(foreseen / seen - 1) > OFF:
             yield Job.from_json(run["job"]), Recipe.parse(run["recipe"])
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from snugfit.evaluation.guide_result import GuideResult, GuideRow, PublishedPrediction
+from snugfit.evaluation.guide_suite import machines, suite
 from snugfit.evaluation.per_parameter import PerParameter
-from snugfit.evaluation.result import GuideResult, Row, Then
-from snugfit.evaluation.suite import machines, suite
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
@@ -126,14 +126,14 @@ def guide_result(*, measured: bool = False) -> GuideResult:
     rows = []
     for place, experiment in enumerate(suite()):
         size = (14 - place // 2) * GIB - 512 * MIB * (place % 2)
-        row = Row(
+        row = GuideRow(
             name=experiment.name,
             recipe=experiment.recipe,
             loop=experiment.loop,
             predicted=footprint(size),
             fits=True,
             then=tuple(
-                Then(
+                PublishedPrediction(
                     published=one,
                     predicted_bytes=one.mib * MIB * 101 // 100 if known[one.machine].gpu else None,
                 )

@@ -16,13 +16,13 @@ import pytest
 from made_up import footprint, job, measurement, prediction
 from snugfit.cli.main import run as command
 from snugfit.comparison.compare import compare
-from snugfit.comparison.runs import BAND, Accuracy, Run, quantiles
+from snugfit.comparison.compared_runs import BAND, Accuracy, ComparedRun, error_quantiles
 from snugfit.errors import RecipeError, RehearsalError, UsageError
 from snugfit.evaluation import accuracy as room
-from snugfit.evaluation import predicted as foreseeing
-from snugfit.evaluation.draw import Drawn, proposals
+from snugfit.evaluation import predict_runs as foreseeing
+from snugfit.evaluation.accuracy_files import read
+from snugfit.evaluation.draw import DrawnJob, proposals
 from snugfit.evaluation.families import FAMILIES
-from snugfit.evaluation.files import read
 from snugfit.job.gpu import find_gpu
 from snugfit.report.evaluation.accuracy import render
 from snugfit.report.evaluation.accuracy_page import document
@@ -37,12 +37,12 @@ PAGE = Path(__file__).parents[1] / "docs" / "accuracy.md"
 
 
 @cache
-def first(seed: int, number: int) -> Drawn:
+def first(seed: int, number: int) -> DrawnJob:
     """Many tests look at the same draws."""
     return next(proposals(seed, number))
 
 
-def drawn(seed: int, count: int = 16) -> list[Drawn]:
+def drawn(seed: int, count: int = 16) -> list[DrawnJob]:
     return [first(seed, number) for number in range(count)]
 
 
@@ -104,9 +104,9 @@ def test_transformers_takes_every_drawn_config(family: Any) -> None:
 # ---- what a run says about itself -------------------------------------------------------------------------
 
 
-def a_run(**changes: Any) -> Run:
+def a_run(**changes: Any) -> ComparedRun:
     """A run whose prediction was right."""
-    right = Run(
+    right = ComparedRun(
         number=3,
         family="bert",
         job=job(),
@@ -160,9 +160,9 @@ def test_results_round_trip_through_json() -> None:
 
 def test_quantiles_are_errors_that_were_seen() -> None:
     errors = [share / 100 for share in range(1, 17)]
-    assert list(quantiles(errors)) == [0.08, 0.15, 0.16]
-    assert list(quantiles([0.5])) == [0.5, 0.5, 0.5]
-    assert list(quantiles([])) == [None, None, None]
+    assert list(error_quantiles(errors)) == [0.08, 0.15, 0.16]
+    assert list(error_quantiles([0.5])) == [0.5, 0.5, 0.5]
+    assert list(error_quantiles([])) == [None, None, None]
 
 
 def test_the_worst_figure_of_a_comparison() -> None:
@@ -225,7 +225,7 @@ def test_a_recipe_that_the_model_refuses_is_passed_over_and_told(monkeypatch: py
         return replace(prediction(), job=job, recipe=recipe)
 
     monkeypatch.setattr(foreseeing, "predict", predict)
-    run = foreseeing.foresee(1, H200, 2)
+    run = foreseeing.predict_draw(1, H200, 2)
     following = proposals(1, 2)
     next(following)
     assert run.recipe == next(following).recipe

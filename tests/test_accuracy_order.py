@@ -11,14 +11,14 @@ import pytest
 
 from made_up import footprint, job, measurement, prediction, timing
 from snugfit.cli.main import run as command
-from snugfit.comparison.ranking import by_job, gap, pooled
-from snugfit.comparison.runs import Accuracy, Run
+from snugfit.comparison.compared_runs import Accuracy, ComparedRun
+from snugfit.comparison.ranking import gap, group_by_job, pooled_agreement
 from snugfit.errors import SnugfitError, UsageError
 from snugfit.evaluation import accuracy as room
-from snugfit.evaluation import predicted as foreseeing
+from snugfit.evaluation import predict_runs as foreseeing
+from snugfit.evaluation.accuracy_files import keep, read, read_rates
 from snugfit.evaluation.draw import job_for, recipes_for
-from snugfit.evaluation.files import keep, read, read_rates
-from snugfit.evaluation.predicted import Foreseen
+from snugfit.evaluation.predict_runs import PlannedRecipe
 from snugfit.job.gpu import find_gpu
 from snugfit.prediction.rates import packaged_rates
 from snugfit.report.evaluation.accuracy import render
@@ -83,11 +83,11 @@ def test_each_job_has_so_many_recipes_that_take_different_bytes(
     file = tmp_path / "a.json"
     result = room.within_jobs(3, 2, 4, H200, file=file)
     assert [run.number for run in result.runs] == list(range(8))
-    assert [len(group) for group in by_job(result.runs)] == [4, 4]
-    for group in by_job(result.runs):
+    assert [len(group) for group in group_by_job(result.runs)] == [4, 4]
+    for group in group_by_job(result.runs):
         assert group[0].job.trains
         assert len({run.predicted.requested_bytes for run in group if run.predicted}) == 4
-    assert pooled(result.runs).tau == 1.0
+    assert pooled_agreement(result.runs).tau == 1.0
     assert read(file) == result
     assert "Kendall's tau 1.00 over 12 pairs" in as_text(render(result), width=200)
 
@@ -102,12 +102,12 @@ def test_named_jobs_take_the_place_of_drawn_ones(answered: list[Recipe], tmp_pat
 
 
 def test_what_the_first_choice_loses_is_told(answered: list[Recipe], tmp_path: Path) -> None:
-    def ranked(asked: Any) -> list[Foreseen]:
+    def ranked(asked: Any) -> list[PlannedRecipe]:
         if asked.batch_size == 8:
             raise SnugfitError("No recipe could be rehearsed: no shapes")
         order = ("micro_batches(2)", "bf16", "plain")  # measured, the second and the third are faster
         return [
-            Foreseen(recipe=Recipe.parse(text), footprint=footprint(GIB), step_seconds=(place + 1) / 100)
+            PlannedRecipe(recipe=Recipe.parse(text), footprint=footprint(GIB), step_seconds=(place + 1) / 100)
             for place, text in enumerate(order)
         ]
 
@@ -115,7 +115,7 @@ def test_what_the_first_choice_loses_is_told(answered: list[Recipe], tmp_path: P
     result = room.best_of(jobs, 2, ranked, H200, seed=None, file=tmp_path / "a.json")
     assert [str(run.recipe) for run in result.runs] == ["micro_batches(2)", "bf16", "plain"]
     assert result.runs[2].refused == "No recipe could be rehearsed: no shapes"
-    assert gap(by_job(result.runs)[0]) == pytest.approx(16 / 4 - 1)
+    assert gap(group_by_job(result.runs)[0]) == pytest.approx(16 / 4 - 1)
     text = " ".join(as_text(render(result), width=200).split())
     assert "The first choice is 300.0 % slower than the fastest measured one: bf16." in text
     assert "within 5 % of the best of its measured recipes on 0 of 2 jobs" in text
@@ -260,15 +260,15 @@ def test_the_best_of_plans_through_the_command(
     command(["accuracy", "--top", "3", "--draw", "2", "--seed", "5", "--output", str(tmp_path)])
     result = read(tmp_path / "accuracy-seed5-top3.json")
     assert [str(run.recipe) for run in result.runs] == ["bf16", "bf16 + every_layer", "plain"] * 2
-    assert len(by_job(result.runs)) == 2
+    assert len(group_by_job(result.runs)) == 2
     assert "Kendall's tau" in " ".join(capsys.readouterr().out.split())
 
 
 # ---- the page ----------------------------------------------------------------------------------------------
 
 
-def drawn(error: float, number: int = 0, **changes: Any) -> Run:
-    whole = Run(
+def drawn(error: float, number: int = 0, **changes: Any) -> ComparedRun:
+    whole = ComparedRun(
         number=number,
         family="bert",
         job=job(),

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from snugfit.errors import ModelError, RecipeError
-from snugfit.measurement.causes import of_ending, of_exception
+from snugfit.measurement.causes import cause_of_exception, cause_of_exit
 from snugfit.measurement.host import oom_kills
-from snugfit.measurement.process import Ending
+from snugfit.measurement.process import ChildExit
 
 OUT_OF_MEMORY = (
     "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 139.80 GiB of which 5.00"
@@ -89,12 +89,12 @@ LOOK_ALIKES = [
 
 @pytest.mark.parametrize(("error", "cause"), MEMORY)
 def test_no_memory_has_its_own_cause(error: Exception, cause: str) -> None:
-    assert of_exception(error) == cause
+    assert cause_of_exception(error) == cause
 
 
 @pytest.mark.parametrize("error", LOOK_ALIKES)
 def test_a_text_that_speaks_of_memory_is_no_cause(error: Exception) -> None:
-    assert of_exception(error) == "exit:1"
+    assert cause_of_exception(error) == "exit:1"
 
 
 def from_cause(inner: Exception) -> Exception:
@@ -131,27 +131,27 @@ def like_a_loader(inner: Exception) -> Exception:
     "inner", [torch.OutOfMemoryError(OUT_OF_MEMORY), RuntimeError("CUDA error: out of memory")]
 )
 def test_wrapped(wrap: Callable[[Exception], Exception], inner: Exception) -> None:
-    assert of_exception(wrap(inner)) == of_exception(inner) != "exit:1"
+    assert cause_of_exception(wrap(inner)) == cause_of_exception(inner) != "exit:1"
 
 
 def test_a_circle_of_causes_ends() -> None:
     first, second = ValueError("a"), ValueError("b")
     first.__cause__, second.__cause__ = second, first
-    assert of_exception(first) == "exit:1"
+    assert cause_of_exception(first) == "exit:1"
 
 
 def test_a_users_mistake_is_refused() -> None:
-    assert of_exception(RecipeError("no such technique")) == "refused"
+    assert cause_of_exception(RecipeError("no such technique")) == "refused"
 
 
 def test_no_memory_for_building_is_no_mistake() -> None:
     mistake = ModelError("transformers cannot build it")
     mistake.__cause__ = torch.OutOfMemoryError(OUT_OF_MEMORY)
-    assert of_exception(mistake) == "oom:torch"
+    assert cause_of_exception(mistake) == "oom:torch"
 
 
-def ending(returncode: int, *, timed_out: bool = False, tail: str = "", kills: int = 0) -> Ending:
-    return Ending(returncode=returncode, timed_out=timed_out, tail=tail, oom_kills=kills)
+def ending(returncode: int, *, timed_out: bool = False, tail: str = "", kills: int = 0) -> ChildExit:
+    return ChildExit(returncode=returncode, timed_out=timed_out, tail=tail, oom_kills=kills)
 
 
 @pytest.mark.parametrize(
@@ -191,8 +191,8 @@ def ending(returncode: int, *, timed_out: bool = False, tail: str = "", kills: i
         (ending(1, tail="said: Error out of memory at line 88"), "no-result", "exit:1"),
     ],
 )
-def test_endings(end: Ending, told: str, cause: str) -> None:
-    assert of_ending(end, told) == cause
+def test_endings(end: ChildExit, told: str, cause: str) -> None:
+    assert cause_of_exit(end, told) == cause
 
 
 @pytest.mark.parametrize(

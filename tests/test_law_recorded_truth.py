@@ -27,7 +27,7 @@ from transformers.integrations import moe, sdpa_attention
 from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
-from snugfit.evaluation.suite import machines, suite
+from snugfit.evaluation.guide_suite import machines, suite
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model

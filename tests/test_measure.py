@@ -22,16 +22,16 @@ from snugfit.errors import JobError, UsageError
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
 from snugfit.measurement import child as child_room
-from snugfit.measurement import clean
+from snugfit.measurement import contamination
 from snugfit.measurement import measure as measure_room
+from snugfit.measurement.child_result import ChildResult
 from snugfit.measurement.crowd import Load, crowded, load
 from snugfit.measurement.environment import child_environment
-from snugfit.measurement.findings import Findings
-from snugfit.measurement.measure import Experiment, judge, measure, perform
+from snugfit.measurement.measure import MeasurementRequest, judge, measure, perform
 from snugfit.measurement.nvml import open_nvml
-from snugfit.measurement.place import Place
-from snugfit.measurement.process import TAIL_BYTES, Child, Ending
+from snugfit.measurement.process import TAIL_BYTES, Child, ChildExit
 from snugfit.measurement.stopwatch import Stopwatch, timing_of
+from snugfit.measurement.target import Target
 from snugfit.results.footprint import Startup
 from snugfit.results.measurement import Measurement
 from snugfit.techniques.recipe import Recipe
@@ -46,7 +46,7 @@ TINY = {
     "vocab_size": 30522,
     "max_position_embeddings": 64,
 }
-ENDED = Ending(returncode=0, timed_out=False, tail="", oom_kills=0)
+ENDED = ChildExit(returncode=0, timed_out=False, tail="", oom_kills=0)
 
 
 def tiny_job(**changes: Any) -> Job:
@@ -55,8 +55,8 @@ def tiny_job(**changes: Any) -> Job:
     return Job(model=model, **fields)
 
 
-def experiment_of(job: Job) -> Experiment:
-    return Experiment(
+def experiment_of(job: Job) -> MeasurementRequest:
+    return MeasurementRequest(
         job=job, recipe=Recipe(), loop="plain", warmup=0, steps=1, deadline_seconds=60, history=None
     )
 
@@ -65,7 +65,7 @@ def script(body: str) -> list[str]:
     return [sys.executable, "-S", "-c", textwrap.dedent(body)]
 
 
-def live(body: str, *, seconds: float = 60, **options: Any) -> Ending:
+def live(body: str, *, seconds: float = 60, **options: Any) -> ChildExit:
     with Child(script(body), environment=os.environ, **options) as running:
         return running.wait(seconds)
 
@@ -247,7 +247,7 @@ START = Startup(imports_seconds=6.0, context_seconds=0.3, build_seconds=0.5, fir
 
 
 def result(**changes: Any) -> dict[str, Any]:
-    return Findings(outcome="ok", seconds=(0.1, 0.2), host_bytes=5).to_json() | changes
+    return ChildResult(outcome="ok", seconds=(0.1, 0.2), host_bytes=5).to_json() | changes
 
 
 @pytest.mark.parametrize(
@@ -303,13 +303,13 @@ def test_a_result_counts_only_when_its_writer_ended_well(tmp_path: Path) -> None
 
 
 def test_a_start_comes_back() -> None:
-    found = Findings(outcome="ok", startup=replace(START, settling_seconds=0.25, settling_steps=2))
-    assert Findings.from_json(json.loads(json.dumps(found.to_json()))) == found
+    found = ChildResult(outcome="ok", startup=replace(START, settling_seconds=0.25, settling_steps=2))
+    assert ChildResult.from_json(json.loads(json.dumps(found.to_json()))) == found
 
 
 def test_a_loss_may_be_nan() -> None:
-    text = json.dumps(Findings(outcome="ok", losses=(0.5, math.nan)).to_json(), allow_nan=False)
-    losses = Findings.from_json(json.loads(text)).losses
+    text = json.dumps(ChildResult(outcome="ok", losses=(0.5, math.nan)).to_json(), allow_nan=False)
+    losses = ChildResult.from_json(json.loads(text)).losses
     assert losses[0] == 0.5
     assert math.isnan(losses[1])
 
@@ -658,7 +658,7 @@ def test_one_that_takes_too_long_is_ended_and_kept(tmp_path: Path) -> None:
 def test_too_little_memory_on_the_host(tmp_path: Path) -> None:
     """A model of 16 GB in a process that may have 8: refused by the kernel, told as such (F25)."""
     job = tiny_job(config={"vocab_size": 4_000_000, "hidden_size": 1024})
-    request = measure_room._request(experiment_of(job), Place(type="cpu"), None)
+    request = measure_room._request(experiment_of(job), Target(type="cpu"), None)
     write_document(tmp_path / "request.json", request)
     command = measure_room.child_command(tmp_path / "request.json", tmp_path / "result.json")
     limited = ["bash", "-c", 'ulimit -v 8000000; exec "$@"', "limited", *command]
@@ -671,7 +671,7 @@ def test_too_little_memory_on_the_host(tmp_path: Path) -> None:
 
 
 def test_what_the_child_raises_becomes_a_cause(tmp_path: Path) -> None:
-    request = measure_room._request(experiment_of(tiny_job()), Place(type="cpu"), None)
+    request = measure_room._request(experiment_of(tiny_job()), Target(type="cpu"), None)
     refused = child_room.run(request | {"loop": "none"}, tmp_path / "h")
     assert refused.outcome == "refused"
     assert "Unknown loop" in refused.message
@@ -699,7 +699,7 @@ class TestOnAGpu:
         monkeypatch: pytest.MonkeyPatch,
         tmp_path: Path,
         gpu: FakeGpu,
-        findings: Findings,
+        findings: ChildResult,
         *,
         code: int = 0,
         meanwhile: Any = lambda: None,
@@ -712,11 +712,11 @@ class TestOnAGpu:
             "child_command",
             lambda request, result: [sys.executable, "-S", "-c", body, str(request), str(result)],
         )
-        monkeypatch.setattr(clean, "PATIENCE", 0.0)
+        monkeypatch.setattr(contamination, "PATIENCE", 0.0)
         readings = {"while": 0}
         wait = Child.wait
 
-        def waited(self: Child, seconds: float) -> Ending:
+        def waited(self: Child, seconds: float) -> ChildExit:
             gpu.used += 7661 * MIB
             meanwhile()
             library.before_reading = lambda: (
@@ -728,8 +728,8 @@ class TestOnAGpu:
 
         monkeypatch.setattr(Child, "wait", waited)
         with open_nvml(library) as nvml:
-            place = Place(type="cuda", card=nvml.cards()[0], driver=nvml.driver())
-            experiment = Experiment(
+            place = Target(type="cuda", card=nvml.cards()[0], driver=nvml.driver())
+            experiment = MeasurementRequest(
                 job=tiny_job(),
                 recipe=Recipe(),
                 loop="plain",
@@ -740,7 +740,7 @@ class TestOnAGpu:
             )
             return perform(experiment, place)[0]
 
-    FINDINGS = Findings(
+    FINDINGS = ChildResult(
         outcome="ok",
         seconds=(0.1, 0.1, 0.1),
         requested_bytes=6575 * MIB,
@@ -795,7 +795,7 @@ class TestOnAGpu:
     def test_a_mistake_that_only_the_child_sees_is_the_users(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
-        refused = Findings(outcome="refused", message="This loop does not do that.")
+        refused = ChildResult(outcome="refused", message="This loop does not do that.")
         with pytest.raises(UsageError, match="This loop does not do that"):
             self.perform(monkeypatch, tmp_path, FakeGpu(processes=None), refused, code=1)
 

@@ -11,16 +11,16 @@ import pytest
 
 from fake_nvml import H200_RESERVE, H200_TOTAL, FakeGpu, FakeNvml
 from snugfit.errors import GpuError
-from snugfit.measurement import clean
-from snugfit.measurement.clean import Ground
-from snugfit.measurement.nvml import Card, GpuProcess, NvmlSilent, open_nvml
-from snugfit.measurement.place import find_place
+from snugfit.measurement import contamination
+from snugfit.measurement.contamination import GpuBaseline
+from snugfit.measurement.nvml import Card, GpuProcess, NvmlUnavailable, open_nvml
 from snugfit.measurement.sampler import Census, Sampler
-from snugfit.measurement.visible import choose, hides_all, visible
+from snugfit.measurement.target import open_target
+from snugfit.measurement.visible_devices import choose, hides_all, visible
 from snugfit.units import MIB
 
 A, B, C = (f"GPU-{digit * 8}-aaaa-bbbb-cccc-000000000000" for digit in "123")
-GROUND = Ground(used_bytes=3 * MIB, pids=frozenset(), reason=None)
+GROUND = GpuBaseline(used_bytes=3 * MIB, pids=frozenset(), reason=None)
 
 
 def card_of(library: FakeNvml) -> Card:
@@ -54,17 +54,17 @@ def test_a_version_that_answered_once_is_kept() -> None:
     card = card_of(library)
     card.memory()
     library.version_two = False
-    with pytest.raises(NvmlSilent):
+    with pytest.raises(NvmlUnavailable):
         card.memory()
 
 
 def test_no_library_is_a_reason() -> None:
-    with pytest.raises(NvmlSilent, match="Shared Library Not Found"):
+    with pytest.raises(NvmlUnavailable, match="Shared Library Not Found"):
         open_nvml(FakeNvml(absent=True))
 
 
 def test_a_binding_without_the_function_is_a_reason() -> None:
-    with pytest.raises(NvmlSilent, match="nvmlInit"):
+    with pytest.raises(NvmlUnavailable, match="nvmlInit"):
         open_nvml(object())
 
 
@@ -80,7 +80,7 @@ def test_a_binding_without_the_function_is_a_reason() -> None:
     ],
 )
 def test_garbage_is_a_reason(gpu: FakeGpu) -> None:
-    with pytest.raises(NvmlSilent):
+    with pytest.raises(NvmlUnavailable):
         card_of(FakeNvml(gpu)).memory()
 
 
@@ -173,14 +173,14 @@ def test_hiding_on_purpose() -> None:
 @pytest.fixture
 def cuda_build(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the installed torch were built with CUDA."""
-    monkeypatch.setattr("snugfit.measurement.place.torch_cuda", lambda: "13.0")
+    monkeypatch.setattr("snugfit.measurement.target.torch_cuda", lambda: "13.0")
 
 
 @pytest.mark.usefixtures("cuda_build")
 class TestPlace:
     def test_the_child_sees_one_gpu_by_uuid(self) -> None:
         environment = {"CUDA_VISIBLE_DEVICES": "2,0"}
-        with find_place(None, 1, environment=environment, library=three()) as place:
+        with open_target(None, 1, environment=environment, library=three()) as place:
             assert place.card is not None
             assert place.card.uuid == A
             assert place.visibility == {"CUDA_VISIBLE_DEVICES": A}
@@ -189,29 +189,29 @@ class TestPlace:
 
     def test_nvml_is_given_back(self) -> None:
         library = three()
-        with find_place("cuda:2", 0, environment={}, library=library) as place:
+        with open_target("cuda:2", 0, environment={}, library=library) as place:
             assert place.card is not None
             assert (place.card.uuid, library.open) == (C, 1)
         assert library.open == 0
 
     @pytest.mark.parametrize("value", ["", "-1"])
     def test_hidden_on_purpose_means_the_cpu(self, value: str) -> None:
-        with find_place(None, 0, environment={"CUDA_VISIBLE_DEVICES": value}, library=three()) as place:
+        with open_target(None, 0, environment={"CUDA_VISIBLE_DEVICES": value}, library=three()) as place:
             assert place.type == "cpu"
             assert place.visibility == {"CUDA_VISIBLE_DEVICES": ""}
 
     def test_hidden_by_mistake_is_an_error(self) -> None:
         with (
             pytest.raises(GpuError),
-            find_place(None, 0, environment={"CUDA_VISIBLE_DEVICES": "7"}, library=three()),
+            open_target(None, 0, environment={"CUDA_VISIBLE_DEVICES": "7"}, library=three()),
         ):
             pass
 
     def test_without_nvml_a_gpu_is_used_only_when_asked_for(self) -> None:
         absent = FakeNvml(absent=True)
-        with find_place(None, 0, environment={}, library=absent) as place:
+        with open_target(None, 0, environment={}, library=absent) as place:
             assert place.type == "cpu"
-        with find_place("cuda", 0, environment={}, library=absent) as place:
+        with open_target("cuda", 0, environment={}, library=absent) as place:
             assert (place.type, place.card) == ("cuda", None)
             assert place.doubt is not None
             assert "Not Found" in place.doubt
@@ -220,22 +220,22 @@ class TestPlace:
     def test_an_unknown_device_is_an_error(self, device: str) -> None:
         with (
             pytest.raises(GpuError, match="Devices: cpu, cuda"),
-            find_place(device, 0, environment={}, library=three()),
+            open_target(device, 0, environment={}, library=three()),
         ):
             pass
 
 
 def test_asking_a_cpu_build_for_a_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("snugfit.measurement.place.torch_cuda", lambda: None)
+    monkeypatch.setattr("snugfit.measurement.target.torch_cuda", lambda: None)
     with (
         pytest.raises(GpuError, match="built without CUDA"),
-        find_place("cuda", 0, environment={}, library=three()),
+        open_target("cuda", 0, environment={}, library=three()),
     ):
         pass
 
 
 def test_clean_before() -> None:
-    ground = clean.before(card_of(FakeNvml(FakeGpu())), patience=0)
+    ground = contamination.before(card_of(FakeNvml(FakeGpu())), patience=0)
     assert (ground.used_bytes, ground.reason) == (3 * MIB, None)
 
 
@@ -252,38 +252,38 @@ def test_clean_before() -> None:
     ],
 )
 def test_not_clean_before(gpu: FakeGpu, words: str) -> None:
-    reason = clean.before(card_of(FakeNvml(gpu)), patience=0).reason
+    reason = contamination.before(card_of(FakeNvml(gpu)), patience=0).reason
     assert reason is not None
     assert re.search(words, reason)
 
 
 def test_clean_before_is_waited_for() -> None:
     gpu = FakeGpu(script=[9000 * MIB, 400 * MIB, 3 * MIB])
-    assert clean.before(card_of(FakeNvml(gpu)), patience=5).reason is None
+    assert contamination.before(card_of(FakeNvml(gpu)), patience=5).reason is None
     assert gpu.used == 3 * MIB
 
 
 def test_version_one_cannot_tell_idle_from_reserve() -> None:
     """Under version 1 an idle H200 shows 618 MiB; that is no stranger."""
-    assert clean.before(card_of(FakeNvml(FakeGpu(), version_two=False)), patience=0).reason is None
+    assert contamination.before(card_of(FakeNvml(FakeGpu(), version_two=False)), patience=0).reason is None
 
 
 def test_clean_after_is_waited_for() -> None:
     gpu = FakeGpu(script=[9000 * MIB, 400 * MIB, 5 * MIB])
-    assert clean.after(card_of(FakeNvml(gpu)), GROUND, patience=5) is None
+    assert contamination.after(card_of(FakeNvml(gpu)), GROUND, patience=5) is None
 
 
 def test_memory_that_is_not_given_back_is_told() -> None:
-    reason = clean.after(card_of(FakeNvml(FakeGpu(used=2003 * MIB))), GROUND, patience=0)
+    reason = contamination.after(card_of(FakeNvml(FakeGpu(used=2003 * MIB))), GROUND, patience=0)
     assert reason is not None
     assert "2,000 MiB were not given back" in reason
 
 
 def test_a_process_that_stays_is_told() -> None:
     card = card_of(FakeNvml(FakeGpu(processes=[(23, None)])))
-    assert "process 23" in str(clean.after(card, GROUND, patience=0))
-    there_before = Ground(used_bytes=3 * MIB, pids=frozenset({23}), reason="process 23")
-    assert clean.after(card, there_before, patience=0) is None
+    assert "process 23" in str(contamination.after(card, GROUND, patience=0))
+    there_before = GpuBaseline(used_bytes=3 * MIB, pids=frozenset({23}), reason="process 23")
+    assert contamination.after(card, there_before, patience=0) is None
 
 
 def census(used: int, ours: dict[int, int | None], others: dict[int, int | None]) -> Census:
@@ -304,22 +304,22 @@ def census(used: int, ours: dict[int, int | None], others: dict[int, int | None]
     ],
 )
 def test_strangers_during_the_run(censuses: list[Census], words: str | None) -> None:
-    reason = clean.during(censuses, GROUND)
+    reason = contamination.during(censuses, GROUND)
     assert (words in reason) if words and reason else reason is words
 
 
 def test_those_who_were_there_before_are_told_once() -> None:
-    ground = Ground(used_bytes=500 * MIB, pids=frozenset({8}), reason="process 8")
-    assert clean.during([census(9000, {7: None}, {8: None})], ground) is None
+    ground = GpuBaseline(used_bytes=500 * MIB, pids=frozenset({8}), reason="process 8")
+    assert contamination.during([census(9000, {7: None}, {8: None})], ground) is None
 
 
 def test_unexplained_growth() -> None:
     """On an H200: context at first 621 MiB, 751 to 767 MiB at the end."""
     reserved = 6894 * MIB
-    usual = clean.unexplained(
+    usual = contamination.unexplained(
         grown_bytes=reserved + 767 * MIB, reserved_bytes=reserved, first_context_bytes=621 * MIB
     )
-    stranger = clean.unexplained(
+    stranger = contamination.unexplained(
         grown_bytes=reserved + 2767 * MIB, reserved_bytes=reserved, first_context_bytes=621 * MIB
     )
     assert usual is None
@@ -350,7 +350,7 @@ def test_the_sampler_sees_who_comes_during_the_run() -> None:
     with Sampler(card_of(library), belongs=lambda pid: pid == 7, interval=0.0005) as sampler:
         library.before_reading = come
         assert late.wait(30)
-    assert "process 666" in str(clean.during(sampler.censuses.values(), GROUND))
+    assert "process 666" in str(contamination.during(sampler.censuses.values(), GROUND))
 
 
 def test_the_sampler_survives_a_lost_gpu() -> None:

@@ -12,8 +12,8 @@ import pytest
 from made_up import EVIL, guide_result, measurement, prediction, timing
 from snugfit.comparison.compare import compare as foreseen_beside_seen
 from snugfit.errors import MeasurementError, UsageError
-from snugfit.evaluation.result import GuideResult
-from snugfit.evaluation.suite import machines, suite
+from snugfit.evaluation.guide_result import GuideResult
+from snugfit.evaluation.guide_suite import machines, suite
 from snugfit.job.gpu import all_gpus, find_gpu
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model

@@ -12,11 +12,11 @@ import pytest
 from made_up import EVIL, footprint, job, measurement, timing
 from small_models import small_job
 from snugfit.cli.main import run
-from snugfit.comparison.ranking import Order, by_job, gap, order_of, pooled
-from snugfit.comparison.runs import Run
+from snugfit.comparison.compared_runs import ComparedRun
+from snugfit.comparison.ranking import RankAgreement, agreement_of_pairs, gap, group_by_job, pooled_agreement
 from snugfit.errors import RehearsalError
-from snugfit.evaluation.learn import Learned
-from snugfit.evaluation.predicted import Foreseen
+from snugfit.evaluation.learn import LearnedFactors
+from snugfit.evaluation.predict_runs import PlannedRecipe
 from snugfit.evaluation.verify import verify
 from snugfit.job.gpu import find_gpu
 from snugfit.planning.plan import Choice, Counts, Plan
@@ -43,18 +43,18 @@ from snugfit.units import GIB
     ],
 )
 def test_kendall_s_tau(seconds: list[tuple[float, float]], tau: float | None) -> None:
-    found = order_of(seconds).tau
+    found = agreement_of_pairs(seconds).tau
     assert found == (None if tau is None else pytest.approx(tau))
 
 
 def test_only_pairs_that_differ_clearly_can_be_asked_for() -> None:
     close = [(1.0, 1.02), (2.0, 1.0), (3.0, 2.0)]
-    assert order_of(close) == Order(right=2, wrong=1)
-    assert order_of(close, apart=0.05) == Order(right=2)
+    assert agreement_of_pairs(close) == RankAgreement(right=2, wrong=1)
+    assert agreement_of_pairs(close, apart=0.05) == RankAgreement(right=2)
 
 
-def a_run(number: int, foreseen: float, seen: float | None, **changes: Any) -> Run:
-    whole = Run(
+def a_run(number: int, foreseen: float, seen: float | None, **changes: Any) -> ComparedRun:
+    whole = ComparedRun(
         number=number,
         family="bert",
         job=job(),
@@ -78,8 +78,8 @@ def test_orders_are_told_within_jobs_only() -> None:
         a_run(3, 6, 4, job=other),
         a_run(4, 0.1, 9, outcome="oom:torch"),
     ]
-    assert [[each.number for each in group] for group in by_job(runs)] == [[0, 2, 4], [1, 3]]
-    assert pooled(runs) == Order(right=1, wrong=1)
+    assert [[each.number for each in group] for group in group_by_job(runs)] == [[0, 2, 4], [1, 3]]
+    assert pooled_agreement(runs) == RankAgreement(right=1, wrong=1)
 
 
 def test_the_gap_is_what_the_first_choice_loses() -> None:
@@ -174,7 +174,7 @@ def test_json_is_one_document(asked: list[Any], capsys: pytest.CaptureFixture[st
 def test_the_calibration_learns_unless_told_otherwise(
     asked: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taught = Learned(host=1.25, device=1.0, before=(-0.2, -0.2, -0.2), after=(0.0, 0.0, 0.01))
+    taught = LearnedFactors(host=1.25, device=1.0, before=(-0.2, -0.2, -0.2), after=(0.0, 0.0, 0.01))
     monkeypatch.setattr("snugfit.evaluation.learn.learn", lambda *_, **__: taught)
     assert run([*ASK, "--verify", "3", "--no-learn"]) == 0
     assert not calibration_file(find_gpu("h200")).exists()
@@ -262,7 +262,7 @@ def test_real_runs_on_the_cpu() -> None:
     """Two recipes of a small model, each in a process of its own: what CPUs can tell is there."""
     small = small_job("gpt2", 2, batch_size=4, sequence_length=32)
     recipes = [
-        Foreseen(recipe=Recipe.parse(text), footprint=footprint(GIB), step_seconds=seconds)
+        PlannedRecipe(recipe=Recipe.parse(text), footprint=footprint(GIB), step_seconds=seconds)
         for text, seconds in (("sgd", 0.01), ("micro_batches(4)", 0.04))
     ]
     found = verify(small, "NVIDIA H200", recipes, versions={})

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from snugfit.cli.remember import remember
-from snugfit.comparison.runs import Run
+from snugfit.comparison.compared_runs import ComparedRun
 from snugfit.errors import SnugfitError
 from snugfit.evaluation import learn as learning
 from snugfit.evaluation.learn import (
     LARGEST_FACTOR,
     Curve,
-    Learned,
+    LearnedFactors,
     curve_of,
     factors,
     learn,
@@ -77,9 +77,9 @@ def seconds(job: Job, recipe: str, rates: Rates, host: float = 1.0) -> float:
     return step_seconds(trace, GPU, batch_size=job.batch_size, rates=rates, host=host).step_seconds
 
 
-def a_run(number: int, recipe: str, seen: float, job: Job | None = None) -> Run:
+def a_run(number: int, recipe: str, seen: float, job: Job | None = None) -> ComparedRun:
     job = job or llama()
-    return Run(
+    return ComparedRun(
         number=number,
         family="llama",
         job=job,
@@ -91,7 +91,7 @@ def a_run(number: int, recipe: str, seen: float, job: Job | None = None) -> Run:
     )
 
 
-def runs_on(true: Rates, *, noise: float = 0.0, recipes: tuple[str, ...] = RECIPES) -> list[Run]:
+def runs_on(true: Rates, *, noise: float = 0.0, recipes: tuple[str, ...] = RECIPES) -> list[ComparedRun]:
     """These recipes measured on a machine with these rates, where steps vary by so much."""
     rng = random.Random(5)
     return [
@@ -187,7 +187,7 @@ def test_too_few_clean_runs_teach_nothing(spoilt: dict[str, object]) -> None:
 
 # ---- the file --------------------------------------------------------------------------------------------
 
-TAUGHT = Learned(host=1.7, device=1.2, before=(-0.3, -0.2, -0.4), after=(0.01, 0.0, -0.02))
+TAUGHT = LearnedFactors(host=1.7, device=1.2, before=(-0.3, -0.2, -0.4), after=(0.01, 0.0, -0.02))
 
 
 def test_what_was_learned_is_used_from_then_on_and_says_where_it_is_from() -> None:

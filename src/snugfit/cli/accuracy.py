@@ -19,7 +19,7 @@ from snugfit.cli.here import gpu_here
 from snugfit.errors import GpuError, OutsideBand, UsageError
 
 if TYPE_CHECKING:
-    from snugfit.comparison.runs import Accuracy
+    from snugfit.comparison.compared_runs import Accuracy
     from snugfit.job.gpu import Gpu
 
 ORDER, LATER = "The order of recipes", "What was drawn before"
@@ -222,7 +222,7 @@ def _measured(file: Path) -> tuple[Accuracy, Path]:
     """What a file only predicts, measured here."""
     from snugfit.cli.progress import telling
     from snugfit.evaluation.accuracy import measure_rest
-    from snugfit.evaluation.files import read
+    from snugfit.evaluation.accuracy_files import read
     from snugfit.job.gpu import find_gpu
 
     result, here = read(file), gpu_here()
@@ -238,7 +238,7 @@ def _rescored(source: Path, rates_file: Path | None, output: Path, workers: int)
     """A file's runs predicted again."""
     from snugfit.cli.progress import telling
     from snugfit.evaluation.accuracy import rescore
-    from snugfit.evaluation.files import read, read_rates
+    from snugfit.evaluation.accuracy_files import read, read_rates
     from snugfit.job.gpu import find_gpu
     from snugfit.report.text.files import writable_folder
 
@@ -270,7 +270,7 @@ def _answer(results: list[Accuracy], form: str, plot: Path | None) -> None:
 
 def _read(path: Path) -> list[Accuracy]:
     """The results in a file, or in a folder's `accuracy-*.json`."""
-    from snugfit.evaluation.files import read
+    from snugfit.evaluation.accuracy_files import read
 
     files = sorted(path.glob("accuracy-*.json")) if path.is_dir() else [path]
     if not files:

@@ -12,7 +12,7 @@ from snugfit.cli import arguments as given
 from snugfit.cli.here import gpu_here
 
 if TYPE_CHECKING:
-    from snugfit.evaluation.result import GuideResult
+    from snugfit.evaluation.guide_result import GuideResult
 
 Gpu = Annotated[
     str | None,
@@ -76,6 +76,6 @@ def _print(result: GuideResult, form: str) -> None:
 
 
 def _guides_gpu() -> str:
-    from snugfit.evaluation.suite import own_gpu
+    from snugfit.evaluation.guide_suite import own_gpu
 
     return own_gpu()

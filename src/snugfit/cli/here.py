@@ -7,7 +7,7 @@ import os
 
 def gpu_here(device: str | None = None) -> str | None:
     """Its name (of `cuda:1`, say, that one's), when there is one that NVML knows. Nothing touches CUDA."""
-    from snugfit.measurement.place import find_place
+    from snugfit.measurement.target import open_target
 
-    with find_place(device, 0, environment=os.environ) as place:
+    with open_target(device, 0, environment=os.environ) as place:
         return place.card.name if place.card else None

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.documents import BadDocument, read_document, write_document
 from snugfit.errors import SnugfitError
-from snugfit.evaluation.learn import Learned, slower
+from snugfit.evaluation.learn import LearnedFactors, slower
 from snugfit.prediction.profile import installed_versions
 from snugfit.prediction.rates import Rates, calibration_file, rates_for
 
 if TYPE_CHECKING:
-    from snugfit.comparison.runs import Run
+    from snugfit.comparison.compared_runs import ComparedRun
     from snugfit.job.gpu import Gpu
 
 CORRECTED = "; corrected by "
@@ -29,7 +29,7 @@ KEPT = 20
 """Corrections whose origin is kept; the rates hold all of them."""
 
 
-def remember(learned: Learned, runs: Sequence[Run], gpu: Gpu) -> Learned:
+def remember(learned: LearnedFactors, runs: Sequence[ComparedRun], gpu: Gpu) -> LearnedFactors:
     """Writes the corrected rates of this GPU; gives what was learned with its file. What was not taken in
     changes nothing. Raises `SnugfitError` when the file cannot be written."""
     if not learned.taken:
@@ -55,7 +55,7 @@ def remember(learned: Learned, runs: Sequence[Run], gpu: Gpu) -> Learned:
     return replace(learned, file=str(file))
 
 
-def corrected(rates: Rates, learned: Learned) -> Rates:
+def corrected(rates: Rates, learned: LearnedFactors) -> Rates:
     """These rates with both factors taken in, and where that comes from."""
     source, _, _ = rates.source.partition(CORRECTED)
     changed = slower(rates, host=learned.host, device=learned.device)

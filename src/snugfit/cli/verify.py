@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from snugfit.cli.request import Request
-    from snugfit.evaluation.predicted import Foreseen
+    from snugfit.evaluation.predict_runs import PlannedRecipe
     from snugfit.evaluation.verify import Verification
     from snugfit.planning.plan import Choice, Plan
 
@@ -71,9 +71,9 @@ def _learned(plan: Plan, found: Verification, workers: int, tell: Callable[[str]
     return replace(found, learned=what)
 
 
-def foreseen(choice: Choice, memory_bytes: int | None = None) -> Foreseen:
+def foreseen(choice: Choice, memory_bytes: int | None = None) -> PlannedRecipe:
     """A plan's choice as a run is foreseen."""
-    from snugfit.evaluation.predicted import Foreseen
+    from snugfit.evaluation.predict_runs import PlannedRecipe
     from snugfit.results.footprint import Footprint
     from snugfit.techniques.recipe import Recipe
 
@@ -84,7 +84,7 @@ def foreseen(choice: Choice, memory_bytes: int | None = None) -> Foreseen:
         nvml_bytes=choice.needed_bytes,
         context_bytes=choice.context_bytes,
     )
-    return Foreseen(
+    return PlannedRecipe(
         recipe=Recipe.parse(choice.recipe),
         footprint=footprint,
         step_seconds=choice.step_seconds,

@@ -72,7 +72,7 @@ class Probe:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
+class ProbeReading:
     """A probe, predicted with what was known before it, and measured."""
 
     probe: Probe
@@ -135,7 +135,7 @@ def calibrate(
     *,
     measure_seconds: MeasureSeconds | None = None,
     tell: Callable[[str], None] = lambda line: None,
-) -> tuple[Rates, tuple[Reading, ...]]:
+) -> tuple[Rates, tuple[ProbeReading, ...]]:
     """The rates of this GPU and its host, and the readings they come from.
 
     Starts from the package's rates (measured ones, or scaled by data sheet). Raises `GpuError` when the
@@ -144,7 +144,7 @@ def calibrate(
     rates = packaged_rates(gpu)
     bench = _Bench(gpu, rates, measure_seconds or _measured, tell)
     chosen = probes(tuple(name for name in rates.products if gpu.peak_dense.get(name)))
-    readings: list[Reading] = []
+    readings: list[ProbeReading] = []
     for probe, trace, seen in bench.runs(chosen):
         readings.append(_read(probe, trace, seen, gpu, rates))
         rates = _corrected(rates, readings)
@@ -193,10 +193,10 @@ class _Bench:
             return str(died)
 
 
-def _read(probe: Probe, trace: Trace, seen: float | str, gpu: Gpu, rates: Rates) -> Reading:
+def _read(probe: Probe, trace: Trace, seen: float | str, gpu: Gpu, rates: Rates) -> ProbeReading:
     foreseen = step_seconds(trace, gpu, batch_size=probe.job.batch_size, rates=rates)
     if isinstance(seen, str):
-        return Reading(
+        return ProbeReading(
             probe=probe,
             predicted_seconds=foreseen.step_seconds,
             measured_seconds=None,
@@ -212,7 +212,7 @@ def _read(probe: Probe, trace: Trace, seen: float | str, gpu: Gpu, rates: Rates)
     factor = 1 + (seen - foreseen.step_seconds * error) / share  # the rest of the step is taken to be right
     if not why and not LEAST_FACTOR < factor < 1 / LEAST_FACTOR:
         factor, why = 1.0, f"it would have to change by {factor:.2f}, which nothing here explains"
-    return Reading(
+    return ProbeReading(
         probe=probe,
         predicted_seconds=foreseen.step_seconds,
         measured_seconds=seen,
@@ -241,7 +241,7 @@ def _measured(job: Job, recipe: Recipe, steps: int) -> float:
     return seen.timing.step_seconds
 
 
-def _corrected(rates: Rates, readings: list[Reading]) -> Rates:
+def _corrected(rates: Rates, readings: list[ProbeReading]) -> Rates:
     """The rates with the last reading taken in; several of the host by their geometric mean."""
     last = readings[-1]
     if last.factor is None:

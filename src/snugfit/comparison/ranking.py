@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from snugfit.comparison.runs import Run
+from snugfit.comparison.compared_runs import ComparedRun
 
 APART = 0.05
 """Share of the faster's seconds from which two recipes are told apart by what was measured: steps vary by
@@ -24,7 +24,7 @@ some per cent from process to process."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Order:
+class RankAgreement:
     """Pairs of recipes of one job, or of several jobs added up."""
 
     right: int = 0
@@ -39,8 +39,8 @@ class Order:
     tied_seen: int = 0
     """Seen to take the same, and foreseen to differ."""
 
-    def __add__(self, other: Order) -> Order:
-        return Order(
+    def __add__(self, other: RankAgreement) -> RankAgreement:
+        return RankAgreement(
             right=self.right + other.right,
             wrong=self.wrong + other.wrong,
             tied_foreseen=self.tied_foreseen + other.tied_foreseen,
@@ -60,7 +60,7 @@ class Order:
         return (self.right - self.wrong) / math.sqrt(comparable) if comparable else None
 
 
-def order_of(seconds: Iterable[tuple[float, float]], *, apart: float = 0.0) -> Order:
+def agreement_of_pairs(seconds: Iterable[tuple[float, float]], *, apart: float = 0.0) -> RankAgreement:
     """The order of (foreseen, seen) seconds; only pairs seen to be more than the share `apart` from each
     other count."""
     counts = dict.fromkeys(("right", "wrong", "tied_foreseen", "tied_seen"), 0)
@@ -72,15 +72,15 @@ def order_of(seconds: Iterable[tuple[float, float]], *, apart: float = 0.0) -> O
             counts["right" if (before > 0) == (after > 0) else "wrong"] += 1
         elif before or after:
             counts["tied_foreseen" if after else "tied_seen"] += 1
-    return Order(**counts)
+    return RankAgreement(**counts)
 
 
-def order(runs: Iterable[Run], *, apart: float = 0.0) -> Order:
+def order(runs: Iterable[ComparedRun], *, apart: float = 0.0) -> RankAgreement:
     """The order of the runs of one job."""
-    return order_of([run.seconds for run in runs if run.seconds], apart=apart)
+    return agreement_of_pairs([run.seconds for run in runs if run.seconds], apart=apart)
 
 
-def gap(runs: Iterable[Run]) -> float | None:
+def gap(runs: Iterable[ComparedRun]) -> float | None:
     """The share by which the run that was foreseen to be the fastest (of equals the first) is slower than the
     fastest seen; None when it did not end as it should."""
     foreseen = [run for run in runs if run.predicted_step_seconds and run.fits is not False]
@@ -91,14 +91,14 @@ def gap(runs: Iterable[Run]) -> float | None:
     return first.seconds[1] / min(seen) - 1 if first.seconds else None
 
 
-def by_job(runs: Sequence[Run]) -> list[list[Run]]:
+def group_by_job(runs: Sequence[ComparedRun]) -> list[list[ComparedRun]]:
     """The runs of each job, in the order in which the jobs come."""
-    found: dict[str, list[Run]] = {}
+    found: dict[str, list[ComparedRun]] = {}
     for run in runs:
         found.setdefault(run.job_id, []).append(run)
     return list(found.values())
 
 
-def pooled(runs: Sequence[Run], *, apart: float = 0.0) -> Order:
+def pooled_agreement(runs: Sequence[ComparedRun], *, apart: float = 0.0) -> RankAgreement:
     """The orders within each job, added up: no pair is of two jobs."""
-    return sum((order(job, apart=apart) for job in by_job(runs)), Order())
+    return sum((order(job, apart=apart) for job in group_by_job(runs)), RankAgreement())

@@ -20,13 +20,19 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from snugfit.comparison.compared_runs import Accuracy, ComparedRun
 from snugfit.comparison.parallel import side_by_side
-from snugfit.comparison.runs import Accuracy, Run
 from snugfit.comparison.steady import WARMUP, steady_steps
 from snugfit.errors import GpuError, SnugfitError
+from snugfit.evaluation.accuracy_files import keep
 from snugfit.evaluation.draw import job_for
-from snugfit.evaluation.files import keep
-from snugfit.evaluation.predicted import Foreseen, foresee, foresee_again, foresee_job, recipes_of
+from snugfit.evaluation.predict_runs import (
+    PlannedRecipe,
+    predict_again,
+    predict_draw,
+    predict_drawn_job,
+    recipes_of,
+)
 from snugfit.prediction.profile import installed_versions
 from snugfit.prediction.rates import rates_for
 from snugfit.techniques.recipe import Recipe
@@ -39,7 +45,7 @@ if TYPE_CHECKING:
 DEADLINE_SECONDS = 240.0
 
 Tell = Callable[[str], None]
-Ranked = Callable[["Job"], Sequence[Foreseen]]
+Ranked = Callable[["Job"], Sequence[PlannedRecipe]]
 """A job's best recipes by its plan, the best first. Planning stands beside this room, so whoever knows both
 hands it in."""
 
@@ -59,7 +65,7 @@ def accuracy(
     `tell` hears what is being done. Raises `SnugfitError` when `file` cannot be written.
     """
     tell("predicting the first draw")
-    foreseen = side_by_side(partial(foresee, seed, gpu), range(count), workers)
+    foreseen = side_by_side(partial(predict_draw, seed, gpu), range(count), workers)
     begun = _begun(gpu, seed, "drawn")
     return _gathered(begun, foreseen, file=file, measured=measured, total=count, tell=tell)
 
@@ -78,7 +84,7 @@ def within_jobs(
     """The same with several drawn recipes of each job; `jobs` are so many drawn ones, or these."""
     tell("predicting the first job")
     if isinstance(jobs, int):
-        groups = side_by_side(partial(foresee_job, seed, gpu, recipes), range(jobs), workers)
+        groups = side_by_side(partial(predict_drawn_job, seed, gpu, recipes), range(jobs), workers)
     else:
         asked = partial(_recipes_of, gpu, recipes, seed)
         groups = side_by_side(asked, list(enumerate(jobs)), workers)
@@ -87,7 +93,7 @@ def within_jobs(
     return _gathered(begun, chain.from_iterable(groups), file=file, measured=measured, total=total, tell=tell)
 
 
-def _recipes_of(gpu: Gpu, recipes: int, seed: int, job: tuple[int, Job]) -> list[Run]:
+def _recipes_of(gpu: Gpu, recipes: int, seed: int, job: tuple[int, Job]) -> list[ComparedRun]:
     return recipes_of(job[1], gpu, recipes, seed=seed, number=job[0])
 
 
@@ -109,14 +115,14 @@ def best_of(
 ) -> Accuracy:
     """The same with the best `count` recipes of each job's plan. A plan that fails keeps its job's place."""
 
-    def planned() -> Iterator[Run]:
+    def planned() -> Iterator[ComparedRun]:
         for place, job in enumerate(jobs):
             tell(f"planning job {place + 1} of {len(jobs)}: {job.model.name}")
             first = place * count
             try:
                 found = ranked(job)[:count]
             except SnugfitError as failure:
-                yield Run(
+                yield ComparedRun(
                     number=first,
                     family=job.model.architecture,
                     job=job,
@@ -155,8 +161,8 @@ def rescore(
     """The draw predicted again with today's code, and these rates or today's. What was measured stands, what
     was foreseen at first is kept, and the document says that its predictions are no forecasts."""
     source = rates.source if rates else _source(gpu)
-    runs: list[Run] = []
-    for run in side_by_side(partial(foresee_again, gpu, rates), result.runs, workers):
+    runs: list[ComparedRun] = []
+    for run in side_by_side(partial(predict_again, gpu, rates), result.runs, workers):
         runs.append(run)
         tell(f"predicted {len(runs)} of {len(result.runs)} again")
     versions = installed_versions()
@@ -194,7 +200,7 @@ def _source(gpu: Gpu) -> str:
 
 
 def _gathered(
-    result: Accuracy, foreseen: Iterable[Run], *, file: Path, measured: bool, total: int, tell: Tell
+    result: Accuracy, foreseen: Iterable[ComparedRun], *, file: Path, measured: bool, total: int, tell: Tell
 ) -> Accuracy:
     """The runs, measured as they come; `file` always holds those that are done."""
     for place, each in enumerate(foreseen):
@@ -209,7 +215,7 @@ def _gathered(
     return result
 
 
-def see(run: Run) -> tuple[Run, str | None]:
+def see(run: ComparedRun) -> tuple[ComparedRun, str | None]:
     """The run measured here, in a process of its own; and on what."""
     from snugfit.measurement.measure import measure
 

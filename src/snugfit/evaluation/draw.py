@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from snugfit.errors import SnugfitError
-from snugfit.evaluation.families import FAMILIES, Family, Sizes, draw_config
+from snugfit.evaluation.families import FAMILIES, Family, ModelSizes, draw_config
 from snugfit.job.config import check_facts
 from snugfit.job.find import read_preset
 from snugfit.job.job import Job, Phase, Task
@@ -49,7 +49,7 @@ EVALUATIONS = 0.08
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drawn:
+class DrawnJob:
     """One job with one recipe."""
 
     number: int
@@ -65,7 +65,7 @@ class Drawn:
     """How."""
 
 
-def proposals(seed: int, number: int) -> Iterator[Drawn]:
+def proposals(seed: int, number: int) -> Iterator[DrawnJob]:
     """Lawful draws for this number, best taken in order; the first is the draw unless it cannot be built."""
     family = _family(seed, number)
     rng = random.Random(f"snugfit {seed} {number}")
@@ -73,10 +73,10 @@ def proposals(seed: int, number: int) -> Iterator[Drawn]:
         job = _draw_job(family, rng)
         recipe = _draw_recipe(job, rng) if job else None
         if job and recipe:
-            yield Drawn(number=number, family=family.name, job=job, recipe=recipe)
+            yield DrawnJob(number=number, family=family.name, job=job, recipe=recipe)
 
 
-def job_for(seed: int, number: int) -> Drawn:
+def job_for(seed: int, number: int) -> DrawnJob:
     """The first job of this number that trains, and the recipe that was drawn with it."""
     for drawn in proposals(seed, number):
         if drawn.job.trains:
@@ -135,7 +135,7 @@ def _draw_length(longest: int, rng: random.Random) -> int:
     return rng.randint(32, longest)
 
 
-def _worth_it(sizes: Sizes, task: Task, batch: int, sequence: int, target: int) -> bool:
+def _worth_it(sizes: ModelSizes, task: Task, batch: int, sequence: int, target: int) -> bool:
     """Whether the job is neither too small nor too large, roughly and done the plainest way.
 
     Weights, gradients and two moments: 16 bytes a parameter, and a temporary copy. Activations after

@@ -133,7 +133,7 @@ FAMILIES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class ModelSizes:
     """The drawn sizes of one model."""
 
     depth: int
@@ -158,7 +158,9 @@ class Sizes:
     """Patches of a picture, or frames of sound; 0 for text."""
 
 
-def draw_config(family: Family, facts: dict[str, Any], rng: random.Random) -> tuple[dict[str, Any], Sizes]:
+def draw_config(
+    family: Family, facts: dict[str, Any], rng: random.Random
+) -> tuple[dict[str, Any], ModelSizes]:
     """The preset's `facts` in another size, and that size."""
     low, high = family.width
     head = rng.choice(family.head_widths)
@@ -178,7 +180,7 @@ def draw_config(family: Family, facts: dict[str, Any], rng: random.Random) -> tu
     config |= {key: rng.choice(values) for key, values in family.choices}
     if family.vocabulary and rng.random() < 0.4:
         _cut_vocabulary(config, family.vocabulary, rng.randint(4_000, 100_000))
-    sizes = Sizes(
+    sizes = ModelSizes(
         **drawn,
         vocabulary=config.get(family.vocabulary, 0),
         experts=config.get("num_local_experts", 1),

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 from snugfit.comparison.parallel import Question, answers
 from snugfit.errors import SnugfitError
+from snugfit.evaluation.guide_result import GuideResult, GuideRow, PublishedPrediction
+from snugfit.evaluation.guide_suite import GuideExperiment, Published, machines, suite
 from snugfit.evaluation.per_parameter import per_parameter
 from snugfit.evaluation.per_parameter import questions as anatomy_questions
-from snugfit.evaluation.result import GuideResult, Row, Then
-from snugfit.evaluation.suite import Experiment, Published, machines, suite
 from snugfit.job.gpu import find_gpu
 from snugfit.techniques.recipe import Recipe
 
@@ -67,7 +67,7 @@ def run(
     )
 
 
-def _questions(experiment: Experiment, gpu: Gpu) -> Iterator[Question]:
+def _questions(experiment: GuideExperiment, gpu: Gpu) -> Iterator[Question]:
     """On the GPU that was named, and on each machine that published a result and names its GPU."""
     yield _question(experiment, gpu)
     for published in experiment.published:
@@ -76,7 +76,7 @@ def _questions(experiment: Experiment, gpu: Gpu) -> Iterator[Question]:
             yield then
 
 
-def _question(experiment: Experiment, gpu: Gpu, software: str = "installed") -> Question:
+def _question(experiment: GuideExperiment, gpu: Gpu, software: str = "installed") -> Question:
     return Question(
         about=experiment.name,
         job=experiment.job(),
@@ -87,15 +87,15 @@ def _question(experiment: Experiment, gpu: Gpu, software: str = "installed") -> 
     )
 
 
-def _question_then(experiment: Experiment, published: Published) -> Question | None:
+def _question_then(experiment: GuideExperiment, published: Published) -> Question | None:
     machine = machines()[published.machine]
     if machine.gpu is None or machine.software is None:
         return None
     return _question(experiment, find_gpu(machine.gpu), machine.software)
 
 
-def _row(experiment: Experiment, gpu: Gpu, known: Answers) -> Row:
-    row = Row(
+def _row(experiment: GuideExperiment, gpu: Gpu, known: Answers) -> GuideRow:
+    row = GuideRow(
         name=experiment.name,
         recipe=experiment.recipe,
         loop=experiment.loop,
@@ -107,10 +107,10 @@ def _row(experiment: Experiment, gpu: Gpu, known: Answers) -> Row:
     return replace(row, predicted=given.footprint, fits=given.fits)
 
 
-def _then(experiment: Experiment, published: Published, known: Answers) -> Then:
+def _then(experiment: GuideExperiment, published: Published, known: Answers) -> PublishedPrediction:
     question = _question_then(experiment, published)
     given = known[question.key] if question else ""
-    return Then(
+    return PublishedPrediction(
         published=published,
         predicted_bytes=None if isinstance(given, str) else given.footprint.nvml_bytes,
     )
@@ -121,8 +121,11 @@ def _doubts(given: Prediction | str) -> tuple[str, ...]:
 
 
 def _measure_all(
-    rows: list[Row], experiments: tuple[Experiment, ...], ledger: Path | None, tell: Callable[[str], None]
-) -> tuple[list[Row], str | None]:
+    rows: list[GuideRow],
+    experiments: tuple[GuideExperiment, ...],
+    ledger: Path | None,
+    tell: Callable[[str], None],
+) -> tuple[list[GuideRow], str | None]:
     """Every row that could be predicted, measured here; and on what."""
     from snugfit.measurement.measure import measure
 

@@ -35,7 +35,7 @@ from snugfit.prediction.seconds import step_seconds
 from snugfit.rehearsal.rehearse import rehearse
 
 if TYPE_CHECKING:
-    from snugfit.comparison.runs import Run
+    from snugfit.comparison.compared_runs import ComparedRun
     from snugfit.job.gpu import Gpu
 
 FEWEST = 3
@@ -84,7 +84,7 @@ class Curve(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Learned:
+class LearnedFactors:
     """What a handful of verified runs say about this machine."""
 
     host: float
@@ -123,13 +123,13 @@ class Learned:
 
 
 def learn(
-    runs: Sequence[Run],
+    runs: Sequence[ComparedRun],
     gpu: Gpu,
     *,
     rates: Rates | None = None,
     workers: int = 1,
     tell: Callable[[str], None] = lambda line: None,
-) -> Learned:
+) -> LearnedFactors:
     """What these measured runs say about the host and the device, against `rates` (or those known today).
 
     Raises `SnugfitError` when one of them cannot be rehearsed.
@@ -146,15 +146,17 @@ def learn(
     host, device = factors(curves, measured)
     before, after = _errors(curves, measured), _errors(curves, measured, host, device)
     why_not = _doubt(host, device, before, after)
-    return Learned(host=math.exp(host), device=math.exp(device), before=before, after=after, why_not=why_not)
+    return LearnedFactors(
+        host=math.exp(host), device=math.exp(device), before=before, after=after, why_not=why_not
+    )
 
 
-def nothing(why: str) -> Learned:
+def nothing(why: str) -> LearnedFactors:
     """Nothing was learned, and why."""
-    return Learned(host=1.0, device=1.0, before=(), after=(), why_not=why.rstrip("."))
+    return LearnedFactors(host=1.0, device=1.0, before=(), after=(), why_not=why.rstrip("."))
 
 
-def _trusted(run: Run) -> bool:
+def _trusted(run: ComparedRun) -> bool:
     """Whether its seconds are the machine's own, and no wild ones."""
     alone = run.contaminated is None and run.crowded is None
     return run.seconds is not None and alone and (run.spread or 0.0) <= WILDEST
@@ -189,7 +191,7 @@ def _errors(
 # ---- the curves ------------------------------------------------------------------------------------------
 
 
-def curve_of(gpu: Gpu, rates: Rates, run: Run) -> Curve:
+def curve_of(gpu: Gpu, rates: Rates, run: ComparedRun) -> Curve:
     """How the seconds of this run follow the ratio of its host to its device."""
     setup = run.recipe.setup()
     trace = rehearse(run.job, setup, policy_for(gpu, Software()))

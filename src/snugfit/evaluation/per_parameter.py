@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from snugfit.comparison.parallel import Question
-from snugfit.evaluation.suite import anatomy, job_of
+from snugfit.evaluation.guide_suite import anatomy, job_of
 from snugfit.job.job import Phase
 from snugfit.results.footprint import Kind
 from snugfit.techniques.roster import techniques

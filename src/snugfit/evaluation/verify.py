@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from snugfit.comparison.ranking import Order, gap, order
-from snugfit.comparison.runs import Run
+from snugfit.comparison.compared_runs import ComparedRun
+from snugfit.comparison.ranking import RankAgreement, gap, order
 from snugfit.evaluation.accuracy import see
-from snugfit.evaluation.learn import Learned
-from snugfit.evaluation.predicted import Foreseen
+from snugfit.evaluation.learn import LearnedFactors
+from snugfit.evaluation.predict_runs import PlannedRecipe
 from snugfit.job.job import Job
 
 SCHEMA = 1
@@ -33,17 +33,17 @@ class Verification:
     device: str | None
     """Measured on; None when nothing could be."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[ComparedRun, ...]
     """In the plan's order, its first choice first."""
 
     versions: Mapping[str, str]
     """Of the packages that planned."""
 
-    learned: Learned | None = None
+    learned: LearnedFactors | None = None
     """What the calibration learned; None when it was kept out."""
 
     @property
-    def order(self) -> Order:
+    def order(self) -> RankAgreement:
         """Whether the order of seconds held."""
         return order(self.runs)
 
@@ -53,7 +53,7 @@ class Verification:
         return gap(self.runs)
 
     @property
-    def outside(self) -> tuple[Run, ...]:
+    def outside(self) -> tuple[ComparedRun, ...]:
         """The runs that are outside the band of `snugfit accuracy`, or failed."""
         return tuple(run for run in self.runs if run.complaint)
 
@@ -75,13 +75,13 @@ class Verification:
 def verify(
     job: Job,
     gpu: str,
-    recipes: Sequence[Foreseen],
+    recipes: Sequence[PlannedRecipe],
     *,
     versions: Mapping[str, str],
     tell: Tell = lambda line: None,
 ) -> Verification:
     """Measures these recipes of a plan for `gpu` here."""
-    runs: list[Run] = []
+    runs: list[ComparedRun] = []
     device, began = None, time.monotonic()
     for number, foreseen in enumerate(recipes):
         left = f", about {_left(began, number, len(recipes)):.0f} s left" if number else ""

@@ -21,19 +21,19 @@ import re
 import signal
 
 from snugfit.errors import UsageError
-from snugfit.measurement.process import Ending
+from snugfit.measurement.process import ChildExit
 from snugfit.step.memory_errors import HOST_OOM, memory_cause
 
 OK, TIMEOUT = "ok", "timeout"
 NO_RESULT, BAD_RESULT, REFUSED = "no-result", "bad-result", "refused"
 
 
-def of_exception(error: BaseException) -> str:
+def cause_of_exception(error: BaseException) -> str:
     """The cause of death of a process that ended with this exception; `exit:1` when memory is none of it."""
     return memory_cause(error) or (REFUSED if isinstance(error, UsageError) else "exit:1")
 
 
-def of_ending(ending: Ending, told: str | None) -> str:
+def cause_of_exit(ending: ChildExit, told: str | None) -> str:
     """The cause of death of a child: how it ended, beside what its result told.
 
     `told` is the outcome in the child's own result, `no-result` or `bad-result`. A child that told `ok` and
@@ -62,7 +62,7 @@ _LAST_WORDS = tuple(
 """What C++ code writes when it ends the process itself: exit code, cause, words."""
 
 
-def _last_words(ending: Ending) -> str | None:
+def _last_words(ending: ChildExit) -> str | None:
     """The cause that the process named itself before it ended."""
     for code, cause, words in _LAST_WORDS:
         if code == ending.returncode and words.search(ending.tail):

@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.documents import read_document, write_document
 from snugfit.measurement import causes
+from snugfit.measurement.child_result import ChildResult
 from snugfit.measurement.crowd import crowded, load
-from snugfit.measurement.findings import Findings
 from snugfit.measurement.host import peak_resident_bytes
-from snugfit.measurement.nvml import NvmlSilent, open_nvml
+from snugfit.measurement.nvml import NvmlUnavailable, open_nvml
 from snugfit.measurement.process import die_with_parent
 from snugfit.techniques.hub_kernels import import_peft
 from snugfit.units import MIB
@@ -63,18 +63,18 @@ def main() -> None:
     os._exit(0 if findings.outcome == causes.OK else 1)
 
 
-def run(request: Mapping[str, Any], history: Path) -> Findings:
+def run(request: Mapping[str, Any], history: Path) -> ChildResult:
     """The experiment of one request; never raises what an experiment may raise."""
     try:
         return _perform(request, history)
     except Exception as error:
         traceback.print_exc()
-        cause = causes.of_exception(error)
+        cause = causes.cause_of_exception(error)
         text = str(error) if cause == causes.REFUSED else f"{type(error).__name__}: {error}"
     return replace(_peaks(), outcome=cause, message=text[:4000], versions=_versions())
 
 
-def _perform(request: Mapping[str, Any], history: Path) -> Findings:
+def _perform(request: Mapping[str, Any], history: Path) -> ChildResult:
     import torch
 
     from snugfit.job.job import Job
@@ -158,9 +158,9 @@ def _make_context(device: torch.device, request: Mapping[str, Any]) -> tuple[int
     return max(0, used - int(request["ground_bytes"])), stood
 
 
-def _peaks() -> Findings:
+def _peaks() -> ChildResult:
     """The peaks so far, of the allocator where there is one and of the host."""
-    found = Findings(outcome=causes.OK, host_bytes=peak_resident_bytes())
+    found = ChildResult(outcome=causes.OK, host_bytes=peak_resident_bytes())
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return found
@@ -196,7 +196,7 @@ def _used_bytes(uuid: str | None) -> int | None:
     try:
         with open_nvml() as nvml:
             return nvml.card(uuid).memory().used_bytes
-    except NvmlSilent as reason:
+    except NvmlUnavailable as reason:
         print(f"NVML: {reason}", file=sys.stderr)
         return None
 

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from snugfit.measurement.nvml import Card, NvmlSilent, open_nvml
-from snugfit.measurement.visible import VISIBLE, hides_all
+from snugfit.measurement.nvml import Card, NvmlUnavailable, open_nvml
+from snugfit.measurement.visible_devices import VISIBLE, hides_all
 from snugfit.versions import CORE, OPTIONAL, __version__, torch_cuda, version_of
 
 SCHEMA = 1
@@ -49,7 +49,7 @@ class Extra:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FoundGpu:
+class GpuStatus:
     """One GPU of this machine."""
 
     name: str
@@ -117,7 +117,7 @@ class Doctor:
     nvml: str | None
     """Why NVML does not answer; None when it does."""
 
-    gpus: tuple[FoundGpu, ...]
+    gpus: tuple[GpuStatus, ...]
     """All of the machine, in the order of the PCI bus, whatever CUDA_VISIBLE_DEVICES shows."""
 
     visible_devices: str | None
@@ -157,23 +157,23 @@ def examine(
     )
 
 
-def _nvml(library: Any | None) -> tuple[str | None, str | None, tuple[FoundGpu, ...]]:
+def _nvml(library: Any | None) -> tuple[str | None, str | None, tuple[GpuStatus, ...]]:
     """The driver's version, NVML's reason for silence, and the GPUs."""
     try:
         with open_nvml(library) as nvml:
             return nvml.driver(), None, tuple(_found(card) for card in nvml.cards())
-    except NvmlSilent as reason:
+    except NvmlUnavailable as reason:
         return None, str(reason), ()
 
 
-def _found(card: Card) -> FoundGpu:
+def _found(card: Card) -> GpuStatus:
     memory, processes, fault = None, None, None
     try:
         memory = card.memory()
         processes = len(card.computing())
-    except NvmlSilent as reason:
+    except NvmlUnavailable as reason:
         fault = str(reason)
-    return FoundGpu(
+    return GpuStatus(
         name=card.name,
         uuid=card.uuid,
         compute_capability=card.capability(),
@@ -186,7 +186,7 @@ def _found(card: Card) -> FoundGpu:
 
 
 def _why_no_cuda(
-    build: str | None, silence: str | None, gpus: tuple[FoundGpu, ...], environment: Mapping[str, str]
+    build: str | None, silence: str | None, gpus: tuple[GpuStatus, ...], environment: Mapping[str, str]
 ) -> str | None:
     """Why a measurement would not run on a GPU, as far as can be told without torch."""
     if version_of("torch") is None:

@@ -30,15 +30,15 @@ from pathlib import Path
 from snugfit.documents import BadDocument, read_document, write_document
 from snugfit.errors import JobError, UsageError, did_you_mean
 from snugfit.job.job import Job, refuse_what_is_no_job
-from snugfit.measurement import causes, clean
+from snugfit.measurement import causes, contamination
 from snugfit.measurement import ledger as ledger_files
 from snugfit.measurement.child import HISTORY_STEP
+from snugfit.measurement.child_result import ChildResult
 from snugfit.measurement.environment import child_environment
-from snugfit.measurement.findings import Findings
-from snugfit.measurement.place import Place, find_place
-from snugfit.measurement.process import Child, Ending
+from snugfit.measurement.process import Child, ChildExit
 from snugfit.measurement.sampler import Sampler
 from snugfit.measurement.stopwatch import timing_of
+from snugfit.measurement.target import Target, open_target
 from snugfit.results.footprint import Footprint
 from snugfit.results.measurement import Measurement
 from snugfit.step.step import LOOPS
@@ -51,7 +51,7 @@ _LAST_LINES = 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Experiment:
+class MeasurementRequest:
     """What is to be measured, and how long."""
 
     job: Job
@@ -88,7 +88,7 @@ def measure(
     """
     refuse_what_is_no_job(job)
     recipe = recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe)
-    experiment = Experiment(
+    experiment = MeasurementRequest(
         job=job,
         recipe=recipe,
         loop=loop,
@@ -99,7 +99,7 @@ def measure(
     )
     root = _path_of("ledger", ledger)
     _refuse(experiment)
-    with find_place(device, gpu_index, environment=os.environ) as place:
+    with open_target(device, gpu_index, environment=os.environ) as place:
         recipe.check(job, place.card.capability() if place.card else None)
         if record_history is not None and place.type != "cuda":
             raise UsageError("A memory history is recorded by the CUDA allocator; there is no GPU here.")
@@ -111,9 +111,9 @@ def measure(
     return measurement
 
 
-def perform(experiment: Experiment, place: Place) -> tuple[Measurement, str]:
+def perform(experiment: MeasurementRequest, place: Target) -> tuple[Measurement, str]:
     """The experiment at its place: the measurement, and the last words of the measured process."""
-    ground = clean.before(place.card, patience=clean.PATIENCE) if place.card else None
+    ground = contamination.before(place.card, patience=contamination.PATIENCE) if place.card else None
     when = datetime.now(UTC).isoformat(timespec="seconds")
     with tempfile.TemporaryDirectory(prefix="snugfit-") as room:
         request, result = Path(room) / "request.json", Path(room) / "result.json"
@@ -153,20 +153,21 @@ def child_command(request: Path, result: Path) -> list[str]:
     return [sys.executable, "-P", "-m", "snugfit.measurement.child", str(request), str(result)]
 
 
-def judge(ending: Ending, result: Path) -> tuple[Findings, str]:
-    """What the child found, and the cause of its end. Findings are empty where it left no result of ours."""
+def judge(ending: ChildExit, result: Path) -> tuple[ChildResult, str]:
+    """What the child found, and the cause of its end. The result is empty where it left no result of
+    ours."""
     try:
-        findings = Findings.from_json(read_document(result))
+        findings = ChildResult.from_json(read_document(result))
     except FileNotFoundError:
-        findings = Findings(outcome=causes.NO_RESULT)
+        findings = ChildResult(outcome=causes.NO_RESULT)
     except BadDocument as fault:
-        findings = Findings(outcome=causes.BAD_RESULT, message=str(fault))
+        findings = ChildResult(outcome=causes.BAD_RESULT, message=str(fault))
     if findings.outcome == causes.OK and not findings.seconds:
-        findings = Findings(outcome=causes.BAD_RESULT, message="a result without a single timed step")
-    return findings, causes.of_ending(ending, findings.outcome)
+        findings = ChildResult(outcome=causes.BAD_RESULT, message="a result without a single timed step")
+    return findings, causes.cause_of_exit(ending, findings.outcome)
 
 
-def _refuse(experiment: Experiment) -> None:
+def _refuse(experiment: MeasurementRequest) -> None:
     """Raises `UsageError` for what no process could run."""
     job, loop = experiment.job, experiment.loop
     if job.model.module is not None:
@@ -198,7 +199,9 @@ def _path_of(what: str, given: object) -> Path | None:
     raise UsageError(f"{what} is {given!r}; it is a path, or None.")
 
 
-def _request(experiment: Experiment, place: Place, ground: clean.Ground | None) -> dict[str, object]:
+def _request(
+    experiment: MeasurementRequest, place: Target, ground: contamination.GpuBaseline | None
+) -> dict[str, object]:
     return {
         "parent": os.getpid(),
         "launched": time.monotonic(),
@@ -214,13 +217,13 @@ def _request(experiment: Experiment, place: Place, ground: clean.Ground | None) 
     }
 
 
-def _environment(experiment: Experiment, place: Place) -> dict[str, str]:
+def _environment(experiment: MeasurementRequest, place: Target) -> dict[str, str]:
     expandable = experiment.recipe.setup().expandable_segments
     return child_environment(os.environ, visibility=place.visibility, expandable_segments=expandable)
 
 
 @contextmanager
-def _sampling(place: Place, child: Child) -> Iterator[Sampler | None]:
+def _sampling(place: Target, child: Child) -> Iterator[Sampler | None]:
     """NVML, sampled for as long as the child runs; nothing without a card."""
     if place.card is None:
         yield None
@@ -229,14 +232,14 @@ def _sampling(place: Place, child: Child) -> Iterator[Sampler | None]:
         yield sampler
 
 
-def _growth(sampler: Sampler | None, ground: clean.Ground | None) -> int | None:
+def _growth(sampler: Sampler | None, ground: contamination.GpuBaseline | None) -> int | None:
     """What the device's used bytes grew by at their peak: this run's NVML bytes."""
     if sampler is None or sampler.peak_bytes is None or ground is None or ground.used_bytes is None:
         return None
     return max(0, sampler.peak_bytes - ground.used_bytes)
 
 
-def _footprint(findings: Findings, nvml_bytes: int | None) -> Footprint | None:
+def _footprint(findings: ChildResult, nvml_bytes: int | None) -> Footprint | None:
     """The context is what NVML counts beyond the allocator's segments, when both peaked together: without
     retries the allocator never gives a segment back, so they did."""
     if findings.host_bytes is None:  # no result
@@ -256,24 +259,24 @@ def _footprint(findings: Findings, nvml_bytes: int | None) -> Footprint | None:
 
 
 def _contaminated(
-    place: Place, ground: clean.Ground | None, sampler: Sampler | None, findings: Findings
+    place: Target, ground: contamination.GpuBaseline | None, sampler: Sampler | None, findings: ChildResult
 ) -> str | None:
     """The first reason why the GPU was not this run's alone, or could not be proven so."""
     if place.card is None or ground is None or sampler is None:
         return f"not proven clean: {place.doubt}" if place.doubt else None
-    reasons = [ground.reason, clean.during(sampler.censuses.values(), ground)]
+    reasons = [ground.reason, contamination.during(sampler.censuses.values(), ground)]
     grown, reserved, context = _growth(sampler, ground), findings.reserved_bytes, findings.first_context_bytes
     if grown is not None and reserved is not None and context is not None:
         reasons.append(
-            clean.unexplained(grown_bytes=grown, reserved_bytes=reserved, first_context_bytes=context)
+            contamination.unexplained(grown_bytes=grown, reserved_bytes=reserved, first_context_bytes=context)
         )
     if sampler.refusal is not None:
         reasons.append(f"not proven clean: {sampler.refusal}")
-    reasons.append(clean.after(place.card, ground, patience=clean.PATIENCE))
+    reasons.append(contamination.after(place.card, ground, patience=contamination.PATIENCE))
     return next((reason for reason in reasons if reason), None)
 
 
-def _message(outcome: str, findings: Findings, ending: Ending, experiment: Experiment) -> str:
+def _message(outcome: str, findings: ChildResult, ending: ChildExit, experiment: MeasurementRequest) -> str:
     """For a run that died: what it said last."""
     if outcome == causes.OK:
         return ""

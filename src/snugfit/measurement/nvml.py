@@ -6,8 +6,8 @@ counts the reserve as used, which cancels out in differences.
 
 Everything NVML may refuse is refused somewhere: no driver at all, a driver too old for version 2, WSL (no
 process list), MIG, containers whose process ids are not ours, bytes that are None or 0. So every question
-goes through `_ask`, and what cannot be answered raises `NvmlSilent` with the reason in words; whoever asks
-goes on without the answer and keeps the reason. The library is a parameter, so tests bring their own.
+goes through `_ask`, and what cannot be answered raises `NvmlUnavailable` with the reason in words; whoever
+asks goes on without the answer and keeps the reason. The library is a parameter, so tests bring their own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MEMORY_V2 = 0x02000028
 """`nvmlMemory_v2`: sizeof(nvmlMemory_v2_t) | 2 << 24, from nvml.h."""
 
 
-class NvmlSilent(SnugfitError):
+class NvmlUnavailable(SnugfitError):
     """NVML, or one of its answers, is not to be had here; the message says why."""
 
 
@@ -61,20 +61,20 @@ class Card:
         self.uuid = _text(_ask(library, "nvmlDeviceGetUUID", handle))
         try:
             self.name = _text(_ask(library, "nvmlDeviceGetName", handle))
-        except NvmlSilent:
+        except NvmlUnavailable:
             self.name = "unnamed GPU"
 
     def memory(self) -> DeviceMemory:
-        """Its memory now; raises `NvmlSilent` when NVML does not tell or tells nonsense."""
+        """Its memory now; raises `NvmlUnavailable` when NVML does not tell or tells nonsense."""
         if self._version != 1:
             try:
                 answer = _ask(self._library, "nvmlDeviceGetMemoryInfo", self._handle, version=MEMORY_V2)
                 memory = _checked(answer.total, answer.used, answer.reserved)
                 self._version = 2
                 return memory
-            except (NvmlSilent, AttributeError) as refusal:
+            except (NvmlUnavailable, AttributeError) as refusal:
                 if self._version == 2:  # a version that answered once is kept: the two count differently
-                    raise NvmlSilent(str(refusal)) from None
+                    raise NvmlUnavailable(str(refusal)) from None
         answer = _ask(self._library, "nvmlDeviceGetMemoryInfo", self._handle)
         memory = _checked(answer.total, answer.used, None)
         self._version = 1
@@ -86,29 +86,29 @@ class Card:
         return self._version == 1
 
     def computing(self) -> list[GpuProcess]:
-        """Processes with a compute context here; raises `NvmlSilent` where the driver hides them."""
+        """Processes with a compute context here; raises `NvmlUnavailable` where the driver hides them."""
         return _processes(_ask(self._library, "nvmlDeviceGetComputeRunningProcesses", self._handle))
 
     def drawing(self) -> list[GpuProcess]:
         """Processes that draw on a display through this GPU; none where the driver does not tell."""
         try:
             return _processes(_ask(self._library, "nvmlDeviceGetGraphicsRunningProcesses", self._handle))
-        except NvmlSilent:
+        except NvmlUnavailable:
             return []
 
     def capability(self) -> tuple[int, int] | None:
         """Its CUDA compute capability, where the driver tells."""
         try:
             major, minor = _ask(self._library, "nvmlDeviceGetCudaComputeCapability", self._handle)
-        except NvmlSilent:
+        except NvmlUnavailable:
             return None
         return int(major), int(minor)
 
-    def first_part(self) -> Card:
+    def first_mig_device(self) -> Card:
         """The first MIG part when the GPU is cut into parts (all that CUDA shows of it), else the GPU."""
         try:
             current, _ = _ask(self._library, "nvmlDeviceGetMigMode", self._handle)
-        except NvmlSilent:
+        except NvmlUnavailable:
             return self
         if not current:
             return self
@@ -118,9 +118,9 @@ class Card:
                 return Card(
                     library, _ask(library, "nvmlDeviceGetMigDeviceHandleByIndex", self._handle, index)
                 )
-            except NvmlSilent:
+            except NvmlUnavailable:
                 continue
-        raise NvmlSilent(f"{self.name} ({self.uuid}) is in MIG mode and has no MIG part yet.")
+        raise NvmlUnavailable(f"{self.name} ({self.uuid}) is in MIG mode and has no MIG part yet.")
 
     def __str__(self) -> str:
         return f"{self.name} ({self.uuid})"
@@ -144,14 +144,14 @@ class Nvml:
         """Gives NVML back. Cards of this NVML answer no more."""
         try:
             _ask(self._library, "nvmlShutdown")
-        except NvmlSilent:
+        except NvmlUnavailable:
             return
 
     def driver(self) -> str | None:
         """The driver's version, where it tells."""
         try:
             return _text(_ask(self._library, "nvmlSystemGetDriverVersion"))
-        except NvmlSilent:
+        except NvmlUnavailable:
             return None
 
     def cards(self) -> list[Card]:
@@ -168,7 +168,7 @@ class Nvml:
 
 
 def open_nvml(library: Any | None = None) -> Nvml:
-    """NVML, opened; raises `NvmlSilent` with the reason where there is none."""
+    """NVML, opened; raises `NvmlUnavailable` with the reason where there is none."""
     used = library if library is not None else _binding()
     _ask(used, "nvmlInit")
     return Nvml(used)
@@ -178,7 +178,7 @@ def _binding() -> Any:
     try:
         import pynvml
     except ImportError as missing:
-        raise NvmlSilent(f"nvidia-ml-py is not installed ({missing}).") from None
+        raise NvmlUnavailable(f"nvidia-ml-py is not installed ({missing}).") from None
     return pynvml
 
 
@@ -188,16 +188,16 @@ def _ask(library: Any, question: str, *arguments: Any, **named: Any) -> Any:
     try:
         return getattr(library, question)(*arguments, **named)
     except Exception as refusal:
-        raise NvmlSilent(f"{question}: {refusal or type(refusal).__name__}") from None
+        raise NvmlUnavailable(f"{question}: {refusal or type(refusal).__name__}") from None
 
 
 def _checked(total: Any, used: Any, reserve: Any) -> DeviceMemory:
     """The three numbers, when they can be true together."""
     numbers = (total, used) if reserve is None else (total, used, reserve)
     if not all(type(number) is int and number >= 0 for number in numbers):
-        raise NvmlSilent(f"NVML tells no memory: total {total!r}, used {used!r}, reserve {reserve!r}.")
+        raise NvmlUnavailable(f"NVML tells no memory: total {total!r}, used {used!r}, reserve {reserve!r}.")
     if total == 0 or used > total or (reserve or 0) > total:
-        raise NvmlSilent(
+        raise NvmlUnavailable(
             f"NVML tells memory that cannot be: {show_mib(used)} MiB used of {show_mib(total)} MiB."
         )
     return DeviceMemory(total_bytes=total, used_bytes=used, reserve_bytes=reserve)

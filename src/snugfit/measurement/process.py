@@ -43,7 +43,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ending:
+class ChildExit:
     """How a child's life ended."""
 
     returncode: int
@@ -110,14 +110,14 @@ class Child:
         except OSError:
             return False
 
-    def wait(self, deadline_seconds: float) -> Ending:
+    def wait(self, deadline_seconds: float) -> ChildExit:
         """Sleeps until the child has ended, or ends it at its deadline."""
         timed_out = not self._sleep_until(time.monotonic() + deadline_seconds)
         if timed_out:
             self._signal_group(signal.SIGTERM)
             self._sleep_until(time.monotonic() + self._grace)
         self._end()
-        return Ending(
+        return ChildExit(
             returncode=self._process.returncode,
             timed_out=timed_out,
             tail=self._tail.decode(errors="replace"),

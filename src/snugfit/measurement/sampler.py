@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from snugfit.measurement.nvml import Card, GpuProcess, NvmlSilent
+from snugfit.measurement.nvml import Card, GpuProcess, NvmlUnavailable
 
 INTERVAL = 0.01
 """Seconds between two readings."""
@@ -73,7 +73,7 @@ class Sampler:
         """One reading; False when NVML refused."""
         try:
             used = self._card.memory().used_bytes
-        except NvmlSilent as reason:
+        except NvmlUnavailable as reason:
             self.refusal = str(reason)
             return False
         self.peak_bytes = max(self.peak_bytes or 0, used)
@@ -84,7 +84,7 @@ class Sampler:
         try:
             processes = self._card.computing()
             used = self._card.memory().used_bytes
-        except NvmlSilent:
+        except NvmlUnavailable:
             return
         crowd = frozenset(process.pid for process in processes)
         known = self.censuses.get(crowd)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from snugfit.measurement.quiet_core import QuietCore
 
-LARGEST_SPREAD = 0.10
+MAX_STABLE_SPREAD = 0.10
 """Above it the mean is called unstable. A convention of ours, not a measured bound. It cannot see a host
 that is crowded all the time, which makes every step equally slow; crowd.py looks for that."""
 
@@ -159,7 +159,7 @@ def timing_of(seconds: Sequence[float], batch_size: int, quiet: Sequence[bool] =
         spread=spread,
         samples_per_second=batch_size / mean if mean else 0.0,
         steps=len(seconds),
-        unstable=len(seconds) < 2 or spread > LARGEST_SPREAD,
+        unstable=len(seconds) < 2 or spread > MAX_STABLE_SPREAD,
         seconds=every,
         every_seconds=_mean(every),
     )

@@ -22,23 +22,23 @@ from typing import Any
 
 from snugfit.errors import GpuError
 from snugfit.measurement.host import peak_resident_bytes
-from snugfit.measurement.nvml import Card, Nvml, NvmlSilent, open_nvml
+from snugfit.measurement.nvml import Card, Nvml, NvmlUnavailable, open_nvml
 from snugfit.measurement.sampler import Sampler
-from snugfit.measurement.seen import Seen, SeenGpu
-from snugfit.measurement.visible import choose
+from snugfit.measurement.visible_devices import choose
+from snugfit.measurement.watch_result import WatchedGpu, WatchResult
 from snugfit.versions import torch_cuda
 
 
 class Watch:
-    """The context manager that `watch` gives; entering it gives the `Seen`."""
+    """The context manager that `watch` gives; entering it gives the `WatchResult`."""
 
     def __init__(self, samples: int | None, gpus: Sequence[int] | None, library: Any | None = None) -> None:
-        self._seen, self._asked, self._library = Seen(samples), gpus, library
+        self._seen, self._asked, self._library = WatchResult(samples), gpus, library
         self._open = ExitStack()
         self._watched: dict[int, tuple[Card, Sampler] | str] = {}
         self._retries: dict[int, int] = {}
 
-    def __enter__(self) -> Seen:
+    def __enter__(self) -> WatchResult:
         self._cuda = _cuda()
         self._indices = self._choose()
         with ExitStack() as opened:
@@ -90,7 +90,7 @@ class Watch:
         """Starts a sampler for each watched GPU; where one cannot be found the reason is kept."""
         try:
             nvml = opened.enter_context(open_nvml(self._library))
-        except NvmlSilent as reason:
+        except NvmlUnavailable as reason:
             self._refuse(str(reason))
             return
         for index in self._indices:
@@ -98,7 +98,7 @@ class Watch:
                 card = self._card(nvml, index)
                 sampler = opened.enter_context(Sampler(card, belongs=lambda pid: pid == os.getpid()))
                 self._watched[index] = (card, sampler)
-            except (NvmlSilent, GpuError) as reason:
+            except (NvmlUnavailable, GpuError) as reason:
                 if self._asked is not None and isinstance(reason, GpuError):
                     raise
                 self._watched[index] = str(reason)
@@ -120,7 +120,7 @@ class Watch:
         if self._in_use():
             uuid = str(getattr(self._cuda.get_device_properties(index), "uuid", ""))
             for prefix in ("", "GPU-", "MIG-"):
-                with suppress(NvmlSilent):
+                with suppress(NvmlUnavailable):
                     return nvml.card(prefix + uuid)
         return choose(nvml, os.environ, index)
 
@@ -135,7 +135,7 @@ class Watch:
             return f"CUDA failed inside the block: {str(fault).splitlines()[0]}"
         return None
 
-    def _look(self, index: int, fault: str | None) -> SeenGpu:
+    def _look(self, index: int, fault: str | None) -> WatchedGpu:
         """Everything that is known about one GPU at the end of the block."""
         facts: dict[str, Any] = {"doubt": fault}
         watched = self._watched.get(index)
@@ -148,7 +148,7 @@ class Watch:
             facts |= {f"{name}_bytes": stats.get(f"{name}_bytes.all.peak", 0) for name in _ALLOCATOR_PEAKS}
             facts["retries"] = stats.get("num_alloc_retries", 0) - self._retries.get(index, 0)
             facts.setdefault("name", self._cuda.get_device_name(index))
-        return SeenGpu(index=index, **facts)
+        return WatchedGpu(index=index, **facts)
 
 
 _ALLOCATOR_PEAKS = ("requested", "allocated", "reserved")
@@ -166,7 +166,7 @@ def _device_facts(card: Card, sampler: Sampler) -> dict[str, Any]:
     }
     try:
         memory = card.memory()
-    except NvmlSilent as reason:
+    except NvmlUnavailable as reason:
         return facts | {"doubt": str(reason)}
     return facts | {"total_bytes": memory.total_bytes, "reserve_bytes": memory.reserve_bytes}
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from rich.console import Group, RenderableType
 
-from snugfit.measurement.doctor import Doctor, FoundGpu
+from snugfit.measurement.doctor import Doctor, GpuStatus
 from snugfit.report.text.terminal import table, words
 from snugfit.units import show_bytes
 
@@ -48,7 +48,7 @@ def _gpus(found: Doctor) -> list[RenderableType]:
     return [table(heads, (_gpu(gpu) for gpu in found.gpus))]
 
 
-def _gpu(gpu: FoundGpu) -> tuple[str, ...]:
+def _gpu(gpu: GpuStatus) -> tuple[str, ...]:
     capability = ".".join(map(str, gpu.compute_capability)) if gpu.compute_capability else "?"
     sizes = (gpu.total_bytes, gpu.used_bytes, gpu.reserve_bytes)
     shown = ("?" if size is None else show_bytes(size) for size in sizes)

@@ -10,7 +10,7 @@ from snugfit.report.prediction import footprint_table
 from snugfit.report.text.job import job_line
 from snugfit.report.text.terminal import table, words
 from snugfit.results.footprint import Startup, Timing
-from snugfit.results.measurement import MUCH_DISTURBED, Measurement
+from snugfit.results.measurement import HIGH_DISTURBANCE, Measurement
 from snugfit.units import MIB, show_bytes, show_seconds
 
 
@@ -83,7 +83,7 @@ def _notes(measurement: Measurement) -> list[tuple[str, str]]:
         notes.append(
             ("Unstable: the steps differ too much for the mean to be trusted. Measure again.", "yellow")
         )
-    if measurement.disturbed and measurement.disturbed > MUCH_DISTURBED:
+    if measurement.disturbed and measurement.disturbed > HIGH_DISTURBANCE:
         share = f"{100 * measurement.disturbed:.0f} %"
         notes.append((f"Others disturbed the core that asks for kernels, at {share} of the looks.", "yellow"))
     if measurement.footprint and measurement.footprint.retries:

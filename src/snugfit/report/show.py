@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import RenderableType
 
 from snugfit.comparison.compare import Comparison
-from snugfit.evaluation.result import GuideResult
+from snugfit.evaluation.guide_result import GuideResult
 from snugfit.measurement.doctor import Doctor
 from snugfit.planning.fleet.gpu_plans import GpuPlans
 from snugfit.planning.lengths.length_plan import LengthPlan

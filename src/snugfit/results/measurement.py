@@ -13,7 +13,7 @@ from snugfit.techniques.recipe import Recipe
 
 SCHEMA = 1
 
-MUCH_DISTURBED = 0.2
+HIGH_DISTURBANCE = 0.2
 """Share of looks at a core. A choice."""
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from rich.console import Group, RenderableType
 
-from snugfit.comparison.ranking import by_job, gap
-from snugfit.comparison.runs import BAND, Accuracy, Run, quantiles
+from snugfit.comparison.compared_runs import BAND, Accuracy, ComparedRun, error_quantiles
+from snugfit.comparison.ranking import gap, group_by_job
 from snugfit.report.evaluation.order import (
     gap_line,
     order_line,
@@ -44,7 +44,7 @@ def grids(result: Accuracy, *, wide: bool = False) -> Iterator[Grid]:
     if result.kind == "drawn":
         yield runs_grid(result) if wide else narrow_grid(result)
         return
-    for runs in by_job(result.runs):
+    for runs in group_by_job(result.runs):
         lines = [order_line(runs), gap_line(runs) if result.kind == "top" else ""]
         yield recipes_grid(runs, job_words(runs[0]), " ".join(filter(None, lines)))
 
@@ -71,14 +71,14 @@ def narrow_grid(result: Accuracy) -> Grid:
     return Grid(title=f"Runs of seed {result.seed}", heads=heads, rows=tuple(rows))
 
 
-def _bound(run: Run) -> str:
+def _bound(run: ComparedRun) -> str:
     return run.bound or ""
 
 
 def title(result: Accuracy) -> str:
     """What was drawn, and where it ran."""
     families = len({run.family for run in result.runs})
-    jobs = len(by_job(result.runs))
+    jobs = len(group_by_job(result.runs))
     count = f"{jobs} job{'s' if jobs > 1 else ''}"
     what = f"Seed {result.seed}" if result.seed is not None else "Named jobs"
     runs = {
@@ -91,7 +91,7 @@ def title(result: Accuracy) -> str:
     return f"{what}: {runs.get(result.kind, runs['drawn'])}, {where}{again}"
 
 
-def job_words(run: Run) -> str:
+def job_words(run: ComparedRun) -> str:
     """A drawn job in one cell."""
     job = run.job
     what = f"{job.model.name}: {job.task}, {sizes(job)}"
@@ -108,10 +108,10 @@ def about_order(result: Accuracy) -> Iterator[str]:
     if line := order_line(result.runs):
         yield f"All jobs together. {line}"
     if result.kind == "top":
-        yield from gaps_line(by_job(result.runs))
+        yield from gaps_line(group_by_job(result.runs))
 
 
-def gaps_line(jobs: Sequence[Sequence[Run]]) -> Iterator[str]:
+def gaps_line(jobs: Sequence[Sequence[ComparedRun]]) -> Iterator[str]:
     """How many first choices were near the best, and the worst of them."""
     lost = [gap(runs) for runs in jobs if any(run.outcome for run in runs)]
     known = [each for each in lost if each is not None]
@@ -129,7 +129,7 @@ def summary_grid(result: Accuracy) -> Grid:
     rows = []
     for figure, name in FIGURES.items():
         errors = result.errors(figure)
-        shown = [per_cent(error, signed=False) for error in quantiles(errors)]
+        shown = [per_cent(error, signed=False) for error in error_quantiles(errors)]
         band = BAND.get(figure)
         inside = sum(error <= band for error in errors) if band else None
         rows.append(

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from snugfit.comparison.ranking import by_job
-from snugfit.comparison.runs import BAND, Accuracy, Run, quantiles
+from snugfit.comparison.compared_runs import BAND, Accuracy, ComparedRun, error_quantiles
+from snugfit.comparison.ranking import group_by_job
 from snugfit.evaluation.families import FAMILIES
-from snugfit.measurement.stopwatch import LARGEST_SPREAD
+from snugfit.measurement.stopwatch import MAX_STABLE_SPREAD
 from snugfit.report.evaluation.accuracy import (
     FIGURES,
     about_order,
@@ -20,7 +20,7 @@ from snugfit.report.evaluation.accuracy import (
 )
 from snugfit.report.evaluation.order import order_line, per_cent, seen_seconds
 from snugfit.report.text.grid import Grid, escape, markdown
-from snugfit.results.measurement import MUCH_DISTURBED
+from snugfit.results.measurement import HIGH_DISTURBANCE
 
 EDGES = (-0.3, -0.2, -0.15, -0.1, -0.05, 0.0, 0.05, 0.1, 0.15, 0.2, 0.3)
 """Between the bars of the histogram, as shares."""
@@ -62,18 +62,18 @@ def _together(results: Sequence[Accuracy]) -> str:
     """All results in four sentences."""
     runs = [run for result in results for run in result.runs]
     errors = sorted(abs(run.error("step_seconds") or 0.0) for run in runs if run.seconds)
-    median, nine, largest = (per_cent(each, digits=1, signed=False) for each in quantiles(errors))
+    median, nine, largest = (per_cent(each, digits=1, signed=False) for each in error_quantiles(errors))
     lines = [
         f"Seconds of a step over all {len(errors)} measured runs: half of the errors are below {median} %, "
         f"nine in ten below {nine} %, the largest is {largest} %."
     ]
     several = [run for result in results if result.kind != "drawn" for run in result.runs]
     lines += [line for line in [order_line(several)] if line]
-    plans = [group for result in results if result.kind == "top" for group in by_job(result.runs)]
+    plans = [group for result in results if result.kind == "top" for group in group_by_job(result.runs)]
     return f"## All results together\n\n{escape(' '.join([*lines, *gaps_line(plans)]))}\n"
 
 
-def histogram(runs: Sequence[Run]) -> str:
+def histogram(runs: Sequence[ComparedRun]) -> str:
     """The errors of seconds, counted between edges."""
     errors = [run.error("step_seconds") or 0.0 for run in runs]
     lower, upper = (None, *EDGES), (*EDGES, None)
@@ -99,7 +99,7 @@ def _edge(share: float) -> str:
     return f"{100 * share:+g}" if share else "0"
 
 
-def worst_grid(runs: Sequence[Run]) -> Grid:
+def worst_grid(runs: Sequence[ComparedRun]) -> Grid:
     """The largest errors of seconds, and why, where that is known."""
     found = sorted(runs, key=lambda run: -abs(run.error("step_seconds") or 0.0))[:WORST]
     rows = tuple(
@@ -110,7 +110,7 @@ def worst_grid(runs: Sequence[Run]) -> Grid:
     return Grid(title="The largest errors of seconds", heads=heads, rows=rows)
 
 
-def causes(run: Run) -> Iterator[str]:
+def causes(run: ComparedRun) -> Iterator[str]:
     """What is known of why a run is off: what somebody found out, and what the run itself says."""
     if run.cause:
         yield run.cause
@@ -118,9 +118,9 @@ def causes(run: Run) -> Iterator[str]:
         yield f"the GPU was not its alone: {run.contaminated}"
     if run.crowded:
         yield f"the host was crowded: {run.crowded}"
-    if run.disturbed and run.disturbed > MUCH_DISTURBED:
+    if run.disturbed and run.disturbed > HIGH_DISTURBANCE:
         yield f"others disturbed its core at {100 * run.disturbed:.0f} % of looks"
-    if run.spread is not None and run.spread > LARGEST_SPREAD:
+    if run.spread is not None and run.spread > MAX_STABLE_SPREAD:
         yield f"its own steps vary by {100 * run.spread:.0f} %"
     yield from (doubt for doubt in run.doubts if doubt.startswith("Seconds"))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from io import BytesIO
 
-from snugfit.comparison.runs import Accuracy, Run
+from snugfit.comparison.compared_runs import Accuracy, ComparedRun
 from snugfit.errors import UsageError
 from snugfit.report.evaluation.plot import STYLE
 
@@ -24,7 +24,7 @@ def draw(results: Sequence[Accuracy], form: str) -> bytes:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    groups: dict[str, list[Run]] = {}
+    groups: dict[str, list[ComparedRun]] = {}
     for run in (run for result in results for run in result.runs if run.seconds):
         groups.setdefault("host" if run.bound == "host" else "device", []).append(run)
     if not groups:

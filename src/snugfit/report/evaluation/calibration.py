@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from snugfit.comparison.calibrate import Reading
+from snugfit.comparison.calibrate import ProbeReading
 from snugfit.prediction.rates import Rates
 from snugfit.report.text.terminal import table
 from snugfit.units import show_seconds
 
 
-def render(rates: Rates, readings: Sequence[Reading]) -> Table:
+def render(rates: Rates, readings: Sequence[ProbeReading]) -> Table:
     """One row a probe."""
     rows = [
         (

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from rich.console import Group, RenderableType
 
-from snugfit.evaluation.result import GuideResult, Row
-from snugfit.evaluation.suite import anatomy, machines, source
+from snugfit.evaluation.guide_result import GuideResult, GuideRow
+from snugfit.evaluation.guide_suite import anatomy, machines, source
 from snugfit.report.evaluation.methods import change, helps, method_lines, stage_lines
 from snugfit.report.text.files import write_atomically
 from snugfit.report.text.grid import Grid, csv_text, escape, terminal
@@ -48,7 +48,7 @@ def csv(result: GuideResult) -> str:
     return csv_text(heads, (_csv_row(row, result.vanilla, known) for row in result.rows))
 
 
-def _csv_row(row: Row, vanilla: Row, known: list[str]) -> list[object]:
+def _csv_row(row: GuideRow, vanilla: GuideRow, known: list[str]) -> list[object]:
     timing = row.timing
     cells: list[object] = [row.name, row.recipe, row.loop, row.predicted_bytes]
     cells += [change(row.predicted_bytes, vanilla.predicted_bytes), row.fits, row.refused, row.measured_bytes]

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from snugfit.evaluation.result import GuideResult, Row
-from snugfit.evaluation.suite import VANILLA, Method, baselines, methods
+from snugfit.evaluation.guide_result import GuideResult, GuideRow
+from snugfit.evaluation.guide_suite import VANILLA, Method, baselines, methods
 from snugfit.results.footprint import Kind
 from snugfit.units import MIB
 
@@ -76,7 +76,7 @@ def method_lines(result: GuideResult) -> tuple[MethodLine, ...]:
     )
 
 
-def _method_line(method: Method, row: Row, vanilla: Row) -> MethodLine:
+def _method_line(method: Method, row: GuideRow, vanilla: GuideRow) -> MethodLine:
     speed, origin = _speed(row, vanilla)
     return MethodLine(
         method=method.method,
@@ -89,7 +89,7 @@ def _method_line(method: Method, row: Row, vanilla: Row) -> MethodLine:
     )
 
 
-def _speed(row: Row, vanilla: Row) -> tuple[float | None, str]:
+def _speed(row: GuideRow, vanilla: GuideRow) -> tuple[float | None, str]:
     if row.timing and vanilla.timing:
         return change(row.timing.samples_per_second, vanilla.timing.samples_per_second), "measured"
     before = {then.published.machine: then.published.samples_per_second for then in vanilla.then}

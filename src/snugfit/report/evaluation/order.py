@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from snugfit.comparison.ranking import APART, gap, pooled
-from snugfit.comparison.runs import Run
+from snugfit.comparison.compared_runs import ComparedRun
+from snugfit.comparison.ranking import APART, gap, pooled_agreement
 from snugfit.report.text.grid import Grid
 from snugfit.units import show_mib
 
@@ -17,7 +17,7 @@ HEADS = (
 )  # fmt: skip
 
 
-def recipes_grid(runs: Sequence[Run], title: str, note: str = "") -> Grid:
+def recipes_grid(runs: Sequence[ComparedRun], title: str, note: str = "") -> Grid:
     """One row a recipe; errors are the shares by which predictions are too high, places those of seconds."""
     foreseen = _places((run.number, run.predicted_step_seconds) for run in runs)
     seen = _places((run.number, run.step_seconds) for run in runs if run.outcome == "ok")
@@ -34,7 +34,7 @@ def recipes_grid(runs: Sequence[Run], title: str, note: str = "") -> Grid:
     return Grid(title=title, heads=HEADS, rows=rows, note=note)
 
 
-def seen_bytes(run: Run) -> Iterator[str]:
+def seen_bytes(run: ComparedRun) -> Iterator[str]:
     """NVML MiB foreseen and seen (or how the run died), and the errors of all bytes in per cent."""
     yield _mib(run.predicted.nvml_bytes if run.predicted else None)
     if run.outcome not in (None, "ok"):
@@ -44,7 +44,7 @@ def seen_bytes(run: Run) -> Iterator[str]:
     yield from (per_cent(run.error(figure)) for figure in BYTES)
 
 
-def seen_seconds(run: Run) -> Iterator[str]:
+def seen_seconds(run: ComparedRun) -> Iterator[str]:
     """Milliseconds of a step foreseen and seen, and the error in per cent."""
     for seconds in (run.predicted_step_seconds, run.step_seconds if run.outcome == "ok" else None):
         yield "" if seconds is None else f"{seconds * 1e3:,.1f}"
@@ -58,9 +58,9 @@ def per_cent(share: float | None, *, digits: int = 2, signed: bool = True) -> st
     return f"{100 * share:+.{digits}f}" if signed else f"{100 * share:.{digits}f}"
 
 
-def order_line(runs: Sequence[Run]) -> str:
+def order_line(runs: Sequence[ComparedRun]) -> str:
     """How much of the order within each job held; nothing where there is no order."""
-    order, clear = pooled(runs), pooled(runs, apart=APART)
+    order, clear = pooled_agreement(runs), pooled_agreement(runs, apart=APART)
     if order.tau is None:
         return ""
     text = f"Order of seconds: Kendall's tau {order.tau:.2f} over {order.pairs} pairs of recipes"
@@ -72,7 +72,7 @@ def order_line(runs: Sequence[Run]) -> str:
     return text + "."
 
 
-def gap_line(runs: Sequence[Run]) -> str:
+def gap_line(runs: Sequence[ComparedRun]) -> str:
     """How far the first choice of one job is from the best that was measured; nothing where it is not
     known."""
     lost = gap(runs)

@@ -12,8 +12,8 @@ from io import BytesIO
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-from snugfit.evaluation.result import GuideResult
-from snugfit.evaluation.suite import machines
+from snugfit.evaluation.guide_result import GuideResult
+from snugfit.evaluation.guide_suite import machines
 from snugfit.units import GIB
 
 if TYPE_CHECKING:

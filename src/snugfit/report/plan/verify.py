@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 
-from snugfit.evaluation.learn import Learned
+from snugfit.evaluation.learn import LearnedFactors
 from snugfit.evaluation.verify import Verification
 from snugfit.planning.plan import Plan
 from snugfit.report.evaluation.order import gap_line, order_line, recipes_grid
@@ -52,7 +52,7 @@ def told(found: Verification) -> Iterator[str]:
             yield f"{run.recipe} was not measured alone: {spoilt}."
 
 
-def learned_line(learned: Learned) -> str:
+def learned_line(learned: LearnedFactors) -> str:
     """What the calibration took in, or why nothing."""
     if not learned.taken:
         return f"Nothing was learned: {learned.why_not}."

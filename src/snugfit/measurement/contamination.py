@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from snugfit.measurement.nvml import Card, GpuProcess, NvmlSilent
+from snugfit.measurement.nvml import Card, GpuProcess, NvmlUnavailable
 from snugfit.measurement.sampler import Census
 from snugfit.units import MIB, show_mib
 
@@ -39,7 +39,7 @@ of seven model families on an H200 it was 130 to 146 MiB; NCCL or another eager 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ground:
+class GpuBaseline:
     """The GPU before an experiment: what all later readings are measured from."""
 
     used_bytes: int | None
@@ -52,7 +52,7 @@ class Ground:
     """Why it is not clean, or None."""
 
 
-def before(card: Card, *, patience: float) -> Ground:
+def before(card: Card, *, patience: float) -> GpuBaseline:
     """Waits for a clean GPU, and says what is in the way when it does not become one."""
     deadline = time.monotonic() + patience
     while True:
@@ -62,11 +62,11 @@ def before(card: Card, *, patience: float) -> Ground:
         time.sleep(min(0.2, patience / 10))
 
 
-def _look(card: Card) -> Ground:
+def _look(card: Card) -> GpuBaseline:
     try:
         used = card.memory().used_bytes
-    except NvmlSilent as refusal:
-        return Ground(used_bytes=None, pids=frozenset(), reason=f"not proven clean: {refusal}")
+    except NvmlUnavailable as refusal:
+        return GpuBaseline(used_bytes=None, pids=frozenset(), reason=f"not proven clean: {refusal}")
     processes = _computing(card)
     pids = frozenset(process.pid for process in processes)
     reason = None
@@ -74,10 +74,10 @@ def _look(card: Card) -> Ground:
         reason = f"before the run {_list(processes)} used this GPU"
     elif used > IDLE_BYTES and not card.counts_reserve:
         reason = f"before the run {show_mib(used)} MiB were used by {_drawers(card)}"
-    return Ground(used_bytes=used, pids=pids, reason=reason)
+    return GpuBaseline(used_bytes=used, pids=pids, reason=reason)
 
 
-def after(card: Card, ground: Ground, *, patience: float) -> str | None:
+def after(card: Card, ground: GpuBaseline, *, patience: float) -> str | None:
     """Waits until the GPU is as it was before; the reason when it does not become so, else None."""
     if ground.used_bytes is None:
         return None
@@ -89,10 +89,10 @@ def after(card: Card, ground: Ground, *, patience: float) -> str | None:
         time.sleep(min(0.2, patience / 10))
 
 
-def _leftover(card: Card, ground: Ground) -> str | None:
+def _leftover(card: Card, ground: GpuBaseline) -> str | None:
     try:
         used = card.memory().used_bytes
-    except NvmlSilent as refusal:
+    except NvmlUnavailable as refusal:
         return f"not proven clean after the run: {refusal}"
     strangers = [process for process in _computing(card) if process.pid not in ground.pids]
     if strangers:
@@ -101,7 +101,7 @@ def _leftover(card: Card, ground: Ground) -> str | None:
     return f"after the run {show_mib(excess)} MiB were not given back" if excess > DRIFT_BYTES else None
 
 
-def during(censuses: Iterable[Census], ground: Ground) -> str | None:
+def during(censuses: Iterable[Census], ground: GpuBaseline) -> str | None:
     """Who else computed on the GPU during the run, judged by the process lists; None when nobody."""
     taken = [
         (census, [process for process in census.others if process.pid not in ground.pids])
@@ -119,7 +119,7 @@ def during(censuses: Iterable[Census], ground: Ground) -> str | None:
     return None
 
 
-def _beyond_ours(census: Census, ground: Ground) -> str | None:
+def _beyond_ours(census: Census, ground: GpuBaseline) -> str | None:
     """The device's bytes minus ours, where the driver tells each process's bytes."""
     if not census.ours or ground.used_bytes is None or any(process.bytes is None for process in census.ours):
         return None
@@ -147,7 +147,7 @@ def unexplained(*, grown_bytes: int, reserved_bytes: int, first_context_bytes: i
 def _computing(card: Card) -> list[GpuProcess]:
     try:
         return card.computing()
-    except NvmlSilent:
+    except NvmlUnavailable:
         return []
 
 

@@ -1,4 +1,4 @@
-"""Foreseen runs: what a draw, or a plan, says about a job and a recipe before anybody measures it.
+"""Predicted runs: what a draw, or a plan, says about a job and a recipe before anybody measures it.
 
 A draw that cannot be predicted is a run too, and says why. So is a recipe that the model turns out not to
 take: it is passed over, and named.
@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from snugfit.comparison.runs import Run
+from snugfit.comparison.compared_runs import ComparedRun
 from snugfit.errors import RecipeError, SnugfitError
-from snugfit.evaluation.draw import Drawn, job_for, proposals, recipes_for
+from snugfit.evaluation.draw import DrawnJob, job_for, proposals, recipes_for
 from snugfit.prediction.predict import predict
 from snugfit.results.footprint import Footprint
 from snugfit.techniques.recipe import Recipe
@@ -28,7 +28,7 @@ MOST_TRIED = 6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Foreseen:
+class PlannedRecipe:
     """A recipe as a plan states it."""
 
     recipe: Recipe
@@ -43,9 +43,9 @@ class Foreseen:
     fits: bool = True
     """Whether that fits what may be used."""
 
-    def run(self, job: Job, number: int, family: str | None = None) -> Run:
+    def run(self, job: Job, number: int, family: str | None = None) -> ComparedRun:
         """The run of this recipe before it is measured."""
-        return Run(
+        return ComparedRun(
             number=number,
             family=family or job.model.architecture,
             job=job,
@@ -56,7 +56,7 @@ class Foreseen:
         )
 
 
-def foresee(seed: int, gpu: Gpu, number: int) -> Run:
+def predict_draw(seed: int, gpu: Gpu, number: int) -> ComparedRun:
     """The draw of this number, predicted. A recipe that the model turns out not to take is passed over."""
     found = next(_predicted(proposals(seed, number), gpu), None)
     if found is None:
@@ -64,7 +64,7 @@ def foresee(seed: int, gpu: Gpu, number: int) -> Run:
     return found
 
 
-def foresee_job(seed: int, gpu: Gpu, recipes: int, number: int) -> list[Run]:
+def predict_drawn_job(seed: int, gpu: Gpu, recipes: int, number: int) -> list[ComparedRun]:
     """The drawn job of this number under so many drawn recipes, which all take different bytes; fewer where
     the job has no more."""
     drawn = job_for(seed, number)
@@ -73,11 +73,11 @@ def foresee_job(seed: int, gpu: Gpu, recipes: int, number: int) -> list[Run]:
 
 def recipes_of(
     job: Job, gpu: Gpu, recipes: int, *, seed: int, number: int = 0, family: str | None = None
-) -> list[Run]:
+) -> list[ComparedRun]:
     """A job under so many drawn recipes; `number` is the job's place among the jobs."""
-    first, kept, seen = number * recipes, list[Run](), set[int | None]()
+    first, kept, seen = number * recipes, list[ComparedRun](), set[int | None]()
     offered = (
-        Drawn(number=first, family=family or job.model.architecture, job=job, recipe=recipe)
+        DrawnJob(number=first, family=family or job.model.architecture, job=job, recipe=recipe)
         for recipe, _ in zip(recipes_for(job, seed), range(MOST_TRIED * recipes), strict=False)
     )
     for run in _predicted(offered, gpu):
@@ -90,7 +90,7 @@ def recipes_of(
     return kept
 
 
-def foresee_again(gpu: Gpu, rates: Rates | None, run: Run) -> Run:
+def predict_again(gpu: Gpu, rates: Rates | None, run: ComparedRun) -> ComparedRun:
     """A run as it is foreseen today; what was foreseen at first is kept beside it, and what was measured
     stands."""
     blank = replace(
@@ -110,11 +110,11 @@ def foresee_again(gpu: Gpu, rates: Rates | None, run: Run) -> Run:
         return replace(blank, refused=_one_line(failure))
 
 
-def _predicted(offered: Iterable[Drawn], gpu: Gpu) -> Iterator[Run]:
+def _predicted(offered: Iterable[DrawnJob], gpu: Gpu) -> Iterator[ComparedRun]:
     """The offers as runs; those whose recipe the model does not take are named by the next that it does."""
     passed_over: list[str] = []
     for drawn in offered:
-        run = Run(
+        run = ComparedRun(
             number=drawn.number,
             family=drawn.family,
             job=drawn.job,
@@ -131,7 +131,7 @@ def _predicted(offered: Iterable[Drawn], gpu: Gpu) -> Iterator[Run]:
         passed_over.clear()
 
 
-def _filled(run: Run, gpu: Gpu, rates: Rates | None = None) -> Run:
+def _filled(run: ComparedRun, gpu: Gpu, rates: Rates | None = None) -> ComparedRun:
     """The run with its prediction."""
     began = time.monotonic()
     seen = predict(run.job, run.recipe, gpu=gpu, rates=rates)

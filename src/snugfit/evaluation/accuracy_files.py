@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from snugfit.comparison.runs import READABLE, Accuracy
+from snugfit.comparison.compared_runs import READABLE, Accuracy
 from snugfit.documents import BadDocument, read_document, write_document
 from snugfit.errors import SnugfitError, UsageError
 from snugfit.job.gpu import Gpu

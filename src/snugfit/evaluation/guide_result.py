@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
+from snugfit.evaluation.guide_suite import VANILLA, Published, source
 from snugfit.evaluation.per_parameter import PerParameter
-from snugfit.evaluation.suite import VANILLA, Published, source
 from snugfit.results.footprint import Footprint, Timing
 from snugfit.units import MIB
 
@@ -15,7 +15,7 @@ SCHEMA = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Then:
+class PublishedPrediction:
     """A published figure, and the prediction for its machine under the software of its time."""
 
     published: Published
@@ -31,7 +31,7 @@ class Then:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class GuideRow:
     """One experiment: foreseen, seen and published."""
 
     name: str
@@ -58,7 +58,7 @@ class Row:
     outcome: str | None = None
     """How the measured run ended."""
 
-    then: tuple[Then, ...] = ()
+    then: tuple[PublishedPrediction, ...] = ()
     """What was published."""
 
     refused: str = ""
@@ -85,7 +85,7 @@ class GuideResult:
     memory_bytes: int | None
     """What may be used of it."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[GuideRow, ...]
     """The experiments, vanilla first."""
 
     per_parameter: tuple[PerParameter, ...] = ()
@@ -101,7 +101,7 @@ class GuideResult:
     """What is less certain than the rest."""
 
     @property
-    def vanilla(self) -> Row:
+    def vanilla(self) -> GuideRow:
         """The row that the others are compared with."""
         return next(row for row in self.rows if row.name == VANILLA)
 
@@ -119,12 +119,12 @@ class GuideResult:
         return cls(**fields)
 
 
-def _row(document: Mapping[str, Any]) -> Row:
+def _row(document: Mapping[str, Any]) -> GuideRow:
     fields = dict(document)
     for name in ("predicted", "measured"):
         fields[name] = Footprint.from_json(fields[name]) if fields[name] else None
     fields["timing"] = Timing.from_json(fields["timing"]) if fields["timing"] else None
     fields["then"] = tuple(
-        Then(**{**one, "published": Published(**one["published"])}) for one in fields["then"]
+        PublishedPrediction(**{**one, "published": Published(**one["published"])}) for one in fields["then"]
     )
-    return Row(**fields)
+    return GuideRow(**fields)

@@ -14,7 +14,7 @@ SCHEMA = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class SeenGpu:
+class WatchedGpu:
     """What was seen of one GPU; None is what could not be."""
 
     index: int
@@ -54,7 +54,7 @@ class SeenGpu:
     """Why something is missing."""
 
 
-class Seen:
+class WatchResult:
     """What a watched block took. Filled when the block ends; `samples` may be set inside or after it."""
 
     def __init__(self, samples: int | None = None) -> None:
@@ -63,7 +63,7 @@ class Seen:
         """Wall time of the block; None while it runs."""
         self.host_bytes: int | None = None
         """Largest resident memory of this process, its past included: the kernel's counter starts there."""
-        self.gpus: tuple[SeenGpu, ...] = ()
+        self.gpus: tuple[WatchedGpu, ...] = ()
         """The watched GPUs."""
         self.without_gpu: str | None = None
         """Why no GPU was watched."""
@@ -128,7 +128,7 @@ class Seen:
         }
 
 
-def _gpu_lines(gpu: SeenGpu) -> Iterator[tuple[str, str]]:
+def _gpu_lines(gpu: WatchedGpu) -> Iterator[tuple[str, str]]:
     peaks = (
         ("requested", gpu.requested_bytes),
         ("allocated", gpu.allocated_bytes),

@@ -26,7 +26,7 @@ _DERIVED = ("errors", "complaint", "job_id")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class ComparedRun:
     """One drawn job and recipe: foreseen, and seen."""
 
     number: int
@@ -156,7 +156,7 @@ class Run:
         return ", ".join(off) or None
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object; `Run.from_json` reads it back."""
+        """A JSON object; `ComparedRun.from_json` reads it back."""
         errors = {line.figure: line.error for line in self.lines}
         footprints = {name: getattr(self, name) for name in _FOOTPRINTS}
         return {
@@ -198,7 +198,7 @@ class Accuracy:
     versions: Mapping[str, str]
     """Of the packages that predicted."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[ComparedRun, ...]
     """In the order of their numbers."""
 
     kind: str = "drawn"
@@ -215,7 +215,7 @@ class Accuracy:
     """Of a rescored draw: of the packages that predicted at first."""
 
     @property
-    def outside(self) -> tuple[Run, ...]:
+    def outside(self) -> tuple[ComparedRun, ...]:
         """The runs that are outside the band, or failed."""
         return tuple(run for run in self.runs if run.complaint)
 
@@ -244,13 +244,13 @@ class Accuracy:
             raise KeyError(missing[0])
         names = {declared.name for declared in fields(cls)} - {"runs"}
         values = {name: document[name] for name in names & document.keys()}
-        return cls(**values, runs=tuple(Run.from_json(run) for run in document["runs"]))
+        return cls(**values, runs=tuple(ComparedRun.from_json(run) for run in document["runs"]))
 
 
 _PLAIN = ("seed", "gpu", "device", "kind", "rates", "rescored")
 
 
-def quantiles(errors: list[float], shares: Iterable[float] = (0.5, 0.9, 1.0)) -> Iterator[float | None]:
+def error_quantiles(errors: list[float], shares: Iterable[float] = (0.5, 0.9, 1.0)) -> Iterator[float | None]:
     """The smallest error that is not exceeded by each share of the runs; None without runs."""
     for share in shares:
         yield errors[max(0, math.ceil(round(share * len(errors), 6)) - 1)] if errors else None

@@ -15,14 +15,14 @@ from typing import Any
 
 from snugfit.errors import GpuError
 from snugfit.measurement.host import cpu_name
-from snugfit.measurement.nvml import Card, NvmlSilent, open_nvml
-from snugfit.measurement.visible import VISIBLE, choose, hides_all
+from snugfit.measurement.nvml import Card, NvmlUnavailable, open_nvml
+from snugfit.measurement.visible_devices import VISIBLE, choose, hides_all
 from snugfit.results.measurement import Device
 from snugfit.versions import torch_cuda
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class Target:
     """A device for one experiment."""
 
     type: str
@@ -63,7 +63,7 @@ class Place:
         device = Device(type="cuda", name=self.card.name, uuid=self.card.uuid, driver=self.driver)
         try:
             memory = self.card.memory()
-        except NvmlSilent:
+        except NvmlUnavailable:
             return device
         return Device(
             type="cuda",
@@ -76,9 +76,9 @@ class Place:
 
 
 @contextmanager
-def find_place(
+def open_target(
     device: str | None, index: int, *, environment: Mapping[str, str], library: Any | None = None
-) -> Iterator[Place]:
+) -> Iterator[Target]:
     """The place for `device`: `cpu`, `cuda`, `cuda:1`, or None for a GPU if there is one.
 
     NVML stays open inside. Raises `GpuError` for a GPU that was asked for, or is meant by
@@ -86,25 +86,25 @@ def find_place(
     """
     kind, index = _kind(device, index)
     if kind == "cpu":
-        yield Place(type="cpu")
+        yield Target(type="cpu")
         return
     if torch_cuda() is None:
         if kind == "cuda":
             raise GpuError(
                 "The installed torch is built without CUDA. Install one with CUDA, or use the CPU."
             )
-        yield Place(type="cpu")
+        yield Target(type="cpu")
         return
     try:
         nvml = open_nvml(library)
-    except NvmlSilent as reason:
-        yield Place(type="cpu") if kind is None else Place(type="cuda", index=index, doubt=str(reason))
+    except NvmlUnavailable as reason:
+        yield Target(type="cpu") if kind is None else Target(type="cuda", index=index, doubt=str(reason))
         return
     with nvml:
         if kind is None and (hides_all(environment) or not nvml.cards()):
-            yield Place(type="cpu")
+            yield Target(type="cpu")
         else:
-            yield Place(type="cuda", card=choose(nvml, environment, index), driver=nvml.driver())
+            yield Target(type="cuda", card=choose(nvml, environment, index), driver=nvml.driver())
 
 
 def _kind(device: str | None, index: int) -> tuple[str | None, int]:

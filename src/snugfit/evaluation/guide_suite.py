@@ -56,7 +56,7 @@ class Published:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Experiment:
+class GuideExperiment:
     """One row of the suite: a name, a recipe, and what was published about it."""
 
     name: str
@@ -110,10 +110,10 @@ class Baseline:
     """As NVML told it."""
 
 
-def suite() -> tuple[Experiment, ...]:
+def suite() -> tuple[GuideExperiment, ...]:
     """The guide's experiments, vanilla first."""
     return tuple(
-        Experiment(
+        GuideExperiment(
             name=row["name"],
             recipe=row["recipe"],
             loop=row.get("loop", "plain"),

@@ -31,7 +31,7 @@ _OUTCOME = re.compile(r"ok|refused|host-oom|oom:[a-z]+|exit:1")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Findings:
+class ChildResult:
     """What one run found out about itself; what it could not find is None."""
 
     outcome: str
@@ -92,7 +92,7 @@ class Findings:
     """Of what took part."""
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object without NaN; `Findings.from_json` reads it back."""
+        """A JSON object without NaN; `ChildResult.from_json` reads it back."""
         return asdict(self) | {"losses": finite_or_null(self.losses)}
 
     @classmethod

@@ -17,7 +17,7 @@ import re
 from collections.abc import Mapping
 
 from snugfit.errors import GpuError
-from snugfit.measurement.nvml import Card, Nvml, NvmlSilent
+from snugfit.measurement.nvml import Card, Nvml, NvmlUnavailable
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 ORDER = "CUDA_DEVICE_ORDER"
@@ -87,14 +87,14 @@ def _named(nvml: Nvml, every: list[Card], entry: str) -> Card | None:
         return _first_part(meant[0]) if len(meant) == 1 else None
     try:
         return nvml.card(entry) if entry.startswith("MIG-") else None
-    except NvmlSilent:
+    except NvmlUnavailable:
         return None
 
 
 def _first_part(card: Card) -> Card:
     try:
-        return card.first_part()
-    except NvmlSilent as reason:
+        return card.first_mig_device()
+    except NvmlUnavailable as reason:
         raise GpuError(str(reason)) from None
 
 
