@@ -23,7 +23,6 @@ from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
 from snugfit.step.step import Step, open_step
 from snugfit.techniques import roster
-from snugfit.techniques.packages import missing
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Technique
@@ -119,7 +118,7 @@ def run(this: Job, setup: Setup, *, steps: int = STEPS) -> Run:
 
 
 def installed(technique: Technique) -> Recipe:
-    if lacking := missing(technique):
+    if lacking := technique.missing_package():
         pytest.skip(lacking)
     return Recipe((technique,))
 

@@ -38,7 +38,6 @@ from snugfit.prediction.profile import Software, installed_versions
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import Block
 from snugfit.results.measurement import Measurement
-from snugfit.techniques.packages import missing
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Setup
 from snugfit.units import MIB
@@ -295,7 +294,7 @@ def test_the_carried_plain_loops_hold(truth: Truth) -> None:
 @pytest.mark.parametrize("truth", chosen(), ids=lambda truth: f"{truth.name} {truth.recipe}")
 def test_recorded_truth_holds(truth: Truth) -> None:
     for technique in truth.recipe:
-        if lacking := missing(type(technique)):
+        if lacking := technique.missing_package():
             pytest.skip(lacking)
     if apart := drifted(truth):
         pytest.skip(apart)
@@ -410,7 +409,7 @@ def hold_to_published_speeds(speeds: list[tuple[str, float, float]]) -> None:
 
 
 def _lacks(recipe: str) -> bool:
-    return any(missing(type(technique)) for technique in Recipe.parse(recipe))
+    return any(technique.missing_package() for technique in Recipe.parse(recipe))
 
 
 # ---- the law notices -----------------------------------------------------------------------------------

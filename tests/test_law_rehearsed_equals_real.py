@@ -45,7 +45,6 @@ from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import Trace
 from snugfit.step.install import build_model
 from snugfit.techniques import roster
-from snugfit.techniques.packages import missing
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Slot, Technique
 
@@ -283,7 +282,7 @@ def settings() -> dict[Slot, list[Technique]]:
     """What a planner may try of every technique whose packages are here, by slot."""
     found: dict[Slot, list[Technique]] = {slot: [] for slot in Slot}
     for technique in roster.techniques():
-        if not missing(technique):
+        if not technique.missing_package():
             found[technique.slot] += technique.settings(job("bert"))
     return found
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
 
-from snugfit.errors import RecipeError, SnugfitError
+from snugfit.errors import RecipeError
 from snugfit.techniques import roster
 from snugfit.techniques.setting import between
 from snugfit.techniques.setup import Setup
@@ -141,60 +139,3 @@ def test_broken_technique_is_refused_to_its_author(technique: type[Technique], c
 def test_a_technique_needs_a_slot_that_exists() -> None:
     with pytest.raises(roster.RosterError, match="slots:"):
         roster.check(Sound, slot=None)
-
-
-@pytest.fixture
-def offered(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[SimpleNamespace]]:
-    """Entry points that an installed package is made to offer."""
-    entries: list[SimpleNamespace] = []
-    monkeypatch.setattr(
-        "importlib.metadata.entry_points", lambda group: entries if group == roster.GROUP else []
-    )
-    yield entries
-    roster._plugins.clear()
-
-
-def test_plugin_is_foreign_until_asked_for(offered: list[SimpleNamespace]) -> None:
-    offered.append(SimpleNamespace(name="sound", value="package:Sound", load=lambda: Sound))
-    with pytest.raises(RecipeError, match="Unknown technique 'sound'"):
-        roster.find("sound")
-    assert roster.load_plugins() == ("sound",)
-    assert roster.find("sound") is Sound
-    assert str(roster.find("sound")(k=4)) == "sound(k=4)"  # type: ignore[call-arg]
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "complaint"),
-    [
-        ("adamw", Sound, "taken"),
-        ("sound", dict, "not a subclass"),
-        ("so-und", Sound, "small letters"),
-        ("sound", _broken(plain=True, __doc__="Plain, from elsewhere."), "plain"),
-    ],
-)
-def test_bad_plugin_is_refused(
-    offered: list[SimpleNamespace], name: str, value: type, complaint: str
-) -> None:
-    offered.append(SimpleNamespace(name=name, value="package:It", load=lambda: value))
-    with pytest.raises(roster.RosterError, match=complaint):
-        roster.load_plugins()
-    assert name not in roster._plugins
-
-
-def test_plugin_that_breaks_at_import_is_one_clear_error(offered: list[SimpleNamespace]) -> None:
-    def load() -> type:
-        raise ImportError("no such module")
-
-    offered.append(SimpleNamespace(name="sound", value="package:Sound", load=load))
-    with pytest.raises(SnugfitError, match="package:Sound cannot be loaded: ImportError: no such module"):
-        roster.load_plugins()
-
-
-def test_two_plugins_cannot_share_a_name(offered: list[SimpleNamespace]) -> None:
-    other = _broken(__doc__="Another one.")
-    offered.append(SimpleNamespace(name="sound", value="package:Sound", load=lambda: Sound))
-    assert roster.load_plugins() == roster.load_plugins() == ("sound",)
-    offered.append(SimpleNamespace(name="sound", value="other:Sound", load=lambda: other))
-    with pytest.raises(roster.RosterError, match="taken"):
-        roster.load_plugins()
-    assert roster.find("sound") is Sound

@@ -20,7 +20,6 @@ from snugfit.prediction.seconds import play, step_seconds
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import Kernel
-from snugfit.techniques.packages import missing
 from snugfit.techniques.recipe import Recipe
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -203,7 +202,7 @@ def test_the_profiled_device_seconds_are_predicted() -> None:
     for number in SAMPLE:
         run = document["runs"][number]
         recipe = Recipe.parse(run["recipe"])
-        if any(missing(type(technique)) for technique in recipe):
+        if any(technique.missing_package() for technique in recipe):
             continue
         trace = rehearse(Job.from_json(run["job"]), recipe.setup(), CudaPolicy())
         seconds = sum(map(clock.seconds, trace.kernels))

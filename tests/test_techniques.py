@@ -19,7 +19,6 @@ from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.techniques import roster
 from snugfit.techniques.hub_kernels import no_hub_kernels
-from snugfit.techniques.packages import missing
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Call, OptimizerWish, Setup
 from snugfit.techniques.technique import Slot
@@ -46,7 +45,7 @@ def optimizers() -> list[str]:
 
 @pytest.mark.parametrize("technique", roster.techniques(), ids=lambda technique: technique.name)
 def test_wished_callables_exist_and_take_their_arguments_by_name(technique: type) -> None:
-    if lacking := missing(technique):
+    if lacking := technique.missing_package():
         pytest.skip(lacking)
     setup = any_setting(technique).install(Setup())
     for call in callables(setup):
@@ -71,7 +70,7 @@ def test_the_hf_trainer_means_the_same_optimizer_by_its_name(name: str) -> None:
     wish = Recipe.parse(name).setup().optimizer
     if wish.trainer_name is None:
         pytest.skip(f"the HF Trainer has no name for {name}")
-    if lacking := missing(Recipe.parse(name)["optimizer"]):
+    if lacking := Recipe.parse(name)["optimizer"].missing_package():
         pytest.skip(lacking)
     import inspect
 
@@ -174,7 +173,7 @@ def three_steps(text: str, device: str) -> tuple[list[list[tuple[str, int]]], di
 @pytest.mark.whole
 @pytest.mark.parametrize("text", [name for name in optimizers() if name != "adamw_fused"])
 def test_an_optimizer_on_shapes_keeps_the_state_it_keeps_on_data(text: str) -> None:
-    if lacking := missing(Recipe.parse(text)["optimizer"]):
+    if lacking := Recipe.parse(text)["optimizer"].missing_package():
         pytest.skip(lacking)
     _, real = three_steps(text, "cpu")
     with shapes_of(Recipe.parse(text).setup().optimizer):

@@ -27,7 +27,7 @@ from snugfit.techniques import roster
 from snugfit.techniques.foreign import advice
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Technique
-from snugfit.techniques.translate import Found, read_slots
+from snugfit.techniques.translate import SlotReading, read_slots
 
 MICRO_BATCH, ACCUMULATION = "per_device_train_batch_size", "gradient_accumulation_steps"
 _JOB = "job."
@@ -141,7 +141,7 @@ class _Reader:
         self.settings["recipe"] = str(Recipe(tuple(techniques)))
         return decided
 
-    def _tell(self, found: Found, technique: Technique, own: list[str]) -> None:
+    def _tell(self, found: SlotReading, technique: Technique, own: list[str]) -> None:
         asked = [key for key in own if not self._is_default(key)] or ([] if technique.plain else own)
         for key in asked:
             self._line(self.took, *self.origins[key], str(technique))
@@ -152,7 +152,7 @@ class _Reader:
             self.took.append(Line(key=key, value=f"{as_word(self.arguments[key])} (default)",
                                   says=str(technique)))  # fmt: skip
 
-    def _unmet(self, found: Found) -> Iterator[Line]:
+    def _unmet(self, found: SlotReading) -> Iterator[Line]:
         """Nothing in this slot is asked for in such a way: which arguments are to blame."""
         blamed = [key for key in found.keys if key in self.origins and not self._is_default(key)]
         unsure = [key for key in blamed if isinstance(self.origins[key][1], Unknown)]

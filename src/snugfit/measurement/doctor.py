@@ -214,7 +214,6 @@ def _torch_says() -> str | None:
 
 def _extras() -> tuple[Extra, ...]:
     """By the roster: each extra with the techniques that need it."""
-    from snugfit.techniques.packages import missing
     from snugfit.techniques.roster import techniques
 
     needing: dict[str, list[Any]] = {}
@@ -225,7 +224,7 @@ def _extras() -> tuple[Extra, ...]:
         Extra(
             name=name,
             techniques=tuple(technique.name for technique in found),
-            off=next((reason for technique in found if (reason := missing(technique))), None),
+            off=next((reason for technique in found if (reason := technique.missing_package())), None),
         )
         for name, found in sorted(needing.items())
     )

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import UsageError, did_you_mean
 from snugfit.techniques import roster
-from snugfit.techniques.packages import missing
 from snugfit.techniques.recipe import ONLY_TRAINING, Recipe
 from snugfit.techniques.setup import Call, Setup
 from snugfit.techniques.technique import Fidelity, Slot, Technique
@@ -223,7 +222,7 @@ def _ruled_out(technique: type[Technique], capability: Capability) -> str | None
     if least and capability and capability < least:
         has = f"{capability[0]}.{capability[1]}"
         return f"it needs compute capability {least[0]}.{least[1]}, and this GPU has {has}"
-    return missing(technique)
+    return technique.missing_package()
 
 
 def _combined(

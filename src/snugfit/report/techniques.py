@@ -8,7 +8,6 @@ from typing import Any
 from rich.console import Group, RenderableType
 
 from snugfit.report.text.terminal import table, words
-from snugfit.techniques.packages import missing
 from snugfit.techniques.roster import setting_lines
 from snugfit.techniques.technique import Technique
 
@@ -20,7 +19,7 @@ def render(roster: Sequence[type[Technique]]) -> RenderableType:
     for technique in roster:
         name = f"{technique.name}{_settings(technique)}{' *' if technique.plain else ''}"
         first = "" if technique.slot is slot else str(technique.slot)
-        lacking = missing(technique) or ""
+        lacking = technique.missing_package() or ""
         rows.append((first, name, str(technique.fidelity), technique.summary(), lacking))
         slot = technique.slot
     legend = (
@@ -53,7 +52,7 @@ def document(roster: Sequence[type[Technique]]) -> dict[str, Any]:
                 "summary": technique.summary(),
                 "source": technique.source,
                 "needs": list(technique.needs),
-                "missing": missing(technique),
+                "missing": technique.missing_package(),
                 "settings": [
                     {"name": line.name, "kind": line.kind, "default": line.default, "sentence": line.sentence}
                     for line in setting_lines(technique)

@@ -1,4 +1,4 @@
-"""What a technique is called in transformers: one statement, read in both directions.
+"""What a technique is called in transformers: one statement, which `translate.py` reads in both directions.
 
 A `Counterpart` lists the arguments that switch a technique on, as they would be set elsewhere. Exporting a
 recipe writes them; reading somebody's arguments looks for the technique whose list they match. Names are
@@ -11,20 +11,13 @@ dotted and say where they are set:
     environment.PYTORCH_...     a variable of the process
 
 A value is what it must be, or `Setting("n")`: whatever it is there becomes the technique's setting `n`.
-Of several techniques that match, the one with more values of its own is meant: an accumulation of 1 is the
-whole batch, and not micro-batches of which there is one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
-from typing import TYPE_CHECKING, Any
-
-from snugfit.errors import RecipeError
-
-if TYPE_CHECKING:
-    from snugfit.techniques.technique import Technique
+from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -32,7 +25,7 @@ class Setting:
     """Stands for the value of a technique's setting."""
 
     name: str
-    """Of the technique's field."""
+    """The name of the technique's field."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,36 +40,3 @@ class Counterpart:
 
     note: str = ""
     """What is not quite the same, for whoever reads a translation; such a counterpart is never written."""
-
-    def written(self, technique: Technique) -> dict[str, Any] | None:
-        """The arguments for this technique with its settings; None when they cannot say these."""
-        named = {value.name for value in self.arguments.values() if isinstance(value, Setting)}
-        for declared in fields(technique):
-            value = getattr(technique, declared.name)
-            implied = self.settings.get(declared.name, declared.default)
-            if declared.name not in named and value != implied:
-                return None
-        return {
-            key: getattr(technique, value.name) if isinstance(value, Setting) else value
-            for key, value in self.arguments.items()
-        }
-
-    def read(self, kind: type[Technique], arguments: Mapping[str, Any]) -> Technique | None:
-        """The technique that these arguments ask for; None when they are not this counterpart's."""
-        settings = dict(self.settings)
-        for key, value in self.arguments.items():
-            given = arguments.get(key)
-            if isinstance(value, Setting):
-                settings[value.name] = given
-            elif given != value or isinstance(given, bool) != isinstance(value, bool):
-                return None
-        lacking = [one.name for one in fields(kind) if one.default is MISSING and one.name not in settings]
-        try:
-            return None if lacking else kind(**settings)
-        except RecipeError:
-            return None
-
-    @property
-    def literals(self) -> int:
-        """How many values are its own: of two counterparts that match, the one with more is meant."""
-        return sum(not isinstance(value, Setting) for value in self.arguments.values())

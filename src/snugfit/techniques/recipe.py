@@ -98,13 +98,11 @@ class Recipe:
         Raises `RecipeError` with all objections together; with `installed`, packages that a technique needs
         and that are missing are among them. No package is imported for that.
         """
-        from snugfit.techniques.packages import missing
-
         objections: list[str] = []
         for technique in self:
             objections += [f"{technique}: {text}" for text in technique.objections(job, self)]
             objections += _too_old(technique, compute_capability)
-            if installed and (text := missing(technique)):
+            if installed and (text := technique.missing_package()):
                 objections.append(text)
         if objections:
             raise RecipeError("\n".join([f"{self} cannot run this job:", *objections]))

@@ -5,10 +5,6 @@ technique is one new file, and no list anywhere grows with it. The roster holds 
 that the rest of the house relies on, and speaks to the file's author when one is broken (`RosterError`, a
 programming error, and no user's). Listing names imports no torch: a technique file imports it, if at all,
 inside functions.
-
-Techniques from elsewhere come through the entry point group `snugfit.techniques` (the entry point's name is
-the word, its value the class, which says its slot itself) and only when `load_plugins` is called: predicting
-runs no foreign code unasked.
 """
 
 from __future__ import annotations
@@ -30,22 +26,31 @@ from snugfit.techniques.foreign import advice
 from snugfit.techniques.setting import describe, setting_types, show_setting
 from snugfit.techniques.technique import Fidelity, Slot, Technique, first_sentence
 
-GROUP = "snugfit.techniques"
 _NAME = re.compile(r"[a-z][a-z0-9_]*", re.ASCII)
-
-_plugins: dict[str, type[Technique]] = {}
-"""Techniques from elsewhere that were asked for; the one thing here that changes while a process lives."""
 
 
 class RosterError(SnugfitError):
     """A technique's file breaks a rule of the roster; the message is for its author."""
 
 
+@functools.cache
 def techniques() -> tuple[type[Technique], ...]:
     """All techniques, by slot in the order of a recipe; in a slot the plain one first, then by name."""
+    root = Path(__file__).parent
+    classes = [
+        _read(importlib.import_module(f"{__package__}.{slot}.{entry.name}"), Slot(slot), entry.name)
+        for slot in _slots(root)
+        for entry in pkgutil.iter_modules([str(root / slot)])
+    ]
+    for slot in Slot:
+        defaults = [technique.name for technique in classes if technique.slot is slot and technique.plain]
+        if len(defaults) != 1:
+            raise RosterError(f"Slot {slot}: exactly one technique is plain, found {defaults or 'none'}.")
+    names = [technique.name for technique in classes]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise RosterError(f"Names must differ across slots; found twice: {sorted(twice)}.")
     order = list(Slot)
-    known = [*_own(), *_plugins.values()]
-    return tuple(sorted(known, key=lambda found: (order.index(found.slot), not found.plain, found.name)))
+    return tuple(sorted(classes, key=lambda kind: (order.index(kind.slot), not kind.plain, kind.name)))
 
 
 def find(word: str) -> type[Technique]:
@@ -65,34 +70,7 @@ def find(word: str) -> type[Technique]:
 @functools.cache
 def plain(slot: Slot) -> Technique:
     """The slot's default: what a plain PyTorch user gets."""
-    return next(technique for technique in _own() if technique.plain and technique.slot is slot)()
-
-
-def load_plugins() -> tuple[str, ...]:
-    """Imports the techniques that installed packages offer, and gives their names.
-
-    Raises `RosterError` for one that breaks the rules or takes a name that is taken.
-    """
-    from importlib.metadata import entry_points
-
-    for entry in entry_points(group=GROUP):
-        try:
-            technique = entry.load()
-        except Exception as error:
-            raise RosterError(f"{entry.value} cannot be loaded: {type(error).__name__}: {error}") from error
-        taken = {own.name for own in _own()} | (
-            set(_plugins) if technique not in _plugins.values() else set()
-        )
-        if entry.name in taken:
-            raise RosterError(f"{entry.value}: the name {entry.name!r} is taken by another technique.")
-        if not (inspect.isclass(technique) and issubclass(technique, Technique)):
-            raise RosterError(f"{entry.value}: not a subclass of snugfit.techniques.technique.Technique.")
-        technique.name = entry.name
-        check(technique, slot=getattr(technique, "slot", None))
-        if technique.plain:
-            raise RosterError(f"{entry.value}: a technique from elsewhere cannot be a slot's plain one.")
-        _plugins[entry.name] = technique
-    return tuple(_plugins)
+    return next(technique for technique in techniques() if technique.plain and technique.slot is slot)()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +78,7 @@ class SettingLine:
     """One setting of a technique, as help and documentation print it."""
 
     name: str
-    """The word before the equals sign."""
+    """The field's name, which stands before the equals sign."""
 
     kind: str
     """Its type in words."""
@@ -109,7 +87,7 @@ class SettingLine:
     """As the notation writes it; None when the setting must be given."""
 
     sentence: str
-    """What it does."""
+    """The first sentence of the field's docstring."""
 
 
 def setting_lines(technique: type[Technique]) -> tuple[SettingLine, ...]:
@@ -124,25 +102,6 @@ def setting_lines(technique: type[Technique]) -> tuple[SettingLine, ...]:
         )
         for declared in fields(technique)
     )
-
-
-@functools.cache
-def _own() -> tuple[type[Technique], ...]:
-    """snugfit's own techniques; walked and checked once a process."""
-    root = Path(__file__).parent
-    found = [
-        _read(importlib.import_module(f"{__package__}.{slot}.{entry.name}"), Slot(slot), entry.name)
-        for slot in _slots(root)
-        for entry in pkgutil.iter_modules([str(root / slot)])
-    ]
-    for slot in Slot:
-        defaults = [technique.name for technique in found if technique.slot is slot and technique.plain]
-        if len(defaults) != 1:
-            raise RosterError(f"Slot {slot}: exactly one technique is plain, found {defaults or 'none'}.")
-    names = [technique.name for technique in found]
-    if twice := {name for name in names if names.count(name) > 1}:
-        raise RosterError(f"Names must differ across slots; found twice: {sorted(twice)}.")
-    return tuple(found)
 
 
 def _slots(root: Path) -> list[str]:

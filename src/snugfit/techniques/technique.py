@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields
 from enum import StrEnum
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Protocol, Self
 
 from snugfit.errors import RecipeError
 from snugfit.techniques.counterpart import Counterpart
@@ -21,12 +21,11 @@ from snugfit.techniques.setting import check_setting, setting_types, show_settin
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
-    from snugfit.techniques.recipe import Recipe
     from snugfit.techniques.setup import Setup
 
 
 class Slot(StrEnum):
-    """A recipe's places, in the order in which it is written. One technique each."""
+    """The kinds of technique, in the order in which a recipe is written. A recipe has one of each."""
 
     ADAPTERS = "adapters"
     ATTENTION = "attention"
@@ -40,7 +39,7 @@ class Slot(StrEnum):
 
 
 class Fidelity(StrEnum):
-    """How true a technique stays to the plain recipe's mathematics."""
+    """How close a technique stays to the plain recipe's mathematics."""
 
     SAME = "same"
     """The same sums: equal up to the order of floating-point additions."""
@@ -60,10 +59,10 @@ class Technique(ABC):
     """The word in a recipe; by default the file's name. The roster sets it and the slot."""
 
     slot: ClassVar[Slot]
-    """The recipe's place it takes; by default the folder's name."""
+    """What kind of technique it is; the name of its folder."""
 
     fidelity: ClassVar[Fidelity]
-    """How true it stays to the plain recipe."""
+    """How close it stays to the plain recipe."""
 
     plain: ClassVar[bool] = False
     """Whether this is the slot's default: what a plain PyTorch user gets."""
@@ -78,7 +77,7 @@ class Technique(ABC):
     """Where the technique comes from: a paper, a library's class."""
 
     elsewhere: ClassVar[tuple[str, ...]] = ()
-    """What other libraries call it; a recipe that uses such a word is told ours."""
+    """What other libraries call it; the error for such a word in a recipe names this technique."""
 
     counterparts: ClassVar[tuple[Counterpart, ...]] = ()
     """transformers' arguments that mean this; the first without a note is what an export writes."""
@@ -87,7 +86,7 @@ class Technique(ABC):
     """The compute capability below which the GPU cannot do this at all."""
 
     def __post_init__(self) -> None:
-        """Refuses a setting of the wrong type or outside its range, at birth."""
+        """Raises `RecipeError` for a setting of the wrong type or outside its range."""
         kinds = setting_types(type(self))
         for declared in fields(self):
             value = getattr(self, declared.name)
@@ -98,7 +97,7 @@ class Technique(ABC):
     def install(self, setup: Setup) -> Setup:
         """The same Setup with this technique's wishes in it."""
 
-    def objections(self, job: Job, recipe: Recipe) -> Iterator[str]:
+    def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Why it cannot go with this job or recipe, in words a user can act on; nothing when it can."""
         return iter(())
 
@@ -117,6 +116,25 @@ class Technique(ABC):
         yield cls()
 
     @classmethod
+    def missing_package(cls) -> str | None:
+        """`adamw_8bit needs bitsandbytes>=0.50, which is not installed. Try: ...`; None when all of `needs`
+        is installed. No package is imported to find out."""
+        from importlib.metadata import PackageNotFoundError, version
+
+        from packaging.requirements import Requirement
+
+        for text in cls.needs:
+            requirement = Requirement(text)
+            cure = f'Try: pip install "snugfit[{cls.extra}]"'
+            try:
+                installed = version(requirement.name)
+            except PackageNotFoundError:
+                return f"{cls.name} needs {text}, which is not installed. {cure}"
+            if not requirement.specifier.contains(installed, prereleases=True):
+                return f"{cls.name} needs {text}; installed is {installed}. {cure}"
+        return None
+
+    @classmethod
     def summary(cls) -> str:
         """The first sentence of the docstring."""
         return first_sentence(cls.__doc__ or "")
@@ -133,6 +151,14 @@ class Technique(ABC):
             if (value := getattr(self, declared.name)) != declared.default
         ]
         return f"{self.name}({', '.join(shown)})" if shown else self.name
+
+
+class TechniqueBySlot(Protocol):
+    """A recipe as its own techniques see it: `Recipe`, which stands above them, is one."""
+
+    def __getitem__(self, slot: Slot | str) -> Technique:
+        """The technique in this slot."""
+        ...
 
 
 def first_sentence(text: str) -> str:

@@ -1,54 +1,78 @@
 """Recipes into other libraries' arguments and back, by what each technique says of itself.
 
-No technique is known here by name: `Technique.counterparts` is the only source, in both directions.
+No technique is known here by name: `Technique.counterparts` is the only source, in both directions. When
+several techniques of a slot match the same arguments, the one with more values of its own is meant: an
+accumulation of 1 is the whole batch, and not micro-batches of which there is one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
+from snugfit.errors import RecipeError
 from snugfit.techniques import roster
+from snugfit.techniques.counterpart import Counterpart, Setting
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Slot, Technique
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
-    """What a slot's arguments mean."""
+class SlotReading:
+    """What somebody's arguments ask for in one slot."""
 
     slot: Slot
-    """The recipe's place."""
+    """The kind of technique."""
 
     technique: Technique | None
-    """What goes there; None when no technique is asked for in this way."""
+    """What goes there; None when the arguments ask for nothing that snugfit has."""
 
     keys: tuple[str, ...]
     """The arguments that decide this slot, and were looked at."""
 
     note: str = ""
-    """What is not quite the same."""
+    """How the technique differs from what the arguments do elsewhere."""
 
 
-def read_slots(arguments: Mapping[str, Any]) -> tuple[Found, ...]:
-    """Slot by slot, the technique that these arguments ask for. They must be complete, defaults and all."""
+def read_slots(arguments: Mapping[str, Any]) -> tuple[SlotReading, ...]:
+    """Slot by slot, the technique that these arguments ask for. They must be complete, defaults included."""
     return tuple(_read_slot(slot, arguments) for slot in Slot)
 
 
-def _read_slot(slot: Slot, arguments: Mapping[str, Any]) -> Found:
-    best: tuple[int, Technique, tuple[str, ...], str] | None = None
+def _read_slot(slot: Slot, arguments: Mapping[str, Any]) -> SlotReading:
+    best: SlotReading | None = None
+    most_literals = -1
     looked_at: dict[str, None] = {}
     for kind in roster.techniques():
         for counterpart in kind.counterparts if kind.slot is slot else ():
             keys = tuple(counterpart.arguments)
             looked_at |= dict.fromkeys(keys)
-            technique = counterpart.read(kind, arguments)
-            if technique is not None and (best is None or counterpart.literals > best[0]):
-                best = (counterpart.literals, technique, keys, counterpart.note)
-    if best is None:
-        return Found(slot=slot, technique=None, keys=tuple(looked_at))
-    return Found(slot=slot, technique=best[1], keys=best[2], note=best[3])
+            literals = sum(not isinstance(value, Setting) for value in counterpart.arguments.values())
+            technique = _technique_from(counterpart, kind, arguments)
+            if technique is not None and literals > most_literals:
+                best = SlotReading(slot=slot, technique=technique, keys=keys, note=counterpart.note)
+                most_literals = literals
+    return best or SlotReading(slot=slot, technique=None, keys=tuple(looked_at))
+
+
+def _technique_from(
+    counterpart: Counterpart, kind: type[Technique], arguments: Mapping[str, Any]
+) -> Technique | None:
+    """The technique that these arguments ask for; None when they are not this counterpart's."""
+    settings = dict(counterpart.settings)
+    for key, value in counterpart.arguments.items():
+        given = arguments.get(key)
+        if isinstance(value, Setting):
+            settings[value.name] = given
+        elif given != value or isinstance(given, bool) != isinstance(value, bool):
+            return None
+    if any(declared.default is MISSING and declared.name not in settings for declared in fields(kind)):
+        return None
+    try:
+        return kind(**settings)
+    except RecipeError:
+        return None
 
 
 def write_arguments(recipe: Recipe) -> tuple[dict[str, Any], tuple[Technique, ...]]:
@@ -57,9 +81,23 @@ def write_arguments(recipe: Recipe) -> tuple[dict[str, Any], tuple[Technique, ..
     unsaid = []
     for technique in recipe:
         for counterpart in technique.counterparts:
-            if not counterpart.note and (written := counterpart.written(technique)) is not None:
-                arguments |= written
+            if not counterpart.note and (own := _arguments_for(counterpart, technique)) is not None:
+                arguments |= own
                 break
         else:
             unsaid.append(technique)
     return arguments, tuple(unsaid)
+
+
+def _arguments_for(counterpart: Counterpart, technique: Technique) -> dict[str, Any] | None:
+    """The arguments for this technique with its settings; None when they cannot say these."""
+    named = {value.name for value in counterpart.arguments.values() if isinstance(value, Setting)}
+    for declared in fields(technique):
+        value = getattr(technique, declared.name)
+        implied = counterpart.settings.get(declared.name, declared.default)
+        if declared.name not in named and value != implied:
+            return None
+    return {
+        key: getattr(technique, value.name) if isinstance(value, Setting) else value
+        for key, value in counterpart.arguments.items()
+    }

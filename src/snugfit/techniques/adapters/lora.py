@@ -27,14 +27,13 @@ from snugfit.techniques.counterpart import Counterpart, Setting
 from snugfit.techniques.hub_kernels import no_hub_kernels
 from snugfit.techniques.setting import between
 from snugfit.techniques.setup import Call, Setup
-from snugfit.techniques.technique import Fidelity, Technique
+from snugfit.techniques.technique import Fidelity, Technique, TechniqueBySlot
 
 if TYPE_CHECKING:
     import torch
 
     from snugfit.job.job import Job
     from snugfit.job.model import Model
-    from snugfit.techniques.recipe import Recipe
 
 _PEFT_TASKS = {
     "ForSequenceClassification": "SEQ_CLS",
@@ -104,7 +103,7 @@ class Lora(Technique):
             f"model = get_peft_model(model, LoraConfig({shown}))",
         )
 
-    def objections(self, job: Job, recipe: Recipe) -> Iterator[str]:
+    def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Without targets, peft's table must have the architecture; it has no module of the user's own."""
         if self.targets or _has_default_targets(job.model):
             return

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, ClassVar, Self
 from snugfit.techniques.counterpart import Counterpart, Setting
 from snugfit.techniques.setting import between
 from snugfit.techniques.setup import Setup
-from snugfit.techniques.technique import Fidelity, Technique
+from snugfit.techniques.technique import Fidelity, Technique, TechniqueBySlot
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
-    from snugfit.techniques.recipe import Recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +42,7 @@ class MicroBatches(Technique):
         """n pieces."""
         return replace(setup, micro_batches=self.n)
 
-    def objections(self, job: Job, recipe: Recipe) -> Iterator[str]:
+    def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """The pieces must be equal, and none of them empty."""
         if job.batch_size % self.n:
             near = nearest_divisors(job.batch_size, self.n)

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 from snugfit.techniques.setting import between
 from snugfit.techniques.setup import CheckpointWish, Setup
-from snugfit.techniques.technique import Fidelity, Technique
+from snugfit.techniques.technique import Fidelity, Technique, TechniqueBySlot
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
-    from snugfit.techniques.recipe import Recipe
 
 HANDING_ON = frozenset(
     {"t5", "mt5", "longt5", "switch_transformers", "udop", "pop2piano", "pix2struct", "wavlm"}
@@ -40,7 +39,7 @@ class Segments(Technique):
         """Spans by number."""
         return replace(setup, checkpoint=CheckpointWish(layers_per_span=0, spans=self.k))
 
-    def objections(self, job: Job, recipe: Recipe) -> Iterator[str]:
+    def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """A segment's layers are called together, so each may hand on its hidden state and nothing else."""
         if job.trains and job.model.architecture in HANDING_ON:
             yield (
