@@ -37,8 +37,8 @@ EVERY = 0.1
 """Seconds between two looks."""
 
 COUNTED = re.compile(
-    r"([\d,]+) lawful recipes, ([\d,]+) of them different, with ([\d,]+) different footprints; "
-    r"([\d,]+) kinds of passes rehearsed, ([\d,]+) recipes"
+    r"([\d,]+) valid recipes, ([\d,]+) of them distinct, with ([\d,]+) distinct footprints; "
+    r"([\d,]+) kinds of passes simulated, ([\d,]+) recipes"
 )
 """What a plan says of its search."""
 

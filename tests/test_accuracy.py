@@ -139,7 +139,7 @@ def off_by(share: float, figure: str) -> Footprint:
         ({"outcome": "oom:torch", "measured": None}, "the run ended with oom:torch"),
         ({"outcome": "oom:torch", "measured": None, "fits": False}, None),
         ({"outcome": "signal:SEGV", "measured": None, "fits": False}, "the run ended with signal:SEGV"),
-        ({"fits": False}, "foreseen not to fit, and it did"),
+        ({"fits": False}, "predicted not to fit, and it did"),
         ({"outcome": None, "measured": None}, None),
         ({"outcome": None, "measured": None, "predicted": None, "refused": "x"}, "not predicted: x"),
     ],

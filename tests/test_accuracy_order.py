@@ -198,8 +198,8 @@ def test_given_rates_are_checked(tmp_path: Path) -> None:
 # ---- the command -------------------------------------------------------------------------------------------
 
 MISTAKES = {
-    "two questions": (["--top", "3", "--within-job", "3"], "--within-job and --top are different questions"),
-    "show and rescore": (["--show", "x", "--rescore", "y"], "different questions"),
+    "two questions": (["--top", "3", "--within-job", "3"], "--within-job and --top exclude each other"),
+    "show and rescore": (["--show", "x", "--rescore", "y"], "exclude each other"),
     "rates alone": (["--rates", "x.json"], "--rates goes with --rescore"),
     "a job alone": (["--job", "x.yaml"], "--job names what would be drawn"),
     "no plot": (["--show", ".", "--plot", "x.pdf"], ".svg"),

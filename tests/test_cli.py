@@ -149,7 +149,7 @@ def test_too_little_memory_is_exit_3_and_says_by_how_much(
 ) -> None:
     """H6."""
     assert run(["predict", *BERT, "--memory", "512MiB"]) == 3
-    assert "Does not fit: 7.09 GiB more" in capsys.readouterr().out
+    assert "Does not fit: short by 7.09 GiB" in capsys.readouterr().out
 
 
 def test_when_nothing_fits_the_search_says_so(

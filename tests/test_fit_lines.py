@@ -77,7 +77,7 @@ def test_what_was_foreseen_stands_beside(tmp_path: Path, monkeypatch: pytest.Mon
     for event in events(tmp_path, "step"):
         assert event["mfu"] == pytest.approx(0.04 * event["tokens"] / 80 / event["seconds"])
     (ended,) = events(tmp_path, "ended")
-    assert "a step: 100.00 s foreseen" in ended["text"]
+    assert "a step: 100.00 s predicted" in ended["text"]
     assert "part by more than a fifth" in ended["text"]
 
 

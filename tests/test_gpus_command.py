@@ -164,7 +164,7 @@ def test_without_prices_and_length_there_is_no_money() -> None:
 
 def test_when_none_trains_it_the_nearest_miss_is_told() -> None:
     text = as_text(render(replace(made_up(), answers=(answer("RTX2060", 0.8, 7 * GIB),)), Prices()))
-    assert "None of these GPUs trains this. The nearest miss: RTX2060 lacks 1.22 GiB for bf16." in text
+    assert "None of these GPUs trains this. The nearest miss: RTX2060 is short by 1.22 GiB for bf16." in text
 
 
 def test_seconds_that_are_not_known_are_not_invented() -> None:

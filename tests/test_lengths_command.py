@@ -156,7 +156,7 @@ def test_the_exit_code_says_whether_the_longest_fits(
     small = made_up(memory_bytes=8 * GIB)
     monkeypatch.setattr("snugfit.planning.lengths.lengths.plan_lengths", lambda *_, **__: small)
     assert run([*ASK, "--lengths", "lengths.txt"]) == 3
-    assert "The longest batch does not fit: it lacks 1.00 GiB" in capsys.readouterr().out
+    assert "The longest batch does not fit: it is short by 1.00 GiB" in capsys.readouterr().out
 
 
 def test_json_is_one_document(asked: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
@@ -188,7 +188,7 @@ def test_a_plan_is_made_for_the_longest_and_tells_the_rest(
     assert [job.sequence_length for job in jobs] == [509]
     assert asked[0]["recipe"] == "bf16 + tf32"
     out = capsys.readouterr().out
-    assert out.index("Memory against speed") < out.index("Pad each batch")
+    assert out.index("The Pareto front") < out.index("Pad each batch")
     assert run([*ask, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert (document["what"], document["lengths"]["what"]) == ("plan", "lengths")
@@ -202,16 +202,16 @@ def test_the_report_says_how_to_pad_and_marks_it() -> None:
     assert "42 samples of 100 to 509 tokens, half of them up to 100" in text
     assert 'train_sampling_strategy="group_by_length"' in text
     assert "pad_to_multiple_of=8" in text
-    assert "4.00 times as fast as padding all to 512" in text
+    assert "4.00 times as fast as padding everything to 512" in text
     assert "best grouped 8 512 9.00 50.0 % 100.0 200.0 40.0 4,000" in text
-    assert "cannot be grouped 64 576" in text
+    assert "not possible grouped 64 576" in text
     assert "Another job: sequences cut at 256 tokens (5.0 % of the samples are cut, 10.0 %" in text
 
 
 def test_the_report_tells_what_rests_on_an_assumption() -> None:
     assumed = " ".join(as_text(render(made_up())).split())
     assert "vocabulary 30,522 30,528 5.0 % *" in assumed
-    assert "Rounding lengths up pays only by what unaligned rows are assumed to cost." in assumed
+    assert "Rounding lengths up gains only what unaligned rows are assumed to cost." in assumed
     assert ASSUMPTION in assumed
     certain = made_up(sizes=(), ways=(way("random", 1, 0.2),))
     assert ASSUMPTION not in " ".join(as_text(render(certain)).split())
@@ -219,7 +219,7 @@ def test_the_report_tells_what_rests_on_an_assumption() -> None:
 
 def test_other_endings_have_their_words() -> None:
     host = as_text(render(made_up(bound="host", sizes=())))
-    assert "The host bounds the step" in host
+    assert "The host is the bottleneck" in host
     assert "does not take its longest sequence: 509 tokens" in as_text(render(made_up(ways=())))
 
 

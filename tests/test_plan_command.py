@@ -71,7 +71,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any
 def test_the_answer_comes_first_and_nothing_is_markup(capsys: pytest.CaptureFixture[str]) -> None:
     text = as_text(render(made_up(name=EVIL)))
     assert "bf16: 10.00 GiB, 50.0 ms a step, 80.0 samples/s." in text
-    assert "precision: bf16 and not fp32, which takes 2.00 GiB more (+20.0 %)" in text
+    assert "precision: bf16. With fp32: +2.00 GiB (+20.0 %)" in text
     assert "\x1b" not in text
     page = markdown(made_up(name=EVIL))
     assert "<script>" not in page
@@ -80,7 +80,9 @@ def test_the_answer_comes_first_and_nothing_is_markup(capsys: pytest.CaptureFixt
 
 def test_nothing_fits_is_exit_3(asked: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*ASK, "--memory", "4GiB"]) == 3
-    assert "Nothing fits. The nearest miss lacks 2.00 GiB: bf16 + every_layer" in capsys.readouterr().out
+    assert (
+        "Nothing fits. The nearest miss is short by 2.00 GiB: bf16 + every_layer" in capsys.readouterr().out
+    )
     assert asked[0]["memory_bytes"] == 4 * GIB
 
 
@@ -121,15 +123,15 @@ def test_the_length_of_a_run(asked: list[Any], capsys: pytest.CaptureFixture[str
     assert len(asked) == 3, "50 steps of 4 are 200 samples: remembered"
 
 
-def test_what_is_paid_once_is_told() -> None:
+def test_the_start_up_is_told() -> None:
     slower = Reason(slot="loading", chosen="inline", against="workers", needed_bytes=10 * GIB,
                     step_seconds=0.04, once_seconds=9.0)  # fmt: skip
     known = replace(made_up(), reasons=(slower,))
     text = as_text(render(known), width=200)
-    assert "pays about 7.00 s once, which is not counted here" in text
-    assert "a step of 40.0 ms (-20.0 %), 2.00 s more once." in text
+    assert "Start-up takes about 7.00 s more, which is not counted here" in text
+    assert "40.0 ms a step (-20.0 %), +2.00 s start-up." in text
     counted = as_text(render(replace(known, steps=100)), width=200)
-    assert "Ranked for a run of 100 steps, 400 samples: about 7.00 s once" in counted
+    assert "Ranked for a run of 100 steps, 400 samples: about 7.00 s of start-up" in counted
     assert "5.00 s of steps" in counted
     assert "not counted" not in counted
 

@@ -42,7 +42,7 @@ def test_a_prediction_tells_bytes_verdict_peak_and_reasons() -> None:
     assert "Fits: 8.20 GiB of 15.78 GiB to spare." in text
     assert "The peak is in step 3: backward in bert.encoder.layer.23 (aten::mm)." in text
     assert "335 million parameters of 4 bytes" in text
-    assert "Doubt: the context" in text
+    assert "Uncertain: the context" in text
     assert "└forward" in text
     assert "Kernels" not in text
     assert "Kernels" in as_text(prediction_report.render(prediction(), operators=True))
@@ -50,7 +50,7 @@ def test_a_prediction_tells_bytes_verdict_peak_and_reasons() -> None:
 
 def test_a_prediction_that_does_not_fit_says_by_how_much() -> None:
     text = as_text(prediction_report.render(prediction(20 * GIB)))
-    assert "Does not fit: 4.80 GiB more than the 15.78 GiB there are." in text
+    assert "Does not fit: short by 4.80 GiB of 15.78 GiB." in text
 
 
 def test_without_memory_the_verdict_says_what_to_name() -> None:
@@ -93,16 +93,16 @@ def test_what_cannot_be_compared_is_refused() -> None:
         foreseen_beside_seen(prediction(), measurement(footprint=None, timing=None, outcome="oom:torch"))
 
 
-def test_a_measurement_tells_what_was_paid_once() -> None:
+def test_a_measurement_tells_its_start_up() -> None:
     start = Startup(
         imports_seconds=6.0, context_seconds=0.3, build_seconds=0.5, first_step_seconds=1.0,
         settling_seconds=0.6, settling_steps=2,
     )  # fmt: skip
     text = as_text(measurement_report.render(measurement(startup=start)))
     assert "2 more before the steady ones" in text
-    assert "paid once" in text
+    assert "start-up" in text
     assert "8.10 s" in text  # 6 + 0.3 + 0.5 + 1 + 0.6, less three steps of 0.1 s
-    assert "paid once" not in as_text(measurement_report.render(measurement()))
+    assert "start-up" not in as_text(measurement_report.render(measurement()))
 
 
 def test_a_measurement_tells_how_far_it_can_be_trusted() -> None:
@@ -221,12 +221,12 @@ def test_a_report_s_folder_is_made(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("verified", "told"), [
-    ((True, True), "Rehearsed whole, each took what the search had found."),
-    ((True, None), "Rehearsed whole, each took what the search had found."),
-    ((True, False), "Rehearsed whole, L4 came out otherwise than the search had found"),
+    ((True, True), "Simulated in full, each answer takes the same bytes."),
+    ((True, None), "Simulated in full, each answer takes the same bytes."),
+    ((True, False), "Simulated in full, L4 came out otherwise than in the search"),
     ((None, None), ""),
 ])  # fmt: skip
-def test_plans_for_gpus_say_whether_whole_rehearsals_bore_them_out(
+def test_plans_for_gpus_say_whether_full_simulations_agreed(
     verified: tuple[bool | None, ...], told: str
 ) -> None:
     answers = tuple(
@@ -239,7 +239,7 @@ def test_plans_for_gpus_say_whether_whole_rehearsals_bore_them_out(
     )
     for text in (as_text(gpu_plans.render(found)), gpu_plans.markdown(found, Prices())):
         assert told in " ".join(text.split())
-        assert ("Rehearsed whole" in text) is bool(told)
+        assert ("Simulated in full" in text) is bool(told)
 
 
 def test_the_plot_is_the_same_twice_and_reads_any_name() -> None:

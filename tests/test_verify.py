@@ -157,7 +157,7 @@ def test_the_best_are_measured_and_shown_beside(asked: list[Any], capsys: pytest
     text = " ".join(capsys.readouterr().out.split())
     assert "bf16: 7.59 GiB, 50.0 ms a step" in text, "the plan comes first"
     assert "Kendall's tau 0.33 over 3 pairs of recipes" in text
-    assert "of the 3 that were measured more than 5 % apart, 2 are in the foreseen order" in text
+    assert "of the 3 that were measured more than 5 % apart, 2 are in the predicted order" in text
     assert "The first choice is the fastest measured one." in text
     assert "earned" not in text
 

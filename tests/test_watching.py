@@ -43,7 +43,7 @@ def test_memory_and_use_stand_beside_what_was_foreseen() -> None:
         {**STEP, "step": 1, "mfu": 0.3},
         {**STEP, "step": 2, "seconds": 0.3, "mfu": 0.5, "reserved_bytes": int(31.2 * GIB)},
     )
-    assert "40.0 samples/s  500 tokens/s  45.0% MFU  31.20 GiB reserved of 33.00 GiB foreseen" in text
+    assert "40.0 samples/s  500 tokens/s  45.0% MFU  31.20 GiB reserved of 33.00 GiB predicted" in text
 
 
 def test_where_nothing_is_foreseen_nothing_is_claimed() -> None:
@@ -59,10 +59,10 @@ def test_the_end_lays_both_side_by_side() -> None:
     ended = {"event": "ended", "outcome": "finished", "step": 4, "reserved_bytes": 32 * GIB}
     foreseen = {"event": "foreseen", "recipe": "bf16", **FORESEEN.to_json()}
     near, far = (shown(foreseen, {**ended, "step_seconds": seconds}) for seconds in (0.11, 0.2))
-    assert "memory reserved: 33.00 GiB foreseen, 32.00 GiB seen" in near
-    assert "a step: 100.0 ms foreseen, 110.0 ms seen" in near
-    assert "part by more than a fifth" not in near
-    assert "part by more than a fifth" in far
+    assert "memory reserved: 33.00 GiB predicted, 32.00 GiB measured" in near
+    assert "a step: 100.0 ms predicted, 110.0 ms measured" in near
+    assert "differ by more than a fifth" not in near
+    assert "differ by more than a fifth" in far
     assert beside({}, ended) == [], "nothing was foreseen"
 
 

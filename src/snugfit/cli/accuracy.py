@@ -28,9 +28,7 @@ Draw = Annotated[int, typer.Option("--draw", help="How many jobs.", min=1, max=1
 Seed = Annotated[int, typer.Option(help="What they are drawn from.", min=0)]
 WithinJob = Annotated[
     int | None,
-    typer.Option(
-        metavar="R", help="So many drawn recipes of each job.", min=2, max=64, rich_help_panel=ORDER
-    ),
+    typer.Option(metavar="R", help="Draw R recipes of each job.", min=2, max=64, rich_help_panel=ORDER),
 ]
 Top = Annotated[
     int | None,
@@ -44,7 +42,7 @@ Jobs = Annotated[
 Output = Annotated[Path, typer.Option(help="Folder for the result.", file_okay=False)]
 PredictOnly = Annotated[bool, typer.Option("--predict-only", help="Draw and predict; measure nothing.")]
 Workers = Annotated[
-    int | None, typer.Option(help="Processes that predict side by side. [4, or one a core]", min=1)
+    int | None, typer.Option(help="Processes that predict in parallel. [4, or one a core]", min=1)
 ]
 Measure = Annotated[
     Path | None,
@@ -128,7 +126,7 @@ def _refuse(ways: list[str], rates: Path | None, jobs: list[Path] | None, plot: 
     """What does not go together."""
     if len(ways) > 1:
         shown = " and ".join(f"--{way}" for way in ways)
-        raise UsageError(f"{shown} are different questions. Ask one of them.")
+        raise UsageError(f"{shown} exclude each other. Give one of them.")
     if rates is not None and ways != ["rescore"]:
         raise UsageError("--rates goes with --rescore; a draw takes this GPU's own (snugfit calibrate).")
     if jobs and ways not in (["within-job"], ["top"]):

@@ -21,7 +21,7 @@ Gpu = Annotated[
 Measure = Annotated[bool, typer.Option("--measure", help="Also run every experiment here.")]
 Output = Annotated[Path, typer.Option(help="Folder for the tables and the plot.", file_okay=False)]
 Workers = Annotated[
-    int | None, typer.Option(help="Processes that predict side by side. \\[one a core]", min=1)
+    int | None, typer.Option(help="Processes that predict in parallel. \\[one a core]", min=1)
 ]
 Format = Annotated[
     Literal["terminal", "markdown", "csv", "json"], typer.Option("--format", help="What to print.")

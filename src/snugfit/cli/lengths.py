@@ -61,7 +61,7 @@ def lengths(
 ) -> int:
     """From a dataset's lengths: the longest batch, the mean speed, and how to pad."""
     if request.gpu is None:
-        raise UsageError("Lengths are weighed in seconds, which need a GPU: add --gpu NAME.")
+        raise UsageError("Lengths are compared in seconds, and seconds need a GPU: add --gpu NAME.")
     if request.software != "installed":
         raise UsageError("Lengths are for the installed software. Leave the software profile out.")
     found = plan_of(request, truncate, fresh=fresh)

@@ -34,13 +34,11 @@ Objective = Annotated[
 ]
 Samples = Annotated[
     int | None,
-    typer.Option(
-        help="Length of the run, in samples: what is paid once counts too.", min=1, rich_help_panel=RUN
-    ),
+    typer.Option(help="Length of the run, in samples: start-up then counts too.", min=1, rich_help_panel=RUN),
 ]
 Steps = Annotated[int | None, typer.Option(help="Length of the run, in steps.", min=1, rich_help_panel=RUN)]
 Workers = Annotated[
-    int | None, typer.Option(help="Processes that rehearse side by side. \\[two]", min=1, max=64)
+    int | None, typer.Option(help="Processes that simulate in parallel. \\[two]", min=1, max=64)
 ]
 Plot = Annotated[
     Path | None, typer.Option(help="Draw memory against speed into this .png or .svg.", dir_okay=False)
@@ -111,7 +109,9 @@ def _refuse(request: Request, plot: Path | None, verify: int | None) -> None:
     if request.software != "installed":
         raise UsageError("A plan is made for the installed software. Leave the software profile out.")
     if request.gpu is None:
-        raise UsageError("A plan weighs seconds, which need a GPU: add --gpu NAME; --memory may go with it.")
+        raise UsageError(
+            "A plan needs seconds, and seconds need a GPU: add --gpu NAME; --memory may go with it."
+        )
     if request.lengths and verify:
         raise UsageError("--lengths and --verify are two questions. Ask one at a time.")
     if plot and plot.suffix not in (".png", ".svg"):

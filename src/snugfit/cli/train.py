@@ -61,7 +61,7 @@ Restart = Annotated[
                  rich_help_panel=RUN),
 ]  # fmt: skip
 NoPredict = Annotated[
-    bool, typer.Option("--no-predict", help="On a GPU: foresee nothing first.", rich_help_panel=RUN)
+    bool, typer.Option("--no-predict", help="On a GPU: train without predicting first.", rich_help_panel=RUN)
 ]
 
 
@@ -118,7 +118,8 @@ def train(
 
 
 def _refuse(request: Request) -> None:
-    """What is another question. A GPU that is named is for predictions, and one file serves both."""
+    """Raises `UsageError` for what training does not take. A GPU may be named: one file serves predictions
+    too."""
     if request.loop != "plain":
         raise UsageError(f"--loop {request.loop}: this trains with snugfit's own loop. Leave it out.")
     if request.software != "installed":

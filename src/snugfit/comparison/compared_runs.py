@@ -143,7 +143,7 @@ class ComparedRun:
         if self.predicted is None:
             return f"not predicted: {self.refused}"
         if self.fits is False:
-            return "foreseen not to fit, and it did"
+            return "predicted not to fit, and it did"
         off = [
             f"{line.figure.removesuffix('_bytes')} {100 * line.error:+.2f} %"
             for line in self.lines

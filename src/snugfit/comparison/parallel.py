@@ -107,7 +107,7 @@ def side_by_side(
         pool.shutdown()  # a worker that is not waited for leaves its semaphores to be complained about
     except BrokenProcessPool:
         raise SnugfitError(
-            "A process that predicted was killed, perhaps for lack of memory. Try with --workers 1."
+            "A worker process was killed, perhaps because memory ran out. Try with --workers 1."
         ) from None
     finally:
         pool.shutdown(wait=False, cancel_futures=True)

@@ -49,7 +49,7 @@ class Reading:
     """What was taken and is not quite the same here."""
 
     ignored: tuple[Line, ...]
-    """What was passed by, and why that is right."""
+    """What was ignored, and why that is right."""
 
     refused: tuple[Line, ...]
     """What has no counterpart."""
@@ -60,6 +60,6 @@ class Reading:
         if lines:
             flags = sorted({line.instead.replace("_", "-") for line in self.refused})
             raise UsageError(
-                "\n".join([f"{self.path} ({self.title}) asks for what snugfit cannot foresee:", *lines])
+                "\n".join([f"{self.path} ({self.title}) asks for what snugfit cannot predict:", *lines])
                 + f"\nTake it out of the file, or say what to predict instead with --{', --'.join(flags)}."
             )

@@ -33,7 +33,7 @@ def foresees(device: torch.device) -> Foresee:
         try:
             return foreseen_of(predict(job, recipe, gpu=torch.cuda.get_device_name(device)))
         except SnugfitError as unknown:
-            return f"Nothing is foreseen of this run: {unknown}"
+            return f"This run cannot be predicted: {unknown}"
 
     return foresee
 

@@ -1,6 +1,6 @@
 """Predictions side by side, and a prediction beside its measurement.
 
-Every difference is told twice, in bytes and in per cent: per cent tells whether it matters, bytes whether it
+Every difference is shown twice, in bytes and in per cent: per cent tells whether it matters, bytes whether it
 is enough.
 """
 
@@ -24,7 +24,7 @@ _FIGURES = {
     "allocated_bytes": "allocated",
     "reserved_bytes": "reserved",
     "nvml_bytes": "on the GPU",
-    "context_bytes": "of it context",
+    "context_bytes": "CUDA context",
 }
 
 
@@ -35,7 +35,7 @@ def render(predictions: Sequence[Prediction]) -> RenderableType:
     head = words(f"{job_line(first.job)} · {first.loop} loop · {where}", "bold")
     doubts = dict.fromkeys(doubt for prediction in predictions for doubt in prediction.doubts)
     return Group(
-        head, _totals(predictions), _kinds(predictions), *(words(f"Doubt: {doubt}") for doubt in doubts)
+        head, _totals(predictions), _kinds(predictions), *(words(f"Uncertain: {doubt}") for doubt in doubts)
     )
 
 

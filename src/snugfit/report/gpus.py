@@ -34,17 +34,17 @@ def render(gpus: Sequence[Gpu]) -> RenderableType:
 
 
 def render_one(gpu: Gpu) -> RenderableType:
-    """Everything about one GPU, with sources and doubts."""
+    """Everything about one GPU, with the source of each figure, and what is uncertain."""
     return Group(table(("", gpu.name), _facts(gpu)), table(("Figure", "Source"), gpu.sources.items()))
 
 
 def _facts(gpu: Gpu) -> Iterator[tuple[str, str]]:
     sizes = (
         ("nvidia-smi's total", gpu.nvml_total_bytes),
-        ("of it the driver's own", gpu.driver_reserved_bytes),
+        ("reserved by the driver", gpu.driver_reserved_bytes),
         ("for processes", gpu.memory_bytes),
         ("context of one process", gpu.context_bytes),
-        ("libraries of training", gpu.libraries_bytes),
+        ("libraries loaded by training", gpu.libraries_bytes),
     )
     yield "key", gpu.key
     yield "architecture", f"{gpu.architecture} {gpu.chip or ''} {_capability(gpu)}".strip()
@@ -52,7 +52,7 @@ def _facts(gpu: Gpu) -> Iterator[tuple[str, str]]:
     if gpu.context_source:
         yield "context measured on", gpu.context_source
     yield from ((f"{kind}, TFLOP/s", _tera(gpu, kind)) for kind in gpu.peak_dense)
-    yield from (("doubt", doubt) for doubt in gpu.doubts)
+    yield from (("uncertain", doubt) for doubt in gpu.doubts)
     yield from (("note", note) for note in gpu.notes)
 
 

@@ -32,7 +32,7 @@ def _heading(measurement: Measurement) -> Text:
     text = words(job_line(job), "bold")
     text.append("\n").append(words(f"recipe {measurement.recipe} · {measurement.loop} loop · {device.name}"))
     if device.type == "cpu":
-        text.append("\nMeasured on the CPU: there is no GPU here, so the GPU's figures are missing.")
+        text.append("\nMeasured on the CPU: there is no GPU here, so its figures are missing.")
     return text
 
 
@@ -51,23 +51,23 @@ def _with_disturbed(timing: Timing) -> list[tuple[str, str, str]]:
     left_out = len(timing.seconds) - timing.steps
     if not left_out or timing.every_seconds is None:
         return []
-    about = f"with {left_out} more, in which others disturbed the host's core"
+    about = f"with {left_out} more, in which other processes disturbed the host's core"
     return [("all steps", show_seconds(timing.every_seconds), about)]
 
 
 def startup_table(startup: Startup, step_seconds: float) -> Table:
-    """The stages of a start, and what of them is paid once."""
+    """The stages of a start and their sum, the start-up, in seconds."""
     rows = [
-        ("imports", startup.imports_seconds, "from the process's beginning: torch, and the model's code"),
-        ("context", startup.context_seconds, "CUDA, and the device's context"),
+        ("imports", startup.imports_seconds, "from the start of the process: torch and the model's code"),
+        ("context", startup.context_seconds, "CUDA and the device's context"),
         ("build", startup.build_seconds, "model and optimizer"),
-        ("first step", startup.first_step_seconds, "kernels are loaded, worker processes started"),
+        ("first step", startup.first_step_seconds, "loads kernels, starts worker processes"),
     ]
     if startup.settling_steps:
         steps = f"{startup.settling_steps} more before the steady ones"
         rows.append(("further steps", startup.settling_seconds, steps))
     once = startup.once_seconds(step_seconds)
-    rows.append(("paid once", once, "all of it, but for what its steps would take were they steady"))
+    rows.append(("start-up", once, "the sum, less what the same steps take once steady"))
     return table(
         ("Start", ">", ""), [(what, show_seconds(seconds), about) for what, seconds, about in rows if seconds]
     )
@@ -81,16 +81,21 @@ def _notes(measurement: Measurement) -> list[tuple[str, str]]:
         notes.append((measurement.message, ""))
     if measurement.timing and measurement.timing.unstable:
         notes.append(
-            ("Unstable: the steps differ too much for the mean to be trusted. Measure again.", "yellow")
+            ("Unstable: the steps vary too much for the mean to be trusted. Measure again.", "yellow")
         )
     if measurement.disturbed and measurement.disturbed > HIGH_DISTURBANCE:
         share = f"{100 * measurement.disturbed:.0f} %"
-        notes.append((f"Others disturbed the core that asks for kernels, at {share} of the looks.", "yellow"))
+        notes.append(
+            (
+                f"Other processes disturbed the core that launches kernels, in {share} of the samples.",
+                "yellow",
+            )
+        )
     if measurement.footprint and measurement.footprint.retries:
         times = measurement.footprint.retries
-        notes.append((f"It fits but thrashes: the allocator gave its cache back {times} times.", "yellow"))
+        notes.append((f"It fits but thrashes: the allocator released its cache {times} times.", "yellow"))
     if measurement.contaminated:
-        notes.append((f"The GPU was not this run's alone: {measurement.contaminated}", "yellow"))
+        notes.append((f"The GPU was shared: {measurement.contaminated}", "yellow"))
     if measurement.smi_bytes is not None and measurement.smi_nvml_bytes is not None:
         apart = measurement.smi_bytes - measurement.smi_nvml_bytes
         same = "agree" if abs(apart) <= 2 * MIB else f"differ by {show_bytes(abs(apart))}"

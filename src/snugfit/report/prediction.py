@@ -26,17 +26,23 @@ def render(prediction: Prediction, *, operators: bool = False) -> RenderableType
     """The whole report of one prediction."""
     anatomy = prediction.anatomy
     parts: list[RenderableType] = [heading(prediction), footprint_table(prediction.footprint)]
-    parts += [verdict(prediction), *_pace(prediction.timing), *_once(prediction), Text(), *_peak(prediction)]
+    parts += [
+        verdict(prediction),
+        *_pace(prediction.timing),
+        *_startup(prediction),
+        Text(),
+        *_peak(prediction),
+    ]
     parts += [kinds_table(prediction)]
     parts += [_largest_table(anatomy)] if anatomy.largest else []
     parts += _curve(anatomy.curve) if anatomy.curve else []
     parts += [operators_table(anatomy, prediction.timing)] if operators else []
-    parts += [words(f"Doubt: {doubt}", "yellow") for doubt in prediction.doubts]
+    parts += [words(f"Uncertain: {doubt}", "yellow") for doubt in prediction.doubts]
     return Group(*parts)
 
 
 def heading(prediction: Prediction) -> Text:
-    """The question, on two lines."""
+    """Job, recipe, loop and GPU, on two lines."""
     where = prediction.gpu.name if prediction.gpu else "no GPU named"
     text = words(job_line(prediction.job), "bold").append("\n")
     text.append(words(f"recipe {prediction.recipe} · {prediction.loop} loop · {where}"))
@@ -46,11 +52,11 @@ def heading(prediction: Prediction) -> Text:
 def footprint_table(footprint: Footprint) -> Table:
     """The five numbers of a footprint, each with what it means; what is not known is left out."""
     lines = (
-        ("requested", footprint.requested_bytes, "what tensors and kernels ask for"),
-        ("allocated", footprint.allocated_bytes, "what the allocator hands them, rounded up"),
-        ("reserved", footprint.reserved_bytes, "what the allocator takes from the GPU"),
-        ("on the GPU", footprint.nvml_bytes, "reserved, and the CUDA context: what NVML counts"),
-        ("of it context", footprint.context_bytes, "CUDA, and the libraries loaded into it"),
+        ("requested", footprint.requested_bytes, "what tensors and kernels request"),
+        ("allocated", footprint.allocated_bytes, "the same, rounded up by the allocator"),
+        ("reserved", footprint.reserved_bytes, "what the allocator reserves on the GPU"),
+        ("on the GPU", footprint.nvml_bytes, "reserved and the CUDA context: what NVML counts"),
+        ("CUDA context", footprint.context_bytes, "part of the above: CUDA and its loaded libraries"),
         ("host", footprint.host_bytes, "resident memory of the process"),
     )
     known = [(name, show_mib(size), show_bytes(size), why) for name, size, why in lines if size is not None]
@@ -61,12 +67,10 @@ def verdict(prediction: Prediction) -> Text:
     """Whether it fits, and by how much."""
     spare, memory = prediction.spare_bytes, prediction.memory_bytes
     if spare is None or memory is None:
-        return words("Whether it fits: name a GPU with --gpu, or an amount with --memory.")
+        return words("To know whether it fits, name a GPU with --gpu, or an amount with --memory.")
     if spare >= 0:
         return words(f"Fits: {show_bytes(spare)} of {show_bytes(memory)} to spare.", "bold green")
-    return words(
-        f"Does not fit: {show_bytes(-spare)} more than the {show_bytes(memory)} there are.", "bold red"
-    )
+    return words(f"Does not fit: short by {show_bytes(-spare)} of {show_bytes(memory)}.", "bold red")
 
 
 def _pace(timing: StepSeconds | None) -> list[RenderableType]:
@@ -74,19 +78,19 @@ def _pace(timing: StepSeconds | None) -> list[RenderableType]:
     if timing is None:
         return []
     roofline = sum(line.roofline_seconds for line in timing.phases)
-    bound = "its host" if timing.bound == "host" else timing.bound
+    bound = "the host" if timing.bound == "host" else timing.bound
     return [
         words(
             f"A step takes about {show_seconds(timing.step_seconds)} "
-            f"({timing.samples_per_second:.1f} samples/s), bound by {bound}: the GPU works "
+            f"({timing.samples_per_second:.1f} samples/s), bound by {bound}: the GPU is busy for "
             f"{show_seconds(timing.device_seconds)} of it, and would need {show_seconds(roofline)} at the "
             "rates of its data sheet."
         )
     ]
 
 
-def _once(prediction: Prediction) -> list[RenderableType]:
-    """What is paid before that."""
+def _startup(prediction: Prediction) -> list[RenderableType]:
+    """How long the start-up takes, and of what it is made."""
     start, timing = prediction.startup, prediction.timing
     if start is None or timing is None:
         return []
@@ -94,9 +98,9 @@ def _once(prediction: Prediction) -> list[RenderableType]:
     longer = start.first_step_seconds - timing.step_seconds
     return [
         words(
-            f"A run pays about {show_seconds(start.once_seconds(timing.step_seconds))} once: "
-            f"{show_seconds(before)} to import and to make a context, {show_seconds(start.build_seconds)} to "
-            f"build the model, and its first step takes {show_seconds(longer)} longer."
+            f"Start-up takes about {show_seconds(start.once_seconds(timing.step_seconds))}: "
+            f"{show_seconds(before)} for imports and the CUDA context, {show_seconds(start.build_seconds)} "
+            f"to build the model, and {show_seconds(longer)} more in the first step."
         )
     ]
 
@@ -129,7 +133,9 @@ def _largest_table(anatomy: Anatomy) -> Table:
         )
         for line in anatomy.largest[:LARGEST_SHOWN]
     ]
-    return table(("Largest at the peak, by module", "Operator", "Born in", "Kind", "Tensors>", "MiB>"), rows)
+    return table(
+        ("Largest at the peak, by module", "Operator", "Allocated in", "Kind", "Tensors>", "MiB>"), rows
+    )
 
 
 def _curve(curve: tuple[CurvePoint, ...]) -> list[RenderableType]:
@@ -167,7 +173,7 @@ def operators_table(anatomy: Anatomy, timing: StepSeconds | None = None) -> Tabl
     ]
     heads = ["Operator group", "Phase", "Kernels>", "GFLOP>", "Share>", "MiB moved>", "Share>"]
     heads += ["GPU ms>", "host ms>"] if timing else []
-    return table(heads, rows, title=f"One steady step; it waits for the GPU {anatomy.syncs:,} times")
+    return table(heads, rows, title=f"One steady step; {anatomy.syncs:,} synchronizations")
 
 
 def _device_and_host(line: PhaseSeconds | None) -> tuple[float, ...]:

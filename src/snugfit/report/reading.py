@@ -1,4 +1,4 @@
-"""What became of a user's configuration, as text: taken, not quite the same, passed by."""
+"""What became of a user's configuration, as text: taken, not quite the same, ignored."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def render(reading: Reading) -> RenderableType:
         rows = [(line.key, _short(line.value), line.says) for line in reading.differs]
         parts.append(table(("Not quite the same", "Value", "Why"), rows))
     if reading.ignored:
-        parts.append(table(("Passed by", "Why"), _by_reason(reading)))
+        parts.append(table(("Ignored", "Why"), _by_reason(reading)))
     return Group(*parts, Text())
 
 

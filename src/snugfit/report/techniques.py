@@ -23,8 +23,8 @@ def render(roster: Sequence[type[Technique]]) -> RenderableType:
         rows.append((first, name, str(technique.fidelity), technique.summary(), lacking))
         slot = technique.slot
     legend = (
-        "* what a plain recipe has. Fidelity to the plain recipe: same sums, same formula but it rounds "
-        "elsewhere, or another algorithm that also learns."
+        "* the slot's plain technique. Fidelity to the plain recipe: the same sums, the same formula rounded "
+        "otherwise, or another algorithm that also learns."
     )
     return Group(
         table(("Slot", "Technique", "Fidelity", "What it does", "Missing here"), rows), words(legend)

@@ -1,7 +1,7 @@
 """A run while it goes on: one bar on a terminal, plain lines where there is none.
 
     step 120 of 500  (epoch 0.96)  loss 0.4120  norm 1.93  rate 3.8e-05  71.2 samples/s  9,113 tokens/s
-    38.2% MFU  waiting for data 3%  31.20 GiB reserved of 33.00 GiB foreseen  0:01:12 left
+    38.2% MFU  waiting for data 3%  31.20 GiB reserved of 33.00 GiB predicted  0:01:12 left
 
 What is shown is an event of the journal (`training/journal.py`) and nothing else, so that whatever is seen
 here can be read again afterwards. Speeds are means since the last line.
@@ -89,7 +89,9 @@ class Watching:
         share = self._since.stalled / self._since.seconds if self._since.seconds else 0.0
         if share > STALLED and self._since.steps > 1 and not self._since.told:
             self._since.told = True
-            self._say(f"{share:.0%} of a step is waiting for data: more `workers` in the recipe would help.")
+            self._say(
+                f"{share:.0%} of a step is spent waiting for data: more `workers` in the recipe would help."
+            )
 
     def _evaluated(self, event: Event) -> None:
         accuracy = "" if event["accuracy"] is None else f", accuracy {event['accuracy']:.2%}"
@@ -98,14 +100,14 @@ class Watching:
     def _saved(self, event: Event) -> None:
         waited, beside = show_seconds(event["blocked_seconds"]), show_seconds(event["seconds"])
         self._say(
-            f"kept {event['folder']} ({show_bytes(event['bytes'])}; training waited {waited}, the rest took"
+            f"saved {event['folder']} ({show_bytes(event['bytes'])}; training waited {waited}, the rest took"
             f" {beside} beside it)"
         )
 
     def _replanned(self, event: Event) -> None:
         if event["cause"] == CAUSE:
             self._say(
-                f"memory is too short ({CAUSE} in step after step) as {event['before']}; from step"
+                f"memory is too tight ({CAUSE} in step after step) as {event['before']}; from step"
                 f" {event['step']:,} on it is {event['recipe']}, with the same global batch"
             )
             return
@@ -135,7 +137,7 @@ class Watching:
         self._reserved_bytes = event.get("reserved_bytes", self._reserved_bytes)  # not told with each step
         if self._reserved_bytes:
             limit = self._expected.get("reserved_bytes")
-            more = f" of {show_bytes(limit)} foreseen" if limit else ""
+            more = f" of {show_bytes(limit)} predicted" if limit else ""
             parts.append(f"{show_bytes(self._reserved_bytes)} reserved{more}")
         return "  ".join(parts)
 

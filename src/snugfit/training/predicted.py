@@ -65,15 +65,15 @@ def beside(foreseen: Mapping[str, Any], seen: Mapping[str, Any]) -> list[str]:
     lines = []
     if foreseen.get("reserved_bytes") and seen.get("reserved_bytes"):
         lines.append(
-            f"memory reserved: {show_bytes(foreseen['reserved_bytes'])} foreseen,"
-            f" {show_bytes(seen['reserved_bytes'])} seen"
+            f"memory reserved: {show_bytes(foreseen['reserved_bytes'])} predicted,"
+            f" {show_bytes(seen['reserved_bytes'])} measured"
         )
     expected, took = foreseen.get("step_seconds"), seen.get("step_seconds")
     if expected and took:
-        lines.append(f"a step: {show_seconds(expected)} foreseen, {show_seconds(took)} seen")
+        lines.append(f"a step: {show_seconds(expected)} predicted, {show_seconds(took)} measured")
         if not 1 / APART < took / expected < APART:
             lines.append(
-                "they part by more than a fifth: snugfit calibrate measures this machine, and the time spent"
-                " waiting for data is not foreseen"
+                "they differ by more than a fifth: snugfit calibrate measures this machine, and the time"
+                " spent waiting for data is not predicted"
             )
     return lines

@@ -85,10 +85,10 @@ class Worker:
     def _gone(self) -> SnugfitError:
         self.process.join(ENDS_WITHIN)
         if self.process.exitcode != UNGUARDED:
-            return SnugfitError("A process that rehearsed was killed, perhaps for lack of memory.")
+            return SnugfitError("A worker process was killed, perhaps because memory ran out.")
         return UsageError(
-            "plan() rehearses in processes of its own, and each of them imports the script that calls it. Put"
-            " the call under `if __name__ == '__main__':`, or ask for no such processes with workers=1."
+            "plan() starts worker processes, and each of them imports the script that calls it. Put the call"
+            " under `if __name__ == '__main__':`, or start none with workers=1."
         )
 
     def hurry(self) -> None:
@@ -196,7 +196,7 @@ def at_a_bench(
             try:
                 return answer(at)
             except Irregular:
-                tell("the layers do not grow evenly: beginning again with whole models")
+                tell("the layers do not scale evenly: starting again with whole models")
     raise AssertionError("a whole rehearsal is never less than itself")
 
 

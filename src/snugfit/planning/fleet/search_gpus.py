@@ -183,7 +183,7 @@ def _search(space: Space, at: Bench, gpus: Sequence[Gpu], smallest: Sequence[boo
     while True:
         _judge(space, at, seats, tell)
         if not seats[0].found.judged:
-            raise SnugfitError(f"No recipe could be rehearsed: {seen.refused[0].why}")
+            raise SnugfitError(f"No recipe could be simulated: {seen.refused[0].why}")
         if all(seat.answer() in seat.own for seat in seats):
             return seats
         _settle(space, at, seats, tell)
@@ -216,7 +216,7 @@ def _judge(space: Space, at: Bench, seats: Sequence[Seat], tell: Tell) -> None:
             for each, figures in zip(group, answer, strict=True):
                 seat.found.judge(each, figures[seat.place])
         left = sum(next(seat.wants(), None) is not None for seat in seats)
-        tell(f"{len(seats[0].found.judged)} recipes judged, {left} GPUs still looking")
+        tell(f"{len(seats[0].found.judged)} recipes judged, {left} GPUs left")
 
 
 def _settle(space: Space, at: Bench, seats: Sequence[Seat], tell: Tell) -> None:
@@ -228,7 +228,7 @@ def _settle(space: Space, at: Bench, seats: Sequence[Seat], tell: Tell) -> None:
             alike[seat.answer(), policy_for(seat.gpu, Software())].append(seat)
     groups = list(alike.values())
     todo = deque(enumerate(groups))
-    progress = Progress("rehearsing the answers whole", len(groups), tell)
+    progress = Progress("simulating the answers in full", len(groups), tell)
 
     def ask(place: int) -> Question | None:
         if not todo:

@@ -140,7 +140,7 @@ class Pace:
         """The steady step at this length, rehearsed."""
         key = (length, padded)
         if key not in self._sights:
-            self.tell(f"rehearsing {length} tokens{'' if padded else ', nothing padded'}")
+            self.tell(f"simulating {length} tokens{'' if padded else ', unpadded'}")
             software, setup = Software(), self.recipe.setup()
             trace = rehearse(self.at(*key), setup, policy_for(self.gpu, software), loop=self.loop)
             after = replay(trace, expandable=setup.expandable_segments)

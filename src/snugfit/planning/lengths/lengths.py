@@ -130,8 +130,8 @@ def _doubts(pace: Pace, lengths: Lengths) -> Iterable[str]:
         yield f"Seconds: no rates were measured on this GPU; {pace.rates.source}."
     if pace.lines:
         yield (
-            "Seconds: this model's kernels at one length do not follow from those at another, so the seconds "
-            "between rehearsed lengths lie on straight lines."
+            "Seconds: this model's kernels at one length do not follow from those at another, so seconds "
+            "between the simulated lengths are interpolated linearly."
         )
     if lengths.shortest < lengths.longest and not pace.recipe.setup().expandable_segments:
         yield (

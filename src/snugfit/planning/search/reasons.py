@@ -47,7 +47,7 @@ def explained(
     if fitting:
         best = fitting[-1] if objective == "memory" else fitting[0]
     shown = front[-1] if best is None else best
-    tell("rehearsing the answer whole, and comparing it slot by slot")
+    tell("simulating the answer in full and comparing it slot by slot")
     verified, doubts = _questioned(found, at, shown)
     reasons = tuple(_reasons(found, shown))
     return Plan(
@@ -119,7 +119,7 @@ def _reasons(found: Searched, best: int) -> Iterator[Reason]:
             needed_bytes=figures.needed_bytes if figures else None,
             step_seconds=figures.step_seconds if figures else None,
             once_seconds=figures.once if figures else None,
-            why_not="" if figures else "that recipe cannot run this job on this GPU at this fidelity",
+            why_not="" if figures else "it cannot run this job on this GPU at this fidelity",
         )
 
 

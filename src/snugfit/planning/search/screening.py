@@ -58,7 +58,7 @@ def screened(space: Space, at: Bench, tell: Tell = lambda what: None) -> Screene
             found.bounds.update(zip(order[index], answer, strict=True))
     if not found.bounds:
         why = found.refused[0].why if found.refused else "there is none"
-        raise SnugfitError(f"No recipe could be rehearsed: {why}")
+        raise SnugfitError(f"No recipe could be simulated: {why}")
     return found
 
 

@@ -51,8 +51,8 @@ def grids(result: Accuracy, *, wide: bool = False) -> Iterator[Grid]:
 
 def runs_grid(result: Accuracy) -> Grid:
     """One row a run."""
-    bytes_heads = ("NVML MiB>", "seen>", "allocated %>", "reserved %>", "NVML %>")
-    heads = ("", "Job", "Recipe", *bytes_heads, "ms a step>", "seen>", "%>", "bound by")
+    bytes_heads = ("NVML MiB>", "measured>", "allocated %>", "reserved %>", "NVML %>")
+    heads = ("", "Job", "Recipe", *bytes_heads, "ms a step>", "measured>", "%>", "bound by")
     rows = tuple(
         (str(run.number), job_words(run), str(run.recipe), *seen_bytes(run), *seen_seconds(run), _bound(run))
         for run in result.runs
@@ -67,7 +67,17 @@ def narrow_grid(result: Accuracy) -> Grid:
         foreseen, seen, *_, error = seen_bytes(run)
         what = f"{job_words(run)}: {run.recipe}"
         rows.append((str(run.number), what, foreseen, seen, error, *seen_seconds(run), _bound(run)))
-    heads = ("", "Job and recipe", "NVML MiB>", "seen>", "%>", "ms a step>", "seen>", "%>", "bound by")
+    heads = (
+        "",
+        "Job and recipe",
+        "NVML MiB>",
+        "measured>",
+        "%>",
+        "ms a step>",
+        "measured>",
+        "%>",
+        "bound by",
+    )
     return Grid(title=f"Runs of seed {result.seed}", heads=heads, rows=tuple(rows))
 
 

@@ -106,7 +106,7 @@ def worst_grid(runs: Sequence[ComparedRun]) -> Grid:
         (job_words(run), str(run.recipe), *seen_seconds(run), run.bound or "", "; ".join(causes(run)))
         for run in found
     )
-    heads = ("Job", "Recipe", "ms a step>", "seen>", "%>", "bound by", "Cause, where known")
+    heads = ("Job", "Recipe", "ms a step>", "measured>", "%>", "bound by", "Cause, where known")
     return Grid(title="The largest errors of seconds", heads=heads, rows=rows)
 
 
@@ -115,11 +115,11 @@ def causes(run: ComparedRun) -> Iterator[str]:
     if run.cause:
         yield run.cause
     if run.contaminated:
-        yield f"the GPU was not its alone: {run.contaminated}"
+        yield f"the GPU was shared: {run.contaminated}"
     if run.crowded:
         yield f"the host was crowded: {run.crowded}"
     if run.disturbed and run.disturbed > HIGH_DISTURBANCE:
-        yield f"others disturbed its core at {100 * run.disturbed:.0f} % of looks"
+        yield f"other processes disturbed its core in {100 * run.disturbed:.0f} % of the samples"
     if run.spread is not None and run.spread > MAX_STABLE_SPREAD:
         yield f"its own steps vary by {100 * run.spread:.0f} %"
     yield from (doubt for doubt in run.doubts if doubt.startswith("Seconds"))

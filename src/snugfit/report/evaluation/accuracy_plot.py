@@ -1,4 +1,4 @@
-"""The picture of draws: seconds foreseen against seconds seen, and how often errors are how large.
+"""The picture of draws: seconds predicted against seconds measured, and how often errors are how large.
 
 Drawn on a `Figure` of its own, without pyplot; the same results give the same bytes.
 """

@@ -22,7 +22,7 @@ UNKNOWN = ""
 
 def render(result: GuideResult) -> RenderableType:
     """Everything, for a terminal."""
-    doubts = (words(f"Doubt: {doubt}", "yellow") for doubt in result.doubts)
+    doubts = (words(f"Uncertain: {doubt}", "yellow") for doubt in result.doubts)
     return Group(*(terminal(grid) for grid in grids(result)), *doubts)
 
 

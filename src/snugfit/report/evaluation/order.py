@@ -1,5 +1,5 @@
-"""The recipes of one job side by side: foreseen beside seen, whether what was foreseen to be faster was, and
-what choosing by it costs."""
+"""The recipes of one job side by side: predicted beside measured, whether what was predicted to be faster
+was, and what choosing by it costs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from snugfit.units import show_mib
 
 BYTES = ("allocated_bytes", "reserved_bytes", "nvml_bytes")
 HEADS = (
-    "Recipe", "NVML MiB>", "seen>", "allocated %>", "reserved %>", "NVML %>", "ms a step>", "seen>", "%>",
-    "place>", "seen>",
+    "Recipe", "NVML MiB>", "measured>", "allocated %>", "reserved %>", "NVML %>", "ms a step>", "measured>",
+    "%>", "rank>", "measured>",
 )  # fmt: skip
 
 
 def recipes_grid(runs: Sequence[ComparedRun], title: str, note: str = "") -> Grid:
-    """One row a recipe; errors are the shares by which predictions are too high, places those of seconds."""
+    """One row a recipe; errors are the shares by which predictions are too high, ranks those of seconds."""
     foreseen = _places((run.number, run.predicted_step_seconds) for run in runs)
     seen = _places((run.number, run.step_seconds) for run in runs if run.outcome == "ok")
     rows = tuple(
@@ -35,7 +35,7 @@ def recipes_grid(runs: Sequence[ComparedRun], title: str, note: str = "") -> Gri
 
 
 def seen_bytes(run: ComparedRun) -> Iterator[str]:
-    """NVML MiB foreseen and seen (or how the run died), and the errors of all bytes in per cent."""
+    """NVML MiB predicted and measured (or how the run died), and the errors of all bytes in per cent."""
     yield _mib(run.predicted.nvml_bytes if run.predicted else None)
     if run.outcome not in (None, "ok"):
         yield str(run.outcome)
@@ -45,7 +45,7 @@ def seen_bytes(run: ComparedRun) -> Iterator[str]:
 
 
 def seen_seconds(run: ComparedRun) -> Iterator[str]:
-    """Milliseconds of a step foreseen and seen, and the error in per cent."""
+    """Milliseconds of a step predicted and measured, and the error in per cent."""
     for seconds in (run.predicted_step_seconds, run.step_seconds if run.outcome == "ok" else None):
         yield "" if seconds is None else f"{seconds * 1e3:,.1f}"
     yield per_cent(run.error("step_seconds"), digits=1)
@@ -67,7 +67,7 @@ def order_line(runs: Sequence[ComparedRun]) -> str:
     if clear.pairs:
         text += (
             f"; of the {clear.pairs} that were measured more than {100 * APART:g} % apart, {clear.right} are "
-            "in the foreseen order"
+            "in the predicted order"
         )
     return text + "."
 
@@ -85,7 +85,7 @@ def gap_line(runs: Sequence[ComparedRun]) -> str:
 
 
 def _places(seconds: Iterable[tuple[int, float | None]]) -> dict[int, str]:
-    """The place of each number, the fastest first."""
+    """The rank of each number, the fastest first."""
     known = sorted((each, number) for number, each in seconds if each)
     return {number: str(place) for place, (_, number) in enumerate(known, 1)}
 

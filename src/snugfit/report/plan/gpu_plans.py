@@ -65,8 +65,8 @@ def headline(found: GpuPlans, prices: Prices) -> Iterator[str]:
     }
     for what, answer in named.items():
         if answer and answer.choice:
-            taking = _taking(answer, answer.choice)
-            yield f"{what}: {answer.key}{_about(what, answer, prices, found.steps)}, with {taking}."
+            about = _about(what, answer, prices, found.steps)
+            yield f"{what}: {answer.key}{about}, with {_figures(answer, answer.choice)}."
 
 
 def _about(what: str, answer: OnGpu, prices: Prices, steps: int | None) -> str:
@@ -76,7 +76,7 @@ def _about(what: str, answer: OnGpu, prices: Prices, steps: int | None) -> str:
     return f" ({show_bytes(answer.gpu.memory_bytes or 0)})" if "smallest" in what else ""
 
 
-def _taking(answer: OnGpu, choice: Choice) -> str:
+def _figures(answer: OnGpu, choice: Choice) -> str:
     seconds = f", {_ms(answer, choice)} ms a step" if choice.step_seconds else ""
     return f"{choice.recipe}: {show_bytes(choice.needed_bytes)}{seconds}"
 
@@ -87,7 +87,7 @@ def _nearest(found: GpuPlans) -> str:
     if nearest is None or nearest.choice is None:
         return ""
     lacking = show_bytes(nearest.lacking_bytes)
-    return f"The nearest miss: {nearest.key} lacks {lacking} for {nearest.choice.recipe}."
+    return f"The nearest miss: {nearest.key} is short by {lacking} for {nearest.choice.recipe}."
 
 
 def the_run(found: GpuPlans, prices: Prices) -> Iterator[str]:
@@ -95,8 +95,8 @@ def the_run(found: GpuPlans, prices: Prices) -> Iterator[str]:
     if found.steps:
         samples = found.steps * found.job.batch_size
         yield (
-            f"The run: {found.steps:,} steps, {samples:,} samples. What it pays once is counted, as on the "
-            "host of an H200; renting a machine and fetching weights and data are not."
+            f"The run: {found.steps:,} steps, {samples:,} samples. Start-up is counted, as on an H200's "
+            "host; renting a machine and downloading weights and data are not."
         )
     unpriced = [answer.key for answer in found.fitting if answer.key not in prices.per_hour]
     if prices.per_hour and unpriced:
@@ -114,9 +114,9 @@ def table(found: GpuPlans, prices: Prices) -> Grid:
         if answer.choice
     ]
     scaled = any(answer.measured_rates is False for answer in known)
-    note = f"{SCALED} scaled from an H200's achieved rates by data sheet: nobody measured this GPU here."
+    note = f"{SCALED} scaled from an H200's achieved rates by data sheet: this GPU was never measured."
     return Grid(
-        title="On each GPU the best recipe; where nothing fits, the one that lacks least",
+        title="The best recipe on each GPU; where nothing fits, the nearest miss",
         heads=tuple(head for head, _ in columns),
         rows=tuple(rows),
         note=note if scaled else "",
@@ -137,7 +137,7 @@ def _columns(found: GpuPlans, prices: Prices) -> list[tuple[str, _Show]]:
         ("samples/s>", lambda answer, choice, cost: _number(choice.samples_per_second)),
     ]
     if found.steps:
-        columns.append(("s once>", lambda answer, choice, cost: _number(choice.once_seconds)))
+        columns.append(("start-up s>", lambda answer, choice, cost: _number(choice.once_seconds)))
         columns.append(("run>", lambda answer, choice, cost: _duration(cost.run_seconds)))
     if prices.per_hour:
         columns.append(("USD/h>", lambda answer, choice, cost: _money(cost.per_hour)))
@@ -163,33 +163,33 @@ def _order(found: GpuPlans, answer: OnGpu, cost: Cost) -> tuple[float, ...]:
 
 
 def unknown(found: GpuPlans) -> list[Grid]:
-    """What cannot be told, and why."""
+    """The GPUs without a prediction, and why."""
     rows = tuple((answer.key, answer.why) for answer in found.answers if answer.why)
-    return [Grid(title="What cannot be told", heads=("GPU", "Why"), rows=rows)] if rows else []
+    return [Grid(title="Not predicted", heads=("GPU", "Why"), rows=rows)] if rows else []
 
 
 def looked_at(found: GpuPlans) -> Iterator[str]:
-    """How much was looked at."""
+    """How many recipes the searches evaluated, and how the answers were checked."""
     if found.counts:
         recipes = max(counts.recipes for counts in found.counts)
         judged = sum(counts.replayed for counts in found.counts)
         yield (
-            f"{recipes:,} lawful recipes; GPUs that run the same kernels were searched together, "
-            f"{len(found.counts)} searches in all, {judged:,} recipes put together whole. Each answer was "
-            f"judged by its GPU's own workspaces and scratch. {_verified(found)}".strip()
+            f"{recipes:,} valid recipes; GPUs that run the same kernels were searched together, in "
+            f"{len(found.counts)} searches that composed {judged:,} recipes. Each answer counts its own "
+            f"GPU's workspaces and scratch. {_verified(found)}".strip()
         )
 
 
 def _verified(found: GpuPlans) -> str:
-    """Whether the whole rehearsals took what the search had found."""
+    """Whether simulating each answer in full gave the bytes that the search found."""
     other = [answer.key for answer in found.answers if answer.verified is False]
     if other:
         return (
-            f"Rehearsed whole, {_some(other)} came out otherwise than the search had found: the figures are "
-            "those of the whole rehearsal."
+            f"Simulated in full, {_some(other)} came out otherwise than in the search: the figures are those "
+            "of the full simulation."
         )
     known = any(answer.verified for answer in found.answers)
-    return "Rehearsed whole, each took what the search had found." if known else ""
+    return "Simulated in full, each answer takes the same bytes." if known else ""
 
 
 def _some(keys: Sequence[str]) -> str:

@@ -18,16 +18,16 @@ from snugfit.report.text.terminal import words
 from snugfit.units import GIB, show_bytes
 
 ORDERS = {
-    "fixed": "all alike",
+    "fixed": "one length",
     "random": "at random",
     "grouped": "grouped",
 }
 """How each order pads a batch, in a few words."""
 
 ASSUMPTION = (
-    "Assumed, not measured on this GPU: what is left of a product's rate when its rows are no multiple of 16 "
-    "bytes. Since cuBLAS 11 they do run on tensor cores, less efficiently (NVIDIA, Matrix Multiplication "
-    "Background User's Guide, 2.2)."
+    "Assumed, not measured on this GPU: the rate of a matmul whose rows are no multiple of 16 bytes. Since "
+    "cuBLAS 11 it runs on tensor cores, less efficiently (NVIDIA, Matrix Multiplication Background User's "
+    "Guide, 2.2)."
 )
 
 
@@ -38,7 +38,7 @@ def render(plan: LengthPlan) -> RenderableType:
     parts += [words(answer(plan), style), Text()]
     parts += [terminal(table) for table in tables(plan)]
     parts += [words(line) for line in remarks(plan)]
-    parts += [words(f"Doubt: {doubt}", "yellow") for doubt in plan.doubts]
+    parts += [words(f"Uncertain: {doubt}", "yellow") for doubt in plan.doubts]
     return Group(*parts)
 
 
@@ -47,7 +47,7 @@ def markdown(plan: LengthPlan) -> str:
     lines = [f"## {escape(question(plan))}", escape(dataset(plan.lengths)), f"**{escape(answer(plan))}**"]
     lines += [markdown_table(table).rstrip() for table in tables(plan)]
     lines += [escape(line) for line in remarks(plan)]
-    lines += [f"Doubt: {escape(doubt)}" for doubt in plan.doubts]
+    lines += [f"Uncertain: {escape(doubt)}" for doubt in plan.doubts]
     return "\n\n".join(lines) + "\n"
 
 
@@ -72,23 +72,23 @@ def answer(plan: LengthPlan) -> str:
         return f"The model does not take its longest sequence: {plan.lengths.longest:,} tokens."
     if best is None:
         least = min((way for way in plan.ways if way.needed_bytes), key=lambda way: way.needed_bytes or 0)
-        lacking = (least.needed_bytes or 0) - (plan.memory_bytes or 0)
-        return f"The longest batch does not fit: it lacks {show_bytes(lacking)}, however batches are padded."
+        short = show_bytes((least.needed_bytes or 0) - (plan.memory_bytes or 0))
+        return f"The longest batch does not fit: it is short by {short}, however batches are padded."
     text = f"Pad each batch {_how(best)}: {best.samples_per_second:,.1f} samples/s on average, "
     text += f"{show_bytes(best.needed_bytes or 0)} for the longest batch"
     whole = next((way for way in plan.ways if way.order == "fixed" and way.step_seconds), best)
     times = (whole.step_seconds or 0.0) / (best.step_seconds or 1.0)
     if best.order != "fixed" and times > 1.01:
-        text += f"; {times:.2f} times as fast as padding all to {whole.length:,}"
+        text += f"; {times:.2f} times as fast as padding everything to {whole.length:,}"
     return text + "."
 
 
 def _how(way: Way) -> str:
     """A way of padding in words, with transformers' own for it."""
     text = {
-        "fixed": "to the longest sample of all",
+        "fixed": "to the longest sample of the dataset",
         "random": "to its own longest sample",
-        "grouped": "to its own longest sample, samples of like lengths together "
+        "grouped": "to its own longest sample, samples of similar lengths together "
         '(train_sampling_strategy="group_by_length")',
     }[way.order]
     if way.multiple == 1:
@@ -121,13 +121,13 @@ def _table(plan: LengthPlan, ways: Sequence[Way], title: str, mark: Way | None =
     heads += ("ms a step>", "at most>", "samples/s>", "tokens/s>")
     rows = tuple(_row(plan, way, "best" if way is mark or way == mark else "") for way in ways)
     refused = next((way.why_not for way in ways if way.why_not), "")
-    return Grid(title=title, heads=heads, rows=rows, note=f"cannot be: {refused}" if refused else "")
+    return Grid(title=title, heads=heads, rows=rows, note=f"not possible: {refused}" if refused else "")
 
 
 def _row(plan: LengthPlan, way: Way, mark: str) -> tuple[str, ...]:
     head = (ORDERS[way.order], f"{way.multiple}", f"{way.length:,}")
     if way.why_not:
-        return ("cannot be", *head, *[""] * 6)
+        return ("not possible", *head, *[""] * 6)
     return (
         "does not fit" if plan.fits(way) is False else mark,
         *head,
@@ -144,24 +144,21 @@ def _row(plan: LengthPlan, way: Way, mark: str) -> tuple[str, ...]:
 
 
 def remarks(plan: LengthPlan) -> Iterator[str]:
-    """What else is to be known."""
+    """What limits the step, what grouping changes, and what is assumed."""
     if plan.bound == "host":
         yield (
-            "The host bounds the step, also of the longest batch: padding costs little time, and no size of "
-            "a product would make it faster. A larger micro-batch would."
+            "The host is the bottleneck, also in the longest batch: padding costs little time, and better "
+            "matmul sizes would not make it faster. A larger micro-batch would."
         )
     if plan.bound == "loading":
         yield (
-            "Making the batches bounds the step, also of the longest batch: padding costs little time, and "
-            "no size of a product would make it faster. More loader workers would."
+            "Loading is the bottleneck, also in the longest batch: padding costs little time, and better "
+            "matmul sizes would not make it faster. More loader workers would."
         )
     if plan.best and plan.best.order == "grouped":
-        yield (
-            "Batches of like lengths are less random than others: the same samples, in an order that is only "
-            "partly shuffled."
-        )
+        yield ("Grouping by length shuffles less: the same samples, in an order that is only partly random.")
     if plan.assumed:
-        yield "Rounding lengths up pays only by what unaligned rows are assumed to cost."
+        yield "Rounding lengths up gains only what unaligned rows are assumed to cost."
     if plan.assumed or any(size.assumed for size in plan.sizes):
         yield ASSUMPTION
     yield how_known(plan)
@@ -169,10 +166,10 @@ def remarks(plan: LengthPlan) -> Iterator[str]:
 
 def how_known(plan: LengthPlan) -> str:
     """Where the figures come from."""
-    off = f", which was found off by {100 * plan.off:.2g} % at most" if plan.off else ""
+    off = f" (error at most {100 * plan.off:.2g} %)" if plan.off else ""
     return (
-        f"{plan.rehearsed} lengths were rehearsed; the kernels of the others follow from theirs{off}. All "
-        "figures are predictions."
+        f"{plan.rehearsed} lengths were simulated, and the others interpolated{off}. All figures are "
+        "predictions."
     )
 
 
@@ -191,10 +188,10 @@ def sizes(found: Sequence[Size]) -> Grid:
         for size in found
     )
     return Grid(
-        title="Sizes that the GPU dislikes, in the longest batch",
-        heads=("Size", "is>", "better>", "gain>", "memory>", "ms a step>", "what that means"),
+        title="Inefficient sizes in the longest batch",
+        heads=("Size", "is>", "better>", "gain>", "memory>", "ms a step>", "what it means"),
         rows=rows,
-        note="* by the assumed price of unaligned rows alone" if any(size.assumed for size in found) else "",
+        note="* only by the assumed cost of unaligned rows" if any(size.assumed for size in found) else "",
     )
 
 
@@ -215,7 +212,9 @@ def _means(size: Size) -> str:
         )
     if size.what == "batch":
         larger = (size.instead or 0) > size.given
-        return "another job: more samples, no more time" if larger else "another job: past a tile or a wave"
+        return (
+            "another job: more samples in the same time" if larger else "another job: fills a tile or a wave"
+        )
     return f"the model's own, in {size.where}"
 
 

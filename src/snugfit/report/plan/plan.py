@@ -1,4 +1,4 @@
-"""A plan in a terminal and as Markdown: what to do, because, and what else there is."""
+"""A plan in a terminal and as Markdown: the best recipe, the reasons for it, and the alternatives."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from snugfit.report.text.job import job_line
 from snugfit.report.text.terminal import words
 from snugfit.units import GIB, show_bytes, show_per_cent, show_seconds
 
-LEAST_ONCE = 0.05
-"""Seconds: a difference in what is paid once that is worth a word."""
+LEAST_STARTUP = 0.05
+"""Seconds: a smaller difference in start-up time is not reported."""
 
 
 def render(plan: Plan) -> RenderableType:
@@ -27,7 +27,7 @@ def render(plan: Plan) -> RenderableType:
     parts += [terminal(refusals(plan))] if plan.refused else []
     parts += [words(line) for line in plan.cures]
     parts += [words(looked_at(plan))]
-    parts += [words(f"Doubt: {doubt}", "yellow") for doubt in _doubts(plan)]
+    parts += [words(f"Uncertain: {doubt}", "yellow") for doubt in _doubts(plan)]
     return Group(*parts)
 
 
@@ -39,7 +39,7 @@ def markdown(plan: Plan) -> str:
     lines += [markdown_table(grid).rstrip() for grid in (*changes(plan), front(plan))]
     lines += [markdown_table(refusals(plan)).rstrip()] if plan.refused else []
     lines += [escape(line) for line in plan.cures]
-    lines += [escape(looked_at(plan)), *(f"Doubt: {escape(doubt)}" for doubt in _doubts(plan))]
+    lines += [escape(looked_at(plan)), *(f"Uncertain: {escape(doubt)}" for doubt in _doubts(plan))]
     return "\n\n".join(lines) + "\n"
 
 
@@ -51,15 +51,15 @@ def question(plan: Plan) -> str:
 
 
 def answer(plan: Plan) -> str:
-    """What to do, in one line."""
+    """The best recipe with its figures, in one line."""
     shown = plan.shown
-    taking = f"{show_bytes(shown.needed_bytes)}, {show_seconds(shown.step_seconds)} a step, " + (
+    figures = f"{show_bytes(shown.needed_bytes)}, {show_seconds(shown.step_seconds)} a step, " + (
         f"{shown.samples_per_second:,.1f} samples/s"
     )
     if plan.best is None:
-        lacking = shown.needed_bytes - (plan.memory_bytes or 0)
-        return f"Nothing fits. The nearest miss lacks {show_bytes(lacking)}: {shown.recipe} ({taking})."
-    return f"{shown.recipe}: {taking}."
+        short = show_bytes(shown.needed_bytes - (plan.memory_bytes or 0))
+        return f"Nothing fits. The nearest miss is short by {short}: {shown.recipe} ({figures})."
+    return f"{shown.recipe}: {figures}."
 
 
 def because(plan: Plan) -> Iterator[str]:
@@ -69,33 +69,33 @@ def because(plan: Plan) -> Iterator[str]:
 
 
 def _sentence(shown: Choice, reason: Reason) -> str:
-    head = f"{reason.slot}: {reason.chosen} and not {reason.against}"
     if reason.needed_bytes is None or reason.step_seconds is None:
-        return f"{head}, because {reason.why_not}."
+        return f"{reason.slot}: {reason.chosen}. Not {reason.against}: {reason.why_not}."
     more = reason.needed_bytes - shown.needed_bytes
-    size = f"{show_bytes(abs(more))} {'more' if more > 0 else 'less'}" if more else "the same memory"
-    share = f" ({show_per_cent(reason.needed_bytes, shown.needed_bytes)})" if more else ""
+    share = show_per_cent(reason.needed_bytes, shown.needed_bytes)
+    size = f"{'+' if more > 0 else '-'}{show_bytes(abs(more))} ({share})" if more else "same memory"
     slower = show_per_cent(reason.step_seconds, shown.step_seconds)
-    length = f"a step of {show_seconds(reason.step_seconds)} ({slower})"
+    text = f"{reason.slot}: {reason.chosen}. With {reason.against}: {size}, "
+    text += f"{show_seconds(reason.step_seconds)} a step ({slower})"
     apart = (reason.once_seconds or shown.once_seconds) - shown.once_seconds
-    if abs(apart) >= LEAST_ONCE:
-        length += f", {show_seconds(abs(apart))} {'more' if apart > 0 else 'less'} once"
-    return f"{head}, which takes {size}{share} and {length}."
+    if abs(apart) >= LEAST_STARTUP:
+        text += f", {'+' if apart > 0 else '-'}{show_seconds(abs(apart))} start-up"
+    return f"{text}."
 
 
 def about_run(plan: Plan) -> Iterator[str]:
-    """What is paid once, and whether that was counted."""
+    """How long the start-up takes, and whether it was counted."""
     once, steps = plan.shown.once_seconds, plan.steps
     if steps:
         stepping = plan.shown.step_seconds * steps
         yield (
             f"Ranked for a run of {steps:,} steps, {steps * plan.job.batch_size:,} samples: about "
-            f"{show_seconds(once)} once, as on the host of an H200, and {show_seconds(stepping)} of steps."
+            f"{show_seconds(once)} of start-up, as on an H200's host, and {show_seconds(stepping)} of steps."
         )
     elif once:
         yield (
-            f"Beside its steps a run of it pays about {show_seconds(once)} once, which is not counted here; "
-            "for a short run add --steps N or --samples N."
+            f"Start-up takes about {show_seconds(once)} more, which is not counted here; for a short run add "
+            "--steps N or --samples N."
         )
 
 
@@ -139,7 +139,7 @@ def _figures(needed: int | None, seconds: float | None) -> tuple[str, str]:
 
 
 def front(plan: Plan) -> Grid:
-    """The Pareto front: no other recipe is both as fast and as small."""
+    """The Pareto front: every recipe than which no other is both faster and smaller."""
     rows = tuple(
         (
             "best" if choice == plan.best else "" if _fits(plan, choice) else "does not fit",
@@ -152,12 +152,12 @@ def front(plan: Plan) -> Grid:
         )
         for choice in plan.front
     )
-    heads = ("", "Recipe", "GiB on the GPU>", "reserved>", "ms a step>", "samples/s>", "s once>")
-    return Grid(title="Memory against speed: each is the smallest at its speed", heads=heads, rows=rows)
+    heads = ("", "Recipe", "GiB on the GPU>", "reserved>", "ms a step>", "samples/s>", "start-up s>")
+    return Grid(title="The Pareto front: memory against speed", heads=heads, rows=rows)
 
 
 def refusals(plan: Plan) -> Grid:
-    """What was not considered."""
+    """What was not considered, why, and how many recipes that leaves out."""
     rows = tuple(
         (refusal.what, refusal.why, f"{refusal.recipes:,}" if refusal.recipes else "")
         for refusal in plan.refused
@@ -166,21 +166,21 @@ def refusals(plan: Plan) -> Grid:
 
 
 def looked_at(plan: Plan) -> str:
-    """How much the search looked at, and what it was held to."""
+    """How much the search evaluated, and whether the answer was checked."""
     counts = plan.counts
     text = (
-        f"{counts.recipes:,} lawful recipes, {counts.tapes:,} of them different, with {counts.footprints:,} "
-        f"different footprints; {counts.passes:,} kinds of passes rehearsed, {counts.replayed:,} recipes put "
-        "together whole."
+        f"{counts.recipes:,} valid recipes, {counts.tapes:,} of them distinct, with {counts.footprints:,} "
+        f"distinct footprints; {counts.passes:,} kinds of passes simulated, {counts.replayed:,} recipes "
+        "composed from them."
     )
-    return text + (" Rehearsed whole, the answer came out the same to the byte." if plan.verified else "")
+    return text + (" Simulated in full, the answer takes the same bytes." if plan.verified else "")
 
 
 def _doubts(plan: Plan) -> Iterator[str]:
     if plan.verified is False:
         yield (
-            "rehearsed whole, the answer takes other bytes than its parts. That is a fault of snugfit: "
-            "please report it, and ask snugfit predict about this recipe."
+            "simulated in full, the answer takes other bytes than composed from its parts. That is a bug in "
+            "snugfit: please report it, and ask snugfit predict about this recipe."
         )
     yield from plan.doubts
 

@@ -24,20 +24,20 @@ def draw(plan: Plan, form: str) -> bytes:
         figure = Figure(figsize=(11, 5.5), layout="constrained")
         axes = figure.subplots()
         axes.step(sizes[::-1], speeds[::-1], where="post", color="#56B4E9", linewidth=1)
-        axes.scatter(sizes, speeds, color="#0072B2", zorder=3, label="nothing is both faster and smaller")
+        axes.scatter(sizes, speeds, color="#0072B2", zorder=3, label="Pareto front")
         if plan.best:
             best = plan.best.needed_bytes / GIB, _speed(plan, plan.best)
             axes.scatter(*best, s=90, facecolors="none", edgecolors="#D55E00", zorder=4, label="best")
         if plan.memory_bytes:
             axes.axvline(
-                plan.memory_bytes / GIB, color="0.4", linewidth=0.8, linestyle=":", label="memory there is"
+                plan.memory_bytes / GIB, color="0.4", linewidth=0.8, linestyle=":", label="available memory"
             )
         for number, place in enumerate(zip(sizes, speeds, strict=True), 1):
             axes.annotate(str(number), place, xytext=(4, 4), textcoords="offset points", fontsize=7)
         listed = "\n".join(f"{number:2}  {choice.recipe}" for number, choice in enumerate(plan.front, 1))
         axes.text(1.02, 1, listed, transform=axes.transAxes, fontsize=7, va="top", linespacing=1.6)
         axes.set_xlabel("GPU memory, GiB")
-        axes.set_ylabel(f"Samples per second{', its start counted' if plan.steps else ''}")
+        axes.set_ylabel(f"Samples per second{', start-up included' if plan.steps else ''}")
         axes.set_title(f"{words(plan.job.model.name).plain}, batch {plan.job.batch_size}")
         axes.legend(frameon=False, loc="lower right")
         out = BytesIO()

@@ -1,5 +1,5 @@
-"""A verified plan in a terminal and in Markdown: its best recipes foreseen beside seen, whether their order
-held, and what the calibration learned."""
+"""A verified plan in a terminal and in Markdown: its best recipes, predicted beside measured, whether their
+order held, and what the calibration learned."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def document(plan: Plan, found: Verification) -> dict[str, Any]:
 def grid(found: Verification) -> Grid:
     """One row a recipe, in the plan's order."""
     where = found.device or "not measured"
-    return recipes_grid(found.runs, f"The plan's best, foreseen for {found.gpu} and measured on {where}")
+    return recipes_grid(found.runs, f"The plan's best, predicted for {found.gpu} and measured on {where}")
 
 
 def told(found: Verification) -> Iterator[str]:
@@ -49,7 +49,7 @@ def told(found: Verification) -> Iterator[str]:
     for run in found.runs:
         spoilt = run.contaminated or run.crowded
         if spoilt and run.outcome == "ok":
-            yield f"{run.recipe} was not measured alone: {spoilt}."
+            yield f"{run.recipe} was disturbed while it was measured: {spoilt}."
 
 
 def learned_line(learned: LearnedFactors) -> str:
