@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from profile_kernels import FAMILIES, pace, small, write
 
-from snugfit.step.step import open_step
+from snugfit.step.open_step import open_step
 from snugfit.techniques.recipe import Recipe
 
 WARMUP, STEPS, ROUNDS = 20, 30, 2

@@ -21,7 +21,7 @@ from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
 from snugfit.measurement.quiet_core import QuietCore
 from snugfit.measurement.stopwatch import Stopwatch
-from snugfit.step.step import open_step
+from snugfit.step.open_step import open_step
 from snugfit.techniques.recipe import Recipe
 
 WARMUP, TIMED = 3, 12

@@ -44,7 +44,7 @@ from snugfit.job.model import Model
 from snugfit.measurement.quiet_core import QuietCore
 from snugfit.step.batches import collate, dataset
 from snugfit.step.install import build_model, build_optimizer
-from snugfit.step.step import open_step
+from snugfit.step.open_step import open_step
 from snugfit.techniques.recipe import Recipe
 from snugfit.training.options import TrainOptions
 from snugfit.training.predicted import nothing_foreseen

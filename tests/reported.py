@@ -16,7 +16,7 @@ import torch
 from torch._C._profiler import _EventType
 
 from aligned import Event
-from snugfit.step.step import open_step
+from snugfit.step.open_step import open_step
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job

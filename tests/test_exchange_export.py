@@ -19,7 +19,7 @@ from snugfit.job.job import Job
 from snugfit.job.model import Model
 from snugfit.step.batches import collate, dataset
 from snugfit.step.install import build_model, matmul_precision
-from snugfit.step.step import open_step
+from snugfit.step.open_step import open_step
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.translate import write_arguments

@@ -156,7 +156,6 @@ def test_folders_of_a_room_import_only_lower_ones() -> None:
 
 
 CIRCLES_LEFT: set[str] = {
-    "step.accelerate_loop", "step.plain_loop", "step.step", "step.trainer_loop",
     "data.row_arrow", "data.row_files", "data.row_folders",
     "data.row_shards", "data.row_sources", "data.rows",
 }  # fmt: skip

@@ -21,7 +21,8 @@ import torch
 from snugfit.job.config import check_facts
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
-from snugfit.step.step import Step, open_step
+from snugfit.step.open_step import open_step
+from snugfit.step.step import Step
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Setup

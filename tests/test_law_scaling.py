@@ -20,7 +20,7 @@ from snugfit.rehearsal.trace.depth import comes_round, depth_of
 from snugfit.rehearsal.trace.score import Entry, Score
 from snugfit.rehearsal.trace.trace import Trace
 from snugfit.step.batches import micro_batches
-from snugfit.step.step import open_step
+from snugfit.step.open_step import open_step
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Call, OptimizerWish, Setup
 

@@ -80,7 +80,7 @@ def _perform(request: Mapping[str, Any], history: Path) -> ChildResult:
     from snugfit.job.job import Job
     from snugfit.measurement.quiet_core import QuietCore
     from snugfit.measurement.stopwatch import Stopwatch
-    from snugfit.step.step import open_step
+    from snugfit.step.open_step import open_step
     from snugfit.techniques.setup import Setup
 
     job, setup = Job.from_json(request["job"]), Setup.from_json(request["setup"])

@@ -16,7 +16,7 @@ from snugfit.rehearsal.trace.repeat import fewer, repeated
 from snugfit.rehearsal.trace.score import Score
 from snugfit.results.footprint import Kind
 from snugfit.step.install import call
-from snugfit.step.step import open_step
+from snugfit.step.open_step import open_step
 from snugfit.techniques.hub_kernels import import_peft, no_hub_kernels
 
 if TYPE_CHECKING:

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
     from snugfit.techniques.setup import CheckpointWish
 
+NAMES = ("activation_checkpointing", "gradient_checkpointing")
+"""What versions of transformers call it, the newest first."""
+
 
 def checkpoint_layers(model: torch.nn.Module, wish: CheckpointWish) -> None:
     """Makes the wished layers of `model` keep only their inputs, in place.
@@ -43,6 +46,13 @@ def checkpoint_layers(model: torch.nn.Module, wish: CheckpointWish) -> None:
             _checkpoint_single(model, [span[0] for span in chosen])
         else:
             _checkpoint_spans(model, chosen)
+
+
+def stop_own_checkpointing(model: Any) -> None:
+    """Turns off transformers' own checkpointing of layers, where it is on."""
+    known = next((name for name in NAMES if hasattr(type(model), f"is_{name}")), None)
+    if known and getattr(model, f"is_{known}"):
+        getattr(model, f"{known}_disable")()
 
 
 def layer_stacks(model: torch.nn.Module) -> list[list[torch.nn.Module]]:

@@ -146,6 +146,12 @@ def decay_groups(model: torch.nn.Module, weight_decay: float = 0.01) -> list[dic
     ]
 
 
+def dtype_of(model: Any) -> str:
+    """The dtype of its floating-point weights, by torch's name; `mixed` where they have several."""
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    return str(next(iter(dtypes))).removeprefix("torch.") if len(dtypes) == 1 else "mixed"
+
+
 @contextlib.contextmanager
 def matmul_precision(precision: str) -> Iterator[None]:
     """Matrix products and convolutions of fp32 tensors in this precision (`ieee`, `tf32`), then as before."""

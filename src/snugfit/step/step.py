@@ -14,8 +14,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Protocol
 
-from snugfit.errors import UsageError, did_you_mean
-
 if TYPE_CHECKING:
     import torch
 
@@ -24,6 +22,7 @@ if TYPE_CHECKING:
 
 PHASES = ("build", "load", "forward", "backward", "clip", "update")
 LOOPS = ("plain", "accelerate", "trainer")
+"""The loops by name; `open_step.py` gives the Step of each."""
 
 
 class Observer(Protocol):
@@ -64,20 +63,3 @@ class Step(ABC):
         """Builds everything, runs `steps` optimizer steps, and gives each step's loss (mean over the global
         batch) when losses are kept: keeping them holds a few bytes on the device. Afterwards `model` and
         `optimizer` are what was trained."""
-
-
-def open_step(job: Job, setup: Setup, loop: str, device: torch.device, *, keep_losses: bool = False) -> Step:
-    """The Step of this loop; nothing is built yet. Raises `UsageError` for an unknown loop."""
-    if loop == "plain":
-        from snugfit.step.plain_loop import PlainStep
-
-        return PlainStep(job, setup, device, keep_losses=keep_losses)
-    if loop == "accelerate":
-        from snugfit.step.accelerate_loop import AccelerateStep
-
-        return AccelerateStep(job, setup, device, keep_losses=keep_losses)
-    if loop == "trainer":
-        from snugfit.step.trainer_loop import TrainerStep
-
-        return TrainerStep(job, setup, device, keep_losses=keep_losses)
-    raise UsageError(f"Unknown loop {loop!r}.{did_you_mean(loop, LOOPS)} Loops: {', '.join(LOOPS)}.")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -89,3 +90,13 @@ def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None
     kind, words, *rest = state["numpy"]
     numpy.random.set_state((kind, numpy.array(words, dtype=numpy.uint32), *rest))
     random.setstate(state["python"])
+
+
+@contextlib.contextmanager
+def preserve_generators(device: torch.device) -> Iterator[None]:
+    """Whatever is drawn within it, every random generator is afterwards as it was."""
+    before = random_state(device)
+    try:
+        yield
+    finally:
+        restore_random_state(before, device)

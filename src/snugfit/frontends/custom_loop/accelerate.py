@@ -26,14 +26,14 @@ from snugfit.frontends.custom_loop.run import HandRun
 from snugfit.frontends.custom_loop.step import HandStep, ItemsOf, LossOf
 from snugfit.frontends.items import samples_in
 from snugfit.frontends.own import capability_of, folder_of, options_of
-from snugfit.frontends.trainer.job import same_generators
-from snugfit.frontends.trainer.setup import keep_all
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
 from snugfit.planning.plan import Plan
 from snugfit.report.watching import Watching
+from snugfit.step.checkpointing import stop_own_checkpointing
 from snugfit.techniques.recipe import Recipe
 from snugfit.training.checkpoint.state import Running
+from snugfit.training.generators import preserve_generators
 
 if TYPE_CHECKING:
     import torch
@@ -164,7 +164,7 @@ def example_of(loader: Any, device: torch.device) -> dict[str, Any]:
         )
     own = own_generators(loader)
     before = [each.get_state() for each in own]
-    with same_generators(device):
+    with preserve_generators(device):
         first = next(iter(made_like(loader, num_workers=0) if is_plain(loader) else loader), None)
     for generator, state in zip(own, before, strict=True):
         generator.set_state(state)
@@ -187,7 +187,7 @@ def _likeness(model: Any, loss: LossOf | None) -> Any:
 
     with torch.device("meta"):
         alike = clone_to_device(model)
-    keep_all(alike)
+    stop_own_checkpointing(alike)
     return alike if loss is None else _with_loss(alike, loss)
 
 

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RecipeError, UsageError
 from snugfit.frontends.custom_loop.batches import is_plain, made_like
-from snugfit.frontends.trainer.setup import dtype_of, keep_all
-from snugfit.step.checkpointing import checkpoint_layers
-from snugfit.step.install import call, resolve
+from snugfit.step.checkpointing import checkpoint_layers, stop_own_checkpointing
+from snugfit.step.install import call, dtype_of, resolve
 from snugfit.techniques import roster
 from snugfit.techniques.technique import Slot
 
@@ -127,7 +126,7 @@ def apply(model: Any, recipe: Recipe) -> list[str]:
     if (before := dtype_of(model)) != setup.weights_dtype:
         model.to(getattr(torch, setup.weights_dtype))
         told.append(f"weights were {before} and are {setup.weights_dtype}")
-    keep_all(model)
+    stop_own_checkpointing(model)
     if setup.checkpoint is not None:
         checkpoint_layers(model, setup.checkpoint)
         told.append(f"activations are those of {recipe[Slot.CHECKPOINTING]}")

@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import UsageError
 from snugfit.frontends.trainer.fit_plan import FitPlan, Notices
-from snugfit.frontends.trainer.job import job_of, same_generators
+from snugfit.frontends.trainer.job import job_of
 from snugfit.frontends.trainer.plan import Chosen, as_it_is, planned
 from snugfit.frontends.trainer.setup import apply, refuse_what_cannot_be_fitted
 from snugfit.frontends.trainer.trainer_class import FittedTrainer, injected
 from snugfit.planning.space import fidelity_of
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Fidelity, Slot
+from snugfit.training.generators import preserve_generators
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
@@ -91,7 +92,7 @@ def _chosen(
     if gpu is None and device.type == "cuda":
         gpu = torch.cuda.get_device_name(device)
     if gpu is not None:
-        with same_generators(device):
+        with preserve_generators(device):
             return planned(trainer, job, gpu, degree)
     own = as_it_is(trainer).recipe
     says = f"there is no GPU to plan for, and gpu= names none: the trainer keeps what it asks for, '{own}'"

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from snugfit.errors import UsageError
-from snugfit.frontends.trainer.setup import keep_all
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
-from snugfit.training.generators import random_state, restore_random_state
+from snugfit.step.checkpointing import stop_own_checkpointing
+from snugfit.training.generators import preserve_generators
 
 _ACCELERATES = ("forward", "_original_forward", "_is_accelerate_prepared")
 """What `Accelerator.prepare` leaves on a model."""
@@ -52,7 +52,7 @@ def likeness(trainer: Any) -> Any:
             alike = clone_to_device(model)
     finally:
         model.__dict__.update(put)
-    keep_all(alike)
+    stop_own_checkpointing(alike)
     return alike
 
 
@@ -62,7 +62,7 @@ def example_of(trainer: Any) -> dict[str, Any]:
 
     if trainer.train_dataset is None:
         raise UsageError("The trainer has no train_dataset, so there is nothing to train on.")
-    with same_generators(trainer.args.device), _no_trace(trainer):
+    with preserve_generators(trainer.args.device), _no_trace(trainer):
         first = next(iter(trainer.get_train_dataloader()), None)
     if not isinstance(first, Mapping) or not first:
         raise UsageError(
@@ -72,16 +72,6 @@ def example_of(trainer: Any) -> dict[str, Any]:
         name: value.detach().cpu() if isinstance(value, torch.Tensor) else value
         for name, value in first.items()
     }
-
-
-@contextlib.contextmanager
-def same_generators(device: Any) -> Iterator[None]:
-    """Whatever is drawn within it, every random generator is afterwards as it was."""
-    before = random_state(device)
-    try:
-        yield
-    finally:
-        restore_random_state(before, device)
 
 
 @contextlib.contextmanager

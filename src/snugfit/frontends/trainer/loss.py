@@ -19,6 +19,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from snugfit.frontends.items import items_in, items_in_each, shifts_labels
+from snugfit.training.generators import preserve_generators
 
 if TYPE_CHECKING:
     import torch
@@ -104,11 +105,9 @@ def divides(trainer: Any, model: Any, inputs: Mapping[str, Any], items: Any) -> 
     generators and buffers are afterwards what they were."""
     import torch
 
-    from snugfit.frontends.trainer.job import same_generators
-
     seen = noticing(torch.as_tensor(items))
     buffers = {name: value.clone() for name, value in model.named_buffers()}
-    with same_generators(trainer.args.device), torch.no_grad():
+    with preserve_generators(trainer.args.device), torch.no_grad():
         model(**inputs, num_items_in_batch=seen)
         for name, value in model.named_buffers():
             if name in buffers:

@@ -16,7 +16,7 @@ from snugfit.frontends.next_recipe import cut_smaller, next_recipe
 from snugfit.frontends.trainer.setup import checkpoint
 from snugfit.techniques.technique import Slot
 from snugfit.training.checkpoint.state import free_unused
-from snugfit.training.generators import set_generators
+from snugfit.training.generators import preserve_generators, set_generators
 from snugfit.training.thrash import CAUSE
 
 if TYPE_CHECKING:
@@ -59,12 +59,11 @@ def go_on_with_less(trainer: Any, logger: Lines) -> None:
 
 
 def _next(trainer: Any, cause: str) -> Recipe | None:
-    from snugfit.frontends.trainer.job import same_generators
 
     plan: FitPlan = trainer.snugfit
     changing = {Slot.BATCHING, Slot.CHECKPOINTING} - (plan.user_slots - {Slot.BATCHING})
     device = trainer.args.device
-    with same_generators(device):
+    with preserve_generators(device):
         return next_recipe(device, live=True, changing=changing)(plan.job, plan.recipe, cause)
 
 

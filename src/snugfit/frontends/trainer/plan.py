@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import NothingFits
-from snugfit.frontends.trainer.setup import CHECKPOINTING, dtype_of, optimizer_is_theirs
+from snugfit.frontends.trainer.setup import optimizer_is_theirs
+from snugfit.step.checkpointing import NAMES
+from snugfit.step.install import dtype_of
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Fidelity, Slot, Technique
@@ -77,10 +79,10 @@ def planned(trainer: Any, job: Job, gpu: str, fidelity: Fidelity) -> Chosen:
 def arguments_of(trainer: Any) -> dict[str, Any]:
     """The trainer's arguments and its model, by the names that techniques know (`counterpart.py`)."""
     args, model = trainer.args, trainer.model
-    name = next(name for name in CHECKPOINTING if hasattr(args, name))
+    name = next(name for name in NAMES if hasattr(args, name))
     recomputed = any(getattr(each, "gradient_checkpointing", False) for each in model.modules())
     parts = dict(getattr(args, f"{name}_kwargs") or {})
-    new = CHECKPOINTING[0]
+    new = NAMES[0]
     known = {
         f"{new}_kwargs.use_reentrant": parts.get("use_reentrant", False),
         f"{new}_kwargs.every_n_layers": parts.get("every_n_layers", 1),

@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RecipeError, UsageError
 from snugfit.frontends.own import capability_of
-from snugfit.step.install import call
+from snugfit.step.accelerate_loop import MIXED
+from snugfit.step.checkpointing import NAMES, checkpoint_layers, stop_own_checkpointing
+from snugfit.step.install import call, dtype_of
 from snugfit.techniques import roster
 from snugfit.techniques.technique import Slot
 
@@ -26,12 +28,6 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
     from snugfit.techniques.recipe import Recipe
     from snugfit.techniques.setup import LoaderWish, Setup
-
-MIXED = {None: "no", "bfloat16": "bf16", "float16": "fp16"}
-"""accelerate's word for an autocast dtype."""
-
-CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
-"""What versions of transformers call it."""
 
 
 def refuse_what_cannot_be_fitted(trainer: Any) -> None:
@@ -137,7 +133,7 @@ def _refusals(trainer: Any, recipe: Recipe, setup: Setup) -> Iterator[tuple[Slot
 def _told(args: Any) -> dict[str, Any]:
     """The arguments that a recipe may change, as they are."""
     names = (
-        "per_device_train_batch_size", "gradient_accumulation_steps", "bf16", "fp16", *CHECKPOINTING,
+        "per_device_train_batch_size", "gradient_accumulation_steps", "bf16", "fp16", *NAMES,
         "dataloader_num_workers", "dataloader_pin_memory", "optim",
     )  # fmt: skip
     found = {name: getattr(args, name) for name in names if hasattr(args, name)}
@@ -167,12 +163,6 @@ def _adapt(trainer: Any, setup: Setup) -> None:
     trainer._signature_columns = None
 
 
-def dtype_of(model: Any) -> str:
-    """The dtype of its floating-point weights, by torch's name; `mixed` where they have several."""
-    found = {each.dtype for each in model.parameters() if each.is_floating_point()}
-    return str(next(iter(found))).removeprefix("torch.") if len(found) == 1 else "mixed"
-
-
 def _weights(model: Any, wanted: str) -> None:
     import torch
 
@@ -199,27 +189,18 @@ def _attention(model: Any, setup: Setup) -> None:
 def checkpoint(trainer: Any, setup: Setup) -> None:
     """Layers are wrapped here, as everywhere in snugfit, also of a model that trains already; the Trainer's
     own switch, which knows no spans, is off. What was wrapped before is unwrapped first."""
-    from snugfit.step.checkpointing import checkpoint_layers
-
     model = trainer.model
     for module, before in getattr(trainer, "snugfit_wrapped", []):
         module.__dict__.pop("forward", None)
         module.__dict__.update(before)
-    for name in CHECKPOINTING:
+    for name in NAMES:
         if hasattr(trainer.args, name):
             setattr(trainer.args, name, False)
-    keep_all(model)
+    stop_own_checkpointing(model)
     own = [(module, _own_forward(module)) for module in model.modules()]
     if setup.checkpoint is not None:
         checkpoint_layers(model, setup.checkpoint)
     trainer.snugfit_wrapped = [(module, before) for module, before in own if _own_forward(module) != before]
-
-
-def keep_all(model: Any) -> None:
-    """Turns off transformers' own checkpointing of layers, where it is on."""
-    known = next((name for name in CHECKPOINTING if hasattr(type(model), f"is_{name}")), None)
-    if known and getattr(model, f"is_{known}"):
-        getattr(model, f"{known}_disable")()
 
 
 def _own_forward(module: Any) -> dict[str, Any]:

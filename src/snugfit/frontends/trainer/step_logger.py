@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, final
 
 from snugfit.frontends.items import samples_in
 from snugfit.frontends.predicted import foresees
-from snugfit.frontends.trainer.job import same_generators
 from snugfit.frontends.trainer.setup import optimizer_is_theirs
 from snugfit.job.batch import token_count
+from snugfit.training.generators import preserve_generators
 from snugfit.training.predicted import Foreseen, beside, nothing_foreseen
 from snugfit.training.thrash import Thrash
 from snugfit.training.throughput import Pace
@@ -53,7 +53,7 @@ class Lines:
     def goes_on(self) -> None:
         """From here on under the recipe that the trainer has now."""
         trainer, plan = self._trainer, self._trainer.snugfit
-        with same_generators(trainer.args.device):
+        with preserve_generators(trainer.args.device):
             found = self._foresee(plan.job, plan.recipe)
         figures = {"text": found} if isinstance(found, str) else found.to_json() if found else {}
         self._expected = figures

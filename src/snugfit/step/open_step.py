@@ -1,0 +1,32 @@
+"""From a loop's name to its Step. Each loop's libraries are imported when the loop is asked for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from snugfit.errors import UsageError, did_you_mean
+from snugfit.step.step import LOOPS
+
+if TYPE_CHECKING:
+    import torch
+
+    from snugfit.job.job import Job
+    from snugfit.step.step import Step
+    from snugfit.techniques.setup import Setup
+
+
+def open_step(job: Job, setup: Setup, loop: str, device: torch.device, *, keep_losses: bool = False) -> Step:
+    """The Step of this loop; nothing is built yet. Raises `UsageError` for an unknown loop."""
+    if loop == "plain":
+        from snugfit.step.plain_loop import PlainStep
+
+        return PlainStep(job, setup, device, keep_losses=keep_losses)
+    if loop == "accelerate":
+        from snugfit.step.accelerate_loop import AccelerateStep
+
+        return AccelerateStep(job, setup, device, keep_losses=keep_losses)
+    if loop == "trainer":
+        from snugfit.step.trainer_loop import TrainerStep
+
+        return TrainerStep(job, setup, device, keep_losses=keep_losses)
+    raise UsageError(f"Unknown loop {loop!r}.{did_you_mean(loop, LOOPS)} Loops: {', '.join(LOOPS)}.")
