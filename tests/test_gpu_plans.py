@@ -22,8 +22,8 @@ from snugfit.planning.fleet.many_timers import Each, Known
 from snugfit.planning.fleet.per_gpu import Seat
 from snugfit.planning.fleet.search_gpus import plan_gpus
 from snugfit.planning.search.search import plan
-from snugfit.planning.search_state import Searched
-from snugfit.planning.space import Candidate, space_of
+from snugfit.planning.search.space import Candidate, space_of
+from snugfit.planning.search.state import Searched
 from snugfit.prediction.device import policy_for
 from snugfit.prediction.predict import predict
 from snugfit.prediction.profile import Software

@@ -23,7 +23,7 @@ from snugfit.planning.cost.timer import Alone
 from snugfit.planning.fleet import search_gpus
 from snugfit.planning.fleet.search_gpus import plan_gpus
 from snugfit.planning.search.search import plan
-from snugfit.planning.space import space_of
+from snugfit.planning.search.space import space_of
 from snugfit.prediction.device import policy_for
 from snugfit.prediction.predict import predict
 from snugfit.prediction.profile import Software

@@ -14,8 +14,7 @@ from made_up import EVIL, job
 from snugfit.cli import plan_cache as cache
 from snugfit.cli.main import run
 from snugfit.job.gpu import find_gpu
-from snugfit.planning.plan import Change, Choice, Counts, Plan, Reason, Start
-from snugfit.planning.space import Refusal
+from snugfit.planning.plan import Change, Choice, Counts, Exclusion, Plan, Reason, Start
 from snugfit.report.plan.plan import markdown, render
 from snugfit.report.plan.plot import draw
 from snugfit.report.text.terminal import as_text
@@ -46,7 +45,7 @@ def made_up(*, memory: int = 40 * GIB, name: str = "bert-large-uncased") -> Plan
             Reason(slot="precision", chosen="bf16", against="fp32", needed_bytes=12 * GIB, step_seconds=0.1),
             Reason(slot="matmul", chosen="ieee", against="tf32", why_not=EVIL),
         ),
-        refused=(Refusal(what=EVIL, why="it is another algorithm", recipes=3),),
+        refused=(Exclusion(what=EVIL, why="it is another algorithm", recipes=3),),
         counts=Counts(recipes=9, tapes=8, footprints=7, passes=6, replayed=5),
         verified=True,
         versions={"torch": "2.13.0"},

@@ -16,7 +16,7 @@ from snugfit.planning.cost.periodic import FEW, MANY, settled
 from snugfit.planning.cost.same_trace import under
 from snugfit.planning.cost.timer import GpuClocks, seconds_of
 from snugfit.planning.cost.worker_pool import Bench, Question, Worker, bench
-from snugfit.planning.search_state import SLACK
+from snugfit.planning.search.state import SLACK
 from snugfit.prediction.allocator import replay
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.splice import rehearse_update

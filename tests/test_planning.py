@@ -6,7 +6,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import pytest
@@ -15,15 +15,17 @@ from small_models import small_job
 from snugfit.errors import GpuError, SnugfitError, UsageError
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
+from snugfit.planning.cost.figures import Bound, Figures
 from snugfit.planning.cost.parts import Parts
 from snugfit.planning.cost.timer import Alone
 from snugfit.planning.cost.worker_pool import Bench
-from snugfit.planning.figures import Bound, Figures
 from snugfit.planning.search.search import plan, search
-from snugfit.planning.search_state import GRAIN
-from snugfit.planning.space import Space, space_of, trace_key
+from snugfit.planning.search.space import Space, space_of
+from snugfit.planning.search.state import GRAIN
+from snugfit.planning.step_key import TOUCHES, as_rehearsed, passes_key, step_key, update_key
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.trace.trace import Kernel, Trace
+from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Slot
@@ -66,9 +68,35 @@ def test_every_recipe_is_lawful_and_keeps_the_batch() -> None:
     for recipe in random.Random(SEED).sample(recipes, 100):
         recipe.check(job, (9, 0))
     assert {each.setup.micro_batches for each in space.candidates} == {1, 2, 3, 6}
-    keys = [trace_key(each.setup) for each in space.candidates]
+    keys = [step_key(each.setup) for each in space.candidates]
     assert len(set(keys)) == len(keys)
     assert all(each.recipe.setup() == each.setup for each in space.candidates[:50])
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewSetup(Setup):
+    """A Setup with a wish that nobody has told the search about."""
+
+    offload: str | None = None
+
+
+def test_a_new_wish_is_part_of_the_key_until_it_is_told_what_it_touches() -> None:
+    plain, offloaded = NewSetup(), NewSetup(offload="cpu")
+    assert step_key(plain) == step_key(NewSetup())
+    assert step_key(plain).passes != step_key(offloaded).passes
+    assert passes_key(plain) != passes_key(offloaded)
+    assert update_key(plain) != update_key(offloaded)
+    assert as_rehearsed(offloaded) == offloaded, "it is rehearsed, not put onto a trace"
+    assert TOUCHES.keys() <= {each.name for each in fields(Setup)}, "a row for a field that is gone"
+
+
+def test_each_wish_of_a_setup_is_part_of_the_key() -> None:
+    """Whatever a technique of the roster changes in the plain Setup, its key shows."""
+    job, plain = small_job("bert", 2, batch_size=4), Setup()
+    for technique in roster.techniques():
+        for setting in technique.settings(job):
+            setup = setting.install(plain)
+            assert (step_key(setup) == step_key(plain)) == (setup == plain), str(setting)
 
 
 def test_the_space_of_bert_large_is_as_large_as_was_asked_for() -> None:
@@ -83,7 +111,7 @@ def test_nothing_less_exact_than_allowed(fidelity: Fidelity) -> None:
     space = space_of(small_job("bert", 2, batch_size=2), fidelity=fidelity, capability=(9, 0))
     found = {technique.fidelity for each in space.candidates for technique in each.recipe}
     assert found == set(list(Fidelity)[: list(Fidelity).index(fidelity) + 1])
-    refused = {refusal.what for refusal in space.refused}
+    refused = {refusal.what for refusal in space.excluded}
     assert ("sgd" in refused) == (fidelity is not Fidelity.LEARNS)
     assert ("bf16" in refused) == (fidelity is Fidelity.SAME)
 

@@ -14,8 +14,8 @@ from snugfit.planning.cost.timer import Alone
 from snugfit.planning.cost.worker_pool import Bench
 from snugfit.planning.search.ranking import best
 from snugfit.planning.search.search import plan, search
-from snugfit.planning.search_state import Searched
-from snugfit.planning.space import space_of
+from snugfit.planning.search.space import space_of
+from snugfit.planning.search.state import Searched
 from snugfit.prediction.seconds import step_seconds
 from snugfit.rehearsal.trace.trace import Trace
 from snugfit.techniques import roster

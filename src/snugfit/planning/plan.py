@@ -9,7 +9,6 @@ from typing import Any, Self
 from snugfit.errors import UsageError
 from snugfit.job.gpu import Gpu
 from snugfit.job.job import Job
-from snugfit.planning.space import Refusal
 from snugfit.techniques.recipe import Recipe
 
 SCHEMA = 1
@@ -53,6 +52,20 @@ class Choice:
         """Seconds a step, with its share of what a run of so many steps pays once; of the steady step where
         the run's length is not known."""
         return self.step_seconds + (self.once_seconds / steps if steps else 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exclusion:
+    """What was not considered, and why."""
+
+    what: str
+    """A technique, as a recipe writes it."""
+
+    why: str
+    """In words that a user can act on."""
+
+    recipes: int = 0
+    """How many recipes that ruled out; 0 where they were never put together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +196,7 @@ class Plan:
     cures: tuple[str, ...] = ()
     """When nothing fits: what would make it fit."""
 
-    refused: tuple[Refusal, ...] = ()
+    refused: tuple[Exclusion, ...] = ()
     """What was not considered."""
 
     counts: Counts
@@ -256,7 +269,7 @@ class Plan:
                 reasons=tuple(Reason(**each) for each in document["reasons"]),
                 start=start_from(document["start"]) if document["start"] else None,
                 cures=tuple(document["cures"]),
-                refused=tuple(Refusal(**each) for each in document["refused"]),
+                refused=tuple(Exclusion(**each) for each in document["refused"]),
                 counts=Counts(**document["counts"]),
                 verified=document["verified"],
                 versions=dict(document["versions"]),

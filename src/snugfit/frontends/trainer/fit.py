@@ -23,7 +23,7 @@ from snugfit.frontends.trainer.job import job_of
 from snugfit.frontends.trainer.plan import Chosen, as_it_is, planned
 from snugfit.frontends.trainer.setup import apply, refuse_what_cannot_be_fitted
 from snugfit.frontends.trainer.trainer_class import FittedTrainer, injected
-from snugfit.planning.space import fidelity_of
+from snugfit.planning.search.space import fidelity_of
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Fidelity, Slot
 from snugfit.training.generators import preserve_generators

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from snugfit.planning.cost.batch_sizes import Passes, Round, Update, rehearse_sizes, update_of
 from snugfit.planning.cost.queue import Stretch, joined, lined, side_by_side
-from snugfit.planning.cost.same_trace import kernels_under, plain, seen_by_clock
+from snugfit.planning.cost.same_trace import kernels_under
 from snugfit.planning.cost.shallow import Shallow, Shallows, along
 from snugfit.planning.cost.short_passes import PIECES
 from snugfit.planning.cost.timer import Clock, Joining, seconds_of
-from snugfit.planning.space import adapters_key, update_key
+from snugfit.planning.step_key import adapters_key, as_rehearsed, timing_key, update_key
 from snugfit.rehearsal.splice import rehearse_update
 from snugfit.rehearsal.trace.pieces import Work
 
@@ -70,7 +70,7 @@ class Least:
         passes = _Passes(self, setups)
         groups: dict[Hashable, list[int]] = defaultdict(list)
         for number, setup in enumerate(setups):
-            groups[setup.micro_batches, seen_by_clock(setup)].append(number)
+            groups[setup.micro_batches, timing_key(setup)].append(number)
         found: dict[int, tuple[int, Sequence[float]]] = {}
         for numbers in groups.values():
             different = {update_key(setups[number]): setups[number] for number in numbers}
@@ -97,7 +97,7 @@ class Least:
     def update_stretches(self, setup: Setup, lines: Lines, clock: Joining) -> list[Stretch] | None:
         """Those of this Setup's update at the whole depth; None where it does not wait alike at every depth.
         Updates have depths of their own, so one answer serves all passes."""
-        key = update_key(setup), seen_by_clock(setup), tuple(each.layers for each in lines.depths)
+        key = update_key(setup), timing_key(setup), tuple(each.layers for each in lines.depths)
         if key not in self._lined:
             works = [self.update(setup, each).work for each in lines.depths]
             changed = [work._replace(kernels=kernels_under(setup, work.kernels)) for work in works]
@@ -122,8 +122,8 @@ class _Passes:
         sizes = {job.batch_size // setup.micro_batches for setup in setups if setup.micro_batches > 1}
         whole = any(setup.micro_batches == 1 for setup in setups)
         self.least, self.batch_size = least, job.batch_size
-        self.lines = least.lines(plain(first))
-        self.updates = least.lines(replace(plain(first), checkpoint=None))
+        self.lines = least.lines(as_rehearsed(first))
+        self.updates = least.lines(replace(as_rehearsed(first), checkpoint=None))
         self.seen = [
             rehearse_sizes(each.job, each.setup, least.policy, sizes, whole=whole)
             for each in self.lines.depths
@@ -210,7 +210,7 @@ class _Passes:
         return [self.lines.along(each) for each in zip(*depths, strict=True)]
 
     def _under(self, setup: Setup, work: Work) -> Work:
-        key = seen_by_clock(setup), id(work)
+        key = timing_key(setup), id(work)
         if key not in self._works:
             changed = kernels_under(setup, work.kernels)
             asked = work if changed is work.kernels else work._replace(kernels=changed)

@@ -20,15 +20,15 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from snugfit.planning.cost.figures import Bound, Figures
 from snugfit.planning.cost.lower_bounds import Least
 from snugfit.planning.cost.periodic import FEW, MANY, settled, works_of
 from snugfit.planning.cost.run import ENDLESS, Opening, Run
-from snugfit.planning.cost.same_trace import plain, seen_by_clock, under
+from snugfit.planning.cost.same_trace import under
 from snugfit.planning.cost.shallow import Shallows
 from snugfit.planning.cost.short_passes import PIECES, brief_passes, is_brief
 from snugfit.planning.cost.timer import Clock, seconds_of
-from snugfit.planning.figures import Bound, Figures
-from snugfit.planning.space import passes_key, trace_key, update_key
+from snugfit.planning.step_key import as_rehearsed, passes_key, step_key, timing_key, update_key
 from snugfit.prediction.allocator import Replay, replay
 from snugfit.prediction.device import context_of, policy_for
 from snugfit.prediction.predict import predict
@@ -108,7 +108,7 @@ class Parts:
         products of matrices are computed only."""
         trace, whole, replays = self._replayed(setups[0], {setup.expandable_segments for setup in setups})
         contexts = self._contexts(trace)
-        told = {seen_by_clock(setup): setup for setup in setups}
+        told = {timing_key(setup): setup for setup in setups}
         asked = {key: under(setup, trace) for key, setup in told.items()}
         seconds = {key: self._seconds(setup, asked[key]) for key, setup in told.items()}
         openings = {key: self.opening.of(told[key], trace) for key, trace in asked.items()}
@@ -121,7 +121,7 @@ class Parts:
                 for context, each in zip(contexts, seconds[key], strict=True)
             )
             for setup in setups
-            for after, key in ((replays[setup.expandable_segments], seen_by_clock(setup)),)
+            for after, key in ((replays[setup.expandable_segments], timing_key(setup)),)
         ]  # fmt: skip
 
     def _replayed(self, setup: Setup, kinds: Collection[bool]) -> tuple[Trace, bool, dict[bool, Replay]]:
@@ -178,7 +178,7 @@ class Parts:
         be rehearsed whole, with all of them."""
         if not self.job.trains:
             return self._whole_trace(setup), True
-        setup = plain(setup)
+        setup = as_rehearsed(setup)
         passes = self._whole_passes(setup)
         key = ("update", update_key(setup), passes.gradients)
         update = self._kept(key, lambda: rehearse_update(self.job, setup, self.policy, passes.gradients))
@@ -209,8 +209,8 @@ class Parts:
 
     def _whole_trace(self, setup: Setup, policy: CudaPolicy | None = None) -> Trace:
         """Rehearsed by this policy, or by the one of all that is judged."""
-        asked, policy = plain(setup), policy or self.policy
-        return self._kept(("whole", trace_key(asked), policy), lambda: rehearse(self.job, asked, policy))
+        asked, policy = as_rehearsed(setup), policy or self.policy
+        return self._kept(("whole", step_key(asked), policy), lambda: rehearse(self.job, asked, policy))
 
     def _kept(self, key: Hashable, make: Callable[[], _Kept]) -> _Kept:
         """What was made for this key; the longest unused goes when there are many."""

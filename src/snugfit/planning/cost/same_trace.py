@@ -12,21 +12,10 @@ from typing import TYPE_CHECKING
 
 from snugfit.errors import SnugfitError
 from snugfit.prediction.seconds import prepared_by
-from snugfit.techniques.setup import LoaderWish
 
 if TYPE_CHECKING:
     from snugfit.rehearsal.trace.trace import Kernel, Trace
     from snugfit.techniques.setup import Setup
-
-
-def plain(setup: Setup) -> Setup:
-    """The one of those with the same trace that is rehearsed."""
-    return replace(setup, matmul="ieee", expandable_segments=False, loader=LoaderWish())
-
-
-def seen_by_clock(setup: Setup) -> tuple[str, int]:
-    """All of a Setup that its seconds depend on beside its trace."""
-    return setup.matmul, setup.loader.workers
 
 
 def under(setup: Setup, trace: Trace) -> Trace:

@@ -26,8 +26,8 @@ from multiprocessing.connection import wait as wait_for
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from snugfit.errors import SnugfitError, UsageError
+from snugfit.planning.cost.figures import BelowLowerBound
 from snugfit.planning.cost.run import ENDLESS
-from snugfit.planning.search_state import Irregular
 
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
@@ -195,7 +195,7 @@ def at_a_bench(
         with bench(job, gpus, clock, workers=workers, shallow=shallow, run=run) as at:
             try:
                 return answer(at)
-            except Irregular:
+            except BelowLowerBound:
                 tell("the layers do not scale evenly: starting again with whole models")
     raise AssertionError("a whole rehearsal is never less than itself")
 

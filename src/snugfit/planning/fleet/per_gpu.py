@@ -16,11 +16,11 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from snugfit.planning.search_state import SLACK, Searched
+from snugfit.planning.search.state import SLACK, Searched
 
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
-    from snugfit.planning.figures import Figures
+    from snugfit.planning.cost.figures import Figures
 
 
 SAME_SECONDS = 1e-9

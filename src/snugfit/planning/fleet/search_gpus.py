@@ -23,10 +23,10 @@ from snugfit.planning.fleet.gpu_plans import GpuPlans, OnGpu
 from snugfit.planning.fleet.many_timers import Each, Known, why_unknown
 from snugfit.planning.fleet.per_gpu import Seat
 from snugfit.planning.plan import Counts
-from snugfit.planning.search.screening import Progress, Tell, refusal, screened
+from snugfit.planning.search.screening import Progress, Tell, exclusion, screened
 from snugfit.planning.search.search import refuse
-from snugfit.planning.search_state import Searched
-from snugfit.planning.space import Space, fidelity_of, space_of
+from snugfit.planning.search.space import Space, fidelity_of, space_of
+from snugfit.planning.search.state import Searched
 from snugfit.prediction.device import policy_for
 from snugfit.prediction.profile import Software, installed_versions
 from snugfit.prediction.rates import rates_for
@@ -178,12 +178,12 @@ def _search(space: Space, at: Bench, gpus: Sequence[Gpu], smallest: Sequence[boo
     seats = []
     for place, gpu in enumerate(gpus):
         bounds = {number: each[place] for number, each in seen.bounds.items()}
-        found = Searched(space, bounds, refused=seen.refused, kinds=seen.kinds)
+        found = Searched(space, bounds, excluded=seen.excluded, kinds=seen.kinds)
         seats.append(Seat(gpu, place, found, smallest=smallest[place]))
     while True:
         _judge(space, at, seats, tell)
         if not seats[0].found.judged:
-            raise SnugfitError(f"No recipe could be simulated: {seen.refused[0].why}")
+            raise SnugfitError(f"No recipe could be simulated: {seen.excluded[0].why}")
         if all(seat.answer() in seat.own for seat in seats):
             return seats
         _settle(space, at, seats, tell)
@@ -208,7 +208,7 @@ def _judge(space: Space, at: Bench, seats: Sequence[Seat], tell: Tell) -> None:
     for number, answer in at.answers(ask):
         group = asked.pop(number)
         if isinstance(answer, SnugfitError):
-            seats[0].found.refused.append(refusal([space.candidates[each] for each in group], answer))
+            seats[0].found.excluded.append(exclusion([space.candidates[each] for each in group], answer))
         for seat in seats:
             if isinstance(answer, SnugfitError):
                 seat.leave_out(group)

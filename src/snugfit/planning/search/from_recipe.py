@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from snugfit.job.gpu import Gpu
     from snugfit.job.job import Job
+    from snugfit.planning.cost.figures import Figures
     from snugfit.planning.cost.worker_pool import Bench, Question
-    from snugfit.planning.figures import Figures
 
 
 def compared(theirs: Recipe, ours: Recipe, at: Bench, *, job: Job, gpu: Gpu | None) -> Start:

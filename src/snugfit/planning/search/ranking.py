@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError
-from snugfit.planning.search_state import SLACK
+from snugfit.planning.search.state import SLACK
 
 if TYPE_CHECKING:
     from snugfit.planning.cost.worker_pool import Bench, Question
-    from snugfit.planning.search_state import Searched
+    from snugfit.planning.search.state import Searched
 
 TOGETHER = 4
 """Traces for each place that are judged before it is asked again whether that is enough."""
@@ -33,7 +33,7 @@ def best(
     tell: Callable[[str], None] = lambda what: None,
 ) -> list[int]:
     """The numbers of the best `count` recipes that fit and are timed differently, the best first; fewer
-    where there are no more. Raises `Irregular` as the search does."""
+    where there are no more. Raises `BelowLowerBound` as the search does."""
     groups, homes = deque(_groups(found, memory_bytes, objective)), dict[int, int]()
     while True:
         ranked = _ranked(found, memory_bytes, objective)[:count]

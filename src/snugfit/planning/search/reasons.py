@@ -14,7 +14,7 @@ from snugfit.errors import SnugfitError
 from snugfit.job.gpu import all_gpus
 from snugfit.job.limits import NO_SEQUENCE
 from snugfit.planning.plan import Plan, Reason
-from snugfit.planning.search_state import Searched
+from snugfit.planning.search.state import Searched
 from snugfit.prediction.device import doubts_about
 from snugfit.prediction.profile import installed_versions
 from snugfit.techniques import roster
@@ -60,7 +60,7 @@ def explained(
         best=None if best is None else found.choice(best, job.batch_size),
         reasons=reasons,
         cures=() if best is not None else tuple(_cures(found, front[-1], job, memory_bytes or 0, fidelity)),
-        refused=(*found.space.refused, *found.refused),
+        refused=(*found.space.excluded, *found.excluded),
         counts=found.counts(),
         verified=verified,
         versions=installed_versions(),

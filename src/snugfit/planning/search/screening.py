@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from snugfit.errors import SnugfitError
-from snugfit.planning.space import Candidate, Refusal, Space, update_key
+from snugfit.planning.plan import Exclusion
+from snugfit.planning.search.space import Candidate, Space
+from snugfit.planning.step_key import update_key
 
 if TYPE_CHECKING:
+    from snugfit.planning.cost.figures import Bound
     from snugfit.planning.cost.worker_pool import Bench, Question
-    from snugfit.planning.figures import Bound
 
 Tell = Callable[[str], None]
 
@@ -25,7 +27,7 @@ class Screened:
     bounds: dict[int, tuple[Bound, ...]] = field(default_factory=dict)
     """The least that a candidate takes, by its number, on each GPU."""
 
-    refused: list[Refusal] = field(default_factory=list)
+    excluded: list[Exclusion] = field(default_factory=list)
     """What could not be rehearsed."""
 
     kinds: int = 0
@@ -53,18 +55,18 @@ def screened(space: Space, at: Bench, tell: Tell = lambda what: None) -> Screene
     for index, answer in at.answers(ask):
         progress.step()
         if isinstance(answer, SnugfitError):
-            found.refused.append(refusal([space.candidates[number] for number in order[index]], answer))
+            found.excluded.append(exclusion([space.candidates[number] for number in order[index]], answer))
         else:
             found.bounds.update(zip(order[index], answer, strict=True))
     if not found.bounds:
-        why = found.refused[0].why if found.refused else "there is none"
+        why = found.excluded[0].why if found.excluded else "there is none"
         raise SnugfitError(f"No recipe could be simulated: {why}")
     return found
 
 
-def refusal(group: Sequence[Candidate], why: SnugfitError) -> Refusal:
+def exclusion(group: Sequence[Candidate], why: SnugfitError) -> Exclusion:
     """That these cannot be rehearsed."""
-    return Refusal(
+    return Exclusion(
         what=str(group[0].recipe),
         why=str(why).splitlines()[0],
         recipes=len(group),

@@ -26,9 +26,9 @@ from snugfit.errors import SnugfitError, UsageError, did_you_mean
 from snugfit.planning.cost.run import Run
 from snugfit.planning.plan import OBJECTIVES, Plan
 from snugfit.planning.search.from_recipe import compared
-from snugfit.planning.search.screening import Progress, Tell, refusal, screened
-from snugfit.planning.search_state import Searched
-from snugfit.planning.space import Space, fidelity_of, space_of
+from snugfit.planning.search.screening import Progress, Tell, exclusion, screened
+from snugfit.planning.search.space import Space, fidelity_of, space_of
+from snugfit.planning.search.state import Searched
 from snugfit.prediction.startup import RATE, OnceRate
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Fidelity, Slot
@@ -36,9 +36,9 @@ from snugfit.techniques.technique import Fidelity, Slot
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
     from snugfit.job.job import Job
+    from snugfit.planning.cost.figures import Bound
     from snugfit.planning.cost.timer import Clock
     from snugfit.planning.cost.worker_pool import Bench, Question
-    from snugfit.planning.figures import Bound
     from snugfit.rehearsal.trace.trace import Trace
     from snugfit.techniques.technique import Technique
 
@@ -111,11 +111,11 @@ def search(
     smallest: bool = False,
 ) -> Searched:
     """The space's Pareto front, with the fastest recipe that fits so much memory on it; and with the smallest
-    there is, where that is asked for or nothing fits. Raises `Irregular`, and `SnugfitError` when nothing can
-    be rehearsed."""
+    there is, where that is asked for or nothing fits. Raises `BelowLowerBound`, and `SnugfitError` when
+    nothing can be rehearsed."""
     seen = screened(space, at, tell)
     bounds = {number: each for number, (each,) in seen.bounds.items()}
-    found = Searched(space, bounds, refused=seen.refused, kinds=seen.kinds, memory_bytes=memory_bytes)
+    found = Searched(space, bounds, excluded=seen.excluded, kinds=seen.kinds, memory_bytes=memory_bytes)
     _judge_all(found, at, found.beaten, _least_seconds, tell)
     if smallest or (memory_bytes is not None and found.smallest > memory_bytes):
         _judge_all(found, at, found.too_large, _least_bytes, tell)
@@ -203,7 +203,7 @@ def _judge_all(
     for number, answer in at.answers(ask):
         group = asked.pop(number)
         if isinstance(answer, SnugfitError):
-            found.refused.append(refusal([found.space.candidates[each] for each in group], answer))
+            found.excluded.append(exclusion([found.space.candidates[each] for each in group], answer))
             for each in group:
                 del found.bounds[each]
             continue

@@ -12,13 +12,11 @@ from __future__ import annotations
 import bisect
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from snugfit.planning.plan import Choice, Counts
-from snugfit.planning.space import Refusal, Space, not_plain
-
-if TYPE_CHECKING:
-    from snugfit.planning.figures import Bound, Figures
+from snugfit.planning.cost.figures import BelowLowerBound, Bound, Figures
+from snugfit.planning.plan import Choice, Counts, Exclusion
+from snugfit.planning.search.space import Space, not_plain
 
 SLACK = 0.001
 """Of its least seconds, how much less a step may take than was screened: the line through two depths is the
@@ -27,10 +25,6 @@ convex figure's, and a queue of host and device is convex but for what happens a
 GRAIN = 0.03
 """Of a recipe's bytes, by how much a slower one must be smaller to be worth telling: about what the allocator
 loses between the blocks of a step."""
-
-
-class Irregular(Exception):
-    """A Setup took less than the least that it was given."""
 
 
 @dataclass
@@ -42,7 +36,7 @@ class Searched:
     """The least that a candidate takes, by its number."""
     judged: dict[int, Figures] = field(default_factory=dict)
     """What it takes."""
-    refused: list[Refusal] = field(default_factory=list)
+    excluded: list[Exclusion] = field(default_factory=list)
     """What could not be rehearsed."""
     kinds: int = 0
     """Of passes."""
@@ -52,10 +46,10 @@ class Searched:
     """Seconds and bytes of those judged that no other beats, the fastest first."""
 
     def judge(self, number: int, figures: Figures) -> None:
-        """This is what it takes. Raises `Irregular` where that is less than the least."""
+        """This is what it takes. Raises `BelowLowerBound` where that is less than the least."""
         least = self.bounds[number]
         if figures.needed_bytes < least.needed_bytes or figures.seconds < least.seconds * (1 - SLACK):
-            raise Irregular
+            raise BelowLowerBound
         self.judged[number] = figures
         self._learn(figures.seconds, figures.needed_bytes)
 

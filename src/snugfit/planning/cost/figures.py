@@ -5,6 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
+class BelowLowerBound(Exception):
+    """A Setup took less than its lower bound: layers do not grow as two depths of the model seemed to."""
+
+
 class Bound(NamedTuple):
     """The least that a Setup takes on one GPU."""
 

@@ -1,0 +1,192 @@
+"""The space of a plan: every valid recipe for a job.
+
+Each slot offers what its techniques' own `settings(job)` yield; a recipe takes one of each. What the user's
+fidelity, the GPU's age or a missing package rules out is left out before anything is multiplied, and listed;
+what two techniques object to together is left out recipe by recipe, and counted.
+
+A large space has a hundred thousand recipes that are made of a few dozen techniques. So what many of them
+share is worked out once and has a number: which passes a step has, of which size, which trace
+(`step_key.py`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
+
+from snugfit.errors import UsageError, did_you_mean
+from snugfit.planning.plan import Exclusion
+from snugfit.planning.step_key import step_key
+from snugfit.techniques import roster
+from snugfit.techniques.recipe import ONLY_TRAINING, Recipe
+from snugfit.techniques.setup import Setup
+from snugfit.techniques.technique import Fidelity, Slot, Technique
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+
+Capability = tuple[int, int] | None
+
+ALLOWED_BY = {
+    Fidelity.ROUNDS: "it rounds differently; --fidelity rounds allows it",
+    Fidelity.LEARNS: "it is another algorithm; --fidelity learns allows it",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A recipe that may be chosen. What recipes share has a number, the same for all that share it."""
+
+    recipe: Recipe
+    setup: Setup
+    """What the recipe asks of the loop."""
+    passes: int
+    """Which kind of passes its step has, whatever the size of a micro-batch."""
+    sized: int
+    """Which kind and size of passes."""
+    trace: int
+    """Which trace, but for what products are computed in and who makes the batches."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """All that may be chosen."""
+
+    candidates: tuple[Candidate, ...]
+    """Every valid recipe; elsewhere a candidate is its number here."""
+    excluded: tuple[Exclusion, ...]
+    choices: tuple[tuple[Technique, ...], ...]
+    """What each slot offers."""
+    numbers: Mapping[int, int]
+    """Of each candidate its number, by its index among all combinations of the choices."""
+
+    def number(self, recipe: Recipe) -> int | None:
+        """The number of the candidate with this recipe; None when it is not in the space."""
+        index = 0
+        for technique, offered in zip(recipe, self.choices, strict=True):
+            if technique not in offered:
+                return None
+            index = index * len(offered) + offered.index(technique)
+        return self.numbers.get(index)
+
+    def others(self, recipe: Recipe, slot: Slot) -> Iterator[int]:
+        """The candidates that differ from this recipe in this slot alone."""
+        for technique in self.choices[list(Slot).index(slot)]:
+            number = self.number(recipe.with_(technique))
+            if technique != recipe[slot] and number is not None:
+                yield number
+
+
+def fidelity_of(text: str | Fidelity) -> Fidelity:
+    """The degree with this name; raises `UsageError` with the legal ones."""
+    legal = [degree.value for degree in Fidelity]
+    if text not in legal:
+        raise UsageError(
+            f"Unknown fidelity {text!r}.{did_you_mean(str(text), legal)} It is one of {', '.join(legal)}."
+        )
+    return Fidelity(text)
+
+
+def space_of(
+    job: Job,
+    *,
+    fidelity: Fidelity = Fidelity.ROUNDS,
+    capability: Capability = None,
+    settled: Mapping[Slot, Technique] = MappingProxyType({}),
+) -> Space:
+    """Every valid recipe for this job on such a GPU that is no less exact than `fidelity`; a slot that is
+    `settled` holds that technique, however exact it is."""
+    excluded: list[Exclusion] = []
+    choices = tuple(
+        (settled[slot],) if slot in settled else tuple(_choices(slot, job, fidelity, capability, excluded))
+        for slot in Slot
+    )
+    candidates: list[Candidate] = []
+    passes: dict[object, int] = {}
+    sized: dict[object, int] = {}
+    traces: dict[object, int] = {}
+    objections: Counter[_Objection] = Counter()
+    numbers: dict[int, int] = {}
+    for index, (techniques, setup) in enumerate(_combinations(choices, Setup())):
+        recipe = Recipe(techniques)
+        if objection := _objection(recipe, job):
+            objections[objection] += 1
+            continue
+        numbers[index] = len(candidates)
+        key = step_key(setup)
+        candidates.append(
+            Candidate(
+                recipe=recipe,
+                setup=setup,
+                passes=passes.setdefault(key[:1], len(passes)),
+                sized=sized.setdefault(key[:2], len(sized)),
+                trace=traces.setdefault(key[:3], len(traces)),
+            )
+        )
+    excluded += [Exclusion(what=what, why=why, recipes=n) for (what, why), n in objections.items()]
+    return Space(candidates=tuple(candidates), excluded=tuple(excluded), choices=choices, numbers=numbers)
+
+
+def not_plain(recipe: Recipe) -> int:
+    """How many techniques of a recipe are not their slot's default."""
+    return sum(technique != roster.plain(technique.slot) for technique in recipe)
+
+
+def _choices(
+    slot: Slot, job: Job, fidelity: Fidelity, capability: Capability, excluded: list[Exclusion]
+) -> Iterator[Technique]:
+    """What this slot offers; what it does not is added to `excluded`."""
+    if not job.trains and slot in ONLY_TRAINING:
+        yield roster.plain(slot)
+        return
+    degrees = list(Fidelity)
+    for technique in roster.techniques():
+        if technique.slot is not slot:
+            continue
+        if why := _missing_on(technique, capability):
+            excluded.append(Exclusion(what=technique.name, why=why))
+        elif degrees.index(technique.fidelity) > degrees.index(fidelity):
+            excluded.append(Exclusion(what=technique.name, why=ALLOWED_BY[technique.fidelity]))
+        else:
+            yield from dict.fromkeys(technique.settings(job))
+
+
+def _missing_on(technique: type[Technique], capability: Capability) -> str | None:
+    least = technique.least_capability
+    if least and capability and capability < least:
+        has = f"{capability[0]}.{capability[1]}"
+        return f"it needs compute capability {least[0]}.{least[1]}, and this GPU has {has}"
+    return technique.missing_package()
+
+
+class _Combination(NamedTuple):
+    techniques: tuple[Technique, ...]
+    setup: Setup
+
+
+def _combinations(
+    choices: Sequence[Sequence[Technique]], setup: Setup, chosen: tuple[Technique, ...] = ()
+) -> Iterator[_Combination]:
+    """One technique of each slot, in every way, with the Setup that they make one after the other."""
+    if not choices:
+        yield _Combination(chosen, setup)
+        return
+    for technique in choices[0]:
+        yield from _combinations(choices[1:], technique.install(setup), (*chosen, technique))
+
+
+class _Objection(NamedTuple):
+    technique: str
+    why: str
+
+
+def _objection(recipe: Recipe, job: Job) -> _Objection | None:
+    """The first technique that objects, and why."""
+    for technique in recipe:
+        if type(technique).objections is not Technique.objections:
+            for text in technique.objections(job, recipe):
+                return _Objection(str(technique), text)
+    return None
