@@ -103,7 +103,7 @@ TYPED = {
     "no choice": (["export", "bf16", *BERT], "'--to'. Choose from: hf, accelerate,"),
     "force of no file": (["check", "x.json", "--force"], "--force is about the file of --output"),
     "force of no folder": (["export", "bf16", *BERT, "--to", "hf", "--force"], "in the folder of --output"),
-    "corrected in other words": (["check", "x.json", "--output", "y.py"], "must end in '.json'"),
+    "a diff in a script": (["check", "x.json", "--output", "y.py"], "must end in .diff or .patch"),
     "an export that evaluates": (["export", "bf16", *BERT, "--to", "hf", "--set", "phase=evaluate"], "train"),
     "a show that draws": (["accuracy", "--show", "x.json", "--draw", "3"], "--draw says how to draw"),
     "measured where it lies": (["accuracy", "--measure", "x.json", "--output", "y"], "--output says how"),

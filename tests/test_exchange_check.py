@@ -1,9 +1,8 @@
 """`snugfit check`: each finding is held against the library that it speaks of, and every corrected file is
-free of what was found and could be mended."""
+free of what was found and could be fixed."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import random
 from copy import deepcopy
@@ -14,10 +13,9 @@ import pytest
 import yaml
 
 from snugfit.cli.main import run
-from snugfit.errors import UsageError
 from snugfit.exchange import check as module
-from snugfit.exchange.check import Checked, check
-from snugfit.exchange.correct import corrected
+from snugfit.exchange.check import Checked, check, check_document
+from snugfit.exchange.correct import corrected, difference
 from snugfit.exchange.dialect import DIALECTS, dialect
 from snugfit.exchange.installed import defaults
 from snugfit.exchange.python_call import read_script
@@ -49,25 +47,32 @@ training_args = TrainingArguments(
 )
 """
 
-MENDED = """\
-import torch
-from transformers import AutoModelForSequenceClassification, Trainer, TrainingArguments
-
-RATE = 3e-5
-default_args = {
-    "output_dir": "tmp",
-    "eval_strategy": "steps",  # when
-}
-model = AutoModelForSequenceClassification.from_pretrained("bert-large-uncased", dtype=torch.float32)
-training_args = TrainingArguments(
-    per_device_train_batch_size=1,  # é
-    activation_checkpointing=True,  # memory
-    activation_checkpointing_kwargs={"use_reentrant": False},
-    bf16=True,
-    learning_rate=RATE,
-    max_steps=100,
-    **default_args, optim="adafactor"
-)
+SCRIPT_DIFF = """\
+--- {file}
++++ {file} (corrected)
+@@
+ per_device_train_batch_size=1,
+-gradient_checkpointing=True,
+-gradient_checkpointing_kwargs={{"use_reentrant": True}},
+-fp16=True,
++activation_checkpointing=True,
++activation_checkpointing_kwargs={{"use_reentrant": False}},
+ bf16=True,
+-adafactor=True,
+ learning_rate=3e-05,
+ max_steps=100,
+-fp16_backend="amp",
+-half_precision_backend="auto",
+-dataloader_prefetch_factor=2,
+ output_dir="tmp",
+-evaluation_strategy="steps",
+-num_train_epochs=1,
+-overwrite_output_dir=True,
++eval_strategy="steps",
+ job.task="sequence-classification",
+@@
+ model.dtype="float32",
++optim="adafactor",
 """
 
 AXOLOTL = """\
@@ -88,18 +93,24 @@ micro_batch_size: 2
 gradient_accumulation_steps: 2
 learning_rate: 2e-4"""
 
-MENDED_AXOLOTL = """\
-# mine
-base_model: meta-llama/Llama-3.2-1B   # the model
-datasets:
-  - path: teknium/GPT4-LLM-Cleaned
-    type: alpaca
-# adapters
-eval_strategy: steps   # when
-evals_per_epoch: 2
-micro_batch_size: 2
-gradient_accumulation_steps: 2
-learning_rate: 0.0002"""
+AXOLOTL_DIFF = """\
+--- {file}
++++ {file} (corrected)
+@@
+   type: alpaca
+-lora_r: 16
+-lora_target_modules:
+-- q_proj
+-- v_proj
+-evaluation_strategy: steps
+-eval_steps: 10
++eval_strategy: steps
+ evals_per_epoch: 2
+@@
+ gradient_accumulation_steps: 2
+-learning_rate: 2e-4
++learning_rate: 0.0002
+"""
 
 
 def found(folder: Path, name: str, content: Any) -> Checked:
@@ -112,68 +123,61 @@ def about(checked: Checked, kind: str) -> set[str]:
     return {key for finding in checked.findings if finding.kind == kind for key in finding.keys}
 
 
-def test_a_script_is_mended_in_place(tmp_path: Path) -> None:
+def test_a_script_is_corrected(tmp_path: Path) -> None:
     checked = found(tmp_path, "train.py", SCRIPT)
     assert about(checked, "conflict") == {"fp16", "bf16", "dataloader_prefetch_factor"}
     assert about(checked, "removed") == {"fp16_backend", "half_precision_backend", "overwrite_output_dir"}
     assert "num_train_epochs" in about(checked, "no effect")
-    mended = corrected(checked)
-    assert mended == MENDED
-    assert not found(tmp_path, "train.py", mended).findings
+    assert difference(checked) == SCRIPT_DIFF.format(file=checked.document.path)
+    assert not check_document(corrected(checked)).findings
+    assert checked.document.path.read_text() == SCRIPT, "snugfit writes into nobody's file"
 
 
-def test_a_yaml_file_keeps_its_comments(tmp_path: Path) -> None:
-    mended = corrected(found(tmp_path, "lora.yml", AXOLOTL))
-    assert mended == MENDED_AXOLOTL
-    assert not found(tmp_path, "lora.yml", mended).findings
-
-
-def test_a_yaml_file_all_in_one_line_is_written_anew(tmp_path: Path) -> None:
-    text = "{output_dir: x, eval_strategy: 'no', use_ipex: true}"
-    mended = corrected(found(tmp_path, "a.yaml", text))
-    assert yaml.safe_load(mended) == {"output_dir": "x", "eval_strategy": "no"}
+def test_a_yaml_file_is_corrected(tmp_path: Path) -> None:
+    checked = found(tmp_path, "lora.yml", AXOLOTL)
+    assert difference(checked) == AXOLOTL_DIFF.format(file=checked.document.path)
+    assert not check_document(corrected(checked)).findings
 
 
 @pytest.mark.parametrize(
-    ("script", "mended"),
+    ("script", "values"),
     [
-        ("TrainingArguments('x', use_ipex=True)", "TrainingArguments('x')"),
-        ("TrainingArguments(use_ipex=True, fp16_backend='amp')", "TrainingArguments()"),
-        ("TrainingArguments(seed=1, use_ipex=True, fp16_backend='amp')", "TrainingArguments(seed=1, )"),
-        ("a = dict\nTrainingArguments(adafactor=True)", None),
+        ("TrainingArguments('x', use_ipex=True)", {"output_dir": "x"}),
+        ("TrainingArguments(use_ipex=True, fp16_backend='amp')", {}),
+        ("TrainingArguments(seed=1, use_ipex=True, fp16_backend='amp')", {"seed": 1}),
+        ("a = dict\nTrainingArguments(adafactor=True)", {"optim": "adafactor"}),
     ],
 )
-def test_scripts_in_one_line(tmp_path: Path, script: str, mended: str | None) -> None:
-    """What cannot be edited safely is left to the user, and never half done."""
-    checked = found(tmp_path, "a.py", script)
-    if mended is None:
-        with pytest.raises(UsageError, match="by hand"):
-            corrected(checked)
-    else:
-        assert corrected(checked) == mended
+def test_scripts_in_one_line(tmp_path: Path, script: str, values: dict[str, Any]) -> None:
+    assert corrected(found(tmp_path, "a.py", script)).values == values
+
+
+def test_what_a_script_computes_stands_in_the_diff_as_it_is_written(tmp_path: Path) -> None:
+    checked = found(tmp_path, "a.py", "TrainingArguments(**more, seed=rate * 2, use_ipex=True)")
+    assert difference(checked).splitlines()[2:] == ["@@", " seed=rate * 2,", "-use_ipex=True,"]
+    assert difference(found(tmp_path, "b.py", "TrainingArguments('x')")) == "", "nothing to change"
 
 
 def test_an_accelerator_s_old_arguments(tmp_path: Path) -> None:
     """As the guide wrote them; what only running would tell is left to the user."""
     checked = found(tmp_path, "a.py", "accelerator = Accelerator(cpu=False, fp16=True)")
     assert about(checked, "renamed") == {"fp16"}
-    assert corrected(checked) == 'accelerator = Accelerator(cpu=False, mixed_precision="fp16")'
+    assert corrected(checked).values == {"cpu": False, "mixed_precision": "fp16"}
     (finding,) = found(tmp_path, "a.py", "Accelerator(fp16=training_args.fp16)").findings
     assert (finding.keys, finding.fix) == (("fp16",), None)
 
 
-def test_a_mended_script_is_taken_by_the_real_class(tmp_path: Path) -> None:
+def test_a_corrected_script_is_taken_by_the_real_class(tmp_path: Path) -> None:
     """And the one before was not."""
     from transformers import TrainingArguments
 
-    def taken(text: str) -> TrainingArguments:
-        arguments = dict(read_script(text, "train.py").arguments)
+    def taken(arguments: dict[str, Any]) -> TrainingArguments:
         own = {key: value for key, value in arguments.items() if "." not in key}
         return TrainingArguments(**own | {"output_dir": str(tmp_path), "use_cpu": True})
 
     with pytest.raises(TypeError):
-        taken(SCRIPT)
-    made = taken(corrected(found(tmp_path, "train.py", SCRIPT)))
+        taken(read_script(SCRIPT, "train.py").arguments)
+    made = taken(corrected(found(tmp_path, "train.py", SCRIPT)).values)
     assert (made.optim, made.bf16, made.activation_checkpointing) == ("adafactor", True, True)
 
 
@@ -200,7 +204,7 @@ def test_a_conflict_is_one_that_the_real_class_refuses(tmp_path: Path, arguments
     checked = found(tmp_path, "arguments.json", whole)
     assert about(checked, "conflict") & set(arguments)
     if all(finding.fix for finding in checked.findings):
-        TrainingArguments(**json.loads(corrected(checked)))
+        TrainingArguments(**corrected(checked).values)
 
 
 def test_names_that_are_said_to_be_gone_are_gone() -> None:
@@ -292,7 +296,7 @@ def test_what_transformers_itself_writes_has_no_findings(tmp_path: Path) -> None
 def test_findings(tmp_path: Path, name: str, content: Any, kind: str, key: str) -> None:
     checked = found(tmp_path, name, content)
     assert key in about(checked, kind)
-    again = found(tmp_path, name, corrected(checked))
+    again = check_document(corrected(checked))
     assert not [one for one in again.findings if one.fix]
 
 
@@ -313,12 +317,12 @@ def test_what_only_running_a_script_would_tell_is_said(
     file.write_text("args = TrainingArguments('x', learning_rate=rate * 2, **more)\n")
     assert check(file).unread == ("learning_rate=rate * 2", "**more")
     assert run(["check", str(file)]) == 0
-    assert "Not known before it runs, and not checked: learning_rate=rate * 2, **more." in (
+    assert "Computed while the script runs, and not checked: learning_rate=rate * 2, **more." in (
         capsys.readouterr().out
     )
 
 
-def test_a_mended_accelerate_config_is_loaded_by_accelerate(tmp_path: Path) -> None:
+def test_a_corrected_accelerate_config_is_loaded_by_accelerate(tmp_path: Path) -> None:
     from accelerate.commands.config.config_args import load_config_from_file
 
     text = "compute_environment: LOCAL_MACHINE\nfp16: true\ndynamo_backend: INDUCTOR\nnum_processes: 1\n"
@@ -326,25 +330,27 @@ def test_a_mended_accelerate_config_is_loaded_by_accelerate(tmp_path: Path) -> N
     file.write_text(text)
     with pytest.raises(ValueError, match="distributed_type"):
         load_config_from_file(str(file))
-    file.write_text(corrected(check(file)))
+    file.write_text(yaml.safe_dump(corrected(check(file)).values))
     config = load_config_from_file(str(file))
     assert (config.mixed_precision, config.dynamo_config) == ("fp16", {"dynamo_backend": "INDUCTOR"})
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file, output = tmp_path / "a.yaml", tmp_path / "b.yaml"
+    file, output = tmp_path / "a.yaml", tmp_path / "a.diff"
     file.write_text("evaluation_strategy: steps\nmax_steps: 3\n")
     assert run(["check", str(file)]) == 3
-    assert "eval_strategy" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "-evaluation_strategy: steps\n+eval_strategy: steps" in text
     assert run(["check", str(file), "--json", "--output", str(output)]) == 3
     document = json.loads(capsys.readouterr().out)
     assert document["findings"][0]["fix"]["rename"] == {"evaluation_strategy": "eval_strategy"}
-    assert yaml.safe_load(output.read_text()) == {"eval_strategy": "steps", "max_steps": 3}
-    assert run(["check", str(output)]) == 0
-    assert run(["check", str(file), "--output", str(file)]) == 2
+    assert output.read_text().splitlines()[3:5] == ["-evaluation_strategy: steps", "+eval_strategy: steps"]
+    assert run(["check", str(file), "--output", str(output)]) == 2, "it exists"
+    assert run(["check", str(file), "--output", str(output), "--force"]) == 3
+    assert run(["check", str(file), "--output", str(file), "--force"]) == 2, "no diff"
     assert file.read_text().startswith("evaluation_strategy")
     assert run(["check", str(tmp_path / "none.yaml")]) == 2
-    assert run(["check", str(file), "--output", str(file), "--force"]) == 3
+    file.write_text("eval_strategy: steps\nmax_steps: 3\n")
     assert run(["check", str(file)]) == 0
 
 
@@ -369,16 +375,17 @@ def odd_document(name: str, rng: random.Random) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", DIALECTS)
 @pytest.mark.parametrize("suffix", ["json", "yaml"])
-def test_odd_values_are_read_checked_and_mended_without_an_accident(
+def test_odd_values_are_read_checked_and_corrected_without_an_accident(
     tmp_path: Path, name: str, suffix: str
 ) -> None:
-    """Seeded: a reading or a message, never a traceback; and nothing mendable is left in a mended file."""
+    """Seeded: a reading or a message, never a traceback; and nothing that can be fixed is left in a corrected
+    file."""
     rng = random.Random(f"{name}.{suffix}")
     file = tmp_path / f"odd.{suffix}"
     for _ in range(25):
         document = odd_document(name, rng)
         file.write_text(json.dumps(document) if suffix == "json" else yaml.safe_dump(document))
         read_arguments(file)
-        file.write_text(corrected(check(file)))
-        with contextlib.suppress(UsageError):  # a file of which nothing is left
-            assert not [one for one in check(file).findings if one.fix]
+        checked = check(file)
+        difference(checked)
+        assert not [one for one in check_document(corrected(checked)).findings if one.fix]

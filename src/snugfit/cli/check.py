@@ -1,6 +1,7 @@
-"""`snugfit check`: what in a configuration conflicts, does nothing, or was renamed.
+"""`snugfit check`: what in a configuration conflicts, does nothing, or was renamed, with a diff that cures
+it.
 
-Exit code 3 when something was found: a lawful question whose answer is no, so that a script can ask.
+Exit code 3 when something was found, so that a script can ask.
 """
 
 from __future__ import annotations
@@ -21,29 +22,34 @@ File = Annotated[
         help="TrainingArguments (JSON, YAML, .py with the call), an accelerate, DeepSpeed or axolotl file."
     ),
 ]
-Output = Annotated[Path | None, typer.Option(help="Write the corrected file here.")]
+Output = Annotated[
+    Path | None, typer.Option(help="Write what to change, a unified diff, into this .diff or .patch file.")
+]
 Force = Annotated[bool, typer.Option("--force", help="Write over a file that is there.")]
 
 
 def check(file: File, *, output: Output = None, force: Force = False, as_json: given.AsJson = False) -> int:
     """Say what in a configuration file conflicts, does nothing, or was renamed."""
-    from snugfit.exchange.check import check as look
+    from snugfit.exchange.check import check as check_file
+    from snugfit.exchange.correct import difference
     from snugfit.report.check import render
     from snugfit.report.text.terminal import show, show_json
 
     if output is None and force:
         raise UsageError("--force is about the file of --output, and none was named.")
-    if output is not None and output.suffix.lower() != file.suffix.lower():
-        raise UsageError(f"--output {output}: it corrects {file}, so its name must end in {file.suffix!r}.")
-    checked = look(file)
+    if output is not None and output.suffix.lower() not in (".diff", ".patch"):
+        raise UsageError(
+            f"--output {output}: it takes a unified diff, so its name must end in .diff or .patch."
+        )
+    checked = check_file(file)
+    changes = difference(checked)
     if output is not None:
-        from snugfit.exchange.correct import corrected
-        from snugfit.report.text.new_files import write_new
+        from snugfit.report.text.files import write_new
 
-        write_new({output: corrected(checked)}, force=force)
+        write_new({output: changes}, force=force)
         typer.echo(f"Written: {output}", err=True)
     if as_json:
         show_json(checked.to_json())
     else:
-        show(render(checked))
+        show(render(checked, changes))
     return FOUND if checked.findings else 0

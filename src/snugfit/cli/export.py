@@ -52,7 +52,7 @@ def export(
     request = Request.read(flags)
     made = write(request.job, request.recipe, to)
     if output is not None:
-        from snugfit.report.text.new_files import write_new
+        from snugfit.report.text.files import write_new
 
         files = {output / name: text for name, text in made.files.items()}
         write_new(files, force=force)

@@ -130,7 +130,9 @@ def check_document(document: Document) -> Checked:
         told = {key for one in found for key in one.keys}
         wrong = (one for one in wrong_values(values) if one[0] not in told)
         found += [Finding(kind="conflict", keys=(key,), says=says) for key, says in wrong]
-    if document.script is None or document.dialect == "trainer":  # other rules are about a file, not a call
+    if (
+        document.format != "python" or document.dialect == "trainer"
+    ):  # other rules are about a file, not a call
         found += _rules(document, facts)
     kinds = ("conflict", "unknown", "renamed", "removed", "no effect", "trap")
     return Checked(document=document, findings=tuple(sorted(found, key=lambda one: kinds.index(one.kind))))

@@ -9,7 +9,7 @@ from typing import Any
 from snugfit.errors import UsageError
 from snugfit.exchange.dialect import DIALECTS, dialect, recognise
 from snugfit.exchange.plain_text import load_json, load_yaml, read_text
-from snugfit.exchange.python_call import Script, read_script
+from snugfit.exchange.python_call import read_script
 
 FORMATS = {".json": "json", ".yaml": "yaml", ".yml": "yaml", ".py": "python"}
 
@@ -21,9 +21,6 @@ class Document:
     path: Path
     """Where it lies."""
 
-    text: str
-    """All of it."""
-
     format: str
     """`json`, `yaml` or `python`."""
 
@@ -33,35 +30,21 @@ class Document:
     values: dict[str, Any]
     """Keys and values as the file has them."""
 
-    script: Script | None = None
-    """Of Python: where the arguments stand."""
-
 
 def open_document(path: Path) -> Document:
-    """The file at `path`; raises `UsageError` for what is none, or is written in nobody's words."""
+    """The file at `path`; raises `UsageError` when it is none, or when no library known here would read
+    it."""
     if path.suffix.lower() not in FORMATS:
         raise UsageError(f"{path}: its name must end in {', '.join(FORMATS)}, to say what it is.")
-    return as_document(path, read_text(path))
-
-
-def as_document(path: Path, text: str) -> Document:
-    """The file at `path`, were `text` in it."""
-    kind = FORMATS[path.suffix.lower()]
+    text, kind = read_text(path), FORMATS[path.suffix.lower()]
     if kind == "python":
-        script = read_script(text, str(path))
-        return Document(
-            path=path,
-            text=text,
-            format=kind,
-            dialect=script.dialect,
-            values=script.arguments,
-            script=script,
-        )
+        call = read_script(text, str(path))
+        return Document(path=path, format=kind, dialect=call.dialect, values=call.arguments)
     values = load_json(text, str(path)) if kind == "json" else load_yaml(text, str(path))
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise UsageError(f"{path}: a configuration is one mapping of words to values, and this is not.")
-    found = recognise(values)
-    if found is None:
+    name = recognise(values)
+    if name is None:
         known = "; ".join(f"{dialect(name).title}: {dialect(name).known_by[0]}" for name in DIALECTS)
         raise UsageError(f"{path}: none of its keys belongs to a configuration known here ({known}, ...).")
-    return Document(path=path, text=text, format=kind, dialect=found, values=values)
+    return Document(path=path, format=kind, dialect=name, values=values)

@@ -9,7 +9,7 @@ as the guide has it. What is computed while the script runs stays unknown, and i
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,37 +35,30 @@ class Unknown:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Written:
-    """Where an argument stands in the text: byte offsets of its name and of its value."""
-
-    name: tuple[int, int]
-    """Of the keyword, or of the key in a dict."""
-
-    value: tuple[int, int]
-    """Of the value."""
-
-    quoted: bool
-    """Whether the name stands in quotes, as in a dict."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Script:
-    """What was found."""
+class PythonCall:
+    """The main call of a script, with the calls that belong to it."""
 
     arguments: dict[str, Any]
     """By name, with `model.` and `lora.` before the arguments of those calls."""
-
-    places: dict[str, Written]
-    """Where the arguments of the main call stand; those of a dict that is shared stand there."""
-
-    end: int | None
-    """The offset just behind the main call's last argument, for one more; None when it has none."""
 
     dialect: str
     """Which call it is: `trainer` or `accelerate`."""
 
 
-def read_script(text: str, where: str) -> Script:
+def literal(value: Any) -> str:
+    """The Python expression whose value is `value`, with double quotes as most formatters have them; what a
+    script computes stands as the script writes it."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{literal(key)}: {literal(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(literal, value)) + "]"
+    written = str(value) if isinstance(value, Unknown) else repr(value)
+    if isinstance(value, str) and written.startswith("'") and '"' not in value:
+        return f'"{written[1:-1]}"'
+    return written
+
+
+def read_script(text: str, where: str) -> PythonCall:
     """The arguments in a script; raises `UsageError` when there is no such call, or more than one."""
     try:
         tree = ast.parse(text)
@@ -74,48 +67,42 @@ def read_script(text: str, where: str) -> Script:
         if isinstance(error, SyntaxError):
             line, why = f", line {error.lineno}" if error.lineno else "", error.msg
         raise UsageError(f"{where}{line}: this is not Python ({why}).") from None
-    reader = _Reader(text, tree)
+    reader = _CallReader(tree)
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     if other := [call for call in calls if _name(call) in OTHER_DEFAULTS]:
         raise UsageError(
             f"{where}, line {other[0].lineno}: {_name(other[0])} has other defaults than TrainingArguments, "
             "and is not read yet. Write its arguments as TrainingArguments."
         )
-    found = [call for call in calls if _name(call) in ARGUMENTS]
-    kind = "trainer" if found else "accelerate"
-    found = found or [call for call in calls if _name(call) == "Accelerator"]
-    if len(found) != 1:
-        lines = ", ".join(str(call.lineno) for call in found)
-        many = f"calls it on the lines {lines}; keep one" if found else "has no such call"
+    main = [call for call in calls if _name(call) in ARGUMENTS]
+    kind = "trainer" if main else "accelerate"
+    main = main or [call for call in calls if _name(call) == "Accelerator"]
+    if len(main) != 1:
+        lines = ", ".join(str(call.lineno) for call in main)
+        many = f"calls it on the lines {lines}; keep one" if main else "has no such call"
         raise UsageError(f"{where}: a script is read for its call of TrainingArguments, and this one {many}.")
-    arguments, places = reader.call(found[0])
+    arguments = reader.call(main[0])
     for call in calls:
         if _name(call) == "from_pretrained" and (task := _AUTO.get(_owner(call))):
             arguments |= reader.model(call, task)
         elif _name(call) == "LoraConfig":
-            inner, _ = reader.call(call)
+            inner = reader.call(call)
             arguments |= {f"lora.{key}": value for key, value in inner.items()} or {"lora.task_type": None}
-    end = max((place.value[1] for place in reader.direct(found[0])), default=None)
-    return Script(arguments=arguments, places=places, end=end, dialect=kind)
+    return PythonCall(arguments=arguments, dialect=kind)
 
 
-class _Reader:
-    """Values and places in one script."""
+class _CallReader:
+    """Values of keyword arguments in one script."""
 
-    def __init__(self, text: str, tree: ast.Module) -> None:
-        self.lines = [0]
-        for line in text.encode().splitlines(keepends=True):
-            self.lines.append(self.lines[-1] + len(line))
+    def __init__(self, tree: ast.Module) -> None:
         self.names = _assigned_once(tree)
 
-    def call(self, call: ast.Call) -> tuple[dict[str, Any], dict[str, Written]]:
-        """A call's keyword arguments and where they stand. A positional first one names the output folder."""
+    def call(self, call: ast.Call) -> dict[str, Any]:
+        """A call's keyword arguments by name. A positional first one names the output folder."""
         arguments: dict[str, Any] = {"output_dir": self.value(call.args[0])} if call.args else {}
-        places: dict[str, Written] = {}
         for keyword in call.keywords:
             if keyword.arg is not None:
                 arguments[keyword.arg] = self.value(keyword.value)
-                places[keyword.arg] = self._keyword(keyword)
                 continue
             shared = self._node(keyword.value)
             if not isinstance(shared, ast.Dict):
@@ -124,19 +111,11 @@ class _Reader:
             for key, value in zip(shared.keys, shared.values, strict=True):
                 if isinstance(key, ast.Constant) and isinstance(key.value, str):
                     arguments[key.value] = self.value(value)
-                    places[key.value] = Written(name=self._span(key), value=self._span(value), quoted=True)
-        return arguments, places
-
-    def direct(self, call: ast.Call) -> Iterator[Written]:
-        """The places of the arguments that stand in the call itself."""
-        for keyword in call.keywords:
-            yield self._keyword(keyword)
-        for argument in call.args:
-            yield Written(name=self._span(argument), value=self._span(argument), quoted=False)
+        return arguments
 
     def model(self, call: ast.Call, task: str) -> Mapping[str, Any]:
         """`from_pretrained` as arguments of the model and facts of the job."""
-        inner, _ = self.call(call)
+        inner = self.call(call)
         name = inner.pop("pretrained_model_name_or_path", inner.pop("output_dir", None))
         known = {"job.model": name} if isinstance(name, str) else {}
         return {"job.task": task, **known, **{f"model.{key}": value for key, value in inner.items()}}
@@ -158,19 +137,6 @@ class _Reader:
 
     def _node(self, node: ast.expr) -> ast.expr:
         return self.names.get(node.id, node) if isinstance(node, ast.Name) else node
-
-    def _keyword(self, keyword: ast.keyword) -> Written:
-        start = self.lines[keyword.lineno - 1] + keyword.col_offset
-        end = start + len((keyword.arg or "").encode())
-        return Written(name=(start, end), value=self._span(keyword.value), quoted=False)
-
-    def _span(self, node: ast.expr) -> tuple[int, int]:
-        assert node.end_lineno is not None
-        assert node.end_col_offset is not None
-        return (
-            self.lines[node.lineno - 1] + node.col_offset,
-            self.lines[node.end_lineno - 1] + node.end_col_offset,
-        )
 
 
 def _assigned_once(tree: ast.Module) -> dict[str, ast.expr]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from snugfit.errors import RecipeError
 from snugfit.exchange import installed
-from snugfit.exchange.literal import literal
+from snugfit.exchange.python_call import literal
 from snugfit.job.architectures import HEADS, class_of
 from snugfit.job.model import CLASSIFICATION
 from snugfit.step.accelerate_loop import MIXED

@@ -9,17 +9,18 @@ from snugfit.exchange.dialect import as_word, dialect
 from snugfit.report.text.terminal import table, words
 
 
-def render(checked: Checked) -> RenderableType:
-    """The findings, the gravest first, each with what to do."""
+def render(checked: Checked, changes: str = "") -> RenderableType:
+    """The findings, the gravest first, each with what to do, and the `changes` as a unified diff."""
     title = dialect(checked.document.dialect).title
     head = f"{checked.document.path} ({title})"
-    unread = [words(f"Not known before it runs, and not checked: {', '.join(checked.unread)}.")]
+    unread = [words(f"Computed while the script runs, and not checked: {', '.join(checked.unread)}.")]
     notes = unread if checked.unread else []
     if not checked.findings:
         return Group(words(f"{head}: nothing found."), *notes)
     rows = [(one.kind, ", ".join(one.keys), one.says, _cure(one)) for one in checked.findings]
     count = f"{len(rows)} finding{'s' if len(rows) > 1 else ''}"
-    return Group(words(f"{head}: {count}."), table(("Kind", "What", "Why", "Cure"), rows), *notes)
+    diff = [words(changes)] if changes else []
+    return Group(words(f"{head}: {count}."), table(("Kind", "What", "Why", "Cure"), rows), *diff, *notes)
 
 
 def _cure(finding: Finding) -> str:

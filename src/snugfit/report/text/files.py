@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from snugfit.documents import write_whole
@@ -10,18 +11,34 @@ from snugfit.errors import UsageError
 
 
 def write_atomically(path: Path, content: bytes) -> Path:
-    """As a document is written (`documents.py`), in a folder that is made where there is none yet; gives the
-    path back. Raises `UsageError` when the place cannot be written.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"{path.parent}: cannot be written ({error.strerror}).") from None
+    """Writes `content` as a document is written (`documents.py`), in a folder that is made where there is
+    none yet; gives the path back. Raises `UsageError` when it cannot be written."""
+    _make(path.parent)
     try:
         write_whole(path, content)
     except OSError as error:
         raise UsageError(f"{path}: cannot be written ({error.strerror}).") from None
     return path
+
+
+def write_new(files: Mapping[Path, str], *, force: bool) -> None:
+    """Writes each file, or none; raises `UsageError` for one that exists already, without `force`."""
+    existing = [str(path) for path in files if path.exists()]
+    if existing and not force:
+        raise UsageError(
+            f"{', '.join(existing)}: exists already. Overwrite it with --force, or name another."
+        )
+    for folder in {path.parent for path in files}:
+        _make(folder)
+    for path, text in files.items():
+        write_atomically(path, text.encode("utf-8"))
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{folder}: cannot be written ({error.strerror}).") from None
 
 
 def writable_folder(folder: Path) -> Path:
