@@ -4,7 +4,7 @@
 
 Every run of these files (`profile_kernels.py host` writes them) is rehearsed again. With the device drained
 before each step, a phase takes the host as long as asking for its kernels does, and that is linear in the
-constants of `HostRate`: so many kernels of the forward pass, so many modules and views. The constants
+constants of `HostLaunchCosts`: so many kernels of the forward pass, so many modules and views. The constants
 are those that make the sum of absolute errors smallest, each as a share of its whole step (of loading, as a
 share of loading, which is a hundredth of a step of text), and none of them is negative. Steps on a disturbed
 core are left out. What a wait costs beside the waiting is not seen in a drained step, and is kept.
@@ -30,13 +30,13 @@ from snugfit.job.job import Job
 from snugfit.measurement.quiet_core import SLOW
 from snugfit.prediction.device import policy_for
 from snugfit.prediction.profile import Software, installed_versions
-from snugfit.prediction.rates import HostRate, packaged_rates
-from snugfit.prediction.seconds import asking, prepared_by
+from snugfit.prediction.rates import HostLaunchCosts, packaged_rates
+from snugfit.prediction.seconds import launch_seconds, with_worker_batches
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.techniques.recipe import Recipe
 
 GPU = "h200"
-NAMES = tuple(field.name for field in fields(HostRate))
+NAMES = tuple(field.name for field in fields(HostLaunchCosts))
 FREE = tuple(name for name in NAMES if name != "wait")
 ROUNDS, LEAST_SHARE = 60, 0.01
 """Of reweighting, and the error below which a row weighs no more."""
@@ -82,10 +82,11 @@ def prepared(given: tuple[dict[str, Any], float]) -> Steps | str:
         trace = rehearse(job, recipe.setup(), policy_for(find_gpu(GPU), Software()))
     except SnugfitError as refusal:
         return f"{job.model.name}, {recipe}: {refusal}"
-    kernels = prepared_by(recipe.setup().loader.workers, trace.kernels)
-    units = [HostRate(**{name: float(name == unit) for name in NAMES}) for unit in FREE]
+    kernels = with_worker_batches(recipe.setup().loader.workers, trace.kernels)
+    units = [HostLaunchCosts(**{name: float(name == unit) for name in NAMES}) for unit in FREE]
     of_kind = {
-        kernel: np.array([asking(kernel, unit) for unit in units]) for kernel in dict.fromkeys(kernels)
+        kernel: np.array([launch_seconds(kernel, unit) for unit in units])
+        for kernel in dict.fromkeys(kernels)
     }
     counts: dict[str, Any] = {}
     for kernel in kernels:
@@ -150,8 +151,9 @@ def main() -> None:
         "versions": installed_versions(),
         "files": [file.name for file in files],
         "runs": len(runs),
-        "host": dict(zip(FREE, map(float, host), strict=True))
-        | {"wait": packaged_rates(find_gpu(GPU)).host.wait},
+        "host": HostLaunchCosts(
+            **dict(zip(FREE, map(float, host), strict=True)), wait=packaged_rates(find_gpu(GPU)).host.wait
+        ).to_json(),
         "error": quantiles([error for each in errors.values() for error in each]),
         "error_left_out": quantiles(left_out),
         "bias": {family: statistics.median(each) for family, each in errors.items()},

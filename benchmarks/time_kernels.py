@@ -4,7 +4,7 @@
 
 Each is queued behind a sleeping device and timed by events, the median of three times ten. What it found on
 an H200 is in `results/`, and the rates follow it where no profiled step shows enough
-(`prediction/rates.json`, `ProductRate.unaligned`, convolutions in `prediction/kernel_seconds.py`,
+(`prediction/rates.json`, `MatmulRate.unaligned`, convolutions in `prediction/kernel_seconds.py`,
 `LARGEST_SMALL_COPY`).
 """
 

@@ -11,7 +11,7 @@ import torch
 from snugfit.job.gpu import find_gpu
 from snugfit.prediction.kernel_seconds import KernelClock
 from snugfit.prediction.rates import rates_for
-from snugfit.prediction.seconds import asking
+from snugfit.prediction.seconds import launch_seconds
 from snugfit.rehearsal.record.kernels import describe
 from snugfit.rehearsal.trace.trace import Kernel
 
@@ -104,4 +104,4 @@ def test_a_view_costs_the_host_and_not_the_device() -> None:
     viewed = alone._replace(views=3)
     assert KernelClock(H200).seconds(viewed) == KernelClock(H200).seconds(alone)
     host = replace(H200.host, view=1.0)
-    assert asking(viewed, host) - asking(alone, host) == pytest.approx(3.0)
+    assert launch_seconds(viewed, host) - launch_seconds(alone, host) == pytest.approx(3.0)

@@ -16,7 +16,7 @@ from snugfit.job.job import Job
 from snugfit.planning.lengths.length_profile import Pace, aligned
 from snugfit.planning.lengths.sizes import WORTH, Size, sizes_of
 from snugfit.prediction.predict import predict
-from snugfit.prediction.rates import HostRate, calibration_file, rates_for
+from snugfit.prediction.rates import HostLaunchCosts, calibration_file, rates_for
 from snugfit.techniques.recipe import Recipe
 
 OTHER = find_gpu("h100-sxm")  # on which the price of unaligned rows was not measured
@@ -35,7 +35,7 @@ def found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict
         monkeypatch.setenv("SNUGFIT_RATES", str(tmp_path))
         calibration_file(OTHER).unlink(missing_ok=True)
         rates = rates_for(OTHER)
-        host = HostRate(**dict.fromkeys(rates.host.__dataclass_fields__, 0.0))
+        host = HostLaunchCosts(**dict.fromkeys(rates.host.__dataclass_fields__, 0.0))
         products = {
             name: replace(rate, flops=SLOW_PRODUCTS, unaligned=(unaligned,) * 3, start=0.0, wave=0.0)
             for name, rate in rates.products.items()

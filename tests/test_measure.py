@@ -448,9 +448,9 @@ def test_the_stages_of_a_start(
 
 def test_what_is_paid_once_is_all_but_steady_steps() -> None:
     settled = replace(START, settling_seconds=0.6, settling_steps=2)
-    assert START.once_seconds(0.2) == pytest.approx(6.8 + 1.0 - 0.2)
-    assert settled.once_seconds(0.2) == pytest.approx(6.8 + 1.6 - 3 * 0.2)
-    assert settled.once_seconds(2.0) == pytest.approx(6.8), "steps that are faster at first save nothing"
+    assert START.total_seconds(0.2) == pytest.approx(6.8 + 1.0 - 0.2)
+    assert settled.total_seconds(0.2) == pytest.approx(6.8 + 1.6 - 3 * 0.2)
+    assert settled.total_seconds(2.0) == pytest.approx(6.8), "steps that are faster at first save nothing"
 
 
 def test_no_steps_no_timing() -> None:

@@ -15,8 +15,8 @@ from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
 from snugfit.prediction.kernel_seconds import KernelClock, tile_seconds
 from snugfit.prediction.predict import predict
-from snugfit.prediction.rates import HostRate, Rates, packaged_rates, rates_for
-from snugfit.prediction.seconds import play, step_seconds
+from snugfit.prediction.rates import HostLaunchCosts, Rates, packaged_rates, rates_for
+from snugfit.prediction.seconds import simulate_queue, step_seconds
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import Kernel
@@ -24,30 +24,30 @@ from snugfit.techniques.recipe import Recipe
 
 RESULTS = Path(__file__).parents[1] / "results"
 H200 = rates_for(find_gpu("h200"))
-FREE = HostRate(**dict.fromkeys((field.name for field in fields(HostRate)), 0.0))
+FREE = HostLaunchCosts(**dict.fromkeys((field.name for field in fields(HostLaunchCosts)), 0.0))
 
 
 # ---- the queue -----------------------------------------------------------------------------------------
 
 
 def test_a_device_that_has_work_sets_the_pace() -> None:
-    assert play([2.0, 3.0], [0.1, 0.1], (), FREE) == pytest.approx(5.0)
+    assert simulate_queue([2.0, 3.0], [0.1, 0.1], (), FREE) == pytest.approx(5.0)
 
 
 def test_a_host_that_asks_slowly_sets_the_pace() -> None:
     """The last kernel of a step still runs while the next step's first is asked for."""
-    assert play([0.1, 3.0], [2.0, 2.0], (), FREE) == pytest.approx(4.0)
+    assert simulate_queue([0.1, 3.0], [2.0, 2.0], (), FREE) == pytest.approx(4.0)
 
 
 def test_waiting_adds_what_would_have_run_side_by_side() -> None:
     """Host and device 1 s a kernel: side by side 2 s; with a wait at the end, one after the other."""
-    assert play([1.0, 1.0], [1.0, 1.0], (), FREE) == pytest.approx(2.0)
-    assert play([1.0, 1.0], [1.0, 1.0], (2,), FREE) == pytest.approx(3.0)
-    assert play([1.0, 1.0], [1.0, 1.0], (1, 2), replace(FREE, wait=0.25)) == pytest.approx(4.5)
+    assert simulate_queue([1.0, 1.0], [1.0, 1.0], (), FREE) == pytest.approx(2.0)
+    assert simulate_queue([1.0, 1.0], [1.0, 1.0], (2,), FREE) == pytest.approx(3.0)
+    assert simulate_queue([1.0, 1.0], [1.0, 1.0], (1, 2), replace(FREE, wait=0.25)) == pytest.approx(4.5)
 
 
 def test_a_step_costs_the_host_something_beside_its_kernels() -> None:
-    assert play([0.0], [1.0], (), replace(FREE, step=0.5)) == pytest.approx(1.5)
+    assert simulate_queue([0.0], [1.0], (), replace(FREE, step=0.5)) == pytest.approx(1.5)
 
 
 # ---- products ------------------------------------------------------------------------------------------

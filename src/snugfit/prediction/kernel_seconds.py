@@ -1,16 +1,18 @@
-"""Seconds of one kernel on the device: the larger of its arithmetic and its traffic, at achieved rates.
+"""Seconds of one kernel on the device: the larger of its arithmetic and its memory traffic, at achieved
+rates.
 
-**Products of matrices** are cut into tiles that the multiprocessors work off in waves. A wave that is not
-full takes as long as one that is, which is why a product a little larger can take a third longer, and why
-small ones reach a tenth of the peak. cuBLAS chooses tile and split of the inner dimension for the shape; what
-is taken here is the fastest of a handful of tiles and splits, as a good choice would be. (The model is the
-usual one of tile and wave quantisation: NVIDIA, "Matrix Multiplication Background User's Guide".)
+**Matrix products** are cut into tiles that the multiprocessors compute in waves. A wave that is not full
+takes as long as one that is, which is why a product a little larger can take a third longer, and why small
+ones reach a tenth of the peak. cuBLAS chooses tile and split of the inner dimension for the shape; here it is
+the fastest of a few tiles and splits, as a good choice would be. (The model is the usual one of tile and wave
+quantisation: NVIDIA, "Matrix Multiplication Background User's Guide".)
 
 **Attention** by its FLOPs, in waves of blocks of 64 queries.
 
 **Everything else** is bound by the bytes it moves, and a small one by the time that any kernel takes.
-Pointwise operators reach the bandwidth when their operands lie alike; those that look each element's place up
-or cast on the way, reductions and norms reach less (`Rates.patterns`, by layout and by operator).
+Pointwise operators reach the bandwidth when their operands have the same layout; those that compute each
+element's address or cast on the way, reductions and norms reach less (`Rates.patterns`, by layout and by
+operator).
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import math
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from snugfit.prediction.rates import ALIGNMENT, PRECISIONS, ProductRate, Rates
+from snugfit.prediction.rates import ALIGNMENT, PRECISIONS, MatmulRate, Rates
 from snugfit.rehearsal.trace.trace import COPY_IN, MATRIX_PRODUCTS, PREPARED, WITH_BIAS, WITH_DROPOUT
 
 if TYPE_CHECKING:
@@ -35,7 +37,7 @@ TILES = (
     (64, 32, 3),
     (32, 64, 3),
 )
-"""Rows and columns of a tile, and the place of its efficiency in `ProductRate.efficiency` (-1: 1)."""
+"""Rows and columns of a tile, and the index of its efficiency in `MatmulRate.efficiency` (-1: 1)."""
 
 SPLITS = (1, 2, 4, 8, 16)
 """In how many parts the inner dimension may be cut, each with tiles of its own."""
@@ -47,7 +49,7 @@ ADDING_UP = 1e-6
 """Seconds of the kernel that adds the parts, beside its traffic."""
 
 QUERIES = 64
-"""Of one block of an attention kernel."""
+"""Queries of one block of an attention kernel."""
 
 PAGEABLE = 11e9
 """Bytes per second from memory that is not page-locked: 8 to 13e9 were measured on the host of one H200
@@ -55,36 +57,36 @@ PAGEABLE = 11e9
 
 CONVOLUTION = {"torch.float32": 0.5}
 LOW_CONVOLUTION = 0.22
-"""Of the product rate, by dtype: what cuDNN reached with channels first, pictures and sound alike, on one
-H200. Between 0.1 and 0.5 were measured in low precisions: the larger, the better."""
+"""Share of the matrix product rate, by dtype, that cuDNN reached with channels first, pictures and sound
+alike, on one H200. Between 0.1 and 0.5 were measured in low precisions: the larger, the better."""
 
 FEW_CHANNELS = 8
 FEW_CHANNELS_FLOPS = 0.4
-"""Of fp32's product rate: convolutions of a picture's three channels, in whichever precision (15 to 29e12
-FLOPs per second were measured on one H200)."""
+"""Share of fp32's matrix product rate that convolutions of a picture's three channels reach, in whichever
+precision (15 to 29e12 FLOPs per second were measured on one H200)."""
 
 
 class KernelClock:
-    """Tells the seconds of kernels on one GPU."""
+    """The seconds of kernels on one GPU; kernels of the same shapes are computed once."""
 
     def __init__(self, rates: Rates) -> None:
         self.rates = rates
-        self._remembered: dict[tuple[object, ...], float] = {}
+        self._cache: dict[tuple[object, ...], float] = {}
 
     def seconds(self, kernel: Kernel) -> float:
-        """Of this kernel alone, when nothing else runs."""
+        """Seconds of this kernel alone, when nothing else runs."""
         key = (
             kernel.operator, kernel.shapes, kernel.dtype, kernel.nbytes, kernel.flops, kernel.layout,
             kernel.leading,
         )  # fmt: skip
-        found = self._remembered.get(key)
-        if found is None:
-            found = self._remembered[key] = self._seconds(kernel)
-        return found
+        seconds = self._cache.get(key)
+        if seconds is None:
+            seconds = self._cache[key] = self._seconds(kernel)
+        return seconds
 
     def _seconds(self, kernel: Kernel) -> float:
         if kernel.operator in MATRIX_PRODUCTS and len(kernel.shapes) > 1:
-            return self._product(kernel)
+            return self._matmul(kernel)
         if kernel.operator in (COPY_IN, PREPARED):
             link = self.rates.link if kernel.operator == PREPARED else min(PAGEABLE, self.rates.link)
             return self.rates.start + kernel.nbytes / 2 / link
@@ -96,20 +98,20 @@ class KernelClock:
         return start + kernel.nbytes / moved
 
     def _pattern(self, kernel: Kernel) -> tuple[float, float]:
-        """Bytes per second, and seconds to start."""
+        """Bytes per second that this kernel reaches, and seconds to start it."""
         sixteen = " in 16 bits" if "16" in kernel.dtype else ""
         names = (f"{kernel.operator} {kernel.layout}", kernel.layout) if kernel.layout else (kernel.operator,)
         for name in names:
-            found = self.rates.patterns.get(name + sixteen) or self.rates.patterns.get(name)
-            if found:
-                return found
+            pattern = self.rates.patterns.get(name + sixteen) or self.rates.patterns.get(name)
+            if pattern:
+                return pattern
         return self.rates.bandwidth, self.rates.start
 
-    def _rate(self, dtype: str) -> ProductRate:
+    def _rate(self, dtype: str) -> MatmulRate:
         precision = PRECISIONS.get(dtype, "fp32")
         return self.rates.products.get(precision) or self.rates.products["fp32"]
 
-    def _product(self, kernel: Kernel) -> float:
+    def _matmul(self, kernel: Kernel) -> float:
         rate = self._rate(kernel.dtype)
         first, second = kernel.shapes[1:3] if kernel.operator in WITH_BIAS else kernel.shapes[:2]
         batch = math.prod(first[:-2])
@@ -137,8 +139,10 @@ class KernelClock:
         if backward:
             family += " backward"
         known = self.rates.attention
-        dropping = f"{family} {WITH_DROPOUT}"
-        flops, start = known[dropping if kernel.layout == WITH_DROPOUT and dropping in known else family]
+        with_dropout = f"{family} {WITH_DROPOUT}"
+        if kernel.layout == WITH_DROPOUT and with_dropout in known:
+            family = with_dropout
+        flops, start = known[family]
         query = kernel.shapes[1] if backward else kernel.shapes[0]
         blocks = math.prod(query[:-2]) * -(-query[-2] // QUERIES)
         waves = -(-blocks // self.rates.multiprocessors)
@@ -148,25 +152,27 @@ class KernelClock:
 
 @lru_cache(maxsize=100_000)
 def tile_seconds(
-    rate: ProductRate,
+    rate: MatmulRate,
     multiprocessors: int,
     bandwidth: float,
     sizes: tuple[int, int, int, int],
     share: float = 1.0,
 ) -> float:
-    """The shortest time over tiles and splits of a batch of products; `sizes` are batch, rows, columns and
-    the inner length, `share` what is left of the rate."""
+    """The shortest time over tiles and splits of a batch of matrix products.
+
+    `sizes` are (batch, rows, columns, inner length); `share` is the part of the rate that alignment leaves.
+    """
     batch, rows, columns, inner = sizes
     best = math.inf
-    for height, width, place in TILES:
-        efficiency = share * (rate.efficiency[place] if place >= 0 else 1.0)
-        each = rate.flops / multiprocessors * efficiency
+    for height, width, index in TILES:
+        efficiency = share * (rate.efficiency[index] if index >= 0 else 1.0)
+        flops = rate.flops / multiprocessors * efficiency
         tiles = batch * -(-rows // height) * -(-columns // width)
         for split in SPLITS:
             if split > 1 and (inner < SHORTEST_SPLIT * split or tiles * split > multiprocessors):
                 break
             waves = -(-tiles * split // multiprocessors)
-            seconds = waves * (2 * height * width * inner / split / each + rate.wave)
+            seconds = waves * (2 * height * width * inner / split / flops + rate.wave)
             if split > 1:
                 seconds += ADDING_UP + (split + 1) * 4 * batch * rows * columns / bandwidth
             best = min(best, seconds)

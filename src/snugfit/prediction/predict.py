@@ -14,7 +14,7 @@ from snugfit.prediction.host import host_bytes
 from snugfit.prediction.profile import INSTALLED, find_software, installed_versions
 from snugfit.prediction.rates import Rates, rates_for
 from snugfit.prediction.seconds import step_seconds
-from snugfit.prediction.startup import loaded_by, startup
+from snugfit.prediction.startup import distinct_kernels, startup
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.results.footprint import Footprint, Moment, Startup
 from snugfit.results.prediction import Prediction
@@ -49,7 +49,7 @@ def predict(
     _refuse(job, memory_bytes)
     gpu = gpu if gpu is None or isinstance(gpu, Gpu) else find_gpu(gpu)
     profile = find_software(software)
-    recipe = profile.of_the_time(recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe))
+    recipe = profile.with_defaults(recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe))
     warnings = recipe.check(job, gpu.compute_capability if gpu else None)
     setup = profile.setup(recipe)
     trace = rehearse(
@@ -113,7 +113,7 @@ def _startup(trace: Trace, job: Job, setup: Setup, timing: StepSeconds | None) -
     """What comes before the steady steps, on a host such as the H200's."""
     if timing is None:
         return None
-    return startup(job, setup, loaded_by(trace.kernels), step_seconds=timing.step_seconds)
+    return startup(job, setup, distinct_kernels(trace.kernels), step_seconds=timing.step_seconds)
 
 
 def _refuse(job: object, memory_bytes: object) -> None:

@@ -45,7 +45,7 @@ class Software:
     always_mask: bool = False
     """An attention mask was built and added also when nothing was padded."""
 
-    def of_the_time(self, recipe: Recipe) -> Recipe:
+    def with_defaults(self, recipe: Recipe) -> Recipe:
         """The recipe with the time's techniques in the slots where it is plain."""
         plain = Recipe()
         for technique in Recipe.parse(self.recipe):

@@ -1,11 +1,11 @@
-"""Rates: how fast one GPU runs kernels, and its host asks for them.
+"""Rates: how fast one GPU runs kernels, and how long its host takes to launch them.
 
 Achieved rates, not those of a data sheet: a product of matrices reaches two thirds to nine tenths of the peak
 when it is large and a tenth when it is small, and which it is follows from its shape (`kernel_seconds.py`).
 `rates.json` holds what was measured, by the GPU's key. A GPU that was never measured gets the H200's shares
 of its own data sheet, or what others measured on it (`achieved` in the table of GPUs), and says so.
 
-The host is apart from the GPU: how fast it asks for kernels depends on the machine, and on what else it does.
+The host is apart from the GPU: how long a launch takes depends on the machine, and on what else runs there.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ REFERENCE = "H200-SXM"
 LARGEST_FILE = 1 << 20
 
 ALIGNMENT = 16
-"""Bytes to which rows of a product must be aligned for its fastest kernels."""
+"""Bytes to which the rows of a matrix product must be aligned for its fastest kernels."""
 
 BOUND_BY_BYTES = 0.3
 """An operator that reaches less of the bandwidth than this is bound by its instructions."""
@@ -45,13 +45,13 @@ FLASH_MAJORS = (8, 12)
 """Compute capabilities (before the point) of such GPUs: Ampere, Ada, and Blackwell without `wgmma`."""
 
 OTHER_HOST = 0.7
-"""How long the host of a GPU that was never measured takes, against the reference's, which is a rented one.
+"""How long the host of a GPU that was never measured takes, relative to the reference's, a rented machine.
 Chosen, not measured: at 1.0 the guide's published V100 rows come out in another order than printed."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProductRate:
-    """Matrix products of one precision: a grid of tiles over the multiprocessors."""
+class MatmulRate:
+    """How fast matrix products of one precision run: a grid of tiles over the multiprocessors."""
 
     flops: float
     """Per second, of the whole GPU while every multiprocessor works on a tile of 256 x 128."""
@@ -74,20 +74,20 @@ class ProductRate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostRate:
-    """Seconds that Python and torch take on the host to ask for one kernel, before a GPU is asked."""
+class HostLaunchCosts:
+    """Seconds that Python and torch take on the host to launch one kernel, by the kind of kernel."""
 
     forward: float
     """A kernel of the forward pass, or of forward again in backward."""
 
     cast: float
-    """A kernel that casts in the forward pass, or again in backward: autocast asks for it without Python."""
+    """A cast in the forward pass, or again in backward: autocast launches it without Python."""
 
     module: float
     """A module that is entered, in the forward pass or again in backward."""
 
     backward: float
-    """A kernel of the backward pass, asked for by autograd's own thread."""
+    """A kernel of the backward pass, launched by autograd's own thread."""
 
     checkpoint: float
     """A checkpointed part that begins, or begins to be computed again, beside what runs in it."""
@@ -98,47 +98,61 @@ class HostRate:
     update: float
     """A kernel of an optimizer or of clipping."""
 
-    foreign: float
-    """A kernel of a library that calls it from Python, as bitsandbytes does."""
+    python_launched: float
+    """A kernel that a library launches from Python, as bitsandbytes does. In JSON this is `foreign`."""
 
     tensor: float
     """One more tensor in the lists that a foreach or fused kernel is given."""
 
     copy: float
-    """A tensor of a micro-batch that is copied to the device, beside the making of it."""
+    """A tensor of a micro-batch that is copied to the device, apart from making it."""
 
     prepared: float
-    """A tensor of a micro-batch that worker processes made: taken from their queue, and copied."""
+    """A tensor of a micro-batch that worker processes made: taken from their queue and copied."""
 
     sample: float
-    """A sample in such a tensor that the loop's own process makes: asked of the dataset, and collated."""
+    """A sample that the loop's own process reads from the dataset and collates."""
 
     byte: float
-    """Of such a tensor, likewise."""
+    """A byte of the batch that the loop's own process makes."""
 
     step: float
-    """Each step beside its kernels: the loop, the scheduler."""
+    """Each step apart from its kernels: the loop, the scheduler."""
 
     wait: float
-    """Each time the host waits for the device, beside the waiting: the way there and back."""
+    """Each time the host waits for the device, apart from the waiting itself: the round trip."""
 
-    def slower(self, factor: float) -> HostRate:
-        """A host that takes `factor` times as long."""
-        return HostRate(**{name: seconds * factor for name, seconds in asdict(self).items()})
+    def slower(self, factor: float) -> HostLaunchCosts:
+        """The costs of a host that takes `factor` times as long."""
+        return HostLaunchCosts(**{name: seconds * factor for name, seconds in asdict(self).items()})
+
+    def to_json(self) -> dict[str, float]:
+        """A JSON object of seconds; `HostLaunchCosts.from_json` reads it back."""
+        return {_HOST_KEYS.get(name, name): seconds for name, seconds in asdict(self).items()}
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, float]) -> Self:
+        """The costs that `to_json` wrote."""
+        fields = {key: name for name, key in _HOST_KEYS.items()}
+        return cls(**{fields.get(key, key): seconds for key, seconds in document.items()})
+
+
+_HOST_KEYS = {"python_launched": "foreign"}
+"""JSON keys that differ from the field's name: files of rates and calibrations keep their keys."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What one GPU and its host achieve."""
+    """The rates that one GPU and its host achieve."""
 
     gpu: str
     """The key of the GPU in the table."""
 
     multiprocessors: int
-    """How many work at a time."""
+    """How many streaming multiprocessors work at a time."""
 
-    products: Mapping[str, ProductRate]
-    """By precision: `fp32 tf32 bf16 fp16`, those that it has."""
+    products: Mapping[str, MatmulRate]
+    """Matrix products by precision: `fp32 tf32 bf16 fp16`, as many as the GPU has."""
 
     attention: Mapping[str, tuple[float, float]]
     """By kernel (`cudnn flash efficient`, each also `... backward`): FLOPs per second, seconds to start.
@@ -157,7 +171,7 @@ class Rates:
     patterns: Mapping[str, tuple[float, float]]
     """By operator, for those that are slower: bytes per second, seconds to start."""
 
-    host: HostRate
+    host: HostLaunchCosts
 
     source: str
     """Where the figures come from."""
@@ -167,19 +181,19 @@ class Rates:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object; `Rates.from_json` reads it back."""
-        return asdict(self)
+        return {**asdict(self), "host": self.host.to_json()}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
         """The rates of one entry of `rates.json`."""
         fields = dict(document)
         fields["products"] = {
-            name: ProductRate(**{**rate, **{each: tuple(rate[each]) for each in ("efficiency", "unaligned")}})
+            name: MatmulRate(**{**rate, **{key: tuple(rate[key]) for key in ("efficiency", "unaligned")}})
             for name, rate in fields["products"].items()
         }
         for name in ("attention", "patterns"):
             fields[name] = {operator: tuple(pair) for operator, pair in fields[name].items()}
-        fields["host"] = HostRate(**fields["host"])
+        fields["host"] = HostLaunchCosts.from_json(fields["host"])
         return cls(**fields)
 
 
@@ -189,32 +203,32 @@ def rates_for(gpu: Gpu) -> Rates:
 
     Raises `GpuError` when the table does not say how fast it is, or a calibration cannot be read.
     """
-    return _own(calibration_file(gpu)) or packaged_rates(gpu)
+    return _read_calibration(calibration_file(gpu)) or packaged_rates(gpu)
 
 
 def packaged_rates(gpu: Gpu) -> Rates:
     """The rates of this GPU without any calibration of the user's. Raises `GpuError` as `rates_for` does."""
-    measured = _measured()
+    measured = _measured_rates()
     if gpu.key in measured:
         return measured[gpu.key]
-    return _scaled(measured[REFERENCE], find_gpu(REFERENCE), gpu)
+    return _scale(measured[REFERENCE], find_gpu(REFERENCE), gpu)
 
 
 def knows_alignment(gpu: Gpu) -> bool:
-    """Whether what unaligned rows cost (`ProductRate.unaligned`) was measured on this GPU; on others the
+    """Whether what unaligned rows cost (`MatmulRate.unaligned`) was measured on this GPU; on others the
     reference's shares are assumed, calibrated or not."""
-    return gpu.key in _measured()
+    return gpu.key in _measured_rates()
 
 
 def calibration_file(gpu: Gpu) -> Path:
-    """Where `snugfit calibrate` keeps what it found on this GPU: in `$SNUGFIT_RATES`, else in the user's
-    folder of configurations."""
+    """Where `snugfit calibrate` keeps the rates it measured on this GPU: in `$SNUGFIT_RATES`, else in the
+    user's configuration folder."""
     folder = os.environ.get("SNUGFIT_RATES")
     config = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
     return (Path(folder) if folder else Path(config).expanduser() / "snugfit" / "rates") / f"{gpu.key}.json"
 
 
-def _own(file: Path) -> Rates | None:
+def _read_calibration(file: Path) -> Rates | None:
     """The rates in this file; None when there is none. Raises `GpuError` for a file that is none of ours."""
     try:
         if file.stat().st_size > LARGEST_FILE:
@@ -230,24 +244,25 @@ def _own(file: Path) -> Rates | None:
 
 
 @cache
-def _measured() -> dict[str, Rates]:
+def _measured_rates() -> dict[str, Rates]:
     text = resources.files("snugfit.prediction").joinpath("rates.json").read_text(encoding="utf-8")
     return {key: Rates.from_json(entry) for key, entry in json.loads(text).items()}
 
 
-def _scaled(known: Rates, of: Gpu, gpu: Gpu) -> Rates:
+def _scale(known: Rates, of: Gpu, gpu: Gpu) -> Rates:
+    """The rates `known`, measured on the GPU `of`, scaled to another GPU's data sheet."""
     if not gpu.bandwidth or not gpu.sm_count or not of.bandwidth or not gpu.peak_dense.get("fp32"):
         raise GpuError(
             f"{gpu.key}: its bandwidth, multiprocessors or peak rates are not in the table, so its seconds "
             "are not known. Its bytes are predicted all the same."
         )
     best = gpu.achieved.get("torch_matmul_best_tflops") or {}
-    products: dict[str, ProductRate] = {}
+    products: dict[str, MatmulRate] = {}
     for precision, rate in known.products.items():
         peak = gpu.peak_dense.get(precision)
-        seen = best.get(precision)
-        if seen:
-            products[precision] = replace(rate, flops=seen * 1e12)
+        achieved_tflops = best.get(precision)
+        if achieved_tflops:
+            products[precision] = replace(rate, flops=achieved_tflops * 1e12)
         elif peak:
             products[precision] = replace(rate, flops=rate.flops * peak / of.peak_dense[precision])
     faster = {False: _peak(gpu, "fp32") / _peak(of, "fp32"), True: _peak(gpu, "fp16") / _peak(of, "fp16")}
@@ -279,7 +294,8 @@ def _in_32_bits(attention: str) -> bool:
 
 
 def _attention_flops(name: str, gpu: Gpu) -> float | None:
-    """What is known of this kernel on such a GPU; None for the reference's share of its peak."""
+    """FLOPs per second of this kernel where a publication says; None takes the reference's share of the
+    peak."""
     share, capability = FLASH_SHARES.get(name), gpu.compute_capability
     return share * _peak(gpu, "fp16") if share and capability and capability[0] in FLASH_MAJORS else None
 
@@ -289,7 +305,7 @@ def _peak(gpu: Gpu, precision: str) -> float:
 
 
 def _link(gpu: Gpu) -> float:
-    """To the host, by data sheet; PCIe gen3 x16 where it is not known."""
+    """Bytes per second to the host, by data sheet; PCIe gen3 x16 where it is not known."""
     return float((gpu.host_link or {}).get("bytes_per_second") or 15_750_000_000)
 
 

@@ -1,10 +1,10 @@
-"""Seconds of a step: two workers and a queue.
+"""Seconds of a step: a host that launches kernels, a device that runs them, and a queue between.
 
-The host asks for one kernel after the other and goes on at once; the device works them off in order. A kernel
-begins when it has been asked for and the one before it has ended. Where the host reads a value (`.item()`) it
-waits until the device has caught up. Nothing else is assumed: whether a step is bound by its host or by its
-device, and where, follows from the queue. Steps run one after the other without a pause between, so the time
-of a step is the time between the ends of two, when the first has had its effect.
+The host launches one kernel after the other without waiting; the device runs them in order. A kernel starts
+when it has been launched and the one before it has ended. Where the host reads a value (`.item()`) it waits
+until the device has caught up. Nothing else is assumed: whether a step is bound by its host or by its device,
+and where, follows from the queue. Steps run one after the other without a pause, so the time of a step is the
+time between the ends of two, once the effect of the first step is over.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from snugfit.prediction.kernel_seconds import KernelClock
-from snugfit.prediction.rates import PRECISIONS, HostRate, Rates, rates_for
+from snugfit.prediction.rates import PRECISIONS, HostLaunchCosts, Rates, rates_for
 from snugfit.rehearsal.trace.trace import COPY_IN, PREPARED
 from snugfit.results.step_seconds import PhaseSeconds, StepSeconds
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
     from snugfit.rehearsal.trace.trace import Kernel, Trace
 
-ROUNDS = 3
-"""Steps that are played: the last one's length is stated."""
+SIMULATED_STEPS = 3
+"""Steps that are simulated; the length of the last one is the answer."""
 
 CAST = "aten::_to_copy"
 
@@ -37,6 +37,9 @@ MODELS_OWN = frozenset({"forward", "backward"})
 FEW_TENSORS = 8
 """Operands that any operator may have; more are lists."""
 
+HOST_BOUND_BELOW = 0.85
+"""Share of the step in which the device works; below it the step is called bound by the host. A choice."""
+
 
 def step_seconds(
     trace: Trace,
@@ -47,102 +50,129 @@ def step_seconds(
     host: float = 1.0,
     workers: int = 0,
 ) -> StepSeconds:
-    """The seconds of the trace's steady step on this GPU; `host` is how many times slower than the rates' the
-    host is, `workers` how many processes make the batches. Raises `GpuError` when the GPU's rates are not
-    known."""
-    from snugfit.rehearsal.record.kernels import CONTRACTIONS, group_of
+    """The seconds of the trace's steady step on this GPU.
 
+    `host` is how many times slower the host is than the one of the rates, `workers` the number of processes
+    that make the batches. Raises `GpuError` when the GPU's rates are not known.
+    """
     rates = rates or rates_for(gpu)
-    clock, pace = KernelClock(rates), rates.host.slower(host)
-    kernels = prepared_by(workers, trace.kernels)
+    clock, costs = KernelClock(rates), rates.host.slower(host)
+    kernels = with_worker_batches(workers, trace.kernels)
     device = [clock.seconds(kernel) for kernel in kernels]
-    asked = [asking(kernel, pace) for kernel in kernels]
-    lines: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
-    at_peak = 0.0
-    for kernel, works, asks in zip(kernels, device, asked, strict=True):
-        group = group_of(kernel.operator)
-        line = lines[kernel.phase, group]
-        line[0] += works
-        line[1] += asks
-        line[2] += _roofline(kernel, gpu)
-        if group == CONTRACTIONS and kernel.phase in MODELS_OWN and not kernel.recomputed:
-            at_peak += _arithmetic(kernel, gpu)
-    phases = tuple(
-        PhaseSeconds(
-            phase=phase, group=group, device_seconds=works, host_seconds=asks, roofline_seconds=least
-        )
-        for (phase, group), (works, asks, least) in lines.items()
+    launches = [launch_seconds(kernel, costs) for kernel in kernels]
+    phases = _by_phase(kernels, device, launches, gpu)
+    syncs, loading = (
+        sync_points(kernels, trace.waits),
+        sum(loader_seconds(kernel, costs) for kernel in kernels),
     )
-    waits, making = all_waits(kernels, trace.waits), sum(making_seconds(kernel, pace) for kernel in kernels)
-    length = max(play(device, asked, waits, pace), making)
+    length = max(simulate_queue(device, launches, syncs, costs), loading)
     busy = sum(device)
-    host_seconds = sum(asked) + pace.step + pace.wait * len(waits)
     return StepSeconds(
         step_seconds=length,
         samples_per_second=batch_size / length if length else 0.0,
         device_seconds=busy,
-        host_seconds=host_seconds,
+        host_seconds=sum(launches) + costs.step + costs.wait * len(syncs),
         phases=phases,
-        bound="loading" if making == length > 0 else _bound(length, busy, phases),
+        bound="loading" if loading == length > 0 else _bottleneck(length, busy, phases),
         measured_rates=rates.measured,
-        peak_seconds=at_peak,
+        peak_seconds=_model_peak_seconds(kernels, gpu),
     )
 
 
-def play(device: Sequence[float], asked: Sequence[float], waits: Iterable[int], host: HostRate) -> float:
-    """Seconds between the ends of two steady steps whose kernels take `device` and are asked for after
-    `asked`; before kernel `waits[i]` the host waits for the device."""
-    before = sorted(waits)
+def _by_phase(
+    kernels: Sequence[Kernel], device: Sequence[float], launches: Sequence[float], gpu: Gpu
+) -> tuple[PhaseSeconds, ...]:
+    """The seconds of the kernels added up by phase and operator group."""
+    from snugfit.rehearsal.record.kernels import group_of
+
+    sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    for kernel, device_seconds, host_seconds in zip(kernels, device, launches, strict=True):
+        line = sums[kernel.phase, group_of(kernel.operator)]
+        line[0] += device_seconds
+        line[1] += host_seconds
+        line[2] += _roofline(kernel, gpu)
+    return tuple(
+        PhaseSeconds(
+            phase=phase, group=group, device_seconds=line[0], host_seconds=line[1], roofline_seconds=line[2]
+        )
+        for (phase, group), line in sums.items()
+    )
+
+
+def _model_peak_seconds(kernels: Sequence[Kernel], gpu: Gpu) -> float:
+    """Seconds of the model's contractions at the data sheet's peaks, without what is computed again."""
+    from snugfit.rehearsal.record.kernels import CONTRACTIONS, group_of
+
+    contractions = (
+        kernel
+        for kernel in kernels
+        if kernel.phase in MODELS_OWN and not kernel.recomputed and group_of(kernel.operator) == CONTRACTIONS
+    )
+    return sum((_arithmetic(kernel, gpu) for kernel in contractions), 0.0)
+
+
+def simulate_queue(
+    device: Sequence[float], launches: Sequence[float], syncs: Iterable[int], host: HostLaunchCosts
+) -> float:
+    """Seconds between the ends of two steady steps.
+
+    `device` and `launches` are the seconds that each kernel takes the device and the host; before the kernels
+    whose indices are in `syncs` the host waits for the device.
+    """
+    syncs = sorted(syncs)
     now = free = last = 0.0
     length = 0.0
-    for _ in range(ROUNDS):
+    for _ in range(SIMULATED_STEPS):
         now += host.step
-        place = 0
-        for index, (works, asks) in enumerate(zip(device, asked, strict=True)):
-            while place < len(before) and before[place] <= index:
+        next_sync = 0
+        for index, (device_seconds, launch) in enumerate(zip(device, launches, strict=True)):
+            while next_sync < len(syncs) and syncs[next_sync] <= index:
                 now = max(now, free) + host.wait
-                place += 1
-            now += asks
-            free = max(free, now) + works
-        for _ in before[place:]:
+                next_sync += 1
+            now += launch
+            free = max(free, now) + device_seconds
+        for _ in syncs[next_sync:]:
             now = max(now, free) + host.wait
         end = max(now, free)
         length, last = end - last, end
     return length
 
 
-def asking(kernel: Kernel, host: HostRate) -> float:
-    """Seconds until this kernel has been asked for."""
+def launch_seconds(kernel: Kernel, host: HostLaunchCosts) -> float:
+    """Seconds that the host takes to launch this kernel, with what runs before it without a kernel."""
     if kernel.operator == PREPARED:
         return host.prepared
     if kernel.operator == COPY_IN and kernel.phase == "load":
-        return host.copy + _making(kernel, host)
+        return host.copy + _batch_seconds(kernel, host)
     if not kernel.operator.startswith("aten::"):
-        each = host.foreign
+        launch = host.python_launched
     elif kernel.operator == CAST and (kernel.phase == "forward" or kernel.recomputed):
-        each = host.cast
+        launch = host.cast
     elif kernel.recomputed:
-        each = host.forward
+        launch = host.forward
     else:
         phases = {"forward": host.forward, "backward": host.backward, "load": host.forward}
-        each = phases.get(kernel.phase, host.update)
+        launch = phases.get(kernel.phase, host.update)
     before = host.module * kernel.modules + host.view * kernel.views + host.checkpoint * kernel.checkpoints
-    return each + before + host.tensor * max(0, kernel.tensors - FEW_TENSORS)
+    return launch + before + host.tensor * max(0, kernel.tensors - FEW_TENSORS)
 
 
-def all_waits(kernels: Sequence[Kernel], waits: Sequence[int]) -> tuple[int, ...]:
-    """Where the host waits: where it reads a value, and where it copies a batch from memory that is not
-    page-locked, small ones apart."""
-    copied = (
-        place + 1
-        for place, kernel in enumerate(kernels)
+def sync_points(kernels: Sequence[Kernel], waits: Sequence[int]) -> tuple[int, ...]:
+    """Indices of the kernels before which the host waits for the device, in order.
+
+    It waits where it reads a value (`waits`), and after it has copied a batch from memory that is not
+    page-locked, unless the copy is small.
+    """
+    after_copies = (
+        index + 1
+        for index, kernel in enumerate(kernels)
         if kernel.operator == COPY_IN and kernel.nbytes // 2 > LARGEST_SMALL_COPY
     )
-    return tuple(sorted((*waits, *copied)))
+    return tuple(sorted((*waits, *after_copies)))
 
 
-def prepared_by(workers: int, kernels: Sequence[Kernel]) -> Sequence[Kernel]:
-    """The kernels of a step whose batches so many worker processes make; the very same for none."""
+def with_worker_batches(workers: int, kernels: Sequence[Kernel]) -> Sequence[Kernel]:
+    """The kernels of a step whose batches this many worker processes make; the same object for none."""
     if not workers:
         return kernels
     return tuple(
@@ -153,28 +183,31 @@ def prepared_by(workers: int, kernels: Sequence[Kernel]) -> Sequence[Kernel]:
     )
 
 
-def making_seconds(kernel: Kernel, host: HostRate) -> float:
-    """Seconds beside the step in which worker processes make what this kernel copies; 0 for any other."""
-    return _making(kernel, host) / kernel.tensors if kernel.operator == PREPARED else 0.0
+def loader_seconds(kernel: Kernel, host: HostLaunchCosts) -> float:
+    """Seconds in which worker processes make the batch that this kernel copies; 0 for any other kernel."""
+    return _batch_seconds(kernel, host) / kernel.tensors if kernel.operator == PREPARED else 0.0
 
 
-def _making(kernel: Kernel, host: HostRate) -> float:
+def _batch_seconds(kernel: Kernel, host: HostLaunchCosts) -> float:
+    """Seconds in which one process reads and collates the tensor that this kernel copies."""
     samples = kernel.shapes[0][0] if kernel.shapes and kernel.shapes[0] else 1
     return host.sample * samples + host.byte * (kernel.nbytes // 2)
 
 
 def _roofline(kernel: Kernel, gpu: Gpu) -> float:
+    """Seconds that the data sheet would allow: the larger of arithmetic and memory traffic."""
     return max(_arithmetic(kernel, gpu), kernel.nbytes / gpu.bandwidth if gpu.bandwidth else 0.0)
 
 
 def _arithmetic(kernel: Kernel, gpu: Gpu) -> float:
-    """Seconds of its arithmetic at the data sheet's peak; 0 where that is not known."""
+    """Seconds of the kernel's arithmetic at the data sheet's peak; 0 where that is not known."""
     peak = gpu.peak_dense.get(PRECISIONS.get(kernel.dtype, "fp32")) or gpu.peak_dense.get("fp32")
     return kernel.flops / peak if peak else 0.0
 
 
-def _bound(length: float, busy: float, phases: Sequence[PhaseSeconds]) -> str:
-    if busy < 0.85 * length:
+def _bottleneck(length: float, busy: float, phases: Sequence[PhaseSeconds]) -> str:
+    """`host`, or the operator group that keeps the device longest; all in seconds."""
+    if busy < HOST_BOUND_BELOW * length:
         return "host"
     groups: dict[str, float] = defaultdict(float)
     for line in phases:

@@ -1,18 +1,18 @@
-"""What a run pays once: from the process's beginning until its steps are steady.
+"""The start-up of a run: from the process's beginning until its steps are steady.
 
-    once = imports + context + building the model + what the first step takes longer than a steady one
+    start-up = imports + context + building the model + what the first step takes longer than a steady one
 
 Imports, the context and the first use of a kernel are the host's: which GPU it has changes little, which
-disk and processor much. So there is one set of constants (`OnceRate`), and no rates of a GPU in it.
+disk and processor much. So there is one set of constants (`StartupRates`), and no rates of a GPU in it.
 
 A model is built tensor by tensor, and every weight is drawn at random: on a GPU in no time, on one core of
-the host number by number. The model is the job's; that a recipe holds it in fewer bytes or hangs adapters on
-it changes this little, and is left out.
+the host number by number. A recipe that holds the weights in fewer bytes or adds adapters changes this
+little, and that is left out.
 
-CUDA loads a kernel when it is first asked for, and cuBLAS chooses one when it first meets a shape. So the
-first step pays for each different kernel of the trace once: by operator and dtype, and for products by the
-magnitude of their sizes too. What comes with them (handles, the allocator's segments, the optimizer's states)
-is in the same constant: seven runs do not tell it apart.
+CUDA loads a kernel when it is first used, and cuBLAS chooses one when it first meets a shape. So the first
+step loads each different kernel of the trace: by operator and dtype, and for products by the magnitude of
+their sizes too. What comes with them (handles, the allocator's segments, the optimizer's states) is in the
+same constant: seven runs do not tell it apart.
 """
 
 from __future__ import annotations
@@ -36,37 +36,37 @@ if TYPE_CHECKING:
 OWN_PACKAGES = frozenset({"torch", "transformers", "snugfit"})
 """Imported by every run."""
 
-Loaded = frozenset[Hashable]
-"""Different kernels, each loaded once."""
+KernelSet = frozenset[Hashable]
+"""Different kernels, each of which is loaded when it is first used."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnceRate:
-    """Seconds that happen once, on one host."""
+class StartupRates:
+    """Seconds that the parts of a start-up take on one host."""
 
     imports: float
     """Python, torch, transformers and the model's code, from the process's beginning."""
 
     package: float
-    """A further package that the recipe needs."""
+    """Importing a further package that the recipe needs."""
 
     context: float
-    """CUDA, and the device's context."""
+    """Initialising CUDA and the device's context."""
 
     tensor: float
-    """A tensor of the model: its module is made, its numbers are asked for."""
+    """Building one tensor of the model and its share of a module."""
 
     host_number: float
-    """A number that is drawn on the host, and moved."""
+    """One weight that is drawn on the host and moved to the device."""
 
     kernel: float
-    """A kernel that is used for the first time."""
+    """Loading a kernel that is used for the first time."""
 
     worker: float
-    """A worker process that is started."""
+    """Starting a worker process."""
 
 
-RATE = OnceRate(
+STARTUP_RATES = StartupRates(
     imports=6.1,
     package=0.5,
     context=0.28,
@@ -75,8 +75,8 @@ RATE = OnceRate(
     kernel=8e-3,
     worker=0.1,
 )
-"""Fitted to seven runs on the host of one H200, 2026-11-21 (`tests/data/once-h200.json`): all that is paid
-once is met within 8 % in the median and 16 % at the worst, the first step within 17 % and 34 %. `package`
+"""Fitted to seven runs on the host of one H200, 2026-11-21 (`tests/data/once-h200.json`): the whole start-up
+is met within 8 % in the median and 16 % at the worst, the first step within 17 % and 34 %. `package`
 (bitsandbytes), `host_number` and `worker` rest on one of the runs each. The runs timed importing the model's
 code and building together: `tensor` is from building BERT-large and Llama-3.1-8B without data on another
 host, and what is left counts as imports. Other hosts and disks are not measured; a process that is the first
@@ -84,63 +84,71 @@ to read torch's files waits for the disk too."""
 
 
 def startup(
-    job: Job, setup: Setup, loaded: Loaded, *, step_seconds: float = 0.0, rate: OnceRate = RATE
+    job: Job,
+    setup: Setup,
+    kernels: KernelSet,
+    *,
+    step_seconds: float = 0.0,
+    rates: StartupRates = STARTUP_RATES,
 ) -> Startup:
-    """The start of a run of this job, in the plain loop, whose steady step takes so long and whose first step
-    uses these kernels."""
-    size = size_of(job)
-    drawn = rate.host_number * size.numbers if job.build_on == "host" else 0.0
+    """The start-up of a run of this job in the plain loop, whose first step uses these kernels.
+
+    `step_seconds` is the steady step's length.
+    """
+    size = model_size(job)
+    drawing = rates.host_number * size.numbers if job.build_on == "host" else 0.0
     return Startup(
-        imports_seconds=rate.imports + rate.package * packages(setup),
-        context_seconds=rate.context,
-        build_seconds=rate.tensor * size.tensors + drawn,
-        first_step_seconds=step_seconds + rate.kernel * len(loaded) + rate.worker * setup.loader.workers,
+        imports_seconds=rates.imports + rates.package * count_packages(setup),
+        context_seconds=rates.context,
+        build_seconds=rates.tensor * size.tensors + drawing,
+        first_step_seconds=step_seconds + rates.kernel * len(kernels) + rates.worker * setup.loader.workers,
     )
 
 
-def loaded_by(kernels: Iterable[Kernel]) -> Loaded:
-    """The different kernels that these load."""
-    different = {id(kernel): kernel for kernel in kernels}  # repeated steps and pieces have the very same
-    return frozenset(map(_kind, different.values()))
+def distinct_kernels(kernels: Iterable[Kernel]) -> KernelSet:
+    """The different kernels among these: what CUDA has to load for them."""
+    objects = {id(kernel): kernel for kernel in kernels}  # repeated steps and micro-batches share objects
+    return frozenset(map(_load_key, objects.values()))
 
 
-def packages(setup: Setup) -> int:
-    """How many this Setup brings beside everybody's: its optimizer's, and that of its adapters."""
+def count_packages(setup: Setup) -> int:
+    """How many packages beyond `OWN_PACKAGES` this Setup imports: its optimizer's, and its adapters'."""
     wish = setup.optimizer
     roots = {call.path.partition(".")[0] for call in (wish.factory, wish.prepare) if call}
     return len(roots - OWN_PACKAGES) + (setup.adapt is not None)
 
 
-class Size(NamedTuple):
+class ModelSize(NamedTuple):
     """How large a job's model is."""
 
     tensors: int
-    """Parameters, each a tensor."""
+    """How many parameters the model has, each a tensor."""
     numbers: int
-    """Numbers in them."""
+    """How many weights all parameters have together."""
 
 
-def size_of(job: Job) -> Size:
+def model_size(job: Job) -> ModelSize:
     """The size of this job's model, built without data."""
     if job.model.module is not None:
-        return _counted(job.model.module)
-    return _built(job)
+        return _size_of(job.model.module)
+    return _size_on_meta(job)
 
 
 @lru_cache(maxsize=64)
-def _built(job: Job) -> Size:
+def _size_on_meta(job: Job) -> ModelSize:
     import torch
 
     with torch.device("meta"):
-        return _counted(instantiate(job, dtype="float32", attention="sdpa"))
+        return _size_of(instantiate(job, dtype="float32", attention="sdpa"))
 
 
-def _counted(model: torch.nn.Module) -> Size:
+def _size_of(model: torch.nn.Module) -> ModelSize:
     sizes = [parameter.numel() for parameter in model.parameters()]
-    return Size(len(sizes), sum(sizes))
+    return ModelSize(len(sizes), sum(sizes))
 
 
-def _kind(kernel: Kernel) -> Hashable:
+def _load_key(kernel: Kernel) -> Hashable:
+    """What two kernels have in common that are loaded together."""
     shapes = kernel.shapes if kernel.operator in MATRIX_PRODUCTS else ()
     return (
         kernel.operator,

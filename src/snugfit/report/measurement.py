@@ -66,7 +66,7 @@ def startup_table(startup: Startup, step_seconds: float) -> Table:
     if startup.settling_steps:
         steps = f"{startup.settling_steps} more before the steady ones"
         rows.append(("further steps", startup.settling_seconds, steps))
-    once = startup.once_seconds(step_seconds)
+    once = startup.total_seconds(step_seconds)
     rows.append(("start-up", once, "the sum, less what the same steps take once steady"))
     return table(
         ("Start", ">", ""), [(what, show_seconds(seconds), about) for what, seconds, about in rows if seconds]

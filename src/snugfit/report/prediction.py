@@ -98,7 +98,7 @@ def _startup(prediction: Prediction) -> list[RenderableType]:
     longer = start.first_step_seconds - timing.step_seconds
     return [
         words(
-            f"Start-up takes about {show_seconds(start.once_seconds(timing.step_seconds))}: "
+            f"Start-up takes about {show_seconds(start.total_seconds(timing.step_seconds))}: "
             f"{show_seconds(before)} for imports and the CUDA context, {show_seconds(start.build_seconds)} "
             f"to build the model, and {show_seconds(longer)} more in the first step."
         )

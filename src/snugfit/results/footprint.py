@@ -150,7 +150,7 @@ class Startup:
     settling_steps: int = 0
     """How many those are."""
 
-    def once_seconds(self, step_seconds: float) -> float:
+    def total_seconds(self, step_seconds: float) -> float:
         """What is paid once: all of it, but for what its steps would take were they steady."""
         steps = self.first_step_seconds + self.settling_seconds - step_seconds * (1 + self.settling_steps)
         return self.imports_seconds + self.context_seconds + self.build_seconds + max(0.0, steps)

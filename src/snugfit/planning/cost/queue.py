@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from snugfit.prediction.seconds import ROUNDS
+from snugfit.prediction.seconds import SIMULATED_STEPS
 
 
 class Stretch(NamedTuple):
@@ -82,10 +82,10 @@ def shortened(stretches: Sequence[Stretch], waiting: Any) -> list[Stretch]:
 
 
 def played(stretches: Sequence[Stretch], beginning: Any, waiting: Any) -> Any:
-    """Seconds of a steady step of these stretches, with waits between them, as `prediction/seconds.py:play`
-    has it: what the host takes to begin a step, and at each wait."""
+    """Seconds of a steady step of these stretches, with waits between them, as
+    `prediction/seconds.py:simulate_queue` has it: what the host takes to begin a step, and at each wait."""
     now = free = last = length = np.zeros_like(waiting)
-    for _ in range(ROUNDS):
+    for _ in range(SIMULATED_STEPS):
         now = now + beginning
         for number, stretch in enumerate(stretches):
             if number:

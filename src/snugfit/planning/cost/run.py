@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from snugfit.errors import UsageError
-from snugfit.prediction.startup import RATE, Loaded, OnceRate, loaded_by, startup
+from snugfit.prediction.startup import STARTUP_RATES, KernelSet, StartupRates, distinct_kernels, startup
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -32,7 +32,7 @@ class Run:
     steps: int | None = None
     """Optimizer steps; None where that was not said."""
 
-    rate: OnceRate = RATE
+    rate: StartupRates = STARTUP_RATES
     """What the host takes once."""
 
     def __post_init__(self) -> None:
@@ -51,11 +51,11 @@ class Opening:
 
     def __init__(self, job: Job, run: Run) -> None:
         self.job, self.run = job, run
-        self._loaded: dict[int, tuple[Work, Loaded]] = {}  # by id, with the work that it is the id of
+        self._loaded: dict[int, tuple[Work, KernelSet]] = {}  # by id, with the work that it is the id of
 
     def of(self, setup: Setup, trace: Trace) -> tuple[float, float]:
         """Seconds that are paid once, and of them a step's share: 0 where the run has no end."""
-        once = self._seconds(setup, loaded_by(trace.kernels))
+        once = self._seconds(setup, distinct_kernels(trace.kernels))
         return once, once / self.run.steps if self.run.steps else 0.0
 
     def least_share(self, setup: Setup, works: Iterable[Work]) -> float:
@@ -63,18 +63,18 @@ class Opening:
         among the kernels of many."""
         if self.run.steps is None:
             return 0.0
-        loaded: Loaded = frozenset().union(*map(self._remembered, works))
+        loaded: KernelSet = frozenset().union(*map(self._remembered, works))
         return self._seconds(setup, loaded) / self.run.steps
 
     def forget(self) -> None:
         """Steps that were asked about come no more."""
         self._loaded.clear()
 
-    def _seconds(self, setup: Setup, loaded: Loaded) -> float:
-        return startup(self.job, setup, loaded, rate=self.run.rate).once_seconds(0.0)
+    def _seconds(self, setup: Setup, loaded: KernelSet) -> float:
+        return startup(self.job, setup, loaded, rates=self.run.rate).total_seconds(0.0)
 
-    def _remembered(self, work: Work) -> Loaded:
+    def _remembered(self, work: Work) -> KernelSet:
         known = self._loaded.get(id(work))
         if known is None:
-            known = self._loaded[id(work)] = work, loaded_by(work.kernels)
+            known = self._loaded[id(work)] = work, distinct_kernels(work.kernels)
         return known[1]

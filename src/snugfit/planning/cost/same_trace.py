@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from snugfit.errors import SnugfitError
-from snugfit.prediction.seconds import prepared_by
+from snugfit.prediction.seconds import with_worker_batches
 
 if TYPE_CHECKING:
     from snugfit.rehearsal.trace.trace import Kernel, Trace
@@ -26,7 +26,7 @@ def under(setup: Setup, trace: Trace) -> Trace:
 
 def kernels_under(setup: Setup, kernels: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
     """The same for kernels; the very same where nothing is to be changed."""
-    return _computed(setup.matmul, tuple(prepared_by(setup.loader.workers, kernels)))
+    return _computed(setup.matmul, tuple(with_worker_batches(setup.loader.workers, kernels)))
 
 
 def _computed(matmul: str, kernels: tuple[Kernel, ...]) -> tuple[Kernel, ...]:

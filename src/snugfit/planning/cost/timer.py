@@ -4,7 +4,7 @@ The seconds are `prediction/seconds.py`'s: the same rates, the same queue. A pla
 traces of the same few kernels, and only for the length of the step, so what one kernel takes is looked up.
 
 Between two waits the queue has a closed form (`queue.py`), so a step is a few stretches for each GPU, and
-the rounds of `play` need no more than those.
+the steps of `simulate_queue` need no more than those.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from snugfit.planning.cost.queue import Stretch, cut, joined, played, shortened
 from snugfit.prediction.kernel_seconds import KernelClock
 from snugfit.prediction.rates import Rates, rates_for
-from snugfit.prediction.seconds import all_waits, asking, making_seconds
+from snugfit.prediction.seconds import launch_seconds, loader_seconds, sync_points
 from snugfit.rehearsal.trace.trace import Trace
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class GpuClocks:
             for kernel, found in zip(kernels, met, strict=True)
         ]
         device, asked, made = self._known[:, places]
-        return shortened([*cut(device, asked, made, all_waits(kernels, waits))], self._waiting)
+        return shortened([*cut(device, asked, made, sync_points(kernels, waits))], self._waiting)
 
     def _place(self, kernel: Kernel) -> int:
         place = self._places.get(kernel)
@@ -133,5 +133,5 @@ class GpuClocks:
             larger[:, :place] = self._known[:, :place]
             self._known = larger
         self._known[0, place] = [clock.seconds(kernel) for clock in self._clocks]
-        self._known[1, place] = [asking(kernel, rates.host) for rates in self.rates]
-        self._known[2, place] = [making_seconds(kernel, rates.host) for rates in self.rates]
+        self._known[1, place] = [launch_seconds(kernel, rates.host) for rates in self.rates]
+        self._known[2, place] = [loader_seconds(kernel, rates.host) for rates in self.rates]

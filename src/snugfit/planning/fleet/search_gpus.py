@@ -30,7 +30,7 @@ from snugfit.planning.search.state import Searched
 from snugfit.prediction.device import policy_for
 from snugfit.prediction.profile import Software, installed_versions
 from snugfit.prediction.rates import rates_for
-from snugfit.prediction.startup import RATE, OnceRate
+from snugfit.prediction.startup import STARTUP_RATES, StartupRates
 from snugfit.techniques import roster
 from snugfit.techniques.technique import Fidelity
 
@@ -53,7 +53,7 @@ def plan_gpus(
     clock_of: ClockOf | None = None,
     workers: int | None = None,
     steps: int | None = None,
-    once: OnceRate = RATE,
+    once: StartupRates = STARTUP_RATES,
     tell: Tell = lambda what: None,
 ) -> GpuPlans:
     """On each of these GPUs, by default all of the table, the recipe that `objective` asks for among those

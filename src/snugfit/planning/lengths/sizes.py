@@ -9,7 +9,7 @@ What gains less than `WORTH` is not told.
 Only the vocabulary is *proposed* to be changed, and a length to be padded: neither changes what is learned.
 Another batch is another job, and the widths belong to the model, so those are told.
 
-How much unaligned rows cost (`ProductRate.unaligned`) was measured on an H200, and is assumed on other GPUs.
+How much unaligned rows cost (`MatmulRate.unaligned`) was measured on an H200, and is assumed on other GPUs.
 Until cuBLAS 11 they kept products off the tensor cores; since then they are only slower there, by an amount
 that depends on the shape (the guide's section 2.2). Where it is assumed, a gain that is gone when unaligned
 rows cost nothing says so.

@@ -29,7 +29,7 @@ from snugfit.planning.search.from_recipe import compared
 from snugfit.planning.search.screening import Progress, Tell, exclusion, screened
 from snugfit.planning.search.space import Space, fidelity_of, space_of
 from snugfit.planning.search.state import Searched
-from snugfit.prediction.startup import RATE, OnceRate
+from snugfit.prediction.startup import STARTUP_RATES, StartupRates
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Fidelity, Slot
 
@@ -55,7 +55,7 @@ def plan(
     ranked: int = 0,
     start: Recipe | str | None = None,
     steps: int | None = None,
-    once: OnceRate = RATE,
+    once: StartupRates = STARTUP_RATES,
     settled: Mapping[Slot, Technique] = MappingProxyType({}),
     tell: Tell = lambda what: None,
 ) -> Plan:

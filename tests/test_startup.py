@@ -27,7 +27,7 @@ from snugfit.planning.search.space import space_of
 from snugfit.prediction.device import policy_for
 from snugfit.prediction.predict import predict
 from snugfit.prediction.profile import Software
-from snugfit.prediction.startup import RATE, OnceRate, loaded_by, size_of, startup
+from snugfit.prediction.startup import STARTUP_RATES, StartupRates, distinct_kernels, model_size, startup
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import PREPARED, Kernel, Trace
 from snugfit.report import prediction as report
@@ -52,8 +52,10 @@ def setup_of(recipe: str) -> Setup:
     return Recipe.parse(recipe).setup()
 
 
-def once(job: Job, recipe: str, kernels: tuple[Kernel, ...] = (), rate: OnceRate = RATE) -> float:
-    return startup(job, setup_of(recipe), loaded_by(kernels), rate=rate).once_seconds(0.0)
+def once(
+    job: Job, recipe: str, kernels: tuple[Kernel, ...] = (), rate: StartupRates = STARTUP_RATES
+) -> float:
+    return startup(job, setup_of(recipe), distinct_kernels(kernels), rates=rate).total_seconds(0.0)
 
 
 # ---- foreseen --------------------------------------------------------------------------------------------
@@ -64,31 +66,33 @@ def test_a_kernel_is_loaded_once() -> None:
     alone, twice = (kernel(),), (kernel(), kernel(module="another", phase="backward", shapes=((8, 8),)))
     more = (*twice, kernel(dtype="torch.bfloat16"))
     assert once(job, "plain", alone) == once(job, "plain", twice)
-    assert once(job, "plain", more) == pytest.approx(once(job, "plain", alone) + RATE.kernel)
+    assert once(job, "plain", more) == pytest.approx(once(job, "plain", alone) + STARTUP_RATES.kernel)
 
 
 def test_products_are_chosen_by_their_sizes() -> None:
     mm = kernel("aten::mm")
     alike, larger = mm._replace(shapes=((17, 16), (16, 31))), mm._replace(shapes=((16, 4096), (4096, 16)))
-    assert len(loaded_by([mm, alike])) == 1
-    assert len(loaded_by([mm, larger])) == 2
+    assert len(distinct_kernels([mm, alike])) == 1
+    assert len(distinct_kernels([mm, larger])) == 2
 
 
 def test_what_a_recipe_brings_is_paid_for() -> None:
     job = small_job("bert", 2, batch_size=2)
     plain = once(job, "plain")
-    assert once(job, "workers(3)") == pytest.approx(plain + 3 * RATE.worker)
-    assert once(job, "adamw_8bit") == pytest.approx(plain + RATE.package)
-    assert once(job, "lora") == pytest.approx(plain + RATE.package)
+    assert once(job, "workers(3)") == pytest.approx(plain + 3 * STARTUP_RATES.worker)
+    assert once(job, "adamw_8bit") == pytest.approx(plain + STARTUP_RATES.package)
+    assert once(job, "lora") == pytest.approx(plain + STARTUP_RATES.package)
     assert once(job, "adafactor") == plain, "transformers is imported by every run"
 
 
 def test_a_model_is_built_number_by_number_on_the_host() -> None:
     device = small_job("bert", 2, batch_size=2)
-    host, size = replace(device, build_on="host"), size_of(device)
+    host, size = replace(device, build_on="host"), model_size(device)
     assert size.tensors > 30
-    assert once(host, "plain") == pytest.approx(once(device, "plain") + RATE.host_number * size.numbers)
-    deeper = size_of(small_job("bert", 4, batch_size=2))
+    assert once(host, "plain") == pytest.approx(
+        once(device, "plain") + STARTUP_RATES.host_number * size.numbers
+    )
+    deeper = model_size(small_job("bert", 4, batch_size=2))
     assert deeper.tensors > size.tensors
     assert deeper.numbers > size.numbers
 
@@ -100,7 +104,7 @@ def test_a_prediction_tells_it_for_the_plain_loop() -> None:
     assert found.timing is not None
     assert richer.startup is not None
     assert found.startup.first_step_seconds > found.timing.step_seconds
-    assert richer.startup.once_seconds(0) > found.startup.once_seconds(0), "casts, and two processes"
+    assert richer.startup.total_seconds(0) > found.startup.total_seconds(0), "casts, and two processes"
     assert found.to_json()["startup"] == found.startup.to_json()
     assert "A run pays about" in as_text(report.render(found), width=200)
     assert predict(job, loop="accelerate", gpu=H200).startup is None
@@ -124,7 +128,7 @@ def test_what_was_paid_once_on_an_h200(run: dict[str, Any]) -> None:
     steps, reached = run["step_seconds"], run["reached_seconds"]
     paid = reached["built"] + steps[0] - statistics.median(steps[1:])
     trace = rehearse(job, setup, policy_for(H200, Software()))
-    foreseen = startup(job, setup, loaded_by(trace.kernels)).once_seconds(0.0)
+    foreseen = startup(job, setup, distinct_kernels(trace.kernels)).total_seconds(0.0)
     assert foreseen == pytest.approx(paid, rel=BAND)
 
 
@@ -145,7 +149,7 @@ class SlowLoading:
         return waits + 1e-4 + kernel.flops / 1e11 + kernel.nbytes / 1e9
 
 
-DEAR = OnceRate(
+DEAR = StartupRates(
     imports=5.0, package=1.0, context=1.0, tensor=1e-3, host_number=0.0, kernel=1e-3, worker=100.0
 )
 
@@ -225,7 +229,7 @@ def test_few_layers_tell_what_many_pay_once(family: str) -> None:
 def test_a_run_without_end_shares_nothing(job: Job) -> None:
     opening, trace = Opening(job, ENDLESS), Trace((), (), (), (kernel(),), (), ())
     seconds, share = opening.of(Setup(), trace)
-    assert seconds > RATE.imports
+    assert seconds > STARTUP_RATES.imports
     assert (share, opening.least_share(Setup(), [])) == (0.0, 0.0)
 
 
