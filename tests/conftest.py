@@ -69,9 +69,9 @@ def _listen() -> None:
     _told(multiprocessing.process.BaseProcess, "start", "starts a process")
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    from snugfit.planning.cost import worker_pool as workers
+    from snugfit.planning.cost import parts_pool
 
-    _told(workers, "at_a_bench", "searches for a plan")
+    _told(parts_pool, "with_pool", "searches for a plan")
     register_optimizer_step_post_hook(_stepped)
 
 

@@ -308,7 +308,7 @@ def test_what_no_unit_test_does_is_noticed(monkeypatch: pytest.MonkeyPatch) -> N
     import torch
 
     from conftest import NOT_OF_A_UNIT
-    from snugfit.planning.cost import worker_pool as workers
+    from snugfit.planning.cost import parts_pool
 
     def step(device: str) -> None:
         weight = torch.nn.Parameter(torch.ones(1, device=device))
@@ -321,8 +321,8 @@ def test_what_no_unit_test_does_is_noticed(monkeypatch: pytest.MonkeyPatch) -> N
         os.waitpid(child, 0)
 
     def search() -> None:
-        monkeypatch.setattr(workers, "bench", lambda *_, **__: nullcontext())
-        workers.at_a_bench(lambda _: 0, *[None] * 3, workers=1, run=None, tell=print)  # type: ignore[arg-type]
+        monkeypatch.setattr(parts_pool, "parts_pool", lambda *_, **__: nullcontext())
+        parts_pool.with_pool(lambda _: 0, *[None] * 3, workers=1, run=None, tell=print)  # type: ignore[arg-type]
 
     for act, seen in (
         (lambda: step("meta"), set()),

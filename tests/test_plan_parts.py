@@ -12,12 +12,13 @@ from snugfit.errors import SnugfitError
 from snugfit.job.gpu import find_gpu
 from snugfit.planning.cost.batch_sizes import rehearse_sizes, update_of
 from snugfit.planning.cost.parts import Parts
+from snugfit.planning.cost.parts_pool import parts_pool
 from snugfit.planning.cost.periodic import FEW, MANY, settled
 from snugfit.planning.cost.same_trace import under
 from snugfit.planning.cost.timer import GpuClocks, seconds_of
-from snugfit.planning.cost.worker_pool import Bench, Question, Worker, bench
 from snugfit.planning.search.state import SLACK
 from snugfit.prediction.allocator import replay
+from snugfit.prediction.worker_pool import Question, WorkerPool
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.splice import rehearse_update
 from snugfit.rehearsal.trace.trace import Trace
@@ -69,26 +70,28 @@ def test_a_clock_that_does_not_join_is_given_a_trace() -> None:
     assert seen[0].waits == (*first.waits, *(offset + place for place in last.waits))
 
 
-def answers(at: Bench, questions: list[Question]) -> dict[int, object]:
-    """What a bench says to these questions."""
-    waiting = list(questions)
-    return dict(at.answers(lambda place: waiting.pop() if waiting else None))
+def answers(pool: WorkerPool, questions: list[Question]) -> dict[int, object]:
+    """What a pool answers to these questions."""
+    return dict(pool.answers_to(questions))
 
 
 @pytest.mark.whole
 def test_workers_answer_as_parts_do_and_a_killed_one_is_told() -> None:
     job, clock = small_job("bert", 2, batch_size=2), GpuClocks(GPUS[:1])
     setups = [Recipe.parse(text).setup() for text in ("fp32", "bf16")]
-    questions: list[Question] = [(0, "judge", ([setups[0]],)), (1, "screen", ([setups[1]],))]
+    questions: list[Question] = [
+        Question(0, "judge", ([setups[0]],)),
+        Question(1, "screen", ([setups[1]],)),
+    ]
     processes = []
 
     def ask_and_kill() -> None:
-        with bench(job, GPUS[:1], clock, workers=2, shallow=True) as there:
-            processes.extend(place.process for place in there.places if isinstance(place, Worker))
-            assert answers(there, questions) == answers(Bench([Parts(job, GPUS[:1], clock)]), questions)
+        with parts_pool(job, GPUS[:1], clock, workers=2, shallow=True) as pool:
+            processes.extend(worker.process for worker in pool.workers)
+            assert answers(pool, questions) == answers(WorkerPool([Parts(job, GPUS[:1], clock)]), questions)
             processes[0].kill()
             processes[0].join()
-            answers(there, questions)
+            answers(pool, questions)
 
     with pytest.raises(SnugfitError, match="killed"):
         ask_and_kill()

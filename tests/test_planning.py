@@ -18,11 +18,11 @@ from snugfit.job.job import Job
 from snugfit.planning.cost.figures import Bound, Figures
 from snugfit.planning.cost.parts import Parts
 from snugfit.planning.cost.timer import Alone
-from snugfit.planning.cost.worker_pool import Bench
 from snugfit.planning.search.search import plan, search
 from snugfit.planning.search.space import Space, space_of
 from snugfit.planning.search.state import GRAIN
 from snugfit.planning.step_key import TOUCHES, as_rehearsed, passes_key, step_key, update_key
+from snugfit.prediction.worker_pool import WorkerPool
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.trace.trace import Kernel, Trace
 from snugfit.techniques import roster
@@ -172,7 +172,7 @@ def test_the_answer_is_that_of_brute_force_and_the_front_is_up_to_a_grain(seed: 
     everything = [(each.seconds, each.needed_bytes) for each in told.figures if each]
     memory = rng.choice((None, rng.randrange(500, 9500)))
     smallest = rng.random() < 0.3
-    found = search(space, Bench([told]), memory_bytes=memory, smallest=smallest)  # type: ignore[list-item]
+    found = search(space, WorkerPool([told]), memory_bytes=memory, smallest=smallest)  # type: ignore[list-item]
     assert set(found.judged) <= set(told.judged), "each at most once"
     assert len(told.judged) == len(set(told.judged)) < len(space.candidates) / 2
     front = [(found.judged[n].seconds, found.judged[n].needed_bytes) for n in found.front()]

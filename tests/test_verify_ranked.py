@@ -11,12 +11,12 @@ from small_models import small_job
 from snugfit.job.gpu import find_gpu
 from snugfit.planning.cost.parts import Parts
 from snugfit.planning.cost.timer import Alone
-from snugfit.planning.cost.worker_pool import Bench
 from snugfit.planning.search.ranking import best
 from snugfit.planning.search.search import plan, search
 from snugfit.planning.search.space import space_of
 from snugfit.planning.search.state import Searched
 from snugfit.prediction.seconds import step_seconds
+from snugfit.prediction.worker_pool import WorkerPool
 from snugfit.rehearsal.trace.trace import Trace
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
@@ -39,7 +39,7 @@ def parts() -> Parts:
 def found(parts: Parts) -> Searched:
     """A search of a small space, each trace judged once whole to compare with."""
     space = space_of(parts.job, fidelity=Fidelity.SAME, capability=(9, 0), settled=SETTLED)
-    return search(space, Bench([parts]))
+    return search(space, WorkerPool([parts]))
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def hold_to_brute_force(
     """The `count` best by this objective, within three quarters of the sizes that there are."""
     memory = sorted(size for _, size in everything)[len(everything) * 3 // 4]
     asked = replace(found, judged=dict(found.judged))
-    numbers = best(asked, Bench([parts]), count, memory_bytes=memory, objective=objective)
+    numbers = best(asked, WorkerPool([parts]), count, memory_bytes=memory, objective=objective)
     place = 1 if objective == "memory" else 0
     smallest: dict[float, int] = {}
     for length, size in everything:
@@ -83,7 +83,7 @@ def hold_to_brute_force(
 
 
 def test_nothing_is_listed_where_nothing_fits(parts: Parts, found: Searched) -> None:
-    assert best(found, Bench([parts]), 3, memory_bytes=1 << 20, objective="speed") == []
+    assert best(found, WorkerPool([parts]), 3, memory_bytes=1 << 20, objective="speed") == []
 
 
 @pytest.mark.whole

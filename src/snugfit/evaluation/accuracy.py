@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from snugfit.comparison.compared_runs import Accuracy, ComparedRun
-from snugfit.comparison.parallel import side_by_side
 from snugfit.comparison.steady import WARMUP, steady_steps
 from snugfit.errors import GpuError, SnugfitError
 from snugfit.evaluation.accuracy_files import keep
@@ -35,6 +34,7 @@ from snugfit.evaluation.predict_runs import (
 )
 from snugfit.prediction.profile import installed_versions
 from snugfit.prediction.rates import rates_for
+from snugfit.prediction.worker_pool import map_in_processes
 from snugfit.techniques.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def accuracy(
     `tell` hears what is being done. Raises `SnugfitError` when `file` cannot be written.
     """
     tell("predicting the first draw")
-    foreseen = side_by_side(partial(predict_draw, seed, gpu), range(count), workers)
+    foreseen = map_in_processes(partial(predict_draw, seed, gpu), range(count), workers=workers)
     begun = _begun(gpu, seed, "drawn")
     return _gathered(begun, foreseen, file=file, measured=measured, total=count, tell=tell)
 
@@ -84,10 +84,12 @@ def within_jobs(
     """The same with several drawn recipes of each job; `jobs` are so many drawn ones, or these."""
     tell("predicting the first job")
     if isinstance(jobs, int):
-        groups = side_by_side(partial(predict_drawn_job, seed, gpu, recipes), range(jobs), workers)
+        groups = map_in_processes(
+            partial(predict_drawn_job, seed, gpu, recipes), range(jobs), workers=workers
+        )
     else:
         asked = partial(_recipes_of, gpu, recipes, seed)
-        groups = side_by_side(asked, list(enumerate(jobs)), workers)
+        groups = map_in_processes(asked, list(enumerate(jobs)), workers=workers)
     total = recipes * (jobs if isinstance(jobs, int) else len(jobs))
     begun = _begun(gpu, seed, "within-job")
     return _gathered(begun, chain.from_iterable(groups), file=file, measured=measured, total=total, tell=tell)
@@ -162,7 +164,7 @@ def rescore(
     was foreseen at first is kept, and the document says that its predictions are no forecasts."""
     source = rates.source if rates else _source(gpu)
     runs: list[ComparedRun] = []
-    for run in side_by_side(partial(predict_again, gpu, rates), result.runs, workers):
+    for run in map_in_processes(partial(predict_again, gpu, rates), result.runs, workers=workers):
         runs.append(run)
         tell(f"predicted {len(runs)} of {len(result.runs)} again")
     versions = installed_versions()

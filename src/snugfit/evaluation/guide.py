@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from snugfit.comparison.parallel import Question, answers
+from snugfit.comparison.parallel import PredictionRequest, predict_all
 from snugfit.errors import SnugfitError
 from snugfit.evaluation.guide_result import GuideResult, GuideRow, PublishedPrediction
 from snugfit.evaluation.guide_suite import GuideExperiment, Published, machines, suite
@@ -46,7 +46,7 @@ def run(
     experiments = suite()
     asked = [question for experiment in experiments for question in _questions(experiment, gpu)]
     about_bytes = anatomy_questions(gpu)
-    given = answers([*asked, *about_bytes], workers=workers, tell=tell)
+    given = predict_all([*asked, *about_bytes], workers=workers, tell=tell)
     known = {question.key: one for question, one in zip(asked, given, strict=False)}
     rows = [_row(experiment, gpu, known) for experiment in experiments]
     foreseen = [one for one in given if not isinstance(one, str)]
@@ -67,7 +67,7 @@ def run(
     )
 
 
-def _questions(experiment: GuideExperiment, gpu: Gpu) -> Iterator[Question]:
+def _questions(experiment: GuideExperiment, gpu: Gpu) -> Iterator[PredictionRequest]:
     """On the GPU that was named, and on each machine that published a result and names its GPU."""
     yield _question(experiment, gpu)
     for published in experiment.published:
@@ -76,8 +76,8 @@ def _questions(experiment: GuideExperiment, gpu: Gpu) -> Iterator[Question]:
             yield then
 
 
-def _question(experiment: GuideExperiment, gpu: Gpu, software: str = "installed") -> Question:
-    return Question(
+def _question(experiment: GuideExperiment, gpu: Gpu, software: str = "installed") -> PredictionRequest:
+    return PredictionRequest(
         about=experiment.name,
         job=experiment.job(),
         recipe=experiment.recipe,
@@ -87,7 +87,7 @@ def _question(experiment: GuideExperiment, gpu: Gpu, software: str = "installed"
     )
 
 
-def _question_then(experiment: GuideExperiment, published: Published) -> Question | None:
+def _question_then(experiment: GuideExperiment, published: Published) -> PredictionRequest | None:
     machine = machines()[published.machine]
     if machine.gpu is None or machine.software is None:
         return None

@@ -27,11 +27,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from snugfit.comparison.parallel import side_by_side
 from snugfit.prediction.device import policy_for
 from snugfit.prediction.profile import Software
 from snugfit.prediction.rates import Rates, rates_for
 from snugfit.prediction.seconds import step_seconds
+from snugfit.prediction.worker_pool import map_in_processes
 from snugfit.rehearsal.rehearse import rehearse
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def learn(
     if len(good) < FEWEST:
         return nothing(f"{len(good)} of {len(runs)} runs can be learned from, and it takes {FEWEST}")
     curves = []
-    for curve in side_by_side(partial(curve_of, gpu, rates), good, workers):
+    for curve in map_in_processes(partial(curve_of, gpu, rates), good, workers=workers):
         curves.append(curve)
         tell(f"learning from run {len(curves)} of {len(good)}")
     measured = [math.log(run.step_seconds or 0.0) for run in good]

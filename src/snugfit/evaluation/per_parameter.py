@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from snugfit.comparison.parallel import Question
+from snugfit.comparison.parallel import PredictionRequest
 from snugfit.evaluation.guide_suite import anatomy, job_of
 from snugfit.job.job import Phase
 from snugfit.results.footprint import Kind
@@ -71,7 +71,7 @@ class PerParameter:
         return self.weights + self.copies + self.gradients + self.states + self.rest
 
 
-def questions(gpu: Gpu) -> list[Question]:
+def questions(gpu: Gpu) -> list[PredictionRequest]:
     """One for every optimizer of the roster, and one for inference, on each of the guide's models."""
     precision = anatomy()["precision"]
     found = []
@@ -80,18 +80,20 @@ def questions(gpu: Gpu) -> list[Question]:
         for technique in techniques():
             if technique.slot is Slot.OPTIMIZER:
                 recipe = f"{precision} + {technique.name}"
-                found.append(Question(about=technique.name, job=job, recipe=recipe, gpu=gpu))
+                found.append(PredictionRequest(about=technique.name, job=job, recipe=recipe, gpu=gpu))
         job = job_of({**facts, "phase": Phase.EVALUATE})
-        found.append(Question(about=INFERENCE, job=job, recipe=precision, gpu=gpu))
+        found.append(PredictionRequest(about=INFERENCE, job=job, recipe=precision, gpu=gpu))
     return found
 
 
-def per_parameter(asked: Sequence[Question], given: Sequence[Prediction | str]) -> tuple[PerParameter, ...]:
+def per_parameter(
+    asked: Sequence[PredictionRequest], given: Sequence[Prediction | str]
+) -> tuple[PerParameter, ...]:
     """The lines that the answers to `questions` make."""
     return tuple(_line(question, answer) for question, answer in zip(asked, given, strict=True))
 
 
-def _line(question: Question, answer: Prediction | str) -> PerParameter:
+def _line(question: PredictionRequest, answer: Prediction | str) -> PerParameter:
     rule = anatomy()["rule"]
     line = PerParameter(model=question.job.model.name, optimizer=question.about)
     if question.about == INFERENCE:

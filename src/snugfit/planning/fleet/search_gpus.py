@@ -31,6 +31,7 @@ from snugfit.prediction.device import policy_for
 from snugfit.prediction.profile import Software, installed_versions
 from snugfit.prediction.rates import rates_for
 from snugfit.prediction.startup import STARTUP_RATES, StartupRates
+from snugfit.prediction.worker_pool import Question, WorkerPool
 from snugfit.techniques import roster
 from snugfit.techniques.technique import Fidelity
 
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
     from snugfit.job.job import Job
     from snugfit.planning.cost.timer import Clock
-    from snugfit.planning.cost.worker_pool import Bench, Question
     from snugfit.rehearsal.trace.trace import Trace
 
 ClockOf = Callable[["Gpu"], Callable[["Trace"], float]]
@@ -116,7 +116,7 @@ def _kind(gpu: Gpu) -> Hashable:
 
 
 def _telling(tell: Tell, number: int, groups: int, gpus: int, began: float) -> Tell:
-    """Tells which kind of GPUs is being looked at, and from the second on how long the others may take."""
+    """Tells which kind of GPUs is being looked pool, and from the second on how long the others may take."""
     each = (time.monotonic() - began) / number if number else 0.0
     rest = f", then about {each * (groups - number - 1):.0f} s more" if number + 1 < groups and number else ""
     head = f"GPUs of kind {number + 1} of {groups} ({gpus} of them): "
@@ -134,17 +134,17 @@ def _group(
     tell: Tell,
 ) -> tuple[list[OnGpu], Counts]:
     """The answers for GPUs of one kind. The one that takes least goes first, and the rehearsal is its."""
-    from snugfit.planning.cost.worker_pool import at_a_bench
+    from snugfit.planning.cost.parts_pool import with_pool
 
     gpus = sorted(gpus, key=lambda gpu: policy_for(gpu, Software()).scratch_size)
     clock = Each(tuple(map(clock_of, gpus))) if clock_of else Known.on(gpus)
     space = space_of(job, fidelity=fidelity, capability=gpus[0].compute_capability)
 
-    def answers(at: Bench) -> tuple[list[OnGpu], Counts]:
-        seats = _search(space, at, gpus, _smallest(objective, clock, len(gpus)), tell)
+    def answers(pool: WorkerPool) -> tuple[list[OnGpu], Counts]:
+        seats = _search(space, pool, gpus, _smallest(objective, clock, len(gpus)), tell)
         return [_on_gpu(seat, job, timed=clock_of is None) for seat in seats], seats[0].found.counts()
 
-    return at_a_bench(answers, job, gpus, clock, workers=workers, run=run, tell=tell)
+    return with_pool(answers, job, gpus, clock, workers=workers, run=run, tell=tell)
 
 
 def _smallest(objective: str, clock: Clock, gpus: int) -> list[bool]:
@@ -172,40 +172,42 @@ def _on_gpu(seat: Seat, job: Job, *, timed: bool) -> OnGpu:
 # ---- the search ------------------------------------------------------------------------------------------
 
 
-def _search(space: Space, at: Bench, gpus: Sequence[Gpu], smallest: Sequence[bool], tell: Tell) -> list[Seat]:
+def _search(
+    space: Space, pool: WorkerPool, gpus: Sequence[Gpu], smallest: Sequence[bool], tell: Tell
+) -> list[Seat]:
     """Every GPU's seat, each with an answer of its own."""
-    seen = screened(space, at, tell)
+    seen = screened(space, pool, tell)
     seats = []
     for place, gpu in enumerate(gpus):
         bounds = {number: each[place] for number, each in seen.bounds.items()}
         found = Searched(space, bounds, excluded=seen.excluded, kinds=seen.kinds)
         seats.append(Seat(gpu, place, found, smallest=smallest[place]))
     while True:
-        _judge(space, at, seats, tell)
+        _judge(space, pool, seats, tell)
         if not seats[0].found.judged:
             raise SnugfitError(f"No recipe could be simulated: {seen.excluded[0].why}")
         if all(seat.answer() in seat.own for seat in seats):
             return seats
-        _settle(space, at, seats, tell)
+        _settle(space, pool, seats, tell)
 
 
-def _judge(space: Space, at: Bench, seats: Sequence[Seat], tell: Tell) -> None:
+def _judge(space: Space, pool: WorkerPool, seats: Sequence[Seat], tell: Tell) -> None:
     """Judges whatever a seat wants, until none wants anything: traces that share their passes in one place,
     and Setups of one trace together."""
     asked: dict[int, list[int]] = {}
     homes: dict[int, int] = {}
 
-    def ask(place: int) -> Question | None:
+    def ask(worker: int) -> Question | None:
         busy = {number for group in asked.values() for number in group}
         wanted = {number: None for seat in seats for number in seat.wants() if number not in busy}
         for number in wanted:
             this = space.candidates[number]
-            if homes.setdefault(this.sized, place) == place:
+            if homes.setdefault(this.sized, worker) == worker:
                 asked[number] = [each for each in wanted if space.candidates[each].trace == this.trace]
-                return number, "judge", ([space.candidates[each].setup for each in asked[number]],)
+                return Question(number, "judge", ([space.candidates[each].setup for each in asked[number]],))
         return None
 
-    for number, answer in at.answers(ask):
+    for number, answer in pool.answers(ask):
         group = asked.pop(number)
         if isinstance(answer, SnugfitError):
             seats[0].found.excluded.append(exclusion([space.candidates[each] for each in group], answer))
@@ -219,7 +221,7 @@ def _judge(space: Space, at: Bench, seats: Sequence[Seat], tell: Tell) -> None:
         tell(f"{len(seats[0].found.judged)} recipes judged, {left} GPUs left")
 
 
-def _settle(space: Space, at: Bench, seats: Sequence[Seat], tell: Tell) -> None:
+def _settle(space: Space, pool: WorkerPool, seats: Sequence[Seat], tell: Tell) -> None:
     """Rehearses each seat's answer whole by its GPU's own policy, once for GPUs whose policy is the same:
     they have one trace. Those are the figures that are stated."""
     alike: dict[Hashable, list[Seat]] = defaultdict(list)
@@ -230,14 +232,14 @@ def _settle(space: Space, at: Bench, seats: Sequence[Seat], tell: Tell) -> None:
     todo = deque(enumerate(groups))
     progress = Progress("simulating the answers in full", len(groups), tell)
 
-    def ask(place: int) -> Question | None:
+    def ask(worker: int) -> Question | None:
         if not todo:
             return None
         index, group = todo.popleft()
         setup = space.candidates[group[0].answer()].setup
-        return index, "whole", (setup, [seat.place for seat in group])
+        return Question(index, "whole", (setup, [seat.place for seat in group]))
 
-    for index, answer in at.answers(ask):
+    for index, answer in pool.answers(ask):
         progress.step()
         if isinstance(answer, SnugfitError):
             raise answer

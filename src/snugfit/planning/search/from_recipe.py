@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RecipeError, SnugfitError
 from snugfit.planning.plan import Change, Start
+from snugfit.prediction.worker_pool import Question, WorkerPool
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Slot
 
@@ -21,14 +22,13 @@ if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
     from snugfit.job.job import Job
     from snugfit.planning.cost.figures import Figures
-    from snugfit.planning.cost.worker_pool import Bench, Question
 
 
-def compared(theirs: Recipe, ours: Recipe, at: Bench, *, job: Job, gpu: Gpu | None) -> Start:
+def compared(theirs: Recipe, ours: Recipe, pool: WorkerPool, *, job: Job, gpu: Gpu | None) -> Start:
     """The user's recipe beside the plan's."""
     slots = [slot for slot in Slot if theirs[slot] != ours[slot]]
     recipes = [theirs, *(theirs.with_(ours[slot]) for slot in slots)]
-    known = _judged(recipes, at, job=job, gpu=gpu)
+    known = _judged(recipes, pool, job=job, gpu=gpu)
     mine, *single = (known[number] for number in range(len(recipes)))
     return Start(
         recipe=str(theirs),
@@ -55,7 +55,7 @@ def _change(slot: Slot, theirs: Recipe, ours: Recipe, figures: Figures | Snugfit
 
 
 def _judged(
-    recipes: list[Recipe], at: Bench, *, job: Job, gpu: Gpu | None
+    recipes: list[Recipe], pool: WorkerPool, *, job: Job, gpu: Gpu | None
 ) -> Mapping[int, Figures | SnugfitError]:
     """What each of these takes, or why it cannot be."""
     known: dict[int, Any] = {}
@@ -67,12 +67,12 @@ def _judged(
         except RecipeError as objection:
             known[number] = objection
 
-    def ask(place: int) -> Question | None:
+    def ask(worker: int) -> Question | None:
         if not todo:
             return None
         number = todo.popleft()
-        return number, "judge", ([recipes[number].setup()],)
+        return Question(number, "judge", ([recipes[number].setup()],))
 
-    for number, answer in at.answers(ask):
+    for number, answer in pool.answers(ask):
         known[number] = answer if isinstance(answer, SnugfitError) else answer[0][0]
     return known

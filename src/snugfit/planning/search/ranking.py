@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError
 from snugfit.planning.search.state import SLACK
+from snugfit.prediction.worker_pool import Question, WorkerPool
 
 if TYPE_CHECKING:
-    from snugfit.planning.cost.worker_pool import Bench, Question
     from snugfit.planning.search.state import Searched
 
 TOGETHER = 4
@@ -25,7 +25,7 @@ TOGETHER = 4
 
 def best(
     found: Searched,
-    at: Bench,
+    pool: WorkerPool,
     count: int,
     *,
     memory_bytes: int | None,
@@ -40,13 +40,13 @@ def best(
         worst = _worth(found, ranked[-1], objective) if len(ranked) == count else None
         tell(f"judging the best {count}: {len(ranked)} found")
         todo: deque[list[int]] = deque()
-        while groups and len(todo) < TOGETHER * len(at.places):
+        while groups and len(todo) < TOGETHER * len(pool.workers):
             if worst is not None and _least(found, groups[0][0], objective) >= worst:
                 break
             todo.append(groups.popleft())
         if not todo:
             return ranked
-        _judge(found, at, todo, homes)
+        _judge(found, pool, todo, homes)
 
 
 def _groups(found: Searched, memory_bytes: int | None, objective: str) -> list[list[int]]:
@@ -59,19 +59,19 @@ def _groups(found: Searched, memory_bytes: int | None, objective: str) -> list[l
     return list(traces.values())
 
 
-def _judge(found: Searched, at: Bench, todo: deque[list[int]], homes: dict[int, int]) -> None:
+def _judge(found: Searched, pool: WorkerPool, todo: deque[list[int]], homes: dict[int, int]) -> None:
     """Judges these; all that share their passes in one place, which `homes` tells."""
     asked: dict[int, list[int]] = {}
 
-    def ask(place: int) -> Question | None:
+    def ask(worker: int) -> Question | None:
         for group in todo:
-            if homes.setdefault(found.space.candidates[group[0]].sized, place) == place:
+            if homes.setdefault(found.space.candidates[group[0]].sized, worker) == worker:
                 todo.remove(group)
                 asked[group[0]] = group
-                return group[0], "judge", ([found.space.candidates[each].setup for each in group],)
+                return Question(group[0], "judge", ([found.space.candidates[each].setup for each in group],))
         return None
 
-    for number, answer in at.answers(ask):
+    for number, answer in pool.answers(ask):
         if isinstance(answer, SnugfitError):
             continue
         for each, (figures,) in zip(asked.pop(number), answer, strict=True):

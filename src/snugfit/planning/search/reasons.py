@@ -17,6 +17,7 @@ from snugfit.planning.plan import Plan, Reason
 from snugfit.planning.search.state import Searched
 from snugfit.prediction.device import doubts_about
 from snugfit.prediction.profile import installed_versions
+from snugfit.prediction.worker_pool import Question, WorkerPool
 from snugfit.techniques import roster
 from snugfit.techniques.technique import Fidelity, Slot
 from snugfit.units import show_bytes
@@ -24,14 +25,13 @@ from snugfit.units import show_bytes
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
     from snugfit.job.job import Job
-    from snugfit.planning.cost.worker_pool import Bench, Question
     from snugfit.planning.search.screening import Tell
     from snugfit.techniques.recipe import Recipe
 
 
 def explained(
     found: Searched,
-    at: Bench,
+    pool: WorkerPool,
     *,
     job: Job,
     gpu: Gpu | None,
@@ -48,7 +48,7 @@ def explained(
         best = fitting[-1] if objective == "memory" else fitting[0]
     shown = front[-1] if best is None else best
     tell("simulating the answer in full and comparing it slot by slot")
-    verified, doubts = _questioned(found, at, shown)
+    verified, doubts = _questioned(found, pool, shown)
     reasons = tuple(_reasons(found, shown))
     return Plan(
         job=job,
@@ -68,7 +68,7 @@ def explained(
     )
 
 
-def _questioned(found: Searched, at: Bench, shown: int) -> tuple[bool, tuple[str, ...]]:
+def _questioned(found: Searched, pool: WorkerPool, shown: int) -> tuple[bool, tuple[str, ...]]:
     """Rehearses the answer whole, and judges what its slots are compared with; gives whether the answer came
     out the same, and its doubts."""
     candidates = found.space.candidates
@@ -77,15 +77,15 @@ def _questioned(found: Searched, at: Bench, shown: int) -> tuple[bool, tuple[str
     todo = deque([shown, *judging])
     verified: Any = (False, ())
 
-    def ask(place: int) -> Question | None:
+    def ask(worker: int) -> Question | None:
         if not todo:
             return None
         number = todo.popleft()
         if number == shown:
-            return shown, "verify", (candidates[shown].recipe, found.judged[shown])
-        return number, "judge", ([candidates[number].setup],)
+            return Question(shown, "verify", (candidates[shown].recipe, found.judged[shown]))
+        return Question(number, "judge", ([candidates[number].setup],))
 
-    for number, answer in at.answers(ask):
+    for number, answer in pool.answers(ask):
         if number == shown and isinstance(answer, SnugfitError):
             raise answer
         if number == shown:

@@ -12,10 +12,10 @@ from snugfit.errors import SnugfitError
 from snugfit.planning.plan import Exclusion
 from snugfit.planning.search.space import Candidate, Space
 from snugfit.planning.step_key import update_key
+from snugfit.prediction.worker_pool import Question, WorkerPool
 
 if TYPE_CHECKING:
     from snugfit.planning.cost.figures import Bound
-    from snugfit.planning.cost.worker_pool import Bench, Question
 
 Tell = Callable[[str], None]
 
@@ -34,7 +34,7 @@ class Screened:
     """Of passes."""
 
 
-def screened(space: Space, at: Bench, tell: Tell = lambda what: None) -> Screened:
+def screened(space: Space, pool: WorkerPool, tell: Tell = lambda what: None) -> Screened:
     """Gives every candidate the least that it takes. One place begins at each end of the list, which is in
     the order of what updates depend on, so that few updates are rehearsed in both. Raises `SnugfitError` when
     nothing can be rehearsed."""
@@ -46,13 +46,13 @@ def screened(space: Space, at: Bench, tell: Tell = lambda what: None) -> Screene
     found = Screened(kinds=len(order))
     progress = Progress("screening", len(order), tell)
 
-    def ask(place: int) -> Question | None:
+    def ask(worker: int) -> Question | None:
         if not todo:
             return None
-        index, group = todo.pop() if place % 2 else todo.popleft()
-        return index, "screen", ([space.candidates[number].setup for number in group],)
+        index, group = todo.pop() if worker % 2 else todo.popleft()
+        return Question(index, "screen", ([space.candidates[number].setup for number in group],))
 
-    for index, answer in at.answers(ask):
+    for index, answer in pool.answers(ask):
         progress.step()
         if isinstance(answer, SnugfitError):
             found.excluded.append(exclusion([space.candidates[number] for number in order[index]], answer))

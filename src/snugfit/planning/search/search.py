@@ -30,6 +30,7 @@ from snugfit.planning.search.screening import Progress, Tell, exclusion, screene
 from snugfit.planning.search.space import Space, fidelity_of, space_of
 from snugfit.planning.search.state import Searched
 from snugfit.prediction.startup import STARTUP_RATES, StartupRates
+from snugfit.prediction.worker_pool import Question, WorkerPool
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Fidelity, Slot
 
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
     from snugfit.planning.cost.figures import Bound
     from snugfit.planning.cost.timer import Clock
-    from snugfit.planning.cost.worker_pool import Bench, Question
     from snugfit.rehearsal.trace.trace import Trace
     from snugfit.techniques.technique import Technique
 
@@ -71,8 +71,8 @@ def plan(
     """
     from snugfit.job.gpu import find_gpu
     from snugfit.job.job import refuse_what_is_no_job
+    from snugfit.planning.cost.parts_pool import load_ahead, with_pool
     from snugfit.planning.cost.timer import Alone
-    from snugfit.planning.cost.worker_pool import at_a_bench, load_ahead
     from snugfit.planning.search.reasons import explained
 
     refuse_what_is_no_job(job)
@@ -89,22 +89,22 @@ def plan(
     capability = gpu.compute_capability if gpu else None
     space = space_of(job, fidelity=fidelity, capability=capability, settled=settled)
 
-    def made(at: Bench) -> Plan:
-        searched = search(space, at, tell, memory_bytes=memory_bytes, smallest=objective == "memory")
+    def made(pool: WorkerPool) -> Plan:
+        searched = search(space, pool, tell, memory_bytes=memory_bytes, smallest=objective == "memory")
         made = explained(
-            searched, at, job=job, gpu=gpu, memory_bytes=memory_bytes, fidelity=fidelity,
+            searched, pool, job=job, gpu=gpu, memory_bytes=memory_bytes, fidelity=fidelity,
             objective=objective, tell=tell,
         )  # fmt: skip
         made = replace(made, steps=steps)
-        made = _with_ranked(made, searched, at, ranked, tell) if ranked else made
-        return _with_start(made, start, at) if start else made
+        made = _with_ranked(made, searched, pool, ranked, tell) if ranked else made
+        return _with_start(made, start, pool) if start else made
 
-    return at_a_bench(made, job, [gpu], clocks, workers=workers, run=run, tell=tell)
+    return with_pool(made, job, [gpu], clocks, workers=workers, run=run, tell=tell)
 
 
 def search(
     space: Space,
-    at: Bench,
+    pool: WorkerPool,
     tell: Tell = lambda what: None,
     *,
     memory_bytes: int | None = None,
@@ -113,27 +113,27 @@ def search(
     """The space's Pareto front, with the fastest recipe that fits so much memory on it; and with the smallest
     there is, where that is asked for or nothing fits. Raises `BelowLowerBound`, and `SnugfitError` when
     nothing can be rehearsed."""
-    seen = screened(space, at, tell)
+    seen = screened(space, pool, tell)
     bounds = {number: each for number, (each,) in seen.bounds.items()}
     found = Searched(space, bounds, excluded=seen.excluded, kinds=seen.kinds, memory_bytes=memory_bytes)
-    _judge_all(found, at, found.beaten, _least_seconds, tell)
+    _judge_all(found, pool, found.beaten, _least_seconds, tell)
     if smallest or (memory_bytes is not None and found.smallest > memory_bytes):
-        _judge_all(found, at, found.too_large, _least_bytes, tell)
+        _judge_all(found, pool, found.too_large, _least_bytes, tell)
     return found
 
 
-def _with_ranked(made: Plan, searched: Searched, at: Bench, count: int, tell: Tell) -> Plan:
+def _with_ranked(made: Plan, searched: Searched, pool: WorkerPool, count: int, tell: Tell) -> Plan:
     """The plan with its best recipes listed."""
     from snugfit.planning.search.ranking import best
 
-    numbers = best(searched, at, count, memory_bytes=made.memory_bytes, objective=made.objective, tell=tell)
+    numbers = best(searched, pool, count, memory_bytes=made.memory_bytes, objective=made.objective, tell=tell)
     return replace(made, ranked=tuple(searched.choice(each, made.job.batch_size) for each in numbers))
 
 
-def _with_start(made: Plan, start: Recipe, at: Bench) -> Plan:
+def _with_start(made: Plan, start: Recipe, pool: WorkerPool) -> Plan:
     """The plan beside the recipe that the user started from."""
     ours = Recipe.parse(made.shown.recipe)
-    return replace(made, start=compared(start, ours, at, job=made.job, gpu=made.gpu))
+    return replace(made, start=compared(start, ours, pool, job=made.job, gpu=made.gpu))
 
 
 def _start_of(start: Recipe | str | None, ranked: int) -> Recipe | None:
@@ -171,7 +171,7 @@ def _clock_of(gpu: Gpu | None) -> Clock:
 
 def _judge_all(
     found: Searched,
-    at: Bench,
+    pool: WorkerPool,
     left_out: Callable[[int], bool],
     order: Callable[[Bound], tuple[float, float]],
     tell: Tell,
@@ -185,22 +185,23 @@ def _judge_all(
     asked: dict[int, list[int]] = {}
     progress = Progress("judging", len(waiting), tell)
 
-    def ask(place: int) -> Question | None:
+    def ask(worker: int) -> Question | None:
         others: list[list[int]] = []
         question: Question | None = None
         while waiting and question is None:
             group = [number for number in waiting.popleft() if not left_out(number)]
-            if group and homes.setdefault(found.space.candidates[group[0]].sized, place) != place:
+            if group and homes.setdefault(found.space.candidates[group[0]].sized, worker) != worker:
                 others.append(group)
                 continue
             progress.step()
             if group:
                 asked[group[0]] = group
-                question = group[0], "judge", ([found.space.candidates[number].setup for number in group],)
+                setups = [found.space.candidates[number].setup for number in group]
+                question = Question(group[0], "judge", (setups,))
         waiting.extendleft(reversed(others))
         return question
 
-    for number, answer in at.answers(ask):
+    for number, answer in pool.answers(ask):
         group = asked.pop(number)
         if isinstance(answer, SnugfitError):
             found.excluded.append(exclusion([found.space.candidates[each] for each in group], answer))

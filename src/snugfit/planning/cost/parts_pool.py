@@ -1,0 +1,84 @@
+"""The workers of a plan: each has `Parts` of its own, which remember what they rehearsed.
+
+Where a plan cannot be sent to another process (a module of the user's own, a timer that is a closure), the
+parts are in this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+from snugfit.planning.cost.figures import BelowLowerBound
+from snugfit.planning.cost.run import ENDLESS
+from snugfit.prediction.worker_pool import WorkerPool, is_picklable, start_fork_server, worker_pool
+
+if TYPE_CHECKING:
+    from snugfit.job.gpu import Gpu
+    from snugfit.job.job import Job
+    from snugfit.planning.cost.parts import Parts
+    from snugfit.planning.cost.run import Run
+    from snugfit.planning.cost.timer import Clock
+
+_Result = TypeVar("_Result")
+
+
+def load_ahead(job: Job, gpus: Sequence[Gpu | None], clock: Clock, workers: int) -> None:
+    """Has everything imported that the workers need, while this process does something else."""
+    if workers > 1 and _can_travel(job) and is_picklable((job, gpus, clock)):
+        start_fork_server(_preload(job))
+
+
+@contextmanager
+def parts_pool(
+    job: Job, gpus: Sequence[Gpu | None], clock: Clock, *, workers: int, shallow: bool, run: Run = ENDLESS
+) -> Iterator[WorkerPool]:
+    """So many workers with parts of this job in each."""
+    make = partial(_parts, job, gpus, clock, shallow=shallow, run=run)
+    with worker_pool(make, workers=workers if _can_travel(job) else 1, preload=_preload(job)) as pool:
+        yield pool
+
+
+def with_pool(
+    search: Callable[[WorkerPool], _Result],
+    job: Job,
+    gpus: Sequence[Gpu | None],
+    clock: Clock,
+    *,
+    workers: int,
+    run: Run,
+    tell: Callable[[str], None],
+) -> _Result:
+    """What `search` finds with models of few layers, where those tell about the whole one; else with whole
+    models."""
+    for shallow in (True, False):
+        with parts_pool(job, gpus, clock, workers=workers, shallow=shallow, run=run) as pool:
+            try:
+                return search(pool)
+            except BelowLowerBound:
+                tell("the layers do not scale evenly: starting again with whole models")
+    raise AssertionError("a whole rehearsal is never less than itself")
+
+
+def _parts(job: Job, gpus: Sequence[Gpu | None], clock: Clock, *, shallow: bool, run: Run) -> Parts:
+    """In the worker, so that the parent imports none of it."""
+    from snugfit.planning.cost.parts import Parts
+
+    return Parts(job, gpus, clock, shallow=shallow, run=run)
+
+
+def _can_travel(job: Job) -> bool:
+    return job.model.module is None
+
+
+def _preload(job: Job) -> list[str]:
+    """Modules of a plan's workers; the last is ignored where transformers has no such file."""
+    name = job.model.architecture
+    return [
+        "snugfit.planning.cost.parts",
+        "snugfit.rehearsal.record.recorder",
+        "snugfit.rehearsal.device.overrides",
+        f"transformers.models.{name}.modeling_{name}",
+    ]

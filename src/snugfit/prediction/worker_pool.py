@@ -1,0 +1,249 @@
+"""Processes that predict side by side.
+
+Each worker holds an object of its own and calls its methods, one at a time; the object remembers what it has
+worked out, so whoever asks decides which worker a question goes to. Where the object cannot be pickled, or
+one process is enough, it stays in this process and every answer is there at once.
+
+The processes come from a fork server, which has imported torch once and never computed anything: a copy of a
+process that has is not safe. A pipe is all that joins a worker to its parent, so nothing is left of it when
+it ends; and it ends with its parent, also when that is killed.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection, wait
+from typing import Any, NamedTuple, TypeVar
+
+from snugfit.errors import SnugfitError, UsageError
+
+PRELOAD = ("torch", "transformers", "snugfit.prediction.predict")
+"""Modules that the fork server imports once for all workers."""
+
+FEW_COLLECTIONS = 100_000
+"""Objects made between two garbage collections: traces are millions of them, and hold no cycles."""
+
+ENDS_WITHIN = 2.0
+"""Seconds that a process has to end by itself when nothing is asked any more."""
+
+UNGUARDED = 76
+"""Exit code of a worker that was about to start workers itself, because importing the user's script made it
+do so."""
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+
+class Question(NamedTuple):
+    """A call of a method of a worker's object."""
+
+    number: int
+    """Its answer has the same."""
+    method: str
+    arguments: tuple[Any, ...] = ()
+
+
+class Answer(NamedTuple):
+    """What the method returned."""
+
+    number: int
+    value: Any
+    """The `SnugfitError` itself where the method raised one."""
+
+
+class _Worker:
+    """A process with an object of its own, which answers one question at a time."""
+
+    def __init__(self, context: Any, make: Callable[[], Any]) -> None:
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, make), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def send(self, question: Question) -> None:
+        """Asks, and does not wait. Raises `SnugfitError` when the process is no more."""
+        try:
+            self.connection.send(question)
+        except OSError:
+            raise self._death() from None
+
+    def receive(self) -> Answer:
+        """Waits for the answer. Raises `SnugfitError` when the process is no more, and `RuntimeError` with
+        its traceback for a bug in it."""
+        try:
+            answer, bug = self.connection.recv()
+        except (EOFError, OSError):
+            raise self._death() from None
+        if bug:
+            raise RuntimeError(f"in a worker process:\n{bug}")
+        return Answer(*answer)
+
+    def _death(self) -> SnugfitError:
+        self.process.join(ENDS_WITHIN)
+        if self.process.exitcode != UNGUARDED:
+            return SnugfitError(
+                "A worker process was killed, perhaps because memory ran out. Try with one (--workers 1)."
+            )
+        return UsageError(
+            "snugfit starts worker processes, and each of them imports the script that calls it. Put the call"
+            " under `if __name__ == '__main__':`, or start none with workers=1."
+        )
+
+    def end(self) -> None:
+        """Waits for the process to end, or ends it; its connection is closed."""
+        self.process.join(ENDS_WITHIN)
+        if self.process.is_alive():
+            self.process.terminate()
+            self.process.join()
+
+
+class WorkerPool:
+    """Workers, each a process or an object in this one, each doing one thing at a time."""
+
+    def __init__(self, workers: Sequence[Any]) -> None:
+        self.workers = workers
+
+    def answers(self, ask: Callable[[int], Question | None]) -> Iterator[Answer]:
+        """Asks whatever `ask(worker)` gives whenever that worker is free, until it gives None to all; yields
+        each answer as it comes."""
+        busy: dict[Any, _Worker] = {}
+        while True:
+            at_once: list[Answer] = []
+            for number, worker in enumerate(self.workers):
+                if worker in busy.values() or (question := ask(number)) is None:
+                    continue
+                if isinstance(worker, _Worker):
+                    worker.send(question)
+                    busy[worker.connection] = worker
+                else:
+                    at_once.append(_answer(worker, question))
+            yield from at_once
+            if not busy and not at_once:
+                return
+            for connection in wait(busy) if busy and not at_once else ():
+                yield busy.pop(connection).receive()
+
+    def answers_to(self, questions: Iterable[Question]) -> Iterator[Answer]:
+        """The answers to these questions as they come; each goes to the next free worker."""
+        waiting = iter(questions)
+        return self.answers(lambda worker: next(waiting, None))
+
+
+@contextmanager
+def worker_pool(
+    make: Callable[[], Any], *, workers: int, preload: Sequence[str] = ()
+) -> Iterator[WorkerPool]:
+    """So many processes, each with what `make` gives there; or that object here, where `make` cannot be
+    pickled or one is enough. `preload` names further modules that the fork server imports."""
+    if workers <= 1 or not is_picklable(make):
+        yield WorkerPool([make()])
+        return
+    context = _context(preload)
+    processes = [_Worker(context, make) for _ in range(workers)]
+    try:
+        yield WorkerPool(processes)
+    except BaseException:
+        for worker in processes:
+            worker.process.terminate()
+        raise
+    finally:
+        for worker in processes:
+            worker.connection.close()
+        for worker in processes:
+            worker.end()
+
+
+def start_fork_server(preload: Sequence[str]) -> None:
+    """Begins to import these modules for workers to come, while this process does something else."""
+    _context(preload)
+    forkserver.ensure_running()
+
+
+def map_in_processes(
+    function: Callable[[_Item], _Result], items: Sequence[_Item], *, workers: int
+) -> Iterator[_Result]:
+    """What `function` gives for each item, in order, each as soon as it and those before it are there. Raises
+    the `SnugfitError` of an item at its turn. Function, items and results have to be picklable."""
+    if workers <= 1 or len(items) <= 1:
+        yield from map(function, items)
+        return
+    early: dict[int, Any] = {}
+    done = 0
+    with worker_pool(partial(_itself, function), workers=min(workers, len(items))) as pool:
+        questions = (Question(number, "__call__", (item,)) for number, item in enumerate(items))
+        for answer in pool.answers_to(questions):
+            early[answer.number] = answer.value
+            while done in early:
+                value = early.pop(done)
+                done += 1
+                if isinstance(value, SnugfitError):
+                    raise value
+                yield value
+
+
+def is_picklable(what: Any) -> bool:
+    """Whether this can be sent to another process."""
+    try:
+        pickle.dumps(what)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return False
+    return True
+
+
+def _context(preload: Sequence[str]) -> Any:
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        os._exit(UNGUARDED)  # the parent says why
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOAD, *preload])
+    return context
+
+
+def _itself(function: _Item) -> _Item:
+    return function
+
+
+def _answer(target: Any, question: Question) -> Answer:
+    try:
+        return Answer(question.number, getattr(target, question.method)(*question.arguments))
+    except SnugfitError as error:
+        return Answer(question.number, error)
+
+
+# ---- in a worker -----------------------------------------------------------------------------------------
+
+
+def _serve(questions: Connection, make: Callable[[], Any]) -> None:
+    """Answers until nobody asks any more. Ctrl-C ends it without a word, and so does the end of the
+    parent."""
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # nothing is compiled, and bitsandbytes would load the compiler
+    gc.freeze()
+    gc.set_threshold(FEW_COLLECTIONS, 50, 50)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        sentinel = parent.sentinel
+        threading.Thread(target=lambda: (wait([sentinel]), os._exit(1)), daemon=True).start()
+    target = make()
+    while True:
+        try:
+            question = questions.recv()
+        except EOFError:
+            return
+        try:
+            answer: tuple[Answer | None, str] = _answer(target, question), ""
+        except Exception:
+            answer = None, traceback.format_exc()
+        try:
+            questions.send(answer)
+        except OSError:  # nobody listens any more
+            return

@@ -1,0 +1,32 @@
+"""Many processes answer as one does: in order, with the errors of snugfit as they are and bugs with their
+traceback."""
+
+from __future__ import annotations
+
+import pytest
+
+from snugfit.errors import JobError
+from snugfit.prediction.worker_pool import map_in_processes
+
+
+def halve(number: int) -> int:
+    if number == 13:
+        raise JobError("no half of thirteen")
+    if number < 0:
+        raise KeyError("a bug")
+    return number // 2
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("workers", [1, 2])
+def test_items_come_in_order_until_one_cannot_be_answered(workers: int) -> None:
+    results = map_in_processes(halve, [8, 6, 4, 13, 2], workers=workers)
+    assert [next(results) for _ in range(3)] == [4, 3, 2]
+    with pytest.raises(JobError, match="thirteen"):
+        next(results)
+
+
+@pytest.mark.whole
+def test_a_bug_in_a_worker_shows_its_own_traceback() -> None:
+    with pytest.raises(RuntimeError, match="KeyError"):
+        list(map_in_processes(halve, [1, -1], workers=2))
