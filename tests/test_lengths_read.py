@@ -71,9 +71,9 @@ MISTAKES = {
     "huge.txt": ("99999999999\n", "99999999999 is no length"),
     "table.txt": ("1,2\n", "'1,2' is no length"),
     "headless.csv": ("512\n300\n", "the first line is 512; a table begins with the names of columns"),
-    "short.csv": ("id,length\n1,5\n2\n", "line 3: it has no column 'length'"),
+    "short.csv": ("id,length\n1,5\n2\n", "line 3: 1 cells under 2 columns"),
     "empty.csv": ("", "which column"),
-    "quoted.csv": ('length\n"' + "9" * 200_000 + '"\n', "field larger than field limit"),
+    "quoted.csv": ('length\n"' + "9" * 200_000 + '"\n', "is no length; it takes a whole number of tokens"),
     "broken.jsonl": ('{"length": 3}\n{"length": \n', "line 2: not JSON"),
     "lacking.jsonl": ('{"length": 3}\n{"size": 4, "id": 1}\n', "line 2: which column"),
     "nested.jsonl": ('{"length": {"of": 3}}\n', "an object is no length"),
@@ -111,7 +111,7 @@ def test_what_is_no_file_of_text(tmp_path: Path) -> None:
         ("folder.txt", "regular file"),
         ("missing.txt", "no such file"),
         ("dangling.txt", "no such file"),
-        ("utf16.txt", "not UTF-8"),
+        ("utf16.txt", "this is UTF-16"),
     ):
         with pytest.raises(SnugfitError, match=says):
             Lengths.read(tmp_path / name)

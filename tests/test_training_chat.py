@@ -10,7 +10,7 @@ import pytest
 
 from small_models import small_job
 from small_tokenizers import tokenizer
-from snugfit.data.rows import read_rows
+from snugfit.data.row_sources import read_rows
 from snugfit.data.samples import Samples, samples_of
 from snugfit.errors import UsageError
 from snugfit.frontends.own import train

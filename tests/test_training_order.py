@@ -19,7 +19,7 @@ import torch
 from small_models import small_job
 from small_tokenizers import NUMBERS, tokenizer
 from snugfit.data.collate import Collate
-from snugfit.data.rows import read_rows
+from snugfit.data.row_sources import read_rows
 from snugfit.data.samples import Samples, samples_of
 from snugfit.data.tokens import padding_token
 from snugfit.errors import UsageError

@@ -20,7 +20,7 @@ from snugfit.cli.main import run
 from snugfit.data import pictures
 from snugfit.data.media import MediaSamples, media_samples
 from snugfit.data.processors import load_processor
-from snugfit.data.rows import read_rows
+from snugfit.data.row_sources import read_rows
 from snugfit.errors import UsageError
 from snugfit.frontends.own import options_of, train
 from snugfit.training.run.dataset import data_of
@@ -70,7 +70,8 @@ def _metadata(at: Path) -> Any:
 
 
 def _saved(at: Path) -> Any:
-    datasets = pytest.importorskip("datasets", reason="Requires: datasets")
+    import datasets
+
     features = datasets.Features(
         {"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])}
     )
@@ -80,7 +81,8 @@ def _saved(at: Path) -> Any:
 
 
 def _loaded(at: Path) -> Any:
-    datasets = pytest.importorskip("datasets", reason="Requires: datasets")
+    import datasets
+
     return datasets.load_from_disk(str(_saved(at)))
 
 

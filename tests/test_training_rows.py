@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import importlib
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,9 +13,10 @@ import pytest
 import torch
 
 from small_models import small_job
-from snugfit.data import row_files
+from snugfit.data import text_rows
 from snugfit.data.columns import columns_of
-from snugfit.data.rows import Rows, read_rows
+from snugfit.data.row_sources import read_rows
+from snugfit.data.rows import Rows
 from snugfit.errors import UsageError
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
@@ -85,14 +85,12 @@ def _splits(path: Path) -> Path:
 
 @pytest.mark.parametrize("write", [_parquet, _saved, _splits])
 def test_arrow_says_the_same(write: Callable[[Path], Path], tmp_path: Path) -> None:
-    pytest.importorskip("datasets", reason="Requires: datasets")
     rows = read_rows(write(tmp_path))
     assert list(rows) == ROWS == [rows[0], rows[1], rows[2]]
     assert rows.columns == ("text", "label")
 
 
 def test_a_split_is_chosen(tmp_path: Path) -> None:
-    pytest.importorskip("datasets", reason="Requires: datasets")
     path = _splits(tmp_path)
     assert list(read_rows(path, split="test")) == ROWS[:1]
     with pytest.raises(UsageError, match=r"no split 'tests'. Did you mean 'test'\? It has test, train"):
@@ -105,7 +103,8 @@ def test_a_split_is_chosen(tmp_path: Path) -> None:
 
 
 def test_a_saved_dataset_knows_its_classes() -> None:
-    datasets = pytest.importorskip("datasets", reason="Requires: datasets")
+    import datasets
+
     named = datasets.ClassLabel(names=["no", "yes"])
     features = datasets.Features(
         {"text": datasets.Value("string"), "label": named, "ner_tags": datasets.Sequence(named)}
@@ -113,8 +112,8 @@ def test_a_saved_dataset_knows_its_classes() -> None:
     rows = read_rows(
         datasets.Dataset.from_list([{"text": "x", "label": 1, "ner_tags": [0, 1]}], features=features)
     )
-    assert rows.table.class_names("label") == rows.table.class_names("ner_tags") == ("no", "yes")
-    assert rows.table.class_names("text") == ()
+    assert rows.class_names("label") == rows.class_names("ner_tags") == ("no", "yes")
+    assert rows.class_names("text") == ()
 
 
 MISTAKES: dict[str, tuple[str | bytes, str]] = {
@@ -146,8 +145,6 @@ MISTAKES: dict[str, tuple[str | bytes, str]] = {
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_told_with_its_file(name: str, tmp_path: Path) -> None:
-    if name.endswith("parquet"):
-        pytest.importorskip("pyarrow", reason="Requires: pyarrow")
     content, says = MISTAKES[name]
     path = tmp_path / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -172,7 +169,6 @@ def test_what_is_no_file_of_samples(tmp_path: Path) -> None:
 
 
 def test_a_damaged_saved_dataset_is_told(tmp_path: Path) -> None:
-    pytest.importorskip("datasets", reason="Requires: datasets")
     path = _saved(tmp_path)
     next(path.glob("*.arrow")).write_bytes(b"nothing")
     with pytest.raises(UsageError, match="datasets cannot load this"):
@@ -180,7 +176,7 @@ def test_a_damaged_saved_dataset_is_told(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_held_whole_has_a_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_files, "LARGEST_WHOLE", 10)
+    monkeypatch.setattr(text_rows, "LARGEST_IN_MEMORY", 10)
     (tmp_path / "large.csv").write_text("text\n" + "word\n" * 10)
     with pytest.raises(UsageError, match=r"55 bytes; a \.csv file is held in memory.*\.jsonl or \.parquet"):
         read_rows(tmp_path / "large.csv")
@@ -195,23 +191,6 @@ def test_a_long_cell_is_read_and_the_limit_of_csv_is_put_back(tmp_path: Path) ->
     assert csv.field_size_limit() == before
 
 
-@pytest.mark.parametrize("name", ["rows.parquet", "saved"])
-def test_without_the_extra_it_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "rows.parquet").write_bytes(b"PAR1")
-    (tmp_path / "saved").mkdir()
-    (tmp_path / "saved" / "dataset_info.json").write_text("{}")
-    real = importlib.import_module
-
-    def absent(module: str, *more: Any) -> Any:
-        if module.startswith(("datasets", "pyarrow")):
-            raise ImportError(module)
-        return real(module, *more)
-
-    monkeypatch.setattr(importlib, "import_module", absent)
-    with pytest.raises(UsageError, match=r'not installed. Try: pip install "snugfit\[data\]"'):
-        read_rows(tmp_path / name)
-
-
 GIVEN: dict[str, tuple[Any, str]] = {
     "a mapping of splits": ({"train": ROWS}, r"Take one of its splits: \['train'\]"),
     "numbers": ([1, 2], "rows are mappings"),
@@ -223,8 +202,9 @@ GIVEN: dict[str, tuple[Any, str]] = {
 
 
 def test_what_is_streamed_or_lies_in_columns() -> None:
-    datasets = pytest.importorskip("datasets", reason="Requires: datasets")
-    pandas = pytest.importorskip("pandas", reason="Requires: pandas")
+    import datasets
+    import pandas
+
     with pytest.raises(UsageError, match="it is streamed and has no length"):
         read_rows(datasets.Dataset.from_list(ROWS).to_iterable_dataset())
     with pytest.raises(UsageError, match="rows are mappings"):

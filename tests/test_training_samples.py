@@ -17,7 +17,8 @@ import torch
 
 from small_models import small_job
 from small_tokenizers import saved, tokenizer
-from snugfit.data.rows import Row, read_rows
+from snugfit.data.row_sources import read_rows
+from snugfit.data.rows import Row
 from snugfit.data.samples import Samples, samples_of
 from snugfit.data.tokens import load_tokenizer, padding_token
 from snugfit.errors import UsageError
@@ -168,7 +169,8 @@ def test_label_names_have_one_order() -> None:
 
 
 def test_a_dataset_knows_the_order_of_its_classes() -> None:
-    datasets = pytest.importorskip("datasets", reason="Requires: datasets")
+    import datasets
+
     named = datasets.ClassLabel(names=["yes", "no"])
     rows = datasets.Dataset.from_list(
         [{"text": "one", "label": 1}],

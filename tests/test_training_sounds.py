@@ -25,7 +25,7 @@ from snugfit.data.collate_media import MediaCollate
 from snugfit.data.media import MediaSamples, media_samples
 from snugfit.data.media_files import Entry
 from snugfit.data.processors import load_processor
-from snugfit.data.rows import read_rows
+from snugfit.data.row_sources import read_rows
 from snugfit.data.sounds import Sounds
 from snugfit.errors import UsageError
 from snugfit.frontends.own import options_of, train
@@ -73,7 +73,8 @@ def _table(at: Path) -> Any:
 
 
 def _dataset(at: Path) -> Any:
-    datasets = pytest.importorskip("datasets", reason="Requires: datasets")
+    import datasets
+
     content = {"audio": list(map(str, files(at))), "text": list(SAID)}
     return datasets.Dataset.from_dict(content).cast_column("audio", datasets.Audio(sampling_rate=RATE))
 
@@ -320,7 +321,8 @@ def test_a_column_with_a_rate_is_left_to_datasets_where_it_can_hear(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here it cannot, and says so; its error names the row."""
-    datasets = pytest.importorskip("datasets", reason="Requires: datasets")
+    import datasets
+
     source = _dataset(tmp_path)
     monkeypatch.setattr(datasets.config, "TORCHCODEC_AVAILABLE", True)
     assert read_rows(source.cast_column("audio", datasets.Audio()))[0]["audio"]["bytes"] is None

@@ -15,9 +15,10 @@ import pytest
 from small_media import pets, picture
 from small_models import small_job
 from small_runs import losses, rows, small_run
-from snugfit.data import row_arrow
+from snugfit.data import arrow_rows
 from snugfit.data.columns import columns_of
-from snugfit.data.rows import Table, read_rows
+from snugfit.data.row_sources import read_rows
+from snugfit.data.rows import Rows
 from snugfit.errors import UsageError
 from snugfit.job.job import Task
 from snugfit.training.run.train import train
@@ -60,8 +61,6 @@ def texts(source: Any) -> list[str]:
 
 @pytest.mark.parametrize("form", [".jsonl", ".csv", ".txt", ".parquet"])
 def test_several_files_are_one_dataset_in_the_order_of_their_names(form: str, tmp_path: Path) -> None:
-    if form == ".parquet":
-        pytest.importorskip("pyarrow", reason="Requires: pyarrow")
     folder = shards(tmp_path / "data", form)
     pattern = f"{folder}/part-*{form}"
     assert texts(folder) == texts(pattern) == texts(Path(pattern)) == list(TEXTS)
@@ -70,7 +69,7 @@ def test_several_files_are_one_dataset_in_the_order_of_their_names(form: str, tm
     assert read.where(3).startswith(str(folder / f"part-2{form}"))
     assert texts(f"{folder}/part-2*") == list(TEXTS[3:])
     if form != ".txt":
-        assert [row["number"] for row in read.narrowed({"number"})] == [row["number"] for row in read]
+        assert [row["number"] for row in read.select_columns({"number"})] == [row["number"] for row in read]
 
 
 def test_patterns_reach_into_folders_and_leave_out_what_is_hidden(tmp_path: Path) -> None:
@@ -169,8 +168,8 @@ def test_pictures_in_folders_are_rows(tmp_path: Path) -> None:
         ("0.png", "cat"), ("1.png", "cat"), ("0.png", "dog"), ("1.png", "dog"),
     ]  # fmt: skip
     assert read.where(3) == read[3]["image"] == str(tmp_path / "dog" / "1.png")
-    assert read.table.class_names("label") == ("cat", "dog")
-    assert list(read.table.notes()) == [
+    assert read.class_names("label") == ("cat", "dog")
+    assert list(read.notes()) == [
         f"1 files are no pictures and are left out, the first {tmp_path / 'cat' / 'notes.md'}."
     ]
     assert list(pickle.loads(pickle.dumps(read))) == list(read)
@@ -182,7 +181,7 @@ def test_beside_pictures_only_metadata_is_a_file_of_rows(tmp_path: Path) -> None
     assert [row["label"] for row in read_rows(tmp_path)] == ["cat", "dog"]
     (tmp_path / "metadata.csv").write_text("file_name,label\ncat/0.png,1\n")
     assert list(read_rows(tmp_path)) == [{"file_name": "cat/0.png", "label": "1"}]
-    assert read_rows(tmp_path).table.home(0) == tmp_path
+    assert read_rows(tmp_path).folder_of(0) == tmp_path
 
 
 COLUMNS: list[tuple[Task, str, str]] = [
@@ -207,11 +206,10 @@ def test_columns_of_media_and_chats_are_found(task: Task, columns: str, roles: s
 def test_parquet_holds_the_columns_that_are_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("pyarrow", reason="Requires: pyarrow")
     write(tmp_path / "rows.parquet", TEXTS)
-    held: Table = read_rows(tmp_path / "rows.parquet").table.narrowed({"text"})
-    assert (held.columns, held[4], held.home(0)) == (("text",), {"text": "five"}, tmp_path)
+    held: Rows = read_rows(tmp_path / "rows.parquet").select_columns({"text"})
+    assert (held.columns, held[4], held.folder_of(0)) == (("text",), {"text": "five"}, tmp_path)
     assert list(pickle.loads(pickle.dumps(held))) == list(held)
-    monkeypatch.setattr(row_arrow, "LARGEST_WHOLE", 10)
+    monkeypatch.setattr(arrow_rows, "LARGEST_IN_MEMORY", 10)
     with pytest.raises(UsageError, match=r"in the columns text; .* at most 10 B.*save_to_disk\(FOLDER\)"):
-        read_rows(tmp_path / "rows.parquet").narrowed({"text"})
+        read_rows(tmp_path / "rows.parquet").select_columns({"text"})

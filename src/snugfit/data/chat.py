@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from snugfit.data.texts import as_text
+from snugfit.data.rows import as_text
 from snugfit.errors import UsageError
 
 Chat = list[dict[str, Any]]

@@ -93,14 +93,14 @@ def columns_of(rows: Rows, job: Job) -> Mapping[str, str]:
             f"{rows.source}: the task {job.task} is not trained from rows. Give snugfit.train a dataset of"
             " samples as the model takes them."
         )
-    found = _input(rows, job.task)
-    if label := _label(rows, job.task, "input_ids" in found):
-        found["label"] = label
-    return found
+    columns = _input_columns(rows, job.task)
+    if label := _label_column(rows, job.task, "input_ids" in columns):
+        columns["label"] = label
+    return columns
 
 
-def _input(rows: Rows, task: Task) -> dict[str, str]:
-    named = {role: column for role, column in rows.asked.items() if role not in ("label", "labels")}
+def _input_columns(rows: Rows, task: Task) -> dict[str, str]:
+    named = {role: column for role, column in rows.named.items() if role not in ("label", "labels")}
     forms = [form for form in INPUTS[task] if set(named) <= set(form)]
     if not forms:
         allowed = " or ".join(" with ".join(form) for form in INPUTS[task])
@@ -114,30 +114,30 @@ def _input(rows: Rows, task: Task) -> dict[str, str]:
                 return candidate
     if ("text",) in forms and (only := _only_text(rows)):
         return {"text": only}
-    wanted = [role for role in forms[-1] if role not in named]
-    shape = ", ".join(f'"{role}": "NAME"' for role in wanted)
+    missing = [role for role in forms[-1] if role not in named]
+    shape = ", ".join(f'"{role}": "NAME"' for role in missing)
     raise UsageError(
-        f"{rows.source}: which column is the {' and which the '.join(wanted)}? {rows.listed(wanted[0])} Name"
-        f" it: columns={{{shape}}}."
+        f"{rows.source}: which column is the {' and which the '.join(missing)}?"
+        f" {rows.column_list(missing[0])} Name it: columns={{{shape}}}."
     )
 
 
 def _only_text(rows: Rows) -> str | None:
-    left = [column for column in rows.columns if column not in (*NO_TEXT, *rows.asked.values())]
+    left = [column for column in rows.columns if column not in (*NO_TEXT, *rows.named.values())]
     return left[0] if len(left) == 1 else None
 
 
-def _label(rows: Rows, task: Task, tokenised: bool) -> str | None:
-    asked = rows.asked.get("label", rows.asked.get("labels"))
+def _label_column(rows: Rows, task: Task, tokenised: bool) -> str | None:
+    asked = rows.named.get("label", rows.named.get("labels"))
     usual = LABELS.get((task, tokenised), ())
     if asked and not usual:
         raise UsageError(
             f"columns: {task} takes no labels, it learns from the text itself; leave {asked!r} out."
         )
-    found = asked or next((column for column in usual if column in rows.columns), None)
-    if found is None and task not in (Task.CAUSAL_LM, Task.MASKED_LM) and usual:
+    label = asked or next((column for column in usual if column in rows.columns), None)
+    if label is None and task not in (Task.CAUSAL_LM, Task.MASKED_LM) and usual:
         raise UsageError(
-            f"{rows.source}: which column is the label? {rows.listed('label')} Name it:"
+            f"{rows.source}: which column is the label? {rows.column_list('label')} Name it:"
             ' columns={"label": "NAME"}.'
         )
-    return found
+    return label

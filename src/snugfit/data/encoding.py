@@ -21,8 +21,7 @@ from itertools import islice, pairwise
 from typing import Any, final
 
 from snugfit.data.chat import conversation_of
-from snugfit.data.rows import Row, Rows
-from snugfit.data.texts import as_text, text_of
+from snugfit.data.rows import Row, Rows, as_text
 from snugfit.data.tokens import Tokenizer, Tokens
 from snugfit.errors import UsageError
 from snugfit.job.batch import IGNORED
@@ -194,7 +193,7 @@ class Encoder:
         return [self.rows.value(row, self.columns["label"], index)]
 
     def _strings(self, chunk: Numbered, role: str) -> list[str]:
-        return [text_of(self.rows, row, self.columns[role], index) for index, row in chunk]
+        return [self.rows.text(row, self.columns[role], index) for index, row in chunk]
 
     def _list_of_words(self, row: Row, index: int) -> list[str]:
         column = self.columns["tokens"]

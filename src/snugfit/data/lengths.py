@@ -15,8 +15,6 @@ Which column or key is asked for only when it is not plain: one column alone is 
 
 from __future__ import annotations
 
-import csv
-import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from snugfit.data.rows import Row, Rows
+from snugfit.data.text_rows import LineRows, TableRows, parse_json, read_text
 from snugfit.errors import UsageError, did_you_mean
 from snugfit.job.job import LARGEST_LENGTH
 
@@ -46,7 +46,7 @@ class Lengths:
     """(tokens, samples), the shortest first."""
 
     source: str = "given"
-    """Where they come from."""
+    """The file that they were read from, or another name for where they come from."""
 
     def __post_init__(self) -> None:
         if not self.counts:
@@ -61,11 +61,12 @@ class Lengths:
             raise UsageError(f"{path}: lengths are read from {', '.join(FORMS)}; the name says which.")
         if column is not None and suffix in (".txt", ".json"):
             raise UsageError(f"{path}: a {suffix} file has no columns. Leave --column {column} out.")
-        text = _text(path)
-        if suffix == ".json":
-            return cls._counted(_of_document(parsed(text, str(path)), str(path)), str(path))
-        lines = {".txt": _of_lines, ".jsonl": _of_objects}.get(suffix, _of_table)
-        return cls._counted(((length, 1) for length in lines(text, path, column)), str(path))
+        _refuse_no_file(path)
+        try:
+            pairs = _of_document(path) if suffix == ".json" else _of_rows(path, column)
+            return cls._count(pairs, str(path))
+        except OSError as error:
+            raise UsageError(f"{path}: cannot be read ({error.strerror}).") from None
 
     @classmethod
     def of(cls, lengths: Iterable[int] | Mapping[int, int], *, source: str = "given") -> Self:
@@ -78,12 +79,12 @@ class Lengths:
         pairs: Iterable[tuple[Any, Any]] = (
             lengths.items() if isinstance(lengths, Mapping) else ((length, 1) for length in lengths)
         )
-        return cls._counted(
+        return cls._count(
             ((_length(length, source), _samples(count, source)) for length, count in pairs), source
         )
 
     @classmethod
-    def _counted(cls, pairs: Iterable[tuple[int, int]], source: str) -> Self:
+    def _count(cls, pairs: Iterable[tuple[int, int]], source: str) -> Self:
         counts: Counter[int] = Counter()
         for length, samples in pairs:
             counts[length] += samples
@@ -93,12 +94,12 @@ class Lengths:
 
     @property
     def samples(self) -> int:
-        """How many there are."""
+        """How many samples there are."""
         return sum(samples for _, samples in self.counts)
 
     @property
     def tokens(self) -> int:
-        """Of all samples together."""
+        """The tokens of all samples together."""
         return sum(length * samples for length, samples in self.counts)
 
     @property
@@ -119,10 +120,10 @@ class Lengths:
     @property
     def median(self) -> int:
         """Half of the samples have so many tokens or fewer."""
-        seen, half = 0, self.samples / 2
+        counted, half = 0, self.samples / 2
         for length, samples in self.counts:
-            seen += samples
-            if seen >= half:
+            counted += samples
+            if counted >= half:
                 return length
         raise AssertionError("there are lengths")
 
@@ -130,7 +131,7 @@ class Lengths:
         """The same samples, each of at most `at` tokens. Raises `UsageError` for what is no length."""
         longest = _length(at, "truncation")
         pairs = ((min(length, longest), samples) for length, samples in self.counts)
-        return Lengths._counted(pairs, f"{self.source}, cut at {longest}")
+        return Lengths._count(pairs, f"{self.source}, cut at {longest}")
 
     def to_json(self) -> dict[str, Any]:
         """A summary and the histogram."""
@@ -157,7 +158,7 @@ def _length(value: object, where: str) -> int:
         value = int(value.strip())
     if type(value) is not int:
         hint = " Count tokens, not text." if isinstance(value, str) and len(value) > 40 else ""
-        raise UsageError(f"{where}: {_shown(value)} is no length; it takes a whole number of tokens.{hint}")
+        raise UsageError(f"{where}: {_short(value)} is no length; it takes a whole number of tokens.{hint}")
     if not 1 <= value <= LARGEST_LENGTH:
         raise UsageError(f"{where}: {value} is no length; a sequence has 1 to {LARGEST_LENGTH:,} tokens.")
     return value
@@ -166,71 +167,55 @@ def _length(value: object, where: str) -> int:
 def _samples(value: object, where: str) -> int:
     if type(value) is not int or not 0 <= value <= MOST_SAMPLES:
         raise UsageError(
-            f"{where}: {_shown(value)} is no number of samples; it is a whole number from 0 to"
+            f"{where}: {_short(value)} is no number of samples; it is a whole number from 0 to"
             f" {MOST_SAMPLES:,}."
         )
     return value
 
 
-def _shown(value: object) -> str:
+def _short(value: object) -> str:
     if isinstance(value, dict):
         return "an object"
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:40]}..."
 
 
-# ---- whole files ----------------------------------------------------------------------------------------
+# ---- files ----------------------------------------------------------------------------------------------
 
 
-def _text(path: Path) -> str:
-    try:
-        if not path.exists():
-            raise UsageError(f"{path}: no such file of lengths.")
-        if not path.is_file():
-            raise UsageError(f"{path}: a file of lengths is a regular file, and this is not one.")
-        if (size := path.stat().st_size) > LARGEST_FILE:
-            raise UsageError(
-                f"{path}: {size:,} bytes; a file of lengths has at most {LARGEST_FILE:,}. Count them into"
-                ' a histogram instead: a .json file with {"128": 5000, ...}.'
-            )
-        return path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise UsageError(f"{path}: this is not UTF-8 text. Save it as UTF-8.") from None
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read ({error.strerror}).") from None
+def _refuse_no_file(path: Path) -> None:
+    if not path.exists():
+        raise UsageError(f"{path}: no such file of lengths.")
+    if not path.is_file():
+        raise UsageError(f"{path}: a file of lengths is a regular file, and this is not one.")
+    if (size := path.stat().st_size) > LARGEST_FILE:
+        raise UsageError(
+            f"{path}: {size:,} bytes; a file of lengths has at most {LARGEST_FILE:,}. Count them into"
+            ' a histogram instead: a .json file with {"128": 5000, ...}.'
+        )
 
 
-def _of_lines(text: str, path: Path, column: str | None) -> Iterator[int]:
-    for number, line in enumerate(text.splitlines(), start=1):
-        if line.strip():
-            yield _length(line, f"{path}, line {number}")
+def _of_rows(path: Path, column: str | None) -> Iterator[tuple[int, int]]:
+    """The length in each row of a file, as (tokens, 1)."""
+    suffix = path.suffix.lower()
+    rows: Rows
+    if suffix in (".csv", ".tsv"):
+        rows = TableRows(path)
+        column = _column(list(rows.columns), column, str(path))
+    else:
+        rows = LineRows(path, _json_row if suffix == ".jsonl" else _number_row)
+    for index, row in enumerate(rows):
+        where = rows.where(index)
+        yield _length(row[_column(list(row), column, where)], where), 1
 
 
-def _of_table(text: str, path: Path, column: str | None) -> Iterator[int]:
-    rows = csv.reader(text.splitlines(), delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
-    try:
-        heads = [head.strip() for head in next(rows, [])]
-        place = heads.index(_column(heads, column, str(path)))
-        for row in rows:
-            if not any(cell.strip() for cell in row):
-                continue
-            where = f"{path}, line {rows.line_num}"
-            if len(row) <= place:
-                raise UsageError(f"{where}: it has no column {heads[place]!r}.")
-            yield _length(row[place], where)
-    except csv.Error as error:
-        raise UsageError(f"{path}, line {rows.line_num}: {error}.") from None
+def _number_row(line: str, where: str) -> Row:
+    return {NAMES[0]: line.rstrip("\r\n")}
 
 
-def _of_objects(text: str, path: Path, column: str | None) -> Iterator[int]:
-    for number, line in enumerate(text.split("\n"), start=1):  # JSON text may hold what splitlines cuts at
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        value = parsed(line, where)
-        if isinstance(value, dict):
-            value = value[_column([*value], column, where)]
-        yield _length(value, where)
+def _json_row(line: str, where: str) -> Row:
+    value = parse_json(line, where)
+    return value if isinstance(value, dict) else {NAMES[0]: value}
 
 
 def _column(heads: list[str], asked: str | None, where: str) -> str:
@@ -247,31 +232,12 @@ def _column(heads: list[str], asked: str | None, where: str) -> str:
     return known
 
 
-def _of_document(value: object, where: str) -> Iterator[tuple[int, int]]:
+def _of_document(path: Path) -> Iterator[tuple[int, int]]:
+    """The pairs (tokens, samples) of a list of lengths, or of a histogram."""
+    value, where = parse_json(read_text(path), str(path)), str(path)
     if isinstance(value, list):
         yield from ((_length(length, where), 1) for length in value)
     elif isinstance(value, dict):
         yield from ((_length(length, where), _samples(count, where)) for length, count in value.items())
     else:
         raise UsageError(f'{where}: a .json file holds a list of lengths, or a histogram {{"128": 5000}}.')
-
-
-def parsed(text: str, where: str) -> Any:
-    """The JSON document in somebody's text; raises `UsageError` that says where it is broken."""
-    try:
-        return json.loads(text, object_pairs_hook=_without_repeats)
-    except RecursionError:
-        raise UsageError(f"{where}: nested too deep.") from None
-    except json.JSONDecodeError as error:
-        line = f" (line {error.lineno})" if "\n" in text.strip() else ""
-        raise UsageError(f"{where}: not JSON: {error.msg}{line}.") from None
-    except ValueError as error:  # a key twice, or a number of thousands of digits
-        raise UsageError(f"{where}: {error}.") from None
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} stands twice")
-    return found

@@ -30,7 +30,6 @@ from snugfit.data.processors import described
 from snugfit.data.ragged import Filling, Ragged
 from snugfit.data.samples import refuse_unknown_tokens
 from snugfit.data.sounds import Sounds
-from snugfit.data.texts import text_of
 from snugfit.data.tokens import Tokenizer
 from snugfit.errors import JobError, UsageError
 from snugfit.job.batch import synthetic
@@ -103,7 +102,7 @@ class MediaSamples(ByPlace):
     def _entry(self, index: int) -> tuple[Entry, Mapping[str, Any]]:
         row = self.media[index]
         value = self.media.value(row, self.column, index)
-        entry = Entry(value=value, where=self.media.where(index), home=self.media.table.home(index))
+        entry = Entry(value=value, where=self.media.where(index), home=self.media.folder_of(index))
         return entry, row
 
 
@@ -123,16 +122,16 @@ def media_samples(
     """
     columns = columns_of(rows, job)
     column = columns["image" if "image" in columns else "audio"]
-    media = rows.narrowed({column} | ({RATE} & {*rows.columns}))
-    made = dict[str, Any](media=media, column=column, notes=tuple(rows.table.notes()))
+    media = rows.select_columns({column} | ({RATE} & {*rows.columns}))
+    made = dict[str, Any](media=media, column=column, notes=tuple(rows.notes()))
     _refuse_missing(media, column)
     if job.task is Task.IMAGE_CLASSIFICATION:
-        asked = rows.narrowed({columns["label"]})
+        asked = rows.select_columns({columns["label"]})
         samples = MediaSamples(
             **made, maker=_pictures(job, processor), **_classes(asked, columns, job, label_names)
         )
     else:
-        asked = rows.narrowed({columns["text"]})
+        asked = rows.select_columns({columns["text"]})
         samples = MediaSamples(
             **made, maker=_sounds(job, processor), **_texts(asked, columns["text"], job, tokenizer)
         )
@@ -142,10 +141,10 @@ def media_samples(
 
 def _refuse_missing(media: Rows, column: str) -> None:
     """Where the first row names a file and does not hold it, those of all rows must be there."""
-    if path_in(media.value(media[0], column, 0), media.table.home(0)) is None:
+    if path_in(media.value(media[0], column, 0), media.folder_of(0)) is None:
         return
     for index, row in enumerate(media):
-        value, home = media.value(row, column, index), media.table.home(index)
+        value, home = media.value(row, column, index), media.folder_of(index)
         path = path_in(value, home)
         if path is not None and not os.path.isfile(path):
             raise Entry(value=value, where=media.where(index), home=home).missing()
@@ -177,7 +176,7 @@ def _classes(
     values = [rows.value(row, column, index) for index, row in enumerate(rows)]
     if job.labels == 1:
         return {"label": measures(values, rows.where)}
-    own = rows.table.class_names(column)
+    own = rows.class_names(column)
     named = bool(label_names) and all(isinstance(value, str) for value in values)
     known = tuple(label_names) if named else one_order(label_names, own, rows.source)
     numbers, names = class_numbers(values, rows.where, labels=job.labels, names=known)
@@ -195,7 +194,7 @@ def _texts(rows: Rows, column: str, job: Job, tokenizer: Any | None) -> Mapping[
     filled, cut, lost = Filling(), 0, 0
     numbered = enumerate(rows)
     while chunk := list(islice(numbered, ROWS_AT_ONCE)):
-        texts = [text_of(rows, row, column, index) for index, row in chunk]
+        texts = [rows.text(row, column, index) for index, row in chunk]
         for made in words.tokens(targets=texts, limit=job.target_length + begun):
             filled.append(made.ids[int(begun) :])
             cut, lost = cut + (made.cut > 0), lost + made.cut

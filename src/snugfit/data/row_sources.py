@@ -13,27 +13,66 @@ about: what is kept for testing must not be trained on by a slip.
 from __future__ import annotations
 
 import glob
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
-from snugfit.data import row_arrow, row_files
-from snugfit.data.row_folders import ClassFolders, holds_pictures
-from snugfit.data.row_shards import Shards
-from snugfit.data.rows import Table
+from snugfit.data.arrow_rows import DatasetRows, ParquetRows, is_saved_dataset, load_saved
+from snugfit.data.picture_folders import ClassFolders, holds_pictures
+from snugfit.data.rows import JoinedRows, MemoryRows, Row, Rows
+from snugfit.data.text_rows import READERS
 from snugfit.errors import UsageError, did_you_mean
 
-FORMS = (*row_files.READERS, ".parquet")
+FORMS = (*READERS, ".parquet")
 
 SPLITS = ("train", "training", "test", "validation", "valid", "val", "dev", "eval", "evaluation")
 _SPLIT = re.compile(rf"(?:^|[-_. ])({'|'.join(sorted(SPLITS, key=len, reverse=True))})(?=[-_. ]|$)")
 
 
-def table_at(path: Path, split: str | None) -> Table:
-    """The rows there. Raises `UsageError`."""
+def read_rows(
+    source: str | os.PathLike[str] | Sequence[Row],
+    *,
+    columns: Mapping[str, str] | None = None,
+    split: str | None = None,
+) -> Rows:
+    """The rows of a file, of several (a folder, or a pattern such as `data/*.jsonl`), of a folder that
+    `save_to_disk` wrote, of a folder of pictures, or of a sequence of mappings. Raises `UsageError`.
+
+    `columns` names the column of a role where it is not called as usual: `{"text": "review"}`. `split` is the
+    part of a saved dataset that has several; `train` unless another is named.
+    """
+    if isinstance(source, str | os.PathLike):
+        rows = _rows_at(Path(source).expanduser(), split)
+    else:
+        rows = _rows_in_memory(source)
+    if columns is not None and not isinstance(columns, Mapping):
+        raise UsageError(f'columns is {columns!r:.60}; it is a mapping: columns={{"text": "review"}}.')
+    if not len(rows):
+        raise UsageError(f"{rows.source}: this dataset is empty; training needs at least one sample.")
+    rows.name_columns(columns or {})
+    return rows
+
+
+def _rows_in_memory(rows: object) -> Rows:
+    if hasattr(rows, "features") and hasattr(rows, "with_format"):
+        return DatasetRows(rows, "the dataset")
+    if isinstance(rows, Mapping):
+        hint = f"[{next(iter(rows))!r}]" if rows else ""
+        raise UsageError(f"A dataset is a sequence of rows, not a mapping. Take one of its splits: {hint}.")
+    if not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
+        raise UsageError(
+            "A dataset is a path, a list of mappings or a datasets.Dataset, not of type"
+            f" {type(rows).__name__}."
+        )
+    return MemoryRows(cast("Sequence[Row]", rows))
+
+
+def _rows_at(path: Path, split: str | None) -> Rows:
     try:
-        if row_arrow.is_saved(path):
-            return row_arrow.saved(path, split)
+        if is_saved_dataset(path):
+            return load_saved(path, split)
         if split is not None:
             raise UsageError(
                 f"{path}: a file has no splits. Leave split={split!r} out, or give the split's file."
@@ -41,46 +80,46 @@ def table_at(path: Path, split: str | None) -> Table:
         if path.is_dir():
             return _folder(path)
         if not path.exists() and glob.has_magic(str(path)):
-            return _joined(_fitting(path), str(path))
+            return _join(_matching_files(path), str(path))
         return _file(path)
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror or error}).") from None
 
 
-def _file(path: Path) -> Table:
+def _file(path: Path) -> Rows:
     form = path.suffix.lower()
     if not path.exists():
-        raise UsageError(f"{path}: no such file of samples.{_beside(path)}")
+        raise UsageError(f"{path}: no such file of samples.{_similar_names(path)}")
     if form not in FORMS:
         raise UsageError(f"{path}: samples are read from {', '.join(FORMS)}; the name says which.")
     if not path.is_file():
         raise UsageError(f"{path}: a file of samples is a regular file, and this is not one.")
-    return row_arrow.Parquet(path) if form == ".parquet" else row_files.READERS[form](path)
+    return ParquetRows(path) if form == ".parquet" else READERS[form](path)
 
 
-def _fitting(pattern: Path) -> list[Path]:
-    """The files that a pattern fits."""
-    found = sorted(Path(name) for name in glob.glob(str(pattern), recursive=True))
-    files = [path for path in found if path.is_file()]
+def _matching_files(pattern: Path) -> list[Path]:
+    """The files that match a pattern, in the order of their names."""
+    paths = sorted(Path(name) for name in glob.glob(str(pattern), recursive=True))
+    files = [path for path in paths if path.is_file()]
     if files:
         return files
-    if found:
-        raise UsageError(f"{pattern}: the pattern fits folders only, such as {found[0]}. Add /*.jsonl to it.")
-    raise UsageError(f"{pattern}: no file fits this pattern.{_beside(pattern)}")
+    if paths:
+        raise UsageError(f"{pattern}: the pattern fits folders only, such as {paths[0]}. Add /*.jsonl to it.")
+    raise UsageError(f"{pattern}: no file fits this pattern.{_similar_names(pattern)}")
 
 
-def _folder(folder: Path) -> Table:
+def _folder(folder: Path) -> Rows:
     """A folder of files of rows, or of pictures. Beside pictures, only a `metadata` file is one of rows."""
-    within = sorted(each for each in folder.iterdir() if not each.name.startswith((".", "__MACOSX")))
-    folders = [each for each in within if each.is_dir()]
-    files = [each for each in within if each.suffix.lower() in FORMS and each.is_file()]
-    files = [each for each in files if not each.name.startswith("_")]
-    about = [each for each in files if each.stem.lower() == "metadata"]
-    if about or (files and not holds_pictures(folders)):
+    entries = sorted(path for path in folder.iterdir() if not path.name.startswith((".", "__MACOSX")))
+    folders = [path for path in entries if path.is_dir()]
+    files = [path for path in entries if path.suffix.lower() in FORMS and path.is_file()]
+    files = [path for path in files if not path.name.startswith("_")]
+    metadata = [path for path in files if path.stem.lower() == "metadata"]
+    if metadata or (files and not holds_pictures(folders)):
         _refuse_several_splits(files, folder)
-        return _joined(about or files, str(folder))
-    if folders and {each.name.lower() for each in folders} <= set(SPLITS):
-        raise UsageError(f"{folder}: it holds splits. Give one of them: {_listed(folders)}.")
+        return _join(metadata or files, str(folder))
+    if folders and {path.name.lower() for path in folders} <= set(SPLITS):
+        raise UsageError(f"{folder}: it holds splits. Give one of them: {_first_paths(folders)}.")
     if holds_pictures(folders):
         return ClassFolders(folder, folders)
     if holds_pictures([folder]):
@@ -88,14 +127,14 @@ def _folder(folder: Path) -> Table:
             f"{folder}: pictures without classes. Put each into a folder that is called as its class, or"
             " write a metadata.csv there, with the columns file_name and label."
         )
-    among = f" Is it one of {_listed(folders)}?" if folders else ""
+    among = f" Is it one of {_first_paths(folders)}?" if folders else ""
     raise UsageError(
         f"{folder}: this folder holds no files of samples ({', '.join(FORMS)}), no dataset that save_to_disk"
         f" wrote, and no pictures in folders of their classes.{among}"
     )
 
 
-def _joined(files: Sequence[Path], source: str) -> Table:
+def _join(files: Sequence[Path], source: str) -> Rows:
     """One file's rows, or those of several of one kind."""
     forms = sorted({path.suffix.lower() for path in files})
     if len(forms) > 1:
@@ -103,24 +142,24 @@ def _joined(files: Sequence[Path], source: str) -> Table:
             f"{source}: files of several kinds ({', '.join(forms)}). Name one kind by a pattern:"
             f" {files[0].parent / f'*{forms[0]}'}."
         )
-    return _file(files[0]) if len(files) == 1 else Shards([_file(path) for path in files], source)
+    return _file(files[0]) if len(files) == 1 else JoinedRows([_file(path) for path in files], source)
 
 
 def _refuse_several_splits(files: Sequence[Path], folder: Path) -> None:
-    named = {found[1]: path for path in files if (found := _SPLIT.search(path.stem.lower()))}
-    if len(named) > 1:
-        first = next(iter(named))
+    splits = {match[1]: path for path in files if (match := _SPLIT.search(path.stem.lower()))}
+    if len(splits) > 1:
+        first = next(iter(splits))
         raise UsageError(
-            f"{folder}: its files are of several splits ({', '.join(sorted(named))}). Name one by a pattern:"
-            f" {folder / f'{first}*{named[first].suffix}'}."
+            f"{folder}: its files are of several splits ({', '.join(sorted(splits))}). Name one by a pattern:"
+            f" {folder / f'{first}*{splits[first].suffix}'}."
         )
 
 
-def _listed(paths: Sequence[Path]) -> str:
+def _first_paths(paths: Sequence[Path]) -> str:
     return ", ".join(map(str, paths[:5])) + (", ..." if len(paths) > 5 else "")
 
 
-def _beside(path: Path) -> str:
+def _similar_names(path: Path) -> str:
     if not path.parent.is_dir():
         return ""
-    return did_you_mean(path.name, [each.name for each in path.parent.iterdir()])
+    return did_you_mean(path.name, [other.name for other in path.parent.iterdir()])

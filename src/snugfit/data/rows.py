@@ -12,18 +12,20 @@
 | a folder of folders of pictures         | a picture, and its folder's name           | when asked for    |
 | a list of mappings, a `datasets.Dataset`| an entry                                   | when asked for    |
 
-Where a path leads is found in `row_sources.py`. Parquet and saved datasets need the extra `data`. What is
-wrong with a file is told with its line, when the file is opened or, where rows are read when they are asked
-for, when the row is read.
+What all of them offer stands here, and the two kinds that read no file. The others are in `text_rows.py`,
+`arrow_rows.py` and `picture_folders.py`; `row_sources.py` decides which of them a path leads to. What is
+wrong with a file is reported with its line: when the file is opened or, where rows are read when they are
+asked for, when the row is read.
 """
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, cast, final
+from typing import Any, final, overload
 
 from snugfit.errors import UsageError, did_you_mean, nearest
 
@@ -47,123 +49,132 @@ ROLES = (
 """What a column can be to a task; `columns.py` says which task needs which."""
 
 
-class Table(ABC):
-    """What a reader of one kind of file offers."""
+class Rows(Sequence[Row], ABC):
+    """A dataset's rows, and the columns that the user has named; one subclass for each kind of source."""
 
     source: str
     """The file or folder, as it was named."""
 
     columns: tuple[str, ...]
-    """Of the first row."""
+    """The names of the first row's columns."""
+
+    folder: Path = Path()
+    """Where a relative path in a row begins: the folder of the file, where there is one."""
+
+    same_columns: bool = False
+    """Whether every row has every column, so that files which are read as one dataset must agree."""
+
+    named: Mapping[str, str] = {}
+    """The column of a role, where the user has named it."""
 
     @abstractmethod
     def __len__(self) -> int: ...
 
     @abstractmethod
+    def _row(self, index: int) -> Row:
+        """The row at this index, which exists."""
+
+    @overload
     def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+    @final
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        if isinstance(index, slice):
+            return [self._row(number) for number in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        return self._row(index % len(self))
 
     def __iter__(self) -> Iterator[Row]:
-        return (self[index] for index in range(len(self)))
+        return (self._row(index) for index in range(len(self)))
 
     def where(self, index: int) -> str:
-        """Where a person finds this row."""
+        """The file and line, or the row's number, by which a person finds this row."""
         return f"{self.source}, row {index + 1}"
 
+    def folder_of(self, index: int) -> Path:
+        """The folder in which a relative path of this row begins."""
+        return self.folder
+
     def class_names(self, column: str) -> tuple[str, ...]:
-        """The names of a column's classes, where the file knows them."""
+        """The names of a column's classes in their order, where the source knows them; else none."""
         return ()
 
-    def home(self, index: int) -> Path:
-        """The folder in which a relative path of this row begins: that of its file, where there is one."""
-        return Path()
-
-    def narrowed(self, columns: Collection[str]) -> Table:
-        """The same rows with these columns at least; without the others where that saves reading them."""
-        return self
-
     def notes(self) -> Iterator[str]:
-        """What somebody who trains on this should be told."""
+        """What somebody who trains on this should know."""
         yield from ()
 
+    def select_columns(self, columns: Collection[str]) -> Rows:
+        """The same rows with these columns at least; without the others where that saves reading them."""
+        return self._select({name if name in self.columns else _outer(name) for name in columns})
 
-@final
-class Rows(Sequence[Row]):
-    """A dataset's rows, and which of its columns the user has named for what."""
+    def _select(self, columns: Collection[str]) -> Rows:
+        return self
 
-    def __init__(self, table: Table, asked: Mapping[str, str] | None = None) -> None:
-        if asked is not None and not isinstance(asked, Mapping):
-            raise UsageError(f'columns is {asked!r:.60}; it is a mapping: columns={{"text": "review"}}.')
-        self.table, self.asked = table, dict(asked or {})
-        if not len(table):
-            raise UsageError(f"{table.source}: this dataset is empty; training needs at least one sample.")
-        for role, column in self.asked.items():
+    def name_columns(self, named: Mapping[str, str]) -> None:
+        """Notes which column the user has named for which role. Raises `UsageError`."""
+        for role, column in named.items():
             if role not in ROLES:
                 raise UsageError(
                     f"columns: {role!r} is nothing that a column can be.{did_you_mean(role, ROLES)} It is one"
                     f" of {', '.join(ROLES)}."
                 )
             if not isinstance(column, str) or not self.has(column):
-                raise UsageError(f"{self.source}: no column {column!r}. {self.listed(str(column))}")
-
-    @property
-    def source(self) -> str:
-        """Where they come from."""
-        return self.table.source
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """Their names."""
-        return self.table.columns
+                raise UsageError(f"{self.source}: no column {column!r}. {self.column_list(str(column))}")
+        self.named = dict(named)
 
     def has(self, column: str) -> bool:
         """Whether there is such a column; `translation.en` is the key `en` in the objects of
         `translation`."""
-        return column in self.columns or column.split(".", maxsplit=1)[0] in self.columns
+        return column in self.columns or _outer(column) in self.columns
 
-    def listed(self, column: str = "") -> str:
-        """The columns there are, in words, those most like `column` first."""
+    def column_list(self, column: str = "") -> str:
+        """The columns there are, for an error message; those most like `column` come first."""
         near = nearest(column, self.columns)
         names = [*near, *(name for name in self.columns if name not in near)]
         return f"Its columns: {', '.join(map(repr, names[:20]))}{', ...' if len(names) > 20 else ''}."
 
-    def narrowed(self, columns: Collection[str]) -> Rows:
-        """The same rows with these columns at least."""
-        whole = {name if name in self.columns else name.split(".", maxsplit=1)[0] for name in columns}
-        return Rows(self.table.narrowed(whole))
-
     def value(self, row: Row, column: str, index: int) -> Any:
-        """What stands in a row under this name; raises `UsageError` when nothing does."""
-        found: Any = row
+        """What a row has in this column; raises `UsageError` when it has no such column."""
+        value: Any = row
         for key in [column] if column in row else column.split("."):
-            if not isinstance(found, Mapping) or key not in found:
+            if not isinstance(value, Mapping) or key not in value:
                 raise UsageError(f"{self.where(index)}: it has no {column!r}, which other rows have.")
-            found = found[key]
-        return found
+            value = value[key]
+        return value
 
-    def where(self, index: int) -> str:
-        """Where a person finds this row."""
-        return self.table.where(index)
+    def text(self, row: Row, column: str, index: int) -> str:
+        """The text that a row has in this column. Raises `UsageError` where there is none."""
+        return as_text(self.value(row, column, index), self.where(index), column)
 
-    def __len__(self) -> int:
-        return len(self.table)
 
-    def __getitem__(self, index: int | slice) -> Any:
-        if isinstance(index, slice):
-            return [self.table[each] for each in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(index)
-        return self.table[index % len(self)]
+def as_text(value: Any, where: str, column: str) -> str:
+    """The value, if it is text that a tokenizer can read."""
+    if not isinstance(value, str):
+        what = "nothing (null)" if value is None else f"{value!r:.40}"
+        raise UsageError(f"{where}: {column!r} is {what}; every row's must be text.")
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise UsageError(
+                f"{where}: character {error.start + 1} of {column!r} is half of a surrogate pair, which is no"
+                " text."
+            ) from None
+    return value
 
-    def __iter__(self) -> Iterator[Row]:
-        return iter(self.table)
+
+def _outer(column: str) -> str:
+    return column.split(".", maxsplit=1)[0]
 
 
 @final
-class _Given(Table):
-    """Rows that are in Python already."""
+class MemoryRows(Rows):
+    """Rows that are in memory already: a list of mappings, or a map-style dataset of torch."""
 
-    def __init__(self, rows: Sequence[Row]) -> None:
-        self.source, self._rows = "the dataset", rows
+    def __init__(self, rows: Sequence[Row], source: str = "the dataset", folder: Path = Path()) -> None:
+        self.source, self.folder, self._rows = source, folder, rows
         try:
             first = rows[0] if len(rows) else {}
         except LookupError:  # a table by columns, such as pandas'
@@ -175,40 +186,54 @@ class _Given(Table):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, index: int) -> Row:
+    def _row(self, index: int) -> Row:
         return self._rows[index]
 
 
-def read_rows(
-    source: str | os.PathLike[str] | Sequence[Row],
-    *,
-    columns: Mapping[str, str] | None = None,
-    split: str | None = None,
-) -> Rows:
-    """The rows of a file, of several (a folder, or a pattern such as `data/*.jsonl`), of a folder that
-    `save_to_disk` wrote, of a folder of pictures, or of a sequence of mappings.
+@final
+class JoinedRows(Rows):
+    """Several files of one kind as one dataset: the rows of the first, then those of the second, and so on.
+    Files without a row are left out."""
 
-    `columns` names the column of a role where it is not called as usual: `{"text": "review"}`. `split` is the
-    part of a saved dataset that has several; `train` unless another is named.
-    """
-    if not isinstance(source, str | os.PathLike):
-        return Rows(_given(source), columns)
-    from snugfit.data.row_sources import table_at
+    def __init__(self, parts: Sequence[Rows], source: str) -> None:
+        self.source = source
+        self._parts = [part for part in parts if len(part)] or [parts[0]]
+        first = self._parts[0]
+        self.columns = first.columns
+        for part in self._parts:
+            if part.same_columns and set(part.columns) != set(first.columns):
+                raise UsageError(
+                    f"{part.source}: its columns are {', '.join(part.columns)}, and those of"
+                    f" {first.source} are {', '.join(first.columns)}. Files that are read as one dataset have"
+                    " the same."
+                )
+        self._ends = list(accumulate(map(len, self._parts)))
 
-    return Rows(table_at(Path(source).expanduser(), split), columns)
+    def __len__(self) -> int:
+        return self._ends[-1]
 
+    def _at(self, index: int) -> tuple[Rows, int]:
+        """The file that holds this row, and the row's index in that file."""
+        number = bisect_right(self._ends, index)
+        return self._parts[number], index - (self._ends[number - 1] if number else 0)
 
-def _given(rows: object) -> Table:
-    if hasattr(rows, "features") and hasattr(rows, "with_format"):
-        from snugfit.data.row_arrow import Saved
+    def _row(self, index: int) -> Row:
+        part, inner = self._at(index)
+        return part[inner]
 
-        return Saved(rows, "the dataset")
-    if isinstance(rows, Mapping):
-        hint = f"[{next(iter(rows))!r}]" if rows else ""
-        raise UsageError(f"A dataset is a sequence of rows, not a mapping. Take one of its splits: {hint}.")
-    if not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
-        raise UsageError(
-            "A dataset is a path, a list of mappings or a datasets.Dataset, not of type"
-            f" {type(rows).__name__}."
-        )
-    return _Given(cast("Sequence[Row]", rows))
+    def __iter__(self) -> Iterator[Row]:
+        for part in self._parts:
+            yield from part
+
+    def where(self, index: int) -> str:
+        """The row's own file, and where it is in that."""
+        part, inner = self._at(index)
+        return part.where(inner)
+
+    def folder_of(self, index: int) -> Path:
+        """The folder of the file that holds this row."""
+        part, inner = self._at(index)
+        return part.folder_of(inner)
+
+    def _select(self, columns: Collection[str]) -> Rows:
+        return JoinedRows([part.select_columns(columns) for part in self._parts], self.source)

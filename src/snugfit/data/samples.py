@@ -147,7 +147,7 @@ def samples_of(
         raise UsageError("Packing joins texts by the end token, and this tokenizer has none. Leave it out.")
     encoder = Encoder(rows, columns, job, words, limit=None if pack else length)
     samples, named = _gathered(encoder)
-    known = one_order(label_names, rows.table.class_names(columns.get("label", "")), rows.source)
+    known = one_order(label_names, rows.class_names(columns.get("label", "")), rows.source)
     samples = _with_classes(samples, named, job, known, rows.where)
     vocabulary = job.transformers_config().get_text_config().vocab_size
     refuse_unknown_tokens(samples.inputs, vocabulary, job, rows.where)

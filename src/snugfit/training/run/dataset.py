@@ -10,7 +10,8 @@ from snugfit.data.collate import Collate
 from snugfit.data.collate_media import MediaCollate
 from snugfit.data.media import MediaSamples, media_samples
 from snugfit.data.processors import has_processor, load_processor, own_folder
-from snugfit.data.rows import Rows, read_rows
+from snugfit.data.row_sources import read_rows
+from snugfit.data.rows import Rows
 from snugfit.data.samples import Samples, samples_of
 from snugfit.data.tokens import load_tokenizer, padding_token
 from snugfit.errors import UsageError

@@ -1,0 +1,215 @@
+"""Rows in files of text: lines, JSON objects, tables, read by Python's own `json` and `csv`.
+
+Not by the readers of `datasets`, which change what stands in a file (5.2, measured on 2026-11-22):
+
+- JSON: a column of dates written as text (`"2020-01-01"`) becomes timestamps; a key that first appears, or a
+  null that first gets a value, after 10 MB is an error without a line; missing keys become nulls.
+- Tables: pandas reads `NA` and `null` as no value, fills up a row that has too few cells, and takes the first
+  column for an index where rows have one cell more than the head. Here each is an error with its line.
+- All of them write a copy of the file to disk at every start. Of 0.5 GB of JSON lines the first row was there
+  after 3.4 s, and is here after 1.0 s.
+
+A file of lines is gone through once, to prove it UTF-8 and to note where each line begins; a line is read
+when it is asked for. The rows of a table may span lines (a quoted cell may hold one), and so may the objects
+of a list, so these files are held in memory, and beyond `LARGEST_IN_MEMORY` they must come in another form.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, final
+
+from snugfit.data.rows import MemoryRows, Row, Rows
+from snugfit.errors import UsageError
+
+LARGEST_IN_MEMORY = 1 << 30
+"""Bytes of a file that is held in memory."""
+
+LARGEST_CELL = 64 << 20
+"""Characters in a table's cell; csv's own limit, 128 KiB, is less than a long document has."""
+
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+"""What Windows puts before UTF-8 text."""
+
+
+@final
+class LineRows(Rows):
+    """A file with a row in every line that is not blank."""
+
+    def __init__(self, path: Path, parse: Callable[[str, str], Row]) -> None:
+        """`parse` makes a row of a line; its second argument says where the line is."""
+        self.source, self.folder = str(path), path.parent
+        self._path, self._parse = path, parse
+        self._starts, self._numbers = array("q"), array("q")
+        with open(path, "rb") as file:
+            start = 0
+            for number, line in enumerate(file, start=1):
+                decode(line, f"{path}, line {number}")
+                if line.removeprefix(_BYTE_ORDER_MARK if number == 1 else b"").strip():
+                    self._starts.append(start)
+                    self._numbers.append(number)
+                start += len(line)
+        self.columns = tuple(self[0]) if len(self) else ()
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def _row(self, index: int) -> Row:
+        return next(self._read([index]))
+
+    def __iter__(self) -> Iterator[Row]:
+        return self._read(range(len(self)))
+
+    def _read(self, indices: Iterable[int]) -> Iterator[Row]:
+        with open(self._path, "rb") as file:
+            for index in indices:
+                file.seek(self._starts[index])
+                where = self.where(index)
+                yield self._parse(decode(file.readline(), where), where)
+
+    def where(self, index: int) -> str:
+        """The file and the line's number, as editors count."""
+        return f"{self.source}, line {self._numbers[index]}"
+
+
+@final
+class TableRows(Rows):
+    """`.csv`, `.tsv`: a head, and under it rows with as many cells. All values are text."""
+
+    same_columns = True
+
+    def __init__(self, path: Path) -> None:
+        self.source, self.folder = str(path), path.parent
+        self._cells: list[list[str]] = []
+        self._numbers = array("q")
+        delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
+        reader = csv.reader(io.StringIO(read_text(path), newline=""), delimiter=delimiter, strict=True)
+        before = csv.field_size_limit(LARGEST_CELL)
+        try:
+            self.columns = _head(next(reader, []), self.source)
+            self._fill(reader)
+        except csv.Error as error:
+            hint = ' A quote (") was opened and never closed.' if "unexpected end" in str(error) else ""
+            raise UsageError(f"{path}, line {reader.line_num}: {error}.{hint}") from None
+        finally:
+            csv.field_size_limit(before)
+
+    def _fill(self, reader: Any) -> None:
+        number = reader.line_num + 1
+        for cells in reader:
+            if cells and (len(cells) > 1 or cells[0].strip()):
+                if len(cells) != len(self.columns):
+                    raise UsageError(
+                        f"{self.source}, line {number}: {len(cells)} cells under {len(self.columns)} columns."
+                        ' A cell that holds a separator is written in quotes: "a, b".'
+                    )
+                self._cells.append(cells)
+                self._numbers.append(number)
+            number = reader.line_num + 1
+
+    def __len__(self) -> int:
+        return len(self._cells)
+
+    def _row(self, index: int) -> Row:
+        return dict(zip(self.columns, self._cells[index], strict=True))
+
+    def where(self, index: int) -> str:
+        """The file and the number of the line where the row begins."""
+        return f"{self.source}, line {self._numbers[index]}"
+
+
+def _head(cells: list[str], source: str) -> tuple[str, ...]:
+    heads = tuple(cell.strip() for cell in cells)
+    if "" in heads:
+        raise UsageError(f"{source}: column {heads.index('') + 1} of the first line has no name.")
+    if twice := next((head for head in heads if heads.count(head) > 1), None):
+        raise UsageError(f"{source}: two columns are called {twice!r}.")
+    return heads
+
+
+def _text_row(line: str, where: str) -> Row:
+    return {"text": line.rstrip("\r\n")}
+
+
+def _object_row(line: str, where: str) -> Row:
+    return _object(parse_json(line, where), where)
+
+
+def _object(value: Any, where: str) -> Row:
+    if not isinstance(value, dict):
+        raise UsageError(f'{where}: a sample is an object, {{"text": ...}}, and this is {value!r:.60}.')
+    return value
+
+
+def _json(path: Path) -> Rows:
+    """A list, or (as `datasets` and pandas write `.json`) an object a line."""
+    with open(path, "rb") as file:
+        begins = file.read(4096).removeprefix(_BYTE_ORDER_MARK).lstrip()[:1]
+    if begins == b"[":
+        values = parse_json(read_text(path), str(path))
+        rows = [_object(value, f"{path}, row {number}") for number, value in enumerate(values, start=1)]
+        return MemoryRows(rows, str(path), path.parent)
+    if begins in (b"{", b""):
+        return LineRows(path, _object_row)
+    raise UsageError(f"{path}: a .json file of samples holds a list of objects, or one object a line.")
+
+
+READERS: dict[str, Callable[[Path], Rows]] = {
+    ".txt": partial(LineRows, parse=_text_row),
+    ".jsonl": partial(LineRows, parse=_object_row),
+    ".json": _json,
+    ".csv": TableRows,
+    ".tsv": TableRows,
+}
+"""By the end of a file's name."""
+
+
+def read_text(path: Path) -> str:
+    """A whole file of UTF-8. Raises `UsageError` where it is too large, or something else."""
+    if (size := path.stat().st_size) > LARGEST_IN_MEMORY:
+        raise UsageError(
+            f"{path}: {size:,} bytes; a {path.suffix} file is held in memory, so it has at most"
+            f" {LARGEST_IN_MEMORY:,}. Write it as .jsonl or .parquet."
+        )
+    return decode(path.read_bytes(), str(path))
+
+
+def decode(content: bytes, where: str) -> str:
+    """UTF-8 as text, without the mark that Windows puts before it. Raises `UsageError`."""
+    content = content.removeprefix(_BYTE_ORDER_MARK)  # the codec utf-8-sig takes three times as long
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        what = f"byte {error.start + 1} (0x{content[error.start]:02x}) is no UTF-8"
+        if content[:2] in (b"\xff\xfe", b"\xfe\xff"):
+            what = "this is UTF-16"
+        before = content[: error.start].count(b"\n")
+        line = f" in line {before + 1}" if before else ""
+        raise UsageError(f"{where}: {what}{line}. Save the file as UTF-8.") from None
+
+
+def parse_json(text: str, where: str) -> Any:
+    """The JSON document in somebody's text; raises `UsageError` that says where it is broken."""
+    try:
+        return json.loads(text, object_pairs_hook=_without_repeats)
+    except RecursionError:
+        raise UsageError(f"{where}: nested too deep.") from None
+    except json.JSONDecodeError as error:
+        line = f" (line {error.lineno})" if "\n" in text.strip() else ""
+        raise UsageError(f"{where}: not JSON: {error.msg}{line}.") from None
+    except ValueError as error:  # a key twice, or a number of thousands of digits
+        raise UsageError(f"{where}: {error}.") from None
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} stands twice")
+    return content
