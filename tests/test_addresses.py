@@ -45,10 +45,10 @@ class Recorded:
     def __init__(self) -> None:
         self.following: list[int] = []
 
-    def take(self, size: int) -> int:
+    def map_segment(self, size: int) -> int:
         return self.following.pop(0)
 
-    def give(self, address: int, size: int) -> None:
+    def unmap_segment(self, address: int, size: int) -> None:
         raise AssertionError("no recorded run gave a segment back")
 
 
@@ -81,9 +81,9 @@ class Noted(DeviceAddresses):
         super().__init__()
         self.segments: list[tuple[int, int]] = []
 
-    def take(self, size: int) -> int:
+    def map_segment(self, size: int) -> int:
         """The same, noted."""
-        address = super().take(size)
+        address = super().map_segment(size)
         self.segments.append((address, size))
         return address
 
@@ -106,7 +106,7 @@ def played(name: str) -> tuple[Allocator, list[tuple[Any, Any]]]:
             recorded.append((address, size))
             continue
         if passed == SETTLES[name]:
-            driver.settle()
+            driver.release_context()
         passed += 1
         if action == "free_requested":
             allocator.release(held.pop(address))
@@ -135,41 +135,41 @@ def test_with_the_rule_of_the_driver_as_much_is_reserved(name: str) -> None:
 
 def test_segments_fill_the_lowest_hole_and_else_a_chunk_below_all() -> None:
     driver = DeviceAddresses()
-    first = driver.take(30 * MIB)
-    second = driver.take(32 * MIB)
+    first = driver.map_segment(30 * MIB)
+    second = driver.map_segment(32 * MIB)
     assert second == first - CHUNK
-    assert driver.take(2 * MIB) == first + 30 * MIB
-    assert driver.take(2 * MIB) > first  # above what the context holds
-    assert driver.take(12 * MIB) > first + OWN  # and higher still
-    assert driver.take(20 * MIB) == second - CHUNK
+    assert driver.map_segment(2 * MIB) == first + 30 * MIB
+    assert driver.map_segment(2 * MIB) > first  # above what the context holds
+    assert driver.map_segment(12 * MIB) > first + OWN  # and higher still
+    assert driver.map_segment(20 * MIB) == second - CHUNK
 
 
 def test_what_the_context_lets_go_is_a_hole_below_the_first_small_segment() -> None:
     driver = DeviceAddresses()
-    small = driver.take(2 * MIB)
-    driver.settle()
-    assert driver.take(20 * MIB) == small - OWN
-    assert driver.take(12 * MIB) == small - OWN + 20 * MIB
+    small = driver.map_segment(2 * MIB)
+    driver.release_context()
+    assert driver.map_segment(20 * MIB) == small - OWN
+    assert driver.map_segment(12 * MIB) == small - OWN + 20 * MIB
 
 
 def test_a_chunk_that_nobody_uses_is_gone_and_new_ones_take_its_place_from_above() -> None:
     driver = DeviceAddresses()
-    large = driver.take(90 * MIB)
-    driver.settle()  # its code takes two of the six that are left
-    assert driver.take(4 * MIB) == large + 92 * MIB
-    first, second = driver.take(30 * MIB), driver.take(60 * MIB)
+    large = driver.map_segment(90 * MIB)
+    driver.release_context()  # its code takes two of the six that are left
+    assert driver.map_segment(4 * MIB) == large + 92 * MIB
+    first, second = driver.map_segment(30 * MIB), driver.map_segment(60 * MIB)
     assert first == TOP + 416 * MIB - CHUNK
     assert second == first - 2 * CHUNK
     driver.start_cublas()
-    assert driver.take(30 * MIB) == large - CHUNK
+    assert driver.map_segment(30 * MIB) == large - CHUNK
 
 
 def test_a_segment_that_was_given_back_is_a_hole() -> None:
     driver = DeviceAddresses()
-    gone = driver.take(64 * MIB)
-    driver.take(64 * MIB)
-    driver.give(gone, 64 * MIB)
-    assert driver.take(40 * MIB) == gone
+    gone = driver.map_segment(64 * MIB)
+    driver.map_segment(64 * MIB)
+    driver.unmap_segment(gone, 64 * MIB)
+    assert driver.map_segment(40 * MIB) == gone
 
 
 def test_the_driver_moves_before_the_births_that_the_trace_says() -> None:

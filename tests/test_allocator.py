@@ -271,7 +271,7 @@ def test_free_neighbours_are_always_merged(seed: int) -> None:
 def test_everything_freed_can_be_given_back(seed: int) -> None:
     for expandable in (False, True):
         *_, (allocator, _) = walk(seed, expandable=expandable)
-        allocator.give_back()
+        allocator.release_cached_blocks()
         assert allocator.reserved == 0
 
 

@@ -97,7 +97,7 @@ def test_a_model_is_built_number_by_number_on_the_host() -> None:
     assert deeper.numbers > size.numbers
 
 
-def test_a_prediction_tells_it_for_the_plain_loop() -> None:
+def test_a_prediction_has_a_start_up_for_the_plain_loop() -> None:
     job = small_job("bert", 2, batch_size=2)
     found, richer = predict(job, gpu=H200), predict(job, "bf16 + workers", gpu=H200)
     assert found.startup is not None
@@ -106,7 +106,7 @@ def test_a_prediction_tells_it_for_the_plain_loop() -> None:
     assert found.startup.first_step_seconds > found.timing.step_seconds
     assert richer.startup.total_seconds(0) > found.startup.total_seconds(0), "casts, and two processes"
     assert found.to_json()["startup"] == found.startup.to_json()
-    assert "A run pays about" in as_text(report.render(found), width=200)
+    assert "Start-up takes about" in as_text(report.render(found), width=200)
     assert predict(job, loop="accelerate", gpu=H200).startup is None
     assert predict(job).startup is None
 

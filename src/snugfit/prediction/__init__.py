@@ -1,1 +1,1 @@
-"""What is foreseen: bytes (and later seconds) that follow from a trace."""
+"""Predictions: the bytes and seconds that follow from a trace."""

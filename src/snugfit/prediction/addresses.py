@@ -1,26 +1,26 @@
-"""Where the CUDA driver puts segments: an order of addresses, and so the order of the allocator's choices.
+"""Where the CUDA driver maps segments: the order of addresses decides which free block is reused.
 
-The caching allocator takes, among free blocks of one size, the one at the lowest address. Which that is, the
-driver decides when it hands out segments. No document says how; this is what nine recorded runs on H200s show
-(driver 580.159.04, torch 2.11, 2026-11-20 and -22), and where single operators leave their marks
+The caching allocator takes, among free blocks of one size, the one at the lowest address. The driver decides
+which that is when it maps segments. No document says how; these rules are inferred from nine recorded runs on
+H200s (driver 580.159.04, torch 2.11, 2026-11-20 and -22) and from single operators
 (`results/h200-2026-11-22/holes.json`). Replayed with the recorded addresses, the allocator of `allocator.py`
-gives every block its recorded address; with the rule below it reserves and hands out what was recorded in all
-nine, and makes the same choice at every block in five.
+gives every block its recorded address; with the rules below it reserves and hands out what was recorded in
+all nine, and makes the same choice at every block in five.
 
 1. The driver keeps address space in chunks of whole 32 MiB. A segment goes to the lowest hole that it fits
    in, at the hole's lower end.
 2. Where none fits, a new chunk is made right below all others, and its upper rest is a hole.
 3. From the start there is one chunk of 416 MiB, above all that are to come, of which the context holds the
    lower 414, and 64 MiB higher one of 32, of which it holds the lower 8.
-4. The context lets its 414 MiB go before the first kernel of most kinds (`rehearsal/device/context.py`). If a
-   segment lies in the 2 MiB above them, that is a hole. If not, the chunk is gone, and new chunks are made in
-   its place, from its upper end downwards, until the libraries that cuBLAS loads lie there.
+4. The context releases its 414 MiB before the first kernel of most kinds (`rehearsal/device/context.py`). If
+   a segment lies in the 2 MiB above them, that is a hole. If not, the chunk is gone, and new chunks are made
+   in its place, from its upper end downwards, until the libraries that cuBLAS loads lie there.
 5. The code of kernels takes 2 MiB at a time from the holes: once before that first kernel, twice when the
    first forward pass begins, five times when the first backward pass does. Two ViTs show it so; a BERT took
    as much, but before its backward pass.
 6. cuBLAS takes 64 MiB of its own from the holes when it starts.
 
-What else the driver and libraries place in between only shifts addresses, and no order changes.
+Other mappings of the driver and of libraries only shift addresses and change no order.
 """
 
 from __future__ import annotations
@@ -30,32 +30,33 @@ import bisect
 MIB = 1 << 20
 CHUNK = 32 * MIB
 TOP = 1 << 46
-"""Where the context's own chunk begins; all later ones lie below, but for those in its place."""
+"""Where the context's own chunk begins; all later ones lie below, except those in its place."""
 OWN_CHUNK, OWN = 416 * MIB, 414 * MIB
-"""The context's own chunk, and what it holds of that."""
+"""Bytes of the context's own chunk, and of the part that it holds."""
 ABOVE_OWN = (TOP + OWN, OWN_CHUNK - OWN)
 HIGHEST = (TOP + 488 * MIB, 24 * MIB)
-"""Holes from the start: addresses, which matter as an order, and sizes."""
+"""Holes from the start: addresses, of which only the order matters, and sizes in bytes."""
 CODE, FORWARD_CODE, BACKWARD_CODE = 2 * MIB, 2, 5
-"""How much address space the code of kernels takes at a time, and how often when passes first begin."""
+"""Bytes that the code of kernels takes at a time, and how often it does so when each pass first begins."""
 CUBLAS = 64 * MIB
+"""Bytes of address space that cuBLAS takes when it starts."""
 
 
 class DeviceAddresses:
-    """Hands out addresses of segments in the driver's order."""
+    """Gives segments their addresses in the driver's order."""
 
     def __init__(self) -> None:
         self._lowest = TOP
         self._holes = [ABOVE_OWN, HIGHEST]  # (address, size), ascending
-        self._room = 0  # of the place of the context's own chunk, what is left for new ones
+        self._room = 0  # bytes left for new chunks where the context's own chunk was
 
-    def take(self, size: int) -> int:
+    def map_segment(self, size: int) -> int:
         """The address of a new segment of `size` bytes."""
-        return self._placed(size)
+        return self._reserve_space(size)
 
-    def settle(self) -> None:
-        """The context lets go of what it held."""
-        self._placed(CODE)
+    def release_context(self) -> None:
+        """The context releases the part of its chunk that it held."""
+        self._reserve_space(CODE)
         if ABOVE_OWN in self._holes:
             self._holes.remove(ABOVE_OWN)
             self._room = OWN_CHUNK
@@ -63,25 +64,25 @@ class DeviceAddresses:
             bisect.insort(self._holes, (TOP, OWN))
 
     def begin_forward(self) -> None:
-        """The first forward pass loads its kernels."""
+        """The first forward pass loads the code of its kernels."""
         for _ in range(FORWARD_CODE):
-            self._placed(CODE)
+            self._reserve_space(CODE)
 
     def begin_backward(self) -> None:
-        """So does the first backward pass."""
+        """The first backward pass loads the code of its kernels."""
         for _ in range(BACKWARD_CODE):
-            self._placed(CODE)
+            self._reserve_space(CODE)
 
     def start_cublas(self) -> None:
-        """cuBLAS takes what it needs for itself, and its libraries lie where there was room."""
-        self._placed(CUBLAS)
+        """cuBLAS takes its own address space, and its libraries fill the context's former chunk."""
+        self._reserve_space(CUBLAS)
         self._room = 0
 
-    def give(self, address: int, size: int) -> None:
-        """A segment that was returned to the driver is a hole again."""
+    def unmap_segment(self, address: int, size: int) -> None:
+        """A segment that was returned to the driver becomes a hole again."""
         bisect.insort(self._holes, (address, size))
 
-    def _placed(self, size: int) -> int:
+    def _reserve_space(self, size: int) -> int:
         address = self._from_hole(size)
         if address is None:
             chunk = -(-size // CHUNK) * CHUNK
@@ -91,12 +92,12 @@ class DeviceAddresses:
         return address
 
     def _from_hole(self, size: int) -> int | None:
-        for place, (address, space) in enumerate(self._holes):
+        for index, (address, space) in enumerate(self._holes):
             if space >= size:
                 if space == size:
-                    del self._holes[place]
+                    del self._holes[index]
                 else:
-                    self._holes[place] = (address + size, space - size)
+                    self._holes[index] = (address + size, space - size)
                 return address
         return None
 

@@ -19,7 +19,7 @@ POINTS = 240
 
 
 def anatomy(trace: Trace, peak: int, reserved: Sequence[int], setup: Setup) -> Anatomy:
-    """What `trace` shows at event `peak`; `reserved` are the allocator's bytes after each event."""
+    """The anatomy of `trace` at the event `peak`; `reserved` are the allocator's bytes after each event."""
     alive = [trace.blocks[index] for index in trace.alive_at(peak)]
     return Anatomy(
         kinds=tuple(_kinds(alive, setup)),
@@ -74,7 +74,7 @@ def _largest(alive: Iterable[Block]) -> Iterable[TensorLine]:
     sizes: Counter[tuple[str, str, str, str]] = Counter()
     counts: Counter[tuple[str, str, str, str]] = Counter()
     for block in alive:
-        key = (_folded(block.module), _short(block.operator), block.phase, block.kind)
+        key = (_fold_layers(block.module), _short(block.operator), block.phase, block.kind)
         sizes[key] += block.nbytes
         counts[key] += 1
     for key, nbytes in sizes.most_common(LARGEST):
@@ -84,8 +84,8 @@ def _largest(alive: Iterable[Block]) -> Iterable[TensorLine]:
         )
 
 
-def _folded(module: str) -> str:
-    """Layers of one stack as one: `encoder.layer.3.output` is `encoder.layer.*.output`."""
+def _fold_layers(module: str) -> str:
+    """The name for all layers of one stack: `encoder.layer.3.output` becomes `encoder.layer.*.output`."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", module)
 
 
@@ -94,22 +94,22 @@ def _short(operator: str) -> str:
 
 
 def _curve(trace: Trace, reserved: Sequence[int]) -> Iterable[CurvePoint]:
-    """The last step, thinned out to the highest point of each of `POINTS` equal stretches."""
+    """The last step, reduced to the highest point of each of `POINTS` equal stretches."""
     last = max((mark.step for mark in trace.marks), default=-1)
     marks = [mark for mark in trace.marks if mark.step == last]
     if not marks:
         return
     start, live = marks[0].event, list(trace.live())
     stretch = max(1, (len(live) - start) // POINTS)
-    place = 0
+    current = 0
     for low in range(start, len(live), stretch):
         high = min(low + stretch, len(live))
         top = max(range(low, high), key=live.__getitem__)
-        while place + 1 < len(marks) and marks[place + 1].event <= top:
-            place += 1
+        while current + 1 < len(marks) and marks[current + 1].event <= top:
+            current += 1
         yield CurvePoint(
             position=(top - start) / max(1, len(live) - start),
-            phase=marks[place].phase,
+            phase=marks[current].phase,
             live_bytes=live[top],
             reserved_bytes=reserved[top],
         )

@@ -1,8 +1,8 @@
 """From a GPU of the table to what a prediction needs of it: a policy, and the bytes of its context.
 
 NVML counts three things for a process: what the allocator reserved, the CUDA context, and the libraries that
-were loaded into it. The last two are measured figures, per GPU where somebody measured; elsewhere the middle
-of the measured ones stands in, and the prediction says so.
+were loaded into it. The last two are measured per GPU; where nobody measured, the middle of the measured ones
+is taken, and the prediction says so.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ USUAL_CONTEXT = 600 * MIB
 """Context where none was measured: the figures in the GPU table for torch 2.x lie between 426 and 621 MiB."""
 
 USUAL_LIBRARIES, USUAL_BACKWARD, USUAL_CUDNN = 63 * MIB, 64 * MIB, 16 * MIB
-"""What loading kernels and libraries adds, where it was not measured: an H200's figures."""
+"""Bytes that loading kernels and libraries adds, where it was not measured: an H200's figures."""
 
 THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536}
 """Resident threads of a multiprocessor where they are not 2048: CUDA C++ Programming Guide, table of
@@ -30,7 +30,8 @@ technical specifications per compute capability."""
 
 
 def policy_for(gpu: Gpu | None, software: Software) -> CudaPolicy:
-    """How this GPU decides; without one, as an H200 does. Raises `GpuError` for GPUs without CUDA."""
+    """How CUDA decides on this GPU, or on an H200 when none is named. Raises `GpuError` for GPUs without
+    CUDA."""
     from snugfit.rehearsal.device.policy import CudaPolicy
 
     if gpu is None:
@@ -49,7 +50,7 @@ def policy_for(gpu: Gpu | None, software: Software) -> CudaPolicy:
 
 
 def context_of(gpu: Gpu | None, software: Software, trace: Trace) -> tuple[int, list[str]]:
-    """NVML bytes besides what the allocator reserves, and doubts about them."""
+    """NVML bytes of the context and its libraries, and sentences on what is uncertain about them."""
     if software.context_bytes is not None:
         return software.context_bytes, []
     context = gpu.context_bytes if gpu else None
@@ -78,7 +79,7 @@ def _runs_cudnn(trace: Trace) -> bool:
 
 
 def doubts_about(gpu: Gpu | None) -> list[str]:
-    """What is less certain on this GPU than on the one that everything was measured on."""
+    """Sentences on what is less certain on this GPU than on an H200, on which everything was measured."""
     if gpu is None:
         return ["No GPU was named: kernels are chosen as on compute capability 9.0. Add --gpu NAME."]
     if gpu.compute_capability == (9, 0):

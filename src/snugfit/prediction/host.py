@@ -1,4 +1,4 @@
-"""Host bytes: what the training process holds in the machine's own memory.
+"""Host bytes: the training process's part of the machine's own memory.
 
 Most of it is not the job's: Python, torch and CUDA's libraries. The job adds its host tensors (a model that
 is built on the host before it moves, batches in the loader's hands).
@@ -31,7 +31,7 @@ PREFETCH = 2
 
 
 def host_bytes(job: Job, setup: Setup, trace: Trace, loop: str) -> int:
-    """Largest resident memory of the process and its workers, roughly: within 400 MiB."""
+    """Largest resident memory in bytes of the process and its workers, to within 400 MiB."""
     weights = sum(block.nbytes for block in trace.blocks if block.kind == Kind.WEIGHTS)
     batch = sum(block.nbytes for block in trace.blocks if block.kind == Kind.INPUTS and block.step == 0)
     workers = setup.loader.workers

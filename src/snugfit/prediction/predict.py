@@ -39,7 +39,7 @@ def predict(
     trainer_class: type[Any] | None = None,
     rates: Rates | None = None,
 ) -> Prediction:
-    """What `job` under `recipe` will take on `gpu`, found without one. Recipe and GPU may be given as text.
+    """The prediction for `job` under `recipe` on `gpu`, made without a GPU. Both may be given as text.
 
     `memory_bytes` is what may be used, when it is not all of the GPU's. `loop` is `plain`, `accelerate` or
     `trainer`; `trainer_class` is a subclass of `transformers.Trainer` to rehearse in its place; `rates` are
@@ -97,7 +97,7 @@ def _footprint(trace: Trace, peak: int, after: Replay, context: int, host: int) 
 def _seconds(
     trace: Trace, gpu: Gpu | None, job: Job, setup: Setup, rates: Rates | None = None
 ) -> tuple[StepSeconds | None, tuple[str, ...]]:
-    """The steady step's seconds on this GPU, and what is doubtful in them."""
+    """The steady step's seconds on this GPU, and sentences on what is uncertain about them."""
     if gpu is None:
         return None, ()
     try:
@@ -110,7 +110,7 @@ def _seconds(
 
 
 def _startup(trace: Trace, job: Job, setup: Setup, timing: StepSeconds | None) -> Startup | None:
-    """What comes before the steady steps, on a host such as the H200's."""
+    """The start-up before the steady steps, on a host such as the H200's."""
     if timing is None:
         return None
     return startup(job, setup, distinct_kernels(trace.kernels), step_seconds=timing.step_seconds)

@@ -1,8 +1,8 @@
-"""The software that a prediction is for: what is installed, or a time's, given as data.
+"""The software that a prediction is for: the installed packages, or those of an earlier time, given as data.
 
-A profile says how the software of a time differed from today's: what a context took, whether gradients were
-kept between steps, what softmax saved, which techniques were the only ones there were. It never depends on a
-GPU's name; the same profile serves any GPU of the time.
+A profile says how the software of that time differed from today's: the bytes of a context, whether gradients
+were kept between steps, what softmax saved, which techniques existed. It never depends on a GPU's name; the
+same profile serves any GPU of the time.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ INSTALLED = "installed"
 
 @dataclass(frozen=True, kw_only=True)
 class Software:
-    """How the software of a time differs from what is installed."""
+    """How the software of an earlier time differs from the installed packages."""
 
     name: str = INSTALLED
-    """As `--software` calls it."""
+    """The name that `--software` takes."""
 
     context_bytes: int | None = None
-    """NVML bytes of context and libraries, when the software and not the GPU decides them."""
+    """NVML bytes of context and libraries, when the software rather than the GPU decides them."""
 
     recipe: str = "plain"
-    """Techniques that stood where a recipe of today is plain."""
+    """Techniques that were used where a recipe of today is plain."""
 
     optimizers: Mapping[str, str] = field(default_factory=dict)
-    """Import paths of optimizers, and of those that stood in their place then."""
+    """Import paths of optimizers, and of those that did their work then."""
 
     keep_gradients: bool = False
     """Gradients were zeroed in place between steps, not dropped."""
@@ -46,7 +46,7 @@ class Software:
     """An attention mask was built and added also when nothing was padded."""
 
     def with_defaults(self, recipe: Recipe) -> Recipe:
-        """The recipe with the time's techniques in the slots where it is plain."""
+        """The recipe with this software's techniques in the slots where it is plain."""
         plain = Recipe()
         for technique in Recipe.parse(self.recipe):
             if recipe[technique.slot] == plain[technique.slot]:
@@ -54,7 +54,7 @@ class Software:
         return recipe
 
     def setup(self, recipe: Recipe) -> Setup:
-        """The recipe's Setup, with the time's optimizers."""
+        """The recipe's Setup, with this software's optimizers."""
         setup = recipe.setup()
         path = self.optimizers.get(setup.optimizer.factory.path)
         if path is None:

@@ -1,4 +1,4 @@
-"""What a step takes: bytes at the worst moment, and seconds. One shape, whether foreseen or seen.
+"""What a step takes: bytes at the peak, and seconds. The same types, whether predicted or measured.
 
 A prediction and a measurement hold the same `Footprint`, `Timing` and `Startup`, so that they can be laid
 side by side without translating one into the other. What one of them cannot know is None: a measurement
@@ -14,7 +14,7 @@ from typing import Any, Self
 
 
 class Kind(StrEnum):
-    """What bytes are for."""
+    """What bytes on the device are used for."""
 
     WEIGHTS = "weights"
     GRADIENTS = "gradients"
@@ -44,13 +44,13 @@ class Moment:
     """Which step of the run, from 0."""
 
     def __str__(self) -> str:
-        place = f" in {self.module}" if self.module else ""
-        return f"{self.phase}{place} ({self.operator})"
+        module = f" in {self.module}" if self.module else ""
+        return f"{self.phase}{module} ({self.operator})"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """Bytes at the worst moment of a run, from building the model to the last step."""
+    """Bytes at the peak of a run, from building the model to the last step."""
 
     requested_bytes: int | None
     """What tensors and kernels asked for: `requested_bytes.all.peak`."""
@@ -77,7 +77,7 @@ class Footprint:
     """Bytes by kind at that moment; they add up to `requested_bytes`."""
 
     retries: int = 0
-    """How often the allocator had to give back its cache to go on."""
+    """How often the allocator had to release its cached blocks to go on."""
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object; `Footprint.from_json` reads it back."""
@@ -96,7 +96,8 @@ class Timing:
     """Seconds of one optimizer step in the steady state."""
 
     step_seconds: float
-    """Mean of the steady steps, disturbed ones and the shortest and longest twentieths of the rest apart."""
+    """Mean of the steady steps, without disturbed ones and the shortest and longest twentieths of the
+    rest."""
 
     spread: float
     """(90th percentile - 10th percentile) / mean of the steady steps."""
@@ -111,7 +112,7 @@ class Timing:
     """True when the spread is too large for the mean to be trusted."""
 
     seconds: tuple[float, ...] = ()
-    """Every timed step."""
+    """The length of every timed step."""
 
     every_seconds: float | None = None
     """The mean with disturbed steps in it; None in results older than this field."""
@@ -151,7 +152,7 @@ class Startup:
     """How many those are."""
 
     def total_seconds(self, step_seconds: float) -> float:
-        """What is paid once: all of it, but for what its steps would take were they steady."""
+        """The whole start-up, less what its steps would take at the steady length `step_seconds`."""
         steps = self.first_step_seconds + self.settling_seconds - step_seconds * (1 + self.settling_steps)
         return self.imports_seconds + self.context_seconds + self.build_seconds + max(0.0, steps)
 

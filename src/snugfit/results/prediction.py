@@ -1,4 +1,4 @@
-"""The prediction: a footprint foreseen, and the anatomy that explains it."""
+"""The prediction: footprint and timing of a step, and the anatomy that explains them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class KindLine:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorLine:
-    """Tensors alive at the peak that were born in one module and operator, together."""
+    """Tensors alive at the peak that one module and operator allocated, together."""
 
     module: str
     """Dotted name; layers of one stack are folded: `bert.encoder.layer.*.attention`."""
@@ -58,12 +58,12 @@ class OperatorLine:
     kernels: int
     flops: int
     bytes: int
-    """Read and written."""
+    """Bytes that the kernels read and write."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Anatomy:
-    """Where the bytes are at the peak, and what the step does."""
+    """Where the bytes are at the peak, and which kernels the step runs."""
 
     kinds: tuple[KindLine, ...]
     largest: tuple[TensorLine, ...]
@@ -88,28 +88,28 @@ class Prediction:
     versions: Mapping[str, str]
     """Package versions the rehearsal ran with."""
     doubts: tuple[str, ...] = ()
-    """What in this prediction is less certain than the rest, in words."""
+    """Sentences on what in this prediction is less certain than the rest."""
     timing: StepSeconds | None = None
     """Seconds of the steady step; None when no GPU was named, or its rates are not known."""
     startup: Startup | None = None
-    """What comes before the steady steps; None where their seconds are, and outside the plain loop."""
+    """The start-up; None where the seconds are not known, and outside the plain loop."""
     software: str = "installed"
     """`installed`, or the name of a software profile that was emulated."""
 
     @property
     def needed_bytes(self) -> int:
-        """What must be free on the device: NVML bytes, or reserved bytes where no context is known."""
+        """Bytes that must be free on the device: NVML bytes, or reserved bytes where no context is known."""
         footprint = self.footprint
         return footprint.nvml_bytes or footprint.reserved_bytes or footprint.requested_bytes or 0
 
     @property
     def spare_bytes(self) -> int | None:
-        """What is left, negative when it does not fit; None when no memory was named."""
+        """Bytes to spare, negative when the step does not fit; None when no memory was named."""
         return None if self.memory_bytes is None else self.memory_bytes - self.needed_bytes
 
     @property
     def fits(self) -> bool | None:
-        """Whether it fits; None when no memory was named."""
+        """Whether the step fits in the memory; None when no memory was named."""
         return None if self.spare_bytes is None else self.spare_bytes >= 0
 
     def to_json(self) -> dict[str, Any]:

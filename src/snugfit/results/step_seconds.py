@@ -8,22 +8,22 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseSeconds:
-    """One phase of the steady step."""
+    """Seconds of one operator group in one phase of the steady step."""
 
     phase: str
     """`load`, `forward`, `backward`, `clip` or `update`."""
 
     group: str
-    """Operator group (`rehearsal/record/kernels.py`)."""
+    """The operator group, as `rehearsal/record/kernels.py` names it."""
 
     device_seconds: float
-    """Of its kernels, one after the other."""
+    """Of the kernels on the device, added up."""
 
     host_seconds: float
-    """Until they were asked for, one after the other."""
+    """Of the host to launch them, added up."""
 
     roofline_seconds: float
-    """What the data sheet would allow: the larger of arithmetic and traffic at its peaks, by kernel."""
+    """What the data sheet would allow: by kernel the larger of arithmetic and memory traffic at its peaks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,19 +31,19 @@ class StepSeconds:
     """How long a step takes, and why."""
 
     step_seconds: float
-    """Between the ends of two steps."""
+    """Between the ends of two steady steps."""
 
     samples_per_second: float
     """Global batch over `step_seconds`."""
 
     device_seconds: float
-    """In which the device works."""
+    """Of the step, in which the device works."""
 
     host_seconds: float
-    """In which the host works, waiting for the device apart."""
+    """Of the step, in which the host works, without its waiting for the device."""
 
     phases: tuple[PhaseSeconds, ...]
-    """By phase and operator group."""
+    """The same by phase and operator group."""
 
     bound: str
     """`host` when the device waits for work most of the time that it does not work, `loading` when all wait
@@ -63,5 +63,5 @@ class StepSeconds:
         return self.peak_seconds / self.step_seconds if self.peak_seconds and self.step_seconds else None
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object."""
+        """The JSON object that a prediction holds as `timing`."""
         return asdict(self)
