@@ -16,7 +16,7 @@ from snugfit.job.gpu import find_gpu
 from snugfit.planning.fleet.gpu_plans import GpuPlans, OnGpu
 from snugfit.planning.fleet.prices import Prices, cheapest, cost, steps_of
 from snugfit.planning.plan import Choice, Counts
-from snugfit.report.plan.gpu_plans import markdown, render
+from snugfit.report.plan.gpu_plans import render
 from snugfit.report.text.terminal import as_text
 from snugfit.units import GIB
 
@@ -97,7 +97,7 @@ def test_what_a_run_pays_once_costs_too() -> None:
     for steps, best in ((None, fast), (10, slow), (1000, fast)):
         found = replace(made_up(), answers=(slow, fast), steps=steps)
         assert (found.fastest, cheapest(found, prices)) == (best, best)
-    text = markdown(replace(made_up(), answers=(slow, fast), steps=10), prices)
+    text = render(replace(made_up(), answers=(slow, fast), steps=10), prices).markdown()
     cells = [[cell.strip() for cell in line.split("|")] for line in text.splitlines() if line[:2] == "| "]
     assert [row[1] for row in cells[-2:]] == ["T4", "RTX4090"]
     assert "6.0" in cells[-2]
@@ -143,11 +143,11 @@ def test_the_headline_names_the_smallest_the_fastest_and_the_cheapest() -> None:
     assert "does not fit" in " ".join(row)
     assert "~900.0" in text
     assert "~100.0" not in text, "measured rates are not marked"
-    assert "<script>" not in markdown(replace(made_up(name=EVIL), steps=1000), PRICES)
+    assert "<script>" not in render(replace(made_up(name=EVIL), steps=1000), PRICES).markdown()
 
 
 def test_the_cheapest_first_when_that_is_asked_for() -> None:
-    text = markdown(replace(made_up(), objective="cost"), PRICES)
+    text = render(replace(made_up(), objective="cost"), PRICES).markdown()
     cells = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| ")]
     assert cells[2:6] == ["RTX4090", "T4", "H200-SXM", "RTX2060"]
 

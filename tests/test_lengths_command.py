@@ -18,8 +18,7 @@ from snugfit.planning.lengths.length_plan import Cut, LengthPlan
 from snugfit.planning.lengths.padding import Way
 from snugfit.planning.lengths.sizes import Size
 from snugfit.planning.plan import Choice, Counts, Plan
-from snugfit.report.plan.lengths import ASSUMPTION, answer, markdown, render, tables
-from snugfit.report.text.grid import markdown as as_markdown
+from snugfit.report.plan.lengths import ASSUMPTION, answer, render, tables
 from snugfit.report.text.terminal import as_text
 from snugfit.techniques.recipe import Recipe
 from snugfit.units import GIB
@@ -228,7 +227,7 @@ def test_foreign_words_are_data() -> None:
     shown = as_text(render(plan), width=400)
     assert "\x1b" not in shown
     assert "[a/path]" in shown
-    page = markdown(plan)
+    page = render(plan).markdown()
     assert "<script>" not in page
 
 
@@ -243,4 +242,4 @@ def test_the_tables_of_the_docs_are_the_command_s_own() -> None:
     )
     assert answer(plan) in page
     for table in tables(plan):
-        assert as_markdown(table).rstrip() in page
+        assert table.markdown().rstrip() in page

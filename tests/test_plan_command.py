@@ -15,7 +15,7 @@ from snugfit.cli import plan_cache as cache
 from snugfit.cli.main import run
 from snugfit.job.gpu import find_gpu
 from snugfit.planning.plan import Change, Choice, Counts, Exclusion, Plan, Reason, Start
-from snugfit.report.plan.plan import markdown, render
+from snugfit.report.plan.plan import render
 from snugfit.report.plan.plot import draw
 from snugfit.report.text.terminal import as_text
 from snugfit.units import GIB
@@ -72,7 +72,7 @@ def test_the_answer_comes_first_and_nothing_is_markup(capsys: pytest.CaptureFixt
     assert "bf16: 10.00 GiB, 50.0 ms a step, 80.0 samples/s." in text
     assert "precision: bf16. With fp32: +2.00 GiB (+20.0 %)" in text
     assert "\x1b" not in text
-    page = markdown(made_up(name=EVIL))
+    page = render(made_up(name=EVIL)).markdown()
     assert "<script>" not in page
     assert "| best | bf16 |" in page
 
@@ -155,7 +155,7 @@ def test_the_user_s_own_recipe_is_where_a_plan_starts(
         known = replace(made_up(), start=begun)
         assert Plan.from_json(json.loads(json.dumps(known.to_json()))) == known
         assert "\x1b" not in as_text(render(known))
-        for text in (as_text(render(known)), markdown(known)):
+        for text in (as_text(render(known)), render(known).markdown()):
             assert all(word in text for word in told)
 
 

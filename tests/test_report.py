@@ -23,7 +23,7 @@ from snugfit.planning.plan import Counts
 from snugfit.report import compare, gpus, techniques
 from snugfit.report import measurement as measurement_report
 from snugfit.report import prediction as prediction_report
-from snugfit.report.evaluation import guide, plot
+from snugfit.report.evaluation import guide, guide_plot
 from snugfit.report.evaluation.methods import helps, method_lines, stage_lines
 from snugfit.report.plan import gpu_plans
 from snugfit.report.text import files, grid, sketch
@@ -237,7 +237,7 @@ def test_plans_for_gpus_say_whether_full_simulations_agreed(
     found = GpuPlans(
         job=prediction().job, fidelity="rounds", objective="speed", answers=answers, counts=counts
     )
-    for text in (as_text(gpu_plans.render(found)), gpu_plans.markdown(found, Prices())):
+    for text in (as_text(gpu_plans.render(found)), gpu_plans.render(found, Prices()).markdown()):
         assert told in " ".join(text.split())
         assert ("Simulated in full" in text) is bool(told)
 
@@ -248,16 +248,16 @@ def test_the_plot_is_the_same_twice_and_reads_any_name() -> None:
 
     result = guide_result(measured=True)
     result = replace(result, gpu=EVIL.replace("\x1b", ""))
-    svg = plot.summary(result, "svg")
-    assert svg == plot.summary(result, "svg")
+    svg = guide_plot.summary(result, "svg")
+    assert svg == guide_plot.summary(result, "svg")
     assert b"<script>" not in svg
-    assert plot.summary(result, "png").startswith(b"\x89PNG")
+    assert guide_plot.summary(result, "png").startswith(b"\x89PNG")
 
 
 def test_the_plot_draws_each_known_figure() -> None:
-    series = {one.label.split(",")[0] for one in plot.memory_series(guide_result(measured=True))}
+    series = {one.label.split(",")[0] for one in guide_plot.memory_series(guide_result(measured=True))}
     assert series == {"predicted", "measured", "published"}
-    assert [one.label.split(",")[0] for one in plot.speed_series(guide_result())] == ["published"]
+    assert [one.label.split(",")[0] for one in guide_plot.speed_series(guide_result())] == ["published"]
 
 
 def test_files_are_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -253,7 +253,7 @@ def test_foreign_words_are_data(asked: list[Any]) -> None:
     died = a_run(0, 1.0, None, message=EVIL)
     text = as_text(report.render(replace(found, runs=(died,))))
     assert "\x1b" not in text
-    page = report.markdown(replace(found, runs=(died,), device=EVIL))
+    page = report.render(replace(found, runs=(died,), device=EVIL)).markdown()
     assert "<script>" not in page
 
 

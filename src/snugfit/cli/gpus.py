@@ -161,12 +161,7 @@ def _answers(request: Request, found: Sequence[Gpu], steps: int | None, asked: M
 
 def _print(found: GpuPlans, prices: Any, form: str) -> None:
     from snugfit.planning.fleet.prices import document
-    from snugfit.report.plan import gpu_plans as report
-    from snugfit.report.text.terminal import show, show_json
+    from snugfit.report.plan.gpu_plans import render
+    from snugfit.report.text.page import print_as
 
-    if form == "json":
-        show_json({**found.to_json(), "run": document(found, prices)})
-    elif form == "markdown":
-        typer.echo(report.markdown(found, prices), nl=False)
-    else:
-        show(report.render(found, prices))
+    print_as(form, {**found.to_json(), "run": document(found, prices)}, render(found, prices))

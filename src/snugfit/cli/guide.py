@@ -63,16 +63,13 @@ def guide(
 
 
 def _print(result: GuideResult, form: str) -> None:
-    from snugfit.report.evaluation import guide as report
-    from snugfit.report.text.terminal import show, show_json
+    from snugfit.report.evaluation.guide import csv, markdown, render
+    from snugfit.report.text.page import print_as
 
-    if form == "terminal":
-        show(report.render(result))
-    elif form == "json":
-        show_json(result.to_json())
+    if form in ("csv", "markdown"):
+        typer.echo(csv(result) if form == "csv" else markdown(result, plot="guide.png"), nl=False)
     else:
-        text = report.csv(result) if form == "csv" else report.markdown(result, plot="guide.png")
-        typer.echo(text, nl=False)
+        print_as(form, result.to_json(), render(result))
 
 
 def _guides_gpu() -> str:

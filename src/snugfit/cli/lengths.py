@@ -119,13 +119,8 @@ def show_planned(
 
 
 def show(found: LengthPlan, form: str) -> None:
-    """Prints it."""
-    from snugfit.report.plan import lengths as report
-    from snugfit.report.text import terminal
+    """Prints the answer in the form that was asked for."""
+    from snugfit.report.plan.lengths import render
+    from snugfit.report.text.page import print_as
 
-    if form == "json":
-        terminal.show_json(found.to_json())
-    elif form == "markdown":
-        typer.echo(report.markdown(found), nl=False)
-    else:
-        terminal.show(report.render(found))
+    print_as(form, found.to_json(), render(found))

@@ -146,12 +146,7 @@ def _plan(request: Request, asked: dict[str, Any], workers: int | None, *, fresh
 
 
 def _print(found: Plan, form: str) -> None:
-    from snugfit.report.plan import plan as report
-    from snugfit.report.text.terminal import show, show_json
+    from snugfit.report.plan.plan import render
+    from snugfit.report.text.page import print_as
 
-    if form == "json":
-        show_json(found.to_json())
-    elif form == "markdown":
-        typer.echo(report.markdown(found), nl=False)
-    else:
-        show(report.render(found))
+    print_as(form, found.to_json(), render(found))

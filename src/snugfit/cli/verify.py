@@ -95,14 +95,11 @@ def foreseen(choice: Choice, memory_bytes: int | None = None) -> PlannedRecipe:
 def show_verified(plan: Plan, found: Verification, form: str) -> None:
     """Prints it below the plan; as JSON both are one document. Raises `OutsideBand` when a run's bytes part
     from what was foreseen by more than `snugfit accuracy` allows."""
-    from snugfit.report.plan import verify as report
-    from snugfit.report.text.terminal import show, show_json
+    from snugfit.report.plan.verify import document, render
+    from snugfit.report.text.page import print_as
 
-    if form == "json":
-        show_json(report.document(plan, found))
-    elif form == "markdown":
-        typer.echo("\n" + report.markdown(found), nl=False)
-    else:
-        show(report.render(found))
+    if form == "markdown":
+        typer.echo()
+    print_as(form, document(plan, found), render(found))
     if found.outside:
         raise OutsideBand(f"{len(found.outside)} of {len(found.runs)} runs are outside the band.")

@@ -74,6 +74,10 @@ class GuideRow:
         """What it was seen to hold of the GPU."""
         return (self.measured.nvml_bytes or self.measured.reserved_bytes) if self.measured else None
 
+    def then_on(self, machine: str) -> PublishedPrediction | None:
+        """What was published of it on this machine, with its prediction; None where nothing was."""
+        return next((one for one in self.then if one.published.machine == machine), None)
+
 
 @dataclass(frozen=True, kw_only=True)
 class GuideResult:

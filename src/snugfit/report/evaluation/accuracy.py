@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rich.console import Group, RenderableType
-
 from snugfit.comparison.compared_runs import BAND, Accuracy, ComparedRun, error_quantiles
 from snugfit.comparison.ranking import gap, group_by_job
 from snugfit.report.evaluation.order import (
@@ -16,9 +14,9 @@ from snugfit.report.evaluation.order import (
     seen_bytes,
     seen_seconds,
 )
-from snugfit.report.text.grid import Grid, terminal
+from snugfit.report.text.grid import Grid
 from snugfit.report.text.job import sizes
-from snugfit.report.text.terminal import words
+from snugfit.report.text.page import Line, Page
 
 FIGURES = {
     "requested_bytes": "requested",
@@ -31,12 +29,15 @@ GAP = 0.05
 """What the first choice of a plan may lose to the best of its measured recipes."""
 
 
-def render(result: Accuracy) -> RenderableType:
+def render(result: Accuracy) -> Page:
     """The draw for a terminal."""
-    parts = [terminal(grid) for grid in grids(result)]
-    told = [words(line) for line in about_order(result)]
-    complaints = [words(f"Run {run.number}: {run.complaint}", "red") for run in result.outside]
-    return Group(words(title(result), "bold"), *parts, *told, terminal(summary_grid(result)), *complaints)
+    complaints = (Line(f"Run {run.number}: {run.complaint}", "fault") for run in result.outside)
+    return Page(
+        [Line(title(result), "heading"), *grids(result)],
+        about_order(result),
+        [summary_grid(result)],
+        complaints,
+    )
 
 
 def grids(result: Accuracy, *, wide: bool = False) -> Iterator[Grid]:

@@ -19,7 +19,7 @@ from snugfit.report.evaluation.accuracy import (
     title,
 )
 from snugfit.report.evaluation.order import order_line, per_cent, seen_seconds
-from snugfit.report.text.grid import Grid, escape, markdown
+from snugfit.report.text.grid import Grid, escape
 from snugfit.results.measurement import HIGH_DISTURBANCE
 
 EDGES = (-0.3, -0.2, -0.15, -0.1, -0.05, 0.0, 0.05, 0.1, 0.15, 0.2, 0.3)
@@ -48,13 +48,13 @@ def document(results: Sequence[Accuracy]) -> str:
     parts = [_HEAD.format(band=band, families=len(FAMILIES))]
     runs = [run for result in results for run in result.runs if run.seconds]
     if runs:
-        parts += [_together(results), histogram(runs), markdown(worst_grid(runs))]
+        parts += [_together(results), histogram(runs), worst_grid(runs).markdown()]
     for result in results:
         parts.append(f"## {escape(title(result))}\n")
         parts += [f"{escape(line)}\n" for line in _origin(result)]
-        parts += [markdown(grid) for grid in grids(result, wide=True)]
+        parts += [grid.markdown() for grid in grids(result, wide=True)]
         parts += [f"{escape(line)}\n" for line in about_order(result)]
-        parts += [_outside(result), markdown(summary_grid(result))]
+        parts += [_outside(result), summary_grid(result).markdown()]
     return "\n".join(part for part in parts if part)
 
 

@@ -1,16 +1,12 @@
-"""The picture of draws: seconds predicted against seconds measured, and how often errors are how large.
-
-Drawn on a `Figure` of its own, without pyplot; the same results give the same bytes.
-"""
+"""The plot of draws: seconds predicted against seconds measured, and how often errors are how large."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from io import BytesIO
 
 from snugfit.comparison.compared_runs import Accuracy, ComparedRun
 from snugfit.errors import UsageError
-from snugfit.report.evaluation.plot import STYLE
+from snugfit.report.text.figure import BLUE, LIGHT_BLUE, ORANGE, drawing
 
 NINE_IN_TEN = 0.2
 """The dotted lines: the error that nine runs in ten are to stay below."""
@@ -20,10 +16,7 @@ FARTHEST = 50
 
 
 def draw(results: Sequence[Accuracy], form: str) -> bytes:
-    """The picture as a `png` or an `svg` file's bytes. Raises `UsageError` when no run has seconds."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
+    """The plot as a `png` or an `svg` file's bytes. Raises `UsageError` when no run has seconds."""
     groups: dict[str, list[ComparedRun]] = {}
     for run in (run for result in results for run in result.runs if run.seconds):
         groups.setdefault("host" if run.bound == "host" else "device", []).append(run)
@@ -31,10 +24,9 @@ def draw(results: Sequence[Accuracy], form: str) -> bytes:
         raise UsageError("--plot: no run of these results has seconds on both sides.")
     pairs = [run.seconds or (0.0, 0.0) for runs in groups.values() for run in runs]
     ends = [min(map(min, pairs)) / 1.3, max(map(max, pairs)) * 1.3]
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(11, 5), layout="constrained")
-        left, right = figure.subplots(1, 2)
-        for name, color in (("device", "#0072B2"), ("host", "#E69F00")):
+    with drawing(form, width=11, height=5) as drawn:
+        left, right = drawn.figure.subplots(1, 2)
+        for name, color in (("device", BLUE), ("host", ORANGE)):
             seen = [run.seconds or (0.0, 0.0) for run in groups.get(name, [])]
             left.scatter(
                 [after for _, after in seen], [before for before, _ in seen], s=18, color=color,
@@ -48,10 +40,7 @@ def draw(results: Sequence[Accuracy], form: str) -> bytes:
         left.legend(frameon=False)
         errors = [100 * (before / after - 1) for before, after in pairs]
         within = [max(-FARTHEST, min(FARTHEST, error)) for error in errors]
-        right.hist(within, bins=list(range(-FARTHEST, FARTHEST + 5, 5)), color="#56B4E9", edgecolor="white")
+        right.hist(within, bins=list(range(-FARTHEST, FARTHEST + 5, 5)), color=LIGHT_BLUE, edgecolor="white")
         right.set_xlabel("Error, per cent of what was measured")
         right.set_ylabel("Runs")
-        out = BytesIO()
-        metadata = {"Date": None} if form == "svg" else {"Software": None}
-        figure.savefig(out, format=form, dpi=130, metadata=metadata)
-    return out.getvalue()
+    return drawn.content

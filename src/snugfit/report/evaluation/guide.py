@@ -6,24 +6,20 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from rich.console import Group, RenderableType
-
 from snugfit.evaluation.guide_result import GuideResult, GuideRow
 from snugfit.evaluation.guide_suite import anatomy, machines, source
 from snugfit.report.evaluation.methods import change, helps, method_lines, stage_lines
 from snugfit.report.text.files import write_atomically
-from snugfit.report.text.grid import Grid, csv_text, escape, terminal
-from snugfit.report.text.grid import markdown as grid_markdown
-from snugfit.report.text.terminal import words
+from snugfit.report.text.grid import Grid, csv_text, escape
+from snugfit.report.text.page import Line, Page
 from snugfit.units import show_bytes, show_mib
 
 UNKNOWN = ""
 
 
-def render(result: GuideResult) -> RenderableType:
+def render(result: GuideResult) -> Page:
     """Everything, for a terminal."""
-    doubts = (words(f"Uncertain: {doubt}", "yellow") for doubt in result.doubts)
-    return Group(*(terminal(grid) for grid in grids(result)), *doubts)
+    return Page(grids(result), (Line(f"Uncertain: {doubt}", "uncertain") for doubt in result.doubts))
 
 
 def markdown(result: GuideResult, *, plot: str = "") -> str:
@@ -31,7 +27,7 @@ def markdown(result: GuideResult, *, plot: str = "") -> str:
     versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
     picture = f"![Memory and speed of all experiments]({plot})\n" if plot else ""
     head = f"## The guide's experiments on {escape(result.gpu)}\n\nPredicted with {escape(versions)}.\n"
-    return "\n".join([head, picture, *(grid_markdown(grid) for grid in grids(result))])
+    return "\n".join([head, picture, *(grid.markdown() for grid in grids(result))])
 
 
 def csv(result: GuideResult) -> str:
@@ -54,7 +50,7 @@ def _csv_row(row: GuideRow, vanilla: GuideRow, known: list[str]) -> list[object]
     cells += [change(row.predicted_bytes, vanilla.predicted_bytes), row.fits, row.refused, row.measured_bytes]
     cells += [timing and timing.step_seconds, timing and timing.samples_per_second, row.outcome]
     for name in known:
-        then = next((one for one in row.then if one.published.machine == name), None)
+        then = row.then_on(name)
         cells += [then and then.published_bytes, then and then.published.samples_per_second]
         cells.append(then and then.predicted_bytes)
     return cells
@@ -62,7 +58,7 @@ def _csv_row(row: GuideRow, vanilla: GuideRow, known: list[str]) -> list[object]
 
 def write(result: GuideResult, folder: Path) -> list[Path]:
     """Writes guide.md, guide.csv, guide.json, guide.png and guide.svg into `folder`; gives their paths."""
-    from snugfit.report.evaluation.plot import summary
+    from snugfit.report.evaluation.guide_plot import summary
 
     contents: dict[str, bytes] = {
         "guide.png": summary(result, "png"),
@@ -137,9 +133,7 @@ def _published(result: GuideResult) -> Grid:
     rows = []
     for row in result.rows:
         for then in row.then:
-            before = next(
-                (one for one in result.vanilla.then if one.published.machine == then.published.machine), then
-            )
+            before = result.vanilla.then_on(then.published.machine) or then
             speed = then.published.samples_per_second
             rows.append(
                 (

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from rich.console import Group, RenderableType
-from rich.text import Text
-
 from snugfit.planning.fleet.gpu_plans import GpuPlans, OnGpu
 from snugfit.planning.fleet.prices import Cost, Prices, cheapest, cost
 from snugfit.planning.plan import Choice
-from snugfit.report.text.grid import Grid, escape, terminal
-from snugfit.report.text.grid import markdown as markdown_table
+from snugfit.report.text.grid import Grid
 from snugfit.report.text.job import job_line
-from snugfit.report.text.terminal import words
+from snugfit.report.text.page import Line, Page
 from snugfit.units import GIB, show_bytes, show_seconds
 
 HOUR = 3600
@@ -24,27 +20,16 @@ SCALED = "~"
 """Stands before seconds that were scaled from another GPU's by data sheet."""
 
 
-def render(found: GpuPlans, prices: Prices | None = None) -> RenderableType:
+def render(found: GpuPlans, prices: Prices | None = None) -> Page:
     """The whole report."""
     prices = prices or Prices()
-    parts: list[RenderableType] = [words(question(found), "bold")]
-    parts += [words(line, "bold green" if found.fitting else "bold red") for line in headline(found, prices)]
-    parts += [words(line) for line in the_run(found, prices)]
-    parts += [Text(), terminal(table(found, prices))]
-    parts += [terminal(grid) for grid in unknown(found)]
-    parts += [words(line) for line in looked_at(found)]
-    return Group(*parts)
-
-
-def markdown(found: GpuPlans, prices: Prices) -> str:
-    """The same for a file."""
-    lines = [f"## {escape(question(found))}"]
-    lines += ["\n".join(f"- **{escape(line)}**" for line in headline(found, prices))]
-    lines += [escape(line) for line in the_run(found, prices)]
-    lines += [markdown_table(table(found, prices)).rstrip()]
-    lines += [markdown_table(grid).rstrip() for grid in unknown(found)]
-    lines += [escape(line) for line in looked_at(found)]
-    return "\n\n".join(lines) + "\n"
+    return Page(
+        [Line(question(found), "heading")],
+        (Line(line, "good" if found.fitting else "bad") for line in headline(found, prices)),
+        the_run(found, prices),
+        [table(found, prices), *unknown(found)],
+        looked_at(found),
+    )
 
 
 def question(found: GpuPlans) -> str:

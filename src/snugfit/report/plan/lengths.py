@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rich.console import Group, RenderableType
-from rich.text import Text
-
 from snugfit.data.lengths import Lengths
 from snugfit.planning.lengths.length_plan import Cut, LengthPlan
 from snugfit.planning.lengths.padding import Way
 from snugfit.planning.lengths.sizes import Size
-from snugfit.report.text.grid import Grid, escape, terminal
-from snugfit.report.text.grid import markdown as markdown_table
+from snugfit.report.text.grid import Grid
 from snugfit.report.text.job import job_line
-from snugfit.report.text.terminal import words
+from snugfit.report.text.page import Line, Page
 from snugfit.units import GIB, show_bytes
 
 ORDERS = {
@@ -31,24 +27,15 @@ ASSUMPTION = (
 )
 
 
-def render(plan: LengthPlan) -> RenderableType:
+def render(plan: LengthPlan) -> Page:
     """The whole report."""
-    style = "bold green" if plan.best else "bold red"
-    parts: list[RenderableType] = [words(question(plan), "bold"), words(dataset(plan.lengths))]
-    parts += [words(answer(plan), style), Text()]
-    parts += [terminal(table) for table in tables(plan)]
-    parts += [words(line) for line in remarks(plan)]
-    parts += [words(f"Uncertain: {doubt}", "yellow") for doubt in plan.doubts]
-    return Group(*parts)
-
-
-def markdown(plan: LengthPlan) -> str:
-    """The same for a file."""
-    lines = [f"## {escape(question(plan))}", escape(dataset(plan.lengths)), f"**{escape(answer(plan))}**"]
-    lines += [markdown_table(table).rstrip() for table in tables(plan)]
-    lines += [escape(line) for line in remarks(plan)]
-    lines += [f"Uncertain: {escape(doubt)}" for doubt in plan.doubts]
-    return "\n\n".join(lines) + "\n"
+    return Page(
+        [Line(question(plan), "heading"), dataset(plan.lengths)],
+        [Line(answer(plan), "good" if plan.best else "bad")],
+        tables(plan),
+        remarks(plan),
+        (Line(f"Uncertain: {doubt}", "uncertain") for doubt in plan.doubts),
+    )
 
 
 def question(plan: LengthPlan) -> str:

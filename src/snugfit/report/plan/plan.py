@@ -4,43 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rich.console import Group, RenderableType
-from rich.text import Text
-
 from snugfit.planning.plan import Choice, Plan, Reason
-from snugfit.report.text.grid import Grid, escape, terminal
-from snugfit.report.text.grid import markdown as markdown_table
+from snugfit.report.text.grid import Grid
 from snugfit.report.text.job import job_line
-from snugfit.report.text.terminal import words
+from snugfit.report.text.page import Line, Page
 from snugfit.units import GIB, show_bytes, show_per_cent, show_seconds
 
 LEAST_STARTUP = 0.05
 """Seconds: a smaller difference in start-up time is not reported."""
 
 
-def render(plan: Plan) -> RenderableType:
+def render(plan: Plan) -> Page:
     """The whole report of one plan."""
-    parts: list[RenderableType] = [words(question(plan), "bold"), words(answer(plan), _style(plan)), Text()]
-    parts += [words(sentence) for sentence in because(plan)]
-    parts += [words(line) for line in (*about_run(plan), *about_cost(plan))]
-    parts += [Text(), *(terminal(grid) for grid in changes(plan)), terminal(front(plan))]
-    parts += [terminal(refusals(plan))] if plan.refused else []
-    parts += [words(line) for line in plan.cures]
-    parts += [words(looked_at(plan))]
-    parts += [words(f"Uncertain: {doubt}", "yellow") for doubt in _doubts(plan)]
-    return Group(*parts)
-
-
-def markdown(plan: Plan) -> str:
-    """The same for a file."""
-    lines = [f"## {escape(question(plan))}", f"**{escape(answer(plan))}**"]
-    lines += ["\n".join(f"- {escape(sentence)}" for sentence in because(plan))]
-    lines += [escape(line) for line in (*about_run(plan), *about_cost(plan))]
-    lines += [markdown_table(grid).rstrip() for grid in (*changes(plan), front(plan))]
-    lines += [markdown_table(refusals(plan)).rstrip()] if plan.refused else []
-    lines += [escape(line) for line in plan.cures]
-    lines += [escape(looked_at(plan)), *(f"Uncertain: {escape(doubt)}" for doubt in _doubts(plan))]
-    return "\n\n".join(lines) + "\n"
+    return Page(
+        [Line(question(plan), "heading"), Line(answer(plan), "good" if plan.fits else "bad")],
+        (Line(sentence, "bullet") for sentence in because(plan)),
+        about_run(plan),
+        about_cost(plan),
+        changes(plan),
+        [front(plan), *([refusals(plan)] if plan.refused else [])],
+        plan.cures,
+        [looked_at(plan)],
+        (Line(f"Uncertain: {doubt}", "uncertain") for doubt in _doubts(plan)),
+    )
 
 
 def question(plan: Plan) -> str:
@@ -187,7 +173,3 @@ def _doubts(plan: Plan) -> Iterator[str]:
 
 def _fits(plan: Plan, choice: Choice) -> bool:
     return plan.memory_bytes is None or choice.needed_bytes <= plan.memory_bytes
-
-
-def _style(plan: Plan) -> str:
-    return "bold green" if plan.fits else "bold red"

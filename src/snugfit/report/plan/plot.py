@@ -1,33 +1,24 @@
-"""The plot of a plan: memory against speed, one point a recipe of the front, and the memory there is.
-
-Drawn on a `Figure` of its own, without pyplot; the same plan gives the same bytes.
-"""
+"""The plot of a plan: memory against speed, one point a recipe of the front, and the available memory."""
 
 from __future__ import annotations
 
-from io import BytesIO
-
 from snugfit.planning.plan import Choice, Plan
-from snugfit.report.evaluation.plot import STYLE
+from snugfit.report.text.figure import BLUE, LIGHT_BLUE, RED, drawing
 from snugfit.report.text.terminal import words
 from snugfit.units import GIB
 
 
 def draw(plan: Plan, form: str) -> bytes:
     """The plot as a `png` or an `svg` file's bytes."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
     sizes = [choice.needed_bytes / GIB for choice in plan.front]
     speeds = [_speed(plan, choice) for choice in plan.front]
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(11, 5.5), layout="constrained")
-        axes = figure.subplots()
-        axes.step(sizes[::-1], speeds[::-1], where="post", color="#56B4E9", linewidth=1)
-        axes.scatter(sizes, speeds, color="#0072B2", zorder=3, label="Pareto front")
+    with drawing(form, width=11, height=5.5) as drawn:
+        axes = drawn.figure.subplots()
+        axes.step(sizes[::-1], speeds[::-1], where="post", color=LIGHT_BLUE, linewidth=1)
+        axes.scatter(sizes, speeds, color=BLUE, zorder=3, label="Pareto front")
         if plan.best:
             best = plan.best.needed_bytes / GIB, _speed(plan, plan.best)
-            axes.scatter(*best, s=90, facecolors="none", edgecolors="#D55E00", zorder=4, label="best")
+            axes.scatter(*best, s=90, facecolors="none", edgecolors=RED, zorder=4, label="best")
         if plan.memory_bytes:
             axes.axvline(
                 plan.memory_bytes / GIB, color="0.4", linewidth=0.8, linestyle=":", label="available memory"
@@ -40,10 +31,7 @@ def draw(plan: Plan, form: str) -> bytes:
         axes.set_ylabel(f"Samples per second{', start-up included' if plan.steps else ''}")
         axes.set_title(f"{words(plan.job.model.name).plain}, batch {plan.job.batch_size}")
         axes.legend(frameon=False, loc="lower right")
-        out = BytesIO()
-        metadata = {"Date": None} if form == "svg" else {"Software": None}
-        figure.savefig(out, format=form, dpi=130, metadata=metadata)
-    return out.getvalue()
+    return drawn.content
 
 
 def _speed(plan: Plan, choice: Choice) -> float:

@@ -7,27 +7,17 @@ from collections.abc import Iterator
 from statistics import fmean
 from typing import Any
 
-from rich.console import Group, RenderableType
-
 from snugfit.evaluation.learn import LearnedFactors
 from snugfit.evaluation.verify import Verification
 from snugfit.planning.plan import Plan
 from snugfit.report.evaluation.order import gap_line, order_line, recipes_grid
-from snugfit.report.text.grid import Grid, escape, terminal
-from snugfit.report.text.grid import markdown as markdown_table
-from snugfit.report.text.terminal import words
+from snugfit.report.text.grid import Grid
+from snugfit.report.text.page import Line, Page
 
 
-def render(found: Verification) -> RenderableType:
-    """The verification for a terminal."""
-    complaints = (words(line, "red") for line in _complaints(found))
-    return Group(terminal(grid(found)), *(words(line) for line in told(found)), *complaints)
-
-
-def markdown(found: Verification) -> str:
-    """The same for a file."""
-    lines = [*told(found), *_complaints(found)]
-    return markdown_table(grid(found)) + "".join(f"\n{escape(line)}\n" for line in lines)
+def render(found: Verification) -> Page:
+    """Each recipe predicted and measured, and what follows from it."""
+    return Page([grid(found)], conclusions(found), (Line(text, "fault") for text in _complaints(found)))
 
 
 def document(plan: Plan, found: Verification) -> dict[str, Any]:
@@ -41,7 +31,7 @@ def grid(found: Verification) -> Grid:
     return recipes_grid(found.runs, f"The plan's best, predicted for {found.gpu} and measured on {where}")
 
 
-def told(found: Verification) -> Iterator[str]:
+def conclusions(found: Verification) -> Iterator[str]:
     """What follows from the rows, a sentence each."""
     yield from filter(None, (order_line(found.runs), gap_line(found.runs)))
     if found.learned:

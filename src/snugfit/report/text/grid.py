@@ -36,24 +36,18 @@ class Grid:
     note: str = ""
     """A sentence under the table."""
 
+    def __rich__(self) -> RenderableType:
+        shown = table(self.heads, self.rows, title=self.title)
+        return Group(shown, words(self.note), words("")) if self.note else shown
 
-def terminal(grid: Grid) -> RenderableType:
-    """The table for a terminal."""
-    made = table(grid.heads, grid.rows, title=grid.title)
-    return Group(made, words(grid.note), words("")) if grid.note else made
-
-
-def markdown(grid: Grid) -> str:
-    """The table as GitHub writes them."""
-    rule = ["---:" if head.endswith(">") else "---" for head in grid.heads]
-    lines = [
-        [head.rstrip(">") for head in grid.heads],
-        rule,
-        *([escape(cell) for cell in row] for row in grid.rows),
-    ]
-    body = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-    note = f"\n{escape(grid.note)}\n" if grid.note else ""
-    return f"### {escape(grid.title)}\n\n{body}\n{note}"
+    def markdown(self) -> str:
+        """The table as GitHub writes them."""
+        rule = ["---:" if head.endswith(">") else "---" for head in self.heads]
+        cells = [[head.rstrip(">") for head in self.heads], rule]
+        cells += [[escape(cell) for cell in row] for row in self.rows]
+        body = "\n".join(f"| {' | '.join(row)} |" for row in cells)
+        note = f"\n{escape(self.note)}\n" if self.note else ""
+        return f"### {escape(self.title)}\n\n{body}\n{note}"
 
 
 def escape(text: str) -> str:

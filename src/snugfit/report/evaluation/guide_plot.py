@@ -1,34 +1,18 @@
-"""The summary plot: memory and speed of all experiments, predicted, measured and published side by side.
-
-Drawn on a `Figure` of its own, without pyplot, so that nothing global changes and no window system is asked
-for. The same result gives the same bytes: no date and no random identifiers go into the file. Texts are drawn
-as they are; a `$` in a name is no formula.
-"""
+"""The guide's plot: memory and speed of all experiments, predicted, measured and published side by side."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from io import BytesIO
 from textwrap import fill
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from snugfit.evaluation.guide_result import GuideResult
-from snugfit.evaluation.guide_suite import machines
+from snugfit.evaluation.guide_suite import Machine, machines
+from snugfit.report.text.figure import BLUE, GREEN, LIGHT_BLUE, ORANGE, drawing
 from snugfit.units import GIB
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-FORMATS = ("png", "svg")
-STYLE = {
-    "text.parse_math": False,
-    "svg.hashsalt": "snugfit",
-    "svg.fonttype": "path",
-    "font.size": 9,
-    "font.family": "DejaVu Sans",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-}
 _WIDTH = 12.5
 """Inches."""
 _HEIGHT_OF_ROW = 0.56
@@ -37,23 +21,24 @@ _UNDER_BARS = 0.47
 """Down from the middle of a row, in rows."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Series:
-    """One colour of bars: a value, or nothing, for each experiment."""
+class Series(NamedTuple):
+    """One colour of bars."""
 
     label: str
+    """As the legend has it."""
+
     color: str
+    """As matplotlib writes colours."""
+
     values: tuple[float | None, ...]
+    """One for each experiment; None where there is none."""
 
 
 def summary(result: GuideResult, form: str) -> bytes:
     """The plot as a `png` or an `svg` file's bytes."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
     names = [fill(row.name, _LABEL_COLUMNS) for row in result.rows]
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(_WIDTH, 1.8 + _HEIGHT_OF_ROW * len(names)), layout="constrained")
+    with drawing(form, width=_WIDTH, height=1.8 + _HEIGHT_OF_ROW * len(names)) as drawn:
+        figure = drawn.figure
         left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
         _bars(left, memory_series(result), "{:.1f}")
         _diamonds(left, result)
@@ -76,57 +61,44 @@ def summary(result: GuideResult, form: str) -> bytes:
         figure.suptitle("The guide's experiments: memory and speed", fontsize=12)
         handles, labels = _legend((left, right))
         figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
-        out = BytesIO()
-        metadata = {"Date": None} if form == "svg" else {"Software": None}
-        figure.savefig(out, format=form, dpi=130, metadata=metadata)
-    return out.getvalue()
+    return drawn.content
 
 
 def memory_series(result: GuideResult) -> list[Series]:
     """GiB of GPU memory: predicted, measured, published, and predicted for the published machine."""
-    rows, named = result.rows, [machine for machine in machines().values() if machine.gpu]
-    found = [
-        Series(
-            label=f"predicted, {result.gpu}",
-            color="#0072B2",
-            values=tuple(_gib(row.predicted_bytes) for row in rows),
-        ),
-        Series(
-            label=f"measured, {result.device}",
-            color="#009E73",
-            values=tuple(_gib(row.measured_bytes) for row in rows),
-        ),
+    rows = result.rows
+    series = [
+        Series(f"predicted, {result.gpu}", BLUE, tuple(_gib(row.predicted_bytes) for row in rows)),
+        Series(f"measured, {result.device}", GREEN, tuple(_gib(row.measured_bytes) for row in rows)),
     ]
-    for machine in named:
-        thens = [
-            next((one for one in row.then if one.published.machine == machine.name), None) for row in rows
-        ]
+    for machine in _named_machines():
+        thens = [row.then_on(machine.name) for row in rows]
         predicted = tuple(_gib(then.predicted_bytes if then else None) for then in thens)
-        printed = tuple(_gib(then.published_bytes if then else None) for then in thens)
-        found.append(
-            Series(
-                label=f"predicted, {machine.gpu}, {machine.software} software",
-                color="#56B4E9",
-                values=predicted,
-            )
-        )
-        found.append(Series(label=f"published, {machine.gpu}", color="#E69F00", values=printed))
-    return [series for series in found if any(value is not None for value in series.values)]
+        series.append(Series(f"predicted, {machine.gpu}, {machine.software} software", LIGHT_BLUE, predicted))
+        published = tuple(_gib(then.published_bytes if then else None) for then in thens)
+        series.append(Series(f"published, {machine.gpu}", ORANGE, published))
+    return _with_values(series)
 
 
 def speed_series(result: GuideResult) -> list[Series]:
-    """Samples per second: measured and published; predictions hold no seconds yet."""
+    """Samples per second: measured and published; predictions of the guide hold no seconds."""
     rows = result.rows
-    seen = tuple(row.timing.samples_per_second if row.timing else None for row in rows)
-    found = [Series(label=f"measured, {result.device}", color="#009E73", values=seen)]
-    for machine in machines().values():
-        if machine.gpu:
-            thens = [
-                next((one for one in row.then if one.published.machine == machine.name), None) for row in rows
-            ]
-            values = tuple(then.published.samples_per_second if then else None for then in thens)
-            found.append(Series(label=f"published, {machine.gpu}", color="#E69F00", values=values))
-    return [series for series in found if any(value is not None for value in series.values)]
+    speeds = tuple(row.timing.samples_per_second if row.timing else None for row in rows)
+    series = [Series(f"measured, {result.device}", GREEN, speeds)]
+    for machine in _named_machines():
+        thens = [row.then_on(machine.name) for row in rows]
+        values = tuple(then.published.samples_per_second if then else None for then in thens)
+        series.append(Series(f"published, {machine.gpu}", ORANGE, values))
+    return _with_values(series)
+
+
+def _named_machines() -> list[Machine]:
+    """The machines of the published figures whose GPU is known."""
+    return [machine for machine in machines().values() if machine.gpu]
+
+
+def _with_values(series: list[Series]) -> list[Series]:
+    return [one for one in series if any(value is not None for value in one.values)]
 
 
 def _bars(axes: Axes, series: list[Series], form: str) -> None:

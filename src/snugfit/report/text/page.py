@@ -1,0 +1,76 @@
+"""A report before it has a format: a list of sentences and tables that a terminal shows and a file holds.
+
+What a report says, and in which order, is written once: `rich` prints a `Page` as it is, and `markdown` gives
+the same for a file.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from snugfit.report.text.grid import Grid, escape
+from snugfit.report.text.terminal import show, show_json, words
+
+
+@dataclass(frozen=True)
+class Line:
+    """A sentence of a report with its role: `heading`, `good` or `bad` (an answer), `bullet`, `uncertain`,
+    `fault`, or a plain sentence."""
+
+    text: str
+    role: str = ""
+
+
+_STYLES = {"heading": "bold", "good": "bold green", "bad": "bold red", "uncertain": "yellow", "fault": "red"}
+_MARKDOWN = {"heading": "## {}", "good": "**{}**", "bad": "**{}**", "bullet": "- {}"}
+
+
+class Page:
+    """Lines and tables in order; a plain string is a plain sentence."""
+
+    def __init__(self, *parts: Iterable[Line | Grid | str]) -> None:
+        self._parts = [Line(part) if isinstance(part, str) else part for part in chain(*parts)]
+
+    def __rich__(self) -> RenderableType:
+        return Group(*self._terminal())
+
+    def _terminal(self) -> Iterator[RenderableType]:
+        before: Line | Grid | None = None
+        for part in self._parts:
+            if isinstance(part, Grid):
+                yield from [Text()] if isinstance(before, Line) else []
+                yield part
+            else:
+                answered = isinstance(before, Line) and before.role in ("good", "bad")
+                yield from [Text()] if answered and part.role == "bullet" else []
+                yield words(part.text, _STYLES.get(part.role, ""))
+            before = part
+
+    def markdown(self) -> str:
+        """The page as GitHub writes it: a paragraph each, bullets one below the other."""
+        text = "\n\n".join(_as_markdown(part) for part in self._parts)
+        return re.sub(r"^(- .*)\n\n(?=- )", r"\1\n", text, flags=re.MULTILINE) + "\n"
+
+
+def print_as(form: str, document: Mapping[str, Any], page: Page) -> None:
+    """Prints a result on stdout: as `json` its document, as `markdown` or for the `terminal` its page."""
+    if form == "json":
+        show_json(document)
+    elif form == "markdown":
+        sys.stdout.write(page.markdown())
+    else:
+        show(page)
+
+
+def _as_markdown(part: Line | Grid) -> str:
+    if isinstance(part, Grid):
+        return part.markdown().rstrip()
+    return _MARKDOWN.get(part.role, "{}").format(escape(part.text))
