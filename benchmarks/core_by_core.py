@@ -4,7 +4,8 @@
 
 A small BERT that gives the GPU next to nothing to do runs steady steps; every `STEPS` of them all threads of
 the process move to the next core. After each round they may go where the system likes. Beside each stay stand
-its steps' seconds and those of a loop of pure Python on that core. It is what `step/quiet_core.py` rests on.
+its steps' seconds and those of a loop of pure Python on that core. It is what `measurement/quiet_core.py`
+rests on.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ import numpy as np
 from snugfit.errors import SnugfitError
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
-from snugfit.measurement.quiet_core import SLOW
+from snugfit.measurement.quiet_core import DISTURBED_RATIO
 from snugfit.prediction.device import policy_for
 from snugfit.prediction.profile import Software, installed_versions
 from snugfit.prediction.rates import HostLaunchCosts, packaged_rates
@@ -130,7 +130,7 @@ def main() -> None:
     """Prints what was found, and writes it."""
     out, files = Path(sys.argv[1]), [Path(name) for name in sys.argv[2:]]
     measured = [run for file in files for run in json.loads(file.read_text())["runs"]]
-    slowest = SLOW * min(pace for run in measured for pace, _ in run["drained"])
+    slowest = DISTURBED_RATIO * min(pace for run in measured for pace, _ in run["drained"])
     runs: list[Steps] = []
     with ProcessPoolExecutor(2) as pool:
         for found in pool.map(prepared, ((run, slowest) for run in measured)):

@@ -15,7 +15,7 @@ whose step was foreseen wrongly, beyond `OFF`, though their steps were steady.
 `host` runs families in a small size under recipes, in a mixed order until the seconds are over: the device
 has next to nothing to do. Steady steps are timed one after the other; then some with the device drained
 before each, and the clock is read at the borders of phases. Its thread keeps to quiet cores
-(`step/quiet_core.py`). Beside each drained step stands how long a loop of pure Python took.
+(`measurement/quiet_core.py`). Beside each drained step stands how long a loop of pure Python took.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Watch:
     def step_begins(self, index: int) -> None:
         """A border; the profiled step begins with its profiler, the last ones with a drained device."""
         if self.core and index:
-            self.core.look()
+            self.core.rebalance()
         if index == self.profiled or index >= self.quiet:
             torch.cuda.synchronize()
         if index == self.profiled:
@@ -225,8 +225,8 @@ def observed(job: Job, recipe: Recipe, *, device: bool) -> dict[str, Any]:
         "drained": watch.drained,
     }
     if watch.core:
-        watch.core.leave()
-        row["disturbed"] = watch.core.disturbed()
+        watch.core.release()
+        row["disturbed"] = watch.core.disturbed_share()
     if device:
         row["kernels"] = kernels(watch.profiler)
         row["device_seconds"] = sum(microseconds for *_, microseconds in row["kernels"]) / 1e6

@@ -3,7 +3,7 @@
     python benchmarks/steps_by_length.py OUT.json
 
 Each length is a job of its own, run one after the other in this process on quiet cores
-(`step/quiet_core.py`), its steady steps timed by events.
+(`measurement/quiet_core.py`), its steady steps timed by events.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ def observed(job: Job, recipe: Recipe) -> dict[str, Any]:
     stopwatch = Stopwatch(device, WARMUP, core=core)
     open_step(job, recipe.setup(), "plain", device).run(WARMUP + TIMED, stopwatch)
     seconds = stopwatch.seconds()
-    core.leave()
+    core.release()
     return {
         "job": job.to_json(),
         "recipe": str(recipe),
         "step_seconds": statistics.median(seconds),
         "seconds": seconds,
-        "disturbed": core.disturbed(),
+        "disturbed": core.disturbed_share(),
     }
 
 

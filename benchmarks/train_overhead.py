@@ -79,14 +79,14 @@ class Clock:
         self.core = QuietCore()
 
     def built(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        self.core.look()
+        self.core.rebalance()
 
     def step_begins(self, index: int) -> None: ...
 
     def phase(self, name: str) -> None: ...
 
     def step_ends(self, index: int) -> None:
-        self.core.look()
+        self.core.rebalance()
         if index in (WARMUP - 1, self._last):
             torch.cuda.synchronize()
             now = time.perf_counter()
@@ -107,7 +107,7 @@ def trained(job: Job, recipe: Recipe, steps: int) -> float:
 
     def watch(event: dict[str, Any]) -> None:
         nonlocal began, seconds
-        core.look()
+        core.rebalance()
         if event["event"] == "step" and event["step"] in (WARMUP, steps - 1):
             torch.cuda.synchronize()
             now = time.perf_counter()

@@ -25,13 +25,12 @@ from snugfit.measurement import child as child_room
 from snugfit.measurement import contamination
 from snugfit.measurement import measure as measure_room
 from snugfit.measurement.child_result import ChildResult
-from snugfit.measurement.crowd import Load, crowded, load
-from snugfit.measurement.environment import child_environment
-from snugfit.measurement.measure import MeasurementRequest, judge, measure, perform
+from snugfit.measurement.host import HostLoad, crowding, host_load
+from snugfit.measurement.measure import MeasurementRequest, measure, read_result, run_experiment
 from snugfit.measurement.nvml import open_nvml
 from snugfit.measurement.process import TAIL_BYTES, Child, ChildExit
 from snugfit.measurement.stopwatch import Stopwatch, timing_of
-from snugfit.measurement.target import Target
+from snugfit.measurement.target import Target, child_environment
 from snugfit.results.footprint import Startup
 from snugfit.results.measurement import Measurement
 from snugfit.techniques.recipe import Recipe
@@ -283,23 +282,23 @@ def result(**changes: Any) -> dict[str, Any]:
 )
 def test_what_is_no_result(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "result.json").write_bytes(content)
-    findings, outcome = judge(ENDED, tmp_path / "result.json")
-    assert outcome == "bad-result"
-    assert findings.message
+    reported = read_result(ENDED, tmp_path / "result.json")
+    assert reported.outcome == "bad-result"
+    assert reported.message
 
 
 def test_what_is_no_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     for place, outcome in (("nothing", "no-result"), (".", "bad-result"), ("fifo", "bad-result")):
-        assert judge(ENDED, tmp_path / place)[1] == outcome
+        assert read_result(ENDED, tmp_path / place).outcome == outcome
 
 
 def test_a_result_counts_only_when_its_writer_ended_well(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     write_document(path, result())
-    assert judge(ENDED, path)[1] == "ok"
-    assert judge(replace(ENDED, returncode=-11), path)[1] == "signal:SEGV"
-    assert judge(replace(ENDED, timed_out=True), path)[1] == "timeout"
+    assert read_result(ENDED, path).outcome == "ok"
+    assert read_result(replace(ENDED, returncode=-11), path).outcome == "signal:SEGV"
+    assert read_result(replace(ENDED, timed_out=True), path).outcome == "timeout"
 
 
 def test_a_start_comes_back() -> None:
@@ -361,17 +360,17 @@ def test_disturbed_steps_do_not_count_while_enough_others_remain() -> None:
     assert (few.steps, few.step_seconds) == (20, few.every_seconds)
 
 
-class FeltCore:
+class DisturbedCore:
     """A core that somebody disturbs at these calls."""
 
     def __init__(self, *calls: int) -> None:
-        self.calls, self.called, self.felt = calls, 0, 0
+        self.calls, self.called, self.disturbed_samples = calls, 0, 0
 
-    def glance(self) -> None:
-        self.felt += self.called in self.calls
+    def sample(self) -> None:
+        self.disturbed_samples += self.called in self.calls
         self.called += 1
 
-    look = glance
+    rebalance = sample
 
 
 @pytest.mark.parametrize(
@@ -388,7 +387,7 @@ class FeltCore:
 def test_a_step_is_quiet_from_border_to_border(calls: tuple[int, ...], quiet: list[bool]) -> None:
     import torch
 
-    watch = Stopwatch(torch.device("cpu"), 1, core=cast(Any, FeltCore(*calls)))
+    watch = Stopwatch(torch.device("cpu"), 1, core=cast(Any, DisturbedCore(*calls)))
     for index in range(4):
         watch.step_begins(index)
         if index:
@@ -457,8 +456,8 @@ def test_no_steps_no_timing() -> None:
     assert timing_of([], 8) is None
 
 
-def load_at(wall: float, busy: float, own: float) -> Load:
-    return Load(wall=wall, busy=busy, own=own)
+def load_at(wall: float, busy: float, own: float) -> HostLoad:
+    return HostLoad(wall=wall, busy=busy, own=own)
 
 
 @pytest.mark.parametrize(
@@ -471,21 +470,21 @@ def load_at(wall: float, busy: float, own: float) -> Load:
         (None, None),
     ],
 )
-def test_a_host_that_was_crowded_all_the_time(last: Load | None, words: str | None) -> None:
+def test_a_host_that_was_crowded_all_the_time(last: HostLoad | None, words: str | None) -> None:
     """Evenly slow steps have no spread, so the kernel's counters are asked."""
-    reason = crowded(load_at(0, 0, 0), last, 2)
+    reason = crowding(load_at(0, 0, 0), last, 2)
     assert (words in reason) if words and reason else reason is words
 
 
 @pytest.mark.whole
 def test_the_kernels_load_counts_living_children_as_ours() -> None:
-    first = load()
+    first = host_load()
     assert first is not None
     burn = "x = 0\nfor _ in range(3_000_000): x += 1\nprint('done', flush=True)\nimport time; time.sleep(60)"
     worker = subprocess.Popen([sys.executable, "-S", "-c", burn], stdout=subprocess.PIPE)
     assert worker.stdout is not None
     worker.stdout.readline()
-    last = load()
+    last = host_load()
     worker.kill()
     worker.communicate()
     assert last is not None
@@ -658,20 +657,20 @@ def test_one_that_takes_too_long_is_ended_and_kept(tmp_path: Path) -> None:
 def test_too_little_memory_on_the_host(tmp_path: Path) -> None:
     """A model of 16 GB in a process that may have 8: refused by the kernel, told as such (F25)."""
     job = tiny_job(config={"vocab_size": 4_000_000, "hidden_size": 1024})
-    request = measure_room._request(experiment_of(job), Target(type="cpu"), None)
+    request = measure_room._request_document(experiment_of(job), Target(type="cpu"), None)
     write_document(tmp_path / "request.json", request)
     command = measure_room.child_command(tmp_path / "request.json", tmp_path / "result.json")
     limited = ["bash", "-c", 'ulimit -v 8000000; exec "$@"', "limited", *command]
     with Child(limited, environment=os.environ) as running:
         ending = running.wait(120)
-    findings, outcome = judge(ending, tmp_path / "result.json")
-    assert outcome == "host-oom", ending.tail
-    assert findings.host_bytes is not None
-    assert "memory" in findings.message
+    reported = read_result(ending, tmp_path / "result.json")
+    assert reported.outcome == "host-oom", ending.tail
+    assert reported.host_bytes is not None
+    assert "memory" in reported.message
 
 
 def test_what_the_child_raises_becomes_a_cause(tmp_path: Path) -> None:
-    request = measure_room._request(experiment_of(tiny_job()), Target(type="cpu"), None)
+    request = measure_room._request_document(experiment_of(tiny_job()), Target(type="cpu"), None)
     refused = child_room.run(request | {"loop": "none"}, tmp_path / "h")
     assert refused.outcome == "refused"
     assert "Unknown loop" in refused.message
@@ -738,7 +737,7 @@ class TestOnAGpu:
                 deadline_seconds=60,
                 history=None,
             )
-            return perform(experiment, place)[0]
+            return run_experiment(experiment, place)[0]
 
     FINDINGS = ChildResult(
         outcome="ok",

@@ -16,7 +16,7 @@ from snugfit.measurement.contamination import GpuBaseline
 from snugfit.measurement.nvml import Card, GpuProcess, NvmlUnavailable, open_nvml
 from snugfit.measurement.sampler import Census, Sampler
 from snugfit.measurement.target import open_target
-from snugfit.measurement.visible_devices import choose, hides_all, visible
+from snugfit.measurement.visible_devices import card_at, hides_all, visible_cards
 from snugfit.units import MIB
 
 A, B, C = (f"GPU-{digit * 8}-aaaa-bbbb-cccc-000000000000" for digit in "123")
@@ -86,7 +86,7 @@ def test_garbage_is_a_reason(gpu: FakeGpu) -> None:
 
 def test_a_process_without_bytes_is_still_a_process() -> None:
     library = FakeNvml(FakeGpu(processes=[(7, None), (8, 0), (9, 1 << 63), (10, 5 * MIB)]))
-    assert [(found.pid, found.bytes) for found in card_of(library).computing()] == [
+    assert [(found.pid, found.bytes) for found in card_of(library).compute_processes()] == [
         (7, None),
         (8, None),
         (9, None),
@@ -124,42 +124,42 @@ def test_names_in_bytes() -> None:
 def test_visible_devices_as_cuda_reads_them(value: str | None, shown: list[str]) -> None:
     environment = {} if value is None else {"CUDA_VISIBLE_DEVICES": value}
     with open_nvml(three()) as nvml:
-        assert [card.uuid for card in visible(nvml, environment)] == shown
+        assert [card.uuid for card in visible_cards(nvml, environment)] == shown
 
 
 @pytest.mark.parametrize("value", ["-1", "7", "", "GPU-9", "0,0"])
 def test_a_gpu_that_is_not_shown_is_an_error_that_names_the_variable(value: str) -> None:
     with open_nvml(three()) as nvml, pytest.raises(GpuError, match=r"CUDA_VISIBLE_DEVICES='.*NVIDIA H200"):
-        choose(nvml, {"CUDA_VISIBLE_DEVICES": value}, 0)
+        card_at(nvml, {"CUDA_VISIBLE_DEVICES": value}, 0)
 
 
 def test_an_index_beyond_what_is_shown_is_an_error() -> None:
     with open_nvml(three()) as nvml, pytest.raises(GpuError, match=r"GPU index 2: .*shows 2"):
-        choose(nvml, {"CUDA_VISIBLE_DEVICES": "2,0"}, 2)
+        card_at(nvml, {"CUDA_VISIBLE_DEVICES": "2,0"}, 2)
 
 
 def test_unlike_gpus_are_not_counted_by_an_order_that_nvml_does_not_know() -> None:
     library = FakeNvml(FakeGpu(uuid=A, name="NVIDIA T400"), FakeGpu(uuid=B, name="NVIDIA GeForce RTX 4090"))
     with open_nvml(library) as nvml:
         with pytest.raises(GpuError, match="CUDA_DEVICE_ORDER=PCI_BUS_ID"):
-            choose(nvml, {}, 0)
-        assert choose(nvml, {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, 1).uuid == B
-        assert choose(nvml, {"CUDA_VISIBLE_DEVICES": B}, 0).uuid == B
+            card_at(nvml, {}, 0)
+        assert card_at(nvml, {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, 1).uuid == B
+        assert card_at(nvml, {"CUDA_VISIBLE_DEVICES": B}, 0).uuid == B
 
 
 def test_mig_parts() -> None:
     parts = [FakeGpu(uuid="MIG-aaaa", total=20 << 30), FakeGpu(uuid="MIG-bbbb", total=20 << 30)]
     library = FakeNvml(FakeGpu(uuid=A, parts=parts))
     with open_nvml(library) as nvml:
-        assert choose(nvml, {}, 0).uuid == "MIG-aaaa"
-        assert choose(nvml, {"CUDA_VISIBLE_DEVICES": "MIG-bbbb"}, 0).uuid == "MIG-bbbb"
+        assert card_at(nvml, {}, 0).uuid == "MIG-aaaa"
+        assert card_at(nvml, {"CUDA_VISIBLE_DEVICES": "MIG-bbbb"}, 0).uuid == "MIG-bbbb"
         with pytest.raises(GpuError):
-            choose(nvml, {"CUDA_VISIBLE_DEVICES": "MIG-cccc"}, 0)
+            card_at(nvml, {"CUDA_VISIBLE_DEVICES": "MIG-cccc"}, 0)
 
 
 def test_a_gpu_in_mig_mode_without_parts_is_an_error() -> None:
-    with open_nvml(FakeNvml(FakeGpu(parts=[]))) as nvml, pytest.raises(GpuError, match="no MIG part"):
-        choose(nvml, {}, 0)
+    with open_nvml(FakeNvml(FakeGpu(parts=[]))) as nvml, pytest.raises(GpuError, match="no MIG device"):
+        card_at(nvml, {}, 0)
 
 
 def test_hiding_on_purpose() -> None:
@@ -288,7 +288,7 @@ def test_a_process_that_stays_is_told() -> None:
 
 def census(used: int, ours: dict[int, int | None], others: dict[int, int | None]) -> Census:
     both = [tuple(GpuProcess(pid=pid, bytes=size) for pid, size in each.items()) for each in (ours, others)]
-    return Census(used_bytes=used * MIB, ours=both[0], others=both[1])
+    return Census(used_bytes=used * MIB, own=both[0], foreign=both[1])
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from snugfit.measurement import quiet_core
-from snugfit.measurement.quiet_core import EVERY, EVERY_IN_VAIN, QuietCore
+from snugfit.measurement.quiet_core import INTERVAL, INTERVAL_ALL_DISTURBED, QuietCore
 
 
 class Cores:
@@ -42,7 +42,7 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cores]:
     def pace(core: QuietCore) -> float:
         return made.pace(core)
 
-    monkeypatch.setattr(QuietCore, "_pace", pace)
+    monkeypatch.setattr(QuietCore, "_time_core", pace)
     monkeypatch.setattr(quiet_core.time, "perf_counter", lambda: made.now)
     yield made
     quiet_core.ALL_CORES.clear()
@@ -50,54 +50,54 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cores]:
 
 def test_the_first_look_finds_the_quietest_core(cores: Cores) -> None:
     core = QuietCore()
-    core.look()
+    core.rebalance()
     assert cores.held == {1}
 
 
 def test_a_disturbed_core_is_left_for_a_quiet_one(cores: Cores) -> None:
     core = QuietCore()
-    core.look()
+    core.rebalance()
     cores.paces[1] = 1.6
-    cores.now = EVERY / 2
-    core.look()
+    cores.now = INTERVAL / 2
+    core.rebalance()
     assert cores.held == {1}, "nobody looks so soon"
-    cores.now = EVERY
-    core.look()
+    cores.now = INTERVAL
+    core.rebalance()
     assert cores.held == {3}
-    assert core.disturbed() == pytest.approx(
+    assert core.disturbed_share() == pytest.approx(
         2 / 2
     )  # it began on core 0, which was slow, and core 1 became so
 
 
 def test_where_every_core_is_disturbed_it_stays_on_the_least_and_looks_less_often(cores: Cores) -> None:
     core = QuietCore()
-    core.look()
+    core.rebalance()
     cores.paces[:] = [2.0, 1.6, 1.5, 1.9]
-    cores.now = EVERY
-    core.look()
+    cores.now = INTERVAL
+    core.rebalance()
     assert cores.held == {2}
     cores.paces[0] = 1.0
-    cores.now = EVERY + EVERY_IN_VAIN / 2
-    core.look()
+    cores.now = INTERVAL + INTERVAL_ALL_DISTURBED / 2
+    core.rebalance()
     assert cores.held == {2}
-    cores.now = EVERY + EVERY_IN_VAIN
-    core.look()
+    cores.now = INTERVAL + INTERVAL_ALL_DISTURBED
+    core.rebalance()
     assert cores.held == {0}
 
 
 def test_a_pace_a_little_slower_moves_nobody(cores: Cores) -> None:
     core = QuietCore()
-    core.look()
+    core.rebalance()
     cores.paces[1] = 1.2
-    cores.now = EVERY
-    core.look()
+    cores.now = INTERVAL
+    core.rebalance()
     assert cores.held == {1}
 
 
 def test_all_cores_are_given_back(cores: Cores) -> None:
     core = QuietCore()
-    core.look()
-    core.leave()
+    core.rebalance()
+    core.release()
     assert cores.held == {0, 1, 2, 3}
     assert not quiet_core.ALL_CORES
 
@@ -105,8 +105,8 @@ def test_all_cores_are_given_back(cores: Cores) -> None:
 def test_one_core_is_no_choice(cores: Cores) -> None:
     cores.held = {2}
     core = QuietCore()
-    core.look()
-    assert (cores.held, core.disturbed()) == ({2}, None)
+    core.rebalance()
+    assert (cores.held, core.disturbed_share()) == ({2}, None)
 
 
 @pytest.mark.whole
@@ -117,7 +117,7 @@ def test_forked_processes_and_new_threads_have_all_cores() -> None:
     before = os.sched_getaffinity(0)
     core = QuietCore()
     try:
-        core.look()
+        core.rebalance()
         assert len(os.sched_getaffinity(0)) == 1
         if (child := os.fork()) == 0:
             os._exit(0 if os.sched_getaffinity(0) == before else 1)
@@ -132,11 +132,11 @@ def test_forked_processes_and_new_threads_have_all_cores() -> None:
         thread = threading.Thread(target=born_here)
         thread.start()
         ready.wait(10)
-        core._next = 0.0
-        core.look()
+        core._next_check = 0.0
+        core.rebalance()
         done.set()
         thread.join()
         assert seen == [before]
     finally:
-        core.leave()
+        core.release()
     assert os.sched_getaffinity(0) == before

@@ -23,11 +23,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from snugfit.comparison.steady import WARMUP, steady_steps
 from snugfit.errors import SnugfitError
 from snugfit.job.gpu import Gpu
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
+from snugfit.measurement.stopwatch import WARMUP, steady_steps
 from snugfit.prediction.device import policy_for
 from snugfit.prediction.kernel_seconds import KernelClock
 from snugfit.prediction.profile import Software, installed_versions

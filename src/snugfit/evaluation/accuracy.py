@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from snugfit.comparison.compared_runs import Accuracy, ComparedRun
-from snugfit.comparison.steady import WARMUP, steady_steps
 from snugfit.errors import GpuError, SnugfitError
 from snugfit.evaluation.accuracy_files import keep
 from snugfit.evaluation.draw import job_for
@@ -32,6 +31,7 @@ from snugfit.evaluation.predict_runs import (
     predict_drawn_job,
     recipes_of,
 )
+from snugfit.measurement.stopwatch import WARMUP, steady_steps
 from snugfit.prediction.profile import installed_versions
 from snugfit.prediction.rates import rates_for
 from snugfit.prediction.worker_pool import map_in_processes

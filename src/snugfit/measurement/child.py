@@ -2,11 +2,12 @@
 
 It reads one request, runs one experiment, writes one result and ends. Everything before the Step is arranged
 so that the allocator's peaks are the Step's own: the context is made by one tiny tensor whose memory is given
-back, and the peaks count from there. After the last step the device is quiet, and that is the one moment when
-NVML and nvidia-smi are laid side by side.
+back, and the peaks count from there. After the last step the device is idle, and that is the one moment when
+NVML and nvidia-smi are compared.
 
-The start is timed by the wall clock, from the moment at which the parent launched this process. The model's
-code, which building would import, is imported before the context is made, so that each stage is one thing.
+The start-up is timed by the wall clock, from the moment at which the parent launched this process. The
+model's code, which building would import, is imported before the context is made, so that each stage of the
+start-up is one thing.
 
 Whatever is raised becomes a cause in the result, with the allocator's peaks so far, and exit code 1.
 """
@@ -22,13 +23,12 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from snugfit.documents import read_document, write_document
 from snugfit.measurement import causes
 from snugfit.measurement.child_result import ChildResult
-from snugfit.measurement.crowd import crowded, load
-from snugfit.measurement.host import peak_resident_bytes
+from snugfit.measurement.host import HostLoad, crowding, host_load, peak_resident_bytes
 from snugfit.measurement.nvml import NvmlUnavailable, open_nvml
 from snugfit.measurement.process import die_with_parent
 from snugfit.techniques.hub_kernels import import_peft
@@ -42,31 +42,31 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 SEED = 0
-"""Weights and data are random but the same in every run."""
+"""Of the random weights and data, which are the same in every run."""
 
 HISTORY_STEP = 2
 """The step after which a recorded history is written: the first steady one."""
 
 HISTORY_ENTRIES = 1_000_000
-"""Allocations and frees kept at most: a bound on memory, chosen and not measured."""
+"""Upper bound on the allocations and frees of a history: chosen, not measured."""
 
 
 def main() -> None:
-    """Runs the request, writes the result, and ends the process without taking the heap apart."""
+    """Runs the request, writes the result, and ends the process without freeing the heap."""
     request_path, result_path = Path(sys.argv[1]), Path(sys.argv[2])
     request = read_document(request_path)
     die_with_parent(request["parent"])
-    findings = run(request, result_path.with_name("history.pickle"))
-    write_document(result_path, findings.to_json())
+    result = run(request, result_path.with_name("history.pickle"))
+    write_document(result_path, result.to_json())
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0 if findings.outcome == causes.OK else 1)
+    os._exit(0 if result.outcome == causes.OK else 1)
 
 
 def run(request: Mapping[str, Any], history: Path) -> ChildResult:
-    """The experiment of one request; never raises what an experiment may raise."""
+    """The result of one request; an exception of the experiment becomes its outcome."""
     try:
-        return _perform(request, history)
+        return _run_steps(request, history)
     except Exception as error:
         traceback.print_exc()
         cause = causes.cause_of_exception(error)
@@ -74,7 +74,7 @@ def run(request: Mapping[str, Any], history: Path) -> ChildResult:
     return replace(_peaks(), outcome=cause, message=text[:4000], versions=_versions())
 
 
-def _perform(request: Mapping[str, Any], history: Path) -> ChildResult:
+def _run_steps(request: Mapping[str, Any], history: Path) -> ChildResult:
     import torch
 
     from snugfit.job.job import Job
@@ -87,43 +87,46 @@ def _perform(request: Mapping[str, Any], history: Path) -> ChildResult:
     device = torch.device(request["device"])
     _import_code_of(job, setup)
     imported = time.monotonic()
-    context, started = _make_context(device, request) if device.type == "cuda" else (None, imported)
+    on_gpu = device.type == "cuda"
+    context = _make_context(device, request) if on_gpu else _Context(growth_bytes=None, ready=imported)
     torch.manual_seed(SEED)
     records = bool(request["history"])
     if records:
         torch.cuda.memory._record_memory_history(max_entries=HISTORY_ENTRIES)
-    loads = [load()]
+    loads: list[HostLoad | None] = [host_load()]
     last = request["warmup"] + request["steps"] - 1
-
-    core = QuietCore() if device.type == "cuda" else None
+    core = QuietCore() if on_gpu else None
 
     def after_step(index: int) -> None:
-        if index in (request["warmup"] - 1, last):  # before the first steady border, after the last
-            loads.append(load())
+        if index in (request["warmup"] - 1, last):  # before the first steady step, after the last
+            loads.append(host_load())
         if records:
-            _dump(index, history)
+            _dump_history(index, history)
 
     stopwatch = Stopwatch(device, request["warmup"], after_step=after_step, core=core)
     # Predictions are compared to the byte, so nothing of ours may stay on a GPU: kept losses would.
-    step = open_step(job, setup, request["loop"], device, keep_losses=device.type == "cpu")
+    step = open_step(job, setup, request["loop"], device, keep_losses=not on_gpu)
     losses = step.run(request["warmup"] + request["steps"], stopwatch)
     seconds = stopwatch.seconds()
-    found = _peaks()
-    smi, nvml = _quiet_moment(request["uuid"]) if device.type == "cuda" else (None, None)
+    peaks = _peaks()
+    uuid = request["uuid"]
+    nvml_bytes = _used_bytes(uuid) if on_gpu else None
+    smi_bytes = smi_used_bytes(uuid) if uuid and nvml_bytes is not None else None
     return replace(
-        found,
+        peaks,
         outcome=causes.OK,
         seconds=tuple(seconds),
         quiet=tuple(stopwatch.quiet()),
         startup=stopwatch.startup(
-            imports_seconds=max(0.0, imported - request["launched"]), context_seconds=started - imported
+            imports_seconds=max(0.0, imported - request["launched"]),
+            context_seconds=context.ready - imported,
         ),
         losses=tuple(losses),
-        crowded=crowded(loads[-2], loads[-1], os.cpu_count() or 1),
-        disturbed=core.disturbed() if core else None,
-        first_context_bytes=context,
-        smi_bytes=smi,
-        smi_nvml_bytes=nvml,
+        crowded=crowding(loads[-2], loads[-1], os.cpu_count() or 1),
+        disturbed=core.disturbed_share() if core else None,
+        first_context_bytes=context.growth_bytes,
+        smi_bytes=smi_bytes,
+        smi_nvml_bytes=nvml_bytes,
         versions=_versions(),
     )
 
@@ -140,38 +143,47 @@ def _import_code_of(job: Job, setup: Setup) -> None:
         import_peft()
 
 
-def _make_context(device: torch.device, request: Mapping[str, Any]) -> tuple[int | None, float]:
-    """Makes the CUDA context with one tiny tensor; gives what the device's used bytes grew by, and the moment
-    at which the context stood."""
+class _Context(NamedTuple):
+    """The CUDA context of this process."""
+
+    growth_bytes: int | None
+    """What the device's used bytes grew by; None on a CPU, and where NVML does not answer."""
+
+    ready: float
+    """The moment at which it was there, by the monotonic clock."""
+
+
+def _make_context(device: torch.device, request: Mapping[str, Any]) -> _Context:
+    """Makes the CUDA context with one tiny tensor."""
     import torch
 
     torch.cuda.set_device(device)
     tiny = torch.empty(1, device=device)
     torch.cuda.synchronize(device)
-    stood = time.monotonic()
+    ready = time.monotonic()
     used = _used_bytes(request["uuid"])
     del tiny
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
-    if used is None or request["ground_bytes"] is None:
-        return None, stood
-    return max(0, used - int(request["ground_bytes"])), stood
+    if used is None or request["baseline_bytes"] is None:
+        return _Context(None, ready)
+    return _Context(max(0, used - int(request["baseline_bytes"])), ready)
 
 
 def _peaks() -> ChildResult:
     """The peaks so far, of the allocator where there is one and of the host."""
-    found = ChildResult(outcome=causes.OK, host_bytes=peak_resident_bytes())
+    host = ChildResult(outcome=causes.OK, host_bytes=peak_resident_bytes())
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
-        return found
+        return host
     try:
         stats = torch.cuda.memory_stats()
         properties = torch.cuda.get_device_properties()
     except Exception as fault:  # after a device-side fault the context answers nothing any more
         print(f"The allocator's peaks are lost: {fault}", file=sys.stderr)
-        return found
+        return host
     return replace(
-        found,
+        host,
         requested_bytes=stats.get("requested_bytes.all.peak"),
         allocated_bytes=stats.get("allocated_bytes.all.peak"),
         reserved_bytes=stats.get("reserved_bytes.all.peak"),
@@ -181,7 +193,7 @@ def _peaks() -> ChildResult:
     )
 
 
-def _dump(index: int, history: Path) -> None:
+def _dump_history(index: int, history: Path) -> None:
     if index == HISTORY_STEP:
         import torch
 
@@ -201,16 +213,10 @@ def _used_bytes(uuid: str | None) -> int | None:
         return None
 
 
-def _quiet_moment(uuid: str | None) -> tuple[int | None, int | None]:
-    """nvidia-smi's and NVML's used bytes while the device rests."""
-    nvml = _used_bytes(uuid)
-    return (smi_used_bytes(uuid), nvml) if uuid and nvml is not None else (None, None)
-
-
 def smi_used_bytes(uuid: str, command: str = "nvidia-smi") -> int | None:
-    """What nvidia-smi shows as used on this GPU (whole MiB); None where it is not there or does not tell."""
+    """Used bytes of this GPU by nvidia-smi (whole MiB); None where it is missing or gives no number."""
     try:
-        shown = subprocess.run(
+        answer = subprocess.run(
             [command, f"--id={uuid}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"],
             capture_output=True,
             text=True,
@@ -220,18 +226,16 @@ def smi_used_bytes(uuid: str, command: str = "nvidia-smi") -> int | None:
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    text = shown.stdout.strip()
-    return int(text) * MIB if shown.returncode == 0 and text.isascii() and text.isdigit() else None
+    text = answer.stdout.strip()
+    return int(text) * MIB if answer.returncode == 0 and text.isascii() and text.isdigit() else None
 
 
 def _versions() -> dict[str, str]:
-    """Of the packages, and of the CUDA libraries that torch loaded."""
-    found = versions()
+    """Versions of the packages, and of the CUDA libraries that torch loaded."""
     torch = sys.modules.get("torch")
-    if torch is not None and torch.version.cuda:
-        found["cuda"] = str(torch.version.cuda)
-        found["cudnn"] = str(torch.backends.cudnn.version())
-    return found
+    if torch is None or not torch.version.cuda:
+        return versions()
+    return versions() | {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""What a measured child tells its parent: one typed document, checked field by field.
+"""The result that a measured child writes for its parent: one typed document, checked field by field.
 
-The child writes it, the parent believes nothing that has the wrong type: a number that is no number makes the
-whole result a `bad-result`. Only a loss may be missing (null): a loss can be NaN, and JSON has no NaN.
+The parent believes nothing that has the wrong type: a number that is no number makes the whole result a
+`bad-result`. Only a loss may be missing (null): a loss can be NaN, and JSON has no NaN.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
 
@@ -27,42 +27,38 @@ _COUNTS = (
 )
 
 _OUTCOME = re.compile(r"ok|refused|host-oom|oom:[a-z]+|exit:1")
-"""What a child can tell of its own end; see causes.py."""
+"""The outcomes that a child can report itself; see causes.py."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChildResult:
-    """What one run found out about itself; what it could not find is None."""
+    """What one run measured of itself; None is what it could not measure."""
 
     outcome: str
-    """`ok`, or the cause of its end, as far as the child could tell."""
+    """`ok`, or the cause of death, as far as the child knows it."""
 
     message: str = ""
     """For a cause other than `ok`: the exception in one line."""
 
     seconds: tuple[float, ...] = ()
-    """Each steady step."""
+    """Of each steady step."""
 
     startup: Startup | None = None
-    """From the process's beginning to the steady steps."""
+    """Seconds from the process's beginning to the steady steps."""
 
     losses: tuple[float, ...] = ()
     """Each step's loss, warm-up included."""
 
     requested_bytes: int | None = None
-    """`requested_bytes.all.peak` of the CUDA allocator."""
-
     allocated_bytes: int | None = None
-    """`allocated_bytes.all.peak`."""
-
     reserved_bytes: int | None = None
-    """`reserved_bytes.all.peak`."""
+    """Peaks of the CUDA allocator: `requested_bytes.all.peak`, and so on."""
 
     retries: int | None = None
-    """`num_alloc_retries`."""
+    """The allocator's `num_alloc_retries`."""
 
     host_bytes: int | None = None
-    """Largest resident memory."""
+    """Largest resident memory of the process."""
 
     first_context_bytes: int | None = None
     """Growth of the device's used bytes by the first tiny tensor."""
@@ -83,13 +79,13 @@ class ChildResult:
     """What other processes took of the host's cores while steps were timed."""
 
     quiet: tuple[bool, ...] = ()
-    """Of each of `seconds`, whether the core that asks for kernels was quiet."""
+    """Of each of `seconds`, whether the core that launches kernels was quiet."""
 
     disturbed: float | None = None
-    """Share of looks at the loop's core that found it disturbed, as `QuietCore.disturbed` tells it."""
+    """`QuietCore.disturbed_share` of that core."""
 
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Of what took part."""
+    """Of the packages and the CUDA libraries."""
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object without NaN; `ChildResult.from_json` reads it back."""
@@ -97,21 +93,14 @@ class ChildResult:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """The findings that `to_json` wrote; raises `BadDocument` for anything else."""
-        names = {each.name for each in fields(cls)}
+        """The result that `to_json` wrote; raises `BadDocument` for anything else."""
+        names = {field.name for field in fields(cls)}
         if set(document) != names:
             odd = ", ".join(sorted(set(document) ^ names))
             raise BadDocument(f"a result with unknown or missing fields: {odd[:200]}")
-        _all_of(document, ("message",), lambda value: isinstance(value, str))
-        _all_of(document, ("outcome",), lambda value: isinstance(value, str) and _OUTCOME.fullmatch(value))
-        _all_of(document, ("device_name", "crowded"), lambda value: value is None or isinstance(value, str))
-        _all_of(document, _COUNTS, lambda value: value is None or (type(value) is int and value >= 0))
-        _all_of(document, ("disturbed",), lambda value: value is None or _lengths([value]))
-        _all_of(document, ("seconds",), _lengths)
-        _all_of(document, ("quiet",), _truths)
-        _all_of(document, ("losses",), lambda value: _numbers(value, null=True))
-        _all_of(document, ("versions",), _texts)
-        _all_of(document, ("startup",), lambda value: value is None or _startup(value))
+        for name, is_valid in _CHECKS.items():
+            if not is_valid(document[name]):
+                raise BadDocument(f"a result with {name} = {str(document[name])[:80]}")
         startup = Startup.from_json(document["startup"]) if document["startup"] else None
         lists = {
             "seconds": tuple(document["seconds"]),
@@ -121,29 +110,40 @@ class ChildResult:
         return cls(**dict(document) | lists | {"startup": startup})
 
 
-def _all_of(document: Mapping[str, Any], names: Sequence[str], lawful: Any) -> None:
-    for name in names:
-        if not lawful(document[name]):
-            raise BadDocument(f"a result with {name} = {str(document[name])[:80]}")
+def _is_text_or_none(value: Any) -> bool:
+    return value is None or isinstance(value, str)
 
 
-def _numbers(value: Any, *, null: bool = False) -> bool:
-    kinds = (int, float, type(None)) if null else (int, float)
-    return isinstance(value, list) and all(type(each) in kinds for each in value)
+def _is_count_or_none(value: Any) -> bool:
+    return value is None or (type(value) is int and value >= 0)
 
 
-def _truths(value: Any) -> bool:
-    return isinstance(value, list) and all(type(each) is bool for each in value)
+def _is_list_of(value: Any, *types: type) -> bool:
+    return isinstance(value, list) and all(type(entry) in types for entry in value)
 
 
-def _startup(value: Any) -> bool:
-    names = {each.name for each in fields(Startup)}
-    return isinstance(value, dict) and set(value) == names and _lengths(list(value.values()))
+def _are_durations(value: Any) -> bool:
+    return _is_list_of(value, int, float) and all(entry >= 0 for entry in value)
 
 
-def _lengths(value: Any) -> bool:
-    return _numbers(value) and all(each >= 0 for each in value)
+def _is_startup_or_none(value: Any) -> bool:
+    if value is None:
+        return True
+    names = {field.name for field in fields(Startup)}
+    return isinstance(value, dict) and set(value) == names and _are_durations(list(value.values()))
 
 
-def _texts(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
+_CHECKS: Mapping[str, Callable[[Any], bool]] = {
+    "message": lambda value: isinstance(value, str),
+    "outcome": lambda value: isinstance(value, str) and _OUTCOME.fullmatch(value) is not None,
+    "device_name": _is_text_or_none,
+    "crowded": _is_text_or_none,
+    **dict.fromkeys(_COUNTS, _is_count_or_none),
+    "disturbed": lambda value: value is None or _are_durations([value]),
+    "seconds": _are_durations,
+    "quiet": lambda value: _is_list_of(value, bool),
+    "losses": lambda value: _is_list_of(value, int, float, type(None)),
+    "versions": lambda value: isinstance(value, dict) and _is_list_of(list(value.values()), str),
+    "startup": _is_startup_or_none,
+}
+"""Whether each field's value is one that a child can have written."""

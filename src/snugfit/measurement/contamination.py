@@ -1,139 +1,146 @@
-"""A clean GPU, proven: nobody else on it before, during and after an experiment.
+"""Whether other processes used the GPU before, during or after an experiment.
 
-Before: no process computes there and next to nothing is used; after: it is as it was. Both are waited for,
+Before: no process computes there and next to nothing is used. After: it is as it was. Both are waited for,
 because the driver takes a moment to free a dead process's memory. During: NVML's process list is compared
-with ours. Three things make that list less than proof, each met here:
+with our processes. Three things make that list less than proof, and each is handled here:
 
 - in a container its process ids may be the host's, so that ours are not among them: then more than one
   process is one too many;
-- it may be empty or refused (containers, WSL): then bytes must do, and what neither the allocator nor the
-  context explains is somebody else's;
+- it may be empty or refused (containers, WSL): then the bytes decide, and what neither the allocator nor the
+  context explains is another process's;
 - a display's processes are not in it, but their bytes are: then the GPU is not clean, and the reason says so.
 
-What is not clean is measured anyway and marked: `contaminated` holds the reason.
+A GPU that is not clean is measured anyway and marked: `contaminated` holds the reason. Each function returns
+that reason as a sentence, or None.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 from snugfit.measurement.nvml import Card, GpuProcess, NvmlUnavailable
 from snugfit.measurement.sampler import Census
 from snugfit.units import MIB, show_mib
 
+_T = TypeVar("_T")
+
 PATIENCE = 10.0
 """Seconds to wait for a GPU to become clean. A choice: how long a driver takes was not measured."""
 
 IDLE_BYTES = 64 * MIB
-"""What a GPU called idle may use, the driver's reserve apart. A choice; published idle readings are 0."""
+"""Upper bound on what an idle GPU uses, without the driver's reserve. A choice; published idle readings are
+0."""
 
 DRIFT_BYTES = 32 * MIB
-"""By so much the use before and after an experiment may differ. A choice."""
+"""Upper bound on the difference of the used bytes before and after an experiment. A choice."""
 
 LIBRARY_BYTES = 512 * MIB
-"""What kernels and libraries loaded during a run may add to the context of the first tensor. In twenty runs
-of seven model families on an H200 it was 130 to 146 MiB; NCCL or another eager loader would add more."""
+"""Upper bound on what kernels and libraries loaded during a run add to the context of the first tensor. In
+twenty runs of seven model families on an H200 it was 130 to 146 MiB; NCCL or another eager loader would add
+more."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuBaseline:
-    """The GPU before an experiment: what all later readings are measured from."""
+    """The GPU before an experiment, from which all later readings are measured."""
 
     used_bytes: int | None
-    """Used before the experiment began; None where NVML does not tell."""
+    """Used before the experiment began; None where NVML does not answer."""
 
     pids: frozenset[int]
     """Processes that were there already."""
 
     reason: str | None
-    """Why it is not clean, or None."""
+    """Why it is not clean; None when it is."""
 
 
 def before(card: Card, *, patience: float) -> GpuBaseline:
-    """Waits for a clean GPU, and says what is in the way when it does not become one."""
+    """The GPU once it is clean, or after `patience` seconds, with the reason why it is not."""
+    return _wait_while_used(partial(_read_baseline, card), lambda baseline: baseline.reason, patience)
+
+
+def _wait_while_used(read: Callable[[], _T], reason_of: Callable[[_T], str | None], patience: float) -> _T:
+    """The first reading without a reason, or the last one after `patience` seconds."""
     deadline = time.monotonic() + patience
     while True:
-        ground = _look(card)
-        if ground.reason is None or time.monotonic() >= deadline:
-            return ground
+        reading = read()
+        if reason_of(reading) is None or time.monotonic() >= deadline:
+            return reading
         time.sleep(min(0.2, patience / 10))
 
 
-def _look(card: Card) -> GpuBaseline:
+def _read_baseline(card: Card) -> GpuBaseline:
     try:
         used = card.memory().used_bytes
     except NvmlUnavailable as refusal:
         return GpuBaseline(used_bytes=None, pids=frozenset(), reason=f"not proven clean: {refusal}")
-    processes = _computing(card)
+    processes = _compute_processes(card)
     pids = frozenset(process.pid for process in processes)
     reason = None
     if processes:
         reason = f"before the run {_list(processes)} used this GPU"
     elif used > IDLE_BYTES and not card.counts_reserve:
-        reason = f"before the run {show_mib(used)} MiB were used by {_drawers(card)}"
+        graphics = card.graphics_processes()
+        user = f"a display ({_list(graphics)})" if graphics else "processes that NVML does not list"
+        reason = f"before the run {show_mib(used)} MiB were used by {user}"
     return GpuBaseline(used_bytes=used, pids=pids, reason=reason)
 
 
-def after(card: Card, ground: GpuBaseline, *, patience: float) -> str | None:
-    """Waits until the GPU is as it was before; the reason when it does not become so, else None."""
-    if ground.used_bytes is None:
+def after(card: Card, baseline: GpuBaseline, *, patience: float) -> str | None:
+    """Waits until the GPU is as it was before; the reason when after `patience` seconds it is not."""
+    if baseline.used_bytes is None:
         return None
-    deadline = time.monotonic() + patience
-    while True:
-        reason = _leftover(card, ground)
-        if reason is None or time.monotonic() >= deadline:
-            return reason
-        time.sleep(min(0.2, patience / 10))
+    return _wait_while_used(partial(_leftover, card, baseline), lambda reason: reason, patience)
 
 
-def _leftover(card: Card, ground: GpuBaseline) -> str | None:
+def _leftover(card: Card, baseline: GpuBaseline) -> str | None:
     try:
         used = card.memory().used_bytes
     except NvmlUnavailable as refusal:
         return f"not proven clean after the run: {refusal}"
-    strangers = [process for process in _computing(card) if process.pid not in ground.pids]
-    if strangers:
-        return f"after the run {_list(strangers)} used this GPU"
-    excess = used - (ground.used_bytes or 0)
+    foreign = [process for process in _compute_processes(card) if process.pid not in baseline.pids]
+    if foreign:
+        return f"after the run {_list(foreign)} used this GPU"
+    excess = used - (baseline.used_bytes or 0)
     return f"after the run {show_mib(excess)} MiB were not given back" if excess > DRIFT_BYTES else None
 
 
-def during(censuses: Iterable[Census], ground: GpuBaseline) -> str | None:
-    """Who else computed on the GPU during the run, judged by the process lists; None when nobody."""
-    taken = [
-        (census, [process for process in census.others if process.pid not in ground.pids])
-        for census in censuses
-    ]
-    ours_are_seen = any(census.ours for census, _ in taken)
-    for census, strangers in taken:
-        if ours_are_seen and strangers:
-            return f"during the run {_list(strangers)} used this GPU"
-        if not ours_are_seen and len(strangers) > 1:
-            return f"during the run {len(strangers)} processes used this GPU, and only one was ours"
-        reason = _beyond_ours(census, ground)
+def during(censuses: Iterable[Census], baseline: GpuBaseline) -> str | None:
+    """Who else computed on the GPU during the run, by the process lists; None when nobody."""
+    censuses = list(censuses)
+    lists_ours = any(census.own for census in censuses)
+    for census in censuses:
+        foreign = [process for process in census.foreign if process.pid not in baseline.pids]
+        if lists_ours and foreign:
+            return f"during the run {_list(foreign)} used this GPU"
+        if not lists_ours and len(foreign) > 1:
+            return f"during the run {len(foreign)} processes used this GPU, and only one was ours"
+        reason = _foreign_bytes(census, baseline)
         if reason:
             return reason
     return None
 
 
-def _beyond_ours(census: Census, ground: GpuBaseline) -> str | None:
-    """The device's bytes minus ours, where the driver tells each process's bytes."""
-    if not census.ours or ground.used_bytes is None or any(process.bytes is None for process in census.ours):
+def _foreign_bytes(census: Census, baseline: GpuBaseline) -> str | None:
+    """The device's bytes minus ours, where the driver reports each process's bytes."""
+    own = [process.bytes for process in census.own if process.bytes is not None]
+    if not census.own or len(own) < len(census.own) or baseline.used_bytes is None:
         return None
-    ours = sum(process.bytes or 0 for process in census.ours)
-    excess = census.used_bytes - ground.used_bytes - ours
+    excess = census.used_bytes - baseline.used_bytes - sum(own)
     if excess <= LIBRARY_BYTES:
         return None
     return f"during the run {show_mib(excess)} MiB of the device were not this run's"
 
 
 def unexplained(*, grown_bytes: int, reserved_bytes: int, first_context_bytes: int) -> str | None:
-    """What neither allocator nor context explains of the growth of the device's used bytes; None when little.
+    """What neither allocator nor context explains of the growth of the device's used bytes; None if little.
 
-    grown = context at the first tensor + libraries loaded later + reserved, for a process alone on its GPU.
+    For a process alone on its GPU, grown = context at the first tensor + libraries loaded later + reserved.
     """
     excess = grown_bytes - reserved_bytes - first_context_bytes
     if excess <= LIBRARY_BYTES:
@@ -144,19 +151,16 @@ def unexplained(*, grown_bytes: int, reserved_bytes: int, first_context_bytes: i
     )
 
 
-def _computing(card: Card) -> list[GpuProcess]:
+def _compute_processes(card: Card) -> list[GpuProcess]:
+    """The processes with a compute context; none where the driver hides them."""
     try:
-        return card.computing()
+        return card.compute_processes()
     except NvmlUnavailable:
         return []
 
 
-def _drawers(card: Card) -> str:
-    return f"a display ({_list(card.drawing())})" if card.drawing() else "processes that NVML does not list"
-
-
 def _list(processes: list[GpuProcess]) -> str:
-    """`process 17 (512 MiB), process 23`; this very process is called so."""
+    """The processes as text, at most four by number: `process 17 (512 MiB), this process (23)`."""
     shown = []
     for process in processes[:4]:
         name = f"this process ({process.pid})" if process.pid == os.getpid() else f"process {process.pid}"

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from snugfit.measurement.nvml import Card, NvmlUnavailable, open_nvml
-from snugfit.measurement.visible_devices import VISIBLE, hides_all
+from snugfit.measurement.visible_devices import VISIBLE_DEVICES, hides_all
 from snugfit.versions import CORE, OPTIONAL, __version__, torch_cuda, version_of
 
 SCHEMA = 1
@@ -153,7 +153,7 @@ def examine(
         driver=driver,
         nvml=silence,
         gpus=gpus,
-        visible_devices=environment.get(VISIBLE),
+        visible_devices=environment.get(VISIBLE_DEVICES),
     )
 
 
@@ -170,7 +170,7 @@ def _found(card: Card) -> GpuStatus:
     memory, processes, fault = None, None, None
     try:
         memory = card.memory()
-        processes = len(card.computing())
+        processes = len(card.compute_processes())
     except NvmlUnavailable as reason:
         fault = str(reason)
     return GpuStatus(
@@ -198,7 +198,7 @@ def _why_no_cuda(
     if not gpus:
         return "the driver knows no GPU"
     if hides_all(environment):
-        return f"{VISIBLE}={environment[VISIBLE]!r} hides every GPU"
+        return f"{VISIBLE_DEVICES}={environment[VISIBLE_DEVICES]!r} hides every GPU"
     return None
 
 

@@ -1,16 +1,16 @@
-"""Measuring: one experiment, in a process of its own, on a GPU that is proven clean.
+"""Measures one experiment, in a process of its own, on a GPU that is proven clean.
 
     the parent                                  the child (child.py)
     finds the GPU by NVML, waits until clean
     writes the request                 ----->   builds the Step, warms up, runs the steady steps
     sleeps; a thread samples NVML               reads the allocator's peaks; nvidia-smi once
-    judges how it ended                <-----   writes its findings
+    decides how it ended               <-----   writes its result
     waits until the GPU is clean again
 
 The parent never touches CUDA, uses no CPU while it waits (but for NVML's readings), and believes nothing that
-it cannot check: a run that died has a cause, a GPU that was shared has a reason, a result is a file that came
-whole. Models that live only in this Python process are refused here: a fresh process could get them only by
-pickle, which runs whatever it finds; `snugfit.watch()` measures those in place.
+it cannot check: a run that died has a cause, a GPU that was shared has a reason, a result is a complete file.
+Models that live only in this Python process are refused: a fresh process could get them only by pickle, which
+runs whatever it contains; `snugfit.watch()` measures those in target.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -34,20 +34,20 @@ from snugfit.measurement import causes, contamination
 from snugfit.measurement import ledger as ledger_files
 from snugfit.measurement.child import HISTORY_STEP
 from snugfit.measurement.child_result import ChildResult
-from snugfit.measurement.environment import child_environment
+from snugfit.measurement.contamination import GpuBaseline
 from snugfit.measurement.process import Child, ChildExit
 from snugfit.measurement.sampler import Sampler
 from snugfit.measurement.stopwatch import timing_of
-from snugfit.measurement.target import Target, open_target
+from snugfit.measurement.target import Target, child_environment, open_target
 from snugfit.results.footprint import Footprint
 from snugfit.results.measurement import Measurement
 from snugfit.step.step import LOOPS
 from snugfit.techniques.recipe import Recipe
 
-LARGEST_STEPS = 100_000
+MAX_STEPS = 100_000
 
-_LAST_LINES = 20
-"""Of a dead child's words, kept in the measurement; the ledger keeps all that was kept."""
+_MESSAGE_LINES = 20
+"""Lines of a dead child's output that the measurement keeps; the ledger keeps up to 64 KiB of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,10 +60,10 @@ class MeasurementRequest:
     warmup: int
     """Steps before the steady ones, not timed; their bytes count."""
     steps: int
-    """Steady steps."""
+    """Number of steady steps."""
     deadline_seconds: float
     history: Path | None
-    """Where the allocator's recorded history goes, when it is wanted."""
+    """Where the allocator's recorded history goes; None records none."""
 
 
 def measure(
@@ -79,7 +79,7 @@ def measure(
     ledger: Path | str | None = Path("snugfit-runs"),
     record_history: Path | str | None = None,
 ) -> Measurement:
-    """Runs the job under the recipe (which may be text) in a fresh process and gives what it took.
+    """Runs the job under the recipe (which may be text) in a fresh process and returns what it took.
 
     `device` is `cpu`, `cuda`, or None for a GPU if there is one; `gpu_index` counts as CUDA does. A run that
     dies is a measurement too: its `outcome` is the cause. `ledger` is the folder where it is kept, or None.
@@ -88,7 +88,7 @@ def measure(
     """
     refuse_what_is_no_job(job)
     recipe = recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe)
-    experiment = MeasurementRequest(
+    request = MeasurementRequest(
         job=job,
         recipe=recipe,
         loop=loop,
@@ -98,78 +98,84 @@ def measure(
         history=_path_of("record_history", record_history),
     )
     root = _path_of("ledger", ledger)
-    _refuse(experiment)
-    with open_target(device, gpu_index, environment=os.environ) as place:
-        recipe.check(job, place.card.capability() if place.card else None)
-        if record_history is not None and place.type != "cuda":
+    _refuse_invalid(request)
+    with open_target(device, gpu_index, environment=os.environ) as target:
+        recipe.check(job, target.card.capability() if target.card else None)
+        if record_history is not None and target.type != "cuda":
             raise UsageError("A memory history is recorded by the CUDA allocator; there is no GPU here.")
         if root is None:
-            return perform(experiment, place)[0]
-        with ledger_files.prepared(root):
-            measurement, words = perform(experiment, place)
-            ledger_files.write(root, measurement, words)
+            return run_experiment(request, target)[0]
+        with ledger_files.open_ledger(root):
+            measurement, output = run_experiment(request, target)
+            ledger_files.write(root, measurement, output)
     return measurement
 
 
-def perform(experiment: MeasurementRequest, place: Target) -> tuple[Measurement, str]:
-    """The experiment at its place: the measurement, and the last words of the measured process."""
-    ground = contamination.before(place.card, patience=contamination.PATIENCE) if place.card else None
+def run_experiment(request: MeasurementRequest, target: Target) -> tuple[Measurement, str]:
+    """The measurement of one request on one device, and the end of the measured process's output."""
+    baseline = contamination.before(target.card, patience=contamination.PATIENCE) if target.card else None
     when = datetime.now(UTC).isoformat(timespec="seconds")
-    with tempfile.TemporaryDirectory(prefix="snugfit-") as room:
-        request, result = Path(room) / "request.json", Path(room) / "result.json"
-        write_document(request, _request(experiment, place, ground))
-        with Child(child_command(request, result), environment=_environment(experiment, place)) as child:
-            with _sampling(place, child) as sampler:
-                ending = child.wait(experiment.deadline_seconds)
-        findings, outcome = judge(ending, result)
-        _keep_history(Path(room) / "history.pickle", experiment.history)
-    if outcome == causes.REFUSED:
-        raise UsageError(findings.message)
+    with tempfile.TemporaryDirectory(prefix="snugfit-") as folder:
+        request_file, result_file = Path(folder) / "request.json", Path(folder) / "result.json"
+        write_document(request_file, _request_document(request, target, baseline))
+        environment = child_environment(
+            os.environ,
+            visibility=target.visibility,
+            expandable_segments=request.recipe.setup().expandable_segments,
+        )
+        with Child(child_command(request_file, result_file), environment=environment) as child:
+            with _sampling(target, child) as sampler:
+                exited = child.wait(request.deadline_seconds)
+        result = read_result(exited, result_file)
+        history = Path(folder) / "history.pickle"
+        if request.history is not None and history.is_file():
+            shutil.move(history, request.history)
+    if result.outcome == causes.REFUSED:
+        raise UsageError(result.message)
     measurement = Measurement(
-        job=experiment.job,
-        recipe=experiment.recipe,
-        loop=experiment.loop,
-        device=place.describe(findings.device_name, findings.total_bytes),
-        outcome=outcome,
-        footprint=_footprint(findings, _growth(sampler, ground)),
-        timing=timing_of(findings.seconds, experiment.job.batch_size, findings.quiet),
-        versions=findings.versions,
+        job=request.job,
+        recipe=request.recipe,
+        loop=request.loop,
+        device=target.describe(result.device_name, result.total_bytes),
+        outcome=result.outcome,
+        footprint=_footprint(result, _growth(sampler, baseline)),
+        timing=timing_of(result.seconds, request.job.batch_size, result.quiet),
+        versions=result.versions,
         when=when,
-        startup=findings.startup,
-        first_context_bytes=findings.first_context_bytes,
-        smi_bytes=findings.smi_bytes,
-        smi_nvml_bytes=findings.smi_nvml_bytes,
-        contaminated=_contaminated(place, ground, sampler, findings),
-        crowded=findings.crowded,
-        disturbed=findings.disturbed,
-        losses=findings.losses,
-        message=_message(outcome, findings, ending, experiment),
+        startup=result.startup,
+        first_context_bytes=result.first_context_bytes,
+        smi_bytes=result.smi_bytes,
+        smi_nvml_bytes=result.smi_nvml_bytes,
+        contaminated=_contamination(target, baseline, sampler, result),
+        crowded=result.crowded,
+        disturbed=result.disturbed,
+        losses=result.losses,
+        message=_message(result, exited, request),
     )
-    return measurement, ending.tail
+    return measurement, exited.tail
 
 
 def child_command(request: Path, result: Path) -> list[str]:
-    """`-P`: no file of the working directory takes a module's place."""
+    """The command of the measured process. `-P`: no file of the working directory shadows a module."""
     return [sys.executable, "-P", "-m", "snugfit.measurement.child", str(request), str(result)]
 
 
-def judge(ending: ChildExit, result: Path) -> tuple[ChildResult, str]:
-    """What the child found, and the cause of its end. The result is empty where it left no result of
-    ours."""
+def read_result(exited: ChildExit, file: Path) -> ChildResult:
+    """The child's result, empty where the file holds none; its outcome is that of the whole process."""
     try:
-        findings = ChildResult.from_json(read_document(result))
+        result = ChildResult.from_json(read_document(file))
     except FileNotFoundError:
-        findings = ChildResult(outcome=causes.NO_RESULT)
+        result = ChildResult(outcome=causes.NO_RESULT)
     except BadDocument as fault:
-        findings = ChildResult(outcome=causes.BAD_RESULT, message=str(fault))
-    if findings.outcome == causes.OK and not findings.seconds:
-        findings = ChildResult(outcome=causes.BAD_RESULT, message="a result without a single timed step")
-    return findings, causes.cause_of_exit(ending, findings.outcome)
+        result = ChildResult(outcome=causes.BAD_RESULT, message=str(fault))
+    if result.outcome == causes.OK and not result.seconds:
+        result = ChildResult(outcome=causes.BAD_RESULT, message="a result without a single timed step")
+    return replace(result, outcome=causes.cause_of_exit(exited, result.outcome))
 
 
-def _refuse(experiment: MeasurementRequest) -> None:
+def _refuse_invalid(request: MeasurementRequest) -> None:
     """Raises `UsageError` for what no process could run."""
-    job, loop = experiment.job, experiment.loop
+    job, loop = request.job, request.loop
     if job.model.module is not None:
         raise JobError(
             f"The model {job.model.name!r} lives only in this Python process, and a measurement runs in a"
@@ -177,115 +183,107 @@ def _refuse(experiment: MeasurementRequest) -> None:
         )
     if loop not in LOOPS:
         raise UsageError(f"Unknown loop {loop!r}.{did_you_mean(loop, LOOPS)} Loops: {', '.join(LOOPS)}.")
-    for what, value, least in (("warm-up steps", experiment.warmup, 0), ("steps", experiment.steps, 1)):
-        if type(value) is not int or not least <= value <= LARGEST_STEPS:
-            raise UsageError(
-                f"{what} is {value!r}; allowed are whole numbers from {least} to {LARGEST_STEPS}."
-            )
-    deadline = experiment.deadline_seconds
+    for what, value, least in (("warm-up steps", request.warmup, 0), ("steps", request.steps, 1)):
+        if type(value) is not int or not least <= value <= MAX_STEPS:
+            raise UsageError(f"{what} is {value!r}; allowed are whole numbers from {least} to {MAX_STEPS}.")
+    deadline = request.deadline_seconds
     if type(deadline) not in (int, float) or not (math.isfinite(deadline) and deadline > 0):
         raise UsageError(f"The deadline is {deadline!r}; it is a number of seconds above 0.")
-    if experiment.history is not None:
-        if experiment.warmup + experiment.steps <= HISTORY_STEP:
+    if request.history is not None:
+        if request.warmup + request.steps <= HISTORY_STEP:
             raise UsageError(f"A memory history needs {HISTORY_STEP + 1} steps or more, warm-up included.")
-        if not experiment.history.absolute().parent.is_dir():
-            raise UsageError(f"The history cannot go to {experiment.history}: there is no such folder.")
+        if not request.history.absolute().parent.is_dir():
+            raise UsageError(f"The history cannot go to {request.history}: there is no such folder.")
 
 
-def _path_of(what: str, given: object) -> Path | None:
-    """A path from Python, which people write as text too."""
-    if given is None or isinstance(given, str | os.PathLike):
-        return None if given is None else Path(given)
-    raise UsageError(f"{what} is {given!r}; it is a path, or None.")
+def _path_of(argument: str, value: object) -> Path | None:
+    """The path in an argument of `measure`, which may be text too."""
+    if value is None or isinstance(value, str | os.PathLike):
+        return None if value is None else Path(value)
+    raise UsageError(f"{argument} is {value!r}; it is a path, or None.")
 
 
-def _request(
-    experiment: MeasurementRequest, place: Target, ground: contamination.GpuBaseline | None
+def _request_document(
+    request: MeasurementRequest, target: Target, baseline: GpuBaseline | None
 ) -> dict[str, object]:
+    """The request as the child reads it."""
     return {
         "parent": os.getpid(),
         "launched": time.monotonic(),
-        "job": experiment.job.to_json(),
-        "setup": experiment.recipe.setup().to_json(),
-        "loop": experiment.loop,
-        "device": place.torch_device,
-        "uuid": place.card.uuid if place.card else None,
-        "ground_bytes": ground.used_bytes if ground else None,
-        "warmup": experiment.warmup,
-        "steps": experiment.steps,
-        "history": experiment.history is not None,
+        "job": request.job.to_json(),
+        "setup": request.recipe.setup().to_json(),
+        "loop": request.loop,
+        "device": target.torch_device,
+        "uuid": target.card.uuid if target.card else None,
+        "baseline_bytes": baseline.used_bytes if baseline else None,
+        "warmup": request.warmup,
+        "steps": request.steps,
+        "history": request.history is not None,
     }
 
 
-def _environment(experiment: MeasurementRequest, place: Target) -> dict[str, str]:
-    expandable = experiment.recipe.setup().expandable_segments
-    return child_environment(os.environ, visibility=place.visibility, expandable_segments=expandable)
-
-
 @contextmanager
-def _sampling(place: Target, child: Child) -> Iterator[Sampler | None]:
-    """NVML, sampled for as long as the child runs; nothing without a card."""
-    if place.card is None:
+def _sampling(target: Target, child: Child) -> Iterator[Sampler | None]:
+    """Samples NVML while the child runs; None without a card."""
+    if target.card is None:
         yield None
         return
-    with Sampler(place.card, belongs=child.owns) as sampler:
+    with Sampler(target.card, belongs=child.owns) as sampler:
         yield sampler
 
 
-def _growth(sampler: Sampler | None, ground: contamination.GpuBaseline | None) -> int | None:
+def _growth(sampler: Sampler | None, baseline: GpuBaseline | None) -> int | None:
     """What the device's used bytes grew by at their peak: this run's NVML bytes."""
-    if sampler is None or sampler.peak_bytes is None or ground is None or ground.used_bytes is None:
+    if sampler is None or sampler.peak_bytes is None or baseline is None or baseline.used_bytes is None:
         return None
-    return max(0, sampler.peak_bytes - ground.used_bytes)
+    return max(0, sampler.peak_bytes - baseline.used_bytes)
 
 
-def _footprint(findings: ChildResult, nvml_bytes: int | None) -> Footprint | None:
-    """The context is what NVML counts beyond the allocator's segments, when both peaked together: without
-    retries the allocator never gives a segment back, so they did."""
-    if findings.host_bytes is None:  # no result
+def _footprint(result: ChildResult, nvml_bytes: int | None) -> Footprint | None:
+    """The measured bytes; None without a result.
+
+    The context is what NVML counts beyond the allocator's segments, when both peaked together: without
+    retries the allocator never gives a segment back, so they did.
+    """
+    if result.host_bytes is None:
         return None
-    context = findings.first_context_bytes
-    if nvml_bytes is not None and findings.reserved_bytes is not None and not findings.retries:
-        context = max(0, nvml_bytes - findings.reserved_bytes)
+    context = result.first_context_bytes
+    if nvml_bytes is not None and result.reserved_bytes is not None and not result.retries:
+        context = max(0, nvml_bytes - result.reserved_bytes)
     return Footprint(
-        requested_bytes=findings.requested_bytes,
-        allocated_bytes=findings.allocated_bytes,
-        reserved_bytes=findings.reserved_bytes,
+        requested_bytes=result.requested_bytes,
+        allocated_bytes=result.allocated_bytes,
+        reserved_bytes=result.reserved_bytes,
         nvml_bytes=nvml_bytes,
         context_bytes=context,
-        host_bytes=findings.host_bytes,
-        retries=findings.retries or 0,
+        host_bytes=result.host_bytes,
+        retries=result.retries or 0,
     )
 
 
-def _contaminated(
-    place: Target, ground: contamination.GpuBaseline | None, sampler: Sampler | None, findings: ChildResult
+def _contamination(
+    target: Target, baseline: GpuBaseline | None, sampler: Sampler | None, result: ChildResult
 ) -> str | None:
     """The first reason why the GPU was not this run's alone, or could not be proven so."""
-    if place.card is None or ground is None or sampler is None:
-        return f"not proven clean: {place.doubt}" if place.doubt else None
-    reasons = [ground.reason, contamination.during(sampler.censuses.values(), ground)]
-    grown, reserved, context = _growth(sampler, ground), findings.reserved_bytes, findings.first_context_bytes
+    if target.card is None or baseline is None or sampler is None:
+        return f"not proven clean: {target.doubt}" if target.doubt else None
+    reasons = [baseline.reason, contamination.during(sampler.censuses.values(), baseline)]
+    grown, reserved, context = _growth(sampler, baseline), result.reserved_bytes, result.first_context_bytes
     if grown is not None and reserved is not None and context is not None:
         reasons.append(
             contamination.unexplained(grown_bytes=grown, reserved_bytes=reserved, first_context_bytes=context)
         )
     if sampler.refusal is not None:
         reasons.append(f"not proven clean: {sampler.refusal}")
-    reasons.append(contamination.after(place.card, ground, patience=contamination.PATIENCE))
+    reasons.append(contamination.after(target.card, baseline, patience=contamination.PATIENCE))
     return next((reason for reason in reasons if reason), None)
 
 
-def _message(outcome: str, findings: ChildResult, ending: ChildExit, experiment: MeasurementRequest) -> str:
-    """For a run that died: what it said last."""
-    if outcome == causes.OK:
+def _message(result: ChildResult, exited: ChildExit, request: MeasurementRequest) -> str:
+    """The end of a dead run's output, or its exception; empty for a run that did not die."""
+    if result.outcome == causes.OK:
         return ""
-    last = "\n".join(ending.tail.strip().splitlines()[-_LAST_LINES:])[-4000:]
-    if outcome == causes.TIMEOUT:
-        return f"Still running after {experiment.deadline_seconds:g} s, and ended.\n{last}".strip()
-    return findings.message or last
-
-
-def _keep_history(made: Path, wanted: Path | None) -> None:
-    if wanted is not None and made.is_file():
-        shutil.move(made, wanted)
+    output = "\n".join(exited.tail.strip().splitlines()[-_MESSAGE_LINES:])[-4000:]
+    if result.outcome == causes.TIMEOUT:
+        return f"Still running after {request.deadline_seconds:g} s, and ended.\n{output}".strip()
+    return result.message or output

@@ -1,15 +1,16 @@
 """A child process that cannot outlive or block its parent.
 
 It runs in a session of its own, so that one `killpg` reaches it and all its descendants. The parent sleeps in
-`poll` on two file descriptors, the child's death (a pidfd) and the child's words (a pipe), and uses no CPU
-while nothing happens. Of the words only the last 64 KiB are kept. When the deadline passes the group is told
-to end (TERM) and then made to (KILL); whatever happens here, also Ctrl-C, the group is killed and reaped.
+`poll` on two file descriptors, the child's death (a pidfd) and the child's output (a pipe), and uses no CPU
+while nothing happens. Only the last 64 KiB of the output are kept. When the deadline passes the group is
+asked to end (SIGTERM) and then killed (SIGKILL); whatever happens here, also Ctrl-C, the group is killed and
+reaped.
 
 The child's half is `die_with_parent`: the kernel kills it when the parent dies, however it dies, and each
-process it forks does the same one floor down.
+process it forks does the same in its turn.
 
 The group is killed *before* its leader is reaped: until then the leader's zombie holds the group's number,
-and it can belong to nobody else.
+and it can belong to nobody else. That is why psutil's `Process.wait`, which reaps, is not used here.
 """
 
 from __future__ import annotations
@@ -31,20 +32,20 @@ from typing import Self
 from snugfit.measurement.host import oom_kills
 
 TAIL_BYTES = 64 * 1024
-"""Of what a child says, the end is kept: enough for a long traceback."""
+"""Of a child's output, the end is kept: enough for a long traceback."""
 
 GRACE_SECONDS = 5.0
-"""From the request to end (SIGTERM) to the end (SIGKILL)."""
+"""From the request to end (SIGTERM) to the kill (SIGKILL)."""
 
 REAP_SECONDS = 2.0
-"""How long to wait for killed descendants to be gone. A choice; the GPU itself is looked at in clean.py."""
+"""How long to wait for killed descendants to end. A choice; contamination.py checks the GPU itself."""
 
 _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChildExit:
-    """How a child's life ended."""
+    """How a child process ended."""
 
     returncode: int
     """Exit code, or minus the signal's number."""
@@ -53,10 +54,10 @@ class ChildExit:
     """Whether it was still running at its deadline."""
 
     tail: str
-    """The last it wrote to stdout and stderr."""
+    """The end of what it wrote to stdout and stderr."""
 
     oom_kills: int
-    """How many processes the kernel killed for memory meanwhile, as far as can be seen from here."""
+    """How many processes the kernel killed for memory meanwhile, as far as its counters show here."""
 
 
 class Child:
@@ -85,12 +86,12 @@ class Child:
             start_new_session=True,
         )
         assert self._process.stdout is not None
-        self._words: int | None = self._process.stdout.fileno()
-        os.set_blocking(self._words, False)
+        self._output: int | None = self._process.stdout.fileno()
+        os.set_blocking(self._output, False)
         try:
-            self._death: int | None = os.pidfd_open(self.pid)
+            self._pidfd: int | None = os.pidfd_open(self.pid)
         except (AttributeError, OSError):  # an old kernel, a sandbox without pidfd, or not Linux
-            self._death = None
+            self._pidfd = None
         return self
 
     def __exit__(
@@ -125,69 +126,69 @@ class Child:
         )
 
     def _sleep_until(self, moment: float) -> bool:
-        """True when the child has died, False when the moment has come first."""
+        """Whether the child died before that moment."""
         poller = select.poll()
-        for descriptor in (self._words, self._death):
+        for descriptor in (self._output, self._pidfd):
             if descriptor is not None:
                 poller.register(descriptor, select.POLLIN)
         while not self._has_died():
-            left = moment - time.monotonic()
-            if left <= 0:
+            remaining = moment - time.monotonic()
+            if remaining <= 0:
                 return False
-            nap = left if self._death is not None else min(left, 0.05)
-            ready = poller.poll(min(nap, 3600) * 1000)
-            if any(descriptor == self._words for descriptor, _ in ready) and not self._listen():
+            timeout = remaining if self._pidfd is not None else min(remaining, 0.05)
+            ready = poller.poll(min(timeout, 3600) * 1000)
+            if any(descriptor == self._output for descriptor, _ in ready) and not self._read_output():
                 poller.unregister(self._process.stdout)  # type: ignore[arg-type]
         return True
 
     def _has_died(self) -> bool:
-        """Looks without reaping, so that the group's number stays ours."""
+        """Asks without reaping, so that the group's number stays ours."""
         if self._process.returncode is not None:
             return True
         try:
-            found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            status = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:  # SIGCHLD is ignored here: the kernel reaped it
             return True
-        return found is not None
+        return status is not None
 
-    def _listen(self) -> bool:
-        """Takes what the child has said by now; False when nobody holds the other end any more."""
-        if self._words is None:
+    def _read_output(self) -> bool:
+        """Reads what the child has written by now; False when nobody holds the other end any more."""
+        if self._output is None:
             return False
         try:
-            said = os.read(self._words, TAIL_BYTES)
+            chunk = os.read(self._output, TAIL_BYTES)
         except BlockingIOError:
             return True
-        self._tail += said
+        self._tail += chunk
         del self._tail[:-TAIL_BYTES]
-        if not said:
-            self._words = None
-        return bool(said)
+        if not chunk:
+            self._output = None
+        return bool(chunk)
 
     def _signal_group(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
 
     def _end(self) -> None:
-        """Kills what is left of the group, reaps it, and takes the last words. Safe to call twice."""
+        """Kills what remains of the group, reaps it, and reads the rest of the output. Safe to call twice."""
         if self._process.returncode is None:
             self._signal_group(signal.SIGKILL)
             self._process.wait()
             self._reap_group()
-        for _ in range(64):  # bounded: a descendant that fled the group may talk for ever
-            if self._words is None or not select.select([self._words], [], [], 0)[0]:
+        for _ in range(64):  # bounded: a descendant that left the group may write for ever
+            if self._output is None or not select.select([self._output], [], [], 0)[0]:
                 break
-            self._listen()
+            self._read_output()
         if self._process.stdout is not None:
             self._process.stdout.close()
-            self._words = None
-        if self._death is not None:
-            os.close(self._death)
-            self._death = None
+            self._output = None
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd = None
 
     def _reap_group(self) -> None:
-        """Waits until no member of the group is left; those that became our children are reaped here
-        (where we are process 1 of a container)."""
+        """Waits until the group has no member; those that became our children are reaped here (where we are
+        process 1 of a container)."""
         deadline = time.monotonic() + REAP_SECONDS
         while time.monotonic() < deadline:
             with contextlib.suppress(ChildProcessError):
@@ -202,27 +203,27 @@ class Child:
 def die_with_parent(parent: int) -> None:
     """Asks the kernel to kill this process when its parent dies, and the same for whatever it forks.
 
-    To be called first thing. When the parent died before the request reached the kernel nobody would tell, so
-    the parent's number is compared afterwards. Only Linux knows the request; elsewhere nothing happens.
+    To be called first. A parent that died before the request reached the kernel would go unnoticed, so the
+    parent's number is compared afterwards. Only Linux knows the request; elsewhere nothing happens.
     """
     if sys.platform != "linux":
         return
     libc = ctypes.CDLL(None, use_errno=True)
     forker: list[int | None] = [None]
 
-    def ask(expected: int) -> None:
+    def request(expected: int) -> None:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != expected:
             os._exit(128 + signal.SIGTERM)
 
-    def remember() -> None:
+    def before_fork() -> None:
         # The kernel means the parent *thread*: a fork from a thread that ends is left alone.
         in_main = threading.current_thread() is threading.main_thread()
         forker[0] = os.getpid() if in_main else None
 
-    def ask_again() -> None:
+    def in_forked() -> None:
         if forker[0] is not None:
-            ask(forker[0])
+            request(forker[0])
 
-    ask(parent)
-    os.register_at_fork(before=remember, after_in_child=ask_again)
+    request(parent)
+    os.register_at_fork(before=before_fork, after_in_child=in_forked)

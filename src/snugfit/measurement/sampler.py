@@ -1,9 +1,9 @@
-"""The sampler: a thread that reads NVML every few milliseconds and keeps what was largest.
+"""A thread that reads NVML every few milliseconds and keeps the peak.
 
 It runs in the parent of a measurement, never in the measured process, whose host thread is often what bounds
 the step. The caching allocator does not give segments back between steps, so a reading each 10 ms finds the
 peak; what lives shorter is a freed-and-retried segment, which `retries` shows. Each quarter of a second it
-also takes a census: which processes hold a context, and how much.
+also records which processes hold a context, and how many bytes each.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ INTERVAL = 0.01
 """Seconds between two readings."""
 
 READINGS_PER_CENSUS = 25
-"""A process list is a longer question than a memory reading, so it is asked less often. A choice."""
+"""A process list takes longer than a memory reading, so it is read less often. A choice."""
 
-REFUSALS_ALLOWED = 100
-"""After a second of refusals in a row the GPU is lost or NVML is, and we stop asking."""
+MAX_REFUSALS = 100
+"""After a second of refusals in a row the GPU is lost or NVML is, and sampling stops."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Census:
-    """Who held a context on the GPU at one moment."""
+    """The processes that held a context on the GPU at one moment."""
 
     used_bytes: int
-    """All that was used on the device."""
+    """Used on the device by all of them."""
 
-    ours: tuple[GpuProcess, ...]
-    """Processes that belong to whoever samples."""
+    own: tuple[GpuProcess, ...]
+    """Processes that belong to the sampling side, as `belongs` decides."""
 
-    others: tuple[GpuProcess, ...]
+    foreign: tuple[GpuProcess, ...]
     """All the other processes."""
 
 
@@ -50,9 +50,9 @@ class Sampler:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="snugfit-sampler", daemon=True)
         self.peak_bytes: int | None = None
-        """Largest used bytes seen so far; None before the first reading."""
+        """Largest used bytes so far; None before the first reading."""
         self.censuses: dict[frozenset[int], Census] = {}
-        """For each distinct set of processes, the moment at which the device was fullest."""
+        """For each distinct set of process ids, the census in which the device was fullest."""
         self.refusal: str | None = None
         """Why a reading failed, when one did."""
 
@@ -70,7 +70,7 @@ class Sampler:
         self.read()
 
     def read(self) -> bool:
-        """One reading; False when NVML refused."""
+        """Reads the used bytes once; False when NVML refused."""
         try:
             used = self._card.memory().used_bytes
         except NvmlUnavailable as reason:
@@ -80,24 +80,24 @@ class Sampler:
         return True
 
     def count(self) -> None:
-        """One census; nothing where the driver does not tell."""
+        """Takes one census; does nothing where the driver hides the processes."""
         try:
-            processes = self._card.computing()
+            processes = self._card.compute_processes()
             used = self._card.memory().used_bytes
         except NvmlUnavailable:
             return
-        crowd = frozenset(process.pid for process in processes)
-        known = self.censuses.get(crowd)
-        if known is None or used > known.used_bytes:
-            self.censuses[crowd] = Census(
+        pids = frozenset(process.pid for process in processes)
+        fullest = self.censuses.get(pids)
+        if fullest is None or used > fullest.used_bytes:
+            self.censuses[pids] = Census(
                 used_bytes=used,
-                ours=tuple(process for process in processes if self._belongs(process.pid)),
-                others=tuple(process for process in processes if not self._belongs(process.pid)),
+                own=tuple(process for process in processes if self._belongs(process.pid)),
+                foreign=tuple(process for process in processes if not self._belongs(process.pid)),
             )
 
     def _run(self) -> None:
         readings = refusals = 0
-        while not self._stop.wait(self._interval) and refusals < REFUSALS_ALLOWED:
+        while not self._stop.wait(self._interval) and refusals < MAX_REFUSALS:
             refusals = 0 if self.read() else refusals + 1
             readings += 1
             if readings % READINGS_PER_CENSUS == 0:

@@ -1,30 +1,31 @@
-"""The stopwatch: seconds of steady steps, taken at the borders of steps only.
+"""Seconds of steady steps, timed at step boundaries only, and how many steps to time.
 
-On a GPU an event is put into the stream at each border, and nothing waits until the run is over: a
+On a GPU an event is recorded in the stream at each boundary, and nothing waits until the run is over: a
 synchronisation after each step would drain the device and charge the next step for filling it again, which a
-real loop does not pay. The time between two borders holds everything a loop does there, the loader too. On
-the CPU the clock is read.
+real loop does not pay. The time between two boundaries holds everything a loop does there, the loader too.
+On the CPU the clock is read. The start-up is timed in the same way: from the moment at which the stopwatch is
+made, when the device is quiet, to the built model, the end of the first step, and the first boundary.
 
-What happens once is taken in the same way: from the stopwatch's making, when the device is quiet, to the
-built model, the end of the first step, and the first border.
+A step's time is the trimmed mean: of the middle nine tenths. A run's length is made of means: a host that
+others use too alternates between slow and fast, some tenths of a second to some seconds each, and the median
+of its steps is now one and now the other. So steps go on for a while, however short they are (`steady_steps`;
+what the device bounds is as long each time), and a hiccup in a hundred steps is left out. The spread
+(90th percentile - 10th percentile) / mean stands beside the mean.
 
-A step's time is stated as the mean of the middle nine tenths. A run's length is made of means: a host that
-others use too is slow and fast by turns, and the median of its steps is now one and now the other. A hiccup
-in a hundred steps is left out. The spread (90th percentile - 10th percentile) / mean stands beside it.
-
-Steps in which somebody else disturbed the core that asks for kernels (`measurement/quiet_core.py`) are left
-out of the mean, when enough others remain: what is stated is what the step takes on this machine, not on its
-neighbours' day. How they are told apart has nothing to do with how long they took. The mean of all steps
-stands beside it.
+Steps in which somebody else disturbed the core that launches kernels (`measurement/quiet_core.py`) are left
+out of the mean when enough others remain: what is stated is what the step takes on this machine, whatever its
+neighbours do. Which steps were disturbed is decided without regard to how long they took. The mean of all
+steps stands beside it.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from snugfit.results.footprint import Startup, Timing
 
@@ -34,19 +35,44 @@ if TYPE_CHECKING:
     from snugfit.measurement.quiet_core import QuietCore
 
 MAX_STABLE_SPREAD = 0.10
-"""Above it the mean is called unstable. A convention of ours, not a measured bound. It cannot see a host
-that is crowded all the time, which makes every step equally slow; crowd.py looks for that."""
+"""Above it the mean is called unstable. A convention of ours, not a measured bound. It does not show a host
+that is crowded all the time, which makes every step equally slow; `host.crowding` does."""
 
-ASIDE = 0.05
+TRIMMED_SHARE = 0.05
 """Share of the shortest steps, and of the longest, that the mean leaves out."""
 
+MIN_QUIET_STEPS, MIN_QUIET_SHARE = 5, 0.1
+"""Undisturbed steps that are enough to stand for all: so many, and this share of them. Choices."""
 
-FEWEST_QUIET, QUIET_SHARE = 5, 0.1
-"""Undisturbed steps that are enough to speak for all: so many, and this share of them. Choices."""
+WARMUP = 3
+"""Steps before the steady ones. States are created at the end of the first step, and the second is like all
+later ones."""
+
+MIN_STEPS, MAX_STEPS = 8, 400
+HOST_BOUND_SECONDS, DEVICE_BOUND_SECONDS = 2.0, 1.0
+"""For how long steady steps go on, by what bounds them."""
+
+
+def steady_steps(step_seconds: float | None, *, host: bool = True) -> int:
+    """Number of steps to time when one is predicted to take `step_seconds`, and the host to bound it."""
+    if not step_seconds:
+        return MIN_STEPS
+    seconds = HOST_BOUND_SECONDS if host else DEVICE_BOUND_SECONDS
+    return max(MIN_STEPS, min(MAX_STEPS, math.ceil(seconds / step_seconds)))
+
+
+class _Boundary(NamedTuple):
+    """The end of one step and the beginning of the next."""
+
+    mark: Any
+    disturbed_before: int
+    """Disturbed samples of the core until here."""
+    disturbed_after: int
+    """The same, with the sample that is taken here."""
 
 
 class Stopwatch:
-    """Watches a step as its `Observer`; `seconds()` afterwards."""
+    """Times a step as its `Observer`; `seconds()`, `quiet()` and `startup()` answer afterwards."""
 
     def __init__(
         self,
@@ -57,50 +83,49 @@ class Stopwatch:
         core: QuietCore | None = None,
     ) -> None:
         self._device, self._warmup, self._after_step, self._core = device, warmup, after_step, core
-        self._began = False
-        self._borders: list[Any] = []
-        self._felt: list[tuple[int, int]] = []
-        """At each border, how often the core was found disturbed before it, and with it."""
+        self._first_step_ended = False
+        self._boundaries: list[_Boundary] = []
         self._starting: list[Any] = [self._mark()]
-        """The making of this stopwatch, the built model, the end of the first step."""
+        """Marks of the start-up: this stopwatch is made, the model is built, the first step ends."""
 
     def step_begins(self, index: int) -> None:
-        """The first steady step's beginning is a border."""
+        """Marks the beginning of the first steady step."""
         if index == self._warmup:
-            self._border()
+            self._add_boundary()
 
     def step_ends(self, index: int) -> None:
-        """Each steady step's end is a border, and the first step's end is the end of a start."""
+        """Marks the end of each steady step, and of the very first step, which ends the start-up."""
         if index == 0:
             self._starting.append(self._mark())
-            self._began = True
+            self._first_step_ended = True
         if index >= self._warmup:
-            self._border()
+            self._add_boundary()
         if self._after_step is not None:
             self._after_step(index)
 
     def phase(self, name: str) -> None:
-        """Phases are not timed, their borders would cost events inside the step; from the second step on
-        the loop's thread looks there whether its core is quiet. (In the first one, threads are born.)"""
-        if self._core and self._began:
-            self._core.look()
+        """Times nothing, since events inside the step would cost time; from the second step on the loop's
+        thread checks here whether its core is quiet. (In the first one, threads are created.)"""
+        if self._core and self._first_step_ended:
+            self._core.rebalance()
 
     def built(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        """The end of building."""
+        """Marks the end of building."""
         self._starting.append(self._mark())
 
     def seconds(self) -> list[float]:
         """Seconds of each steady step; waits for the device."""
-        return self._between(self._borders)
+        return self._between([boundary.mark for boundary in self._boundaries])
 
     def quiet(self) -> list[bool]:
-        """Of each steady step, whether its core was quiet at all looks in it and at both its borders."""
-        return [end == begin for (begin, _), (_, end) in pairwise(self._felt)]
+        """Of each steady step, whether its core was quiet at all checks in it and at both its boundaries."""
+        return [begin.disturbed_before == end.disturbed_after for begin, end in pairwise(self._boundaries)]
 
     def startup(self, *, imports_seconds: float, context_seconds: float) -> Startup:
-        """The start of a run whose process took so long before this stopwatch; waits for the device."""
+        """The start-up of a run whose process took so long before this stopwatch; waits for the device."""
         settles = self._warmup > 0
-        build, first, *settling = self._between(self._starting + self._borders[:1] * settles)
+        first_boundary = [boundary.mark for boundary in self._boundaries[:1] if settles]
+        build, first, *settling = self._between(self._starting + first_boundary)
         return Startup(
             imports_seconds=imports_seconds,
             context_seconds=context_seconds,
@@ -120,36 +145,35 @@ class Stopwatch:
         torch.cuda.synchronize(self._device)
         return [begin.elapsed_time(end) / 1000 for begin, end in pairs]
 
-    def _border(self) -> None:
-        self._borders.append(self._mark())
-        before = self._core.felt if self._core else 0
+    def _add_boundary(self) -> None:
+        mark = self._mark()
+        before = self._core.disturbed_samples if self._core else 0
         if self._core:
-            self._core.glance()
-        self._felt.append((before, self._core.felt if self._core else 0))
+            self._core.sample()
+        self._boundaries.append(_Boundary(mark, before, self._core.disturbed_samples if self._core else 0))
 
     def _mark(self) -> Any:
         if self._device.type != "cuda":
             return time.perf_counter()
         import torch
 
-        border = torch.cuda.Event(enable_timing=True)
-        border.record()
-        return border
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
 
 def timing_of(seconds: Sequence[float], batch_size: int, quiet: Sequence[bool] = ()) -> Timing | None:
-    """Mean, spread and samples per second of steady steps, those apart that `quiet` says were disturbed;
-    None when none was timed.
+    """Mean, spread and samples per second of steady steps, without those that `quiet` says were disturbed.
 
-    One step alone has no spread, so it cannot be called stable.
+    None when no step was timed. One step alone has no spread, so it cannot be called stable.
     """
     if not seconds:
         return None
-    every = tuple(seconds)
-    undisturbed = [each for each, calm in zip(every, quiet, strict=False) if calm]
-    if len(undisturbed) >= max(FEWEST_QUIET, QUIET_SHARE * len(every)):
+    all_seconds = tuple(seconds)
+    undisturbed = [taken for taken, calm in zip(all_seconds, quiet, strict=False) if calm]
+    if len(undisturbed) >= max(MIN_QUIET_STEPS, MIN_QUIET_SHARE * len(all_seconds)):
         seconds = undisturbed
-    mean = _mean(seconds)
+    mean = _trimmed_mean(seconds)
     spread = 0.0
     if len(seconds) > 1:
         deciles = statistics.quantiles(seconds, n=10, method="inclusive")
@@ -160,11 +184,11 @@ def timing_of(seconds: Sequence[float], batch_size: int, quiet: Sequence[bool] =
         samples_per_second=batch_size / mean if mean else 0.0,
         steps=len(seconds),
         unstable=len(seconds) < 2 or spread > MAX_STABLE_SPREAD,
-        seconds=every,
-        every_seconds=_mean(every),
+        seconds=all_seconds,
+        every_seconds=_trimmed_mean(all_seconds),
     )
 
 
-def _mean(seconds: Sequence[float]) -> float:
-    aside = int(len(seconds) * ASIDE)
-    return statistics.fmean(sorted(seconds)[aside : len(seconds) - aside])
+def _trimmed_mean(seconds: Sequence[float]) -> float:
+    trimmed = int(len(seconds) * TRIMMED_SHARE)
+    return statistics.fmean(sorted(seconds)[trimmed : len(seconds) - trimmed])

@@ -1,24 +1,38 @@
-"""Where an experiment runs: a GPU, known by its NVML card, or the CPU. Found without touching CUDA.
+"""The device that is measured, found without touching CUDA, and the environment of the process that uses it.
 
 The measuring process must not hold a context on the GPU that it measures, so it asks NVML and the environment
 only. The child then sees that one GPU and no other, by its UUID. Where NVML does not answer, a GPU is used
 only when it was asked for by name, and the measurement says that it could not be proven clean.
+
+The child's environment is ours without secrets, with one device and the recipe's allocator. A list of what is
+allowed would lose what makes a user's machine work (library paths, CUDA's and the threads' settings), so
+variables are handed on except those whose names say that they hold a secret: a measurement opens no socket
+and has no use for them. Images often tell Python to keep no bytecode; each measured process would then
+compile torch and transformers again, so bytecode goes to the user's folder of caches.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import sysconfig
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from snugfit.errors import GpuError
 from snugfit.measurement.host import cpu_name
 from snugfit.measurement.nvml import Card, NvmlUnavailable, open_nvml
-from snugfit.measurement.visible_devices import VISIBLE, choose, hides_all
+from snugfit.measurement.visible_devices import VISIBLE_DEVICES, card_at, hides_all
 from snugfit.results.measurement import Device
 from snugfit.versions import torch_cuda
+
+_SECRET = re.compile(r"(?:^|_)(?:TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(?:_|$)", re.IGNORECASE)
+
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""The variable's name, and its name before torch 2.9, which is still read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,13 +40,12 @@ class Target:
     """A device for one experiment."""
 
     type: str
-    """`cuda` or `cpu`."""
+    """`cuda` or `cpu`, as torch calls it."""
 
     card: Card | None = None
     """The GPU as NVML knows it; None on the CPU, and where NVML does not answer."""
 
     driver: str | None = None
-    """The driver's version."""
 
     index: int = 0
     """CUDA's index of the GPU where no card is known."""
@@ -51,40 +64,34 @@ class Target:
     def visibility(self) -> dict[str, str]:
         """What the child's environment must say, so that it sees this device and no other."""
         if self.type == "cpu":
-            return {VISIBLE: ""}
-        return {VISIBLE: self.card.uuid} if self.card else {}
+            return {VISIBLE_DEVICES: ""}
+        return {VISIBLE_DEVICES: self.card.uuid} if self.card else {}
 
-    def describe(self, found_name: str | None, found_total: int | None) -> Device:
-        """The device as a measurement keeps it, with what the child found where NVML does not answer."""
+    def describe(self, torch_name: str | None, torch_bytes: int | None) -> Device:
+        """The device as a measurement keeps it, by torch's name and total bytes where NVML does not
+        answer."""
         if self.type == "cpu":
             return Device(type="cpu", name=cpu_name())
         if self.card is None:
-            return Device(type="cuda", name=found_name or "a GPU without NVML", total_bytes=found_total)
+            return Device(type="cuda", name=torch_name or "a GPU without NVML", total_bytes=torch_bytes)
         device = Device(type="cuda", name=self.card.name, uuid=self.card.uuid, driver=self.driver)
         try:
             memory = self.card.memory()
         except NvmlUnavailable:
             return device
-        return Device(
-            type="cuda",
-            name=self.card.name,
-            uuid=self.card.uuid,
-            driver=self.driver,
-            total_bytes=memory.total_bytes,
-            reserve_bytes=memory.reserve_bytes,
-        )
+        return replace(device, total_bytes=memory.total_bytes, reserve_bytes=memory.reserve_bytes)
 
 
 @contextmanager
 def open_target(
     device: str | None, index: int, *, environment: Mapping[str, str], library: Any | None = None
 ) -> Iterator[Target]:
-    """The place for `device`: `cpu`, `cuda`, `cuda:1`, or None for a GPU if there is one.
+    """The target for `device`: `cpu`, `cuda`, `cuda:1`, or None for a GPU if there is one.
 
     NVML stays open inside. Raises `GpuError` for a GPU that was asked for, or is meant by
     CUDA_VISIBLE_DEVICES, and cannot be used.
     """
-    kind, index = _kind(device, index)
+    kind, index = _parse_device(device, index)
     if kind == "cpu":
         yield Target(type="cpu")
         return
@@ -104,15 +111,37 @@ def open_target(
         if kind is None and (hides_all(environment) or not nvml.cards()):
             yield Target(type="cpu")
         else:
-            yield Target(type="cuda", card=choose(nvml, environment, index), driver=nvml.driver())
+            yield Target(type="cuda", card=card_at(nvml, environment, index), driver=nvml.driver())
 
 
-def _kind(device: str | None, index: int) -> tuple[str | None, int]:
+def _parse_device(device: str | None, index: int) -> tuple[str | None, int]:
+    """Torch's type of the device (None where the user named none) and the GPU's index."""
     if type(index) is not int or index < 0:
         raise GpuError(f"GPU index {index!r}: GPUs are numbered from 0.")
     if device is None or device in ("cpu", "cuda"):
         return device, index
-    named = re.fullmatch(r"cuda:(\d{1,4})", device) if isinstance(device, str) else None
-    if not named:
+    numbered = re.fullmatch(r"cuda:(\d{1,4})", device) if isinstance(device, str) else None
+    if not numbered:
         raise GpuError(f"Unknown device {device!r}. Devices: cpu, cuda, cuda:1.")
-    return "cuda", int(named[1])
+    return "cuda", int(numbered[1])
+
+
+def child_environment(
+    inherited: Mapping[str, str], *, visibility: Mapping[str, str], expandable_segments: bool
+) -> dict[str, str]:
+    """The variables of the measured process. The allocator is the recipe's alone, never the shell's."""
+    environment = {
+        name: value for name, value in inherited.items() if not _SECRET.search(name) and name not in ALLOCATOR
+    }
+    if environment.pop("PYTHONDONTWRITEBYTECODE", ""):
+        cache = inherited.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        environment.setdefault("PYTHONPYCACHEPREFIX", str(Path(cache) / "snugfit" / "bytecode"))
+    if expandable_segments:
+        environment |= dict.fromkeys(ALLOCATOR, "expandable_segments:True")
+    source = Path(__file__).resolve().parents[2]
+    installed = [Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib")]
+    if source not in installed:  # a source tree: the child must find the same snugfit
+        environment["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [str(source), environment.get("PYTHONPATH")])
+        )
+    return {**environment, **visibility, "HF_HUB_OFFLINE": "1"}

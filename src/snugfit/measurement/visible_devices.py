@@ -1,14 +1,14 @@
-"""Which physical GPU CUDA means by an index: CUDA_VISIBLE_DEVICES, read as CUDA reads it.
+"""The physical GPU that CUDA means by an index: CUDA_VISIBLE_DEVICES, read as CUDA reads it.
 
 NVML numbers all GPUs of the machine; CUDA numbers those that CUDA_VISIBLE_DEVICES shows, in its order. The
 parent of a measurement must know the physical GPU without touching CUDA, so the variable is read here, by
 CUDA's rules (CUDA Programming Guide, "CUDA Environment Variables"; torch.cuda._parse_visible_devices agrees):
 
-- a list of indices, or of UUIDs (which may be cut short, as long as one GPU is meant);
+- a list of indices, or of UUIDs (which may be shortened, as long as they match one GPU);
 - the list ends at the first entry that names no GPU, -1 by custom; an entry named twice empties the list;
 - indices count GPUs by speed unless CUDA_DEVICE_ORDER=PCI_BUS_ID. NVML does not know CUDA's order of speed,
-  so where GPUs of different kinds are counted that way we ask for the variable: no wrong GPU is measured;
-- of a GPU cut into MIG parts CUDA shows the first part.
+  so where GPUs of different kinds are counted that way the variable is asked for: no wrong GPU is measured;
+- of a GPU that is partitioned by MIG, CUDA shows the first MIG device.
 """
 
 from __future__ import annotations
@@ -19,39 +19,39 @@ from collections.abc import Mapping
 from snugfit.errors import GpuError
 from snugfit.measurement.nvml import Card, Nvml, NvmlUnavailable
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
-ORDER = "CUDA_DEVICE_ORDER"
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+DEVICE_ORDER = "CUDA_DEVICE_ORDER"
 
 
 def hides_all(environment: Mapping[str, str]) -> bool:
     """Whether the user hid every GPU on purpose: an empty CUDA_VISIBLE_DEVICES, or -1 first."""
-    value = environment.get(VISIBLE)
+    value = environment.get(VISIBLE_DEVICES)
     return value is not None and (not value.strip() or value.strip().startswith("-"))
 
 
-def choose(nvml: Nvml, environment: Mapping[str, str], index: int = 0) -> Card:
-    """The card that CUDA calls `index`. Raises `GpuError` when there is none or it cannot be told."""
-    cards = visible(nvml, environment)
+def card_at(nvml: Nvml, environment: Mapping[str, str], index: int = 0) -> Card:
+    """The card that CUDA calls `index`. Raises `GpuError` when there is none, or which one is not known."""
+    cards = visible_cards(nvml, environment)
     if 0 <= index < len(cards):
         return cards[index]
-    value = environment.get(VISIBLE)
+    value = environment.get(VISIBLE_DEVICES)
     machine = ", ".join(f"{number}: {card}" for number, card in enumerate(nvml.cards())) or "none"
     if value is not None and not cards:
-        raise GpuError(f"{VISIBLE}={value!r} shows no GPU. This machine has {machine}.")
-    shown = f"{VISIBLE}={value!r} shows" if value is not None else "This machine has"
+        raise GpuError(f"{VISIBLE_DEVICES}={value!r} shows no GPU. This machine has {machine}.")
+    shown = f"{VISIBLE_DEVICES}={value!r} shows" if value is not None else "This machine has"
     raise GpuError(f"GPU index {index}: {shown} {len(cards)}, numbered from 0. All GPUs: {machine}.")
 
 
-def visible(nvml: Nvml, environment: Mapping[str, str]) -> list[Card]:
+def visible_cards(nvml: Nvml, environment: Mapping[str, str]) -> list[Card]:
     """The cards that CUDA shows, in CUDA's numbering."""
-    value = environment.get(VISIBLE)
+    value = environment.get(VISIBLE_DEVICES)
     if value is not None and value.strip().startswith(("GPU-", "MIG-")):
         return _by_uuid(nvml, [entry.strip() for entry in value.split(",")])
-    every = nvml.cards()
-    numbers = list(range(len(every))) if value is None else _numbers(value, len(every))
+    cards = nvml.cards()
+    numbers = list(range(len(cards))) if value is None else _numbers(value, len(cards))
     if numbers:
-        _refuse_unknown_order(every, environment)
-    return [_first_part(every[number]) for number in numbers]
+        _refuse_unknown_order(cards, environment)
+    return [_first_mig_device(cards[number]) for number in numbers]
 
 
 def _numbers(value: str, count: int) -> list[int]:
@@ -69,29 +69,30 @@ def _numbers(value: str, count: int) -> list[int]:
 
 def _by_uuid(nvml: Nvml, entries: list[str]) -> list[Card]:
     """The cards of a list of UUIDs, up to the first that names none; none when one stands twice."""
-    every = nvml.cards()
-    found: list[Card] = []
+    every_card = nvml.cards()
+    cards: list[Card] = []
     for entry in entries:
-        card = _named(nvml, every, entry)
+        card = _card_of_uuid(nvml, every_card, entry)
         if card is None:
             break
-        if card.uuid in [other.uuid for other in found]:
+        if card.uuid in [other.uuid for other in cards]:
             return []
-        found.append(card)
-    return found
+        cards.append(card)
+    return cards
 
 
-def _named(nvml: Nvml, every: list[Card], entry: str) -> Card | None:
+def _card_of_uuid(nvml: Nvml, cards: list[Card], entry: str) -> Card | None:
+    """The card of one UUID, which may be shortened; None where it matches no card or several."""
     if entry.startswith("GPU-"):
-        meant = [card for card in every if card.uuid.lower().startswith(entry.lower())]
-        return _first_part(meant[0]) if len(meant) == 1 else None
+        matches = [card for card in cards if card.uuid.lower().startswith(entry.lower())]
+        return _first_mig_device(matches[0]) if len(matches) == 1 else None
     try:
         return nvml.card(entry) if entry.startswith("MIG-") else None
     except NvmlUnavailable:
         return None
 
 
-def _first_part(card: Card) -> Card:
+def _first_mig_device(card: Card) -> Card:
     try:
         return card.first_mig_device()
     except NvmlUnavailable as reason:
@@ -99,9 +100,9 @@ def _first_part(card: Card) -> Card:
 
 
 def _refuse_unknown_order(cards: list[Card], environment: Mapping[str, str]) -> None:
-    if len({card.name for card in cards}) > 1 and environment.get(ORDER) != "PCI_BUS_ID":
+    if len({card.name for card in cards}) > 1 and environment.get(DEVICE_ORDER) != "PCI_BUS_ID":
         listed = ", ".join(str(card) for card in cards)
         raise GpuError(
             f"This machine's GPUs differ ({listed}), and CUDA counts them by speed, which cannot be known"
-            f" without starting CUDA. Set {ORDER}=PCI_BUS_ID, or {VISIBLE} to a UUID."
+            f" without starting CUDA. Set {DEVICE_ORDER}=PCI_BUS_ID, or {VISIBLE_DEVICES} to a UUID."
         )

@@ -24,7 +24,7 @@ from snugfit.errors import GpuError
 from snugfit.measurement.host import peak_resident_bytes
 from snugfit.measurement.nvml import Card, Nvml, NvmlUnavailable, open_nvml
 from snugfit.measurement.sampler import Sampler
-from snugfit.measurement.visible_devices import choose
+from snugfit.measurement.visible_devices import card_at
 from snugfit.measurement.watch_result import WatchedGpu, WatchResult
 from snugfit.versions import torch_cuda
 
@@ -122,7 +122,7 @@ class Watch:
             for prefix in ("", "GPU-", "MIG-"):
                 with suppress(NvmlUnavailable):
                     return nvml.card(prefix + uuid)
-        return choose(nvml, os.environ, index)
+        return card_at(nvml, os.environ, index)
 
     def _finish_work(self) -> str | None:
         """Waits for the watched GPUs; what a broken context answers is kept as a doubt."""
@@ -156,7 +156,7 @@ _ALLOCATOR_PEAKS = ("requested", "allocated", "reserved")
 
 def _device_facts(card: Card, sampler: Sampler) -> dict[str, Any]:
     shares = [
-        process.bytes for census in sampler.censuses.values() for process in census.ours if process.bytes
+        process.bytes for census in sampler.censuses.values() for process in census.own if process.bytes
     ]
     facts: dict[str, Any] = {
         "name": card.name,

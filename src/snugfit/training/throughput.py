@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     import torch
 
 WARMUP = 3
-"""Steps that a process takes before it is steady, as where steps are measured (`comparison/steady.py`)."""
+"""Steps that a process takes before it is steady, as where steps are measured
+(`measurement/stopwatch.py`)."""
 
 MOST = 1000
 """Steps whose seconds are remembered."""
