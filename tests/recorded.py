@@ -106,7 +106,7 @@ def rehearsed(case: str, policy: Policy, *, a_mask_too_many: bool = False) -> Tr
             del loss
             recorder.step_ends(index)
         recorder.phase("end")
-    return recorder.trace(chosen)
+    return recorder.recording(chosen).trace
 
 
 def _built(case: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:

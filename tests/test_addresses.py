@@ -11,8 +11,7 @@ import pytest
 
 from snugfit.prediction.addresses import CHUNK, CODE, CUBLAS, FORWARD_CODE, MIB, OWN, TOP, DeviceAddresses
 from snugfit.prediction.allocator import CUBLAS_WORKSPACE, Allocator, replay
-from snugfit.rehearsal.device.context import SETTLED
-from snugfit.rehearsal.trace.trace import Block, Trace
+from snugfit.rehearsal.trace.trace import Block, Mark, MarkKind, Trace
 
 FOLDER = Path(__file__).parent / "data" / "segments-h200"
 SETTLES = {
@@ -178,12 +177,12 @@ def test_the_driver_moves_before_the_births_that_the_trace_says() -> None:
     blocks = (
         Block(512, "aten::randn", "", "build", -1, ""),
         Block(30 * MIB, "aten::empty", "", "build", -1, ""),
-        Block(0, SETTLED, "", "build", -1, ""),
         Block(30 * MIB, "aten::empty", "", "build", -1, ""),
         Block(WORKSPACE, CUBLAS_WORKSPACE, "", "forward", 0, ""),
         Block(512, "aten::add", "", "forward", 0, ""),
     )
-    after = replay(Trace(blocks, (1, 2, 4, 5, 6), (), (), (), ()), states={4})
+    marks = (Mark(2, -1, "build", MarkKind.CONTEXT_RELEASED),)
+    after = replay(Trace(blocks, (1, 2, 3, 4, 5), marks, (), (), ()), states={4})
     living: Any = after.states[4][0]  # type: ignore[index]
     small, before, settled, workspace = (address for _, address in living)
     assert before < small - OWN

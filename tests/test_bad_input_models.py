@@ -25,6 +25,7 @@ from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.record import recorder
+from snugfit.rehearsal.record.shape_cache import ShapeCache
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import Trace
 from snugfit.techniques.adapters import lora
@@ -121,8 +122,8 @@ def test_a_model_that_fails_on_its_shapes_is_told_with_its_own_line() -> None:
 @pytest.mark.parametrize("mistake", [KeyError, AttributeError, TypeError, IndexError, ZeroDivisionError])
 def test_our_own_mistakes_are_called_ours(mistake: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
     names: dict[str, Any] = {"__name__": recorder.__name__, "mistake": mistake}
-    exec("def describe(*_):\n    raise mistake('lost')\n", names)  # as if it stood in that file
-    monkeypatch.setattr(recorder, "described", names["describe"])
+    exec("def cost(*_):\n    raise mistake('lost')\n", names)  # as if it stood in that file
+    monkeypatch.setattr(ShapeCache, "cost", names["cost"])
     with pytest.raises(RehearsalError, match=r"fault of snugfit \d.*lost.*Please report it") as told:
         trace_of(job_of(BERT, "masked-lm"))
     assert mistake.__name__ in str(told.value)

@@ -28,8 +28,7 @@ from snugfit.prediction.device import policy_for
 from snugfit.prediction.predict import predict
 from snugfit.prediction.profile import Software
 from snugfit.rehearsal.rehearse import rehearse
-from snugfit.rehearsal.trace.pieces import Work
-from snugfit.rehearsal.trace.trace import Kernel, Trace
+from snugfit.rehearsal.trace.trace import Kernel, Trace, Work
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Fidelity, Slot

@@ -30,7 +30,7 @@ HEAVY = {
 }
 HEAVY_THEMSELVES = {
     "rehearsal/record/accumulation.py",
-    "rehearsal/record/described.py",
+    "rehearsal/record/allocations.py",
     "rehearsal/record/end_tokens.py",
     "rehearsal/record/kernels.py",
     "rehearsal/record/module_tracker.py",

@@ -12,7 +12,7 @@ from snugfit.job.gpu import find_gpu
 from snugfit.prediction.kernel_seconds import KernelClock
 from snugfit.prediction.rates import rates_for
 from snugfit.prediction.seconds import launch_seconds
-from snugfit.rehearsal.record.kernels import describe
+from snugfit.rehearsal.record.kernels import cost_of
 from snugfit.rehearsal.trace.trace import Kernel
 
 aten = torch.ops.aten
@@ -24,7 +24,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def kernel(func: Any, *args: Any, **kwargs: Any) -> Kernel:
-    found = describe(func, args, kwargs, func(*args, **kwargs))
+    found = cost_of(func, args, kwargs, func(*args, **kwargs))
     assert found is not None
     return Kernel(func._schema.name, "", "forward", *found)
 

@@ -15,9 +15,9 @@ from small_models import small_job
 from snugfit.job.job import Job, Phase
 from snugfit.rehearsal import rehearse as room
 from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy
-from snugfit.rehearsal.rehearse import rehearse, rehearsed
+from snugfit.rehearsal.rehearse import record_step, rehearse
 from snugfit.rehearsal.trace.depth import comes_round, depth_of
-from snugfit.rehearsal.trace.score import Entry, Score
+from snugfit.rehearsal.trace.relative import PhaseStart, RelativeTrace
 from snugfit.rehearsal.trace.trace import Trace
 from snugfit.step.batches import micro_batches
 from snugfit.step.open_step import open_step
@@ -31,16 +31,16 @@ def setup_of(recipe: str) -> Setup:
     return Recipe.parse(recipe).setup()
 
 
-def whole(job: Job, setup: Setup, *, loop: str = "plain", steps: int = 3) -> tuple[Trace, Score]:
+def whole(job: Job, setup: Setup, *, loop: str = "plain", steps: int = 3) -> tuple[Trace, RelativeTrace]:
     """A rehearsal in which nothing is written again."""
-    trace, notes = rehearsed(open_step(job, setup, loop, torch.device("meta")), CUDA, steps)
-    return trace, Score.of(trace, notes)
+    recording = record_step(open_step(job, setup, loop, torch.device("meta")), CUDA, steps)
+    return recording.trace, RelativeTrace.of(*recording)
 
 
 def same(left: Trace | None, right: Trace) -> None:
     """All fields are equal; says which differs first."""
     assert left is not None, "refused"
-    for name in ("events", "blocks", "marks", "kernels", "waits", "attention", "doubts"):
+    for name in ("events", "blocks", "marks", "kernels", "waits", "attention"):
         mine, theirs = getattr(left, name), getattr(right, name)
         if mine != theirs and isinstance(mine, tuple):
             place = next((n for n, pair in enumerate(zip(mine, theirs)) if pair[0] != pair[1]), -1)
@@ -48,7 +48,7 @@ def same(left: Trace | None, right: Trace) -> None:
         assert mine == theirs, name
 
 
-SCORES = [
+RELATIVE = [
     ("bert", "plain"),
     ("gpt2", "fp16 + every_layer"),
     ("llama", "bf16 + adafactor + micro_batches(2)"),
@@ -56,10 +56,10 @@ SCORES = [
 ]
 
 
-@pytest.mark.parametrize(("family", "recipe"), SCORES)
-def test_a_score_is_its_trace(family: str, recipe: str) -> None:
-    trace, score = whole(small_job(family, 2), setup_of(recipe))
-    same(score.trace(), trace)
+@pytest.mark.parametrize(("family", "recipe"), RELATIVE)
+def test_a_relative_trace_is_its_trace(family: str, recipe: str) -> None:
+    trace, relative = whole(small_job(family, 2), setup_of(recipe))
+    same(relative.trace(), trace)
 
 
 # ---- layers --------------------------------------------------------------------------------------------
@@ -104,9 +104,9 @@ def test_three_micro_batches_tell_of_many(
 
     def counted(step: object, *arguments: object) -> object:
         asked.append(step)
-        return rehearsed(step, *arguments)  # type: ignore[arg-type]
+        return record_step(step, *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(room, "rehearsed", counted)
+    monkeypatch.setattr(room, "record_step", counted)
     job, setup = small_job(family, 2, batch_size=8, **more), setup_of(recipe)
     found = rehearse(job, setup, CUDA)
     assert [step.setup.micro_batches for step in asked] == [3], "rehearsed whole"  # type: ignore[attr-defined]
@@ -138,13 +138,13 @@ def hoarder(parameters: object, **_: object) -> torch.optim.Optimizer:
 
 def test_the_cpu_s_policy_repeats_too() -> None:
     job, setup = small_job("gpt2", 2), setup_of("micro_batches(4)")
-    trace, _ = rehearsed(open_step(job, setup, "plain", torch.device("meta")), CpuPolicy(), 3)
+    trace, _ = record_step(open_step(job, setup, "plain", torch.device("meta")), CpuPolicy(), 3)
     same(rehearse(job, setup, CpuPolicy()), trace)
 
 
 def test_marks_say_which_step_it_is() -> None:
-    found = Score.of(rehearse(small_job("bert", 2), setup_of("micro_batches(4)"), CUDA))
-    assert {move.step for move in found.moves if isinstance(move, Entry)} == {-1, 0, 1, 2}
+    found = RelativeTrace.of(rehearse(small_job("bert", 2), setup_of("micro_batches(4)"), CUDA))
+    assert {move.step for move in found.moves if isinstance(move, PhaseStart)} == {-1, 0, 1, 2}
 
 
 def test_a_rehearsed_batch_takes_the_memory_of_one_sample() -> None:

@@ -11,7 +11,7 @@ from small_models import small_job
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
 from snugfit.rehearsal.rehearse import rehearse
-from snugfit.rehearsal.splice import Part, rehearse_passes, rehearse_update, spliced
+from snugfit.rehearsal.splice import Part, rehearse_passes, rehearse_update, splice
 from test_law_scaling import CUDA, same, setup_of, whole
 
 SEED = 20_261_120
@@ -56,7 +56,7 @@ def test_spliced_equals_whole(number: int) -> None:
     setup = setup_of(recipe)
     passes = rehearse_passes(job, setup, CUDA)
     update = rehearse_update(job, setup, CUDA, passes.gradients)
-    same(spliced(passes, update, micro_batches=setup.micro_batches), whole(job, setup)[0])
+    same(splice(passes, update, micro_batches=setup.micro_batches), whole(job, setup)[0])
 
 
 def test_one_rehearsal_of_the_passes_serves_every_optimizer_and_number_of_pieces() -> None:
@@ -69,7 +69,7 @@ def test_one_rehearsal_of_the_passes_serves_every_optimizer_and_number_of_pieces
         for pieces in (1, 2, 6):
             setup = setup_of(f"bf16 + {optimizer}" + (f" + micro_batches({pieces})" if pieces > 1 else ""))
             same(
-                spliced(parts[min(pieces, 2)], update, micro_batches=pieces),
+                splice(parts[min(pieces, 2)], update, micro_batches=pieces),
                 rehearse(small_job("llama", 2, batch_size=4 * pieces), setup, CUDA),
             )
 
@@ -82,7 +82,7 @@ def test_bert_large_is_spliced(recipe: str) -> None:
     job, setup = Job(model=model, task=Task.SEQUENCE_CLASSIFICATION, batch_size=4), setup_of(recipe)
     passes = rehearse_passes(job, setup, CUDA)
     update = rehearse_update(job, setup, CUDA, passes.gradients)
-    same(spliced(passes, update, micro_batches=setup.micro_batches), whole(job, setup)[0])
+    same(splice(passes, update, micro_batches=setup.micro_batches), whole(job, setup)[0])
 
 
 def test_parts_that_do_not_meet_are_refused() -> None:
@@ -90,20 +90,20 @@ def test_parts_that_do_not_meet_are_refused() -> None:
     passes = rehearse_passes(job, plain, CUDA)
     other = rehearse_update(job, lora, CUDA, rehearse_passes(job, lora, CUDA).gradients)
     update = rehearse_update(job, plain, CUDA, passes.gradients)
-    assert spliced(passes, update) is not None
-    assert spliced(passes, other) is None
-    assert spliced(passes, Part(other.score, passes.gradients)) is None
+    assert splice(passes, update) is not None
+    assert splice(passes, other) is None
+    assert splice(passes, Part(other.trace, passes.gradients)) is None
     fewer = passes.gradients[:-1]
-    assert spliced(passes, rehearse_update(job, plain, CUDA, fewer)) is None
-    assert spliced(passes, Part(rehearse_update(job, plain, CUDA, fewer).score, passes.gradients)) is None
-    assert spliced(passes, update, micro_batches=2) is None, "passes of one piece tell nothing of two"
+    assert splice(passes, rehearse_update(job, plain, CUDA, fewer)) is None
+    assert splice(passes, Part(rehearse_update(job, plain, CUDA, fewer).trace, passes.gradients)) is None
+    assert splice(passes, update, micro_batches=2) is None, "passes of one piece tell nothing of two"
 
 
 def test_pure_and_mixed_precision_do_not_meet() -> None:
     """Gradients of two bytes each, and an update rehearsed with four."""
     job = small_job("gpt2", 2)
     passes = rehearse_passes(job, setup_of("bf16_pure"), CUDA)
-    assert spliced(passes, rehearse_update(job, setup_of("bf16"), CUDA, passes.gradients)) is None
+    assert splice(passes, rehearse_update(job, setup_of("bf16"), CUDA, passes.gradients)) is None
 
 
 def test_only_parameters_that_train_have_gradients() -> None:

@@ -11,8 +11,7 @@ import pytest
 
 from small_models import small_job
 from snugfit.rehearsal.device.policy import CudaPolicy
-from snugfit.rehearsal.record.ordered_sets import SortedSet, sets_in_order
-from snugfit.rehearsal.rehearse import rehearse
+from snugfit.rehearsal.rehearse import SortedSet, rehearse, sets_in_order
 from snugfit.techniques.recipe import Recipe
 
 KINDS = {"full_attention", "sliding_attention"}

@@ -10,9 +10,8 @@ import pytest
 from small_models import small_job
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.record import recorder
-from snugfit.rehearsal.record.described import described
-from snugfit.rehearsal.record.kernels import describe
-from snugfit.rehearsal.record.shape_cache import Operator, ShapeMemo
+from snugfit.rehearsal.record.kernels import cost_of
+from snugfit.rehearsal.record.shape_cache import Call, Operator, ShapeCache
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.step.plain_loop import PlainStep
 from snugfit.techniques.recipe import Recipe
@@ -24,13 +23,15 @@ RECIPES = ["fp32 + adamw_loop", "tf32 + adamw_fused", "fp16 + every_layer + micr
 def test_what_is_remembered_of_kernels_is_what_they_do(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def both(known: Operator, *call: Any) -> Any:
-        told = described(known, *call)
-        assert told == describe(known.func, *call[1:]), known.name
-        asked.append(known.name)
-        return told
+    cached = ShapeCache.cost
 
-    monkeypatch.setattr(recorder, "described", both)
+    def both(cache: ShapeCache, operator: Operator, call: Call | None, *operands: Any) -> Any:
+        cost = cached(cache, operator, call, *operands)
+        assert cost == cost_of(operator.func, *operands), operator.name
+        asked.append(operator.name)
+        return cost
+
+    monkeypatch.setattr(ShapeCache, "cost", both)
     for recipe in RECIPES * 2:
         rehearse(small_job(family, 2, batch_size=2), Recipe.parse(recipe).setup(), CudaPolicy())
     assert asked
@@ -41,8 +42,7 @@ def test_a_rehearsal_from_memory_is_the_first_one(recipe: str, monkeypatch: pyte
     job, setup = small_job("gpt2", 2, batch_size=2), Recipe.parse(recipe).setup()
     rehearse(job, setup, CudaPolicy())
     from_memory = rehearse(job, setup, CudaPolicy())
-    monkeypatch.setattr(recorder, "REMEMBERED", ShapeMemo())
-    monkeypatch.setattr(recorder, "described", lambda known, key, *call: describe(known.func, *call))
+    monkeypatch.setattr(recorder, "SHAPE_CACHE", ShapeCache())
     assert rehearse(job, setup, CudaPolicy()) == from_memory
 
 

@@ -112,7 +112,7 @@ def trace_of(run: Any) -> Trace:
         recorder.phase("forward")
         run(recorder)
         recorder.step_ends(0)
-    return recorder.trace(chosen)
+    return recorder.recording(chosen).trace
 
 
 @pytest.mark.parametrize("autocast", [False, True])

@@ -25,8 +25,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from snugfit.prediction.addresses import DeviceAddresses
-from snugfit.rehearsal.device.context import SETTLED
-from snugfit.rehearsal.trace.trace import Block, Trace
+from snugfit.rehearsal.trace.trace import MarkKind, Trace
 
 MINIMUM = 512
 SMALL = 1 << 20
@@ -235,7 +234,7 @@ def replay(
     live: dict[int, _PoolBlock] = {}
     reserved: list[int] = []
     blocks = trace.blocks
-    driver_actions = _driver_actions(blocks, allocator.addresses)
+    driver_actions = _driver_actions(trace, allocator.addresses)
     noted: dict[int, Hashable] = {}
     for index, event in enumerate(trace.events):
         if index in states:
@@ -259,21 +258,26 @@ def replay(
 
 
 def _driver_actions(
-    blocks: Sequence[Block], addresses: DeviceAddresses
+    trace: Trace, addresses: DeviceAddresses
 ) -> Mapping[int, Sequence[Callable[[], None]]]:
     """What the driver does with addresses on its own, by the number of the block before which it does so."""
     pending = {
-        SETTLED: addresses.release_context,
+        MarkKind.CONTEXT_RELEASED: addresses.release_context,
         "forward": addresses.begin_forward,
         "backward": addresses.begin_backward,
         CUBLAS_WORKSPACE: addresses.start_cublas,
     }
+    release = next((mark for mark in trace.marks if mark.kind is MarkKind.CONTEXT_RELEASED), None)
     actions: dict[int, list[Callable[[], None]]] = {}
-    due: list[Callable[[], None]] = []
-    for number, block in enumerate(blocks, 1):
-        due += [pending.pop(word) for word in (block.phase, block.operator) if word in pending]
-        if due and block.nbytes:
-            actions[number], due = due, []
-            if not pending:
-                break
+    for index, event in enumerate(trace.events):
+        if event < 0:
+            continue
+        words = [trace.blocks[event - 1].phase, trace.blocks[event - 1].operator]
+        if release is not None and release.event <= index:
+            words[:0] = release.phase, release.kind
+            release = None
+        if due := [pending.pop(word) for word in words if word in pending]:
+            actions[event] = due
+        if not pending:
+            break
     return actions

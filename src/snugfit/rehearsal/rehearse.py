@@ -1,19 +1,29 @@
-"""Rehearse: run a Step on tensors that have shapes and no data, and write its trace."""
+"""Rehearse: run a Step on tensors that have shapes and no data, and write its trace.
+
+A rehearsal must not depend on the process it runs in. So the garbage collector is off meanwhile, nothing can
+be fetched, and sets of a model's code are walked in one order: some models make something for each kind of
+their layers in the order of a set of names (`for layer_type in set(config.layer_types)`: rotary embeddings of
+ModernBERT, masks of Gemma 3). Python shuffles names anew in each process, so which of two equal blocks is
+made first, and freed first, is chance, in a real run too. A rehearsal walks them sorted: one of the orders
+that a real run may have, and always the same.
+"""
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import gc
+import sys
 import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError, UsageError
+from snugfit.job.architectures import class_of
 from snugfit.job.batch import end_token
-from snugfit.rehearsal.record.ordered_sets import sets_in_order
 from snugfit.rehearsal.refusal import refusal
-from snugfit.rehearsal.trace.repeat import fewer, repeated
-from snugfit.rehearsal.trace.score import Score
+from snugfit.rehearsal.trace.relative import RelativeTrace
+from snugfit.rehearsal.trace.repeat import repeat, short_run
 from snugfit.results.footprint import Kind
 from snugfit.step.install import call
 from snugfit.step.open_step import open_step
@@ -22,8 +32,7 @@ from snugfit.techniques.hub_kernels import import_peft, no_hub_kernels
 if TYPE_CHECKING:
     from snugfit.job.job import Job
     from snugfit.rehearsal.device.policy import Policy
-    from snugfit.rehearsal.trace.score import Note
-    from snugfit.rehearsal.trace.trace import Trace
+    from snugfit.rehearsal.trace.trace import Recording, Trace
     from snugfit.step.step import Step
     from snugfit.techniques.setup import Setup
 
@@ -54,7 +63,7 @@ def rehearse(
     """
     import torch
 
-    def opened(job: Job, setup: Setup) -> Step:
+    def open_it(job: Job, setup: Setup) -> Step:
         step = open_step(job, setup, loop, torch.device("meta"))
         step.keep_gradients, step.always_mask = keep_gradients, always_mask
         step.trainer_class = trainer_class
@@ -64,17 +73,16 @@ def rehearse(
         import_peft()
     if trainer_class is not None:
         _refuse_no_trainer(trainer_class, loop)
-    small, fewer_pieces, fewer_steps = fewer(job, setup, steps)
-    if loop == "plain" and fewer_pieces != setup:
-        trace, notes = rehearsed(opened(small, fewer_pieces), policy, fewer_steps)
-        score = repeated(Score.of(trace, notes), steps=steps, micro_batches=setup.micro_batches)
-        if score is not None:
-            return score.trace()
-    return rehearsed(opened(job, setup), policy, steps)[0]
+    if loop == "plain" and (short := short_run(job, setup, steps)) is not None:
+        recording = record_step(open_it(short.job, short.setup), policy, short.steps)
+        whole = repeat(RelativeTrace.of(*recording), steps=steps, micro_batches=setup.micro_batches)
+        if whole is not None:
+            return whole.trace()
+    return record_step(open_it(job, setup), policy, steps).trace
 
 
-def rehearsed(step: Step, policy: Policy, steps: int) -> tuple[Trace, list[Note]]:
-    """The trace of a Step on `meta`, and where on it kernels run, the host waits and steps end."""
+def record_step(step: Step, policy: Policy, steps: int) -> Recording:
+    """Runs `steps` steps of a Step on `meta`, each of which is recorded."""
     from snugfit.rehearsal.device.overrides import in_force
     from snugfit.rehearsal.record.end_tokens import EndTokens
     from snugfit.rehearsal.record.recorder import Recorder
@@ -86,11 +94,11 @@ def rehearsed(step: Step, policy: Policy, steps: int) -> tuple[Trace, list[Note]
         stack.enter_context(no_hub_kernels())  # what a step is the first to import (Adafactor's file) may ask
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        cached = stack.enter_context(in_force(policy, lambda tensor: recorder.claim(tensor, Kind.CACHES)))
+        chosen = stack.enter_context(in_force(policy, lambda tensor: recorder.claim(tensor, Kind.CACHES)))
         if step.setup.optimizer.shapes:
             stack.enter_context(call(step.setup.optimizer.shapes))
         if (end := end_token(step.job)) is not None:
-            stack.enter_context(EndTokens(end, recorder._sync))
+            stack.enter_context(EndTokens(end, recorder.wait))
         try:
             with recorder, sets_in_order(step.job):
                 step.run(steps, recorder)
@@ -98,7 +106,7 @@ def rehearsed(step: Step, policy: Policy, steps: int) -> tuple[Trace, list[Note]
             raise
         except Exception as error:  # whatever a model's own code raises on shapes alone, and our mistakes
             raise refusal(step.job, error) from error
-        return recorder.trace(cached), recorder.notes
+        return recorder.recording(chosen)
 
 
 def _refuse_no_trainer(trainer_class: type[Any], loop: str) -> None:
@@ -123,3 +131,35 @@ def _without_collector() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+class SortedSet(set[Any]):
+    """A set that is walked in the order of its members' names."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(sorted(super().__iter__(), key=str))
+
+
+@contextlib.contextmanager
+def sets_in_order(job: Job) -> Iterator[None]:
+    """Within it, `set` in the code of the job's model, where that is transformers', is a `SortedSet`."""
+    names = _names_of_its_code(job)
+    if names.get("set", builtins.set) is not builtins.set:  # the code has something of its own by this name
+        yield
+        return
+    names["set"] = SortedSet
+    try:
+        yield
+    finally:
+        del names["set"]
+
+
+def _names_of_its_code(job: Job) -> dict[str, Any]:
+    """The global names of the model's file. None where the model is the user's, or where transformers has no
+    class for it, as building will say."""
+    if job.model.module is not None:
+        return {}
+    try:
+        return vars(sys.modules[class_of(job.task, job.transformers_config()).__module__])
+    except KeyError:
+        return {}

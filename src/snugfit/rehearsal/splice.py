@@ -1,15 +1,15 @@
-"""A step spliced from parts that were rehearsed alone: law 5, for recipes.
+"""A step spliced from parts that were recorded alone: law 5, for recipes.
 
 A training step is its passes (forward and backward, one micro-batch after the other) and its update
 (clipping, the optimizer, dropping the gradients). The passes depend on precision, attention, adapters,
 checkpointing and the size of a micro-batch; the update on the optimizer, the precision of what it updates,
-the adapters and clipping. What joins them is the gradients alone: the passes give birth to them, the update
-kills them. So each part is rehearsed once, with the other one's place held: the passes with an optimizer
-that does nothing, the update with gradients made of nothing. A planner that asks for every pair rehearses
-the sum of the parts and not their product.
+the adapters and clipping. What joins them is the gradients alone: the passes make them, the update frees
+them. So each part is recorded once, with a stand-in for the other one: the passes with an optimizer that does
+nothing, the update with gradients made of nothing. A planner that asks for every pair records the sum of the
+parts and not their product.
 
 A splice is the plain loop's. Where the parts do not meet, because a gradient shares its storage with another
-or is not of its parameter's size, the answer is None, and the caller rehearses the step whole.
+or is not of its parameter's size, the answer is None, and the caller simulates the step in full.
 """
 
 from __future__ import annotations
@@ -17,12 +17,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from snugfit.rehearsal.rehearse import STEPS, rehearsed
-from snugfit.rehearsal.trace.repeat import MICRO_BATCHES, Cut, cut, repeated
-from snugfit.rehearsal.trace.repeat import STEPS as STEPS_OF_A_PART
-from snugfit.rehearsal.trace.score import Birth, Death, Entry, Living, Move, Score
+from snugfit.rehearsal.rehearse import STEPS, record_step
+from snugfit.rehearsal.trace.relative import Alloc, Free, LiveSet, Move, PhaseStart, RelativeTrace
+from snugfit.rehearsal.trace.repeat import (
+    RECORDED_MICRO_BATCHES,
+    RECORDED_STEPS,
+    SplitSteps,
+    repeat,
+    split_steps,
+)
 from snugfit.results.footprint import Kind
 from snugfit.step.install import matmul_precision
 from snugfit.step.plain_loop import Built, OptimizerLoop, PlainStep
@@ -41,156 +46,132 @@ NOTHING = OptimizerWish(factory=Call(path="snugfit.rehearsal.splice:optimizer_th
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a step, rehearsed alone."""
+    """A part of a step, recorded alone: its passes, or its update."""
 
-    score: Score
+    trace: RelativeTrace
     gradients: tuple[int, ...]
     """Which of the parameters that train have a gradient, by number."""
 
 
-def rehearse_passes(job: Job, setup: Setup, policy: Policy) -> Part:
-    """Forward and backward of a job under everything in this Setup but its optimizer. Of many micro-batches
-    three are rehearsed; `spliced` makes any number of them."""
-    pieces = min(setup.micro_batches, 2) // 2 * MICRO_BATCHES or 1
+def record_passes(job: Job, setup: Setup, policy: Policy, *, steps: int, micro_batches: int) -> Part:
+    """Forward and backward of a job under everything in this Setup but its optimizer, with so many
+    micro-batches of the Setup's size."""
     job = replace(
-        job, clip=None, decay_groups=False, batch_size=job.batch_size // setup.micro_batches * pieces
+        job, clip=None, decay_groups=False, batch_size=job.batch_size // setup.micro_batches * micro_batches
     )
-    setup = replace(setup, micro_batches=pieces, optimizer=NOTHING)
+    setup = replace(setup, micro_batches=micro_batches, optimizer=NOTHING)
     step = PlainStep(job, setup, _meta())
-    score = Score.of(*rehearsed(step, policy, STEPS_OF_A_PART))
+    trace = RelativeTrace.of(*record_step(step, policy, steps))
     optimizer: Any = step.optimizer
-    return Part(score, optimizer.gradients)
+    return Part(trace, optimizer.gradients)
+
+
+def rehearse_passes(job: Job, setup: Setup, policy: Policy) -> Part:
+    """The passes of a job, from which `splice` makes any number of micro-batches: three are recorded."""
+    micro_batches = RECORDED_MICRO_BATCHES if setup.micro_batches > 1 else 1
+    return record_passes(job, setup, policy, steps=RECORDED_STEPS, micro_batches=micro_batches)
 
 
 def rehearse_update(job: Job, setup: Setup, policy: Policy, gradients: tuple[int, ...]) -> Part:
     """Clipping and the optimizer's step under this Setup, where these parameters have gradients."""
     step = _UpdateAlone(job, replace(setup, micro_batches=1, checkpoint=None), _meta())
     step.gradients = gradients
-    return Part(Score.of(*rehearsed(step, policy, STEPS_OF_A_PART)), gradients)
+    return Part(RelativeTrace.of(*record_step(step, policy, RECORDED_STEPS)), gradients)
 
 
-def spliced(passes: Part, update: Part, *, micro_batches: int = 1, steps: int = STEPS) -> Trace | None:
+def splice(passes: Part, update: Part, *, micro_batches: int = 1, steps: int = STEPS) -> Trace | None:
     """The trace of the step that has these parts, as `rehearse` would write it; None when they do not
     meet."""
     if passes.gradients != update.gradients:
         return None
-    first, second = cut(passes.score.moves), cut(update.score.moves)
-    (first_build, _, rest), (build, _, other_rest) = first, second
-    if build[: len(first_build)] != first_build or _dead(rest) != _dead(other_rest):
+    first, second = split_steps(passes.trace.moves), split_steps(update.trace.moves)
+    if second.build[: len(first.build)] != first.build or _frees(first.rest) != _frees(second.rest):
         return None
     try:
-        moves = [*build, *_joined(passes, update, first[1], second), *rest]
-        score = repeated(replace(passes.score, moves=tuple(moves)), steps=steps, micro_batches=micro_batches)
-        return score.trace() if score is not None else None
+        moves = (*second.build, *_join(passes, update, first.steps, second), *first.rest)
+        whole = repeat(replace(passes.trace, moves=moves), steps=steps, micro_batches=micro_batches)
+        return whole.trace() if whole is not None else None
     except LookupError:
         return None
 
 
-def _joined(
-    passes: Part, update: Part, first_rounds: Sequence[Sequence[Move]], second: Cut
+def _join(
+    passes: Part, update: Part, passes_steps: Sequence[Sequence[Move]], updates: SplitSteps
 ) -> Iterator[Move]:
-    """Each step's passes, then its update, in which the gradients of the passes die."""
-    build, second_rounds, _ = second
-    there, alone = Played(), Played()  # the spliced run, and the update as it was rehearsed
-    same = dict(zip(alone.play(build), there.play(build), strict=True))
-    taken = {workspace.operator for workspace in _workspaces(passes) if workspace.phase != "backward"}
-    kept = _workspaces(update)
-    for passed, updated in zip(first_rounds, second_rounds, strict=True):
-        (before, nothing), (held, after) = _at_update(passed), _at_update(updated)
-        yield from before
-        there.play(before)
-        stand_ins = [block for block in alone.play(held) if alone.is_gradient(block)]
-        real = there.would_die(nothing)
-        if len(stand_ins) != len(update.gradients) or alone.sizes(stand_ins) != there.sizes(real):
+    """Each step's passes, then its update, in which the gradients of the passes are freed. Raises
+    `LookupError` where the gradients are not those that the update was recorded with."""
+    spliced, standalone = LiveSet(), LiveSet()  # the whole run, and the update as it was recorded
+    mapping = dict(zip(standalone.follow(updates.build), spliced.follow(updates.build), strict=True))
+    taken = {alloc.operator for alloc in kept_workspaces(passes.trace.moves) if alloc.phase != "backward"}
+    kept = kept_workspaces(update.trace.moves)
+    for passes_step, update_step in zip(passes_steps, updates.steps, strict=True):
+        (passed, nothing), (before_update, updating) = split_update(passes_step), split_update(update_step)
+        yield from passed
+        spliced.follow(passed)
+        stand_ins = [block for block in standalone.follow(before_update) if _is_gradient(block, standalone)]
+        real = _gradients_freed(nothing, spliced)
+        sizes = [standalone.allocs[block].nbytes for block in stand_ins]
+        if len(sizes) != len(update.gradients) or sizes != [spliced.allocs[block].nbytes for block in real]:
             raise LookupError("the gradients do not match")
-        same |= zip(stand_ins, real, strict=True)
-        for move in after:
-            if isinstance(move, Death):
-                yield there.death(same[alone.dies(move)])
+        mapping |= zip(stand_ins, real, strict=True)
+        for move in updating:
+            if isinstance(move, Free):
+                yield spliced.free_of(mapping[standalone.free(move)])
                 continue
-            if isinstance(move, Birth):
-                block = alone.born(move)
+            if isinstance(move, Alloc):
+                block = standalone.alloc(move)
                 if move in kept and move.operator in taken:
                     continue
-                same[block] = there.born(move)
+                mapping[block] = spliced.alloc(move)
             yield move
 
 
-def _workspaces(part: Part) -> list[Birth]:
-    """The workspaces that a thread takes once and keeps. The update runs on the thread of the forward pass,
+def kept_workspaces(moves: Sequence[Move]) -> list[Alloc]:
+    """The workspaces that a thread takes once and keeps. An update runs on the thread of the forward pass,
     which has taken its own already."""
-    moves, kind = part.score.moves, str(Kind.WORKSPACES)
-    births = [move for move in moves if type(move) is Birth and move.kind == kind]
-    dead = {move.alike for move in moves if type(move) is Death and move.alike.kind == kind}
-    return [birth for birth in births if birth.alike not in dead]
+    kind = str(Kind.WORKSPACES)
+    freed = {move.stack for move in moves if type(move) is Free and move.stack.kind == kind}
+    allocs = (move for move in moves if type(move) is Alloc and move.kind == kind)
+    return [alloc for alloc in allocs if alloc.stack not in freed]
 
 
-def _at_update(moves: Sequence[Move]) -> tuple[Sequence[Move], Sequence[Move]]:
-    """A step cut where its passes end."""
-    place = next(
-        place
-        for place, move in enumerate(moves)
-        if isinstance(move, Entry) and move.phase in ("clip", "update")
+class SplitUpdate(NamedTuple):
+    """The moves of a step, cut where its passes end."""
+
+    passes: Sequence[Move]
+    update: Sequence[Move]
+
+
+def split_update(moves: Sequence[Move]) -> SplitUpdate:
+    """Cuts a step's moves where clipping or the update begins."""
+    ends = next(
+        at for at, move in enumerate(moves) if isinstance(move, PhaseStart) and move.phase in UPDATING
     )
-    return moves[:place], moves[place:]
+    return SplitUpdate(moves[:ends], moves[ends:])
 
 
-def _dead(moves: Sequence[Move]) -> Counter[Birth]:
-    return Counter(move.alike for move in moves if isinstance(move, Death))
+UPDATING = ("clip", "update")
+"""Phases of a step that come after its passes."""
 
 
-class Played:
-    """The blocks of a run, by the order of their births."""
+def _frees(moves: Sequence[Move]) -> Counter[Alloc]:
+    return Counter(move.stack for move in moves if isinstance(move, Free))
 
-    def __init__(self) -> None:
-        self.births: list[Birth] = []
-        self.living = Living()
 
-    def play(self, moves: Sequence[Move]) -> list[int]:
-        """Goes through these moves; gives the blocks that were born."""
-        first = len(self.births)
-        for move in moves:
-            if type(move) is Birth:
-                self.born(move)
-            elif type(move) is Death:
-                self.living.dies(move)
-        return list(range(first, len(self.births)))
+def _is_gradient(block: int, live: LiveSet) -> bool:
+    """Whether this block is a gradient, and lives."""
+    alloc = live.allocs[block]
+    return alloc.kind == Kind.GRADIENTS and block in live.stacks[alloc.stack]
 
-    def born(self, birth: Birth) -> int:
-        """The block that is born."""
-        self.births.append(birth)
-        if birth.nbytes:
-            self.living.born(len(self.births) - 1, birth.alike)
-        return len(self.births) - 1
 
-    def dies(self, death: Death) -> int:
-        """The block that dies."""
-        return self.living.dies(death)
-
-    def death(self, block: int) -> Death:
-        """This block's death."""
-        return self.living.death(block, self.births[block].alike)
-
-    def is_gradient(self, block: int) -> bool:
-        """Whether this block is a gradient, and lives."""
-        birth = self.births[block]
-        return birth.kind == Kind.GRADIENTS and block in self.living.alike[birth.alike]
-
-    def would_die(self, moves: Sequence[Move]) -> list[int]:
-        """The gradients that these moves would kill, in order; nothing happens to them."""
-        living = Living()
-        for alike, blocks in self.living.alike.items():
-            if alike.kind == Kind.GRADIENTS:
-                living.alike[alike] = list(blocks)
-        killed = []
-        for move in moves:
-            if isinstance(move, Death) and move.alike.kind == Kind.GRADIENTS:
-                killed.append(living.dies(move))
-        return killed
-
-    def sizes(self, blocks: Sequence[int]) -> list[int]:
-        """Bytes of these blocks."""
-        return [self.births[block].nbytes for block in blocks]
+def _gradients_freed(moves: Sequence[Move], live: LiveSet) -> list[int]:
+    """The gradients that these moves would free, in order; `live` stays as it is."""
+    trial = LiveSet()
+    for stack, blocks in live.stacks.items():
+        if stack.kind == Kind.GRADIENTS:
+            trial.stacks[stack] = list(blocks)
+    frees = (move for move in moves if isinstance(move, Free) and move.stack.kind == Kind.GRADIENTS)
+    return [trial.free(move) for move in frees]
 
 
 class _UpdateAlone(OptimizerLoop):
@@ -223,9 +204,9 @@ def optimizer_that_does_nothing(parameters: Any, **_: Any) -> torch.optim.Optimi
         gradients: tuple[int, ...] = ()
 
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            """Notes who has a gradient."""
-            held = self.param_groups[0]["params"]
-            self.gradients = tuple(n for n, parameter in enumerate(held) if parameter.grad is not None)
+            """Notes which parameters have a gradient."""
+            parameters = self.param_groups[0]["params"]
+            self.gradients = tuple(n for n, one in enumerate(parameters) if one.grad is not None)
 
     return Nothing(parameters, {})
 

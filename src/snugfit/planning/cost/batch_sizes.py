@@ -24,11 +24,12 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from snugfit.rehearsal.rehearse import rehearsed
-from snugfit.rehearsal.splice import NOTHING, Part
-from snugfit.rehearsal.trace.pieces import Piece, Work, pieces_in
-from snugfit.rehearsal.trace.repeat import cut
-from snugfit.rehearsal.trace.score import Birth, Death, Entry, Move, Run, Wait
+from snugfit.rehearsal.rehearse import record_step
+from snugfit.rehearsal.splice import NOTHING, Part, kept_workspaces, split_update
+from snugfit.rehearsal.trace.profile import MicroBatchProfile, profile_micro_batches
+from snugfit.rehearsal.trace.relative import Alloc, Free, Move
+from snugfit.rehearsal.trace.repeat import split_steps
+from snugfit.rehearsal.trace.trace import Kernel, MarkKind, Work
 from snugfit.results.footprint import Kind
 from snugfit.step.batches import micro_batches
 from snugfit.step.install import build_model, build_optimizer, matmul_precision
@@ -37,16 +38,12 @@ from snugfit.step.plain_loop import Built, PlainStep
 if TYPE_CHECKING:
     from snugfit.job.job import Job
     from snugfit.rehearsal.device.policy import Policy
-    from snugfit.rehearsal.trace.trace import Kernel
     from snugfit.step.step import Observer
     from snugfit.techniques.setup import Setup
 
 
 ADDITIONS = ("aten::add", "aten::add_")
 """By which autograd adds to a gradient that stands."""
-
-UPDATING = ("clip", "update")
-"""Phases of a step that come after its passes."""
 
 
 class Round(NamedTuple):
@@ -101,23 +98,23 @@ def rehearse_sizes(job: Job, setup: Setup, policy: Policy, sizes: Iterable[int],
     step.rounds = [[job.batch_size]] if whole else []
     step.gradients_stand = whole and len(sizes) > 1
     step.rounds += [sizes if step.gradients_stand else [sizes[0], *sizes]] if sizes else []
-    trace, notes = rehearsed(step, policy, 1)
+    recording = record_step(step, policy, 1)
     optimizer: Any = step.optimizer
-    passed = list(pieces_in(trace, notes))
-    standing = passed[-1].after
-    pieces = [piece for piece in passed if piece.number]  # the others are updates
-    before, further = pieces[: -len(sizes) or None], pieces[len(pieces) - len(sizes) :]
-    first, cut = before[0], dict(zip(sizes, further, strict=True))
-    added = _additions(before[-1].work, [piece.work for piece in further]) if sizes else Counter()
+    profiles = list(profile_micro_batches(recording))
+    standing = profiles[-1].live_after
+    passes = [profile for profile in profiles if profile.number]  # the others are updates
+    before, further = passes[: -len(sizes) or None], passes[len(passes) - len(sizes) :]
+    first = before[0]
+    added = _additions(before[-1].work, [profile.work for profile in further]) if sizes else Counter()
     return Passes(
         whole=_round(first, first.work, Work(), standing) if whole else None,
         cut={
-            size: _round(piece, _without(piece.work, added), piece.work, standing)
-            for size, piece in cut.items()
+            size: _round(profile, _without(profile.work, added), profile.work, standing)
+            for size, profile in zip(sizes, further, strict=True)
         },
         standing=standing,
         gradients=optimizer.gradients,
-        attention=trace.attention,
+        attention=recording.trace.attention,
     )
 
 
@@ -156,9 +153,9 @@ class _Rounds(PlainStep):
             return next(batches)[0]
 
 
-def _round(piece: Piece, first: Work, further: Work, standing: int) -> Round:
-    rises = {where: level - standing for where, level in piece.levels.items()}
-    return Round(rises, piece.after - standing, first, further)
+def _round(profile: MicroBatchProfile, first: Work, further: Work, standing: int) -> Round:
+    rises = {where: level - standing for where, level in profile.peaks.items()}
+    return Round(rises, profile.live_after - standing, first, further)
 
 
 def _additions(first: Work, further: Sequence[Work]) -> Counter[Any]:
@@ -200,47 +197,28 @@ def _what(kernel: Kernel) -> Any:
 
 
 def update_of(part: Part) -> Update:
-    """The figures of an update that was rehearsed alone. Whatever goes before it belongs to the passes, but
+    """The figures of an update that was recorded alone. Whatever goes before it belongs to the passes, but
     for the gradients, which are dropped here."""
-    _, rounds, _ = cut(part.score.moves)
-    (held, made), (_, steady) = (_parted(moves) for moves in rounds)
-    gradients = [move.nbytes for move in held if isinstance(move, Birth) and move.kind == Kind.GRADIENTS]
-    states = _level(made) + sum(gradients) - _kept_workspaces(made)
-    return Update(_rise(steady), states, _work(steady))
-
-
-def _parted(moves: Sequence[Move]) -> tuple[Sequence[Move], Sequence[Move]]:
-    """A step's moves before its update, and in it."""
-    place = next(n for n, move in enumerate(moves) if isinstance(move, Entry) and move.phase in UPDATING)
-    return moves[:place], moves[place:]
+    (made_before, makes), (_, steady) = map(split_update, split_steps(part.trace.moves).steps)
+    allocs = (move for move in made_before if isinstance(move, Alloc))
+    gradients = sum(alloc.nbytes for alloc in allocs if alloc.kind == Kind.GRADIENTS)
+    workspaces = sum(alloc.nbytes for alloc in kept_workspaces(makes))  # passes may have taken them already
+    states = sum(map(_change, makes)) + gradients - workspaces
+    return Update(max(accumulate(map(_change, steady)), default=0), states, _work(steady))
 
 
 def _work(moves: Sequence[Move]) -> Work:
     kernels, waits = [], []
     for move in moves:
-        if isinstance(move, Run):
-            kernels.append(move.kernel)
-        elif isinstance(move, Wait):
+        if isinstance(move, Kernel):
+            kernels.append(move)
+        elif move is MarkKind.WAIT:
             waits.append(len(kernels))
     return Work(tuple(kernels), tuple(waits))
 
 
 def _change(move: Move) -> int:
-    if isinstance(move, Birth):
+    """By how many bytes this move changes what is live."""
+    if isinstance(move, Alloc):
         return move.nbytes
-    return -move.alike.nbytes if isinstance(move, Death) else 0
-
-
-def _level(moves: Sequence[Move]) -> int:
-    return sum(map(_change, moves))
-
-
-def _rise(moves: Sequence[Move]) -> int:
-    return max(accumulate(map(_change, moves)), default=0)
-
-
-def _kept_workspaces(moves: Sequence[Move]) -> int:
-    """Bytes of workspaces that a thread keeps: passes may have taken them already."""
-    dead = {move.alike for move in moves if isinstance(move, Death)}
-    births = (move for move in moves if isinstance(move, Birth) and move.kind == Kind.WORKSPACES)
-    return sum(birth.nbytes for birth in births if birth.alike not in dead)
+    return -move.stack.nbytes if isinstance(move, Free) else 0

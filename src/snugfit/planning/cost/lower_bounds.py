@@ -21,11 +21,11 @@ from snugfit.planning.cost.batch_sizes import Passes, Round, Update, rehearse_si
 from snugfit.planning.cost.queue import Stretch, joined, lined, side_by_side
 from snugfit.planning.cost.same_trace import kernels_under
 from snugfit.planning.cost.shallow import Shallow, Shallows, along
-from snugfit.planning.cost.short_passes import PIECES
+from snugfit.planning.cost.short_passes import MICRO_BATCHES
 from snugfit.planning.cost.timer import Clock, Joining, seconds_of
 from snugfit.planning.step_key import adapters_key, as_rehearsed, timing_key, update_key
 from snugfit.rehearsal.splice import rehearse_update
-from snugfit.rehearsal.trace.pieces import Work
+from snugfit.rehearsal.trace.trace import Work
 
 if TYPE_CHECKING:
     from snugfit.planning.cost.run import Opening
@@ -220,7 +220,7 @@ class _Passes:
 
 def few(pieces: int) -> tuple[int, ...]:
     """Numbers of micro-batches that tell the seconds of this one."""
-    return (pieces,) if pieces <= PIECES + 1 else (PIECES, PIECES + 1)
+    return (pieces,) if pieces <= MICRO_BATCHES + 1 else (MICRO_BATCHES, MICRO_BATCHES + 1)
 
 
 def _by_length(updates: Sequence[Sequence[Stretch] | None]) -> list[dict[int, Sequence[Stretch]]]:

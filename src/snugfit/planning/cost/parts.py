@@ -26,7 +26,7 @@ from snugfit.planning.cost.periodic import FEW, MANY, settled, works_of
 from snugfit.planning.cost.run import ENDLESS, Opening, Run
 from snugfit.planning.cost.same_trace import under
 from snugfit.planning.cost.shallow import Shallows
-from snugfit.planning.cost.short_passes import PIECES, brief_passes, is_brief
+from snugfit.planning.cost.short_passes import MICRO_BATCHES, second_step_is_redundant, short_passes
 from snugfit.planning.cost.timer import Clock, seconds_of
 from snugfit.planning.step_key import as_rehearsed, passes_key, step_key, timing_key, update_key
 from snugfit.prediction.allocator import Replay, replay
@@ -34,7 +34,7 @@ from snugfit.prediction.device import context_of, policy_for
 from snugfit.prediction.predict import predict
 from snugfit.prediction.profile import Software
 from snugfit.rehearsal.rehearse import rehearse
-from snugfit.rehearsal.splice import Part, rehearse_passes, rehearse_update, spliced
+from snugfit.rehearsal.splice import Part, rehearse_passes, rehearse_update, splice
 from snugfit.rehearsal.trace.trace import Mark, Trace
 from snugfit.techniques.setup import CheckpointWish
 
@@ -72,7 +72,7 @@ class Parts:
         self.policy: CudaPolicy = policy_for(gpus[0], Software())
         self.shallows = Shallows(job, few=shallow)
         self.least = Least(self.shallows, self.policy, clock, self.opening)
-        self._brief: dict[Hashable, bool] = {}
+        self._redundant: dict[Hashable, bool] = {}
         self._whole: OrderedDict[Hashable, Any] = OrderedDict()
 
     # ---- the least ---------------------------------------------------------------------------------------
@@ -183,29 +183,31 @@ class Parts:
         key = ("update", update_key(setup), passes.gradients)
         update = self._kept(key, lambda: rehearse_update(self.job, setup, self.policy, passes.gradients))
         pieces = min(setup.micro_batches, most or setup.micro_batches)
-        trace = spliced(passes, update, micro_batches=pieces)
+        trace = splice(passes, update, micro_batches=pieces)
         return (self._whole_trace(setup), True) if trace is None else (trace, False)
 
     def _whole_passes(self, setup: Setup) -> Part:
-        def rehearsed() -> Part:
-            brief = brief_passes(self.job, setup, self.policy) if self._is_brief(setup) else None
-            return brief or rehearse_passes(self.job, setup, self.policy)
+        def rehearse_them() -> Part:
+            rehearse = short_passes if self._second_step_is_redundant(setup) else rehearse_passes
+            return rehearse(self.job, setup, self.policy)
 
         samples = self.job.batch_size // setup.micro_batches
-        return self._kept(("passes", passes_key(setup), samples, setup.micro_batches > 1), rehearsed)
+        return self._kept(("passes", passes_key(setup), samples, setup.micro_batches > 1), rehearse_them)
 
-    def _is_brief(self, setup: Setup) -> bool:
+    def _second_step_is_redundant(self, setup: Setup) -> bool:
         """Whether such passes may be rehearsed briefly, tried on few layers and one sample each. What a step
         leaves behind does not depend on which of its layers are recomputed, once some are."""
-        pieces = min(setup.micro_batches, PIECES)
+        pieces = min(setup.micro_batches, MICRO_BATCHES)
         kind = replace(setup, checkpoint=setup.checkpoint and EVERY_LAYER)
         key = (passes_key(kind), pieces)
-        if key not in self._brief:
+        if key not in self._redundant:
             job = self.shallows.tried(setup, samples=pieces)
             if job is None:
                 return False
-            self._brief[key] = is_brief(job, replace(kind, micro_batches=pieces), self.policy)
-        return self._brief[key]
+            self._redundant[key] = second_step_is_redundant(
+                job, replace(kind, micro_batches=pieces), self.policy
+            )
+        return self._redundant[key]
 
     def _whole_trace(self, setup: Setup, policy: CudaPolicy | None = None) -> Trace:
         """Rehearsed by this policy, or by the one of all that is judged."""

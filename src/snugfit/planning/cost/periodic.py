@@ -15,7 +15,7 @@ from itertools import combinations, pairwise
 from typing import TYPE_CHECKING
 
 from snugfit.prediction.allocator import Replay, replay
-from snugfit.rehearsal.trace.pieces import Work
+from snugfit.rehearsal.trace.trace import Work
 
 if TYPE_CHECKING:
     from snugfit.rehearsal.trace.trace import Trace
@@ -47,7 +47,7 @@ def settled(trace: Trace, micro_batches: int, *, expandable: bool) -> Replay | N
 def _beginnings(trace: Trace) -> Iterator[list[int]]:
     """Of each step, after how many events each of its micro-batches begins."""
     steps: dict[int, list[int]] = {}
-    for mark, following in pairwise(trace.marks):
+    for mark, following in pairwise(trace.phases):
         if (mark.phase, following.phase) == ("load", "forward"):
             steps.setdefault(mark.step, []).append(mark.event)
     yield from steps.values()

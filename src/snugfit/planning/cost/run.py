@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from snugfit.job.job import Job
-    from snugfit.rehearsal.trace.pieces import Work
-    from snugfit.rehearsal.trace.trace import Trace
+    from snugfit.rehearsal.trace.trace import Trace, Work
     from snugfit.techniques.setup import Setup
 
 LONGEST = 10**12

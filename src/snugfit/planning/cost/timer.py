@@ -23,8 +23,7 @@ from snugfit.rehearsal.trace.trace import Trace
 
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
-    from snugfit.rehearsal.trace.pieces import Work
-    from snugfit.rehearsal.trace.trace import Kernel
+    from snugfit.rehearsal.trace.trace import Kernel, Work
 
 Clock = Callable[[Trace], Sequence[float]]
 """Seconds of a trace's steady step on each GPU, from its kernels and waits."""

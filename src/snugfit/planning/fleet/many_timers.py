@@ -15,8 +15,7 @@ from snugfit.prediction.rates import rates_for
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
     from snugfit.planning.cost.queue import Stretch
-    from snugfit.rehearsal.trace.pieces import Work
-    from snugfit.rehearsal.trace.trace import Trace
+    from snugfit.rehearsal.trace.trace import Trace, Work
 
 
 @dataclass(frozen=True)

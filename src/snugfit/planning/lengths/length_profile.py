@@ -151,7 +151,7 @@ class Pace:
                 allocated_bytes=after.allocated_peak,
                 reserved_bytes=after.reserved_peak,
                 context_bytes=context,
-                doubts=(*trace.doubts, *about_context),
+                doubts=tuple(about_context),
             )
         return self._sights[key]
 

@@ -55,12 +55,12 @@ def composites(policy: Policy, chosen: list[str]) -> dict[str, Callable[..., Any
     def softmax(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         if policy.softmax_saves_input and x.requires_grad and torch.is_grad_enabled():
             x = _kept_for_backward(x)
-        if policy.softmax_widens and x.dtype == torch.float16 and dtype == torch.float32:
+        if policy.softmax_upcasts_fp16 and x.dtype == torch.float16 and dtype == torch.float32:
             return aten._softmax(x, dim, True)  # type: ignore[no-any-return]
         return aten._softmax(x if dtype is None else x.to(dtype), dim, False)  # type: ignore[no-any-return]
 
     def log_softmax(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        if policy.softmax_widens and x.dtype == torch.float16 and dtype == torch.float32:
+        if policy.softmax_upcasts_fp16 and x.dtype == torch.float16 and dtype == torch.float32:
             return aten._log_softmax(x, dim, True)  # type: ignore[no-any-return]
         return aten._log_softmax(x if dtype is None else x.to(dtype), dim, False)  # type: ignore[no-any-return]
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.rehearsal.device import attention, autocast_lists
 from snugfit.rehearsal.device.buffers import Scratch
-from snugfit.rehearsal.device.scratch import cuda_scratch, everywhere
+from snugfit.rehearsal.device.scratch import composed_scratch, cuda_scratch
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +46,7 @@ class Policy(ABC):
 
     @property
     @abstractmethod
-    def softmax_widens(self) -> bool:
+    def softmax_upcasts_fp16(self) -> bool:
         """Whether softmax reads fp16 and writes fp32 in one kernel."""
 
     @property
@@ -56,7 +56,7 @@ class Policy(ABC):
 
     @property
     @abstractmethod
-    def groups_products(self) -> bool:
+    def uses_grouped_mm(self) -> bool:
         """Whether products of experts go through `grouped_mm`."""
 
     @abstractmethod
@@ -71,7 +71,7 @@ class Policy(ABC):
     def workspaces(self, operator: str) -> tuple[tuple[str, int], ...]:
         """Workspaces that a thread takes once, at its first use of this operator: name and bytes."""
 
-    def births(self, operator: str, outputs: Sequence[Any]) -> Sequence[Any]:
+    def output_alloc_order(self, operator: str, outputs: Sequence[Any]) -> Sequence[Any]:
         """The operator's new tensors in the order in which the device's kernel allocates them."""
         reorder = _BIRTHS.get(operator) if self.fuses_dropout else None
         return reorder(outputs) if reorder else outputs
@@ -105,7 +105,7 @@ class CudaPolicy(Policy):
     def decisions(self) -> Hashable:
         """Equal for GPUs that run the same kernels whatever they are given; they may yet differ in
         workspaces and scratch."""
-        grouped = self.groups_products, self.capability[0] in _GROUPED
+        grouped = self.uses_grouped_mm, self.capability[0] in _GROUPED
         return self._fused, grouped, self.softmax_saves_input
 
     @property
@@ -125,7 +125,7 @@ class CudaPolicy(Policy):
         return True
 
     @property
-    def softmax_widens(self) -> bool:
+    def softmax_upcasts_fp16(self) -> bool:
         """Yes, for fp16 input."""
         return True
 
@@ -135,7 +135,7 @@ class CudaPolicy(Policy):
         return True
 
     @property
-    def groups_products(self) -> bool:
+    def uses_grouped_mm(self) -> bool:
         """From Ampere on: `_can_use_grouped_mm`, transformers' `integrations/moe.py`."""
         return self.capability >= (8, 0)
 
@@ -179,7 +179,7 @@ class CpuPolicy(Policy):
         return False
 
     @property
-    def softmax_widens(self) -> bool:
+    def softmax_upcasts_fp16(self) -> bool:
         """No."""
         return False
 
@@ -189,7 +189,7 @@ class CpuPolicy(Policy):
         return False
 
     @property
-    def groups_products(self) -> bool:
+    def uses_grouped_mm(self) -> bool:
         """Yes, in torch 2.11 and later."""
         return True
 
@@ -199,7 +199,7 @@ class CpuPolicy(Policy):
 
     def scratch(self, operator: str, arguments: Sequence[Any], out: Any) -> Scratch:
         """What torch composes of other operators; buffers of the kernels themselves are not modelled."""
-        return everywhere(operator, arguments, out)
+        return composed_scratch(operator, arguments, out)
 
     def workspaces(self, operator: str) -> tuple[tuple[str, int], ...]:
         """None."""

@@ -33,7 +33,7 @@ from snugfit.rehearsal.device import convolution, indexing, reductions, sorting
 from snugfit.rehearsal.device.buffers import OUTPUTS, Scratch, held
 
 
-def everywhere(operator: str, arguments: Sequence[Any], out: Any) -> Scratch:
+def composed_scratch(operator: str, arguments: Sequence[Any], out: Any) -> Scratch:
     """The scratch of an operator that torch composes of others on every device."""
     rule = _COMPOSED.get(operator)
     return rule(arguments, out) if rule else ()
@@ -42,7 +42,7 @@ def everywhere(operator: str, arguments: Sequence[Any], out: Any) -> Scratch:
 def cuda_scratch(operator: str, arguments: Sequence[Any], out: Any, sizes: tuple[int, int]) -> Scratch:
     """The scratch of one kernel; `sizes` are the GPU's multiprocessors and threads per multiprocessor."""
     rule = _CUDA.get(operator)
-    return rule(arguments, out, sizes) if rule else everywhere(operator, arguments, out)
+    return rule(arguments, out, sizes) if rule else composed_scratch(operator, arguments, out)
 
 
 def _safe_softmax(arguments: Sequence[Any], out: Any) -> Scratch:

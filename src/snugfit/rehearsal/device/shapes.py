@@ -60,14 +60,14 @@ def fused_rms_norm_backward(
     shape: Sequence[int],
     rstd: torch.Tensor,
     weight: torch.Tensor | None,
-    wanted: Sequence[bool],
+    needs_grad: Sequence[bool],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Gradients of input and weight, those that are wanted."""
-    of_x = torch.empty_like(x, memory_format=torch.contiguous_format) if wanted[0] else None
-    return of_x, torch.empty_like(weight) if wanted[1] and weight is not None else None
+    """Gradients of input and weight, those that are asked for."""
+    of_x = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_grad[0] else None
+    return of_x, torch.empty_like(weight) if needs_grad[1] and weight is not None else None
 
 
-OWN: dict[Any, Callable[..., Any]] = {
+SHAPE_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.aten._grouped_mm.default: grouped_mm,
     torch.ops.aten._fused_rms_norm.default: fused_rms_norm,
     torch.ops.aten._fused_rms_norm_backward.default: fused_rms_norm_backward,

@@ -9,7 +9,7 @@ input read once and each output written once, an operand that is written into to
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.flop_counter import flop_registry
@@ -26,11 +26,6 @@ GROUPS = (CONTRACTIONS, NORMALISATIONS, ELEMENTWISE)
 _CONTRACTING = ("mm", "bmm", "addmm", "baddbmm", "addmv", "mv", "dot", "convolution", "attention", "einsum")
 _NORMALISING = ("norm", "softmax", "sum", "mean", "var", "std", "amax", "argmax", "cumsum", "nll_loss")
 
-Description = tuple[int, int, tuple[tuple[int, ...], ...], str, int, str, tuple[int, ...]]
-"""FLOPs, bytes read and written, shapes of the first tensor inputs, dtype, number of tensor inputs, layout,
-leading dimensions."""
-
-
 LARGEST_CACHED = 50 * MIB
 """Of an operand that is read across its rows: beyond it each element costs a sector of memory of its own. An
 H200's second-level cache; on one, T5's position bias was added at full pace with 16 MiB, and at a fifth of it
@@ -38,6 +33,41 @@ with 64 MiB (2026-11-22)."""
 
 MATRICES = 3
 """Of a product. A grouped one that runs group by group takes a view of each, each time."""
+
+
+KEEPS_CONTEXT = MATRIX_PRODUCTS | {
+    "aten::normal_",
+    "aten::uniform_",
+    "aten::randn",
+    "aten::rand",
+    "aten::arange",
+    "aten::_scaled_dot_product_cudnn_attention",
+}
+"""Kernels at which the driver keeps what it holds since it made the context."""
+
+
+class KernelCost(NamedTuple):
+    """What a kernel asks of the device; the fields are those of `Kernel`."""
+
+    flops: int
+    nbytes: int
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: str
+    tensors: int
+    layout: str
+    leading: tuple[int, ...]
+
+
+def releases_context(operator: str) -> bool:
+    """Whether the driver lets go of what it held since it made the context, before the first such kernel.
+
+    Until then 414 MiB of the address space lie behind the process's first segment; afterwards they are a hole
+    that segments go to, and so the order of addresses depends on what was allocated before
+    (`prediction/addresses.py`). In a fresh process for each operator, with no caching
+    (`results/h200-2026-11-22/holes.json`), an H200's driver let go at `fill_`, `ones`, `zeros`, `cos`, a cast
+    and efficient attention, and neither at `KEEPS_CONTEXT` nor at copies from the host. What was not tried
+    is taken for one of the former: most kernels go element by element, as they do."""
+    return operator not in KEEPS_CONTEXT
 
 
 def group_of(operator: str) -> str:
@@ -51,8 +81,8 @@ def group_of(operator: str) -> str:
     return ELEMENTWISE
 
 
-def describe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Description | None:
-    """What the kernel of this operator does; None for views and for operators that run no kernel."""
+def cost_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> KernelCost | None:
+    """What the kernel of this operator costs; None for views and for operators that run no kernel."""
     if func.is_view or func._schema.name in _NO_KERNEL:
         return None
     inputs = [*_tensors(args), *_tensors(kwargs.values())]
@@ -60,7 +90,9 @@ def describe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any)
     if not any(tensor.device.type == "meta" for tensor in (*inputs, *outputs)):
         return None
     returned = {id(tensor) for tensor in outputs}
-    outputs += [tensor for tensor in _tensors(_written(func, args, kwargs)) if id(tensor) not in returned]
+    outputs += [
+        tensor for tensor in _tensors(_tensors_written(func, args, kwargs)) if id(tensor) not in returned
+    ]
     moved = sum(map(_nbytes, (*inputs, *outputs)))
     gathered = inputs[_GATHERING.get(func._schema.name, len(inputs)) :][:1]
     for table in gathered:  # reads what it was asked for, not the whole table
@@ -71,7 +103,7 @@ def describe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any)
     flops = sum(tensor.numel() for tensor in outputs) if flops is None else flops
     shapes = tuple(tuple(tensor.shape) for tensor in inputs[:3])
     dtype, layout = _arithmetic(func, (inputs or outputs)[0]), _layout(func, args, kwargs, inputs, outputs)
-    return flops, moved, shapes, dtype, len(inputs), layout, _leading(func, inputs, outputs)
+    return KernelCost(flops, moved, shapes, dtype, len(inputs), layout, _leading(func, inputs, outputs))
 
 
 def _layout(
@@ -81,7 +113,7 @@ def _layout(
     if "attention" in func._schema.name:
         return WITH_DROPOUT if _argument(func, args, kwargs, "dropout_p") else ""
     if torch.Tag.pointwise in func.tags or func._schema.name in _COPYING:
-        return _pointwise_layout([each for each in (*inputs, *outputs) if each.device.type == "meta"])
+        return _pointwise_layout([one for one in (*inputs, *outputs) if one.device.type == "meta"])
     return ""
 
 
@@ -91,7 +123,7 @@ def _leading(func: Any, inputs: list[Any], outputs: list[Any]) -> tuple[int, ...
     if name not in MATRIX_PRODUCTS:
         return ()
     matrices = [*(inputs[1:3] if name in WITH_BIAS else inputs[:2]), *outputs[:1]]
-    return tuple(max(each.stride()[-2:]) for each in matrices if each.dim() > 1)
+    return tuple(max(matrix.stride()[-2:]) for matrix in matrices if matrix.dim() > 1)
 
 
 def _pointwise_layout(operands: list[Any]) -> str:
@@ -99,11 +131,11 @@ def _pointwise_layout(operands: list[Any]) -> str:
     each element's place up, a third where it casts on the way."""
     last = operands[-1]
     alike = all(
-        each.shape == last.shape and each.stride() == last.stride() for each in operands
+        one.shape == last.shape and one.stride() == last.stride() for one in operands
     ) and torch.ops.aten.is_non_overlapping_and_dense.default(last)
     if not alike:
         return TRANSPOSED if any(map(_across, operands)) else STRIDED
-    floats = [each.dtype for each in operands if each.is_floating_point()]
+    floats = [one.dtype for one in operands if one.is_floating_point()]
     narrows = len(operands) == 2 and floats[:1] == [torch.float32]  # torch has kernels of its own for it
     return CASTS if len(set(floats)) > 1 and not narrows else ""
 
@@ -116,16 +148,15 @@ def _across(operand: torch.Tensor) -> bool:
 
 def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
     """The value of a named argument, given or by default."""
-    for place, argument in enumerate(func._schema.arguments):
+    for at, argument in enumerate(func._schema.arguments):
         if argument.name == name:
-            return args[place] if place < len(args) else kwargs.get(name, argument.default_value)
+            return args[at] if at < len(args) else kwargs.get(name, argument.default_value)
     return None
 
 
-def apart(args: tuple[Any, ...], kwargs: dict[str, Any], kernel: Description) -> list[Description]:
+def apart(args: tuple[Any, ...], kwargs: dict[str, Any], cost: KernelCost) -> list[KernelCost]:
     """A grouped product as so many products of equal groups: (M, K) by (G, K, N) by rows, (N, M) by (M, K) by
     what they have in common."""
-    flops, moved, _, dtype, tensors, _, _ = kernel
     ends = args[2] if len(args) > 2 else kwargs.get("offs")
     groups = args[0].size(0) if ends is None else ends.size(0)
     (rows, inner), columns = args[0].shape[-2:], args[1].shape[-1]
@@ -134,7 +165,11 @@ def apart(args: tuple[Any, ...], kwargs: dict[str, Any], kernel: Description) ->
     else:
         rows = -(-rows // groups)
     shapes, leading = ((rows, inner), (inner, columns)), (inner, columns, columns)
-    return [(flops // groups, moved // groups, shapes, dtype, min(tensors, 2), "", leading)] * groups
+    tensors = min(cost.tensors, 2)
+    product = KernelCost(
+        cost.flops // groups, cost.nbytes // groups, shapes, cost.dtype, tensors, "", leading
+    )
+    return [product] * groups
 
 
 def copies_in(func: Any, args: tuple[Any, ...]) -> bool:
@@ -146,22 +181,23 @@ def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+def _tensors_written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The arguments that the operator writes into, returned or not."""
-    places, names = _places_written(func)
-    return [args[place] for place in places if place < len(args)] + [
-        kwargs[name] for name in names if name in kwargs
+    return [
+        args[at] if at < len(args) else kwargs[name]
+        for at, name in _arguments_written(func)
+        if at < len(args) or name in kwargs
     ]
 
 
 @functools.cache
-def _places_written(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    written = [
-        (place, argument.name)
-        for place, argument in enumerate(func._schema.arguments)
+def _arguments_written(func: Any) -> tuple[tuple[int, str], ...]:
+    """Positions and names of the arguments that the operator writes into."""
+    return tuple(
+        (at, argument.name)
+        for at, argument in enumerate(func._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    return tuple(place for place, _ in written), tuple(name for _, name in written)
+    )
 
 
 def _arithmetic(func: Any, operand: torch.Tensor) -> str:
@@ -184,7 +220,7 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -
     if "attention" in func._schema.name and args[first].size(1) != args[first + 1].size(1):
         heads = args[first].size(1)
         ungrouped = [
-            each.new_empty((each.size(0), heads, *each.shape[2:])) for each in args[first + 1 : first + 3]
+            one.new_empty((one.size(0), heads, *one.shape[2:])) for one in args[first + 1 : first + 3]
         ]
         args = (*args[: first + 1], *ungrouped, *args[first + 3 :])
     spared = 2 if _argument(func, args, kwargs, "is_causal") else 1

@@ -1,40 +1,54 @@
-"""Which module runs: the one whose forward is under way, and in backward the one whose forward made the
-autograd node that runs.
+"""Where the host is in the model's code: which module runs, and how many checkpointed parts began.
 
-Autograd numbers its nodes in the order in which they are made. So it is enough to note, at each border of a
-module, which number comes next, and to look a running node's number up among the borders.
+The module is the one whose forward is under way, and in backward the one whose forward made the autograd node
+that runs. Autograd numbers its nodes in the order in which they are made. So it is enough to note, at each
+border of a module, which number comes next, and to look a running node's number up among the borders.
+
+On the host a checkpointed part costs, beside the kernels that run again, its own beginning, and its beginning
+anew in the backward pass: each time the states of random numbers are kept or put back, the host's and the
+device's. (What its hooks do with each saved tensor was counted once too, and explained nothing that was
+measured.) torch reports no checkpoints, but each makes a pair of hooks on saved tensors when it begins, and
+another when it begins again. So for the time of a rehearsal those pairs are counted.
 """
 
 from __future__ import annotations
 
 import bisect
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+Hook = Callable[[Any], Any]
 
-class Whereabouts:
+
+class ModuleTracker:
     """Follows a model's modules by global hooks."""
 
     def __init__(self) -> None:
+        self.checkpoints = 0
+        """Checkpointed parts that began; whoever reads it sets it back."""
         self._paths: list[str] = []
         self._names: dict[int, str] = {}
         self._sequence: list[int] = []
         self._sequence_path: list[str] = []
-        self._known = 0  # open modules in which a kernel has run
+        self._with_kernels = 0  # open modules in which a kernel has run
 
-    def name(self, model: torch.nn.Module) -> None:
+    def name_modules(self, model: torch.nn.Module) -> None:
         """Modules of this model are called as it calls them, others by their class."""
         self._names = {id(module): name for name, module in model.named_modules()}
 
-    def follow(self) -> list[Any]:
-        """Follows from now on; gives the hooks, which somebody must remove."""
+    @contextlib.contextmanager
+    def follow(self) -> Iterator[None]:
+        """Within it, modules and checkpoints are followed."""
         from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-        return [
-            register_module_forward_pre_hook(self._enters),
-            register_module_forward_hook(self._leaves, always_call=True),
-        ]
+        with contextlib.ExitStack() as undo:
+            undo.callback(register_module_forward_pre_hook(self._enter).remove)
+            undo.callback(register_module_forward_hook(self._leave, always_call=True).remove)
+            undo.enter_context(self._count_checkpoints())
+            yield
 
     def path(self, phase: str) -> str:
         """The module that runs; nothing outside of all."""
@@ -43,29 +57,46 @@ class Whereabouts:
         if phase == "backward":
             node = torch._C._current_autograd_node()
             if node is not None:
-                place = bisect.bisect_right(self._sequence, node._sequence_nr()) - 1
-                if place >= 0:
-                    return self._sequence_path[place]
+                at = bisect.bisect_right(self._sequence, node._sequence_nr()) - 1
+                if at >= 0:
+                    return self._sequence_path[at]
         return ""
 
-    def entered(self) -> int:
-        """In how many modules the kernel that runs now is the first."""
-        found = len(self._paths) - self._known
-        self._known = len(self._paths)
-        return found
+    def first_kernel_of(self) -> int:
+        """Of how many modules the kernel that runs now is the first."""
+        modules = len(self._paths) - self._with_kernels
+        self._with_kernels = len(self._paths)
+        return modules
 
-    def _enters(self, module: torch.nn.Module, arguments: Any) -> None:
+    def _enter(self, module: torch.nn.Module, arguments: Any) -> None:
         name = self._names.get(id(module), type(module).__name__)
         self._paths.append(name)
         self._note(name)
 
-    def _leaves(self, module: torch.nn.Module, arguments: Any, out: Any) -> None:
+    def _leave(self, module: torch.nn.Module, arguments: Any, out: Any) -> None:
         if self._paths:
             self._paths.pop()
-            self._known = min(self._known, len(self._paths))
+            self._with_kernels = min(self._with_kernels, len(self._paths))
         self._note(self._paths[-1] if self._paths else "")
 
     def _note(self, path: str) -> None:
         """Autograd nodes made from now on belong to `path`."""
         self._sequence.append(torch._C._autograd._get_sequence_nr())
         self._sequence_path.append(path)
+
+    @contextlib.contextmanager
+    def _count_checkpoints(self) -> Iterator[None]:
+        from torch.autograd.graph import saved_tensors_hooks
+
+        hooks: Any = saved_tensors_hooks
+        before = hooks.__init__
+
+        def count(pair: Any, pack_hook: Hook, unpack_hook: Hook) -> None:
+            self.checkpoints += 1
+            before(pair, pack_hook, unpack_hook)
+
+        hooks.__init__ = count
+        try:
+            yield
+        finally:
+            hooks.__init__ = before

@@ -1,108 +1,192 @@
-"""Shapes remembered: an operator that has run on such shapes once need not work them out again.
+"""The cache of calls by shapes: an operator that has run on such shapes once need not be worked out again.
 
 On `meta` an operator's kernel only works out the shapes, strides and dtypes of its results, and for many
-operators it does so in Python, slower than a GPU would compute the values. Layers repeat, micro-batches
-repeat and steps repeat, so nearly every call has been made before with operands of the same shapes. What it
-gave is remembered by operator, operands' metadata and settings, and made anew as an empty tensor. Nothing of
-a policy goes into it (policies act above the shape functions), so one memory serves every rehearsal of the
-process: a planner's thousand rehearsals work each shape out once.
+operators it does so in Python, slower than a GPU would compute the values. What the kernel costs
+(`kernels.py`) and what scratch it takes (`device/scratch.py`) follow from the operands' metadata too, and
+take as long to work out. Layers repeat, micro-batches repeat and steps repeat, so nearly every call has been
+made before with operands of the same shapes. So there is one record of each call, found by operator,
+operands' metadata and settings, which keeps
 
-Remembered are pure operators (whose results share no storage with an operand) and operators that only write
-into their first operand and leave its shape. A view is never remembered: its storage is its operand's. Some
-views deny it in their schema (`aten::_unsafe_view`), so the storages themselves are asked, not the schema.
+- its result, to be made anew as an empty tensor;
+- its cost, for products by the precision that is in force;
+- its scratch, by policy.
+
+The rest belongs to no policy (policies act above the shape functions), so one cache serves every rehearsal of
+the process: a planner's thousand rehearsals work each call out once.
+
+Results are kept of pure operators (whose results share no storage with an operand) and of operators that only
+write into their first operand and leave its shape. Of a view never: its storage is its operand's. Some views
+deny it in their schema (`aten::_unsafe_view`), so the storages themselves are asked, not the schema.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from snugfit.rehearsal.device.shapes import OWN
+from snugfit.rehearsal.device.shapes import SHAPE_FUNCTIONS
+from snugfit.rehearsal.record.kernels import PRODUCTS, KernelCost, cost_of
 
-_Result = tuple[torch.Size, tuple[int, ...], torch.dtype]
+if TYPE_CHECKING:
+    from snugfit.rehearsal.device.buffers import Scratch
+    from snugfit.rehearsal.device.policy import Policy
+
+LARGEST_CACHE = 200_000
+"""Calls that are kept, at about a kilobyte each; a rehearsal makes some hundreds of different ones."""
 
 
-MOST = 200_000
-"""Calls remembered at most, at about a kilobyte each; a rehearsal makes some hundreds of different ones."""
+class Call:
+    """An operator on operands of certain shapes, and what was worked out of it."""
+
+    __slots__ = ("costs", "result", "scratch")
+
+    def __init__(self) -> None:
+        self.result: Any = None
+        """What makes the result again, or True where it is the first operand; None where nothing is known."""
+        self.costs: dict[Any, KernelCost | None] = {}
+        """By the precision of products of fp32; None for other calls."""
+        self.scratch: dict[int, Scratch] = {}
+        """By a policy's number."""
 
 
 class Operator:
-    """An operator, what is often asked about it, and what is remembered of it."""
+    """An operator, what is often asked about it, and its calls."""
 
-    __slots__ = ("func", "is_view", "manner", "name", "own", "results")
+    __slots__ = ("aliasing", "calls", "func", "is_product", "is_view", "name", "shape_function")
 
     def __init__(self, func: Any) -> None:
         self.func = func
         self.name: str = func._schema.name
         self.is_view: bool = func.is_view
-        self.manner = _manner(func)
-        self.own = OWN.get(func)
-        self.results: dict[Any, Any] = {}
+        self.is_product = self.name in PRODUCTS
+        self.aliasing = _aliasing(func)
+        self.shape_function = SHAPE_FUNCTIONS.get(func)
+        self.calls: dict[Any, Call] = {}
 
 
-class ShapeMemo:
-    """Runs operators on meta tensors, from memory where it can."""
+class ShapeCache:
+    """Runs operators on meta tensors and says what they cost, from memory where it can."""
 
     def __init__(self) -> None:
         self._operators: dict[int, Operator] = {}  # by id, which hashes faster than an operator does
-        self._count = 0
+        self._size = 0
 
     def operator(self, func: Any) -> Operator:
         """What is known of this operator."""
-        known = self._operators.get(id(func))
-        if known is None:
-            known = self._operators[id(func)] = Operator(func)
-        return known
+        operator = self._operators.get(id(func))
+        if operator is None:
+            operator = self._operators[id(func)] = Operator(func)
+        return operator
 
-    def run(self, known: Operator, key: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the operator gives on these meta operands, whose key this is."""
-        if known.own is not None:
-            return known.own(*args, **kwargs)
-        manner = known.manner
-        if manner == "other" or key is None:
-            return known.func(*args, **kwargs)
-        found = known.results.get(key)
-        if found is not None:
-            return _made(found) if manner == "pure" else args[0] if manner == "in place" else None
-        if manner != "pure":
-            return self._run_in_place(known, key, args, kwargs)
-        out = known.func(*args, **kwargs)
-        described = _described(out)
-        if described is not None and not _shares(out, (args, tuple(kwargs.values()))):
-            self._keep(known, key, described)
+    def call(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+        """The record of this call. None where its results' shapes may depend on more than the metadata of
+        tensors on `meta` and what else is given."""
+        try:
+            # Without a dtype, some results take the default one, which models are built under.
+            key = _key(args), _key(kwargs.items()) if kwargs else (), torch.get_default_dtype()
+        except _NotAKey:
+            return None
+        call = operator.calls.get(key)
+        if call is None:
+            if self._size >= LARGEST_CACHE:
+                self._size = 0
+                for known in self._operators.values():
+                    known.calls.clear()
+            call = operator.calls[key] = Call()
+            self._size += 1
+        return call
+
+    def run(
+        self, operator: Operator, call: Call | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """What the operator gives on these meta operands."""
+        if operator.shape_function is not None:
+            return operator.shape_function(*args, **kwargs)
+        aliasing = operator.aliasing
+        if aliasing == "other" or call is None:
+            return operator.func(*args, **kwargs)
+        if call.result is not None:
+            return _make(call.result) if aliasing == "pure" else args[0] if aliasing == "in place" else None
+        if aliasing != "pure":
+            return _run_in_place(operator, call, args, kwargs)
+        out = operator.func(*args, **kwargs)
+        if not _shares(out, (args, tuple(kwargs.values()))):
+            call.result = _template(out)
         return out
 
-    def _run_in_place(self, known: Operator, key: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        before = _key(args[:1])
-        out = known.func(*args, **kwargs)
-        if (out is None or out is args[0]) and _key(args[:1]) == before:
-            self._keep(known, key, True)
-        return out
+    def cost(
+        self,
+        operator: Operator,
+        call: Call | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Any,
+    ) -> KernelCost | None:
+        """What this call's kernel costs; None where there is none."""
+        if call is None:
+            return cost_of(operator.func, args, kwargs, out)
+        depends = operator.is_product and args[0].dtype is torch.float32
+        precision = _precision() if depends else None
+        if precision not in call.costs:
+            call.costs[precision] = cost_of(operator.func, args, kwargs, out)
+        return call.costs[precision]
 
-    def _keep(self, known: Operator, key: int, result: Any) -> None:
-        if self._count >= MOST:
-            self._count = 0
-            for operator in self._operators.values():
-                operator.results.clear()
-        known.results[key] = result
-        self._count += 1
 
-
-REMEMBERED = ShapeMemo()
+SHAPE_CACHE = ShapeCache()
 """What every rehearsal of this process remembers."""
+
+
+class ScratchCache:
+    """What kernels take for themselves under one policy."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy, self._number = policy, _number_of(policy)
+
+    def of(self, operator: Operator, call: Call | None, args: tuple[Any, ...], out: Any) -> Scratch:
+        """The scratch of this call."""
+        if call is None:
+            return self.policy.scratch(operator.name, args, out)
+        scratch = call.scratch.get(self._number)
+        if scratch is None:
+            scratch = call.scratch[self._number] = self.policy.scratch(operator.name, args, out)
+        return scratch
+
+
+_NUMBERS = itertools.count()
+
+
+@functools.cache
+def _number_of(policy: Policy) -> int:
+    """A number of this policy's own, which hashes faster than the policy does."""
+    return next(_NUMBERS)
+
+
+def _precision() -> Any:
+    """What products of fp32 operands are computed in."""
+    backends: Any = torch.backends
+    return backends.cuda.matmul.fp32_precision, backends.cudnn.conv.fp32_precision
+
+
+def _run_in_place(operator: Operator, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    before = _key(args[:1])
+    out = operator.func(*args, **kwargs)
+    if (out is None or out is args[0]) and _key(args[:1]) == before:
+        call.result = True
+    return out
 
 
 _META = torch.device("meta")
 
 
 class _NotAKey(Exception):
-    """An operand that no result may be remembered by."""
+    """An operand by which no call may be found again."""
 
 
-def _manner(func: Any) -> str:
+def _aliasing(func: Any) -> str:
     """`pure`, `in place` (returns its first operand), `of a list` (writes into each tensor of it and returns
     nothing, as foreach optimizers do) or `other`, from the operator's schema."""
     schema = func._schema
@@ -126,49 +210,28 @@ _PLAIN = frozenset(
 """Types of most arguments that are no tensors."""
 
 
-_NUMBERS = itertools.count()
-_NUMBERED: dict[Any, int] = {}
-"""The number of each key that was met: what is remembered of a call is found by it in no time."""
-
-
-def key_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    """A number that stands for all of a call's operands that its results' shapes can depend on: metadata of
-    tensors on `meta`, and whatever else is given. None where there are others."""
-    try:
-        # Without a dtype, some results take the default one, which models are built under.
-        key = _key(args), _key(kwargs.items()) if kwargs else (), torch.get_default_dtype()
-    except _NotAKey:
-        return None
-    number = _NUMBERED.get(key)
-    if number is None:
-        if len(_NUMBERED) >= MOST:
-            _NUMBERED.clear()  # a number is never given twice
-        number = _NUMBERED[key] = next(_NUMBERS)
-    return number
-
-
 def _key(values: Iterable[Any]) -> tuple[Any, ...]:
-    found: list[Any] = []
+    key: list[Any] = []
     for value in values:
         kind = type(value)
         if kind in _PLAIN:
-            found.append((kind, value))
+            key.append((kind, value))
         elif isinstance(value, torch.Tensor):
             if not value.is_meta:
                 raise _NotAKey
-            found.append((value.shape, value.stride(), value.dtype, value.storage_offset()))
+            key.append((value.shape, value.stride(), value.dtype, value.storage_offset()))
         elif isinstance(value, (tuple, list)):
-            found.append(_key(value))
+            key.append(_key(value))
         elif isinstance(value, torch.Generator):
             raise _NotAKey
         else:
-            found.append((kind, value))
-    return tuple(found)
+            key.append((kind, value))
+    return tuple(key)
 
 
-def _described(out: Any) -> Any:
+def _template(out: Any) -> Any:
     """What makes the same again; None where nothing does. A result that is not there (the gradient of what is
-    frozen) is described by nothing."""
+    frozen) has an empty one."""
     if out is None:
         return ()
     if isinstance(out, torch.Tensor):
@@ -179,7 +242,7 @@ def _described(out: Any) -> Any:
         same = whole.untyped_storage().nbytes() == out.untyped_storage().nbytes()
         return result if same else None
     if isinstance(out, (tuple, list)):
-        items = [_described(item) for item in out]
+        items = [_template(item) for item in out]
         return None if any(item is None for item in items) else (type(out), items)
     return None
 
@@ -198,11 +261,11 @@ def _storages(value: Any) -> Iterator[int]:
             yield from _storages(item)
 
 
-def _made(described: Any) -> Any:
-    if not described:
+def _make(template: Any) -> Any:
+    if not template:
         return None
-    if isinstance(described[0], torch.Size):
-        shape, stride, dtype = described
+    if isinstance(template[0], torch.Size):
+        shape, stride, dtype = template
         return torch.empty_strided(shape, stride, dtype=dtype, device=_META)
-    kind, items = described
-    return kind(_made(item) for item in items)
+    kind, items = template
+    return kind(_make(item) for item in items)

@@ -1,118 +1,123 @@
-"""What repeats is rehearsed once and written again: steps after the second, micro-batches after the second.
+"""What repeats is recorded once and written again: steps after the second, micro-batches after the second.
 
-A step that begins and ends with the same living blocks leaves the device as it found it, and the loop's next
-step asks the same of it. So two steps are rehearsed: states are born at the end of the first, and when the
+A step that begins and ends with the same live blocks leaves the device as it found it, and the loop's next
+step asks the same of it. So two steps are recorded: states are made at the end of the first, and when the
 second ends with what it began with, a third is the second again. Likewise with micro-batches: the first
-gives birth to the gradients, the last one's batch dies with it, and of those between them each is like the
-next, so three are rehearsed for any larger number.
+makes the gradients, the last one's batch goes with it, and of those between them each is like the next, so
+three are recorded for any larger number.
 
-That the living are the same is checked on every score (by size, operator, module and phase). Where they are
-not, or where it cannot be known that the code keeps no count of its own, nothing is repeated and the run is
-rehearsed whole.
+That the live blocks are the same is checked on every relative trace (by size, operator, module and phase).
+Where they are not, or where it cannot be known that the code keeps no count of its own, nothing is repeated
+and the run is simulated in full.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from snugfit.rehearsal.trace.score import Birth, Death, End, Entry, Move, Score
+from snugfit.rehearsal.trace.relative import LiveSet, Move, PhaseStart, RelativeTrace
+from snugfit.rehearsal.trace.trace import MarkKind
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
     from snugfit.techniques.setup import Setup
 
-STEPS = 2
-"""Steps that are rehearsed when more are asked for."""
+RECORDED_STEPS = 2
+"""Steps that are recorded when more are asked for."""
 
-MICRO_BATCHES = 3
-"""Micro-batches that are rehearsed when more are asked for."""
-
-
-def fewer(job: Job, setup: Setup, steps: int) -> tuple[Job, Setup, int]:
-    """What to rehearse instead of a job of many micro-batches, of the same size each. With few of them a
-    third step costs no more than writing it again, and nothing is left out."""
-    pieces = setup.micro_batches
-    if pieces <= MICRO_BATCHES or job.model.module is not None:
-        return job, setup, steps
-    small = replace(job, batch_size=job.batch_size // pieces * MICRO_BATCHES)
-    return small, replace(setup, micro_batches=MICRO_BATCHES), min(steps, STEPS)
+RECORDED_MICRO_BATCHES = 3
+"""Micro-batches that are recorded when more are asked for."""
 
 
-def repeated(score: Score, *, steps: int, micro_batches: int) -> Score | None:
-    """The score of `steps` steps of `micro_batches` pieces, from one of `STEPS` steps and at most
-    `MICRO_BATCHES` pieces; None when that is no steady state."""
-    build, rounds, rest = cut(score.moves)
-    if len(rounds) != min(steps, STEPS):
+class ShortRun(NamedTuple):
+    """What is recorded in the place of a longer run."""
+
+    job: Job
+    setup: Setup
+    steps: int
+
+
+def short_run(job: Job, setup: Setup, steps: int) -> ShortRun | None:
+    """The run that stands for one of many micro-batches, with micro-batches of the same size; None where
+    there are few of them, so that a third step costs no more than writing it again."""
+    if setup.micro_batches <= RECORDED_MICRO_BATCHES or job.model.module is not None:
         return None
-    living = Counter[Birth]()
-    count(living, build)
-    after = []
-    wide: list[list[Move]] = []
-    for moves in rounds:
-        widened = _widened(moves, living.copy(), micro_batches)
-        if widened is None:
+    small = replace(job, batch_size=job.batch_size // setup.micro_batches * RECORDED_MICRO_BATCHES)
+    return ShortRun(small, replace(setup, micro_batches=RECORDED_MICRO_BATCHES), min(steps, RECORDED_STEPS))
+
+
+def repeat(relative: RelativeTrace, *, steps: int, micro_batches: int) -> RelativeTrace | None:
+    """The relative trace of `steps` steps of `micro_batches` micro-batches, from one of `RECORDED_STEPS`
+    steps and at most `RECORDED_MICRO_BATCHES`; None when that is no steady state."""
+    build, recorded, rest = split_steps(relative.moves)
+    if len(recorded) != min(steps, RECORDED_STEPS):
+        return None
+    live = LiveSet()
+    live.follow(build)
+    widened: list[Sequence[Move]] = []
+    live_after = []
+    for moves in recorded:
+        wide = _widen(moves, live, micro_batches)
+        if wide is None:
             return None
-        wide.append(widened)
-        count(living, moves)
-        after.append(living.copy())
-    if steps > STEPS and _standing(after[-1]) != _standing(after[-2]):
+        widened.append(wide)
+        live_after.append(live.census())
+    if steps > RECORDED_STEPS and live_after[-1] != live_after[-2]:
         return None
-    found = [*build]
+    whole = [*build]
     for index in range(steps):
-        found += [
-            move._replace(step=index) if type(move) is Entry else move for move in wide[min(index, STEPS - 1)]
+        whole += [
+            move._replace(step=index) if type(move) is PhaseStart else move
+            for move in widened[min(index, RECORDED_STEPS - 1)]
         ]
-    return replace(score, moves=(*found, *rest))
+    return replace(relative, moves=(*whole, *rest))
 
 
-def count(living: Counter[Birth], moves: Sequence[Move]) -> None:
-    """Counts the living through these moves, in place."""
-    for move in moves:
-        if type(move) is Birth:
-            living[move.alike] += bool(move.nbytes)
-        elif type(move) is Death:
-            living[move.alike] -= 1
+class SplitSteps(NamedTuple):
+    """The moves of a run, cut where its steps begin."""
+
+    build: Sequence[Move]
+    """Before the first step."""
+    steps: list[Sequence[Move]]
+    """Each from its first mark to its end."""
+    rest: Sequence[Move]
+    """After the last step."""
 
 
-def _standing(living: Counter[Birth]) -> dict[Birth, int]:
-    """Those of which there are any: counters compare slowly."""
-    return {alike: number for alike, number in living.items() if number}
+def split_steps(moves: Sequence[Move]) -> SplitSteps:
+    """Cuts a run's moves where its steps begin and end."""
+    first = next((at for at, move in enumerate(moves) if isinstance(move, PhaseStart) and move.step == 0), 0)
+    ends = [first, *(at + 1 for at, move in enumerate(moves) if move is MarkKind.STEP_END)]
+    steps = [moves[start:end] for start, end in pairwise(ends)]
+    return SplitSteps(moves[:first], steps, moves[ends[-1] :])
 
 
-Cut = tuple[Sequence[Move], list[Sequence[Move]], Sequence[Move]]
-
-
-def cut(moves: Sequence[Move]) -> Cut:
-    """The build, each step from its first mark to its end, and what comes after the last."""
-    first = next((place for place, move in enumerate(moves) if isinstance(move, Entry) and move.step == 0), 0)
-    ends = [first, *(place + 1 for place, move in enumerate(moves) if type(move) is End)]
-    rounds = [moves[start:end] for start, end in pairwise(ends)]
-    return moves[:first], rounds, moves[ends[-1] :]
-
-
-def pieces_of(moves: Sequence[Move]) -> list[int]:
+def micro_batch_starts(moves: Sequence[Move]) -> list[int]:
     """Where in a step each micro-batch begins: at the loading that goes before a forward pass."""
-    entries = [(place, move.phase) for place, move in enumerate(moves) if isinstance(move, Entry)]
-    return [before[0] for before, after in pairwise(entries) if (before[1], after[1]) == ("load", "forward")]
+    starts = [(at, move.phase) for at, move in enumerate(moves) if isinstance(move, PhaseStart)]
+    return [
+        at for (at, phase), (_, following) in pairwise(starts) if (phase, following) == ("load", "forward")
+    ]
 
 
-def _widened(moves: Sequence[Move], living: Counter[Birth], micro_batches: int) -> list[Move] | None:
+def _widen(moves: Sequence[Move], live: LiveSet, micro_batches: int) -> Sequence[Move] | None:
     """A step's moves with its second micro-batch repeated, or left out where two are asked for; None when
-    that one is not steady."""
-    starts = pieces_of(moves)
+    that one is not steady. Goes through them as they were recorded, from the blocks that are live."""
+    starts = micro_batch_starts(moves)
     if len(starts) == micro_batches:
-        return list(moves)
-    if len(starts) != MICRO_BATCHES or micro_batches < MICRO_BATCHES - 1:
+        live.follow(moves)
+        return moves
+    if len(starts) != RECORDED_MICRO_BATCHES or micro_batches < RECORDED_MICRO_BATCHES - 1:
         return None
     _, second, third = starts
-    count(living, moves[:second])
-    before = living.copy()
-    count(living, moves[second:third])
-    if _standing(living) != _standing(before):
+    live.follow(moves[:second])
+    before = live.census()
+    live.follow(moves[second:third])
+    if live.census() != before:
         return None
-    middle = list(moves[second:third]) * (micro_batches - MICRO_BATCHES + 1)
+    live.follow(moves[third:])
+    middle = list(moves[second:third]) * (micro_batches - RECORDED_MICRO_BATCHES + 1)
     return [*moves[:second], *middle, *moves[third:]]

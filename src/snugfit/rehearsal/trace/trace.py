@@ -1,15 +1,16 @@
-"""The trace: every allocation, free and kernel of a rehearsed run, in order, each with its origin.
+"""The trace: every allocation, free and kernel of a recorded run, in order, each with its origin.
 
-A trace is plain data. `blocks[i]` says what was born; `events` holds the order: `i + 1` is the birth of block
-`i`, `-(i + 1)` its death. Blocks that outlive the run (weights, states) have no death. Everything snugfit
-says about bytes is a pure function of these two lists.
+A trace is plain data. `blocks` are the allocations, in order; `events` holds allocations and frees: `i + 1`
+allocates block `i`, `-(i + 1)` frees it. Blocks that outlive the run (weights, states) are never freed. What
+happens between two events stands in `marks`. Everything snugfit says about bytes is a pure function of these
+three lists.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import NamedTuple
 
 COPY_IN = "Memcpy HtoD"
@@ -25,14 +26,14 @@ WITH_BIAS = frozenset({"aten::addmm", "aten::baddbmm"})
 MATRIX_PRODUCTS = WITH_BIAS | {"aten::mm", "aten::bmm", "aten::_grouped_mm"}
 
 CASTS, STRIDED, TRANSPOSED, WITH_DROPOUT = "casts", "strided", "transposed", "with dropout"
-"""Layouts of kernels."""
+"""Values of `Kernel.layout`."""
 
 
 class Block(NamedTuple):
-    """One allocation."""
+    """One allocation of a run, of at least one byte."""
 
     nbytes: int
-    """What was asked for."""
+    """Bytes that were asked for, before the allocator rounds them."""
     operator: str
     """Which operator asked, by torch's name (`aten::addmm`), or what for (`cuBLAS workspace`)."""
     module: str
@@ -44,12 +45,31 @@ class Block(NamedTuple):
     """A `Kind`, decided when the run was over."""
 
 
+class MarkKind(StrEnum):
+    """What happens between two events of a run."""
+
+    PHASE = "phase"
+    """A phase of a step begins."""
+    CONTEXT_RELEASED = "context released"
+    """The driver lets go of the address space that it held since it made the context: once in a run."""
+    KERNEL = "kernel"
+    """The next kernel of the steady step runs."""
+    WAIT = "wait"
+    """The host waits for the device."""
+    STEP_END = "step end"
+    """An optimizer step has ended."""
+
+
 class Mark(NamedTuple):
-    """From event `event` on, the run is in this step and phase."""
+    """A moment of a run."""
 
     event: int
+    """Events before it."""
     step: int
+    """Optimizer step; -1 before the first."""
     phase: str
+    """The phase that the run is in, or that begins."""
+    kind: MarkKind = MarkKind.PHASE
 
 
 class Kernel(NamedTuple):
@@ -60,7 +80,7 @@ class Kernel(NamedTuple):
     phase: str
     flops: int
     nbytes: int
-    """Read and written."""
+    """Bytes that it reads and writes."""
     shapes: tuple[tuple[int, ...], ...]
     """Of its first three tensor inputs."""
     dtype: str
@@ -88,21 +108,35 @@ class Kernel(NamedTuple):
         return 2 if "16" in self.dtype else 4
 
 
+class Work(NamedTuple):
+    """What the device does in a part of a step."""
+
+    kernels: tuple[Kernel, ...] = ()
+    waits: tuple[int, ...] = ()
+    """Before which of the kernels the host waits, ascending."""
+
+
 @dataclass(frozen=True)
 class Trace:
-    """What a rehearsal wrote."""
+    """A run of some optimizer steps, as a device would be asked for it."""
 
     blocks: tuple[Block, ...]
+    """In the order of their allocation."""
     events: tuple[int, ...]
+    """Allocations (`i + 1`) and frees (`-(i + 1)`) of block `i`."""
     marks: tuple[Mark, ...]
+    """Beginnings of phases, and where the context is released, in order."""
     kernels: tuple[Kernel, ...]
     """Of the last step only: the steady one."""
     waits: tuple[int, ...]
     """Where the last step's host waits for the device: before which of its kernels."""
     attention: tuple[str, ...]
     """Which attention kernels were chosen."""
-    doubts: tuple[str, ...] = ()
-    """What the rehearsal could not know."""
+
+    @property
+    def phases(self) -> tuple[Mark, ...]:
+        """The marks at which phases begin."""
+        return tuple(mark for mark in self.marks if mark.kind is MarkKind.PHASE)
 
     @property
     def syncs(self) -> int:
@@ -134,10 +168,11 @@ class Trace:
                 del alive[-event - 1]
         return list(alive)
 
-    def digest(self) -> str:
-        """A short fingerprint of sizes and order: equal digests are equal footprints."""
-        sizes = ",".join(
-            f"+{self.blocks[event - 1].nbytes}" if event > 0 else f"-{self.blocks[-event - 1].nbytes}"
-            for event in self.events
-        )
-        return hashlib.sha256(sizes.encode()).hexdigest()[:16]
+
+class Recording(NamedTuple):
+    """A trace, with the moments that the trace itself leaves out."""
+
+    trace: Trace
+    marks: tuple[Mark, ...]
+    """Every mark of the run, in order: the trace's own, each end of a step, and each kernel and wait of the
+    last step."""

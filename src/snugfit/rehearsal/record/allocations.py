@@ -1,0 +1,149 @@
+"""The allocations and frees of a recorded run, and what its bytes are for.
+
+A storage's allocation is the first operator that returns it; its free is the moment Python's and autograd's
+last reference goes (a weak reference's callback). A storage without bytes asks no allocator for anything, and
+is left out.
+
+Weights, gradients, states, caches and workspaces are claimed by name while the run goes on. For the rest the
+end of the run decides: what is allocated in the forward pass and still lives when that pass ends was saved
+for the backward pass, and is an activation; so is what checkpointing computes again. Everything else is
+temporary.
+"""
+
+from __future__ import annotations
+
+import bisect
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from snugfit.rehearsal.device.buffers import ONE_OUTPUT, OUTPUTS, Scratch
+from snugfit.rehearsal.trace.trace import Block
+from snugfit.results.footprint import Kind
+
+if TYPE_CHECKING:
+    from snugfit.rehearsal.device.policy import Policy
+    from snugfit.rehearsal.record.module_tracker import ModuleTracker
+    from snugfit.rehearsal.trace.trace import Mark
+
+NO_BLOCK = -1
+"""Stands for the block of a storage without bytes."""
+
+
+class Allocations:
+    """Writes down which storages of a run are allocated and freed."""
+
+    def __init__(self, policy: Policy, modules: ModuleTracker) -> None:
+        self.policy, self.modules = policy, modules
+        self.phase, self.step = "build", -1
+        """Of what is allocated now."""
+        self.events: list[int] = []
+        """As `Trace.events`."""
+        self._blocks: list[list[Any]] = []  # the fields of `Block`, whose kind is "" until somebody claims it
+        self._live: dict[int, tuple[int, Any]] = {}  # storage's address -> block, weak reference
+        self._workspaces: set[tuple[str, str]] = set()
+        self._recomputed: set[int] = set()
+
+    def add_outputs(self, operator: str, out: Any) -> None:
+        """Allocates the storages of what an operator returned, those that are new."""
+        if isinstance(out, torch.Tensor):
+            self._add_tensor(operator, out)
+        elif isinstance(out, (list, tuple)):
+            for item in self.policy.output_alloc_order(operator, out):
+                if isinstance(item, torch.Tensor):
+                    self._add_tensor(operator, item)
+                elif isinstance(item, (list, tuple)):
+                    self.add_outputs(operator, item)
+
+    def add_kernel(
+        self, operator: str, out: Any, scratch: Scratch, workspaces: Iterable[tuple[str, int]]
+    ) -> None:
+        """Everything a kernel allocates: its outputs, workspaces when it is its thread's first, scratch."""
+        if not scratch or (OUTPUTS not in scratch and ONE_OUTPUT.keys().isdisjoint(scratch)):
+            self.add_outputs(operator, out)
+        thread = "backward" if self.phase == "backward" else "main"
+        for name, nbytes in workspaces:
+            if (name, thread) not in self._workspaces:
+                self._workspaces.add((name, thread))
+                self._add_block(name, nbytes, Kind.WORKSPACES)
+        buffers: dict[str, int] = {}
+        for name, nbytes in scratch:
+            if (name, nbytes) == OUTPUTS:
+                self.add_outputs(operator, out)
+            elif nbytes > 0:
+                buffers[name] = self._add_block(f"{operator}: {name}", nbytes, Kind.WORKSPACES)
+            elif nbytes < 0:
+                self.events.append(-(buffers.pop(name) + 1))
+            elif (name, nbytes) in ONE_OUTPUT:
+                self.add_outputs(operator, out[ONE_OUTPUT[name, nbytes]])
+
+    def _add_tensor(self, operator: str, tensor: torch.Tensor) -> None:
+        if not tensor.is_meta:
+            return
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address not in self._live:
+            nbytes = storage.nbytes()
+            index = self._add_block(operator, nbytes) if nbytes else NO_BLOCK
+            self._live[address] = (index, weakref.ref(storage, self._on_free(address, index)))
+
+    def _add_block(self, operator: str, nbytes: int, kind: str = "") -> int:
+        index = len(self._blocks)
+        self._blocks.append([nbytes, operator, self.modules.path(self.phase), self.phase, self.step, kind])
+        if self.phase == "backward" and torch.is_grad_enabled():
+            self._recomputed.add(index)
+        self.events.append(index + 1)
+        return index
+
+    def _on_free(self, address: int, index: int) -> Callable[[Any], None]:
+        def free(reference: Any) -> None:
+            if self._live.get(address, (None, None))[1] is reference:
+                del self._live[address]
+            if index != NO_BLOCK:
+                self.events.append(-(index + 1))
+
+        return free
+
+    # ---- what for ----------------------------------------------------------------------------------------
+
+    def claim(self, tensor: torch.Tensor, kind: str, module: str = "") -> None:
+        """This tensor's bytes are of this kind, and of this module where one is named; the first claim
+        counts."""
+        if tensor.device.type != "meta":
+            return
+        index, _ = self._live.get(tensor.untyped_storage()._cdata, (NO_BLOCK, None))
+        if index != NO_BLOCK and not self._blocks[index][5]:
+            block = self._blocks[index]
+            block[2], block[5] = module or block[2], kind
+
+    def blocks(self, phases: Sequence[Mark]) -> tuple[Block, ...]:
+        """All blocks, with the kinds that only the end of a run shows; `phases` are where phases begin."""
+        allocated: dict[int, int] = {}
+        freed: dict[int, int] = {}
+        for position, event in enumerate(self.events):
+            (allocated if event > 0 else freed)[abs(event) - 1] = position
+        ends = [after.event for before, after in pairwise(phases) if before.phase == "forward"]
+        return tuple(
+            Block._make((*block[:5], block[5] or self._kind(index, allocated[index], freed.get(index), ends)))
+            for index, block in enumerate(self._blocks)
+        )
+
+    def _kind(self, index: int, allocated: int, freed: int | None, forward_ends: Sequence[int]) -> str:
+        """The kind of a block that nobody claimed, by the events that allocate and free it."""
+        phase = self._blocks[index][3]
+        if phase == "load":
+            return Kind.INPUTS
+        if phase == "build" and freed is None:
+            return Kind.WEIGHTS
+        if phase == "update" and freed is None:
+            return Kind.OPTIMIZER_STATES
+        if index in self._recomputed:
+            return Kind.ACTIVATIONS
+        if phase == "forward":
+            at = bisect.bisect_right(forward_ends, allocated)
+            if at < len(forward_ends) and (freed is None or freed >= forward_ends[at]):
+                return Kind.ACTIVATIONS
+        return Kind.TEMPORARIES

@@ -1,0 +1,117 @@
+"""What a run takes, micro-batch by micro-batch: bytes and kernels of each one's passes, and of each update.
+
+What the run makes for good counts as if it had always been there: so the first micro-batch is like any later
+one.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence, Set
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
+
+from snugfit.rehearsal.trace.relative import without_layer_numbers
+from snugfit.rehearsal.trace.trace import MarkKind, Work
+
+if TYPE_CHECKING:
+    from snugfit.rehearsal.trace.trace import Kernel, Mark, Recording, Trace
+
+
+class MicroBatchProfile(NamedTuple):
+    """The passes of one micro-batch, or an update."""
+
+    number: int
+    """Of the micro-batch in its step, from 1; 0 for an update."""
+    peaks: Mapping[str, int]
+    """Most live bytes at the allocations of each phase and module; layers of one stack count as one."""
+    live_after: int
+    """Live bytes at its end."""
+    work: Work
+
+
+class _Stretch(NamedTuple):
+    """The marks of one micro-batch or update."""
+
+    number: int
+    marks: list[Mark]
+
+
+def profile_micro_batches(recording: Recording) -> Iterator[MicroBatchProfile]:
+    """The micro-batches and updates of a run, in order, as if what it makes for good had been there before:
+    without those allocations, and without the kernels that do nothing else."""
+    trace, marks = recording
+    over = marks[-1].event  # the last step's end
+    lasting = _lasting(trace.events[:over])
+    all_made = max((at for at in range(over) if trace.events[at] in lasting), default=0) + 1
+    live, kernels = _live(trace, lasting), iter(trace.kernels)
+    stretches = _stretches(marks)
+    ends = [*(stretch.marks[0].event for stretch in stretches[1:]), over]
+    for (number, stretch), end in zip(stretches, ends, strict=True):
+        ran: list[Kernel] = []
+        waits: list[int] = []
+        start = before = stretch[0].event
+        for mark in stretch:
+            if mark.kind is MarkKind.KERNEL:
+                kernel = next(kernels)
+                if before >= all_made or not _only_lasts(trace, before, mark.event, lasting, kernel):
+                    ran.append(kernel)
+                before = mark.event
+            elif mark.kind is MarkKind.WAIT:
+                waits.append(len(ran))
+        work = Work(tuple(ran), tuple(waits))
+        yield MicroBatchProfile(number, _peaks(trace, live, lasting, start, end), live[end - 1], work)
+
+
+def _stretches(marks: Sequence[Mark]) -> list[_Stretch]:
+    """The marks of each micro-batch and each update, from the first step on."""
+    stretches: list[_Stretch] = []
+    number, phase = -1, ""
+    for mark in marks:
+        if mark.kind is MarkKind.PHASE and mark.step >= 0:
+            if mark.phase == "update":
+                following = 0
+            elif phase in ("update", "build"):
+                following = 1
+            else:
+                following = number + ((phase, mark.phase) == ("backward", "load"))
+            if following != number:
+                stretches.append(_Stretch(following, []))
+            number = following
+        if mark.kind is MarkKind.PHASE:
+            phase = mark.phase
+        if stretches:
+            stretches[-1].marks.append(mark)
+    return stretches
+
+
+def _lasting(events: Sequence[int]) -> set[int]:
+    """The allocations of what is still there at the end."""
+    return {event for event in events if event > 0} - {-event for event in events if event < 0}
+
+
+def _live(trace: Trace, lasting: Set[int]) -> list[int]:
+    """Live bytes after each event, with all that lasts there from the beginning."""
+    sizes = [block.nbytes for block in trace.blocks]
+    changes = (
+        0 if event in lasting else sizes[event - 1] if event > 0 else -sizes[-event - 1]
+        for event in trace.events
+    )
+    return list(accumulate(changes, initial=sum(sizes[event - 1] for event in lasting)))[1:]
+
+
+def _only_lasts(trace: Trace, start: int, end: int, lasting: Set[int], kernel: Kernel) -> bool:
+    """Whether nothing was allocated since the kernel before but by this one, and all of that lasts."""
+    allocs = {event for event in trace.events[start:end] if event > 0}
+    makers = {trace.blocks[alloc - 1].operator for alloc in allocs}
+    return makers == {kernel.operator} and allocs <= lasting
+
+
+def _peaks(trace: Trace, live: Sequence[int], lasting: Set[int], start: int, end: int) -> dict[str, int]:
+    peaks: dict[str, int] = defaultdict(int)
+    for at in range(start, end):
+        if (event := trace.events[at]) > 0 and event not in lasting:
+            block = trace.blocks[event - 1]
+            where = f"{block.phase} {without_layer_numbers(block.module)}"
+            peaks[where] = max(peaks[where], live[at])
+    return dict(peaks)
