@@ -12,7 +12,7 @@ all nine, and makes the same choice at every block in five.
 2. Where none fits, a new chunk is made right below all others, and its upper rest is a hole.
 3. From the start there is one chunk of 416 MiB, above all that are to come, of which the context holds the
    lower 414, and 64 MiB higher one of 32, of which it holds the lower 8.
-4. The context releases its 414 MiB before the first kernel of most kinds (`rehearsal/device/context.py`). If
+4. The context releases its 414 MiB before the first kernel of most kinds (`rehearsal/record/kernels.py`). If
    a segment lies in the 2 MiB above them, that is a hole. If not, the chunk is gone, and new chunks are made
    in its place, from its upper end downwards, until the libraries that cuBLAS loads lie there.
 5. The code of kernels takes 2 MiB at a time from the holes: once before that first kernel, twice when the

@@ -257,9 +257,7 @@ def replay(
     )
 
 
-def _driver_actions(
-    trace: Trace, addresses: DeviceAddresses
-) -> Mapping[int, Sequence[Callable[[], None]]]:
+def _driver_actions(trace: Trace, addresses: DeviceAddresses) -> Mapping[int, Sequence[Callable[[], None]]]:
     """What the driver does with addresses on its own, by the number of the block before which it does so."""
     pending = {
         MarkKind.CONTEXT_RELEASED: addresses.release_context,
