@@ -1,8 +1,8 @@
-"""Documents between processes and on disk: JSON files that are whole or not there.
+"""Documents between processes and on disk: JSON files that are complete or absent.
 
 Written to a temporary file in the same folder, flushed to the disk, then renamed: a reader sees the old
-document or the new one, never half of one. Read with suspicion: at most a few MiB, a plain file, strict JSON
-(no NaN, no Infinity, no number beyond a double), an object at the top. Nothing is ever unpickled.
+document or the new one, never half of one. Reading trusts nothing: at most a few MiB, a plain file, strict
+JSON (no NaN, no Infinity, no number beyond a double), an object at the top. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LARGEST_DOCUMENT = 8 << 20
 
 
 class BadDocument(Exception):
-    """The file is no document of ours; the message says what is wrong with it."""
+    """The file is not a document of snugfit's; the message says what is wrong with it."""
 
 
 def write_document(path: Path, document: dict[str, Any]) -> None:
@@ -78,10 +78,10 @@ def _finite(digits: str) -> float:
 
 
 def finite_or_null(numbers: Sequence[float]) -> list[float | None]:
-    """Numbers for JSON: what is not finite becomes null."""
+    """Numbers for JSON: those that are not finite become null."""
     return [number if math.isfinite(number) else None for number in numbers]
 
 
 def null_to_nan(numbers: Sequence[float | None]) -> tuple[float, ...]:
-    """The numbers that `finite_or_null` wrote, as far as JSON could hold them."""
+    """The numbers that `finite_or_null` wrote, with NaN for every null."""
     return tuple(math.nan if number is None else float(number) for number in numbers)

@@ -1,15 +1,15 @@
 """Every error a user can meet, with the exit code of the command that met it.
 
     SnugfitError                 1   something went wrong that is nobody's typing mistake
-    +-- UsageError               2   what was asked for cannot be: the message says what was given,
+    +-- UsageError               2   the request cannot be met: the message says what was given,
     |   |                            what is allowed and what to try
     |   +-- ModelError           2   the model: its name, its folder, its config.json
     |   +-- JobError             2   task, lengths, batch
     |   +-- RecipeError          2   a technique's name, its settings, or a pair that cannot go together
     |   +-- GpuError             2   the GPU's name or its memory
-    +-- NothingFits              3   a lawful answer, and the answer is no
+    +-- NothingFits              3   a valid question, and the answer is no
     +-- OutOfMemory              4   a measured run ran out of GPU memory
-    +-- OutsideBand              5   a prediction and its measurement part by more than the stated band
+    +-- OutsideBand              5   a prediction differs from its measurement by more than the stated band
     +-- RehearsalError           1   the step could not be rehearsed (an operator without shapes, a model
     |                                that fails on its shapes, a mistake of ours, or a torch whose inside
     |                                is not what the policies assume); the message says which
@@ -31,7 +31,7 @@ class SnugfitError(Exception):
 
 
 class UsageError(SnugfitError):
-    """What was asked for cannot be."""
+    """The request cannot be met as it was given."""
 
     exit_code = 2
 
@@ -41,7 +41,7 @@ class ModelError(UsageError):
 
 
 class JobError(UsageError):
-    """Task, lengths or batch."""
+    """The job's task, lengths or batch."""
 
 
 class RecipeError(UsageError):
@@ -53,7 +53,7 @@ class GpuError(UsageError):
 
 
 class NothingFits(SnugfitError):
-    """A lawful question whose answer is no."""
+    """A valid question whose answer is no."""
 
     exit_code = 3
 
@@ -65,7 +65,7 @@ class OutOfMemory(SnugfitError):
 
 
 class OutsideBand(SnugfitError):
-    """A prediction and its measurement part by more than the stated band."""
+    """A prediction differs from its measurement by more than the stated band."""
 
     exit_code = 5
 
@@ -82,11 +82,11 @@ def nearest(word: str, legal: Iterable[str], *, count: int = 3) -> list[str]:
     """The legal words most like `word`, best first; empty when nothing is near."""
     choices = list(legal)
     lowered = {choice.lower(): choice for choice in choices}
-    found = difflib.get_close_matches(str(word).lower(), lowered, n=count, cutoff=0.5)
-    return [lowered[name] for name in found]
+    matches = difflib.get_close_matches(str(word).lower(), lowered, n=count, cutoff=0.5)
+    return [lowered[name] for name in matches]
 
 
 def did_you_mean(word: str, legal: Iterable[str]) -> str:
     """` Did you mean a or b?`, or nothing when no legal word is near."""
-    found = nearest(word, legal)
-    return f" Did you mean {' or '.join(repr(name) for name in found)}?" if found else ""
+    matches = nearest(word, legal)
+    return f" Did you mean {' or '.join(repr(name) for name in matches)}?" if matches else ""

@@ -2,7 +2,7 @@
 
 Inside, bytes are `int` and seconds are `float`. In print bytes are MiB or GiB (powers of two), because
 that is what GPUs, the allocator and nvidia-smi count in. `16GB` typed by a person means 16 * 10**9: the
-unit that was written is the unit that is taken, and a number without a unit is refused rather than guessed.
+unit that is written counts, and a number without a unit is refused rather than guessed.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def show_bytes(amount: int) -> str:
 
 
 def show_mib(amount: int) -> str:
-    """Whole MiB with thousands apart, as nvidia-smi's readers expect: `14,949`."""
+    """Whole MiB with thousands separators, as readers of nvidia-smi expect: `14,949`."""
     return f"{round(amount / MIB):,}"
 
 

@@ -9,7 +9,7 @@ from importlib import metadata, util
 from pathlib import Path
 
 __version__ = "0.1.0"
-"""Of snugfit itself."""
+"""The version of snugfit itself."""
 
 CORE = ("torch", "transformers", "accelerate", "safetensors", "numpy", "psutil", "nvidia-ml-py")
 """What snugfit cannot do without, in the order in which it is shown."""
@@ -21,25 +21,25 @@ OPTIONAL = ("bitsandbytes", "peft", "triton", "datasets")
 def version_of(package: str) -> str | None:
     """The installed version of a package, or None."""
     try:
-        return _found(package)
+        return _installed_version(package)
     except metadata.PackageNotFoundError:
         return None
 
 
 @functools.cache
-def _found(package: str) -> str:
-    """Read once a process: the metadata are parsed whole for it. What is missing may still be installed."""
+def _installed_version(package: str) -> str:
+    """Cached, because the metadata are parsed in full. A missing package is not, for it may be installed."""
     return metadata.version(package)
 
 
 def versions() -> dict[str, str]:
     """`python`, `snugfit` and every package of `CORE` and `OPTIONAL` that is installed."""
-    found = {"python": platform.python_version(), "snugfit": __version__}
+    installed = {"python": platform.python_version(), "snugfit": __version__}
     for package in (*CORE, *OPTIONAL):
         version = version_of(package)
         if version is not None:
-            found[package] = version
-    return found
+            installed[package] = version
+    return installed
 
 
 def torch_cuda() -> str | None:
@@ -54,5 +54,5 @@ def torch_cuda() -> str | None:
         text = (Path(next(iter(spec.submodule_search_locations))) / "version.py").read_text()
     except OSError:
         return None
-    found = re.search(r"^cuda(?:: [^=]+)? = '([^']+)'", text, re.MULTILINE)
-    return found[1] if found else None
+    match = re.search(r"^cuda(?:: [^=]+)? = '([^']+)'", text, re.MULTILINE)
+    return match[1] if match else None

@@ -42,8 +42,8 @@ HEADS: Mapping[str, tuple[str, str]] = {
 @cache
 def model_types() -> frozenset[str]:
     """Every `model_type` that the installed transformers can configure."""
-    written = ("auto_mappings.py", "configuration_auto.py")
-    return frozenset().union(*(_table(file, "CONFIG_MAPPING_NAMES") for file in written))
+    files = ("auto_mappings.py", "configuration_auto.py")
+    return frozenset().union(*(_table(file, "CONFIG_MAPPING_NAMES") for file in files))
 
 
 def tasks_of(model_type: str) -> tuple[str, ...]:
@@ -55,12 +55,12 @@ def class_of(task: str, config: Any) -> Any:
     """The class that transformers builds for a task and a config, without building it."""
     import transformers
 
-    found = getattr(transformers, HEADS[task][0])._model_mapping[type(config)]
-    return found[0] if isinstance(found, tuple) else found
+    classes = getattr(transformers, HEADS[task][0])._model_mapping[type(config)]
+    return classes[0] if isinstance(classes, tuple) else classes
 
 
 def transformers_version() -> str:
-    """The installed version, for messages."""
+    """The installed version of transformers, for messages."""
     return version("transformers")
 
 
@@ -73,7 +73,7 @@ def _table(file: str, name: str) -> frozenset[str]:
     """The model types in the table `name`: keys of its literal pairs and dicts, updates included."""
     keys: list[ast.expr | None] = []
     for statement in _source(file).body:
-        if name not in _written(statement):
+        if name not in _names_in(statement):
             continue
         for node in ast.walk(statement):
             if isinstance(node, ast.List):
@@ -87,8 +87,8 @@ def _table(file: str, name: str) -> frozenset[str]:
     return names
 
 
-def _written(statement: ast.stmt) -> set[str]:
-    """Names that a top-level statement assigns, or calls a method of."""
+def _names_in(statement: ast.stmt) -> set[str]:
+    """Names that a top-level statement assigns or calls a method of."""
     if isinstance(statement, ast.Assign):
         return {target.id for target in statement.targets if isinstance(target, ast.Name)}
     if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):

@@ -1,4 +1,4 @@
-"""Synthetic batches, as the guide makes them: random token ids in [100, 30000), random labels.
+"""Synthetic batches, as the Hugging Face guide makes them: random token ids in [100, 30000), random labels.
 
 What is in a batch is decided by the task, how large it is by the job and the architecture. Memory and time
 depend on shapes and dtypes only, so random content is as good as text. Everything is made on the CPU, as a
@@ -48,17 +48,19 @@ IGNORED = -100
 
 
 def synthetic(job: Job, samples: int, *, seed: int = 0) -> Batch:
-    """`samples` random samples of the job on the CPU; the same seed gives the same batch."""
-    return _Maker.of(job).make(samples, seed)
+    """A batch of B = `samples` random samples on the CPU; the same seed gives the same batch."""
+    return _BatchShapes.of(job).batch(samples, seed)
 
 
 def end_token(job: Job) -> int | None:
-    """What each sequence of a batch holds once, for the classifiers that look for it; None for others, and
-    where it pads too."""
+    """The token that each sequence must hold once, for classifiers that look for it.
+
+    None for other models, and where the same token pads.
+    """
     if job.task is not Task.SEQUENCE_CLASSIFICATION:
         return None
-    maker = _Maker.of(job)
-    return None if job.padding and maker.pad_token == maker.end_token else maker.end_token
+    shapes = _BatchShapes.of(job)
+    return None if job.padding and shapes.pad_token == shapes.end_token else shapes.end_token
 
 
 def label_items(job: Job, batch: Mapping[str, Any]) -> int:
@@ -78,12 +80,12 @@ def label_items(job: Job, batch: Mapping[str, Any]) -> int:
 
 
 def tokens_of(batch: Mapping[str, Any]) -> int:
-    """Tokens in a batch that are no padding; 0 where there are none. Waits for a device."""
+    """How many tokens of a batch are not padding; 0 for pictures and sound. Waits for the device."""
     return int(token_count(batch))
 
 
 def token_count(batch: Mapping[str, Any]) -> torch.Tensor | int:
-    """The same, where it lies: who reads it from a device waits for what that does before."""
+    """The same as a scalar tensor on the batch's device, so that nothing waits until it is read."""
     if "attention_mask" in batch:
         counted: torch.Tensor = batch["attention_mask"].sum()
         return counted
@@ -106,17 +108,17 @@ class SyntheticDataset:
     def __getitem__(self, index: int) -> Batch:
         if not 0 <= index < self.samples:
             raise IndexError(index)
-        batch = self._maker.make(1, self.seed * self.samples + index)
+        batch = self._shapes.batch(1, self.seed * self.samples + index)
         return {name: value[0] if _has_rows(value) else value for name, value in batch.items()}
 
     @cached_property
-    def _maker(self) -> _Maker:
-        return _Maker.of(self.job)
+    def _shapes(self) -> _BatchShapes:
+        return _BatchShapes.of(self.job)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Maker:
-    """A job's shapes, read once from its complete config."""
+class _BatchShapes:
+    """The shapes of a job's batches, read once from its complete config."""
 
     job: Job
     vocabulary: int = 0
@@ -124,12 +126,13 @@ class _Maker:
     end_token: int | None = None
     """Ends every sequence, for the classifiers that look for it."""
     pixels: tuple[int, ...] = ()
-    """(C, H, W)."""
+    """The shape (C, H, W) of a picture; empty for other tasks."""
     features: tuple[int, ...] = ()
-    """(M, F)."""
+    """The shape (M, F) of a sound's spectrogram; empty for other tasks."""
 
     @classmethod
-    def of(cls, job: Job) -> _Maker:
+    def of(cls, job: Job) -> _BatchShapes:
+        """The shapes for this job."""
         if job.task is Task.CUSTOM:
             return cls(job=job)
         config = job.transformers_config()
@@ -146,9 +149,10 @@ class _Maker:
             features=_features(config, job) if job.task is Task.SPEECH_TO_TEXT else (),
         )
 
-    def make(self, samples: int, seed: int) -> Batch:
+    def batch(self, samples: int, seed: int) -> Batch:
+        """Random tensors of B = `samples` rows on the CPU."""
         if self.job.task is Task.CUSTOM:
-            return _repeated(self.job.model.example or {}, samples)
+            return _repeat_rows(self.job.model.example or {}, samples)
         import torch
 
         generator = torch.Generator(device="cpu").manual_seed(seed)
@@ -210,14 +214,14 @@ class _Maker:
 
 
 def _pixels(config: Any) -> tuple[int, int, int]:
-    """(C, H, W); convolutional networks name no size, for they take any."""
+    """(C, H, W) of a picture; configs of convolutional networks name no size, because they take any."""
     size = getattr(config, "image_size", None) or USUAL_PIXELS
     height, width = size if isinstance(size, list | tuple) else (size, size)
     return getattr(config, "num_channels", 3), height, width
 
 
 def _features(config: Any, job: Job) -> tuple[int, int]:
-    """Whisper's input: two frames a position, for its first convolutions halve them."""
+    """(M, F) of Whisper's input: two frames for each position, because its first convolutions halve them."""
     bins, positions = getattr(config, "num_mel_bins", None), getattr(config, "max_source_positions", None)
     if not bins or not positions:
         raise JobError(
@@ -227,8 +231,8 @@ def _features(config: Any, job: Job) -> tuple[int, int]:
     return bins, 2 * positions
 
 
-def _repeated(example: Mapping[str, Any], samples: int) -> Batch:
-    """The example's rows over and over until there are `samples`; what has no rows is passed on."""
+def _repeat_rows(example: Mapping[str, Any], samples: int) -> Batch:
+    """The example's rows repeated until there are `samples`; values without rows are passed on."""
     import torch
 
     batch: Batch = {}

@@ -1,6 +1,6 @@
 """A config.json as facts: read within limits, checked before any library sees it.
 
-A config.json comes from anywhere. transformers trusts it: a key may name code on the hub, a size may be
+A config.json is untrusted input, and transformers trusts it: a key may name code on the hub, a size may be
 10**12, a file may be a pipe that never ends. So it is read here first, with one error type, in three steps:
 
 1. the file: a regular file of at most 4 MiB, opened without blocking, UTF-8;
@@ -48,7 +48,7 @@ SIZES = frozenset({
 """Keys that are sizes or counts of at least 1."""
 
 PARTS = frozenset({"type_vocab_size", "num_local_experts", "num_experts", "num_experts_per_tok"})
-"""Keys that count parts which an architecture may do without: 0 is lawful."""
+"""Keys that count parts which an architecture may do without: 0 is valid."""
 
 HEADS_OF = (
     ("num_attention_heads", "hidden_size"),
@@ -139,18 +139,18 @@ def check_facts(document: Mapping[str, Any], *, where: str) -> Facts:
             f"{where}: the installed transformers {transformers_version()} knows no architecture"
             f" {model_type!r}.{did_you_mean(model_type, model_types())}"
         )
-    return _kept(document)
+    return _sizes_of(document)
 
 
 def _complaints(config: Mapping[str, Any]) -> Iterator[str]:
     """What is wrong with one config or nested config, most dangerous first."""
-    yield from _foreign(config)
+    yield from _outside_code(config)
     for key in sorted(LAYERS & config.keys()):
-        yield from _outside(key, config[key], MOST_LAYERS)
+        yield from _out_of_range(key, config[key], MOST_LAYERS)
     for key in sorted(SIZES & config.keys()):
-        yield from _outside(key, config[key], LARGEST_SIZE)
+        yield from _out_of_range(key, config[key], LARGEST_SIZE)
     for key in sorted(PARTS & config.keys()):
-        yield from _outside(key, config[key], LARGEST_SIZE, lowest=0)
+        yield from _out_of_range(key, config[key], LARGEST_SIZE, lowest=0)
     yield from _uneven_heads(config)
     yield from _uneven_parts(config)
     for key in ("dtype", "torch_dtype"):
@@ -159,8 +159,8 @@ def _complaints(config: Mapping[str, Any]) -> Iterator[str]:
             yield f'"{key}" is {_show(dtype)}, which is no floating-point dtype of torch, such as "bfloat16".'
 
 
-def _foreign(config: Mapping[str, Any]) -> Iterator[str]:
-    """Wishes for code, weights or kernels that are not in the installed transformers."""
+def _outside_code(config: Mapping[str, Any]) -> Iterator[str]:
+    """Keys that ask for code, weights or kernels from outside the installed transformers."""
     if config.get("auto_map") or config.get("trust_remote_code"):
         yield (
             '"auto_map" names code of the model\'s own, and snugfit runs no code from a config.'
@@ -175,7 +175,7 @@ def _foreign(config: Mapping[str, Any]) -> Iterator[str]:
             yield f'"{key}" is {_show(value)}: snugfit runs no kernels from the hub. Remove the key.'
 
 
-def _outside(key: str, value: object, limit: int, *, lowest: int = 1) -> Iterator[str]:
+def _out_of_range(key: str, value: object, limit: int, *, lowest: int = 1) -> Iterator[str]:
     """Complains unless `value` is absent (null), a whole number in [lowest, limit], or a list of such."""
     for number in value if isinstance(value, list) else (value,):
         if number is None:
@@ -195,15 +195,16 @@ def _uneven_heads(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _uneven_parts(config: Mapping[str, Any]) -> Iterator[str]:
-    """Each head of keys and values serves as many queries; a token goes to experts that there are."""
+    """Complains unless each head of keys and values serves equally many queries, and a token goes to no more
+    experts than exist."""
     shared, heads = config.get("num_key_value_heads"), config.get("num_attention_heads")
     if isinstance(shared, int) and isinstance(heads, int) and heads % shared:
         yield f'"num_key_value_heads" is {shared}, which does not divide "num_attention_heads", {heads}.'
-    asked = config.get("num_experts_per_tok")
+    per_token = config.get("num_experts_per_tok")
     for key in ("num_local_experts", "num_experts"):
-        there = config.get(key)
-        if isinstance(asked, int) and isinstance(there, int) and 0 < there < asked:
-            yield f'"num_experts_per_tok" is {asked}, and "{key}" is {there}.'
+        experts = config.get(key)
+        if isinstance(per_token, int) and isinstance(experts, int) and 0 < experts < per_token:
+            yield f'"num_experts_per_tok" is {per_token}, and "{key}" is {experts}.'
 
 
 def _configs(document: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -215,9 +216,10 @@ def _configs(document: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
                 yield from _configs(item)
 
 
-def _kept(config: Mapping[str, Any]) -> Facts:
+def _sizes_of(config: Mapping[str, Any]) -> Facts:
+    """The config without keys that a recipe decides, and without names that change no size."""
     return {
-        key: _kept(value) if isinstance(value, dict) else value
+        key: _sizes_of(value) if isinstance(value, dict) else value
         for key, value in config.items()
         if key not in NAMES_ONLY and key not in RECIPE_DECIDES and not _chooses_kernels(key)
     }
@@ -228,14 +230,14 @@ def _chooses_kernels(key: str) -> bool:
 
 
 def _object_without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    document: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in document:
             raise ValueError(f"the key {key!r} stands in it twice")
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{key!r} is infinite")
-        found[key] = value
-    return found
+        document[key] = value
+    return document
 
 
 def _refuse_constant(name: str) -> None:

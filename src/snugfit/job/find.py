@@ -1,4 +1,4 @@
-"""Where a model's facts are found: presets, folders, the hub's local cache, the hub. See `model.py`."""
+"""Where a model's facts come from: presets, folders, the hub's local cache, the hub. See `model.py`."""
 
 from __future__ import annotations
 
@@ -8,30 +8,38 @@ from functools import cache
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from snugfit.errors import ModelError, did_you_mean
 from snugfit.job.config import parse_config, read_config
-
-Found = tuple[str, str, dict[str, Any]]
-"""Full name, origin, facts."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 LONGEST_NAME = 4096
 
 
-def find_facts(name: str, *, online: bool) -> Found:
-    """The facts that `name` stands for. Raises `ModelError`."""
+class ModelFacts(NamedTuple):
+    """The facts of a model, and where they come from."""
+
+    name: str
+    """The full name of the model, with its owner."""
+    origin: str
+    """`preset`, `path`, `hub cache` or `hub`."""
+    facts: dict[str, Any]
+    """The checked config, as a dict of JSON values."""
+
+
+def find_facts(name: str, *, online: bool) -> ModelFacts:
+    """The facts that `name` stands for. Raises `ModelError` with the names that are allowed."""
     if not name.strip() or "\0" in name or len(name) > LONGEST_NAME:
         raise ModelError(f"{name[:80]!r} is no name of a model. {_ALLOWED}")
     if _written_as_a_path(name):
-        return name, "path", read_config(_config_file(os.path.expanduser(name)))
+        return ModelFacts(name, "path", read_config(_config_file(os.path.expanduser(name))))
     full_name = _preset_named(name)
     if full_name:
         _refuse_two_meanings(name, full_name)
-        return full_name, "preset", read_preset(full_name)
+        return ModelFacts(full_name, "preset", read_preset(full_name))
     if os.path.lexists(name):
-        return name, "path", read_config(_config_file(name))
+        return ModelFacts(name, "path", read_config(_config_file(name)))
     return _from_hub(name, online=online)
 
 
@@ -95,14 +103,14 @@ def _config_file(path: str) -> Path:
         return Path(path)
     file = Path(path, "config.json")
     if _is_missing(file):
-        inner = sorted(each.parent.name for each in Path(path).glob("*/config.json"))
+        inner = sorted(config.parent.name for config in Path(path).glob("*/config.json"))
         hint = f" There is one in {inner[-1]!r}: write {os.path.join(path, inner[-1])}." if inner else ""
         raise ModelError(f"{path}: this folder has no config.json.{hint or ' ' + _ALLOWED}")
     return file
 
 
 def _is_missing(path: str | Path) -> bool:
-    """Whether nothing is there; what may not be looked at is another matter, which reading it will tell."""
+    """Whether nothing has this path. For a path that may not be looked at, reading it will raise."""
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -112,14 +120,14 @@ def _is_missing(path: str | Path) -> bool:
     return False
 
 
-def _from_hub(name: str, *, online: bool) -> Found:
+def _from_hub(name: str, *, online: bool) -> ModelFacts:
     if not _HUB_ID.fullmatch(name):
         raise ModelError(f"No model {name!r}. {_ALLOWED}")
-    cached = _cached(name)
+    cached = _cached_config(name)
     if cached:
-        return name, "hub cache", read_config(cached)
+        return ModelFacts(name, "hub cache", read_config(cached))
     if online:
-        return name, "hub", read_config(_downloaded(name))
+        return ModelFacts(name, "hub", read_config(_download_config(name)))
     bare = [full_name.split("/")[1] for full_name in preset_names()]
     names = preset_names() if "/" in name else bare
     raise ModelError(
@@ -128,7 +136,7 @@ def _from_hub(name: str, *, online: bool) -> Found:
     )
 
 
-def _cached(name: str) -> Path | None:
+def _cached_config(name: str) -> Path | None:
     try:
         return cached_file(name, "config.json")
     except ValueError as error:
@@ -140,12 +148,12 @@ def cached_file(name: str, file: str) -> Path | None:
     is no hub id."""
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(name, file)
-    return Path(found) if isinstance(found, str) else None
+    path = try_to_load_from_cache(name, file)
+    return Path(path) if isinstance(path, str) else None
 
 
-def _downloaded(name: str) -> Path:
-    """The config.json of a hub model, and nothing else of it."""
+def _download_config(name: str) -> Path:
+    """Downloads the config.json of a hub model and no other file."""
     from huggingface_hub import hf_hub_download
 
     try:

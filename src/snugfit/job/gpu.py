@@ -5,11 +5,11 @@ nvidia-smi shows (`nvml_total_bytes`), what the driver keeps for itself (`driver
 left for processes, which is torch's total (`memory_bytes`). Drivers before R510 hid their reserve from
 nvidia-smi: a V100 of 16,384 MiB then read 16,160.
 
-Names forgive. Vendor words, case, spaces and punctuation do not count; `a100-80gb` means the model A100 with
-80 GB. What is then still more than one entry:
+Names are matched loosely. Vendor words, case, spaces and punctuation do not count; `a100-80gb` means the
+model A100 with 80 GB. When several entries still match:
 
-- entries that differ in their form factor only (SXM, PCIe, NVL): the SXM one is meant, for it is the one that
-  training machines have; `a100-80gb-pcie` finds the other;
+- entries that differ in their form factor only (SXM, PCIe, NVL): the SXM one is meant, because training
+  machines have it; `a100-80gb-pcie` finds the other;
 - entries that differ in memory (`a100`, `v100`): refused, with the choices.
 
 A name that fits no entry is refused with the nearest ones. No figure is ever guessed: what is not known is
@@ -62,10 +62,10 @@ class Gpu:
     """`Hopper`, `CDNA3` and the like."""
 
     chip: str | None
-    """The die: `GH100`."""
+    """The name of the die: `GH100`."""
 
     platform: str
-    """Of torch: `cuda`, `rocm`, `xpu` or `mps`."""
+    """torch's name for the platform: `cuda`, `rocm`, `xpu` or `mps`."""
 
     compute_capability: tuple[int, int] | None
     """CUDA's, (9, 0) for Hopper; None on other platforms."""
@@ -74,7 +74,7 @@ class Gpu:
     """What other platforms have instead: `gfx942`."""
 
     release_year: int | None
-    """Year of release."""
+    """The year in which it was released."""
 
     sm_count: int | None
     """Streaming multiprocessors, or compute units, or cores, as the vendor counts."""
@@ -92,13 +92,13 @@ class Gpu:
     """`HBM3e`, `GDDR6` and the like."""
 
     bandwidth: int | None
-    """Of the memory, bytes per second, data sheet."""
+    """Of the memory, in bytes per second, by data sheet."""
 
     l2_cache_bytes: int | None
-    """Second-level cache."""
+    """Bytes of the second-level cache."""
 
     boost_clock_hz: int | None
-    """Of the data sheet."""
+    """The boost clock of the data sheet."""
 
     peak_dense: Mapping[str, int] = field(default_factory=dict)
     """Operations per second without sparsity, by `fp32 tf32 fp16 fp16_accumulate_fp16 bf16 fp8 int8`."""
@@ -122,7 +122,7 @@ class Gpu:
     """Connection to other GPUs, the same way."""
 
     power_watts: float | None
-    """Thermal design power."""
+    """The thermal design power in watts."""
 
     context_bytes: int | None
     """Taken by a process that has put one tiny tensor on it, with a current torch; measured, or None."""
@@ -146,10 +146,10 @@ class Gpu:
     """Where the figures come from, by what they are about."""
 
     doubts: tuple[str, ...] = ()
-    """Which figures are estimates, unverified or spread, in words."""
+    """Sentences on which figures are estimates, unverified or vary."""
 
     notes: tuple[str, ...] = ()
-    """What else to know."""
+    """Sentences on what else to know."""
 
     @property
     def name(self) -> str:
@@ -189,20 +189,20 @@ def find_gpu(text: Gpu | str) -> Gpu:
         return text
     if not isinstance(text, str):
         raise GpuError(f"A GPU is named by text, such as 'h200', and not by {text!r}.")
-    exact = [gpu for gpu in all_gpus() if _squashed(text) in _exact_names(gpu)]
-    found = exact or _preferred(_described(text))
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise GpuError(f"{text!r} can be {_listed(found)}. Say which, by its key or with its memory.")
+    exact = [gpu for gpu in all_gpus() if _normalize(text) in _exact_names(gpu)]
+    candidates = exact or _prefer_sxm(_matches(text))
+    if len(candidates) == 1:
+        return candidates[0]
+    if candidates:
+        raise GpuError(f"{text!r} can be {_list(candidates)}. Say which, by its key or with its memory.")
     raise GpuError(f"No GPU {text!r} in the table.{_nearest(text)} All of them: snugfit gpus.")
 
 
-def _described(text: str) -> list[Gpu]:
+def _matches(text: str) -> list[Gpu]:
     """Entries whose model is named, and whose memory and form factor are the ones named, if any."""
     lowered = text.lower().replace("_", " ")
     memory, form = _MEMORY.search(lowered), _FORM.search(lowered)
-    model = _squashed(_FORM.sub(" ", _MEMORY.sub(" ", lowered)))
+    model = _normalize(_FORM.sub(" ", _MEMORY.sub(" ", lowered)))
     return [
         gpu
         for gpu in all_gpus()
@@ -212,26 +212,26 @@ def _described(text: str) -> list[Gpu]:
     ]
 
 
-def _preferred(found: list[Gpu]) -> list[Gpu]:
+def _prefer_sxm(gpus: list[Gpu]) -> list[Gpu]:
     """Only the SXM one of entries that differ in nothing but their form factor."""
-    if len({(gpu.model, gpu.marketed_gb) for gpu in found}) == 1:
-        return [gpu for gpu in found if gpu.form == PREFERRED_FORM] or found
-    return found
+    if len({(gpu.model, gpu.marketed_gb) for gpu in gpus}) == 1:
+        return [gpu for gpu in gpus if gpu.form == PREFERRED_FORM] or gpus
+    return gpus
 
 
-def _squashed(text: str) -> str:
+def _normalize(text: str) -> str:
     """Lower-case letters and digits only, without vendor words: `NVIDIA GeForce RTX 4090` -> `rtx4090`."""
     words = re.findall(r"[a-z0-9]+", text.lower())
     return "".join(word for word in words if word not in _VENDOR_WORDS)
 
 
 def _exact_names(gpu: Gpu) -> set[str]:
-    return {_squashed(name) for name in (gpu.key, *gpu.names)}
+    return {_normalize(name) for name in (gpu.key, *gpu.names)}
 
 
 def _model_names(gpu: Gpu) -> set[str]:
     """The model's name, and without its family: `4090`, `a6000`."""
-    model = _squashed(gpu.model)
+    model = _normalize(gpu.model)
     return {model, model.removeprefix("rtx")} if re.fullmatch(r"rtx(a?\d{4}).*", model) else {model}
 
 
@@ -246,10 +246,10 @@ def _nearest(text: str) -> str:
     for gpu in all_gpus():
         for name in (*_exact_names(gpu), *_model_names(gpu)):
             names.setdefault(name, gpu)
-    found = dict.fromkeys(names[name].key for name in nearest(_squashed(text), names, count=6))
-    near = [gpu for gpu in all_gpus() if gpu.key in found]
-    return f" Near it: {_listed(near)}." if near else ""
+    keys = {names[name].key for name in nearest(_normalize(text), names, count=6)}
+    near = [gpu for gpu in all_gpus() if gpu.key in keys]
+    return f" Near it: {_list(near)}." if near else ""
 
 
-def _listed(gpus: Iterable[Gpu]) -> str:
+def _list(gpus: Iterable[Gpu]) -> str:
     return ", ".join(f"{gpu.key} ({gpu.name}, {gpu.marketed_gb or '?'} GB)" for gpu in gpus)

@@ -38,7 +38,7 @@ _TASKS_ELSEWHERE = {
     "text2text-generation": "seq2seq-lm",
     "automatic-speech-recognition": "speech-to-text",
 }
-"""What the hub's pipelines and peft call our tasks."""
+"""The names that the hub's pipelines and peft use, with the names of our tasks."""
 
 
 class Task(StrEnum):
@@ -61,8 +61,8 @@ class Task(StrEnum):
         legal = [task.value for task in cls if task is not cls.CUSTOM]
         if text not in (*legal, cls.CUSTOM.value):
             plain = str(text).lower().replace("_", "-").replace(" ", "-")
-            if (ours := _TASKS_ELSEWHERE.get(plain, plain)) in legal:
-                raise JobError(f"The task {text!r} is written {ours!r} here. Tasks: {', '.join(legal)}.")
+            if (name := _TASKS_ELSEWHERE.get(plain, plain)) in legal:
+                raise JobError(f"The task {text!r} is written {name!r} here. Tasks: {', '.join(legal)}.")
             raise JobError(f"Unknown task {text!r}.{did_you_mean(text, legal)} Tasks: {', '.join(legal)}.")
         return cls(text)
 

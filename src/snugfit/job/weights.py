@@ -1,8 +1,8 @@
-"""Where a model's trained weights lie, and whether they may be read.
+"""Where a model's trained weights are, and whether they may be read.
 
-Weights are safetensors in a folder with a config.json, or they are not taken: a pickle runs what it finds. An
-index may name files of its own folder only (transformers follows `../` out of it), and a tensor is a name and
-never a path. What a file holds is checked by the safetensors library when it is opened.
+Weights must be safetensors in a folder with a config.json: reading a pickle runs code. An index may name
+files of its own folder only (transformers follows `../` out of it), and a tensor is a name and never a path.
+The safetensors library checks the content of a file when it is opened.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def find_weights(name: str | os.PathLike[str]) -> Path:
     """
     folder = Path(os.path.expanduser(os.fspath(name)))
     if not folder.is_dir():
-        folder = _cached(os.fspath(name))
+        folder = _cached_folder(os.fspath(name))
     files = list(_files(folder))
     for file in files:
         if not file.is_file():
@@ -74,10 +74,10 @@ def _shards(index: Path) -> list[str]:
     return sorted(shards)
 
 
-def _cached(name: str) -> Path:
+def _cached_folder(name: str) -> Path:
     with suppress(ValueError):
-        if found := cached_file(name, SINGLE) or cached_file(name, INDEX):
-            return found.parent
+        if file := cached_file(name, SINGLE) or cached_file(name, INDEX):
+            return file.parent
     raise ModelError(
         f"{name}: no folder with weights, and none of the hub's models in the local cache. Give the folder of"
         " a model that was saved with save_pretrained, or download it first: hf download NAME."
