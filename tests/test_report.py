@@ -20,13 +20,13 @@ from snugfit.job.model import Model
 from snugfit.planning.fleet.gpu_plans import GpuPlans, OnGpu
 from snugfit.planning.fleet.prices import Prices
 from snugfit.planning.plan import Counts
-from snugfit.report import compare, gpus, techniques
+from snugfit.report import compare, curve, gpus, techniques
 from snugfit.report import measurement as measurement_report
 from snugfit.report import prediction as prediction_report
 from snugfit.report.evaluation import guide, guide_plot
 from snugfit.report.evaluation.methods import helps, method_lines, stage_lines
 from snugfit.report.plan import gpu_plans
-from snugfit.report.text import files, grid, sketch
+from snugfit.report.text import files, grid
 from snugfit.report.text.job import job_line
 from snugfit.report.text.terminal import as_html, as_text
 from snugfit.results.footprint import Startup
@@ -135,9 +135,9 @@ def test_gpus_and_techniques_are_all_listed() -> None:
 
 
 def test_bars_are_as_high_as_they_should_be() -> None:
-    assert sketch.bars([0.0, 0.5, 1.0], rows=2) == ["  █", " ██"]
-    assert sketch.sample([(0.0, 1.0), (0.4, 3.0), (0.41, 2.0), (0.99, 1.0)], 4) == [1.0, 3.0, 3.0, 1.0]
-    assert sketch.legend([("forward", 0, 4), ("update", 4, 5)], 8) == "└for└"
+    assert curve.bars([0.0, 0.5, 1.0], rows=2) == ["  █", " ██"]
+    assert curve.sample([(0.0, 1.0), (0.4, 3.0), (0.41, 2.0), (0.99, 1.0)], 4) == [1.0, 3.0, 3.0, 1.0]
+    assert curve.legend([("forward", 0, 4), ("update", 4, 5)], 8) == "└for└"
 
 
 def test_every_published_row_and_machine_has_its_place() -> None:

@@ -141,7 +141,7 @@ def read_request(given: Mapping[str, Any]) -> Request:
 
 def _tell(reading: Reading) -> None:
     """What became of the user's own configuration, on stderr: stdout is for the answer."""
-    from snugfit.report.reading import render
+    from snugfit.report.configuration import render_reading
     from snugfit.report.text.terminal import as_text
 
-    typer.echo(as_text(render(reading)), err=True)
+    typer.echo(as_text(render_reading(reading)), err=True)

@@ -32,7 +32,7 @@ def check(file: File, *, output: Output = None, force: Force = False, as_json: g
     """Say what in a configuration file conflicts, does nothing, or was renamed."""
     from snugfit.exchange.check import check as check_file
     from snugfit.exchange.correct import difference
-    from snugfit.report.check import render
+    from snugfit.report.configuration import render_check
     from snugfit.report.text.terminal import show, show_json
 
     if output is None and force:
@@ -51,5 +51,5 @@ def check(file: File, *, output: Output = None, force: Force = False, as_json: g
     if as_json:
         show_json(checked.to_json())
     else:
-        show(render(checked, changes))
+        show(render_check(checked, changes))
     return FOUND if checked.findings else 0

@@ -69,8 +69,8 @@ def _totals(predictions: Sequence[Prediction]) -> Table:
 def _kinds(predictions: Sequence[Prediction]) -> Table:
     """Each kind of bytes at the recipes' own peaks: where the difference comes from."""
     names = list(dict.fromkeys(line.kind for prediction in predictions for line in prediction.anatomy.kinds))
-    found = [{line.kind: line.bytes for line in prediction.anatomy.kinds} for prediction in predictions]
-    rows = [(name, *(show_mib(kinds.get(name, 0)) for kinds in found)) for name in names]
+    per_recipe = [{line.kind: line.bytes for line in prediction.anatomy.kinds} for prediction in predictions]
+    rows = [(name, *(show_mib(kinds.get(name, 0)) for kinds in per_recipe)) for name in names]
     heads = [f"{number}>" for number in range(1, len(predictions) + 1)]
     return table(("MiB at the peak of recipe", *heads), rows)
 
@@ -107,5 +107,5 @@ def beside(comparison: Comparison) -> RenderableType:
     pace = comparison.pace
     if pace is None:
         return bytes_table
-    told = f"{show_seconds(pace.predicted)} predicted, {show_seconds(pace.measured)} measured"
-    return Group(bytes_table, words(f"A step: {told} ({100 * pace.error:+.1f} %)."))
+    figures = f"{show_seconds(pace.predicted)} predicted, {show_seconds(pace.measured)} measured"
+    return Group(bytes_table, words(f"A step: {figures} ({100 * pace.error:+.1f} %)."))

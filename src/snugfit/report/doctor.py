@@ -11,41 +11,41 @@ from snugfit.report.text.terminal import table, words
 from snugfit.units import show_bytes
 
 
-def render(found: Doctor) -> RenderableType:
+def render(doctor: Doctor) -> RenderableType:
     """Packages, extras, and the GPUs with their driver."""
     packages = table(
         ("Package", "Version", ""),
         (
             (one.name, one.version or "-", "missing" if one.required and not one.version else "")
-            for one in found.packages
+            for one in doctor.packages
         ),
     )
     extras = table(
         ("Extra", "Brings", "State"),
-        ((one.name, ", ".join(one.techniques), one.off or "on") for one in found.extras),
+        ((one.name, ", ".join(one.techniques), one.off or "on") for one in doctor.extras),
     )
-    return Group(table(("", "This machine"), _machine(found)), packages, extras, *_gpus(found))
+    return Group(table(("", "This machine"), _machine(doctor)), packages, extras, *_gpus(doctor))
 
 
-def _machine(found: Doctor) -> Iterator[tuple[str, str]]:
-    yield "snugfit", found.snugfit
-    yield "Python", f"{found.python} ({found.executable})"
-    yield "platform", found.platform
-    yield "torch's CUDA", found.torch_cuda or "none: a build for the CPU"
-    usable = "yes" if found.cuda_usable else f"no: {found.cuda_reason or 'not known why'}"
-    yield "CUDA can be used", usable if found.asked_torch else f"{usable} (without asking torch)"
-    yield "driver", found.driver or "none"
-    if found.nvml:
-        yield "NVML", found.nvml
-    if found.visible_devices is not None:
-        yield "CUDA_VISIBLE_DEVICES", found.visible_devices or "(empty: hides every GPU)"
+def _machine(doctor: Doctor) -> Iterator[tuple[str, str]]:
+    yield "snugfit", doctor.snugfit
+    yield "Python", f"{doctor.python} ({doctor.executable})"
+    yield "platform", doctor.platform
+    yield "torch's CUDA", doctor.torch_cuda or "none: a build for the CPU"
+    usable = "yes" if doctor.cuda_usable else f"no: {doctor.cuda_reason or 'not known why'}"
+    yield "CUDA can be used", usable if doctor.asked_torch else f"{usable} (without asking torch)"
+    yield "driver", doctor.driver or "none"
+    if doctor.nvml:
+        yield "NVML", doctor.nvml
+    if doctor.visible_devices is not None:
+        yield "CUDA_VISIBLE_DEVICES", doctor.visible_devices or "(empty: hides every GPU)"
 
 
-def _gpus(found: Doctor) -> list[RenderableType]:
-    if not found.gpus:
+def _gpus(doctor: Doctor) -> list[RenderableType]:
+    if not doctor.gpus:
         return [words("No GPU here. Predicting needs none; measuring runs on the CPU.")]
     heads = ("GPU", "UUID", "CC>", "Total>", "Used>", "Driver's own>", "Processes>", "")
-    return [table(heads, (_gpu(gpu) for gpu in found.gpus))]
+    return [table(heads, (_gpu(gpu) for gpu in doctor.gpus))]
 
 
 def _gpu(gpu: GpuStatus) -> tuple[str, ...]:

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from itertools import groupby
 from operator import attrgetter
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from snugfit.report.curve import draw_curve
 from snugfit.report.text.job import job_line
-from snugfit.report.text.sketch import bars, legend, sample
 from snugfit.report.text.terminal import table, words
 from snugfit.results.footprint import Footprint
-from snugfit.results.prediction import Anatomy, CurvePoint, Prediction
+from snugfit.results.prediction import Anatomy, Prediction
 from snugfit.results.step_seconds import PhaseSeconds, StepSeconds
 from snugfit.units import show_bytes, show_mib, show_seconds
 
 LARGEST_SHOWN = 12
-CURVE_COLUMNS = 72
 _PHASE_ORDER = ("build", "load", "forward", "backward", "clip", "update")
 
 
@@ -35,7 +33,7 @@ def render(prediction: Prediction, *, operators: bool = False) -> RenderableType
     ]
     parts += [kinds_table(prediction)]
     parts += [_largest_table(anatomy)] if anatomy.largest else []
-    parts += _curve(anatomy.curve) if anatomy.curve else []
+    parts += draw_curve(anatomy.curve) if anatomy.curve else []
     parts += [operators_table(anatomy, prediction.timing)] if operators else []
     parts += [words(f"Uncertain: {doubt}", "yellow") for doubt in prediction.doubts]
     return Group(*parts)
@@ -136,20 +134,6 @@ def _largest_table(anatomy: Anatomy) -> Table:
     return table(
         ("Largest at the peak, by module", "Operator", "Allocated in", "Kind", "Tensors>", "MiB>"), rows
     )
-
-
-def _curve(curve: tuple[CurvePoint, ...]) -> list[RenderableType]:
-    """Live bytes through the steady step, with the phases under them."""
-    top = max(point.live_bytes for point in curve) or 1
-    heights = sample([(point.position, point.live_bytes / top) for point in curve], CURVE_COLUMNS)
-    spans = []
-    for phase, points in groupby(curve, key=attrgetter("phase")):
-        positions = [point.position for point in points]
-        start, end = round(positions[0] * CURVE_COLUMNS), round(positions[-1] * CURVE_COLUMNS)
-        spans.append((phase, start, max(start + 1, min(CURVE_COLUMNS, end + 1))))
-    head = words(f"Live bytes through one steady step (top {show_bytes(top)})", "bold")
-    drawing = "\n".join([*bars(heights), legend(spans, CURVE_COLUMNS)])
-    return [head, words(drawing), Text()]
 
 
 def operators_table(anatomy: Anatomy, timing: StepSeconds | None = None) -> Table:

@@ -1,10 +1,10 @@
-"""A run while it goes on: one bar on a terminal, plain lines where there is none.
+"""A run in progress: a bar on a terminal, plain lines elsewhere.
 
     step 120 of 500  (epoch 0.96)  loss 0.4120  norm 1.93  rate 3.8e-05  71.2 samples/s  9,113 tokens/s
     38.2% MFU  waiting for data 3%  31.20 GiB reserved of 33.00 GiB predicted  0:01:12 left
 
-What is shown is an event of the journal (`training/journal.py`) and nothing else, so that whatever is seen
-here can be read again afterwards. Speeds are means since the last line.
+Only events of the journal (`training/journal.py`) are shown, so that all of it can be read again afterwards.
+Speeds are means since the last line.
 """
 
 from __future__ import annotations
@@ -25,17 +25,15 @@ if TYPE_CHECKING:
     from snugfit.training.journal import Event
 
 STALLED = 0.1
-"""Share of a step spent waiting for data from which more workers are proposed: a choice."""
+"""More loader workers are proposed from this share of a step spent waiting for data: a choice."""
 
 
 class Watching:
-    """Hears a run's events and shows them."""
-
-    """One that tells of no `started` does not know how many steps it will take (a hand-written loop)."""
+    """Shows a run's events. Without a `started` event, in a hand-written loop, the end is unknown."""
 
     def __init__(self, every: int, *, out: TextIO | None = None, bar: bool | None = None) -> None:
         self._out = out or sys.stderr
-        self._every, self._steps, self._since = every, 0, _Since()
+        self._every, self._steps, self._since = every, 0, _SinceLastLine()
         self._expected: Event = {}
         self._reserved_bytes = 0
         self._bar = _Bar() if (self._out.isatty() if bar is None else bar) else None
@@ -50,10 +48,10 @@ class Watching:
             self._bar.close()
 
     def __call__(self, event: Event) -> None:
-        """Shows what has to be shown of an event."""
-        told = getattr(self, f"_{event['event']}", None)
-        if told is not None:
-            told(event)
+        """Shows one event of the journal; those that nobody needs to see are ignored."""
+        show = getattr(self, f"_on_{event['event']}", None)
+        if show is not None:
+            show(event)
 
     def _say(self, text: str) -> None:
         if self._bar:
@@ -61,7 +59,7 @@ class Watching:
         else:
             print(harmless(text), file=self._out, flush=True)
 
-    def _started(self, event: Event) -> None:
+    def _on_started(self, event: Event) -> None:
         self._steps = event["steps"]
         resumed = event["resumed_from"]
         where = f"goes on after step {resumed:,}" if resumed is not None else "begins"
@@ -72,7 +70,7 @@ class Watching:
         if self._bar:
             self._bar.open(event["steps"], resumed or 0)
 
-    def _step(self, event: Event) -> None:
+    def _on_step(self, event: Event) -> None:
         self._since.add(event)
         if self._bar:
             self._bar.move(event["step"], self._short(event))
@@ -83,28 +81,28 @@ class Watching:
                 of = f" of {self._steps:,}" if self._steps else ""
                 self._say(f"step {event['step']:,}{of}  {self._short(event)}{more}")
             self._propose_workers()
-            self._since = _Since(told=self._since.told)
+            self._since = _SinceLastLine(proposed=self._since.proposed)
 
     def _propose_workers(self) -> None:
         share = self._since.stalled / self._since.seconds if self._since.seconds else 0.0
-        if share > STALLED and self._since.steps > 1 and not self._since.told:
-            self._since.told = True
+        if share > STALLED and self._since.steps > 1 and not self._since.proposed:
+            self._since.proposed = True
             self._say(
                 f"{share:.0%} of a step is spent waiting for data: more `workers` in the recipe would help."
             )
 
-    def _evaluated(self, event: Event) -> None:
+    def _on_evaluated(self, event: Event) -> None:
         accuracy = "" if event["accuracy"] is None else f", accuracy {event['accuracy']:.2%}"
         self._say(f"evaluation after step {event['step']:,}: loss {event['loss']:.4f}{accuracy}")
 
-    def _saved(self, event: Event) -> None:
+    def _on_saved(self, event: Event) -> None:
         waited, beside = show_seconds(event["blocked_seconds"]), show_seconds(event["seconds"])
         self._say(
             f"saved {event['folder']} ({show_bytes(event['bytes'])}; training waited {waited}, the rest took"
             f" {beside} beside it)"
         )
 
-    def _replanned(self, event: Event) -> None:
+    def _on_replanned(self, event: Event) -> None:
         if event["cause"] == CAUSE:
             self._say(
                 f"memory is too tight ({CAUSE} in step after step) as {event['before']}; from step"
@@ -116,25 +114,25 @@ class Watching:
             f" again as {event['recipe']}, with the same global batch"
         )
 
-    def _foreseen(self, event: Event) -> None:
+    def _on_foreseen(self, event: Event) -> None:
         self._expected, self._reserved_bytes = event, 0
         if "text" in event:
             self._say(event["text"])
 
-    def _note(self, event: Event) -> None:
+    def _on_note(self, event: Event) -> None:
         self._say(event["text"])
 
-    def _warning(self, event: Event) -> None:
+    def _on_warning(self, event: Event) -> None:
         self._say(f"warning: {event['text']}")
 
-    def _ended(self, event: Event) -> None:
+    def _on_ended(self, event: Event) -> None:
         self._say(f"{event['outcome']} after step {event['step']:,}")
         for line in beside(self._expected, event):
             self._say(line)
 
     def _short(self, event: Event) -> str:
-        parts = [*_of_the_step(event), *self._since.told_of()]
-        self._reserved_bytes = event.get("reserved_bytes", self._reserved_bytes)  # not told with each step
+        parts = [*_of_the_step(event), *self._since.speeds()]
+        self._reserved_bytes = event.get("reserved_bytes", self._reserved_bytes)  # not every step has it
         if self._reserved_bytes:
             limit = self._expected.get("reserved_bytes")
             more = f" of {show_bytes(limit)} predicted" if limit else ""
@@ -142,13 +140,14 @@ class Watching:
         return "  ".join(parts)
 
 
-class _Since:
-    """What has passed since the last line."""
+class _SinceLastLine:
+    """What has passed since the last line: steps, samples, tokens, and seconds in all, without data, and at
+    the data sheet's peak."""
 
-    def __init__(self, *, told: bool = False) -> None:
+    def __init__(self, *, proposed: bool = False) -> None:
         self.steps, self.samples, self.tokens = 0, 0, 0
         self.seconds, self.stalled, self.at_peak = 0.0, 0.0, 0.0
-        self.told = told
+        self.proposed = proposed
         """Whether more workers have been proposed."""
 
     def add(self, event: Event) -> None:
@@ -159,8 +158,8 @@ class _Since:
         self.stalled += event["stall_seconds"]
         self.at_peak += event["seconds"] * event.get("mfu", 0.0)
 
-    def told_of(self) -> list[str]:
-        """Speeds, and what of the time was of use."""
+    def speeds(self) -> list[str]:
+        """Speeds, and which share of the time was useful."""
         if not self.seconds:
             return []
         parts = [f"{self.samples / self.seconds:,.1f} samples/s"]

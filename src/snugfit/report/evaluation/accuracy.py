@@ -7,16 +7,16 @@ from collections.abc import Iterator, Sequence
 from snugfit.comparison.compared_runs import BAND, Accuracy, ComparedRun, error_quantiles
 from snugfit.comparison.ranking import gap, group_by_job
 from snugfit.report.evaluation.order import (
+    bytes_cells,
     gap_line,
     order_line,
     per_cent,
     recipes_grid,
-    seen_bytes,
-    seen_seconds,
+    seconds_cells,
 )
 from snugfit.report.text.grid import Grid
 from snugfit.report.text.job import sizes
-from snugfit.report.text.page import Line, Page
+from snugfit.report.text.page import Page, Sentence
 
 FIGURES = {
     "requested_bytes": "requested",
@@ -31,9 +31,9 @@ GAP = 0.05
 
 def render(result: Accuracy) -> Page:
     """The draw for a terminal."""
-    complaints = (Line(f"Run {run.number}: {run.complaint}", "fault") for run in result.outside)
+    complaints = (Sentence(f"Run {run.number}: {run.complaint}", "fault") for run in result.outside)
     return Page(
-        [Line(title(result), "heading"), *grids(result)],
+        [Sentence(title(result), "heading"), *grids(result)],
         about_order(result),
         [summary_grid(result)],
         complaints,
@@ -55,7 +55,14 @@ def runs_grid(result: Accuracy) -> Grid:
     bytes_heads = ("NVML MiB>", "measured>", "allocated %>", "reserved %>", "NVML %>")
     heads = ("", "Job", "Recipe", *bytes_heads, "ms a step>", "measured>", "%>", "bound by")
     rows = tuple(
-        (str(run.number), job_words(run), str(run.recipe), *seen_bytes(run), *seen_seconds(run), _bound(run))
+        (
+            str(run.number),
+            job_words(run),
+            str(run.recipe),
+            *bytes_cells(run),
+            *seconds_cells(run),
+            _bound_by(run),
+        )
         for run in result.runs
     )
     return Grid(title=f"Runs of seed {result.seed}", heads=heads, rows=rows)
@@ -65,9 +72,9 @@ def narrow_grid(result: Accuracy) -> Grid:
     """One row a run, of the bytes NVML's only."""
     rows = []
     for run in result.runs:
-        foreseen, seen, *_, error = seen_bytes(run)
+        predicted, measured, *_, error = bytes_cells(run)
         what = f"{job_words(run)}: {run.recipe}"
-        rows.append((str(run.number), what, foreseen, seen, error, *seen_seconds(run), _bound(run)))
+        rows.append((str(run.number), what, predicted, measured, error, *seconds_cells(run), _bound_by(run)))
     heads = (
         "",
         "Job and recipe",
@@ -82,7 +89,7 @@ def narrow_grid(result: Accuracy) -> Grid:
     return Grid(title=f"Runs of seed {result.seed}", heads=heads, rows=tuple(rows))
 
 
-def _bound(run: ComparedRun) -> str:
+def _bound_by(run: ComparedRun) -> str:
     return run.bound or ""
 
 
@@ -124,14 +131,14 @@ def about_order(result: Accuracy) -> Iterator[str]:
 
 def gaps_line(jobs: Sequence[Sequence[ComparedRun]]) -> Iterator[str]:
     """How many first choices were near the best, and the worst of them."""
-    lost = [gap(runs) for runs in jobs if any(run.outcome for run in runs)]
-    known = [each for each in lost if each is not None]
-    if lost:
-        inside = sum(each <= GAP for each in known)
+    gaps = [gap(runs) for runs in jobs if any(run.outcome for run in runs)]
+    known = [share for share in gaps if share is not None]
+    if gaps:
+        inside = sum(share <= GAP for share in known)
         worst = f"; the worst is {100 * max(known):.1f} % behind" if known else ""
         yield (
             f"The plan's first choice is within {100 * GAP:g} % of the best of its measured recipes on "
-            f"{inside} of {len(lost)} jobs{worst}."
+            f"{inside} of {len(gaps)} jobs{worst}."
         )
 
 

@@ -18,7 +18,7 @@ from snugfit.report.evaluation.accuracy import (
     summary_grid,
     title,
 )
-from snugfit.report.evaluation.order import order_line, per_cent, seen_seconds
+from snugfit.report.evaluation.order import order_line, per_cent, seconds_cells
 from snugfit.report.text.grid import Grid, escape
 from snugfit.results.measurement import HIGH_DISTURBANCE
 
@@ -43,7 +43,7 @@ measured stands in [measuring.md](measuring.md), how seconds are predicted in [s
 
 
 def document(results: Sequence[Accuracy]) -> str:
-    """The page."""
+    """The whole page as Markdown."""
     band = ", ".join(f"{FIGURES[figure]} {100 * share:g} %" for figure, share in BAND.items())
     parts = [_HEAD.format(band=band, families=len(FAMILIES))]
     runs = [run for result in results for run in result.runs if run.seconds]
@@ -62,7 +62,7 @@ def _together(results: Sequence[Accuracy]) -> str:
     """All results in four sentences."""
     runs = [run for result in results for run in result.runs]
     errors = sorted(abs(run.error("step_seconds") or 0.0) for run in runs if run.seconds)
-    median, nine, largest = (per_cent(each, digits=1, signed=False) for each in error_quantiles(errors))
+    median, nine, largest = (per_cent(error, digits=1, signed=False) for error in error_quantiles(errors))
     lines = [
         f"Seconds of a step over all {len(errors)} measured runs: half of the errors are below {median} %, "
         f"nine in ten below {nine} %, the largest is {largest} %."
@@ -101,10 +101,10 @@ def _edge(share: float) -> str:
 
 def worst_grid(runs: Sequence[ComparedRun]) -> Grid:
     """The largest errors of seconds, and why, where that is known."""
-    found = sorted(runs, key=lambda run: -abs(run.error("step_seconds") or 0.0))[:WORST]
+    worst = sorted(runs, key=lambda run: -abs(run.error("step_seconds") or 0.0))[:WORST]
     rows = tuple(
-        (job_words(run), str(run.recipe), *seen_seconds(run), run.bound or "", "; ".join(causes(run)))
-        for run in found
+        (job_words(run), str(run.recipe), *seconds_cells(run), run.bound or "", "; ".join(causes(run)))
+        for run in worst
     )
     heads = ("Job", "Recipe", "ms a step>", "measured>", "%>", "bound by", "Cause, where known")
     return Grid(title="The largest errors of seconds", heads=heads, rows=rows)
@@ -133,12 +133,12 @@ def _origin(result: Accuracy) -> Iterator[str]:
             f"Predicted again {result.rescored}, after the runs were measured: these predictions are no "
             f"forecasts. The first were made with {_packages(result.original_versions)}."
         )
-    seen = {
+    measured_with = {
         _packages({name: run.versions[name] for name in result.versions if name in run.versions})
         for run in result.runs
         if run.versions
     }
-    for packages in sorted(seen - {_packages(result.versions)}):
+    for packages in sorted(measured_with - {_packages(result.versions)}):
         yield f"Measured with {packages}: an error may be a difference between the two."
 
 

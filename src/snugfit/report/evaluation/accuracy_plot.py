@@ -27,10 +27,10 @@ def draw(results: Sequence[Accuracy], form: str) -> bytes:
     with drawing(form, width=11, height=5) as drawn:
         left, right = drawn.figure.subplots(1, 2)
         for name, color in (("device", BLUE), ("host", ORANGE)):
-            seen = [run.seconds or (0.0, 0.0) for run in groups.get(name, [])]
+            seconds = [run.seconds or (0.0, 0.0) for run in groups.get(name, [])]
             left.scatter(
-                [after for _, after in seen], [before for before, _ in seen], s=18, color=color,
-                label=f"{len(seen)} runs bound by the {name}",
+                [after for _, after in seconds], [before for before, _ in seconds], s=18, color=color,
+                label=f"{len(seconds)} runs bound by the {name}",
             )  # fmt: skip
         for share, style in ((0.0, "-"), (NINE_IN_TEN, ":"), (-NINE_IN_TEN, ":")):
             left.plot(ends, [end * (1 + share) for end in ends], color="0.4", linewidth=0.8, linestyle=style)

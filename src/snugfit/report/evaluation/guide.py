@@ -11,7 +11,7 @@ from snugfit.evaluation.guide_suite import anatomy, machines, source
 from snugfit.report.evaluation.methods import change, helps, method_lines, stage_lines
 from snugfit.report.text.files import write_atomically
 from snugfit.report.text.grid import Grid, csv_text, escape
-from snugfit.report.text.page import Line, Page
+from snugfit.report.text.page import Page, Sentence
 from snugfit.units import show_bytes, show_mib
 
 UNKNOWN = ""
@@ -19,7 +19,7 @@ UNKNOWN = ""
 
 def render(result: GuideResult) -> Page:
     """Everything, for a terminal."""
-    return Page(grids(result), (Line(f"Uncertain: {doubt}", "uncertain") for doubt in result.doubts))
+    return Page(grids(result), (Sentence(f"Uncertain: {doubt}", "uncertain") for doubt in result.doubts))
 
 
 def markdown(result: GuideResult, *, plot: str = "") -> str:
@@ -74,8 +74,8 @@ def grids(result: GuideResult) -> Iterator[Grid]:
     """The tables: experiments, measurements, published figures, methods, stages, bytes per parameter."""
     yield _experiments(result)
     if result.device:
-        yield _measured(result)
-    yield _published(result)
+        yield _measurements(result)
+    yield _published_figures(result)
     yield _methods(result)
     yield _stages(result)
     if result.per_parameter:
@@ -99,7 +99,7 @@ def _experiments(result: GuideResult) -> Grid:
     )
 
 
-def _measured(result: GuideResult) -> Grid:
+def _measurements(result: GuideResult) -> Grid:
     vanilla = result.vanilla
     rows = []
     for row in result.rows:
@@ -128,7 +128,7 @@ def _measured(result: GuideResult) -> Grid:
     return Grid(title=f"Measured on {result.device}", heads=heads, rows=tuple(rows))
 
 
-def _published(result: GuideResult) -> Grid:
+def _published_figures(result: GuideResult) -> Grid:
     known = machines()
     rows = []
     for row in result.rows:
@@ -170,10 +170,10 @@ def _methods(result: GuideResult) -> Grid:
             line.method,
             line.experiment,
             helps(line.speed, less_is_better=False),
-            f"{_signed(line.speed)} {line.speed_from}".strip(),
+            f"{_with_sign(line.speed)} {line.speed_from}".strip(),
             line.guide_speed,
             helps(line.memory, less_is_better=True),
-            _signed(line.memory),
+            _with_sign(line.memory),
             line.guide_memory,
         )
         for line in method_lines(result)
@@ -238,8 +238,8 @@ def _mib(size: int | None) -> str:
 
 
 def _share(part: float | None, whole: float | None, places: int = 1) -> str:
-    return _signed(change(part, whole), places)
+    return _with_sign(change(part, whole), places)
 
 
-def _signed(share: float | None, places: int = 1) -> str:
+def _with_sign(share: float | None, places: int = 1) -> str:
     return UNKNOWN if share is None else f"{100 * share:+.{places}f} %"

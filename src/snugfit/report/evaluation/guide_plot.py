@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _WIDTH = 12.5
-"""Inches."""
+"""Of the whole figure, in inches."""
 _HEIGHT_OF_ROW = 0.56
 _LABEL_COLUMNS = 26
 _UNDER_BARS = 0.47
@@ -42,9 +42,9 @@ def summary(result: GuideResult, form: str) -> bytes:
         left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
         _bars(left, memory_series(result), "{:.1f}")
         _diamonds(left, result)
-        for place, row in enumerate(result.rows):
+        for row_number, row in enumerate(result.rows):
             if row.refused:
-                left.text(0.05, place, "not predicted", fontsize=7, color="0.4", va="center")
+                left.text(0.05, row_number, "not predicted", fontsize=7, color="0.4", va="center")
         _bars(right, speed_series(result), "{:.1f}")
         left.set_yticks(range(len(names)), names)
         left.set_ylim(len(names) - 0.4, -0.6)
@@ -105,12 +105,12 @@ def _bars(axes: Axes, series: list[Series], form: str) -> None:
     """Each experiment's bars under each other; only those that it has take room."""
     count = len(series[0].values) if series else 0
     widest = max((value or 0 for one in series for value in one.values), default=0)
-    for place in range(count):
-        present = [one for one in series if one.values[place] is not None]
+    for row_number in range(count):
+        present = [one for one in series if one.values[row_number] is not None]
         height = 0.84 / max(len(present), 2)
         for order, one in enumerate(present):
-            value = one.values[place] or 0.0
-            at = place + (order - (len(present) - 1) / 2) * height
+            value = one.values[row_number] or 0.0
+            at = row_number + (order - (len(present) - 1) / 2) * height
             axes.barh(at, value, height=0.92 * height, color=one.color)
             axes.text(value + widest * 0.008, at, form.format(value), va="center", fontsize=6.5, color="0.2")
     for one in series:
@@ -124,8 +124,8 @@ def _diamonds(axes: Axes, result: GuideResult) -> None:
     """Published figures of machines that name no GPU: a mark, since no prediction can stand beside them."""
     known = machines()
     points = [
-        (then.published_bytes / GIB, place + _UNDER_BARS)
-        for place, row in enumerate(result.rows)
+        (then.published_bytes / GIB, row_number + _UNDER_BARS)
+        for row_number, row in enumerate(result.rows)
         for then in row.then
         if not known[then.published.machine].gpu
     ]

@@ -23,7 +23,7 @@ class MethodLine:
     """What one method does to speed and memory, by one experiment."""
 
     method: str
-    """The guide's word."""
+    """What the guide calls it."""
 
     experiment: str
     """The experiment that shows it."""
@@ -112,12 +112,12 @@ def stage_lines(result: GuideResult) -> Iterator[StageLine]:
     weights = None
     if footprint and context is not None:
         weights = context + footprint.kinds.get(Kind.WEIGHTS, 0)
-    for stage, size, told in (
+    for stage, size, published_as in (
         ("idle", 0, "idle"),
         ("context", context, "one tiny tensor on the GPU (context and kernels)"),
         ("weights", weights, "model weights loaded"),
     ):
-        printed = tuple((line.machine, line.mib * MIB) for line in baselines() if line.what == told)
+        printed = tuple((line.machine, line.mib * MIB) for line in baselines() if line.what == published_as)
         yield StageLine(stage=stage, predicted_bytes=size, published=printed)
     trained = tuple((then.published.machine, then.published_bytes) for then in result.vanilla.then)
     yield StageLine(

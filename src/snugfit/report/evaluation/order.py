@@ -19,22 +19,22 @@ HEADS = (
 
 def recipes_grid(runs: Sequence[ComparedRun], title: str, note: str = "") -> Grid:
     """One row a recipe; errors are the shares by which predictions are too high, ranks those of seconds."""
-    foreseen = _places((run.number, run.predicted_step_seconds) for run in runs)
-    seen = _places((run.number, run.step_seconds) for run in runs if run.outcome == "ok")
+    predicted = _ranks((run.number, run.predicted_step_seconds) for run in runs)
+    measured = _ranks((run.number, run.step_seconds) for run in runs if run.outcome == "ok")
     rows = tuple(
         (
             str(run.recipe),
-            *seen_bytes(run),
-            *seen_seconds(run),
-            foreseen.get(run.number, ""),
-            seen.get(run.number, ""),
+            *bytes_cells(run),
+            *seconds_cells(run),
+            predicted.get(run.number, ""),
+            measured.get(run.number, ""),
         )
         for run in runs
     )
     return Grid(title=title, heads=HEADS, rows=rows, note=note)
 
 
-def seen_bytes(run: ComparedRun) -> Iterator[str]:
+def bytes_cells(run: ComparedRun) -> Iterator[str]:
     """NVML MiB predicted and measured (or how the run died), and the errors of all bytes in per cent."""
     yield _mib(run.predicted.nvml_bytes if run.predicted else None)
     if run.outcome not in (None, "ok"):
@@ -44,7 +44,7 @@ def seen_bytes(run: ComparedRun) -> Iterator[str]:
     yield from (per_cent(run.error(figure)) for figure in BYTES)
 
 
-def seen_seconds(run: ComparedRun) -> Iterator[str]:
+def seconds_cells(run: ComparedRun) -> Iterator[str]:
     """Milliseconds of a step predicted and measured, and the error in per cent."""
     for seconds in (run.predicted_step_seconds, run.step_seconds if run.outcome == "ok" else None):
         yield "" if seconds is None else f"{seconds * 1e3:,.1f}"
@@ -75,19 +75,19 @@ def order_line(runs: Sequence[ComparedRun]) -> str:
 def gap_line(runs: Sequence[ComparedRun]) -> str:
     """How far the first choice of one job is from the best that was measured; nothing where it is not
     known."""
-    lost = gap(runs)
-    if lost is None:
+    slower = gap(runs)
+    if slower is None:
         return ""
-    if lost == 0:
+    if slower == 0:
         return "The first choice is the fastest measured one."
     fastest = min((run for run in runs if run.seconds), key=lambda run: run.step_seconds or 0.0)
-    return f"The first choice is {100 * lost:.1f} % slower than the fastest measured one: {fastest.recipe}."
+    return f"The first choice is {100 * slower:.1f} % slower than the fastest measured one: {fastest.recipe}."
 
 
-def _places(seconds: Iterable[tuple[int, float | None]]) -> dict[int, str]:
+def _ranks(seconds: Iterable[tuple[int, float | None]]) -> dict[int, str]:
     """The rank of each number, the fastest first."""
-    known = sorted((each, number) for number, each in seconds if each)
-    return {number: str(place) for place, (_, number) in enumerate(known, 1)}
+    known = sorted((duration, number) for number, duration in seconds if duration)
+    return {number: str(rank) for rank, (_, number) in enumerate(known, 1)}
 
 
 def _mib(amount: int | None) -> str:

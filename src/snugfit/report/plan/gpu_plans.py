@@ -9,7 +9,7 @@ from snugfit.planning.fleet.prices import Cost, Prices, cheapest, cost
 from snugfit.planning.plan import Choice
 from snugfit.report.text.grid import Grid
 from snugfit.report.text.job import job_line
-from snugfit.report.text.page import Line, Page
+from snugfit.report.text.page import Page, Sentence
 from snugfit.units import GIB, show_bytes, show_seconds
 
 HOUR = 3600
@@ -20,44 +20,44 @@ SCALED = "~"
 """Stands before seconds that were scaled from another GPU's by data sheet."""
 
 
-def render(found: GpuPlans, prices: Prices | None = None) -> Page:
-    """The whole report."""
+def render(plans: GpuPlans, prices: Prices | None = None) -> Page:
+    """The answers, the table of GPUs, and how the search was made."""
     prices = prices or Prices()
     return Page(
-        [Line(question(found), "heading")],
-        (Line(line, "good" if found.fitting else "bad") for line in headline(found, prices)),
-        the_run(found, prices),
-        [table(found, prices), *unknown(found)],
-        looked_at(found),
+        [Sentence(question(plans), "heading")],
+        (Sentence(line, "good" if plans.fitting else "bad") for line in headline(plans, prices)),
+        the_run(plans, prices),
+        [table(plans, prices), *unknown(plans)],
+        looked_at(plans),
     )
 
 
-def question(found: GpuPlans) -> str:
+def question(plans: GpuPlans) -> str:
     """What was asked, in one line."""
-    asked = f"fidelity {found.fidelity} · objective {found.objective}"
-    return f"{job_line(found.job)} · {len(found.answers)} GPUs · {asked}"
+    asked = f"fidelity {plans.fidelity} · objective {plans.objective}"
+    return f"{job_line(plans.job)} · {len(plans.answers)} GPUs · {asked}"
 
 
-def headline(found: GpuPlans, prices: Prices) -> Iterator[str]:
+def headline(plans: GpuPlans, prices: Prices) -> Iterator[str]:
     """The answers that are asked for: the smallest card, the fastest, the cheapest."""
-    if not found.fitting:
-        yield f"None of these GPUs trains this. {_nearest(found)}".strip()
+    if not plans.fitting:
+        yield f"None of these GPUs trains this. {_nearest(plans)}".strip()
         return
     named = {
-        "The smallest that trains this": found.smallest,
-        "The fastest": found.fastest,
-        "The cheapest": cheapest(found, prices),
+        "The smallest that trains this": plans.smallest,
+        "The fastest": plans.fastest,
+        "The cheapest": cheapest(plans, prices),
     }
     for what, answer in named.items():
         if answer and answer.choice:
-            about = _about(what, answer, prices, found.steps)
+            about = _about(what, answer, prices, plans.steps)
             yield f"{what}: {answer.key}{about}, with {_figures(answer, answer.choice)}."
 
 
 def _about(what: str, answer: OnGpu, prices: Prices, steps: int | None) -> str:
-    each = cost(answer, prices, steps)
-    if what == "The cheapest" and each.per_1000_samples:
-        return f" ({_money(each.per_1000_samples)} USD for 1,000 samples at {each.per_hour:g} USD an hour)"
+    costs = cost(answer, prices, steps)
+    if what == "The cheapest" and costs.per_1000_samples:
+        return f" ({_money(costs.per_1000_samples)} USD for 1,000 samples at {costs.per_hour:g} USD an hour)"
     return f" ({show_bytes(answer.gpu.memory_bytes or 0)})" if "smallest" in what else ""
 
 
@@ -66,8 +66,8 @@ def _figures(answer: OnGpu, choice: Choice) -> str:
     return f"{choice.recipe}: {show_bytes(choice.needed_bytes)}{seconds}"
 
 
-def _nearest(found: GpuPlans) -> str:
-    known = [answer for answer in found.answers if answer.choice]
+def _nearest(plans: GpuPlans) -> str:
+    known = [answer for answer in plans.answers if answer.choice]
     nearest = min(known, key=lambda answer: answer.lacking_bytes, default=None)
     if nearest is None or nearest.choice is None:
         return ""
@@ -75,27 +75,27 @@ def _nearest(found: GpuPlans) -> str:
     return f"The nearest miss: {nearest.key} is short by {lacking} for {nearest.choice.recipe}."
 
 
-def the_run(found: GpuPlans, prices: Prices) -> Iterator[str]:
+def the_run(plans: GpuPlans, prices: Prices) -> Iterator[str]:
     """A line about the whole run, where its length was said."""
-    if found.steps:
-        samples = found.steps * found.job.batch_size
+    if plans.steps:
+        samples = plans.steps * plans.job.batch_size
         yield (
-            f"The run: {found.steps:,} steps, {samples:,} samples. Start-up is counted, as on an H200's "
+            f"The run: {plans.steps:,} steps, {samples:,} samples. Start-up is counted, as on an H200's "
             "host; renting a machine and downloading weights and data are not."
         )
-    unpriced = [answer.key for answer in found.fitting if answer.key not in prices.per_hour]
+    unpriced = [answer.key for answer in plans.fitting if answer.key not in prices.per_hour]
     if prices.per_hour and unpriced:
         yield f"No price was given for {_some(unpriced)}, which would train this too."
 
 
-def table(found: GpuPlans, prices: Prices) -> Grid:
+def table(plans: GpuPlans, prices: Prices) -> Grid:
     """A line for each GPU whose bytes are known, the best first, and those on which nothing fits last."""
-    costs = {answer.key: cost(answer, prices, found.steps) for answer in found.answers}
-    columns = _columns(found, prices)
-    known = [answer for answer in found.answers if answer.choice]
+    costs = {answer.key: cost(answer, prices, plans.steps) for answer in plans.answers}
+    columns = _columns(plans, prices)
+    known = [answer for answer in plans.answers if answer.choice]
     rows = [
         tuple(show(answer, answer.choice, costs[answer.key]) for _, show in columns)
-        for answer in sorted(known, key=lambda answer: _order(found, answer, costs[answer.key]))
+        for answer in sorted(known, key=lambda answer: _order(plans, answer, costs[answer.key]))
         if answer.choice
     ]
     scaled = any(answer.measured_rates is False for answer in known)
@@ -111,7 +111,7 @@ def table(found: GpuPlans, prices: Prices) -> Grid:
 _Show = Callable[[OnGpu, Choice, Cost], str]
 
 
-def _columns(found: GpuPlans, prices: Prices) -> list[tuple[str, _Show]]:
+def _columns(plans: GpuPlans, prices: Prices) -> list[tuple[str, _Show]]:
     columns: list[tuple[str, _Show]] = [
         ("GPU", lambda answer, choice, cost: answer.key),
         ("GiB>", lambda answer, choice, cost: f"{(answer.gpu.memory_bytes or 0) / GIB:,.1f}"),
@@ -121,59 +121,59 @@ def _columns(found: GpuPlans, prices: Prices) -> list[tuple[str, _Show]]:
         ("ms a step>", lambda answer, choice, cost: _ms(answer, choice) if choice.step_seconds else "?"),
         ("samples/s>", lambda answer, choice, cost: _number(choice.samples_per_second)),
     ]
-    if found.steps:
+    if plans.steps:
         columns.append(("start-up s>", lambda answer, choice, cost: _number(choice.once_seconds)))
         columns.append(("run>", lambda answer, choice, cost: _duration(cost.run_seconds)))
     if prices.per_hour:
         columns.append(("USD/h>", lambda answer, choice, cost: _money(cost.per_hour)))
         columns.append(("USD/1,000>", lambda answer, choice, cost: _money(cost.per_1000_samples)))
-    if prices.per_hour and found.steps:
+    if prices.per_hour and plans.steps:
         columns.append(("USD a run>", lambda answer, choice, cost: _money(cost.run)))
-    if all(answer.fits for answer in found.answers if answer.choice):
+    if all(answer.fits for answer in plans.answers if answer.choice):
         columns = [column for column in columns if column[0]]
     return columns
 
 
-def _order(found: GpuPlans, answer: OnGpu, cost: Cost) -> tuple[float, ...]:
+def _order(plans: GpuPlans, answer: OnGpu, cost: Cost) -> tuple[float, ...]:
     """What fits before what does not; then by the objective, what is not known last."""
     choice = answer.choice
     assert choice is not None
-    seconds, far = answer.pace(found.steps), float("inf")
+    seconds, far = answer.pace(plans.steps), float("inf")
     by = {
         "speed": (seconds or far,),
         "memory": (choice.needed_bytes, seconds or far),
         "cost": (far if cost.per_1000_samples is None else cost.per_1000_samples, seconds or far),
     }
-    return (0.0, *by[found.objective]) if answer.fits else (1.0, answer.lacking_bytes)
+    return (0.0, *by[plans.objective]) if answer.fits else (1.0, answer.lacking_bytes)
 
 
-def unknown(found: GpuPlans) -> list[Grid]:
+def unknown(plans: GpuPlans) -> list[Grid]:
     """The GPUs without a prediction, and why."""
-    rows = tuple((answer.key, answer.why) for answer in found.answers if answer.why)
+    rows = tuple((answer.key, answer.why) for answer in plans.answers if answer.why)
     return [Grid(title="Not predicted", heads=("GPU", "Why"), rows=rows)] if rows else []
 
 
-def looked_at(found: GpuPlans) -> Iterator[str]:
+def looked_at(plans: GpuPlans) -> Iterator[str]:
     """How many recipes the searches evaluated, and how the answers were checked."""
-    if found.counts:
-        recipes = max(counts.recipes for counts in found.counts)
-        judged = sum(counts.replayed for counts in found.counts)
+    if plans.counts:
+        recipes = max(counts.recipes for counts in plans.counts)
+        judged = sum(counts.replayed for counts in plans.counts)
         yield (
             f"{recipes:,} valid recipes; GPUs that run the same kernels were searched together, in "
-            f"{len(found.counts)} searches that composed {judged:,} recipes. Each answer counts its own "
-            f"GPU's workspaces and scratch. {_verified(found)}".strip()
+            f"{len(plans.counts)} searches that composed {judged:,} recipes. Each answer counts its own "
+            f"GPU's workspaces and scratch. {_agreement(plans)}".strip()
         )
 
 
-def _verified(found: GpuPlans) -> str:
+def _agreement(plans: GpuPlans) -> str:
     """Whether simulating each answer in full gave the bytes that the search found."""
-    other = [answer.key for answer in found.answers if answer.verified is False]
+    other = [answer.key for answer in plans.answers if answer.verified is False]
     if other:
         return (
             f"Simulated in full, {_some(other)} came out otherwise than in the search: the figures are those "
             "of the full simulation."
         )
-    known = any(answer.verified for answer in found.answers)
+    known = any(answer.verified for answer in plans.answers)
     return "Simulated in full, each answer takes the same bytes." if known else ""
 
 

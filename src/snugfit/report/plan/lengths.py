@@ -10,7 +10,7 @@ from snugfit.planning.lengths.padding import Way
 from snugfit.planning.lengths.sizes import Size
 from snugfit.report.text.grid import Grid
 from snugfit.report.text.job import job_line
-from snugfit.report.text.page import Line, Page
+from snugfit.report.text.page import Page, Sentence
 from snugfit.units import GIB, show_bytes
 
 ORDERS = {
@@ -28,13 +28,13 @@ ASSUMPTION = (
 
 
 def render(plan: LengthPlan) -> Page:
-    """The whole report."""
+    """How to pad, what each way takes, and which sizes are inefficient."""
     return Page(
-        [Line(question(plan), "heading"), dataset(plan.lengths)],
-        [Line(answer(plan), "good" if plan.best else "bad")],
+        [Sentence(question(plan), "heading"), dataset(plan.lengths)],
+        [Sentence(answer(plan), "good" if plan.best else "bad")],
         tables(plan),
         remarks(plan),
-        (Line(f"Uncertain: {doubt}", "uncertain") for doubt in plan.doubts),
+        (Sentence(f"Uncertain: {doubt}", "uncertain") for doubt in plan.doubts),
     )
 
 
@@ -160,7 +160,7 @@ def how_known(plan: LengthPlan) -> str:
     )
 
 
-def sizes(found: Sequence[Size]) -> Grid:
+def sizes(costly: Sequence[Size]) -> Grid:
     """Sizes that cost, and what would be better."""
     rows = tuple(
         (
@@ -172,13 +172,13 @@ def sizes(found: Sequence[Size]) -> Grid:
             f"{1e3 * size.step_seconds:,.1f}" if size.step_seconds else "",
             _means(size),
         )
-        for size in found
+        for size in costly
     )
     return Grid(
         title="Inefficient sizes in the longest batch",
         heads=("Size", "is>", "better>", "gain>", "memory>", "ms a step>", "what it means"),
         rows=rows,
-        note="* only by the assumed cost of unaligned rows" if any(size.assumed for size in found) else "",
+        note="* only by the assumed cost of unaligned rows" if any(size.assumed for size in costly) else "",
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from snugfit.planning.plan import Choice, Plan, Reason
 from snugfit.report.text.grid import Grid
 from snugfit.report.text.job import job_line
-from snugfit.report.text.page import Line, Page
+from snugfit.report.text.page import Page, Sentence
 from snugfit.units import GIB, show_bytes, show_per_cent, show_seconds
 
 LEAST_STARTUP = 0.05
@@ -17,15 +17,15 @@ LEAST_STARTUP = 0.05
 def render(plan: Plan) -> Page:
     """The whole report of one plan."""
     return Page(
-        [Line(question(plan), "heading"), Line(answer(plan), "good" if plan.fits else "bad")],
-        (Line(sentence, "bullet") for sentence in because(plan)),
+        [Sentence(question(plan), "heading"), Sentence(answer(plan), "good" if plan.fits else "bad")],
+        (Sentence(sentence, "bullet") for sentence in because(plan)),
         about_run(plan),
         about_cost(plan),
         changes(plan),
         [front(plan), *([refusals(plan)] if plan.refused else [])],
         plan.cures,
         [looked_at(plan)],
-        (Line(f"Uncertain: {doubt}", "uncertain") for doubt in _doubts(plan)),
+        (Sentence(f"Uncertain: {doubt}", "uncertain") for doubt in _doubts(plan)),
     )
 
 

@@ -23,8 +23,8 @@ def draw(plan: Plan, form: str) -> bytes:
             axes.axvline(
                 plan.memory_bytes / GIB, color="0.4", linewidth=0.8, linestyle=":", label="available memory"
             )
-        for number, place in enumerate(zip(sizes, speeds, strict=True), 1):
-            axes.annotate(str(number), place, xytext=(4, 4), textcoords="offset points", fontsize=7)
+        for number, point in enumerate(zip(sizes, speeds, strict=True), 1):
+            axes.annotate(str(number), point, xytext=(4, 4), textcoords="offset points", fontsize=7)
         listed = "\n".join(f"{number:2}  {choice.recipe}" for number, choice in enumerate(plan.front, 1))
         axes.text(1.02, 1, listed, transform=axes.transAxes, fontsize=7, va="top", linespacing=1.6)
         axes.set_xlabel("GPU memory, GiB")

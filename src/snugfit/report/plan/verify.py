@@ -12,31 +12,37 @@ from snugfit.evaluation.verify import Verification
 from snugfit.planning.plan import Plan
 from snugfit.report.evaluation.order import gap_line, order_line, recipes_grid
 from snugfit.report.text.grid import Grid
-from snugfit.report.text.page import Line, Page
+from snugfit.report.text.page import Page, Sentence
 
 
-def render(found: Verification) -> Page:
+def render(verified: Verification) -> Page:
     """Each recipe predicted and measured, and what follows from it."""
-    return Page([grid(found)], conclusions(found), (Line(text, "fault") for text in _complaints(found)))
+    return Page(
+        [grid(verified)],
+        conclusions(verified),
+        (Sentence(text, "fault") for text in _complaints(verified)),
+    )
 
 
-def document(plan: Plan, found: Verification) -> dict[str, Any]:
+def document(plan: Plan, verified: Verification) -> dict[str, Any]:
     """The same as JSON: the plan, and every run."""
-    return {**found.to_json(), "plan": plan.to_json()}
+    return {**verified.to_json(), "plan": plan.to_json()}
 
 
-def grid(found: Verification) -> Grid:
+def grid(verified: Verification) -> Grid:
     """One row a recipe, in the plan's order."""
-    where = found.device or "not measured"
-    return recipes_grid(found.runs, f"The plan's best, predicted for {found.gpu} and measured on {where}")
+    where = verified.device or "not measured"
+    return recipes_grid(
+        verified.runs, f"The plan's best, predicted for {verified.gpu} and measured on {where}"
+    )
 
 
-def conclusions(found: Verification) -> Iterator[str]:
+def conclusions(verified: Verification) -> Iterator[str]:
     """What follows from the rows, a sentence each."""
-    yield from filter(None, (order_line(found.runs), gap_line(found.runs)))
-    if found.learned:
-        yield learned_line(found.learned)
-    for run in found.runs:
+    yield from filter(None, (order_line(verified.runs), gap_line(verified.runs)))
+    if verified.learned:
+        yield learned_line(verified.learned)
+    for run in verified.runs:
         spoilt = run.contaminated or run.crowded
         if spoilt and run.outcome == "ok":
             yield f"{run.recipe} was disturbed while it was measured: {spoilt}."
@@ -54,8 +60,8 @@ def learned_line(learned: LearnedFactors) -> str:
     )
 
 
-def _complaints(found: Verification) -> Iterator[str]:
-    for run in found.outside:
+def _complaints(verified: Verification) -> Iterator[str]:
+    for run in verified.outside:
         yield f"{run.recipe}: {run.complaint}"
         if run.message:
             yield run.message.strip().splitlines()[-1]

@@ -1,6 +1,6 @@
 """A table before it has a format: a title, heads, rows of words, and a note; then Markdown or the terminal.
 
-Foreign words are data in each format: Markdown's own characters are escaped, and a CSV cell that a
+Texts of others are data in each format: Markdown's own characters are escaped, and a CSV cell that a
 spreadsheet would run as a formula gets an apostrophe before it.
 """
 
@@ -28,7 +28,7 @@ class Grid:
     """What the table shows."""
 
     heads: tuple[str, ...]
-    """Column heads."""
+    """The columns' heads, from left to right."""
 
     rows: tuple[tuple[str, ...], ...]
     """Cells, as many in each row as there are heads."""

@@ -21,7 +21,7 @@ from snugfit.report.text.terminal import show, show_json, words
 
 
 @dataclass(frozen=True)
-class Line:
+class Sentence:
     """A sentence of a report with its role: `heading`, `good` or `bad` (an answer), `bullet`, `uncertain`,
     `fault`, or a plain sentence."""
 
@@ -36,20 +36,20 @@ _MARKDOWN = {"heading": "## {}", "good": "**{}**", "bad": "**{}**", "bullet": "-
 class Page:
     """Lines and tables in order; a plain string is a plain sentence."""
 
-    def __init__(self, *parts: Iterable[Line | Grid | str]) -> None:
-        self._parts = [Line(part) if isinstance(part, str) else part for part in chain(*parts)]
+    def __init__(self, *parts: Iterable[Sentence | Grid | str]) -> None:
+        self._parts = [Sentence(part) if isinstance(part, str) else part for part in chain(*parts)]
 
     def __rich__(self) -> RenderableType:
         return Group(*self._terminal())
 
     def _terminal(self) -> Iterator[RenderableType]:
-        before: Line | Grid | None = None
+        before: Sentence | Grid | None = None
         for part in self._parts:
             if isinstance(part, Grid):
-                yield from [Text()] if isinstance(before, Line) else []
+                yield from [Text()] if isinstance(before, Sentence) else []
                 yield part
             else:
-                answered = isinstance(before, Line) and before.role in ("good", "bad")
+                answered = isinstance(before, Sentence) and before.role in ("good", "bad")
                 yield from [Text()] if answered and part.role == "bullet" else []
                 yield words(part.text, _STYLES.get(part.role, ""))
             before = part
@@ -70,7 +70,7 @@ def print_as(form: str, document: Mapping[str, Any], page: Page) -> None:
         show(page)
 
 
-def _as_markdown(part: Line | Grid) -> str:
+def _as_markdown(part: Sentence | Grid) -> str:
     if isinstance(part, Grid):
         return part.markdown().rstrip()
     return _MARKDOWN.get(part.role, "{}").format(escape(part.text))

@@ -37,17 +37,17 @@ def harmless(text: str) -> str:
 
 def table(columns: Iterable[str], rows: Iterable[Sequence[object]], *, title: str = "") -> Table:
     """A plain table; a column whose head ends in `>` is set flush right."""
-    made = Table(
+    shown = Table(
         box=SIMPLE_HEAD, title=words(title, "bold") if title else None, title_justify="left", pad_edge=False
     )
     for head in columns:
         right = head.endswith(">")
-        made.add_column(
+        shown.add_column(
             head.rstrip(">"), justify="right" if right else "left", no_wrap=right, overflow="fold"
         )
     for row in rows:
-        made.add_row(*(cell if isinstance(cell, Text) else words(cell) for cell in row))
-    return made
+        shown.add_row(*(cell if isinstance(cell, Text) else words(cell) for cell in row))
+    return shown
 
 
 def show(content: RenderableType) -> None:

@@ -1,10 +1,33 @@
-"""A curve drawn with block characters, a few lines high, with the phases under it."""
+"""The curve of live bytes through a step, drawn with block characters, with the phases under it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
+from operator import attrgetter
 
+from rich.console import RenderableType
+from rich.text import Text
+
+from snugfit.report.text.terminal import words
+from snugfit.results.prediction import CurvePoint
+from snugfit.units import show_bytes
+
+COLUMNS = 72
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
+
+
+def draw_curve(curve: Sequence[CurvePoint]) -> list[RenderableType]:
+    """Live bytes through the steady step, with the phases under them."""
+    top = max(point.live_bytes for point in curve) or 1
+    heights = sample([(point.position, point.live_bytes / top) for point in curve], COLUMNS)
+    spans = []
+    for phase, points in groupby(curve, key=attrgetter("phase")):
+        positions = [point.position for point in points]
+        start, end = round(positions[0] * COLUMNS), round(positions[-1] * COLUMNS)
+        spans.append((phase, start, max(start + 1, min(COLUMNS, end + 1))))
+    head = words(f"Live bytes through one steady step (top {show_bytes(top)})", "bold")
+    return [head, words("\n".join([*bars(heights), legend(spans, COLUMNS)])), Text()]
 
 
 def bars(heights: Sequence[float], *, rows: int = 4) -> list[str]:
@@ -25,11 +48,11 @@ def sample(points: Sequence[tuple[float, float]], columns: int) -> list[float]:
     for position, value in points:
         part = min(columns - 1, max(0, int(position * columns)))
         largest[part] = max(value, largest[part] or 0.0)
-    held, current = [], 0.0
-    for value_here in largest:
-        current = current if value_here is None else value_here
-        held.append(current)
-    return held
+    samples, current = [], 0.0
+    for maximum in largest:
+        current = current if maximum is None else maximum
+        samples.append(current)
+    return samples
 
 
 def legend(spans: Sequence[tuple[str, int, int]], columns: int) -> str:

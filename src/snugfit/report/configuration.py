@@ -1,15 +1,45 @@
-"""What was found in a configuration file, as text."""
+"""A user's configuration in a terminal: what became of every key, or what was found and how to cure it."""
 
 from __future__ import annotations
 
 from rich.console import Group, RenderableType
+from rich.text import Text
 
+from snugfit.exchange.account import Reading
 from snugfit.exchange.check import Checked, Finding
 from snugfit.exchange.dialect import as_word, dialect
 from snugfit.report.text.terminal import table, words
 
+LONGEST_VALUE = 40
 
-def render(checked: Checked, changes: str = "") -> RenderableType:
+
+def render_reading(reading: Reading) -> RenderableType:
+    """The account of a file, key by key."""
+    head = words(f"From {reading.path} ({reading.title}), for the {reading.settings['loop']} loop:")
+    parts: list[RenderableType] = [head]
+    for lines, heads in (
+        (reading.took, ("Taken", "Value", "Here")),
+        (reading.differs, ("Not quite the same", "Value", "Why")),
+    ):
+        if lines:
+            parts.append(table(heads, ((line.key, _short(line.value), line.says) for line in lines)))
+    if reading.ignored:
+        parts.append(table(("Ignored", "Why"), _by_reason(reading)))
+    return Group(*parts, Text())
+
+
+def _by_reason(reading: Reading) -> list[tuple[str, str]]:
+    reasons: dict[str, list[str]] = {}
+    for line in reading.ignored:
+        reasons.setdefault(line.says, []).append(line.key)
+    return [(", ".join(keys), reason) for reason, keys in reasons.items()]
+
+
+def _short(value: str) -> str:
+    return value if len(value) <= LONGEST_VALUE else value[: LONGEST_VALUE - 3] + "..."
+
+
+def render_check(checked: Checked, changes: str = "") -> RenderableType:
     """The findings, the gravest first, each with what to do, and the `changes` as a unified diff."""
     title = dialect(checked.document.dialect).title
     head = f"{checked.document.path} ({title})"
