@@ -316,11 +316,11 @@ def test_those_who_were_there_before_are_told_once() -> None:
 def test_unexplained_growth() -> None:
     """On an H200: context at first 621 MiB, 751 to 767 MiB at the end."""
     reserved = 6894 * MIB
-    usual = contamination.unexplained(
-        grown_bytes=reserved + 767 * MIB, reserved_bytes=reserved, first_context_bytes=621 * MIB
+    usual = contamination.unexplained_growth(
+        reserved + 767 * MIB, reserved_bytes=reserved, context_bytes=621 * MIB
     )
-    stranger = contamination.unexplained(
-        grown_bytes=reserved + 2767 * MIB, reserved_bytes=reserved, first_context_bytes=621 * MIB
+    stranger = contamination.unexplained_growth(
+        reserved + 2767 * MIB, reserved_bytes=reserved, context_bytes=621 * MIB
     )
     assert usual is None
     assert stranger is not None

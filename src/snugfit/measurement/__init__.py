@@ -1,1 +1,1 @@
-"""What is seen: experiments in fresh processes, their peaks, and the ledger that keeps them."""
+"""Experiments in fresh processes, their peaks and seconds, and the ledger that keeps them."""

@@ -55,7 +55,7 @@ class ChildResult:
     """Peaks of the CUDA allocator: `requested_bytes.all.peak`, and so on."""
 
     retries: int | None = None
-    """The allocator's `num_alloc_retries`."""
+    """The allocator's counter `num_alloc_retries`."""
 
     host_bytes: int | None = None
     """Largest resident memory of the process."""

@@ -137,12 +137,12 @@ def _foreign_bytes(census: Census, baseline: GpuBaseline) -> str | None:
     return f"during the run {show_mib(excess)} MiB of the device were not this run's"
 
 
-def unexplained(*, grown_bytes: int, reserved_bytes: int, first_context_bytes: int) -> str | None:
+def unexplained_growth(grown_bytes: int, *, reserved_bytes: int, context_bytes: int) -> str | None:
     """What neither allocator nor context explains of the growth of the device's used bytes; None if little.
 
-    For a process alone on its GPU, grown = context at the first tensor + libraries loaded later + reserved.
+    For a process alone on its GPU, grown = context (at the first tensor) + libraries loaded later + reserved.
     """
-    excess = grown_bytes - reserved_bytes - first_context_bytes
+    excess = grown_bytes - reserved_bytes - context_bytes
     if excess <= LIBRARY_BYTES:
         return None
     return (

@@ -1,7 +1,7 @@
-"""The doctor: what is installed here, what is missing and why, and what the GPU's driver says.
+"""Examines the installation: packages, what is missing and why, and the GPUs as the driver reports them.
 
-Everything is found without importing torch, which takes seconds: versions from the packages' metadata,
-torch's CUDA from its version file, GPUs from NVML. `ask_torch=True` imports it and asks it too.
+Nothing imports torch, which takes seconds: versions come from the packages' metadata, torch's CUDA from its
+version file, GPUs from NVML. `ask_torch=True` imports it and asks it too.
 """
 
 from __future__ import annotations
@@ -22,16 +22,13 @@ SCHEMA = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Package:
-    """One package."""
+    """A package that snugfit uses."""
 
     name: str
-    """As it is installed."""
-
     version: str | None
-    """None when it is not there."""
-
+    """None when it is not installed."""
     required: bool
-    """Whether snugfit cannot do without it."""
+    """Whether snugfit needs it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,12 +37,9 @@ class Extra:
 
     name: str
     """As in `pip install "snugfit[name]"`."""
-
     techniques: tuple[str, ...]
-    """Which it brings."""
-
     off: str | None
-    """Why they are off, with the cure; None when they are on."""
+    """Why the techniques are off, with the cure; None when they are on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,73 +47,49 @@ class GpuStatus:
     """One GPU of this machine."""
 
     name: str
-    """As the driver calls it."""
-
     uuid: str
-    """Its own."""
-
     compute_capability: tuple[int, int] | None
-    """CUDA's, where the driver tells."""
-
+    """CUDA's; None where the driver does not report it."""
     total_bytes: int | None
-    """The whole framebuffer."""
-
     used_bytes: int | None
-    """Now, by all processes."""
-
+    """By all processes, now."""
     reserve_bytes: int | None
     """The driver's own; None under drivers that do not show it apart."""
-
     processes: int | None
-    """How many compute on it; None where the driver does not tell."""
-
+    """How many compute on it; None where the driver hides them."""
     fault: str | None = None
-    """What NVML would not tell."""
+    """Why something is missing here."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Doctor:
-    """What was found on this machine."""
+    """The state of this machine."""
 
     snugfit: str
-    """Its version."""
-
+    """The version of snugfit."""
     python: str
-    """Its version."""
-
+    """The version of Python."""
     executable: str
-    """The Python that runs this."""
-
+    """The path of the Python that runs this."""
     platform: str
     """Operating system and machine."""
-
     packages: tuple[Package, ...]
-    """Those that snugfit stands on, then those it can use."""
-
+    """Required ones first, then optional ones."""
     extras: tuple[Extra, ...]
-    """Present, or why off."""
-
     torch_cuda: str | None
     """The CUDA that torch was built with; None for a build without."""
-
     cuda_usable: bool
     """Whether a measurement would run on a GPU."""
-
     cuda_reason: str | None
-    """Why not."""
-
+    """Why it would not."""
     asked_torch: bool
     """Whether torch itself was asked, or only its files and NVML."""
-
     driver: str | None
     """The NVIDIA driver's version."""
-
     nvml: str | None
     """Why NVML does not answer; None when it does."""
-
     gpus: tuple[GpuStatus, ...]
     """All of the machine, in the order of the PCI bus, whatever CUDA_VISIBLE_DEVICES shows."""
-
     visible_devices: str | None
     """CUDA_VISIBLE_DEVICES; None when it is not set."""
 
@@ -131,12 +101,18 @@ class Doctor:
 def examine(
     *, ask_torch: bool = False, library: Any | None = None, environment: Mapping[str, str] = os.environ
 ) -> Doctor:
-    """Examines this machine. Never raises for what is missing: that is what it tells."""
-    driver, silence, gpus = _nvml(library)
+    """Examines this machine. Never raises for what is missing: that is what it reports."""
+    gpus: tuple[GpuStatus, ...] = ()
+    driver = nvml_fault = None
+    try:
+        with open_nvml(library) as nvml:
+            driver, gpus = nvml.driver(), tuple(_status_of(card) for card in nvml.cards())
+    except NvmlUnavailable as refusal:
+        nvml_fault = str(refusal)
     build = torch_cuda()
-    reason = _why_no_cuda(build, silence, gpus, environment)
+    reason = _why_no_cuda(build, nvml_fault, gpus, environment)
     if reason is None and ask_torch:
-        reason = _torch_says()
+        reason = _why_torch_has_no_cuda()
     return Doctor(
         snugfit=__version__,
         python=platform.python_version(),
@@ -151,22 +127,13 @@ def examine(
         cuda_reason=reason,
         asked_torch=ask_torch,
         driver=driver,
-        nvml=silence,
+        nvml=nvml_fault,
         gpus=gpus,
         visible_devices=environment.get(VISIBLE_DEVICES),
     )
 
 
-def _nvml(library: Any | None) -> tuple[str | None, str | None, tuple[GpuStatus, ...]]:
-    """The driver's version, NVML's reason for silence, and the GPUs."""
-    try:
-        with open_nvml(library) as nvml:
-            return nvml.driver(), None, tuple(_found(card) for card in nvml.cards())
-    except NvmlUnavailable as reason:
-        return None, str(reason), ()
-
-
-def _found(card: Card) -> GpuStatus:
+def _status_of(card: Card) -> GpuStatus:
     memory, processes, fault = None, None, None
     try:
         memory = card.memory()
@@ -186,15 +153,15 @@ def _found(card: Card) -> GpuStatus:
 
 
 def _why_no_cuda(
-    build: str | None, silence: str | None, gpus: tuple[GpuStatus, ...], environment: Mapping[str, str]
+    build: str | None, nvml_fault: str | None, gpus: tuple[GpuStatus, ...], environment: Mapping[str, str]
 ) -> str | None:
-    """Why a measurement would not run on a GPU, as far as can be told without torch."""
+    """Why a measurement would not run on a GPU, as far as that shows without torch."""
     if version_of("torch") is None:
         return "torch is not installed"
     if build is None:
         return f"torch {version_of('torch')} is built without CUDA"
-    if silence is not None:
-        return f"no NVIDIA driver answers: {silence}"
+    if nvml_fault is not None:
+        return f"no NVIDIA driver answers: {nvml_fault}"
     if not gpus:
         return "the driver knows no GPU"
     if hides_all(environment):
@@ -202,7 +169,7 @@ def _why_no_cuda(
     return None
 
 
-def _torch_says() -> str | None:
+def _why_torch_has_no_cuda() -> str | None:
     import torch
 
     try:
@@ -213,7 +180,7 @@ def _torch_says() -> str | None:
 
 
 def _extras() -> tuple[Extra, ...]:
-    """By the roster: each extra with the techniques that need it."""
+    """Each extra of the roster with the techniques that need it."""
     from snugfit.techniques.roster import techniques
 
     needing: dict[str, list[Any]] = {}
@@ -223,8 +190,10 @@ def _extras() -> tuple[Extra, ...]:
     return tuple(
         Extra(
             name=name,
-            techniques=tuple(technique.name for technique in found),
-            off=next((reason for technique in found if (reason := technique.missing_package())), None),
+            techniques=tuple(technique.name for technique in techniques_of),
+            off=next(
+                (reason for technique in techniques_of if (reason := technique.missing_package())), None
+            ),
         )
-        for name, found in sorted(needing.items())
+        for name, techniques_of in sorted(needing.items())
     )

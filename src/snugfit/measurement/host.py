@@ -71,7 +71,7 @@ class HostLoad:
     """CPU counters at one moment, in seconds since some beginning."""
 
     wall: float
-    """Of the clock."""
+    """Of the monotonic clock."""
 
     busy: float
     """Of all cores of the machine together."""
@@ -104,10 +104,10 @@ def crowding(first: HostLoad | None, last: HostLoad | None, cores: int) -> str |
         return None
     wall = last.wall - first.wall
     busy, own = (last.busy - first.busy) / wall, (last.own - first.own) / wall
-    others = busy - own
-    if busy < CROWDED_BUSY_SHARE * cores or others < CROWDED_OTHER_SHARE * cores:
+    foreign = busy - own
+    if busy < CROWDED_BUSY_SHARE * cores or foreign < CROWDED_OTHER_SHARE * cores:
         return None
-    return f"other processes used {others:.1f} of the host's {cores} cores, and next to none was idle"
+    return f"other processes used {foreign:.1f} of the host's {cores} cores, and next to none was idle"
 
 
 def _number(pattern: str, path: Path) -> int | None:

@@ -271,7 +271,7 @@ def _contamination(
     grown, reserved, context = _growth(sampler, baseline), result.reserved_bytes, result.first_context_bytes
     if grown is not None and reserved is not None and context is not None:
         reasons.append(
-            contamination.unexplained(grown_bytes=grown, reserved_bytes=reserved, first_context_bytes=context)
+            contamination.unexplained_growth(grown, reserved_bytes=reserved, context_bytes=context)
         )
     if sampler.refusal is not None:
         reasons.append(f"not proven clean: {sampler.refusal}")

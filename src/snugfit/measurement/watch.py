@@ -1,13 +1,13 @@
-"""Watching: what any code of the user's own takes, in the user's own process.
+"""Measures a block of the user's own code, in the user's own process.
 
     with snugfit.watch() as seen:
         trainer.train()
     print(seen)
 
-Unlike `measure`, nothing here is in our hands: the GPU may be shared, the process has a past. So each number
-says whose it is: the allocator's peaks are this process's since the beginning of the block (their counters
-are reset there), NVML's is the device's with everybody on it, and this process's share stands beside it where
-the driver tells. Without a GPU there remain the time and the host's memory, and the reason.
+Unlike in `measure`, the GPU may be shared and the process has run before. So each number says what it covers:
+the allocator's peaks are this process's since the beginning of the block (their counters are reset there),
+NVML's is the device's with all processes on it, and this process's share stands beside it where the driver
+reports it. Without a GPU there remain the time and the host's memory, and the reason.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from snugfit.errors import GpuError
 from snugfit.measurement.host import peak_resident_bytes
@@ -28,14 +28,40 @@ from snugfit.measurement.visible_devices import card_at
 from snugfit.measurement.watch_result import WatchedGpu, WatchResult
 from snugfit.versions import torch_cuda
 
+_ALLOCATOR_PEAKS = ("requested", "allocated", "reserved")
+
+
+class _SampledCard(NamedTuple):
+    """A GPU with the thread that samples it."""
+
+    card: Card
+    sampler: Sampler
+
+    def facts(self) -> dict[str, Any]:
+        """Fields of a `WatchedGpu` that NVML knows."""
+        censuses = self.sampler.censuses.values()
+        shares = [process.bytes for census in censuses for process in census.own if process.bytes]
+        facts: dict[str, Any] = {
+            "name": self.card.name,
+            "uuid": self.card.uuid,
+            "nvml_bytes": self.sampler.peak_bytes,
+            "process_bytes": max(shares, default=None),
+        }
+        try:
+            memory = self.card.memory()
+        except NvmlUnavailable as reason:
+            return facts | {"doubt": str(reason)}
+        return facts | {"total_bytes": memory.total_bytes, "reserve_bytes": memory.reserve_bytes}
+
 
 class Watch:
     """The context manager that `watch` gives; entering it gives the `WatchResult`."""
 
     def __init__(self, samples: int | None, gpus: Sequence[int] | None, library: Any | None = None) -> None:
-        self._seen, self._asked, self._library = WatchResult(samples), gpus, library
+        self._result, self._gpus, self._library = WatchResult(samples), gpus, library
         self._open = ExitStack()
-        self._watched: dict[int, tuple[Card, Sampler] | str] = {}
+        self._watched: dict[int, _SampledCard | str] = {}
+        """By CUDA's index; a text is the reason why a GPU is not sampled."""
         self._retries: dict[int, int] = {}
 
     def __enter__(self) -> WatchResult:
@@ -51,43 +77,43 @@ class Watch:
                 self._cuda.reset_peak_memory_stats(index)
                 self._retries[index] = self._cuda.memory_stats(index).get("num_alloc_retries", 0)
         self._began = time.perf_counter()
-        return self._seen
+        return self._result
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._cuda = self._cuda or _cuda()  # torch may have been imported inside the block
         fault = self._finish_work()
-        self._seen.seconds = time.perf_counter() - self._began
+        self._result.seconds = time.perf_counter() - self._began
         for watched in self._watched.values():
             if not isinstance(watched, str):
-                watched[1].read()
-                watched[1].count()
-        gpus = [self._look(index, fault) for index in self._indices]
+                watched.sampler.read()
+                watched.sampler.count()
+        gpus = [self._result_of(index, fault) for index in self._indices]
         self._open.close()
-        self._seen.gpus = tuple(gpus)
-        self._seen.host_bytes = peak_resident_bytes()
+        self._result.gpus = tuple(gpus)
+        self._result.host_bytes = peak_resident_bytes()
 
     def _choose(self) -> list[int]:
         """The indices to watch; none, with the reason, where there is no GPU and none was asked for."""
-        if self._asked is not None:
-            indices = list(self._asked)
+        if self._gpus is not None:
+            indices = list(self._gpus)
             if not indices or any(type(index) is not int or index < 0 for index in indices):
-                raise GpuError(f"gpus is {self._asked!r}; it is a list of CUDA's indices, such as [0, 1].")
+                raise GpuError(f"gpus is {self._gpus!r}; it is a list of CUDA's indices, such as [0, 1].")
             if self._in_use() and max(indices) >= self._cuda.device_count():
                 raise GpuError(
                     f"gpus is {indices}; this process sees {self._cuda.device_count()} GPUs, from 0."
                 )
             return list(dict.fromkeys(indices))
         if torch_cuda() is None:
-            self._seen.without_gpu = "the installed torch is built without CUDA"
+            self._result.without_gpu = "the installed torch is built without CUDA"
             return []
         if self._cuda is not None and self._cuda.is_initialized():
             return [self._cuda.current_device()]
         return [0]
 
     def _open_cards(self, opened: ExitStack) -> None:
-        """Starts a sampler for each watched GPU; where one cannot be found the reason is kept."""
+        """Starts a sampler for each watched GPU; where a card is not found the reason is kept."""
         try:
             nvml = opened.enter_context(open_nvml(self._library))
         except NvmlUnavailable as reason:
@@ -97,18 +123,19 @@ class Watch:
             try:
                 card = self._card(nvml, index)
                 sampler = opened.enter_context(Sampler(card, belongs=lambda pid: pid == os.getpid()))
-                self._watched[index] = (card, sampler)
+                self._watched[index] = _SampledCard(card, sampler)
             except (NvmlUnavailable, GpuError) as reason:
-                if self._asked is not None and isinstance(reason, GpuError):
+                if self._gpus is not None and isinstance(reason, GpuError):
                     raise
                 self._watched[index] = str(reason)
-        if self._asked is None and not self._in_use() and isinstance(self._watched[self._indices[0]], str):
+        if self._gpus is None and not self._in_use() and isinstance(self._watched[self._indices[0]], str):
             self._refuse(str(self._watched[self._indices[0]]))
 
     def _refuse(self, reason: str) -> None:
-        """No NVML. GPUs that were asked for, or are in use, are still watched by torch's own counters."""
-        if self._asked is None and not self._in_use():
-            self._seen.without_gpu, self._indices, self._watched = reason, [], {}
+        """Keeps the reason why there is no NVML. GPUs that were asked for, or are in use, are still watched
+        by torch's own counters."""
+        if self._gpus is None and not self._in_use():
+            self._result.without_gpu, self._indices, self._watched = reason, [], {}
         else:
             self._watched = dict.fromkeys(self._indices, reason)
 
@@ -116,7 +143,7 @@ class Watch:
         return self._cuda is not None and bool(self._cuda.is_initialized())
 
     def _card(self, nvml: Nvml, index: int) -> Card:
-        """The card by the UUID that torch tells, when CUDA runs already; else by CUDA_VISIBLE_DEVICES."""
+        """The card by torch's UUID, when CUDA runs already; else by CUDA_VISIBLE_DEVICES."""
         if self._in_use():
             uuid = str(getattr(self._cuda.get_device_properties(index), "uuid", ""))
             for prefix in ("", "GPU-", "MIG-"):
@@ -125,7 +152,7 @@ class Watch:
         return card_at(nvml, os.environ, index)
 
     def _finish_work(self) -> str | None:
-        """Waits for the watched GPUs; what a broken context answers is kept as a doubt."""
+        """Waits for the watched GPUs; the error of a broken context is returned as text."""
         if not self._in_use():
             return None
         try:
@@ -135,40 +162,20 @@ class Watch:
             return f"CUDA failed inside the block: {str(fault).splitlines()[0]}"
         return None
 
-    def _look(self, index: int, fault: str | None) -> WatchedGpu:
+    def _result_of(self, index: int, fault: str | None) -> WatchedGpu:
         """Everything that is known about one GPU at the end of the block."""
         facts: dict[str, Any] = {"doubt": fault}
         watched = self._watched.get(index)
-        if isinstance(watched, tuple):
-            facts |= _device_facts(*watched)
-        elif watched is not None:
+        if isinstance(watched, str):
             facts["doubt"] = fault or watched
+        elif watched is not None:
+            facts |= watched.facts()
         if self._in_use() and fault is None:
             stats = self._cuda.memory_stats(index)
             facts |= {f"{name}_bytes": stats.get(f"{name}_bytes.all.peak", 0) for name in _ALLOCATOR_PEAKS}
             facts["retries"] = stats.get("num_alloc_retries", 0) - self._retries.get(index, 0)
             facts.setdefault("name", self._cuda.get_device_name(index))
         return WatchedGpu(index=index, **facts)
-
-
-_ALLOCATOR_PEAKS = ("requested", "allocated", "reserved")
-
-
-def _device_facts(card: Card, sampler: Sampler) -> dict[str, Any]:
-    shares = [
-        process.bytes for census in sampler.censuses.values() for process in census.own if process.bytes
-    ]
-    facts: dict[str, Any] = {
-        "name": card.name,
-        "uuid": card.uuid,
-        "nvml_bytes": sampler.peak_bytes,
-        "process_bytes": max(shares, default=None),
-    }
-    try:
-        memory = card.memory()
-    except NvmlUnavailable as reason:
-        return facts | {"doubt": str(reason)}
-    return facts | {"total_bytes": memory.total_bytes, "reserve_bytes": memory.reserve_bytes}
 
 
 def _cuda() -> Any:

@@ -1,4 +1,4 @@
-"""What a watched block took, as a value that prints itself in a terminal and in a notebook."""
+"""The result of a watched block: a value that prints itself in a terminal and in a notebook."""
 
 from __future__ import annotations
 
@@ -15,47 +15,33 @@ SCHEMA = 1
 
 @dataclass(frozen=True, kw_only=True)
 class WatchedGpu:
-    """What was seen of one GPU; None is what could not be."""
+    """One GPU during the block; None is what could not be measured."""
 
     index: int
     """As CUDA counts in this process."""
-
     name: str | None = None
-    """As the driver calls it."""
-
     uuid: str | None = None
-    """By which NVML was asked."""
-
     requested_bytes: int | None = None
-    """Peak of what this process's tensors asked for."""
-
+    """Peak of what this process's tensors asked the allocator for."""
     allocated_bytes: int | None = None
-    """Peak of what they were handed."""
-
+    """Peak of what the allocator gave them."""
     reserved_bytes: int | None = None
     """Peak of what the allocator took from the device."""
-
     retries: int | None = None
-    """How often the allocator gave its cache back to go on."""
-
+    """How often the allocator released its cache to go on."""
     nvml_bytes: int | None = None
-    """Peak of what everybody used on the device, the driver's reserve apart where NVML tells it."""
-
+    """Peak of what all processes used on the device, without the driver's reserve where NVML shows it."""
     process_bytes: int | None = None
-    """Of that, this process's share, where the driver tells it."""
-
+    """Of that, this process's share, where the driver reports it."""
     reserve_bytes: int | None = None
-    """The driver's own reserve."""
-
+    """Held by the driver itself."""
     total_bytes: int | None = None
-    """The whole framebuffer."""
-
     doubt: str | None = None
     """Why something is missing."""
 
 
 class WatchResult:
-    """What a watched block took. Filled when the block ends; `samples` may be set inside or after it."""
+    """What a watched block took; filled when the block ends. `samples` may be set inside or after it."""
 
     def __init__(self, samples: int | None = None) -> None:
         self.samples = samples
@@ -64,18 +50,17 @@ class WatchResult:
         self.host_bytes: int | None = None
         """Largest resident memory of this process, its past included: the kernel's counter starts there."""
         self.gpus: tuple[WatchedGpu, ...] = ()
-        """The watched GPUs."""
         self.without_gpu: str | None = None
         """Why no GPU was watched."""
 
     @property
     def samples(self) -> int | None:
-        """Samples processed in the block."""
+        """How many samples the block processed; None when that was not said."""
         return self._samples
 
     @samples.setter
     def samples(self, count: int | None) -> None:
-        """Refuses what is no count."""
+        """Raises `UsageError` for what is no count."""
         if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
             raise UsageError(f"samples is {count!r}; it is a whole number above 0, or None.")
         self._samples = count
@@ -86,7 +71,7 @@ class WatchResult:
         return self.samples / self.seconds if self.samples and self.seconds else None
 
     def lines(self) -> Iterator[tuple[str, str]]:
-        """What was seen as pairs of a name and a value."""
+        """The result as pairs of a name and a value."""
         if self.seconds is None:
             yield "watching", "the block has not ended yet"
             return
@@ -115,7 +100,7 @@ class WatchResult:
         return f"<table>{rows}</table>"
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object."""
+        """The result as a JSON object."""
         return {
             "schema": SCHEMA,
             "what": "seen",

@@ -1,4 +1,4 @@
-"""The measurement: a footprint and a timing that were seen, and how the run ended."""
+"""A measurement: the footprint and the timing of one experiment, and how its process ended."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from snugfit.techniques.recipe import Recipe
 SCHEMA = 1
 
 HIGH_DISTURBANCE = 0.2
-"""Share of looks at a core. A choice."""
+"""Share of disturbed checks of a core from which a measurement says so. A choice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,19 +22,19 @@ class Device:
     """The device a measurement ran on, as it names itself."""
 
     type: str
-    """`cuda` or `cpu`."""
+    """`cuda` or `cpu`, as torch calls it."""
     name: str
     uuid: str | None = None
     driver: str | None = None
     total_bytes: int | None = None
-    """NVML's total."""
+    """By NVML, or by torch where NVML does not answer."""
     reserve_bytes: int | None = None
-    """The driver's own reserve, which no process can use."""
+    """Held by the driver itself; no process can use it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """What one experiment took, in a process of its own."""
+    """The result of one experiment in a process of its own."""
 
     job: Job
     recipe: Recipe
@@ -62,7 +62,7 @@ class Measurement:
     """What other processes took of the host's cores while steps were timed, when none was left: the seconds
     are then too long, however stable they look."""
     disturbed: float | None = None
-    """Share of looks at the core that asks the GPU for its work that found it disturbed by somebody else
+    """Share of the checks in which somebody else disturbed the core that launches kernels
     (`measurement/quiet_core.py`); None on a CPU."""
     message: str = ""
     """For a run that died: the last lines it wrote."""
