@@ -19,6 +19,7 @@ from transformers import BertConfig
 
 from snugfit.cli.main import run
 from snugfit.errors import JobError, ModelError, RecipeError, RehearsalError, SnugfitError
+from snugfit.job import build
 from snugfit.job.batch import synthetic
 from snugfit.job.config import check_facts
 from snugfit.job.job import Job, Task
@@ -185,7 +186,7 @@ def test_lora_without_known_targets_is_refused_before_anything_is_built(
 ) -> None:
     task = "image-classification" if facts["model_type"] == "vit" else "masked-lm"
     job = job_of(facts, task)
-    monkeypatch.setattr(Model, "build", None)
+    monkeypatch.setattr(build, "instantiate", None)
     with pytest.raises(RecipeError, match=r"no default targets for (modernbert|vit).*targets=all-linear"):
         Recipe.parse("lora").check(job)
     Recipe.parse("lora(targets=all-linear)").check(job)

@@ -33,7 +33,7 @@ def test_pieces_of_a_step_take_as_long_as_the_step(recipe: str, pieces: int) -> 
     job, setup = small_job("bert", 2, batch_size=4), Recipe.parse(recipe).setup()
     passes = rehearse_sizes(job, setup, CudaPolicy(), [1], whole=False)
     update = update_of(rehearse_update(job, setup, CudaPolicy(), passes.gradients))
-    works = [passes.cut[1].first, *[passes.cut[1].further] * (pieces - 1), update.work]
+    works = [passes.by_samples[1].first, *[passes.by_samples[1].further] * (pieces - 1), update.work]
     clock = GpuClocks(GPUS)
     told = seconds_of(clock, works)
     assert told == pytest.approx(seconds_of(clock.__call__, works), rel=1e-12)

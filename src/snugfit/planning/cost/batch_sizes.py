@@ -1,14 +1,14 @@
-"""Passes of several micro-batch sizes in one rehearsal: what a planner compares before it rehearses whole.
+"""Passes of several micro-batch sizes in one rehearsal: what a planner compares before it simulates in full.
 
 One model is built, and two steps run through it: one of the whole batch in one piece, and one whose
 micro-batches are each of another size. What is made once (workspaces, a gradient scaler) is made by the very
 first of them, and counts as if it had always been there. The whole batch finds no gradients; every later
 micro-batch adds its own to those that stand, as all but the first of a step do. So one micro-batch of each
-size is enough, and three figures are kept of it: how far the live bytes rise, what stands when it has passed,
+size is enough, and three figures are kept of it: how far the live bytes rise, how many are left at its end,
 and its kernels. The kernels of a step's first micro-batch are the same without the additions, and which those
 are shows beside the whole batch; where that is not asked for, or one size is, the smallest runs twice.
 
-An update, rehearsed alone (`splice.py`), gives the same three figures. Together they tell the live bytes at
+An update, recorded alone (`splice.py`), gives the same three figures. Together they tell the live bytes at
 the worst moment of a steady step: a sum and a maximum, with nothing left out but the first step, in which
 less is alive. So it is never more than the truth.
 """
@@ -22,7 +22,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from snugfit.rehearsal.rehearse import record_step
 from snugfit.rehearsal.splice import NOTHING, Part, kept_workspaces, split_update
@@ -46,13 +46,13 @@ ADDITIONS = ("aten::add", "aten::add_")
 """By which autograd adds to a gradient that stands."""
 
 
-class Round(NamedTuple):
+class PassProfile(NamedTuple):
     """The passes of one step, all micro-batches of one size."""
 
-    rises: Mapping[str, int]
-    """Most live bytes, above those between steps, at the births in each phase and module; layers of one stack
-    count as one module."""
-    left: int
+    peak_increase: Mapping[str, int]
+    """Most live bytes, above those between steps, at the allocations in each phase and module; layers of one
+    stack count as one module."""
+    residual_bytes: int
     """Live bytes when the update begins, above those between steps."""
     first: Work
     """Of its first micro-batch."""
@@ -61,14 +61,14 @@ class Round(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Passes:
-    """Rounds of passes on one model."""
+class PassProfiles:
+    """Passes of several sizes on one model."""
 
-    whole: Round | None
+    whole: PassProfile | None
     """Of the whole batch in one piece, when that was asked for."""
-    cut: Mapping[int, Round]
+    by_samples: Mapping[int, PassProfile]
     """By the samples of a micro-batch, of those that are smaller."""
-    standing: int
+    baseline_bytes: int
     """Live bytes between steps: weights, and what is made once."""
     gradients: tuple[int, ...]
     """Which of the parameters that train have a gradient, by number."""
@@ -76,57 +76,59 @@ class Passes:
     """Which attention kernels were chosen."""
 
 
-class Update(NamedTuple):
+class UpdateProfile(NamedTuple):
     """The update of a steady step."""
 
-    rise: int
+    peak_increase: int
     """Most live bytes, above those when it begins."""
-    states: int
+    state_bytes: int
     """Live bytes that it keeps from step to step."""
     work: Work
-    """What the device does."""
 
 
-def rehearse_sizes(job: Job, setup: Setup, policy: Policy, sizes: Iterable[int], *, whole: bool) -> Passes:
+def rehearse_sizes(
+    job: Job, setup: Setup, policy: Policy, sizes: Iterable[int], *, whole: bool
+) -> PassProfiles:
     """The passes of this job with micro-batches of each of these sizes, and with `whole` in one piece, under
     everything in this Setup but its optimizer."""
     import torch
 
     job = replace(job, clip=None, decay_groups=False)
-    step = _Rounds(job, replace(setup, micro_batches=1, optimizer=NOTHING), torch.device("meta"))
+    step = _StepsOfSizes(job, replace(setup, micro_batches=1, optimizer=NOTHING), torch.device("meta"))
     sizes = sorted(set(sizes))
-    step.rounds = [[job.batch_size]] if whole else []
+    step.sizes = [[job.batch_size]] if whole else []
     step.gradients_stand = whole and len(sizes) > 1
-    step.rounds += [sizes if step.gradients_stand else [sizes[0], *sizes]] if sizes else []
+    step.sizes += [sizes if step.gradients_stand else [sizes[0], *sizes]] if sizes else []
     recording = record_step(step, policy, 1)
     optimizer: Any = step.optimizer
     profiles = list(profile_micro_batches(recording))
-    standing = profiles[-1].live_after
+    baseline = profiles[-1].live_after
     passes = [profile for profile in profiles if profile.number]  # the others are updates
     before, further = passes[: -len(sizes) or None], passes[len(passes) - len(sizes) :]
     first = before[0]
     added = _additions(before[-1].work, [profile.work for profile in further]) if sizes else Counter()
-    return Passes(
-        whole=_round(first, first.work, Work(), standing) if whole else None,
-        cut={
-            size: _round(profile, _without(profile.work, added), profile.work, standing)
+    return PassProfiles(
+        whole=_pass_profile(first, first.work, Work(), baseline) if whole else None,
+        by_samples={
+            size: _pass_profile(profile, _without(profile.work, added), profile.work, baseline)
             for size, profile in zip(sizes, further, strict=True)
         },
-        standing=standing,
+        baseline_bytes=baseline,
         gradients=optimizer.gradients,
         attention=recording.trace.attention,
     )
 
 
-class _Rounds(PlainStep):
+class _StepsOfSizes(PlainStep):
     """The plain loop without an update, each micro-batch of a size of its own."""
 
-    rounds: Sequence[Sequence[int]] = ()
+    sizes: Sequence[Sequence[int]] = ()
+    """Of each step, the samples of its micro-batches."""
     gradients_stand = False
-    """Whether a round adds to the gradients of the one before."""
+    """Whether a step adds to the gradients of the one before."""
 
     def run(self, steps: int, observer: Observer) -> list[float]:
-        """Builds, and runs a step for each round; all are told as the first, and there is no loss."""
+        """Builds, and runs its steps, each of which is announced as the first; there is no loss."""
         import torch
 
         with matmul_precision(self.setup.matmul):
@@ -135,68 +137,78 @@ class _Rounds(PlainStep):
             optimizer = build_optimizer(self.job, self.setup, model)
             scaler = torch.amp.GradScaler(self.device.type) if self.setup.scale_gradients else None
             observer.built(model, optimizer)
-            for sizes in self.rounds:
-                pieces = [self._piece(samples) for samples in sizes]
+            for sizes in self.sizes:
+                batch = [self._micro_batch(samples) for samples in sizes]
                 observer.step_begins(0)
-                self._accumulate(Built(model, optimizer, scaler, iter([pieces]), observer))
+                self._accumulate(Built(model, optimizer, scaler, iter([batch]), observer))
                 observer.phase("update")
                 optimizer.step()
-                if not self.gradients_stand or sizes is self.rounds[-1]:
+                if not self.gradients_stand or sizes is self.sizes[-1]:
                     optimizer.zero_grad(set_to_none=True)
                 observer.step_ends(0)
         self.model, self.optimizer = model, optimizer
         return []
 
-    def _piece(self, samples: int) -> dict[str, Any]:
+    def _micro_batch(self, samples: int) -> dict[str, Any]:
         job = replace(self.job, batch_size=samples)
         with contextlib.closing(micro_batches(job, self.setup, self.device)) as batches:
             return next(batches)[0]
 
 
-def _round(profile: MicroBatchProfile, first: Work, further: Work, standing: int) -> Round:
-    rises = {where: level - standing for where, level in profile.peaks.items()}
-    return Round(rises, profile.live_after - standing, first, further)
+def _pass_profile(profile: MicroBatchProfile, first: Work, further: Work, baseline: int) -> PassProfile:
+    increase = {where: peak - baseline for where, peak in profile.peaks.items()}
+    return PassProfile(increase, profile.live_after - baseline, first, further)
 
 
-def _additions(first: Work, further: Sequence[Work]) -> Counter[Any]:
+class _KernelKey(NamedTuple):
+    """What tells an addition to a gradient from other kernels, however large the micro-batch is."""
+
+    operator: str
+    module: str
+    phase: str
+    shapes: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, kernel: Kernel) -> Self:
+        return cls(kernel.operator, kernel.module, kernel.phase, kernel.shapes)
+
+    @property
+    def may_add_to_gradient(self) -> bool:
+        """Whether it adds two tensors of one shape in backward."""
+        return self.operator in ADDITIONS and self.phase == "backward" and len(set(self.shapes)) == 1
+
+
+def _additions(first: Work, further: Sequence[Work]) -> Counter[_KernelKey]:
     """What all further micro-batches run and a first one, perhaps of another size, does not: the additions to
-    gradients that stand, two tensors of one shape in backward."""
-    known = Counter(map(_what, first.kernels))
-    more = [Counter(map(_what, work.kernels)) - known for work in further]
+    gradients that stand."""
+    known = Counter(map(_KernelKey.of, first.kernels))
+    more = [Counter(map(_KernelKey.of, work.kernels)) - known for work in further]
     common = functools.reduce(operator.and_, more)
-    return Counter({what: count for what, count in common.items() if _adds(*what)})
+    return Counter({key: count for key, count in common.items() if key.may_add_to_gradient})
 
 
-def _adds(name: str, module: str, phase: str, shapes: Sequence[tuple[int, ...]]) -> bool:
-    return name in ADDITIONS and phase == "backward" and len(set(shapes)) == 1
-
-
-def _without(work: Work, added: Counter[Any]) -> Work:
+def _without(work: Work, additions: Counter[_KernelKey]) -> Work:
     """The first micro-batch's work: where nothing stands yet, autograd takes a gradient by a view and adds
     nothing. That view, and those before the addition, count for the kernel that comes next."""
-    left = added.copy()
-    kept: list[Kernel] = []
+    left_out = additions.copy()
+    kernels: list[Kernel] = []
     waits: list[int] = []
     before = deque(work.waits)
     views = 0
-    for place, kernel in enumerate(work.kernels):
-        while before and before[0] <= place:
-            waits.append(len(kept))
+    for at, kernel in enumerate(work.kernels):
+        while before and before[0] <= at:
+            waits.append(len(kernels))
             before.popleft()
-        if left[what := _what(kernel)] > 0:
-            left[what] -= 1
+        if left_out[key := _KernelKey.of(kernel)] > 0:
+            left_out[key] -= 1
             views += kernel.views + 1
         else:
-            kept.append(kernel._replace(views=kernel.views + views) if views else kernel)
+            kernels.append(kernel._replace(views=kernel.views + views) if views else kernel)
             views = 0
-    return Work(tuple(kept), (*waits, *(len(kept) for _ in before)))
+    return Work(tuple(kernels), (*waits, *(len(kernels) for _ in before)))
 
 
-def _what(kernel: Kernel) -> Any:
-    return kernel.operator, kernel.module, kernel.phase, kernel.shapes
-
-
-def update_of(part: Part) -> Update:
+def update_of(part: Part) -> UpdateProfile:
     """The figures of an update that was recorded alone. Whatever goes before it belongs to the passes, but
     for the gradients, which are dropped here."""
     (made_before, makes), (_, steady) = map(split_update, split_steps(part.trace.moves).steps)
@@ -204,7 +216,7 @@ def update_of(part: Part) -> Update:
     gradients = sum(alloc.nbytes for alloc in allocs if alloc.kind == Kind.GRADIENTS)
     workspaces = sum(alloc.nbytes for alloc in kept_workspaces(makes))  # passes may have taken them already
     states = sum(map(_change, makes)) + gradients - workspaces
-    return Update(max(accumulate(map(_change, steady)), default=0), states, _work(steady))
+    return UpdateProfile(max(accumulate(map(_change, steady)), default=0), states, _work(steady))
 
 
 def _work(moves: Sequence[Move]) -> Work:

@@ -17,7 +17,13 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from snugfit.planning.cost.batch_sizes import Passes, Round, Update, rehearse_sizes, update_of
+from snugfit.planning.cost.batch_sizes import (
+    PassProfile,
+    PassProfiles,
+    UpdateProfile,
+    rehearse_sizes,
+    update_of,
+)
 from snugfit.planning.cost.queue import Stretch, joined, lined, side_by_side
 from snugfit.planning.cost.same_trace import kernels_under
 from snugfit.planning.cost.shallow import Shallow, Shallows, along
@@ -60,7 +66,7 @@ class Least:
 
     def __init__(self, shallows: Shallows, policy: CudaPolicy, clock: Clock, opening: Opening) -> None:
         self.shallows, self.policy, self.clock, self.opening = shallows, policy, clock, opening
-        self._updates: dict[Hashable, Update] = {}
+        self._updates: dict[Hashable, UpdateProfile] = {}
         self._gradients: dict[Hashable, tuple[int, ...]] = {}
         self._lined: dict[Hashable, list[Stretch] | None] = {}
 
@@ -85,7 +91,7 @@ class Least:
         """The depths on which such a step is rehearsed."""
         return Lines(self.shallows.of(setup), self.shallows.layers(setup))
 
-    def update(self, setup: Setup, shallow: Shallow, passes: Passes | None = None) -> Update:
+    def update(self, setup: Setup, shallow: Shallow, passes: PassProfiles | None = None) -> UpdateProfile:
         """This Setup's update at this depth, at which these passes were rehearsed, if any were."""
         gradients = passes.gradients if passes else self._with_gradients(setup, shallow)
         key = (update_key(setup), shallow.layers, gradients)
@@ -136,22 +142,22 @@ class _Passes:
     def live(self, setup: Setup) -> int:
         """Live bytes at the worst moment of a step."""
         updates = [self.least.update(setup, each) for each in self.updates.depths]
-        after = self.lines.along([once.left for once in self._rounds(setup)])
-        after += self.updates.along([update.rise for update in updates])
-        standing = self.lines.along([passes.standing for passes in self.seen])
-        states = self.updates.along([update.states for update in updates])
+        after = self.lines.along([once.residual_bytes for once in self._rounds(setup)])
+        after += self.updates.along([update.peak_increase for update in updates])
+        standing = self.lines.along([passes.baseline_bytes for passes in self.seen])
+        states = self.updates.along([update.state_bytes for update in updates])
         return int(standing + states + max(self._rise(setup), after))
 
-    def _rounds(self, setup: Setup) -> list[Round]:
+    def _rounds(self, setup: Setup) -> list[PassProfile]:
         """Of each depth, the passes of such a step."""
         samples, pieces = self.batch_size // setup.micro_batches, setup.micro_batches
-        found = [passes.cut[samples] if pieces > 1 else passes.whole for passes in self.seen]
+        found = [passes.by_samples[samples] if pieces > 1 else passes.whole for passes in self.seen]
         return [once for once in found if once is not None]
 
     def _rise(self, setup: Setup) -> float:
         """How far the live bytes rise at least in such passes: the largest of all modules' lines."""
         if setup.micro_batches not in self._rises:
-            rises = [once.rises for once in self._rounds(setup)]
+            rises = [once.peak_increase for once in self._rounds(setup)]
             common = set(rises[0]).intersection(*rises)
             largest = max(self.lines.along([each[where] for each in rises]) for where in common)
             self._rises[setup.micro_batches] = largest
