@@ -1,8 +1,8 @@
-"""Words that people bring from other libraries: what to write here instead.
+"""Words of other libraries: what to write here instead.
 
-One table, `foreign_names.json`, for both places where such a word turns up: as a key of a job file (the
-command line reads `keys` and `same`) and as a word of a recipe (`advice`). A word for a technique that
-snugfit has stands in that technique's `elsewhere`, not here.
+One table, `foreign_names.json`, for both uses of such a word: as a key of a job file (the command line reads
+`keys` and `same`) and as a word of a recipe (`advice`). A word for a technique that snugfit has stands in
+that technique's `elsewhere`, not here.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ from dataclasses import dataclass, fields
 from functools import cache
 from importlib.resources import files
 
+from snugfit.job.job import Job
+
 
 @dataclass(frozen=True, kw_only=True)
 class ForeignNames:
-    """The table."""
+    """The table of other libraries' names, as `foreign_names.json` has it."""
 
     about: str
-    """Where the names are from."""
+    """Where the names come from."""
 
     same: dict[str, str]
     """Keys that mean the same as one of ours."""
@@ -32,15 +34,13 @@ class ForeignNames:
 
 @cache
 def foreign_names() -> ForeignNames:
-    """The table, read once."""
+    """The table, read once a process."""
     text = files("snugfit.techniques").joinpath("foreign_names.json").read_text(encoding="utf-8")
     return ForeignNames(**json.loads(text))
 
 
 def advice(word: str) -> str | None:
-    """What to tell someone who wrote `word` in a recipe; None when the word is not known either."""
-    from snugfit.job.job import Job
-
+    """What to write instead of `word` in a recipe; None when no library is known to call anything so."""
     names = foreign_names()
     if word.lower() in names.techniques:
         return names.techniques[word.lower()]

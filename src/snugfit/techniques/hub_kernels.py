@@ -3,8 +3,7 @@
 bitsandbytes 0.50 does so on CPUs with AVX512-BF16 when the package `kernels` is installed (for 4-bit
 products, which snugfit does not use), and logs a warning when it is not; peft imports bitsandbytes, and
 accelerate and the HF Trainer import peft.
-Predicting runs no foreign code and opens no socket, so for the time of such an import `kernels` is not to be
-found.
+Predicting runs no code from the hub and opens no socket, so during such an import `kernels` cannot be found.
 """
 
 from __future__ import annotations

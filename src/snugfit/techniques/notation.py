@@ -1,7 +1,7 @@
 """The recipe's notation, from text to words: `name`, `name(4)`, `name(8, targets=q_proj|v_proj)`.
 
-This file knows the grammar; what a name means it asks the roster. Every word remembers where it stood, so
-that an error can show the whole text with the word marked:
+This file knows the grammar and asks the roster what a name means. Every word remembers its position, so that
+an error can show the whole text with the word marked:
 
     bf16 + adamw_8bits
            ^^^^^^^^^^^
@@ -28,51 +28,51 @@ _WORD = re.compile(r"\s*(?P<name>[^\s()=,+|]+)\s*(\((?P<settings>[^()]*)\)\s*)?"
 
 @dataclass(frozen=True, kw_only=True)
 class Word:
-    """One technique as it was written, and where."""
+    """One technique as it is written in a recipe, and where it stands."""
 
     text: str
-    """The whole recipe."""
+    """The text of the whole recipe."""
 
     start: int
-    """Where the word begins in it."""
+    """The index in `text` at which the word begins."""
 
     end: int
-    """Where it ends, its parentheses included."""
+    """The index at which it ends, after its parentheses."""
 
     name: str
-    """The technique's name."""
+    """The technique's name, before the parentheses."""
 
     settings: str
-    """What stood in the parentheses."""
+    """The text in the parentheses."""
 
     settings_start: int
-    """Where that began."""
+    """The index in `text` at which that begins."""
 
     def refuse(self, message: str) -> NoReturn:
         """Raises `RecipeError` with the text, this word marked."""
-        raise marked(self.text, self.start, self.end, message)
+        raise error_at(self.text, self.start, self.end, message)
 
     def technique(self) -> Technique:
         """The technique that the word means, with its settings."""
         try:
-            found = roster.find(self.name)
+            kind = roster.find(self.name)
         except RecipeError as error:
-            raise marked(self.text, self.start, self.start + len(self.name), str(error)) from None
-        given = self._given(found)
-        required = [declared.name for declared in fields(found) if declared.default is MISSING]
-        if lacking := [name for name in required if name not in given]:
-            self.refuse(f"{found.name} needs {lacking[0]}: {found.name}({lacking[0]}=...).")
+            raise error_at(self.text, self.start, self.start + len(self.name), str(error)) from None
+        given = self._settings(kind)
+        required = [declared.name for declared in fields(kind) if declared.default is MISSING]
+        if missing := [name for name in required if name not in given]:
+            self.refuse(f"{kind.name} needs {missing[0]}: {kind.name}({missing[0]}=...).")
         try:
-            return found(**given)
+            return kind(**given)
         except RecipeError as error:
             self.refuse(str(error))
 
-    def _given(self, technique: type[Technique]) -> dict[str, Any]:
+    def _settings(self, technique: type[Technique]) -> dict[str, Any]:
         """The settings as written, by name, typed by the technique's fields."""
         kinds = setting_types(technique)
         given: dict[str, Any] = {}
         by_name = False
-        for index, (start, piece) in enumerate(self._pieces()):
+        for index, (start, piece) in enumerate(self._setting_texts()):
             try:
                 if not piece:
                     raise RecipeError(f"{technique.name}: a setting belongs between the commas.")
@@ -81,20 +81,20 @@ class Word:
                     raise RecipeError(f"{technique.name}: {name} is given twice.")
                 given[name] = _read(technique, name, kinds[name], value)
             except RecipeError as error:
-                raise marked(self.text, start, start + len(piece), str(error)) from None
+                raise error_at(self.text, start, start + len(piece), str(error)) from None
             by_name = by_name or "=" in piece
         return given
 
-    def _pieces(self) -> Iterator[tuple[int, str]]:
-        """What stands between the commas, stripped, each with its place in the recipe."""
+    def _setting_texts(self) -> Iterator[tuple[int, str]]:
+        """The texts between the commas, stripped, each with the index in the recipe at which it begins."""
         position = self.settings_start
         for piece in self.settings.split(",") if self.settings.strip() else []:
             yield position + len(piece) - len(piece.lstrip()), piece.strip()
             position += len(piece) + 1
 
 
-def marked(text: str, start: int, end: int, message: str) -> RecipeError:
-    """The error that shows the whole text, what failed in it, and why."""
+def error_at(text: str, start: int, end: int, message: str) -> RecipeError:
+    """The error that shows the whole text, marks it from `start` to `end`, and says why."""
     shown = "".join(char if char.isprintable() else " " for char in text)
     return RecipeError(f"{shown}\n{' ' * start}{'^' * max(end - start, 1)}\n{message}")
 
@@ -103,50 +103,52 @@ def parse(text: str) -> list[Word]:
     """The words of a recipe, in the order written. Raises `RecipeError` where the text is no recipe."""
     if len(text) > LONGEST:
         raise RecipeError(f"A recipe has at most {LONGEST:,} characters; this one has {len(text):,}.")
-    _balanced(text)
+    _refuse_unbalanced(text)
     words = []
     position = 0
     while True:
-        found = _WORD.match(text, position)
-        if not found:
-            raise marked(text, *_around(text, position), "A technique's name belongs here.")
-        start, end = found.start("name"), found.start() + len(found[0].rstrip())
+        match = _WORD.match(text, position)
+        if not match:
+            raise error_at(text, *_around(text, position), "A technique's name belongs here.")
+        start, end = match.start("name"), match.start() + len(match[0].rstrip())
         words.append(
             Word(
                 text=text,
                 start=start,
                 end=end,
-                name=found["name"],
-                settings=found["settings"] or "",
-                settings_start=max(found.start("settings"), start),
+                name=match["name"],
+                settings=match["settings"] or "",
+                settings_start=max(match.start("settings"), start),
             )
         )
-        position = found.end()
+        position = match.end()
         if position == len(text):
             return words
         if text[position] != "+":
-            raise marked(text, *_around(text, position), "Techniques are joined by '+': bf16 + every_layer.")
+            raise error_at(
+                text, *_around(text, position), "Techniques are joined by '+': bf16 + every_layer."
+            )
         position += 1
 
 
-def _balanced(text: str) -> None:
+def _refuse_unbalanced(text: str) -> None:
     """Raises `RecipeError` at the first parenthesis without a partner, or inside another pair."""
     opened: int | None = None
     for position, char in enumerate(text):
         if char == "(":
             if opened is not None:
-                raise marked(text, position, position + 1, "Parentheses hold settings and no parentheses.")
+                raise error_at(text, position, position + 1, "Parentheses hold settings and no parentheses.")
             opened = position
         elif char == ")":
             if opened is None:
-                raise marked(text, position, position + 1, "This parenthesis was never opened.")
+                raise error_at(text, position, position + 1, "This parenthesis was never opened.")
             opened = None
     if opened is not None:
-        raise marked(text, opened, opened + 1, "This parenthesis is never closed.")
+        raise error_at(text, opened, opened + 1, "This parenthesis is never closed.")
 
 
 def _around(text: str, position: int) -> tuple[int, int]:
-    """From `position` to the end of what stands there, for the marker."""
+    """Start and end of the word at `position`, for the marker."""
     rest = re.match(r"\s*[^\s+]*", text[position:])
     length = len(rest[0]) if rest else 0
     blank = len(text[position : position + length]) - len(text[position : position + length].lstrip())

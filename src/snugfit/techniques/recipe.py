@@ -68,7 +68,7 @@ class Recipe:
         return " + ".join(named) or PLAIN
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Travels between processes as its text: a technique's class has its name from the roster."""
+        """Pickled as its text: a technique's class gets its name from the roster."""
         return type(self).parse, (str(self),)
 
     def __iter__(self) -> Iterator[Technique]:
@@ -93,10 +93,10 @@ class Recipe:
     def check(
         self, job: Job, compute_capability: tuple[int, int] | None = None, *, installed: bool = True
     ) -> tuple[str, ...]:
-        """What the user should know before running `job` this way on such a GPU, though it runs.
+        """Warnings about running `job` this way on a GPU of this compute capability, though it runs.
 
-        Raises `RecipeError` with all objections together; with `installed`, packages that a technique needs
-        and that are missing are among them. No package is imported for that.
+        Raises `RecipeError` with all objections together; with `installed`, missing packages that a technique
+        needs are among them. No package is imported for that.
         """
         objections: list[str] = []
         for technique in self:

@@ -1,10 +1,9 @@
-"""The roster: which techniques there are, found by walking the slots' folders. Everyone asks here.
+"""The roster: which techniques exist, read from the slots' folders. Everyone asks here.
 
 A folder is a slot, a file in it is a technique, and the file's name is the word in a recipe. So a new
-technique is one new file, and no list anywhere grows with it. The roster holds each file to the few rules
-that the rest of the house relies on, and speaks to the file's author when one is broken (`RosterError`, a
-programming error, and no user's). Listing names imports no torch: a technique file imports it, if at all,
-inside functions.
+technique is one new file, and no list anywhere grows with it. The roster checks each file against the few
+rules that the rest of the code relies on, and raises `RosterError` for the file's author when one is broken.
+Listing names imports no torch: a technique file imports it, if at all, inside functions.
 """
 
 from __future__ import annotations
@@ -128,7 +127,7 @@ def _read(module: ModuleType, slot: Slot, name: str) -> type[Technique]:
 
 
 def check(technique: type[Technique], *, slot: Slot | None) -> None:
-    """Raises `RosterError` when a technique breaks a rule that the rest of the house relies on."""
+    """Raises `RosterError` when a technique breaks a rule that the rest of the code relies on."""
     where = f"{technique.__module__}.{technique.__qualname__}"
     if slot not in list(Slot):
         raise RosterError(f"{where}: its slot is {slot!r}; slots: {[known.value for known in Slot]}.")
@@ -151,8 +150,10 @@ def check(technique: type[Technique], *, slot: Slot | None) -> None:
     if technique.plain and any(declared.default is MISSING for declared in fields(technique)):
         raise RosterError(f"{where}: a plain technique has a default for each setting.")
     docs = _field_docs(technique)
-    if silent := [declared.name for declared in fields(technique) if not docs.get(declared.name)]:
-        raise RosterError(f"{where}: each setting has its sentence directly under it; missing: {silent}.")
+    if undocumented := [field.name for field in fields(technique) if not docs.get(field.name)]:
+        raise RosterError(
+            f"{where}: each setting has its sentence directly under it; missing: {undocumented}."
+        )
 
 
 def _field_docs(technique: type[Technique]) -> dict[str, str]:

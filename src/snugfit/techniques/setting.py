@@ -1,9 +1,10 @@
 """A technique's settings: how they are declared, checked, read from text and written back.
 
 A setting is a field of the technique's dataclass; its annotation is its type and its metadata its range, so
-nothing about it stands twice. Five kinds are enough for a recipe that a person types: whole numbers, numbers,
-words, several words joined by `|`, and a choice of listed values; each may also be `None`, written `none`.
-Every written setting reads back equal (law 4): words are limited to characters the notation does not use.
+nothing about it is said twice. Five kinds are enough for a recipe that a person types: whole numbers,
+numbers, words, several words joined by `|`, and a choice of listed values; each may also be `None`, written
+`none`. Every written setting reads back equal (law 4): words are limited to characters the notation does not
+use.
 """
 
 from __future__ import annotations
@@ -91,10 +92,10 @@ def _alternatives(annotation: Any) -> tuple[Any, ...]:
 
 
 def _read_choice(choices: tuple[Any, ...], text: str) -> Any:
-    written = {show_setting(choice): choice for choice in choices}
-    if text not in written:
-        raise RecipeError(f"{text!r} is not {' or '.join(written)}.{did_you_mean(text, written)}")
-    return written[text]
+    by_text = {show_setting(choice): choice for choice in choices}
+    if text not in by_text:
+        raise RecipeError(f"{text!r} is not {' or '.join(by_text)}.{did_you_mean(text, by_text)}")
+    return by_text[text]
 
 
 def _fits(kind: Any, value: Any) -> bool:

@@ -1,13 +1,13 @@
 """The Setup: what a recipe asks of a training loop, as plain data.
 
-It is the closed set of wishes that every loop knows: a loop honours each of them or refuses it by name.
+It is the closed set of wishes that every loop knows: a loop fulfils each of them or refuses it by name.
 No wish is named after a technique, and no wish holds code: what must run is given as an import path
 (`package.module:name`) with arguments, so a Setup prints, compares, and goes through JSON unchanged.
 
 Installing has one order, with its reasons (`Setup.ORDER`):
 
-1. build: the model is born in its working dtype, with its attention implementation chosen at birth, because
-   both are arguments of its constructor and cost bytes when changed later;
+1. build: the model is created in its working dtype and with its attention implementation, because both are
+   arguments of its constructor and cost bytes when changed later;
 2. adapt: adapters freeze weights and add small ones, so they come before anything that asks which
    parameters train;
 3. checkpoint: layers are wrapped when the modules they wrap are final;
@@ -30,7 +30,7 @@ class Call:
     """A callable by its import path, with keyword arguments: code as data."""
 
     path: str
-    """`package.module:name`."""
+    """The import path, `package.module:name`."""
 
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments, JSON values only."""
@@ -38,7 +38,7 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerWish:
-    """Which optimizer, and how a foreign trainer calls the same one."""
+    """Which optimizer, and what the HF Trainer calls the same one."""
 
     factory: Call
     """`factory(parameters, lr=..., weight_decay=..., **arguments)` gives a `torch.optim.Optimizer`."""
@@ -113,7 +113,7 @@ class Setup:
     """build: dtype of the model's floating-point weights, by torch's name."""
 
     attention: str = "sdpa"
-    """build: transformers' `attn_implementation`."""
+    """build: the attention, by the values of transformers' `attn_implementation`."""
 
     matmul: str = "ieee"
     """build: torch's `fp32_precision` of matrix products and convolutions: `ieee` or `tf32`."""
@@ -129,7 +129,7 @@ class Setup:
             factory=Call(path="torch.optim:AdamW", arguments={"foreach": True}), trainer_name="adamw_torch"
         )
     )
-    """optimizer: which one."""
+    """optimizer: which optimizer makes the updates."""
 
     autocast: str | None = None
     """loop: dtype of autocast regions, by torch's name; None runs in the weights' dtype."""

@@ -20,5 +20,5 @@ class Default(Technique):
     counterparts: ClassVar = (Counterpart(arguments={}),)
 
     def install(self, setup: Setup) -> Setup:
-        """Nothing is configured."""
+        """Leaves the allocator as torch configures it."""
         return replace(setup, expandable_segments=False)

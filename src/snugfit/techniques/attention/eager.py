@@ -24,5 +24,5 @@ class Eager(Technique):
     counterparts: ClassVar = (Counterpart(arguments={"model.attn_implementation": "eager"}),)
 
     def install(self, setup: Setup) -> Setup:
-        """transformers' eager implementation."""
+        """Chooses transformers' eager implementation by name."""
         return replace(setup, attention="eager")

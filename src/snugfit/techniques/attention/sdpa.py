@@ -28,5 +28,5 @@ class Sdpa(Technique):
     )
 
     def install(self, setup: Setup) -> Setup:
-        """transformers' default implementation, chosen by name."""
+        """Chooses transformers' default implementation by name."""
         return replace(setup, attention="sdpa")

@@ -39,7 +39,7 @@ class MicroBatches(Technique):
     """Pieces; a divisor of the global batch."""
 
     def install(self, setup: Setup) -> Setup:
-        """n pieces."""
+        """Cuts the global batch into n equal pieces."""
         return replace(setup, micro_batches=self.n)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:

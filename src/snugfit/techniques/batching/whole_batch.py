@@ -20,5 +20,5 @@ class WholeBatch(Technique):
     counterparts: ClassVar = (Counterpart(arguments={"gradient_accumulation_steps": 1}),)
 
     def install(self, setup: Setup) -> Setup:
-        """One piece."""
+        """Leaves the global batch in one piece."""
         return replace(setup, micro_batches=1)

@@ -50,5 +50,5 @@ class EveryLayer(Technique):
     )
 
     def install(self, setup: Setup) -> Setup:
-        """Spans of one layer, all of them recomputed."""
+        """Makes each layer a span of its own and recomputes all of them."""
         return replace(setup, checkpoint=CheckpointWish())

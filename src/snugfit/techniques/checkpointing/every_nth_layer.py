@@ -40,10 +40,10 @@ class EveryNthLayer(Technique):
     """One layer in n is recomputed, the first among them; 1 is every layer."""
 
     def install(self, setup: Setup) -> Setup:
-        """Spans of one layer, every n-th of them recomputed."""
+        """Makes each layer a span of its own and recomputes every n-th."""
         return replace(setup, checkpoint=CheckpointWish(every=self.n))
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """A half, a third, a quarter."""
+        """Recomputing a half, a third or a quarter of the layers."""
         yield from (cls(n=n) for n in (2, 3, 4))

@@ -20,5 +20,5 @@ class KeepAll(Technique):
     counterparts: ClassVar = (Counterpart(arguments={"activation_checkpointing": False}),)
 
     def install(self, setup: Setup) -> Setup:
-        """Nothing is recomputed."""
+        """Recomputes nothing in the backward pass."""
         return replace(setup, checkpoint=None)

@@ -36,7 +36,7 @@ class Segments(Technique):
     """Segments per stack of layers; by default the square root of its length, rounded."""
 
     def install(self, setup: Setup) -> Setup:
-        """Spans by number."""
+        """Cuts the stack of layers into k spans."""
         return replace(setup, checkpoint=CheckpointWish(layers_per_span=0, spans=self.k))
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:

@@ -20,5 +20,5 @@ class Inline(Technique):
     counterparts: ClassVar = (Counterpart(arguments={"dataloader_num_workers": 0}),)
 
     def install(self, setup: Setup) -> Setup:
-        """No workers."""
+        """Starts no worker processes."""
         return replace(setup, loader=LoaderWish())

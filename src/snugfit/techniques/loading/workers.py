@@ -30,5 +30,5 @@ class Workers(Technique):
     """Processes that prepare batches."""
 
     def install(self, setup: Setup) -> Setup:
-        """n workers, and pinned memory."""
+        """Starts n worker processes and pins their batches."""
         return replace(setup, loader=LoaderWish(workers=self.n, pinned=True))

@@ -21,5 +21,5 @@ class Ieee(Technique):
     counterparts: ClassVar = (Counterpart(arguments={"tf32": False}), Counterpart(arguments={"tf32": None}))
 
     def install(self, setup: Setup) -> Setup:
-        """torch's default."""
+        """Leaves torch's precision of 32-bit products at its default."""
         return replace(setup, matmul="ieee")

@@ -23,5 +23,5 @@ class Tf32(Technique):
     counterparts: ClassVar = (Counterpart(arguments={"tf32": True}),)
 
     def install(self, setup: Setup) -> Setup:
-        """torch's switch."""
+        """Allows TensorFloat-32 through torch's switch."""
         return replace(setup, matmul="tf32")

@@ -26,6 +26,6 @@ class AdamW(Technique):
     counterparts: ClassVar = (Counterpart(arguments={"optim": "adamw_torch"}),)
 
     def install(self, setup: Setup) -> Setup:
-        """torch's AdamW."""
+        """Takes torch's AdamW with foreach kernels."""
         factory = Call(path="torch.optim:AdamW", arguments={"foreach": True})
         return replace(setup, optimizer=OptimizerWish(factory=factory, trainer_name="adamw_torch"))

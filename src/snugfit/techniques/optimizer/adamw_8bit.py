@@ -11,10 +11,10 @@ never forgets them: an earlier model's would change a later one's states in the 
 gives each run a manager of its own, and leaves the earlier one to the optimizers that hold it.
 
 On shapes: bitsandbytes registers shape functions for both of its update kernels, and the rest of its step is
-ordinary torch, so it runs on meta tensors as it is and gives birth to the same tensors in the same order
-(`tests/test_techniques.py` compares it with a real step). What `shapes` does is to leave the manager of the
-user's process as it was, and to wait for the device after each parameter: bitsandbytes asks for CUDA or XPU
-before it does, and passes `meta` by.
+ordinary torch, so it runs on meta tensors unchanged and allocates the same tensors in the same order
+(`tests/test_techniques.py` compares it with a real step). `shapes` only leaves the manager of the user's
+process as it was, and waits for the device after each parameter: bitsandbytes itself does so on CUDA and XPU
+only.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class AdamW8bit(Technique):
     """Bits of the moments of embedding tables."""
 
     def install(self, setup: Setup) -> Setup:
-        """bitsandbytes' AdamW, and its overrides before it is made."""
+        """Takes bitsandbytes' AdamW; the overrides for embeddings are set before it is made."""
         wish = OptimizerWish(
             factory=Call(path="bitsandbytes.optim:AdamW8bit"),
             prepare=Call(path=f"{__name__}:prepare", arguments={"embeddings": self.embeddings}),
@@ -78,7 +78,7 @@ class AdamW8bit(Technique):
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """As the HF Trainer, and everything in 8 bits."""
+        """Embeddings in 32 bits, as the HF Trainer does it, and everything in 8 bits."""
         yield from (cls(), cls(embeddings=8))
 
 
@@ -98,8 +98,8 @@ def prepare(model: torch.nn.Module, *, embeddings: int) -> None:
 
 @contextlib.contextmanager
 def shapes() -> Iterator[None]:
-    """For the time of a rehearsal: overrides of its own, the process's manager back afterwards; and its step
-    waits for a `meta` device as it waits for a GPU."""
+    """Within it, bitsandbytes has a manager of its own and its step waits for a `meta` device as for a
+    GPU."""
     managers = _managers()
     from bitsandbytes.optim import optimizer
 
@@ -118,7 +118,7 @@ def _wait(tensor: torch.Tensor) -> None:
 
 
 def _managers() -> Any:
-    """bitsandbytes' class of the one manager, which it keeps in `_instance`."""
+    """bitsandbytes' manager class, which keeps its only object in `_instance`."""
     with no_hub_kernels():
         from bitsandbytes.optim import GlobalOptimManager
 

@@ -20,6 +20,6 @@ class AdamWFused(Technique):
     counterparts: ClassVar = (Counterpart(arguments={"optim": "adamw_torch_fused"}),)
 
     def install(self, setup: Setup) -> Setup:
-        """torch's AdamW, fused."""
+        """Takes torch's AdamW with fused kernels."""
         factory = Call(path="torch.optim:AdamW", arguments={"fused": True})
         return replace(setup, optimizer=OptimizerWish(factory=factory, trainer_name="adamw_torch_fused"))

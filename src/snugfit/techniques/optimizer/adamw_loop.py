@@ -20,6 +20,6 @@ class AdamWLoop(Technique):
     elsewhere: ClassVar = ("adamw_for_loop", "adamw_single_tensor")
 
     def install(self, setup: Setup) -> Setup:
-        """torch's AdamW, neither fused nor in lists."""
+        """Takes torch's AdamW with one kernel after the other for each parameter."""
         factory = Call(path="torch.optim:AdamW", arguments={"foreach": False, "fused": False})
         return replace(setup, optimizer=OptimizerWish(factory=factory))

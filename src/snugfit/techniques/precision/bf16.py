@@ -25,7 +25,7 @@ class Bf16(Technique):
     counterparts: ClassVar = (Counterpart(arguments={"bf16": True, "fp16": False, "model.dtype": "float32"}),)
 
     def install(self, setup: Setup) -> Setup:
-        """Autocast around forward and loss."""
+        """Runs the forward pass and the loss under autocast."""
         return replace(setup, weights_dtype="float32", autocast="bfloat16", scale_gradients=False)
 
     def warnings(self, compute_capability: tuple[int, int] | None) -> Iterator[str]:

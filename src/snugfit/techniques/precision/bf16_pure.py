@@ -32,7 +32,7 @@ class Bf16Pure(Technique):
     )
 
     def install(self, setup: Setup) -> Setup:
-        """Weights born in bfloat16, and no autocast."""
+        """Creates the weights in bfloat16 and uses no autocast."""
         return replace(setup, weights_dtype="bfloat16", autocast=None, scale_gradients=False)
 
     def warnings(self, compute_capability: tuple[int, int] | None) -> Iterator[str]:

@@ -24,5 +24,5 @@ class Fp16(Technique):
     counterparts: ClassVar = (Counterpart(arguments={"bf16": False, "fp16": True, "model.dtype": "float32"}),)
 
     def install(self, setup: Setup) -> Setup:
-        """Autocast around forward and loss, and a gradient scaler around the update."""
+        """Runs forward pass and loss under autocast, with a gradient scaler around the update."""
         return replace(setup, weights_dtype="float32", autocast="float16", scale_gradients=True)

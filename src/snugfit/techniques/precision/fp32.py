@@ -23,5 +23,5 @@ class Fp32(Technique):
     )
 
     def install(self, setup: Setup) -> Setup:
-        """Weights in 32 bits, and no autocast."""
+        """Creates the weights in 32 bits and uses no autocast."""
         return replace(setup, weights_dtype="float32", autocast=None, scale_gradients=False)
