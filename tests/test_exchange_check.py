@@ -15,7 +15,7 @@ import yaml
 from snugfit.cli.main import run
 from snugfit.exchange import check as module
 from snugfit.exchange.check import Checked, check, check_document
-from snugfit.exchange.correct import corrected, difference
+from snugfit.exchange.correct import correct, difference
 from snugfit.exchange.dialect import DIALECTS, dialect
 from snugfit.exchange.installed import defaults
 from snugfit.exchange.python_call import read_script
@@ -123,20 +123,20 @@ def about(checked: Checked, kind: str) -> set[str]:
     return {key for finding in checked.findings if finding.kind == kind for key in finding.keys}
 
 
-def test_a_script_is_corrected(tmp_path: Path) -> None:
+def test_a_script_is_correct(tmp_path: Path) -> None:
     checked = found(tmp_path, "train.py", SCRIPT)
     assert about(checked, "conflict") == {"fp16", "bf16", "dataloader_prefetch_factor"}
     assert about(checked, "removed") == {"fp16_backend", "half_precision_backend", "overwrite_output_dir"}
     assert "num_train_epochs" in about(checked, "no effect")
     assert difference(checked) == SCRIPT_DIFF.format(file=checked.document.path)
-    assert not check_document(corrected(checked)).findings
+    assert not check_document(correct(checked)).findings
     assert checked.document.path.read_text() == SCRIPT, "snugfit writes into nobody's file"
 
 
-def test_a_yaml_file_is_corrected(tmp_path: Path) -> None:
+def test_a_yaml_file_is_correct(tmp_path: Path) -> None:
     checked = found(tmp_path, "lora.yml", AXOLOTL)
     assert difference(checked) == AXOLOTL_DIFF.format(file=checked.document.path)
-    assert not check_document(corrected(checked)).findings
+    assert not check_document(correct(checked)).findings
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_a_yaml_file_is_corrected(tmp_path: Path) -> None:
     ],
 )
 def test_scripts_in_one_line(tmp_path: Path, script: str, values: dict[str, Any]) -> None:
-    assert corrected(found(tmp_path, "a.py", script)).values == values
+    assert correct(found(tmp_path, "a.py", script)).values == values
 
 
 def test_what_a_script_computes_stands_in_the_diff_as_it_is_written(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_an_accelerator_s_old_arguments(tmp_path: Path) -> None:
     """As the guide wrote them; what only running would tell is left to the user."""
     checked = found(tmp_path, "a.py", "accelerator = Accelerator(cpu=False, fp16=True)")
     assert about(checked, "renamed") == {"fp16"}
-    assert corrected(checked).values == {"cpu": False, "mixed_precision": "fp16"}
+    assert correct(checked).values == {"cpu": False, "mixed_precision": "fp16"}
     (finding,) = found(tmp_path, "a.py", "Accelerator(fp16=training_args.fp16)").findings
     assert (finding.keys, finding.fix) == (("fp16",), None)
 
@@ -177,7 +177,7 @@ def test_a_corrected_script_is_taken_by_the_real_class(tmp_path: Path) -> None:
 
     with pytest.raises(TypeError):
         taken(read_script(SCRIPT, "train.py").arguments)
-    made = taken(corrected(found(tmp_path, "train.py", SCRIPT)).values)
+    made = taken(correct(found(tmp_path, "train.py", SCRIPT)).values)
     assert (made.optim, made.bf16, made.activation_checkpointing) == ("adafactor", True, True)
 
 
@@ -204,7 +204,7 @@ def test_a_conflict_is_one_that_the_real_class_refuses(tmp_path: Path, arguments
     checked = found(tmp_path, "arguments.json", whole)
     assert about(checked, "conflict") & set(arguments)
     if all(finding.fix for finding in checked.findings):
-        TrainingArguments(**corrected(checked).values)
+        TrainingArguments(**correct(checked).values)
 
 
 def test_names_that_are_said_to_be_gone_are_gone() -> None:
@@ -225,7 +225,7 @@ def test_names_that_are_said_to_be_gone_are_gone() -> None:
 @pytest.mark.parametrize("name", ["trainer", "accelerate", "deepspeed", "axolotl"])
 def test_rules_speak_of_what_the_library_has(name: str) -> None:
     facts = module._facts(name)
-    known = module._known(name)
+    known = module._installed_names(name)
     for rule in facts["rules"]:
         words = {*rule.get("when", {}), *rule.get("given", [])}
         assert words
@@ -243,7 +243,7 @@ def test_an_older_version_is_not_told_of_names_to_come(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     older = {key: value for key, value in defaults().items() if not key.startswith("activation_")}
-    monkeypatch.setattr(module, "_known", lambda name: frozenset(older))
+    monkeypatch.setattr(module, "_installed_names", lambda name: frozenset(older))
     document = {"output_dir": "x", "gradient_checkpointing": True}
     assert not found(tmp_path, "arguments.json", document).findings
 
@@ -296,7 +296,7 @@ def test_what_transformers_itself_writes_has_no_findings(tmp_path: Path) -> None
 def test_findings(tmp_path: Path, name: str, content: Any, kind: str, key: str) -> None:
     checked = found(tmp_path, name, content)
     assert key in about(checked, kind)
-    again = check_document(corrected(checked))
+    again = check_document(correct(checked))
     assert not [one for one in again.findings if one.fix]
 
 
@@ -330,7 +330,7 @@ def test_a_corrected_accelerate_config_is_loaded_by_accelerate(tmp_path: Path) -
     file.write_text(text)
     with pytest.raises(ValueError, match="distributed_type"):
         load_config_from_file(str(file))
-    file.write_text(yaml.safe_dump(corrected(check(file)).values))
+    file.write_text(yaml.safe_dump(correct(check(file)).values))
     config = load_config_from_file(str(file))
     assert (config.mixed_precision, config.dynamo_config) == ("fp16", {"dynamo_backend": "INDUCTOR"})
 
@@ -388,4 +388,4 @@ def test_odd_values_are_read_checked_and_corrected_without_an_accident(
         read_arguments(file)
         checked = check(file)
         difference(checked)
-        assert not [one for one in check_document(corrected(checked)).findings if one.fix]
+        assert not [one for one in check_document(correct(checked)).findings if one.fix]

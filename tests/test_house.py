@@ -41,12 +41,13 @@ HEAVY_THEMSELVES = {
 }
 """Their classes derive from torch's, or they run at every operator of a rehearsal."""
 
-GROUND = {"errors", "units", "documents", "versions"}
+GROUND = {"errors", "units", "documents", "versions", "user_files"}
 BELOW: dict[str, set[str]] = {
     "errors": set(),
     "units": {"errors"},
     "documents": set(),
     "versions": set(),
+    "user_files": {"errors"},
     "job": GROUND,
     "techniques": GROUND | {"job"},
 }

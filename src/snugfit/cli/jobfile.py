@@ -7,7 +7,7 @@
     gpu: rtx 4090
 
 A job file is flat and holds words and numbers only, so most of YAML is refused rather than understood
-(`exchange/plain_text.py`). Numbers follow YAML 1.2, as people write them today: `1e-5` is a
+(`user_files.py`). Numbers follow YAML 1.2, as people write them today: `1e-5` is a
 number (YAML 1.1 reads a word) and `010` is nobody's number (YAML 1.1 reads eight).
 
 Keys that other trainers use are told apart from typing mistakes: `techniques/foreign.py` says what to write
@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from snugfit.errors import SnugfitError, UsageError, did_you_mean, nearest
-from snugfit.exchange.plain_text import LimitedLoader, load_yaml, read_text
 from snugfit.job.job import Job
 from snugfit.techniques.foreign import foreign_names
 from snugfit.training.options import TrainOptions
+from snugfit.user_files import LimitedLoader, load_yaml, read_text
 
 DEEPEST = 3
 _OUTSIDE_THE_JOB = {"recipe": str, "gpu": str, "memory": str, "loop": str, "software": str}

@@ -24,7 +24,7 @@ def read_prices(file: Path | None, single: Sequence[str]) -> Prices:
 
 
 def _document(file: Path) -> dict[Any, Any]:
-    from snugfit.exchange.plain_text import load_json, load_yaml, read_text
+    from snugfit.user_files import load_json, load_yaml, read_text
 
     text = read_text(file, what="file of prices")
     document = (load_json if file.suffix.lower() == ".json" else load_yaml)(text, str(file))

@@ -14,10 +14,10 @@ class Line:
     """One key of the file, and what became of it."""
 
     key: str
-    """As the file has it."""
+    """The key as the file has it."""
 
     value: str
-    """As the file has it, or `(default)`."""
+    """The value as the file has it, or `(default)`."""
 
     says: str
     """What it became, or why it did not."""
@@ -34,7 +34,7 @@ class Reading:
     """What a configuration file says."""
 
     path: str
-    """Where it lies."""
+    """The path of the file."""
 
     title: str
     """What kind of file it is."""

@@ -1,8 +1,8 @@
 """What in a user's configuration conflicts, does nothing, or has another name now.
 
 The facts stand in `findings.json` with their sources; this file applies them. Whether a name is gone is never
-taken from there alone: the installed library is asked which names it has, so a table that knows more renames
-than the installed version has made says nothing about those.
+taken from there alone: the installed library is asked which names it has, so renames that its version has not
+made yet are not reported.
 
     conflict    the library will refuse it, or the run will fail
     unknown     the installed version has no such name
@@ -47,53 +47,56 @@ _EXPONENT = re.compile(r"[-+]?\d+e[-+]?\d+", re.IGNORECASE)
 
 @dataclass(frozen=True, kw_only=True)
 class Fix:
-    """How the file is put right: dotted keys."""
+    """What to change in the file."""
 
     set: Mapping[str, Any] = field(default_factory=dict)
-    """New values."""
+    """New values by dotted key."""
 
     remove: tuple[str, ...] = ()
-    """Keys that go."""
+    """Dotted keys to delete."""
 
     rename: Mapping[str, str] = field(default_factory=dict)
-    """Keys that are called otherwise, with their values kept."""
+    """Top-level keys with their new names; the values stay."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that is not as it should be."""
+    """One thing that is wrong, idle or surprising in the file."""
 
     kind: str
     """`conflict`, `unknown`, `renamed`, `removed`, `no effect` or `trap`."""
 
     keys: tuple[str, ...]
-    """What it is about."""
+    """The keys that it is about."""
 
     says: str
-    """Why, and what instead."""
+    """Why, and what to write instead."""
 
     fix: Fix | None = None
-    """None where only the user knows."""
+    """None where only the user can decide."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checked:
-    """A file and what was found in it."""
+    """A configuration file with its findings."""
 
     document: Document
-    """The file."""
+    """The file as it was read."""
 
     findings: tuple[Finding, ...]
     """In the order of the kinds above, and of the file."""
 
     @property
     def unread(self) -> tuple[str, ...]:
-        """Arguments of a script that only running it would tell: nothing was said about them."""
-        found = ((key, value) for key, value in flatten(self.document.values) if isinstance(value, Unknown))
-        return tuple(key if key.startswith("**") else f"{key}={value}" for key, value in found)
+        """Arguments that a script computes while it runs: they are not checked."""
+        return tuple(
+            key if key.startswith("**") else f"{key}={value}"
+            for key, value in flatten(self.document.values)
+            if isinstance(value, Unknown)
+        )
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object."""
+        """The findings as the document of `snugfit check --json`."""
         return {
             "schema": 1,
             "what": "check",
@@ -116,26 +119,27 @@ class Checked:
 
 
 def check(path: Path) -> Checked:
-    """What is wrong with the file at `path`; raises `UsageError` when it is no configuration."""
+    """The findings of the file at `path`; raises `UsageError` when it is no configuration."""
     return check_document(open_document(path))
 
 
 def check_document(document: Document) -> Checked:
-    """What is wrong with a file that has been read."""
+    """The findings of a file that has been read."""
     facts = _facts(document.dialect)
     values = document.values
-    found = [*_renamed(values, facts), *_removed(values, facts), *_words(document, facts)]
-    found += [*_unknown(document, facts), *_batches(document)]
+    findings = [*_find_renamed(values, facts), *_find_removed(values, facts)]
+    findings += [*_find_old_values(document, facts), *_find_unknown(document, facts)]
+    findings += _find_wrong_batches(document)
     if document.dialect == "trainer":
-        told = {key for one in found for key in one.keys}
-        wrong = (one for one in wrong_values(values) if one[0] not in told)
-        found += [Finding(kind="conflict", keys=(key,), says=says) for key, says in wrong]
+        known = {key for finding in findings for key in finding.keys}
+        wrong = ((key, says) for key, says in wrong_values(values) if key not in known)
+        findings += [Finding(kind="conflict", keys=(key,), says=says) for key, says in wrong]
     if (
         document.format != "python" or document.dialect == "trainer"
     ):  # other rules are about a file, not a call
-        found += _rules(document, facts)
+        findings += _apply_rules(document, facts)
     kinds = ("conflict", "unknown", "renamed", "removed", "no effect", "trap")
-    return Checked(document=document, findings=tuple(sorted(found, key=lambda one: kinds.index(one.kind))))
+    return Checked(document=document, findings=tuple(sorted(findings, key=lambda one: kinds.index(one.kind))))
 
 
 @cache
@@ -146,8 +150,8 @@ def _facts(name: str) -> dict[str, Any]:
 
 
 @cache
-def _known(name: str) -> frozenset[str]:
-    """The names that the installed library has; empty where it is not installed or takes any."""
+def _installed_names(name: str) -> frozenset[str]:
+    """The argument names that the installed library has; empty where it takes any."""
     if name == "trainer":
         return frozenset(installed.defaults())
     if name == "accelerate":
@@ -159,8 +163,8 @@ def _known(name: str) -> frozenset[str]:
     return frozenset()
 
 
-def _renamed(values: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[Finding]:
-    known = _known("trainer") if facts is _facts("trainer") else frozenset()
+def _find_renamed(values: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[Finding]:
+    known = _installed_names("trainer") if facts is _facts("trainer") else frozenset()
     for old, entry in facts["renamed"].items():
         new, translated = entry["to"], entry.get("values")
         if old not in values or (known and new not in known):
@@ -180,14 +184,14 @@ def _renamed(values: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[Fi
         yield Finding(kind="renamed", keys=(old,), says=f"its name is {new}{note}", fix=fix)
 
 
-def _removed(values: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[Finding]:
-    known = _known("trainer")
+def _find_removed(values: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[Finding]:
+    known = _installed_names("trainer")
     for name, why in facts["removed"].items():
         if name in values and name not in known:
             yield Finding(kind="removed", keys=(name,), says=why, fix=Fix(remove=(name,)))
 
 
-def _words(document: Document, facts: Mapping[str, Any]) -> Iterator[Finding]:
+def _find_old_values(document: Document, facts: Mapping[str, Any]) -> Iterator[Finding]:
     """Values that have another name now, and numbers that YAML reads as text."""
     for key, meanings in facts["values"].items():
         value = document.values.get(key)
@@ -200,14 +204,15 @@ def _words(document: Document, facts: Mapping[str, Any]) -> Iterator[Finding]:
             yield Finding(kind="trap", keys=(key,), says=says, fix=Fix(set={key: float(value)}))
 
 
-def _unknown(document: Document, facts: Mapping[str, Any]) -> Iterator[Finding]:
-    known = _known(document.dialect)
+def _find_unknown(document: Document, facts: Mapping[str, Any]) -> Iterator[Finding]:
+    known = _installed_names(document.dialect)
     if not known or (document.format == "python" and document.dialect != "trainer"):
         return
-    told = {*facts["renamed"], *facts["removed"], "dynamo_backend"}
-    extra = {"predict_with_generate", "sortish_sampler"}
+    reported = {*facts["renamed"], *facts["removed"], "dynamo_backend"}
+    known_elsewhere = {"predict_with_generate", "sortish_sampler"}
+    fine = known | reported | known_elsewhere
     for key in document.values:
-        if key in known or key in told or key in extra or "." in key or key.startswith(("*", "generation_")):
+        if key in fine or "." in key or key.startswith(("*", "generation_")):
             continue
         says = f"{_library(document.dialect)} has no such argument.{did_you_mean(key, known)}"
         yield Finding(kind="unknown", keys=(key,), says=says)
@@ -219,7 +224,7 @@ def _library(name: str) -> str:
     return installed.version() if name == "trainer" else f"{name} {version(name)}"
 
 
-def _batches(document: Document) -> Iterator[Finding]:
+def _find_wrong_batches(document: Document) -> Iterator[Finding]:
     """DeepSpeed's three numbers of a batch: the whole is the product of the other two and of the GPUs."""
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     if document.dialect != "deepspeed":
@@ -231,12 +236,12 @@ def _batches(document: Document) -> Iterator[Finding]:
         yield Finding(kind="conflict", keys=names, says=says, fix=Fix(remove=names[:1]))
 
 
-def _rules(document: Document, facts: Mapping[str, Any]) -> Iterator[Finding]:
+def _apply_rules(document: Document, facts: Mapping[str, Any]) -> Iterator[Finding]:
     renamed = {old: entry["to"] for old, entry in facts["renamed"].items() if "values" not in entry}
     own = {new: old for old, new in renamed.items() if old in document.values and new not in document.values}
     given = {renamed.get(key, key): value for key, value in document.values.items() if value is not None}
-    usual = _usual(document.dialect)
-    given = dict(_parts(given))
+    usual = _defaults_of(document.dialect)
+    given = dict(_all_keys(given))
     force = {**usual, **given}
     for rule in facts["rules"]:
         when = rule.get("when", {})
@@ -254,15 +259,15 @@ def _rules(document: Document, facts: Mapping[str, Any]) -> Iterator[Finding]:
         )
 
 
-def _parts(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _all_keys(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Every key and, dotted, every key within."""
     for key, value in values.items():
         yield f"{prefix}{key}", value
         if isinstance(value, Mapping):
-            yield from _parts(value, f"{prefix}{key}.")
+            yield from _all_keys(value, f"{prefix}{key}.")
 
 
-def _usual(name: str) -> dict[str, Any]:
+def _defaults_of(name: str) -> dict[str, Any]:
     """The defaults that are in force in a file of this kind."""
     if name != "trainer":
         return {}

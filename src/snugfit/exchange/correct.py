@@ -26,7 +26,7 @@ ROUNDS = 4
 
 def difference(checked: Checked) -> str:
     """The unified diff of the file's values before and after every fix; empty where nothing can be fixed."""
-    before, after = checked.document, corrected(checked)
+    before, after = checked.document, correct(checked)
     lines = difflib.unified_diff(
         _listing(before), _listing(after), str(before.path), f"{after.path} (corrected)", lineterm="", n=1
     )
@@ -34,7 +34,7 @@ def difference(checked: Checked) -> str:
     return "".join("@@\n" if line.startswith("@@") else f"{line}\n" for line in lines)
 
 
-def corrected(checked: Checked) -> Document:
+def correct(checked: Checked) -> Document:
     """The file with every fix applied to its values, and those that only then come to light."""
     for _ in range(ROUNDS):
         fixes = [finding.fix for finding in checked.findings if finding.fix]

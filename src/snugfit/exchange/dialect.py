@@ -2,7 +2,7 @@
 
 A table translates a library's keys into the one vocabulary that techniques and jobs know: transformers'
 arguments by dotted name (`techniques/counterpart.py`), and `job.*` for what belongs to the job. The rest of a
-table says, key by key, why something may be passed by, and what has no counterpart and must not be.
+table says, key by key, why something may be ignored, and what has no counterpart and must not be.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ class Refusal:
     """Keys without a counterpart."""
 
     keys: list[str]
-    """Patterns."""
+    """Patterns of dotted keys, as `fnmatch` reads them."""
 
     but: list[Any]
-    """Values that ask for nothing."""
+    """Values that ask for nothing, so that they are allowed."""
 
     why: str
-    """What is missing here."""
+    """What is missing in snugfit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dialect:
-    """One library's configuration."""
+    """The keys of one library's configuration files, with their meaning here."""
 
     title: str
-    """As its users call such a file."""
+    """What users call such a file."""
 
     source: str
     """Where the table is from."""
@@ -53,10 +53,10 @@ class Dialect:
     """Key to key, or value by value to arguments; `*` is the key that any other value goes to."""
 
     ignored: Mapping[str, list[str]]
-    """By reason: keys that are passed by."""
+    """By reason: keys that are ignored."""
 
     refused: list[dict[str, Any]]
-    """See `Refusal`."""
+    """The fields of one `Refusal` each."""
 
     only_with: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Keys that do nothing unless another has a certain value."""
@@ -73,7 +73,7 @@ class Dialect:
     auto: str = ""
     """What the value `auto` means; empty where it means nothing special."""
 
-    def translated(self, key: str, value: Any) -> dict[str, Any] | None:
+    def translate(self, key: str, value: Any) -> dict[str, Any] | None:
         """The arguments that a key with this value stands for; None when the table has none."""
         meaning = self.becomes.get(key)
         if isinstance(meaning, str):
@@ -94,7 +94,7 @@ class Dialect:
         return None
 
     def reason_to_ignore(self, key: str) -> str | None:
-        """Why this key may be passed by; None when it may not."""
+        """Why this key may be ignored; None when it may not."""
         return next((why for why, keys in self.ignored.items() if _matches(key, keys)), None)
 
     def refusal(self, key: str) -> Refusal | None:
@@ -115,7 +115,7 @@ def dialect(name: str) -> Dialect:
 
 
 def recognise(document: Mapping[str, Any]) -> str | None:
-    """The dialect that a file with these top-level keys is written in; None when it is nobody's."""
+    """The dialect that a file with these top-level keys is written in; None when no dialect has them."""
     return next((name for name in DIALECTS if set(dialect(name).known_by) & set(document)), None)
 
 

@@ -1,4 +1,4 @@
-"""A configuration file as data: its keys and values, in whose words they are, and what it came from."""
+"""A configuration file as data: its keys and values, which library's they are, and where it came from."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import Any
 
 from snugfit.errors import UsageError
 from snugfit.exchange.dialect import DIALECTS, dialect, recognise
-from snugfit.exchange.plain_text import load_json, load_yaml, read_text
 from snugfit.exchange.python_call import read_script
+from snugfit.user_files import load_json, load_yaml, read_text
 
 FORMATS = {".json": "json", ".yaml": "yaml", ".yml": "yaml", ".py": "python"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """A user's file."""
+    """A user's configuration file."""
 
     path: Path
-    """Where it lies."""
+    """Where the file is."""
 
     format: str
     """`json`, `yaml` or `python`."""
 
     dialect: str
-    """In which library's words."""
+    """The library whose keys these are."""
 
     values: dict[str, Any]
     """Keys and values as the file has them."""

@@ -19,13 +19,13 @@ def defaults() -> dict[str, Any]:
     with no_hub_kernels():
         from transformers import TrainingArguments
 
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for field in fields(TrainingArguments):
         value = field.default
         if value is MISSING:
             value = field.default_factory() if field.default_factory is not MISSING else None
-        found[field.name] = value.value if isinstance(value, Enum) else value
-    return found
+        arguments[field.name] = value.value if isinstance(value, Enum) else value
+    return arguments
 
 
 @cache
@@ -33,8 +33,8 @@ def hints() -> dict[str, Any]:
     """Every field of the installed `TrainingArguments` with its type."""
     from transformers import TrainingArguments
 
-    found = get_type_hints(TrainingArguments)
-    return {name: found[name] for name in defaults()}
+    arguments = get_type_hints(TrainingArguments)
+    return {name: arguments[name] for name in defaults()}
 
 
 def version() -> str:

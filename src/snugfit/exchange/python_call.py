@@ -161,7 +161,7 @@ def _name(call: ast.Call) -> str:
 
 
 def _owner(call: ast.Call) -> str:
-    """`AutoModelForCausalLM` of `transformers.AutoModelForCausalLM.from_pretrained`."""
+    """The class whose method is called: `AutoModelForCausalLM` of `AutoModelForCausalLM.from_pretrained`."""
     if not isinstance(call.func, ast.Attribute):
         return ""
     owner = call.func.value

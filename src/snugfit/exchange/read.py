@@ -84,9 +84,9 @@ class _Reader:
         if needed := table.idle(key, given):
             self._line(self.ignored, key, value, f"it does nothing without {needed}")
             return
-        meaning = table.translated(key, value)
+        meaning = table.translate(key, value)
         if meaning is None and self._is_an_argument(key, table):
-            meaning = dialect("trainer").translated(key, value)
+            meaning = dialect("trainer").translate(key, value)
         if meaning is not None:
             newer = [name for name in meaning if name in given and given[name] is not None and name != key]
             for name, one in meaning.items():
@@ -134,44 +134,43 @@ class _Reader:
         """The recipe into the settings; gives the arguments that decided it."""
         techniques: list[Technique] = []
         decided: set[str] = set()
-        for found in read_slots(self.arguments):
-            own = [key for key in found.keys if key in self.origins]
+        for slot in read_slots(self.arguments):
+            own = [key for key in slot.keys if key in self.origins]
             decided |= set(own)
-            if found.technique is None:
-                self.refused += self._unmet(found)
+            if slot.technique is None:
+                self.refused += self._unmet(slot)
                 continue
-            techniques.append(found.technique)
-            self._tell(found, found.technique, own)
+            techniques.append(slot.technique)
+            self._tell(slot, slot.technique, own)
         self.settings["recipe"] = str(Recipe(tuple(techniques)))
         return decided
 
-    def _tell(self, found: SlotReading, technique: Technique, own: list[str]) -> None:
+    def _tell(self, slot: SlotReading, technique: Technique, own: list[str]) -> None:
         asked = [key for key in own if not self._is_default(key)] or ([] if technique.plain else own)
         for key in asked:
             self._line(self.took, *self.origins[key], str(technique))
-            if found.note:
-                self._line(self.differs, *self.origins[key], found.note)
+            if slot.note:
+                self._line(self.differs, *self.origins[key], slot.note)
         if not own and not technique.plain:
-            key = found.keys[0]
+            key = slot.keys[0]
             self.took.append(Line(key=key, value=f"{as_word(self.arguments[key])} (default)",
                                   says=str(technique)))  # fmt: skip
 
-    def _unmet(self, found: SlotReading) -> Iterator[Line]:
+    def _unmet(self, slot: SlotReading) -> Iterator[Line]:
         """Nothing in this slot is asked for in such a way: which arguments are to blame."""
-        blamed = [key for key in found.keys if key in self.origins and not self._is_default(key)]
+        blamed = [key for key in slot.keys if key in self.origins and not self._is_default(key)]
         unsure = [key for key in blamed if isinstance(self.origins[key][1], Unknown)]
-        for key in unsure or blamed or found.keys[:1]:
+        for key in unsure or blamed or slot.keys[:1]:
             name, value = self.origins.get(key, (key, self.arguments.get(key)))
             if unsure:
                 yield Line(key=name, value=str(value), says=_COMPUTED, instead="recipe")
                 continue
-            others = ", ".join(other for other in blamed if other != key)
-            names = ", ".join(each.name for each in roster.techniques() if each.slot is found.slot)
-            says = (
-                f"no {found.slot} here does this{' together with ' * bool(others)}{others}. There are {names}"
-            )
-            told = advice(value) if isinstance(value, str) else None
-            yield Line(key=name, value=as_word(value), says=told or says, instead="recipe")
+            others = [other for other in blamed if other != key]
+            together = f" together with {', '.join(others)}" if others else ""
+            names = ", ".join(one.name for one in roster.techniques() if one.slot is slot.slot)
+            says = f"no {slot.slot} here does this{together}. There are {names}"
+            hint = advice(value) if isinstance(value, str) else None
+            yield Line(key=name, value=as_word(value), says=hint or says, instead="recipe")
 
     def _job(self) -> None:
         for key in [name for name in self.arguments if name.startswith(_JOB)]:
@@ -233,9 +232,6 @@ class _Reader:
         value = self.origins[key][1] if self.origins[key][0] == key else self.arguments.get(key)
         known = {**installed.defaults(), **dialect("trainer").defaults}
         return key in known and (value == known[key] or _unset(key, value, known))
-
-    def _name(self, key: str) -> str:
-        return self.origins.get(key, (key, None))[0]
 
     @staticmethod
     def _line(lines: list[Line], key: str, value: Any, says: str, *, instead: str = "recipe") -> None:

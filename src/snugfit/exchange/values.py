@@ -52,18 +52,20 @@ def _wrong(key: str, value: str | float) -> str:
 def _kinds() -> dict[str, type]:
     """The arguments that are a number or a flag, or None."""
     kinds = {key: set(_options(hint)) - {type(None)} for key, hint in installed.hints().items()}
-    return {key: kind for key, found in kinds.items() if len(found) == 1 and (kind := found.pop()) in _PLAIN}
+    return {
+        key: kind for key, options in kinds.items() if len(options) == 1 and (kind := options.pop()) in _PLAIN
+    }
 
 
 @cache
 def _words() -> dict[str, frozenset[str]]:
     """The arguments that are a word of an enumeration, with its words."""
-    found: dict[str, frozenset[str]] = {}
+    words: dict[str, frozenset[str]] = {}
     for key, hint in installed.hints().items():
         for option in _options(hint):
             if isinstance(option, type) and issubclass(option, Enum):
-                found[key] = frozenset(str(member.value) for member in option)
-    return found
+                words[key] = frozenset(str(member.value) for member in option)
+    return words
 
 
 def _options(hint: Any) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Files that somebody else wrote, read within limits: text, YAML and JSON that cannot name code or unfold.
+"""Files that a user wrote, read within limits: text, YAML and JSON that cannot name code or unfold.
 
 A configuration file is small, nests a little and repeats no key; what goes beyond that is refused in words
 before anything is built from it: tags (they can name code), anchors and aliases (a few lines of them unfold
@@ -39,7 +39,7 @@ class LimitedLoader(yaml.SafeLoader):
     """PyYAML's safe loader, which reads scalars as the libraries' own readers do, within limits."""
 
     deepest: ClassVar[int] = 16
-    """Levels of nesting."""
+    """The most levels of nesting that are read."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
@@ -67,12 +67,12 @@ class LimitedLoader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         """A mapping in which no key stands twice."""
-        seen: set[str] = set()
+        keys: set[str] = set()
         for key, _ in node.value:
-            if str(key.value) in seen:
+            if str(key.value) in keys:
                 problem = f"the key {key.value!r} stands twice"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
-            seen.add(str(key.value))
+            keys.add(str(key.value))
         return super().construct_mapping(node, deep)
 
 
