@@ -1,4 +1,5 @@
-"""Sounds and what is said in them: to what a speech model takes; wrong rates, lengths and files are told."""
+"""Sounds and what is said in them: to what a speech model takes; wrong rates, lengths and files
+are told."""
 
 from __future__ import annotations
 
@@ -20,13 +21,12 @@ import torch
 from small_media import RATE, sound, speech_job, tone, whisper
 from small_runs import losses
 from small_tokenizers import tokenizer
-from snugfit.data.collate import Collate
-from snugfit.data.collate_media import MediaCollate
+from snugfit.data.collate import Collate, MediaCollate
 from snugfit.data.media import MediaSamples, media_samples
-from snugfit.data.media_files import Entry
+from snugfit.data.media_files import MediaEntry
 from snugfit.data.processors import load_processor
 from snugfit.data.row_sources import read_rows
-from snugfit.data.sounds import Sounds
+from snugfit.data.sounds import SoundPreprocessor
 from snugfit.errors import UsageError
 from snugfit.frontends.own import options_of, train
 from snugfit.job.model import Model
@@ -124,16 +124,16 @@ def test_each_source_says_the_same(name: str, tmp_path: Path, folder: Path) -> N
 def test_every_width_of_pcm_and_every_number_of_channels(width: int, tmp_path: Path) -> None:
     heard = np.stack([tone(0.1), 0.5 * tone(0.1), 0 * tone(0.1)], axis=1)
     file = sound(tmp_path / "a.wav", heard, width=width)
-    found = raw().made(Entry(value=file, where="row 1", home=Path()))
+    found = raw().input_of(MediaEntry(value=file, where="row 1", folder=Path()))
     assert np.abs(found - heard.mean(axis=1)).max() < 1 / (1 << (8 * width - 2)) + 1e-6
 
 
-def raw() -> Sounds:
+def raw() -> SoundPreprocessor:
     """Of a model that hears sounds as they are, of any length."""
     from transformers import Wav2Vec2FeatureExtractor
 
     extractor = Wav2Vec2FeatureExtractor(do_normalize=False, return_attention_mask=True)
-    return Sounds(extractor=extractor, shape=None)
+    return SoundPreprocessor(extractor=extractor, shape=None)
 
 
 def test_the_start_token_is_the_models_to_write(tmp_path: Path, folder: Path) -> None:
@@ -253,13 +253,12 @@ def test_a_processor_must_fit_the_model(tmp_path: Path, folder: Path) -> None:
 
 
 def test_sounds_of_several_lengths_are_filled_up_by_the_extractor(folder: Path) -> None:
-    maker = raw()
-    asked = Collate(speech_job(folder), 0, pad_to_multiple_of=4)
+    targets = Collate(speech_job(folder), 0, pad_to_multiple_of=4)
     samples = [
         {"input_values": heard, "labels": labels}
         for heard, labels in zip(HEARD, ([7, 8, 6], [9, 6]), strict=True)
     ]
-    batch = pickle.loads(pickle.dumps(MediaCollate(maker=maker, asked=asked)))(samples)
+    batch = pickle.loads(pickle.dumps(MediaCollate(preprocessor=raw(), targets=targets)))(samples)
     assert batch["input_values"].shape == (2, 8_000)
     assert batch["attention_mask"].sum(dim=1).tolist() == [8_000, 4_000]
     assert batch["labels"].tolist() == [[7, 8, 6, -100], [9, 6, -100, -100]]

@@ -41,7 +41,7 @@ class DatasetRows(Rows):
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def _row(self, index: int) -> Row:
+    def _item(self, index: int) -> Row:
         try:
             row: Row = self._dataset[index]
         except Exception as error:  # arrow's, and those of whatever decodes
@@ -99,7 +99,7 @@ class ParquetRows(Rows):
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
-    def _row(self, index: int) -> Row:
+    def _item(self, index: int) -> Row:
         group = bisect_right(self._ends, index)
         row: Row = self._rows_of_group(group)[index - (self._ends[group - 1] if group else 0)]
         return row

@@ -2,25 +2,32 @@
 
     {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
 
-Of several people's words only the assistant's are to be learned. A template that marks them
-(`{% generation %}`) says which tokens they are; of another nobody knows, and all are learned. Chats of the
-older ShareGPT manner (`from`, `value`) are read as what they mean.
+Only the assistant's words are to be learned. A template that marks them (`{% generation %}`) says which
+tokens they are; with another nobody knows, and all are learned. Chats of the older ShareGPT form (`from`,
+`value`) mean the same.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from snugfit.data.rows import as_text
 from snugfit.errors import UsageError
 
 Chat = list[dict[str, Any]]
-Said = list[bool] | None
-"""Of each token, whether it is the assistant's; None where the template does not tell."""
 
-OLDER = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+
+class ChatTokens(NamedTuple):
+    """What a chat template makes of one conversation."""
+
+    ids: list[int]
+    assistant: list[bool] | None
+    """For each token, whether it is the assistant's; None where the template does not say."""
+
+
+SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 """ShareGPT's words for who speaks."""
 
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -29,28 +36,28 @@ ALL_WORDS = (
     "The chat template does not mark what the assistant says ({% generation %}), so all words of the"
     " conversations are learned, the user's too."
 )
-ITS_WORDS = "Only what the assistant says is learned, as the chat template marks it."
-"""One of the two is told to whoever trains."""
+ONLY_THE_ASSISTANT = "Only what the assistant says is learned, as the chat template marks it."
+"""One of the two is a note to whoever trains."""
 
 NO_TOOLS = "The column 'tools' is not given to the chat template: the conversations are written without them."
 
 
 def conversation_of(value: Any, where: str) -> Chat:
     """The messages in a row. Raises `UsageError`."""
-    if not isinstance(value, list) or not value or not all(isinstance(each, Mapping) for each in value):
+    if not isinstance(value, list) or not value or not all(isinstance(item, Mapping) for item in value):
         what = "nothing (null)" if value is None else f"{value!r:.60}"
         raise UsageError(
             f'{where}: a conversation is a list of messages, {{"role": "user", "content": "..."}}, not'
             f" {what}."
         )
-    return [_message(each, f"{where}, message {number}") for number, each in enumerate(value, start=1)]
+    return [_message(item, f"{where}, message {number}") for number, item in enumerate(value, start=1)]
 
 
 def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     if "from" in message and "value" in message and "role" not in message:
-        if message["from"] not in OLDER:
-            raise UsageError(f"{where}: from {message['from']!r:.40}; it is one of {', '.join(OLDER)}.")
-        message = {"role": OLDER[message["from"]], "content": message["value"]}
+        if message["from"] not in SHAREGPT:
+            raise UsageError(f"{where}: from {message['from']!r:.40}; it is one of {', '.join(SHAREGPT)}.")
+        message = {"role": SHAREGPT[message["from"]], "content": message["value"]}
     if not isinstance(message.get("role"), str) or "content" not in message:
         raise UsageError(
             f"{where}: it has {', '.join(map(repr, message))}; a message has a role and a content."
@@ -65,7 +72,8 @@ def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def marks_the_assistant(tokenizer: Any) -> bool:
-    """Whether the tokenizer's chat template tells its words. Raises `UsageError` when there is none."""
+    """Whether the tokenizer's chat template marks the assistant's words. Raises `UsageError` when there is
+    none."""
     try:
         template = tokenizer.get_chat_template()
     except (AttributeError, ValueError):
@@ -76,28 +84,31 @@ def marks_the_assistant(tokenizer: Any) -> bool:
     return bool(_MARKED.search(template)) and bool(getattr(tokenizer, "is_fast", False))
 
 
-def rendered(tokenizer: Any, chats: Sequence[Chat], places: Sequence[str]) -> list[tuple[list[int], Said]]:
-    """The tokens of each conversation, and which of them are the assistant's."""
+def chat_tokens(tokenizer: Any, chats: Sequence[Chat], where: Sequence[str]) -> list[ChatTokens]:
+    """What the tokenizer's chat template makes of each conversation; `where` says where a person finds it."""
     marked = marks_the_assistant(tokenizer)
     try:
-        made = _applied(tokenizer, list(chats), marked)
+        encoding = _apply(tokenizer, list(chats), marked)
     except Exception as error:  # a template's own, which names no conversation: one after the other
-        for chat, where in zip(chats, places, strict=True):
-            _alone(tokenizer, chat, where, marked)
+        for chat, of in zip(chats, where, strict=True):
+            _apply_alone(tokenizer, chat, of, marked)
         raise UsageError(f"The chat template fails ({_line(error)}).") from error
-    masks = made.get("assistant_masks") or [None] * len(chats)
-    return [(ids, mask and list(map(bool, mask))) for ids, mask in zip(made["input_ids"], masks, strict=True)]
+    masks = encoding.get("assistant_masks") or [None] * len(chats)
+    return [
+        ChatTokens(ids, mask and list(map(bool, mask)))
+        for ids, mask in zip(encoding["input_ids"], masks, strict=True)
+    ]
 
 
-def _applied(tokenizer: Any, chats: list[Chat], marked: bool) -> Any:
+def _apply(tokenizer: Any, chats: list[Chat], marked: bool) -> Any:
     return tokenizer.apply_chat_template(
         chats, tokenize=True, return_dict=True, return_assistant_tokens_mask=marked, padding=False
     )
 
 
-def _alone(tokenizer: Any, chat: Chat, where: str, marked: bool) -> None:
+def _apply_alone(tokenizer: Any, chat: Chat, where: str, marked: bool) -> None:
     try:
-        _applied(tokenizer, [chat], marked)
+        _apply(tokenizer, [chat], marked)
     except Exception as error:
         raise UsageError(f"{where}: the chat template refuses this conversation ({_line(error)}).") from error
 

@@ -1,9 +1,16 @@
 """Samples to one host batch: lists of any length to rectangles of int64, B samples by S tokens.
 
 S is the longest sample of the micro-batch, rounded up where the kernels like multiples, and never more than
-the job's sequence length: that is what the recipe was planned for. Filled up on the right, with the padding
-token, type 0, label -100, and an attention mask that is there only where something is filled up: without one,
+the job's sequence length: that is what the recipe was planned for. Padded on the right, with the padding
+token, type 0, label -100, and an attention mask that is there only where something is padded: without one,
 attention takes its fastest kernel.
+
+Apart from that a batch is the one of transformers' collators, and a test holds it to them. They themselves
+need a tokenizer, which rows of token ids have none of, pad on the side that it is set to, and know no longest
+length.
+
+Pictures and sound features of one shape are stacked: (B, C, H, W), (B, M, F). Sounds of several lengths are
+padded by the feature extractor, which knows with what, and marks the padding in an attention mask.
 """
 
 from __future__ import annotations
@@ -20,23 +27,26 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from snugfit.data.pictures import PicturePreprocessor
+    from snugfit.data.sounds import SoundPreprocessor
+
 
 @final
 @dataclass(frozen=True)
 class Collate:
-    """A picklable function from samples (`samples.py`) to the batch that a model takes."""
+    """A picklable function from samples of tokens (`samples.py`) to the batch that a model takes."""
 
     job: Job
     """Its task says what a label is, its lengths how long a batch may be."""
 
     pad_token: int
-    """Fills sequences up."""
+    """The token that sequences are padded with."""
 
     pad_to_multiple_of: int | None = field(default=None, kw_only=True)
     """Lengths are rounded up to multiples of it."""
 
     dynamic: bool = field(default=True, kw_only=True)
-    """False fills every batch up to the job's lengths."""
+    """False pads every batch to the job's lengths."""
 
     def __post_init__(self) -> None:
         multiple = self.pad_to_multiple_of
@@ -48,18 +58,19 @@ class Collate:
 
         lists = [sample["input_ids"] for sample in samples]
         length = self._length(lists, self.job.sequence_length)
-        batch = {"input_ids": torch.from_numpy(_rectangle(lists, length, self.pad_token))}
+        batch = {"input_ids": torch.from_numpy(_pad(lists, length, self.pad_token))}
         if any(len(ids) < length for ids in lists):
-            mask = _rectangle([[1] * len(ids) for ids in lists], length, 0)
+            mask = _pad([[1] * len(ids) for ids in lists], length, 0)
             batch["attention_mask"] = torch.from_numpy(mask)
         if "token_type_ids" in samples[0]:
             types = [sample["token_type_ids"] for sample in samples]
-            batch["token_type_ids"] = torch.from_numpy(_rectangle(types, length, 0))
+            batch["token_type_ids"] = torch.from_numpy(_pad(types, length, 0))
         batch["labels"] = self.labels(samples, length)
         return batch
 
     def labels(self, samples: Sequence[Mapping[str, Any]], length: int) -> torch.Tensor:
-        """Of a batch whose inputs are this long; targets have a length of their own."""
+        """The labels of a batch whose inputs have `length` tokens: (B) of classes or numbers, (B, S) of
+        tokens, or (B, T) of target tokens, which have a length of their own."""
         import torch
 
         if "label" in samples[0]:
@@ -69,7 +80,7 @@ class Collate:
         lists = [sample["labels"] for sample in samples]
         if self.job.task in (Task.SEQ2SEQ_LM, Task.SPEECH_TO_TEXT):
             length = self._length(lists, self.job.target_length)
-        return torch.from_numpy(_rectangle(lists, length, IGNORED))
+        return torch.from_numpy(_pad(lists, length, IGNORED))
 
     def _length(self, lists: Sequence[Sequence[int]], most: int) -> int:
         longest = max(map(len, lists))
@@ -79,11 +90,29 @@ class Collate:
         return min(-(-longest // multiple) * multiple, most) if self.dynamic else most
 
 
-def _rectangle(lists: Sequence[Sequence[int]], length: int, fill: int) -> np.ndarray:
-    """(B, S): each list in a row, filled up."""
+def _pad(lists: Sequence[Sequence[int]], length: int, fill: int) -> np.ndarray:
+    """B lists as rows of one length, (B, S)."""
     import numpy as np
 
-    made = np.full((len(lists), length), fill, dtype=np.int64)
-    for row, values in zip(made, lists, strict=True):
+    padded = np.full((len(lists), length), fill, dtype=np.int64)
+    for row, values in zip(padded, lists, strict=True):
         row[: len(values)] = values
-    return made
+    return padded
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class MediaCollate:
+    """A picklable function from samples of pictures or sound (`media.py`) to the batch that a model takes."""
+
+    preprocessor: PicturePreprocessor | SoundPreprocessor
+    """What made the samples' inputs, and puts them together."""
+
+    targets: Collate
+    """Puts the samples' labels together."""
+
+    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        import torch
+
+        inputs = [torch.as_tensor(sample[self.preprocessor.input_name]) for sample in samples]
+        return {**self.preprocessor.batch(inputs), "labels": self.targets.labels(samples, 0)}

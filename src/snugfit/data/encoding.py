@@ -1,6 +1,6 @@
 """From rows of text to rows of tokens: what each task does with a tokenizer.
 
-| input              | tokens                               | a loss looks at                             |
+| input              | tokens                               | what enters the loss                        |
 |--------------------|--------------------------------------|---------------------------------------------|
 | text, or two       | as the tokenizer makes them          | the label, or the tokens themselves         |
 | tokens (words)     | the pieces of each word              | the first piece of a word: its label        |
@@ -35,22 +35,23 @@ Numbered = Sequence[tuple[int, Row]]
 
 @dataclass(frozen=True, kw_only=True)
 class Encoded:
-    """A row as tokens."""
+    """What a tokenizer makes of one row."""
 
     ids: list[int]
-    """Of the input."""
+    """The tokens of the input."""
 
     labels: list[int] | None = None
-    """One to each token, or to each of the target. Where they are classes' names, which of `named` it is."""
+    """A label to each token, or the target's tokens. Of words, the index of each token's among
+    `row_labels`."""
 
-    named: list[Any] = field(default_factory=list)
-    """As the row has them: the label of each word, or the one of a sequence."""
+    row_labels: list[Any] = field(default_factory=list)
+    """Labels as the row has them: that of each word, or the one of a sequence."""
 
     types: list[int] | None = None
-    """1 for tokens of the second text, where the model wants to know."""
+    """1 for each token of the second text, else 0, where the model takes that."""
 
     cut: int = 0
-    """Tokens that were too many."""
+    """How many tokens were cut off."""
 
 
 @final
@@ -73,76 +74,78 @@ class Encoder:
         """Tokens of an input; None to cut nothing and to end each text, for what is packed."""
 
     def __iter__(self) -> Iterator[Encoded]:
-        ways = {
-            "input_ids": self._given,
+        encoders = {
+            "input_ids": self._token_ids,
             "tokens": self._words,
             "messages": self._chats,
             "prompt": self._prompts,
             "source": self._targets,
             "text": self._texts,
         }
-        way = next(ways[role] for role in ways if role in self.columns)
+        encode = next(encoders[role] for role in encoders if role in self.columns)
         numbered = enumerate(self.rows)
         while chunk := list(islice(numbered, ROWS_AT_ONCE)):
-            yield from way(chunk)
+            yield from encode(chunk)
 
-    # ---- the ways ---------------------------------------------------------------------------------------
+    # ---- one method for each form of input --------------------------------------------------------------
 
     def _texts(self, chunk: Numbered) -> Iterator[Encoded]:
         texts = self._strings(chunk, "text")
         pairs = self._strings(chunk, "text_pair") if "text_pair" in self.columns else None
-        for (index, row), found in zip(chunk, self._made(texts, pairs, limit=self.limit), strict=True):
-            ids = found.ids if self.limit is not None else self._ended(found.ids)
-            named = self._named(row, index)
-            yield Encoded(ids=ids, named=named, types=found.types if pairs else None, cut=found.cut)
+        for (index, row), tokens in zip(chunk, self._tokenize(texts, pairs, limit=self.limit), strict=True):
+            ids = tokens.ids if self.limit is not None else self._with_end(tokens.ids)
+            label = self._label_of_sequence(row, index)
+            yield Encoded(ids=ids, row_labels=label, types=tokens.types if pairs else None, cut=tokens.cut)
 
     def _words(self, chunk: Numbered) -> Iterator[Encoded]:
         lists = [self._list_of_words(row, index) for index, row in chunk]
-        tokens = self._made(lists, limit=self.limit, words=True)
-        for (index, row), words, found in zip(chunk, lists, tokens, strict=True):
+        tokenized = self._tokenize(lists, limit=self.limit, words=True)
+        for (index, row), words, tokens in zip(chunk, lists, tokenized, strict=True):
             labels = self.rows.value(row, self.columns["label"], index)
             if not isinstance(labels, list) or len(labels) != len(words):
                 count = len(labels) if isinstance(labels, list) else "no list of"
                 raise UsageError(f"{self.rows.where(index)}: {len(words)} words and {count} labels.")
             firsts = [
                 IGNORED if word is None or word == before else word
-                for before, word in pairwise([None, *found.words])
+                for before, word in pairwise([None, *tokens.words])
             ]
-            yield Encoded(ids=found.ids, labels=firsts, named=labels, cut=found.cut)
+            yield Encoded(ids=tokens.ids, labels=firsts, row_labels=labels, cut=tokens.cut)
 
     def _chats(self, chunk: Numbered) -> Iterator[Encoded]:
         column = self.columns["messages"]
-        places = [self.rows.where(index) for index, _ in chunk]
+        where = [self.rows.where(index) for index, _ in chunk]
         values = [self.rows.value(row, column, index) for index, row in chunk]
-        chats = [conversation_of(value, where) for value, where in zip(values, places, strict=True)]
-        for ids, said in self._given_tokenizer().chats(chats, places):
-            kept = ids[: self.limit]
-            labels = [token if here else IGNORED for token, here in zip(ids, said or ids, strict=True)]
-            asked = None if said is None else labels[: self.limit]
-            yield Encoded(ids=kept, labels=asked, cut=len(ids) - len(kept))
+        chats = [conversation_of(value, of) for value, of in zip(values, where, strict=True)]
+        for chat in self._needed_tokenizer().chats(chats, where):
+            labels = None
+            if chat.assistant is not None:
+                labels = [
+                    token if learned else IGNORED
+                    for token, learned in zip(chat.ids, chat.assistant, strict=True)
+                ]
+            yield self._cut(chat.ids, labels)
 
     def _prompts(self, chunk: Numbered) -> Iterator[Encoded]:
         prompts = self._strings(chunk, "prompt")
         completions = self._strings(chunk, "completion")
         joined = [one + other for one, other in zip(prompts, completions, strict=True)]
-        alone = self._made(prompts, limit=None)
-        for prompt, whole in zip(alone, self._made(joined, limit=None), strict=True):
-            ids = self._ended(whole.ids)
-            shared = _shared(prompt.ids, ids)
-            labels = [IGNORED] * shared + ids[shared:]
-            kept = ids[: self.limit]
-            yield Encoded(ids=kept, labels=labels[: self.limit], cut=len(ids) - len(kept))
+        alone = self._tokenize(prompts, limit=None)
+        for prompt, both in zip(alone, self._tokenize(joined, limit=None), strict=True):
+            ids = self._with_end(both.ids)
+            shared = _common_prefix(prompt.ids, ids)
+            yield self._cut(ids, [IGNORED] * shared + ids[shared:])
 
     def _targets(self, chunk: Numbered) -> Iterator[Encoded]:
-        sources = self._made(self._strings(chunk, "source"), limit=self.limit)
-        targets = self._made(targets=self._strings(chunk, "target"), limit=self.job.target_length)
+        sources = self._tokenize(self._strings(chunk, "source"), limit=self.limit)
+        targets = self._tokenize(targets=self._strings(chunk, "target"), limit=self.job.target_length)
         for source, target in zip(sources, targets, strict=True):
             yield Encoded(ids=source.ids, labels=target.ids, cut=source.cut + target.cut)
 
-    def _given(self, chunk: Numbered) -> Iterator[Encoded]:
-        return (self._checked(row, index) for index, row in chunk)
+    def _token_ids(self, chunk: Numbered) -> Iterator[Encoded]:
+        return (self._checked_ids(row, index) for index, row in chunk)
 
-    def _checked(self, row: Row, index: int) -> Encoded:
+    def _checked_ids(self, row: Row, index: int) -> Encoded:
+        """Token ids of the row's own, with what the row has beside them, less what is padding."""
         ids = self._numbers(row, self.columns["input_ids"], index)
         if late := [name for name in _BESIDE if name in row and name not in self.rows.columns]:
             raise UsageError(f"{self.rows.where(index)}: it has {late[0]!r}, which the first row has not.")
@@ -158,36 +161,42 @@ class Encoder:
                     f"{self.rows.where(index)}: {len(ids)} input_ids and {len(numbers)} {name}; each token"
                     " has one."
                 )
-        seen = beside.pop("attention_mask", [1] * len(ids))
-        kept = [place for place, here in enumerate(seen) if here]
-        cut = len(kept) - len(kept[: self.limit])
-        of = {name: [numbers[place] for place in kept[: self.limit]] for name, numbers in beside.items()}
+        mask = beside.pop("attention_mask", [1] * len(ids))
+        positions = [position for position, attended in enumerate(mask) if attended]
+        keep = positions[: self.limit]
+        cut = len(positions) - len(keep)
+        cut_beside = {name: [numbers[position] for position in keep] for name, numbers in beside.items()}
         if self.job.task is Task.SEQ2SEQ_LM and labels is not None:
-            of["labels"] = labels[: self.job.target_length]
-            cut += len(labels) - len(of["labels"])
-        ids = [ids[place] for place in kept[: self.limit]]
+            cut_beside["labels"] = labels[: self.job.target_length]
+            cut += len(labels) - len(cut_beside["labels"])
+        ids = [ids[position] for position in keep]
         return Encoded(
-            ids=ids if self.limit is not None else self._ended(ids),
-            labels=of.get("labels"),
-            named=self._named(row, index),
-            types=of.get("token_type_ids"),
+            ids=ids if self.limit is not None else self._with_end(ids),
+            labels=cut_beside.get("labels"),
+            row_labels=self._label_of_sequence(row, index),
+            types=cut_beside.get("token_type_ids"),
             cut=cut,
         )
 
-    def _made(self, *given: Any, **more: Any) -> list[Tokens]:
-        return self._given_tokenizer().tokens(*given, **more)
+    def _cut(self, ids: list[int], labels: list[int] | None) -> Encoded:
+        """The first of these tokens, and as many of their labels."""
+        first = ids[: self.limit]
+        return Encoded(ids=first, labels=labels and labels[: self.limit], cut=len(ids) - len(first))
 
-    def _given_tokenizer(self) -> Tokenizer:
+    def _tokenize(self, *texts: Any, **more: Any) -> list[Tokens]:
+        return self._needed_tokenizer().tokens(*texts, **more)
+
+    def _needed_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
             raise UsageError(f"{self.rows.source}: its rows are text, and there is no tokenizer. Give one.")
         return self.tokenizer
 
-    def _ended(self, ids: list[int]) -> list[int]:
-        return ids if self.tokenizer is None else self.tokenizer.ended(ids)
+    def _with_end(self, ids: list[int]) -> list[int]:
+        return ids if self.tokenizer is None else self.tokenizer.with_end(ids)
 
     # ---- what stands in a row ---------------------------------------------------------------------------
 
-    def _named(self, row: Row, index: int) -> list[Any]:
+    def _label_of_sequence(self, row: Row, index: int) -> list[Any]:
         if self.job.task is not Task.SEQUENCE_CLASSIFICATION:
             return []
         return [self.rows.value(row, self.columns["label"], index)]
@@ -218,18 +227,18 @@ class Encoder:
             raise UsageError(
                 f"{self.rows.where(index)}: {column!r} holds {numbers.max()}, which is no token."
             )
-        found: list[int] = numbers.tolist()
-        return found
+        checked: list[int] = numbers.tolist()
+        return checked
 
 
 _BESIDE = ("attention_mask", "token_type_ids")
 _MOST = 1 << 31
 
 
-def _shared(one: Sequence[int], other: Sequence[int]) -> int:
+def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
     """How many tokens two sequences begin with alike. The tokens of a prompt alone may end otherwise than
     those of the prompt with its completion: there the completion begins."""
     return next(
-        (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+        (position for position, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
         min(len(one), len(other)),
     )

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 Where = Callable[[int], str]
-"""Says where the n-th value stands."""
+"""Says where a person finds the n-th value."""
 
 _WHOLE = re.compile(r"[+-]?[0-9]{1,9}")
 _KINDS = {int: "a number", str: "text"}
@@ -29,21 +29,22 @@ _KINDS = {int: "a number", str: "text"}
 def class_numbers(
     values: Sequence[Any], where: Where, *, labels: int, names: Sequence[str] = (), ignored: bool = False
 ) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Each value's class, and the names of the classes. With `ignored`, -100 stands for no label."""
+    """The class of each of N values, (N) of int64, and the names of the classes. With `ignored`, -100 stands
+    for no label."""
     import numpy as np
 
-    known = [_plain(_alone(value), where, index) for index, value in enumerate(values)]
+    known = [_number_or_name(_scalar(value), where, index) for index, value in enumerate(values)]
     names = _names(known, where, tuple(names), labels)
-    place = {name: number for number, name in enumerate(names)}
+    number_of = {name: number for number, name in enumerate(names)}
     if any(type(value) is str for value in known) and not names:  # numbers written as text
         known = [int(value) for value in known]
     for index, value in enumerate(known):
-        if type(value) is str and value not in place:
+        if type(value) is str and value not in number_of:
             raise UsageError(
                 f"{where(index)}: label {value!r} is none of"
                 f" {', '.join(names[:12])}.{did_you_mean(value, names)}"
             )
-    numbers = np.array([place[value] if type(value) is str else value for value in known], dtype=np.int64)
+    numbers = np.array([number_of[value] if type(value) is str else value for value in known], dtype=np.int64)
     _refuse_out_of_range(numbers, where, labels, ignored)
     return numbers, names or tuple(str(number) for number in range(labels))
 
@@ -60,21 +61,21 @@ def one_order(given: Sequence[str], own: Sequence[str], source: str) -> tuple[st
     return tuple(given) or tuple(own)
 
 
-def measures(values: Sequence[Any], where: Where) -> np.ndarray:
-    """The numbers that a regression learns."""
+def regression_values(values: Sequence[Any], where: Where) -> np.ndarray:
+    """The numbers that a regression learns, (N) of fp32."""
     import numpy as np
 
     return np.array(
-        [_measure(_alone(value), where, index) for index, value in enumerate(values)], dtype=np.float32
+        [_finite(_scalar(value), where, index) for index, value in enumerate(values)], dtype=np.float32
     )
 
 
-def _alone(value: Any) -> Any:
-    """A number out of an array or a tensor of none but it."""
+def _scalar(value: Any) -> Any:
+    """The number in an array or a tensor without dimensions; other values as they are."""
     return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
-def _measure(value: Any, where: Where, index: int) -> float:
+def _finite(value: Any, where: Where, index: int) -> float:
     try:
         number = float(value) if isinstance(value, Real | str) else math.nan
     except ValueError:
@@ -87,7 +88,7 @@ def _measure(value: Any, where: Where, index: int) -> float:
     return number
 
 
-def _plain(value: Any, where: Where, index: int) -> int | str:
+def _number_or_name(value: Any, where: Where, index: int) -> int | str:
     if isinstance(value, str):
         return value.strip()
     if isinstance(value, Integral):
@@ -103,7 +104,7 @@ def _plain(value: Any, where: Where, index: int) -> int | str:
 
 
 def _names(known: list[int | str], where: Where, given: tuple[str, ...], labels: int) -> tuple[str, ...]:
-    """Of the classes, in order; none where all labels are numbers."""
+    """The names of the classes, in order; none where all labels are numbers."""
     kinds = {type(value): index for index, value in reversed(list(enumerate(known)))}
     if len(kinds) > 1:
         (one, first), (other, second) = sorted(kinds.items(), key=lambda kind: kind[1])
@@ -122,14 +123,14 @@ def _names(known: list[int | str], where: Where, given: tuple[str, ...], labels:
     words = [str(value) for value in known]
     if all(_WHOLE.fullmatch(word) for word in words):
         return ()
-    found = sorted(set(words))
-    if len(found) > labels:
+    names = sorted(set(words))
+    if len(names) > labels:
         raise UsageError(
-            f"{where(words.index(found[labels]))}: there are {len(found)} different labels"
-            f" ({', '.join(found[:8])}{', ...' if len(found) > 8 else ''}), and the job has {labels}. Set"
-            f" labels: {len(found)}."
+            f"{where(words.index(names[labels]))}: there are {len(names)} different labels"
+            f" ({', '.join(names[:8])}{', ...' if len(names) > 8 else ''}), and the job has {labels}. Set"
+            f" labels: {len(names)}."
         )
-    return tuple(found)
+    return tuple(names)
 
 
 def _refuse_out_of_range(numbers: np.ndarray, where: Where, labels: int, ignored: bool) -> None:

@@ -1,13 +1,13 @@
 """Samples of pictures and sound: labels and texts are read at the start, media when a sample is asked for.
 
-A dataset of tokens lies in memory as a whole; one of pictures would not. So what a run keeps of it is one
-label or text to each row, and where the rest lies. A picture or sound is decoded in whatever worker makes the
-batch, alone, and always to the same numbers. That a file is there at all is looked at before the first step,
-that it can be decoded when its turn comes; the first sample is made at once, so that a processor that does
-not fit the model is told at the start.
+A dataset of tokens is held in memory as a whole; one of pictures would not fit. So a run keeps one label or
+text of each row, and where its file is. A picture or sound is decoded by the worker that makes the batch,
+alone, and always to the same numbers. Whether a file exists is checked before the first step, whether it can
+be decoded when its turn comes; the first sample is made at once, so that a processor that does not fit the
+model is an error at the start.
 
     {"pixel_values": (C, H, W), "label": 3}
-    {"input_features": (M, F), "labels": [...]}
+    {"input_features": (M, F), "labels": [...]}      M mel bands by F frames, or "input_values": (samples)
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any, final
 
-from snugfit.data.by_place import ByPlace, Sample
 from snugfit.data.columns import columns_of
 from snugfit.data.encoding import ROWS_AT_ONCE
-from snugfit.data.labels import class_numbers, measures, one_order
-from snugfit.data.media_files import Entry, path_in
-from snugfit.data.pictures import Pictures
-from snugfit.data.processors import described
-from snugfit.data.ragged import Filling, Ragged
+from snugfit.data.indexed import IndexedSamples, Sample
+from snugfit.data.labels import class_numbers, one_order, regression_values
+from snugfit.data.media_files import MediaEntry, path_in
+from snugfit.data.pictures import PicturePreprocessor
+from snugfit.data.processors import settings_of
+from snugfit.data.ragged import Ragged, RaggedBuilder
 from snugfit.data.samples import refuse_unknown_tokens
-from snugfit.data.sounds import Sounds
+from snugfit.data.sounds import SoundPreprocessor
 from snugfit.data.tokens import Tokenizer
 from snugfit.errors import JobError, UsageError
 from snugfit.job.batch import synthetic
@@ -41,69 +41,69 @@ if TYPE_CHECKING:
     from snugfit.data.rows import Rows
 
 RATE = "sampling_rate"
-"""A column that says so of arrays in another."""
+"""The column that says how many samples a second an array in another column has."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
-class MediaSamples(ByPlace):
-    """A dataset of pictures or sound, picklable and without a state."""
+class MediaSamples(IndexedSamples):
+    """A dataset of N pictures or sounds, picklable and without a state."""
 
     media: Rows
     """The rows, with no more columns than are needed to make a sample."""
 
     column: str
-    """Of the media."""
+    """The column of pictures or sound."""
 
-    maker: Pictures | Sounds
-    """Makes one sample's input of it."""
+    preprocessor: PicturePreprocessor | SoundPreprocessor
+    """Makes a sample's input of what is in that column."""
 
     label: np.ndarray | None = None
-    """One to each sample."""
+    """One class or number to each sample, (N)."""
 
     labels: Ragged | None = None
-    """Tokens of what is said, to each sample."""
+    """The tokens of what is said in each sample."""
 
     label_names: tuple[str, ...] = ()
-    """Of the classes, in order."""
+    """The names of the classes, in order."""
 
     cut: int = 0
-    """Texts that were too long."""
+    """How many texts were too long."""
 
     cut_tokens: int = 0
-    """Tokens that they lost."""
+    """How many tokens these lost."""
 
     notes: tuple[str, ...] = field(default=())
-    """What somebody who trains on this should be told."""
+    """What somebody who trains on this should know."""
 
     def __len__(self) -> int:
         return len(self.media)
 
-    def _made(self, index: int, epoch: int) -> Sample:
-        """The same in every epoch."""
-        entry, row = self._entry(index)
-        if isinstance(self.maker, Sounds):
-            made: Any = self.maker.made(entry, row.get(RATE))
-        else:
-            made = self.maker.made(entry)
-        return {self.maker.name: made, **self._asked(index)}
+    def _sample(self, index: int, epoch: int) -> Sample:
+        """The sample, which is the same in every epoch."""
+        row = self.media[index]
+        entry = self._entry(row, index)
+        return {self.preprocessor.input_name: self.preprocessor.input_of(entry), **self._target(index)}
 
     def checksum(self, index: int) -> bytes:
-        """Of what this sample is made of, without making it."""
-        told = hashlib.sha256(self.maker.seen(self._entry(index)[0]))
-        told.update(json.dumps([self._asked(index), described(self.maker)], default=str).encode())
-        return told.digest()
+        """A checksum of what this sample is made of, without making it."""
+        checksum = hashlib.sha256(self.preprocessor.raw_bytes(self._entry(self.media[index], index)))
+        settings = settings_of(self.preprocessor)
+        checksum.update(json.dumps([self._target(index), settings], default=str).encode())
+        return checksum.digest()
 
-    def _asked(self, index: int) -> Sample:
+    def _target(self, index: int) -> Sample:
         if self.label is not None:
             return {"label": self.label[index].item()}
         return {"labels": self.labels[index]} if self.labels is not None else {}
 
-    def _entry(self, index: int) -> tuple[Entry, Mapping[str, Any]]:
-        row = self.media[index]
-        value = self.media.value(row, self.column, index)
-        entry = Entry(value=value, where=self.media.where(index), home=self.media.folder_of(index))
-        return entry, row
+    def _entry(self, row: Mapping[str, Any], index: int) -> MediaEntry:
+        return MediaEntry(
+            value=self.media.value(row, self.column, index),
+            rate=row.get(RATE),
+            where=self.media.where(index),
+            folder=self.media.folder_of(index),
+        )
 
 
 def media_samples(
@@ -116,46 +116,44 @@ def media_samples(
 ) -> MediaSamples:
     """The rows as samples of a job on pictures or sound. Raises `UsageError` that names the row.
 
-    `processor` is transformers' image processor or feature extractor; `tokenizer` is that of the texts that
-    sounds say. `label_names` is the order of classes in the split that is trained on, for one that is
+    `processor` is transformers' image processor or feature extractor; `tokenizer` is for the texts of what is
+    said in sounds. `label_names` is the order of classes in the split that is trained on, for one that is
     evaluated.
     """
     columns = columns_of(rows, job)
     column = columns["image" if "image" in columns else "audio"]
     media = rows.select_columns({column} | ({RATE} & {*rows.columns}))
-    made = dict[str, Any](media=media, column=column, notes=tuple(rows.notes()))
     _refuse_missing(media, column)
+    preprocessor: PicturePreprocessor | SoundPreprocessor
     if job.task is Task.IMAGE_CLASSIFICATION:
-        asked = rows.select_columns({columns["label"]})
-        samples = MediaSamples(
-            **made, maker=_pictures(job, processor), **_classes(asked, columns, job, label_names)
-        )
+        preprocessor = _picture_preprocessor(job, processor)
+        targets = _classes(rows.select_columns({columns["label"]}), columns["label"], job, label_names)
     else:
-        asked = rows.select_columns({columns["text"]})
-        samples = MediaSamples(
-            **made, maker=_sounds(job, processor), **_texts(asked, columns["text"], job, tokenizer)
-        )
+        preprocessor = _sound_preprocessor(job, processor)
+        targets = _texts(rows.select_columns({columns["text"]}), columns["text"], job, tokenizer)
+    notes = tuple(rows.notes())
+    samples = MediaSamples(media=media, column=column, preprocessor=preprocessor, notes=notes, **targets)
     samples.sample(0)
     return samples
 
 
 def _refuse_missing(media: Rows, column: str) -> None:
-    """Where the first row names a file and does not hold it, those of all rows must be there."""
+    """Where the first row names a file and does not hold it, the files of all rows must exist."""
     if path_in(media.value(media[0], column, 0), media.folder_of(0)) is None:
         return
     for index, row in enumerate(media):
-        value, home = media.value(row, column, index), media.folder_of(index)
-        path = path_in(value, home)
+        value, folder = media.value(row, column, index), media.folder_of(index)
+        path = path_in(value, folder)
         if path is not None and not os.path.isfile(path):
-            raise Entry(value=value, where=media.where(index), home=home).missing()
+            raise MediaEntry(value=value, where=media.where(index), folder=folder).missing_error()
 
 
-def _pictures(job: Job, processor: Any) -> Pictures:
+def _picture_preprocessor(job: Job, processor: Any) -> PicturePreprocessor:
     shape = tuple(synthetic(job, 1)["pixel_values"].shape[1:])
-    return Pictures(processor=processor, channels=shape[0], shape=shape)
+    return PicturePreprocessor(processor=processor, channels=shape[0], shape=shape)
 
 
-def _sounds(job: Job, extractor: Any) -> Sounds:
+def _sound_preprocessor(job: Job, extractor: Any) -> SoundPreprocessor:
     if getattr(extractor, "dither", 0.0):
         raise UsageError(
             f"The feature extractor has dither: {extractor.dither}, which adds other noise at every start."
@@ -164,18 +162,15 @@ def _sounds(job: Job, extractor: Any) -> Sounds:
     try:
         shape = tuple(synthetic(job, 1)["input_features"].shape[1:])
     except JobError:  # a model that hears sounds of any length
-        return Sounds(extractor=extractor, shape=None)
-    return Sounds(extractor=extractor, shape=shape)
+        return SoundPreprocessor(extractor=extractor, shape=None)
+    return SoundPreprocessor(extractor=extractor, shape=shape)
 
 
-def _classes(
-    rows: Rows, columns: Mapping[str, str], job: Job, label_names: Sequence[str]
-) -> Mapping[str, Any]:
-    """The class of each row, or the number of a regression."""
-    column = columns["label"]
+def _classes(rows: Rows, column: str, job: Job, label_names: Sequence[str]) -> Mapping[str, Any]:
+    """The class of each row, or the number of a regression: fields of `MediaSamples`."""
     values = [rows.value(row, column, index) for index, row in enumerate(rows)]
     if job.labels == 1:
-        return {"label": measures(values, rows.where)}
+        return {"label": regression_values(values, rows.where)}
     own = rows.class_names(column)
     named = bool(label_names) and all(isinstance(value, str) for value in values)
     known = tuple(label_names) if named else one_order(label_names, own, rows.source)
@@ -184,21 +179,21 @@ def _classes(
 
 
 def _texts(rows: Rows, column: str, job: Job, tokenizer: Any | None) -> Mapping[str, Any]:
-    """The tokens of each row's text. The decoder's start token is left out where a tokenizer writes it: the
-    model puts it there itself."""
+    """The tokens of each row's text: fields of `MediaSamples`. The decoder's start token is left out where a
+    tokenizer writes it: the model puts it there itself."""
     if tokenizer is None:
         raise UsageError(f"{rows.source}: what is said is text, and there is no tokenizer. Give one.")
     words, config = Tokenizer(tokenizer), job.transformers_config()
     start = getattr(config, "decoder_start_token_id", None)
     begun = start is not None and words.tokens(targets=["a"], limit=None)[0].ids[:1] == [start]
-    filled, cut, lost = Filling(), 0, 0
+    lists, cut, lost = RaggedBuilder(), 0, 0
     numbered = enumerate(rows)
     while chunk := list(islice(numbered, ROWS_AT_ONCE)):
         texts = [rows.text(row, column, index) for index, row in chunk]
-        for made in words.tokens(targets=texts, limit=job.target_length + begun):
-            filled.append(made.ids[int(begun) :])
-            cut, lost = cut + (made.cut > 0), lost + made.cut
-    labels = filled.done()
+        for tokens in words.tokens(targets=texts, limit=job.target_length + begun):
+            lists.append(tokens.ids[int(begun) :])
+            cut, lost = cut + (tokens.cut > 0), lost + tokens.cut
+    labels = lists.build()
     if (empty := labels.lengths == 0).any():
         raise UsageError(
             f"{rows.where(int(empty.argmax()))}: {column!r} is empty; there is nothing to learn."

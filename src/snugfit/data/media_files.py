@@ -5,7 +5,7 @@
 | text                                     | a path; a relative one begins at the dataset's file |
 | bytes                                    | the file itself                                     |
 | {"bytes": ..., "path": ...}              | as `datasets` and its Parquet files keep media      |
-| anything else                            | what somebody has decoded                           |
+| anything else                            | a picture or sound that somebody has decoded        |
 
 Nothing is downloaded.
 """
@@ -21,41 +21,44 @@ from typing import Any
 from snugfit.errors import UsageError
 
 
-def path_in(value: Any, home: Path) -> str | None:
-    """The path of a file that a value names and does not hold."""
+def path_in(value: Any, folder: Path) -> str | None:
+    """The path of the file that a value names and does not hold; a relative one begins in `folder`."""
     if isinstance(value, Mapping) and value.get("bytes") is None:
         value = value.get("path")
     if not isinstance(value, str | os.PathLike):
         return None
-    return os.path.join(home, value) if home.parts else os.fspath(value)
+    return os.path.join(folder, value) if folder.parts else os.fspath(value)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
-    """What stands in a row's column of media, and where."""
+class MediaEntry:
+    """What a row has in its column of media, and where the row is."""
 
     value: Any
-    """As the row has it."""
+    """A path, bytes, a mapping of both, or something decoded."""
+
+    rate: Any = None
+    """What the row says of an array of sound: how many of its samples are a second."""
 
     where: str
     """Where a person finds the row."""
 
-    home: Path
+    folder: Path
     """The folder in which a relative path begins."""
 
     @property
     def path(self) -> str | None:
-        """Of a file that is named and not held."""
-        return path_in(self.value, self.home)
+        """The path of the file that is named and not held; None where there is none."""
+        return path_in(self.value, self.folder)
 
     @property
     def name(self) -> str:
-        """The row, and the file that it names."""
+        """The row, and the file that it names, for error messages."""
         path = self.path
         return self.where if path is None or path in self.where else f"{self.where}: {path}"
 
     def content(self) -> bytes | None:
-        """The file; None where it is decoded already. Raises `UsageError`."""
+        """The bytes of the file; None where it is decoded already. Raises `UsageError`."""
         held = self.value.get("bytes") if isinstance(self.value, Mapping) else self.value
         if isinstance(held, bytes | bytearray | memoryview):
             return bytes(held)
@@ -69,8 +72,8 @@ class Entry:
                 f"{self.name}: cannot be read ({error.strerror or error}).{self._hint()}"
             ) from None
 
-    def missing(self) -> UsageError:
-        """That the file which is named is not there."""
+    def missing_error(self) -> UsageError:
+        """The error that the file which is named does not exist."""
         return UsageError(f"{self.name}: no such file.{self._hint()}")
 
     def _hint(self) -> str:
@@ -78,7 +81,6 @@ class Entry:
         if "://" in path:
             return " Nothing is downloaded: give files of this machine."
         if Path(path).is_file():
-            return (
-                f" There is one where you are; a relative path begins at the dataset's file, in {self.home}."
-            )
+            begins = f"a relative path begins at the dataset's file, in {self.folder}"
+            return f" There is one where you are; {begins}."
         return ""

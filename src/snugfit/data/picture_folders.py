@@ -67,7 +67,7 @@ class ClassFolders(Rows):
     def __len__(self) -> int:
         return len(self._names)
 
-    def _row(self, index: int) -> Row:
+    def _item(self, index: int) -> Row:
         return {"image": self.where(index), "label": self._classes[self._owners[index]]}
 
     def where(self, index: int) -> str:

@@ -1,4 +1,4 @@
-"""A picture as the model takes it: opened by Pillow, made ready by the model's own image processor.
+"""A picture as the model takes it: opened by Pillow, prepared by the model's own image processor.
 
 It is turned as its EXIF tag says and brought to the model's channels, as `datasets` and transformers'
 pipelines do; size, scale and normalisation are the processor's. Nothing in it is random: a sample is the same
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
-from snugfit.data.media_files import Entry
+from snugfit.data.media_files import MediaEntry
 from snugfit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -32,26 +32,26 @@ ORIENTATION, UPRIGHT = 0x0112, 1
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Pictures:
-    """Makes samples of pictures, one at a time."""
+class PicturePreprocessor:
+    """Makes the inputs of samples, a picture at a time."""
 
     processor: Any
-    """transformers' image processor."""
+    """The image processor of transformers that the model comes with."""
 
     channels: int
-    """That the model takes."""
+    """How many channels the model takes."""
 
     shape: tuple[int, ...]
-    """(C, H, W) that the job was planned for."""
+    """The shape (C, H, W) that the job was planned for."""
 
-    name = "pixel_values"
-    """What the model calls it."""
+    input_name = "pixel_values"
+    """What the model calls its input."""
 
-    def made(self, entry: Entry) -> torch.Tensor:
-        """(C, H, W) of fp32. Raises `UsageError` that names the row and its file."""
-        picture = self._in_its_mode(_opened(entry), entry)
+    def input_of(self, entry: MediaEntry) -> torch.Tensor:
+        """The pixels, (C, H, W) of fp32. Raises `UsageError` that names the row and its file."""
+        picture = self._in_mode(_open(entry), entry)
         try:
-            pixels: torch.Tensor = self.processor(images=picture, return_tensors="pt")[self.name][0]
+            pixels: torch.Tensor = self.processor(images=picture, return_tensors="pt")[self.input_name][0]
         except Exception as error:  # whatever a processor of somebody's making raises
             raise UsageError(
                 f"{entry.name}: the image processor refuses it ({' '.join(str(error).split()):.200})."
@@ -64,21 +64,21 @@ class Pictures:
             )
         return pixels
 
-    def batched(self, made: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """(B, C, H, W): all of a dataset's pictures have one shape."""
+    def batch(self, inputs: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """B pictures (C, H, W), which all have one shape, as (B, C, H, W)."""
         import torch
 
-        return {self.name: torch.stack(list(made))}
+        return {self.input_name: torch.stack(list(inputs))}
 
-    def seen(self, entry: Entry) -> bytes:
-        """What a checksum of the data is made over: the file as it lies there, or the decoded pixels."""
+    def raw_bytes(self, entry: MediaEntry) -> bytes:
+        """What a checksum of the data is made of: the file as it is on disk, or the decoded pixels."""
         content = entry.content()
         if content is not None:
             return content
-        picture = _opened(entry)
+        picture = _open(entry)
         return f"{picture.mode} {picture.size}".encode() + picture.tobytes()
 
-    def _in_its_mode(self, picture: Image, entry: Entry) -> Image:
+    def _in_mode(self, picture: Image, entry: MediaEntry) -> Image:
         mode = MODES.get(self.channels)
         if mode is None or picture.mode == mode:
             return picture
@@ -90,8 +90,8 @@ class Pictures:
         return picture.convert(mode)
 
 
-def _opened(entry: Entry) -> Image:
-    """Decoded whole."""
+def _open(entry: MediaEntry) -> Image:
+    """The picture, decoded and turned as its EXIF tag says."""
     from PIL import Image, ImageOps
 
     if isinstance(entry.value, Image.Image):
@@ -110,8 +110,8 @@ def _opened(entry: Entry) -> Image:
         raise UsageError(f"{entry.name}: this is no picture that can be read ({said:.200}).") from None
 
 
-def _array(entry: Entry) -> np.ndarray:
-    """Pixels in memory, (H, W) or (H, W, C)."""
+def _array(entry: MediaEntry) -> np.ndarray:
+    """Pixels in memory, (H, W) or (H, W, C) of uint8."""
     import numpy as np
 
     try:
@@ -123,7 +123,7 @@ def _array(entry: Entry) -> np.ndarray:
     if pixels.ndim not in (2, 3) or pixels.dtype != np.uint8:
         raise UsageError(
             f"{entry.where}: a picture is a path, a file's bytes, a PIL image or an array (H, W, C) of uint8,"
-            f" not {_kind(entry.value, pixels)}. Pixels that are made ready already come as pixel_values."
+            f" not {_kind(entry.value, pixels)}. Pixels that are prepared already come as pixel_values."
         )
     if pixels.ndim == 3 and pixels.shape[2] not in MODES and pixels.shape[0] in MODES:
         pixels = pixels.transpose(1, 2, 0)

@@ -1,8 +1,8 @@
-"""The model's image processor or feature extractor: where it is found, and what it is called in a checksum.
+"""The model's image processor or feature extractor: where it is found, and its settings for a checksum.
 
-Found in a folder or in the hub's cache, as a tokenizer is (`tokens.py`). Image processors come in several
-makes that differ in the last bits; the one that needs nothing but Pillow is taken, so that a run is the same
-on every machine.
+It is found in a folder or in the hub's cache, as a tokenizer is (`tokens.py`). Image processors come in
+several makes that differ in the last bits; the one that needs nothing but Pillow is taken, so that a run is
+the same on every machine.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ FILES = ("preprocessor_config.json", "processor_config.json")
 def load_processor(given: Any, job: Job, *, online: bool = False) -> Any:
     """The image processor or feature extractor of this name, in this folder, or in this object of
     transformers. Raises `UsageError`."""
-    inner, what = _WANTED[job.task]
+    inner, what = _KINDS[job.task]
     if isinstance(given, str | os.PathLike):
-        return _loaded(os.path.expanduser(os.fspath(given)), what, online)
-    found = getattr(given, inner, given)
-    if not callable(found) or not getattr(found, "model_input_names", None) or hasattr(found, "vocab_size"):
+        return _load(os.path.expanduser(os.fspath(given)), what, online)
+    processor = getattr(given, inner, given)
+    inputs = getattr(processor, "model_input_names", None)
+    if not callable(processor) or not inputs or hasattr(processor, "vocab_size"):
         raise UsageError(
             f"The processor is of type {type(given).__name__}; for {job.task} it is transformers' {what}, or"
             " its folder."
         )
-    return found
+    return processor
 
 
-_WANTED = {
+_KINDS = {
     Task.IMAGE_CLASSIFICATION: ("image_processor", "image processor"),
     Task.SPEECH_TO_TEXT: ("feature_extractor", "feature extractor"),
 }
@@ -54,17 +55,17 @@ def has_processor(given: Any, job: Job) -> bool:
     """Whether a folder, or an object of several parts, holds what this job needs."""
     if isinstance(given, str | os.PathLike):
         return any((Path(given).expanduser() / name).exists() for name in FILES)
-    return hasattr(given, _WANTED[job.task][0])
+    return hasattr(given, _KINDS[job.task][0])
 
 
-def described(maker: Any) -> dict[str, Any]:
-    """What its processor is and how it is set, for a checksum."""
-    processor = getattr(maker, fields(maker)[0].name)
+def settings_of(preprocessor: Any) -> dict[str, Any]:
+    """The class and the settings of its processor of transformers, for a checksum."""
+    processor = getattr(preprocessor, fields(preprocessor)[0].name)
     settings = processor.to_dict() if hasattr(processor, "to_dict") else {}
     return {"class": type(processor).__name__, **settings}
 
 
-def _loaded(name: str, what: str, online: bool) -> Any:
+def _load(name: str, what: str, online: bool) -> Any:
     folder = Path(name)
     if folder.is_dir() and not any((folder / file).exists() for file in FILES):
         raise UsageError(

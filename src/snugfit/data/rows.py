@@ -20,13 +20,13 @@ asked for, when the row is read.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, final, overload
+from typing import Any, final
 
+from snugfit.data.indexed import Indexed
 from snugfit.errors import UsageError, did_you_mean, nearest
 
 Row = Mapping[str, Any]
@@ -49,7 +49,7 @@ ROLES = (
 """What a column can be to a task; `columns.py` says which task needs which."""
 
 
-class Rows(Sequence[Row], ABC):
+class Rows(Indexed[Row]):
     """A dataset's rows, and the columns that the user has named; one subclass for each kind of source."""
 
     source: str
@@ -67,27 +67,8 @@ class Rows(Sequence[Row], ABC):
     named: Mapping[str, str] = {}
     """The column of a role, where the user has named it."""
 
-    @abstractmethod
-    def __len__(self) -> int: ...
-
-    @abstractmethod
-    def _row(self, index: int) -> Row:
-        """The row at this index, which exists."""
-
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Row]: ...
-    @final
-    def __getitem__(self, index: int | slice) -> Row | list[Row]:
-        if isinstance(index, slice):
-            return [self._row(number) for number in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(index)
-        return self._row(index % len(self))
-
     def __iter__(self) -> Iterator[Row]:
-        return (self._row(index) for index in range(len(self)))
+        return (self._item(index) for index in range(len(self)))
 
     def where(self, index: int) -> str:
         """The file and line, or the row's number, by which a person finds this row."""
@@ -186,7 +167,7 @@ class MemoryRows(Rows):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def _row(self, index: int) -> Row:
+    def _item(self, index: int) -> Row:
         return self._rows[index]
 
 
@@ -217,7 +198,7 @@ class JoinedRows(Rows):
         number = bisect_right(self._ends, index)
         return self._parts[number], index - (self._ends[number - 1] if number else 0)
 
-    def _row(self, index: int) -> Row:
+    def _item(self, index: int) -> Row:
         part, inner = self._at(index)
         return part[inner]
 

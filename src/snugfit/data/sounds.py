@@ -14,44 +14,50 @@ import wave
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
-from snugfit.data.media_files import Entry
+from snugfit.data.media_files import MediaEntry
 from snugfit.errors import UsageError
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
-Sound = tuple["np.ndarray", int]
-"""Samples in [-1, 1], (N) of fp32, and how many of them are a second."""
+
+class Sound(NamedTuple):
+    """A sound of one channel."""
+
+    samples: np.ndarray
+    """Samples in [-1, 1], (N) of fp32."""
+
+    rate: Any
+    """How many of them are a second; a whole number, or what a row says where nobody asks for the rate."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Sounds:
-    """Makes samples of sounds, one at a time."""
+class SoundPreprocessor:
+    """Makes the inputs of samples, a sound at a time."""
 
     extractor: Any
-    """transformers' feature extractor."""
+    """The feature extractor of transformers that the model comes with."""
 
     shape: tuple[int, ...] | None
-    """(M, F) that the job was planned for; None where lengths differ from sound to sound."""
+    """The shape (M, F) that the job was planned for; None where lengths differ from sound to sound."""
 
     @property
-    def name(self) -> str:
-        """What the model calls it: `input_features`, or `input_values`."""
+    def input_name(self) -> str:
+        """What the model calls its input: `input_features`, or `input_values`."""
         name: str = self.extractor.model_input_names[0]
         return name
 
-    def made(self, entry: Entry, rate: Any = None) -> np.ndarray:
-        """Its features, fp32. `rate` is what the row says of an array. Raises `UsageError` that names the row
-        and its file."""
-        sound, rate = _decoded(entry, rate)
-        self._refuse(sound, rate, entry)
+    def input_of(self, entry: MediaEntry) -> np.ndarray:
+        """The features, (M, F) or (samples) of fp32. Raises `UsageError` that names the row and its file."""
+        sound = _decode(entry)
+        self._refuse(sound, entry)
         try:
-            made = self.extractor(sound, sampling_rate=rate, return_tensors="np")
-            features: np.ndarray = made[self.name][0]
+            extracted = self.extractor(sound.samples, sampling_rate=sound.rate, return_tensors="np")
+            features: np.ndarray = extracted[self.input_name][0]
         except Exception as error:  # whatever an extractor of somebody's making raises
             raise UsageError(
                 f"{entry.name}: the feature extractor refuses it ({' '.join(str(error).split()):.200})."
@@ -63,59 +69,64 @@ class Sounds:
             )
         return features.astype("float32", copy=False)
 
-    def batched(self, made: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Features as one batch; those of several lengths filled up, with a mask of what is none."""
+    def batch(self, inputs: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The features of B sounds, (B, M, F) or (B, samples); of several lengths padded, with a mask."""
         import torch
 
-        if len({one.shape for one in made}) == 1:
-            return {self.name: torch.stack(list(made))}
-        lists = {self.name: [features.numpy() for features in made]}
+        if len({features.shape for features in inputs}) == 1:
+            return {self.input_name: torch.stack(list(inputs))}
+        lists = {self.input_name: [features.numpy() for features in inputs]}
         padded = self.extractor.pad(lists, padding=True, return_attention_mask=True, return_tensors="pt")
         return dict(padded)
 
-    def seen(self, entry: Entry) -> bytes:
-        """What a checksum of the data is made over: the file as it lies there, or the decoded sound."""
+    def raw_bytes(self, entry: MediaEntry) -> bytes:
+        """What a checksum of the data is made of: the file as it is on disk, or the decoded sound."""
         content = entry.content()
-        return content if content is not None else _decoded(entry, None, any_rate=True)[0].tobytes()
+        return content if content is not None else _in_memory(entry).samples.tobytes()
 
-    def _refuse(self, sound: np.ndarray, rate: int, entry: Entry) -> None:
-        wanted = self.extractor.sampling_rate
-        if rate != wanted:
+    def _refuse(self, sound: Sound, entry: MediaEntry) -> None:
+        count, rate, model_rate = len(sound.samples), sound.rate, self.extractor.sampling_rate
+        if rate != model_rate:
             raise UsageError(
-                f"{entry.name}: {rate:,} samples a second, and the model hears {wanted:,}. Nothing is"
-                f" resampled here; do it once, with all files: ffmpeg -i IN -ac 1 -ar {wanted} OUT.wav."
+                f"{entry.name}: {rate:,} samples a second, and the model hears {model_rate:,}. Nothing is"
+                f" resampled here; do it once, with all files: ffmpeg -i IN -ac 1 -ar {model_rate} OUT.wav."
             )
-        if not len(sound):
+        if not count:
             raise UsageError(f"{entry.name}: there is no sound in it.")
         most = getattr(self.extractor, "n_samples", None)
-        if most and len(sound) > most:
+        if most and count > most:
             raise UsageError(
-                f"{entry.name}: {len(sound) / rate:.1f} seconds, and the model hears {most / rate:.1f}. Cut"
+                f"{entry.name}: {count / rate:.1f} seconds, and the model hears {most / rate:.1f}. Cut"
                 " the sound with its text, or leave the row out."
             )
 
 
-def _decoded(entry: Entry, rate: Any, *, any_rate: bool = False) -> Sound:
-    """Samples of one channel, and their rate."""
+def _decode(entry: MediaEntry) -> Sound:
+    """The sound in a file or in memory, with a rate that is a number."""
     content = entry.content()
     if content is not None:
         return _read(content, entry)
-    value: Any = entry.value
-    if hasattr(value, "get_all_samples"):  # torchcodec's decoder, which datasets hands out
-        heard = value.get_all_samples()
-        value, rate = heard.data.numpy().mean(axis=0), heard.sample_rate
-    elif isinstance(value, Mapping):
-        value, rate = value.get("array"), value.get("sampling_rate")
-    sound = _array(value, entry)
-    if not any_rate and (isinstance(rate, bool) or not isinstance(rate, Integral) or rate < 1):
+    samples, rate = _in_memory(entry)
+    if isinstance(rate, bool) or not isinstance(rate, Integral) or rate < 1:
         raise UsageError(
             f'{entry.where}: a sound in memory comes with its rate: {{"array": ..., "sampling_rate": 16000}},'
             " or a column sampling_rate."
         )
-    return sound, rate if any_rate else int(rate)
+    return Sound(samples, int(rate))
 
 
-def _array(value: Any, entry: Entry) -> np.ndarray:
+def _in_memory(entry: MediaEntry) -> Sound:
+    value: Any = entry.value
+    if hasattr(value, "get_all_samples"):  # torchcodec's decoder, which datasets hands out
+        decoded = value.get_all_samples()
+        return Sound(_array(decoded.data.numpy().mean(axis=0), entry), decoded.sample_rate)
+    if isinstance(value, Mapping):
+        return Sound(_array(value.get("array"), entry), value.get("sampling_rate"))
+    return Sound(_array(value, entry), entry.rate)
+
+
+def _array(value: Any, entry: MediaEntry) -> np.ndarray:
+    """Samples in memory, (N) of floats or of 16 bits, as fp32."""
     import numpy as np
 
     try:
@@ -133,8 +144,8 @@ def _array(value: Any, entry: Entry) -> np.ndarray:
     return sound.astype(np.float32)
 
 
-def _read(content: bytes, entry: Entry) -> Sound:
-    """The sound in a file."""
+def _read(content: bytes, entry: MediaEntry) -> Sound:
+    """The sound in a file's bytes."""
     try:
         with wave.open(io.BytesIO(content)) as file:
             return _pcm(file, entry)
@@ -147,7 +158,7 @@ def _read(content: bytes, entry: Entry) -> Sound:
     return _by_soundfile(content, entry, said)
 
 
-def _pcm(file: wave.Wave_read, entry: Entry) -> Sound:
+def _pcm(file: wave.Wave_read, entry: MediaEntry) -> Sound:
     import numpy as np
 
     channels, width, rate, count, *_ = file.getparams()
@@ -164,11 +175,11 @@ def _pcm(file: wave.Wave_read, entry: Entry) -> Sound:
         values = np.frombuffer(content, dtype={1: "u1", 2: "<i2", 4: "<i4"}[width])
     bits = 32 if width == 3 else 8 * width
     sound = values.astype(np.float64) / (1 << (bits - 1)) - (width == 1)  # 8 bits have no sign
-    return sound.reshape(-1, channels).mean(axis=1).astype(np.float32), rate
+    return Sound(sound.reshape(-1, channels).mean(axis=1).astype(np.float32), rate)
 
 
-def _by_soundfile(content: bytes, entry: Entry, said: str) -> Sound:
-    """Whatever is no PCM."""
+def _by_soundfile(content: bytes, entry: MediaEntry, said: str) -> Sound:
+    """The sound in a file that is no PCM `.wav`, which the error `said` is about."""
     try:
         soundfile = importlib.import_module("soundfile")
     except ImportError:
@@ -182,7 +193,7 @@ def _by_soundfile(content: bytes, entry: Entry, said: str) -> Sound:
         raise UsageError(
             f"{entry.name}: this is no sound that can be read ({' '.join(str(error).split()):.200})."
         ) from None
-    return sound.mean(axis=1), int(rate)
+    return Sound(sound.mean(axis=1), int(rate))
 
 
 def _sides(shape: tuple[int, ...]) -> str:

@@ -60,7 +60,7 @@ class LineRows(Rows):
     def __len__(self) -> int:
         return len(self._starts)
 
-    def _row(self, index: int) -> Row:
+    def _item(self, index: int) -> Row:
         return next(self._read([index]))
 
     def __iter__(self) -> Iterator[Row]:
@@ -116,7 +116,7 @@ class TableRows(Rows):
     def __len__(self) -> int:
         return len(self._cells)
 
-    def _row(self, index: int) -> Row:
+    def _item(self, index: int) -> Row:
         return dict(zip(self.columns, self._cells[index], strict=True))
 
     def where(self, index: int) -> str:

@@ -1,7 +1,7 @@
 """The tokenizer: where it is found, what it makes of texts, and which token pads.
 
-Found in a folder or in the hub's cache; the hub itself is asked only when `online` is. Code that comes with a
-tokenizer is never run.
+It is found in a folder or in the hub's cache; the hub itself is asked only when `online` is. Code that comes
+with a tokenizer is never run.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
-from snugfit.data.chat import Chat, Said, marks_the_assistant, rendered
+from snugfit.data.chat import Chat, ChatTokens, chat_tokens, marks_the_assistant
 from snugfit.errors import UsageError
 from snugfit.job.job import Job
 
@@ -44,12 +44,15 @@ def load_tokenizer(name_or_folder: str | os.PathLike[str], *, online: bool = Fal
 
 
 def padding_token(job: Job, tokenizer: Any | None = None) -> int:
-    """The token that fills batches up: the model's own, for models look for it (a decoder that classifies
-    reads the last token that is not it); else the tokenizer's; else the end token, as users do; else 0."""
+    """The token that batches are padded with: the model's own, for models look for it (a decoder that
+    classifies reads the last token that is not it); else the tokenizer's; else the end token, as users do;
+    else 0."""
     config = job.transformers_config().get_text_config()
-    of = [getattr(config, "pad_token_id", None)]
-    of += [getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id")]
-    return next((token for token in of if isinstance(token, int) and 0 <= token < config.vocab_size), 0)
+    candidates = [getattr(config, "pad_token_id", None)]
+    candidates += [getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id")]
+    return next(
+        (token for token in candidates if isinstance(token, int) and 0 <= token < config.vocab_size), 0
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,24 +60,24 @@ class Tokens:
     """What a tokenizer makes of one text, or of two."""
 
     ids: list[int]
-    """With its special tokens."""
+    """Its tokens, special ones included."""
 
     types: list[int] | None
-    """1 for tokens of the second text, where the model wants to know."""
+    """1 for each token of the second text, else 0, where the model takes that."""
 
     words: list[int | None]
-    """Of a text that is cut into words: which of them each token is of."""
+    """The word that each token is of, where the text came as words; None for special tokens."""
 
     cut: int = 0
-    """Tokens that were too many."""
+    """How many tokens were cut off."""
 
 
 @final
 class Tokenizer:
-    """A transformers tokenizer, asked for no more than lists of ids."""
+    """A transformers tokenizer, of which no more is used than lists of ids."""
 
-    def __init__(self, of: Any) -> None:
-        self._of = of
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
         # Workers are forked after the tokenizer's threads have run. They never use it, but it warns at every
         # fork of a process that has not said whether it wants threads.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
@@ -88,60 +91,62 @@ class Tokenizer:
         limit: int | None,
         words: bool = False,
     ) -> list[Tokens]:
-        """Of each text, at most `limit` of them: what is longer goes through the tokenizer again, to be
-        cut."""
-        if words and not getattr(self._of, "is_fast", False):
+        """The tokens of each text, at most `limit` of them: what is longer goes through the tokenizer again,
+        to be cut."""
+        if words and not getattr(self._tokenizer, "is_fast", False):
             raise UsageError("token-classification needs a fast tokenizer: one that knows its tokens' words.")
         if limit is not None:
             self._refuse_without_room(limit, pair=pairs is not None)
-        given = {"text": texts, "text_pair": pairs, "text_target": targets}
-        found = self._called(given, words, truncation=False)
-        long = [place for place, each in enumerate(found) if limit is not None and len(each.ids) > limit]
+        inputs = {"text": texts, "text_pair": pairs, "text_target": targets}
+        tokens = self._call(inputs, words, truncation=False)
+        long = [i for i, text in enumerate(tokens) if limit is not None and len(text.ids) > limit]
         if long:
-            given = {name: each and [each[place] for place in long] for name, each in given.items()}
-            again = self._called(given, words, truncation=True, max_length=limit)
-            for place, short in zip(long, again, strict=True):
-                found[place] = replace(short, cut=len(found[place].ids) - len(short.ids))
-        return found
+            inputs = {name: values and [values[i] for i in long] for name, values in inputs.items()}
+            again = self._call(inputs, words, truncation=True, max_length=limit)
+            for i, short in zip(long, again, strict=True):
+                tokens[i] = replace(short, cut=len(tokens[i].ids) - len(short.ids))
+        return tokens
 
-    def chats(self, chats: Sequence[Chat], places: Sequence[str]) -> list[tuple[list[int], Said]]:
-        """Of each conversation, by the chat template: its tokens, and which of them are the assistant's."""
-        return rendered(self._of, chats, places)
+    def chats(self, chats: Sequence[Chat], where: Sequence[str]) -> list[ChatTokens]:
+        """What the chat template makes of each conversation; `where` says where a person finds each."""
+        return chat_tokens(self._tokenizer, chats, where)
 
     @property
-    def tells_the_assistant(self) -> bool:
+    def marks_the_assistant(self) -> bool:
         """Whether its chat template marks the assistant's words."""
-        return marks_the_assistant(self._of)
+        return marks_the_assistant(self._tokenizer)
 
-    def ended(self, ids: list[int]) -> list[int]:
-        """With the end token behind them, once; as they are where there is none."""
+    def with_end(self, ids: list[int]) -> list[int]:
+        """The tokens with the end token behind them, once; as they are where there is none."""
         end = self.end
         return ids if end is None or ids[-1:] == [end] else [*ids, end]
 
     @property
     def end(self) -> int | None:
         """The token that ends a text."""
-        token: int | None = self._of.eos_token_id
+        token: int | None = self._tokenizer.eos_token_id
         return token
 
-    def _called(self, given: dict[str, Sequence[Any] | None], words: bool, **more: Any) -> list[Tokens]:
+    def _call(self, inputs: dict[str, Sequence[Any] | None], words: bool, **more: Any) -> list[Tokens]:
         try:
-            made = self._of(**given, is_split_into_words=words, padding=False, verbose=False, **more)
+            encoding = self._tokenizer(
+                **inputs, is_split_into_words=words, padding=False, verbose=False, **more
+            )
         except Exception as error:  # whatever a tokenizer of somebody's making raises
             said = " ".join(str(error).split())
             raise UsageError(f"The tokenizer refuses the dataset's text ({said:.300}).") from error
-        types = made.get("token_type_ids")
+        types = encoding.get("token_type_ids")
         return [
             Tokens(
                 ids=ids,
-                types=types[place] if types else None,
-                words=made.word_ids(place) if words else [],
+                types=types[i] if types else None,
+                words=encoding.word_ids(i) if words else [],
             )
-            for place, ids in enumerate(made["input_ids"])
+            for i, ids in enumerate(encoding["input_ids"])
         ]
 
     def _refuse_without_room(self, limit: int, *, pair: bool) -> None:
-        special = self._of.num_special_tokens_to_add(pair=pair)
+        special = self._tokenizer.num_special_tokens_to_add(pair=pair)
         if limit <= special:
             raise UsageError(
                 f"{limit} tokens leave no room for text: this tokenizer adds {special} of its own to each."

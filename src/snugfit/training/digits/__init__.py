@@ -1,6 +1,6 @@
 """A small real task that ships with snugfit: handwritten digits, 1,797 pictures of 8 x 8 grey levels.
 
-It is there to see that a recipe learns: tests train every one of them on it, and whoever wants to try a door
+It is there to see that a recipe learns: tests train every one of them on it, and whoever wants to try snugfit
 needs no data of their own.
 
 `digits.csv.gz` holds the test set of the "Optical Recognition of Handwritten Digits" data, a picture a
@@ -25,23 +25,23 @@ pictures, of which one in a hundred is six."""
 BRIGHTEST = 16
 
 Pictures = list[dict[str, Any]]
-"""`pixel_values` (1, 8, 8) float32 from 0 to 1, `labels` the digit."""
+"""Samples: `pixel_values` (1, 8, 8) of fp32 from 0 to 1, and `labels`, the digit."""
 
 
 def digits() -> tuple[Pictures, Pictures]:
-    """The pictures to train on, and those to evaluate on."""
+    """The 1,198 pictures to train on, and the 599 to evaluate on."""
     import numpy as np
     import torch
 
     with gzip.open(files(__name__).joinpath("digits.csv.gz").open("rb"), "rt", encoding="ascii") as lines:
         table = np.loadtxt(lines, delimiter=",", dtype=np.float32)
     pictures = torch.from_numpy(table[:, :64]).reshape(-1, 1, 8, 8) / BRIGHTEST
-    found = [
+    samples = [
         {"pixel_values": picture, "labels": torch.tensor(int(digit))}
         for picture, digit in zip(pictures, table[:, 64], strict=True)
     ]
-    kept = found[EVALUATED - 1 :: EVALUATED]
-    return [each for number, each in enumerate(found, start=1) if number % EVALUATED], kept
+    evaluated = samples[EVALUATED - 1 :: EVALUATED]
+    return [sample for number, sample in enumerate(samples, start=1) if number % EVALUATED], evaluated
 
 
 def digits_job(**more: Any) -> Job:
@@ -68,12 +68,12 @@ def digits_job(**more: Any) -> Job:
         "initializer_range": 0.14,
     }
     model = Model.from_config(facts, name="digits-vit")
-    asked = {"batch_size": 128, "labels": 10, "learning_rate": 5e-3, **more}
-    return Job(model=model, task=Task.IMAGE_CLASSIFICATION, **asked)
+    settings = {"batch_size": 128, "labels": 10, "learning_rate": 5e-3, **more}
+    return Job(model=model, task=Task.IMAGE_CLASSIFICATION, **settings)
 
 
 def digits_model() -> Any:
-    """The model of `digits_job` with random weights, for who makes a Trainer or a loop of their own."""
+    """The model of `digits_job` with random weights, for whoever makes a Trainer or a loop of their own."""
     from snugfit.job.build import instantiate
 
     job = digits_job()

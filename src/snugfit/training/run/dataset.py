@@ -6,8 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from snugfit.data.collate import Collate
-from snugfit.data.collate_media import MediaCollate
+from snugfit.data.collate import Collate, MediaCollate
 from snugfit.data.media import MediaSamples, media_samples
 from snugfit.data.processors import has_processor, load_processor, own_folder
 from snugfit.data.row_sources import read_rows
@@ -29,7 +28,7 @@ Source = str | os.PathLike[str] | Sequence[Mapping[str, Any]]
 MEDIA = (Task.IMAGE_CLASSIFICATION, Task.SPEECH_TO_TEXT)
 """Tasks whose inputs are made by a processor."""
 
-MADE_READY = {"pixel_values", "input_features", "input_values"}
+PREPARED = {"pixel_values", "input_features", "input_values"}
 """What processors call what they make: a sample in memory that has one of them is what the model takes."""
 
 
@@ -46,36 +45,42 @@ def data_of(
     like: Data | None = None,
 ) -> Data:
     """The samples of `source`, and how they become batches. With `like`, the data that is trained on, classes
-    keep the order that they have there."""
-    if collate is None and _is_made_ready(source, job):
+    keep the order that they have there. Raises `UsageError`."""
+    if collate is None and _is_prepared(source, job):
         collate = stacked
     names = getattr(like.samples, "label_names", ()) if like is not None else ()
     if collate is None and isinstance(source, Samples | MediaSamples):
-        return _batched(source, job, tokenizer, options)
+        return _with_collate(source, job, tokenizer, options)
     if collate is None:
         rows = read_rows(source, columns=columns)
         if job.task in MEDIA:
-            return _batched(_media(rows, job, processor, tokenizer, pack, names), job, tokenizer, options)
+            return _with_collate(
+                _media(rows, job, processor, tokenizer, pack, names), job, tokenizer, options
+            )
         tokenizer = _tokenizer(tokenizer)
         samples = samples_of(rows, job, tokenizer, pack=pack, label_names=names, seed=options.order_seed)
-        return _batched(samples, job, tokenizer, options)
+        return _with_collate(samples, job, tokenizer, options)
     if options.train_sampling_strategy == "group_by_length":
         raise UsageError(
             "group_by_length needs the lengths of samples; with a collate of one's own there are none."
         )
-    return Data(samples=_given(source), collate=collate)
+    return Data(samples=_map_style(source), collate=collate)
 
 
-def _batched(samples: Samples | MediaSamples, job: Job, tokenizer: Any | None, options: TrainOptions) -> Data:
-    """With the collate that belongs to such samples."""
-    multiple, notes = options.pad_to_multiple_of, (*samples.notes, *_counted(samples))
+def _with_collate(
+    samples: Samples | MediaSamples, job: Job, tokenizer: Any | None, options: TrainOptions
+) -> Data:
+    """The samples with the collate for their kind."""
+    multiple, notes = options.pad_to_multiple_of, (*samples.notes, *_loss_notes(samples))
     if isinstance(samples, Samples):
-        asked = Collate(job, padding_token(job, _tokenizer(tokenizer)), pad_to_multiple_of=multiple)
-        return Data(samples=samples, collate=asked, lengths=samples.lengths.tolist(), notes=notes)
+        tokens = Collate(job, padding_token(job, _tokenizer(tokenizer)), pad_to_multiple_of=multiple)
+        return Data(samples=samples, collate=tokens, lengths=samples.lengths.tolist(), notes=notes)
     if options.train_sampling_strategy == "group_by_length":
         raise UsageError("group_by_length is for samples of tokens; pictures and sound have no lengths here.")
-    asked = Collate(job, 0, pad_to_multiple_of=multiple)
-    return Data(samples=samples, collate=MediaCollate(maker=samples.maker, asked=asked), notes=notes)
+    collate = MediaCollate(
+        preprocessor=samples.preprocessor, targets=Collate(job, 0, pad_to_multiple_of=multiple)
+    )
+    return Data(samples=samples, collate=collate, notes=notes)
 
 
 def _media(
@@ -84,21 +89,21 @@ def _media(
     """Through the processor that was given; else that of the tokenizer's folder, or of the model's own."""
     if pack:
         raise UsageError(f"Packing joins texts, and the task {job.task} has none. Leave it out.")
-    places = (processor, tokenizer if has_processor(tokenizer, job) else None, own_folder(job))
-    chosen = next((each for each in places if each is not None), None)
+    sources = (processor, tokenizer if has_processor(tokenizer, job) else None, own_folder(job))
+    chosen = next((source for source in sources if source is not None), None)
     if chosen is None:
         raise UsageError(
             f"{rows.source}: {job.task} needs the model's processor. Give its folder, which has a"
             " preprocessor_config.json: processor=FOLDER."
         )
-    made = load_processor(chosen, job)
+    loaded = load_processor(chosen, job)
     if job.task is not Task.SPEECH_TO_TEXT:
-        return media_samples(rows, job, made, label_names=names)
-    words = next((each for each in (tokenizer, _words_of(chosen)) if each is not None), None)
-    return media_samples(rows, job, made, _tokenizer(getattr(words, "tokenizer", words)))
+        return media_samples(rows, job, loaded, label_names=names)
+    words = tokenizer if tokenizer is not None else _tokenizer_of(chosen)
+    return media_samples(rows, job, loaded, _tokenizer(getattr(words, "tokenizer", words)))
 
 
-def _words_of(processor: Any) -> Any | None:
+def _tokenizer_of(processor: Any) -> Any | None:
     """The tokenizer that lies in the processor's folder, or is a part of it."""
     if isinstance(processor, str | os.PathLike):
         return processor
@@ -109,8 +114,8 @@ def _tokenizer(given: Any | None) -> Any | None:
     return load_tokenizer(given) if isinstance(given, str | os.PathLike) else given
 
 
-def _counted(samples: Samples | MediaSamples) -> Iterator[str]:
-    """What the samples have lost of their rows."""
+def _loss_notes(samples: Samples | MediaSamples) -> Iterator[str]:
+    """What the samples have lost of their rows, for who trains on them."""
     if samples.cut:
         yield f"{samples.cut:,} samples were too long: {samples.cut_tokens:,} tokens of them were cut off."
     left_out = getattr(samples, "left_out", 0)
@@ -118,7 +123,7 @@ def _counted(samples: Samples | MediaSamples) -> Iterator[str]:
         yield f"{left_out:,} rows were left out: there is nothing in them that a loss could look at."
 
 
-def _is_made_ready(source: Source, job: Job) -> bool:
+def _is_prepared(source: Source, job: Job) -> bool:
     """Whether samples in memory are what the model takes, tensors of one shape, which are stacked."""
     if isinstance(source, str | os.PathLike | MediaSamples):
         return False
@@ -127,10 +132,10 @@ def _is_made_ready(source: Source, job: Job) -> bool:
     if not hasattr(source, "__getitem__") or not hasattr(source, "__len__") or not len(source):
         return False
     names = getattr(source, "column_names", None) or source[0]  # a first row may have to be decoded
-    return isinstance(names, Mapping | list) and not MADE_READY.isdisjoint(names)
+    return isinstance(names, Mapping | list) and not PREPARED.isdisjoint(names)
 
 
-def _given(source: Source) -> Sequence[Mapping[str, Any]]:
+def _map_style(source: Source) -> Sequence[Mapping[str, Any]]:
     """Samples that somebody else makes: anything with a length and places."""
     if isinstance(source, str | os.PathLike) or not all(
         hasattr(source, n) for n in ("__len__", "__getitem__")

@@ -1,0 +1,54 @@
+"""Sequences whose items are made when they are asked for: what a list does with an index and with slices."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, TypeVar, final, overload
+
+T_co = TypeVar("T_co", covariant=True)
+
+Sample = dict[str, Any]
+"""What a collate takes: `input_ids` and `labels`, or `pixel_values` and `label`, ..."""
+
+
+class Indexed(Sequence[T_co]):
+    """A sequence whose subclasses only say how long it is and what is at an index that exists."""
+
+    @abstractmethod
+    def _item(self, index: int) -> T_co:
+        """The item at this index, which is from 0 to one less than the length."""
+
+    @overload
+    def __getitem__(self, index: int) -> T_co: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[T_co]: ...
+    @final
+    def __getitem__(self, index: int | slice) -> T_co | list[T_co]:
+        if isinstance(index, slice):
+            return [self._item(number) for number in range(*index.indices(len(self)))]
+        return self._item(self._existing(index))
+
+    @final
+    def _existing(self, index: int) -> int:
+        """The index counted from 0. Raises `IndexError` beyond the end, which ends a loop."""
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        return int(index) % len(self)
+
+
+class IndexedSamples(Indexed[Sample]):
+    """A dataset's samples, which may look otherwise in another epoch."""
+
+    @abstractmethod
+    def _sample(self, index: int, epoch: int) -> Sample:
+        """The sample at this index, which exists, as this epoch sees it."""
+
+    @final
+    def _item(self, index: int) -> Sample:
+        return self._sample(index, epoch=0)
+
+    @final
+    def sample(self, index: int, *, epoch: int = 0) -> Sample:
+        """The sample at this index, as this epoch sees it."""
+        return self._sample(self._existing(index), epoch)
