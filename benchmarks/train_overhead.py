@@ -43,7 +43,7 @@ from snugfit.job.job import Job
 from snugfit.job.model import Model
 from snugfit.measurement.quiet_core import QuietCore
 from snugfit.step.batches import collate, dataset
-from snugfit.step.install import build_model, build_optimizer
+from snugfit.step.build import build_model, build_optimizer
 from snugfit.step.open_step import open_step
 from snugfit.techniques.recipe import Recipe
 from snugfit.training.options import TrainOptions

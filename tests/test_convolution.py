@@ -15,7 +15,7 @@ import torch
 from snugfit.rehearsal.device import convolution
 from snugfit.rehearsal.device.buffers import ONE_OUTPUT, OUTPUTS, Scratch, output
 from snugfit.rehearsal.device.scratch import cuda_scratch
-from snugfit.step.install import matmul_precision
+from snugfit.step.wishes.precision import matmul_precision
 
 H200 = (132, 2048)
 """Multiprocessors, and threads of each."""

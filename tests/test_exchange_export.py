@@ -18,8 +18,9 @@ from snugfit.exchange.read import read_arguments
 from snugfit.job.job import Job
 from snugfit.job.model import Model
 from snugfit.step.batches import collate, dataset
-from snugfit.step.install import build_model, matmul_precision
+from snugfit.step.build import build_model
 from snugfit.step.open_step import open_step
+from snugfit.step.wishes.precision import matmul_precision
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.translate import write_arguments

@@ -43,7 +43,7 @@ from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy, Policy
 from snugfit.rehearsal.record.accumulation import SoleOwner
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import Trace
-from snugfit.step.install import build_model
+from snugfit.step.build import build_model
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Slot, Technique

@@ -18,7 +18,7 @@ import yaml
 
 from snugfit.exchange.check import Checked, Fix, check_document
 from snugfit.exchange.document import Document
-from snugfit.exchange.python_call import literal
+from snugfit.step.wishes.python_text import literal
 
 ROUNDS = 4
 """Fixes that bring others to light come to an end sooner; this is for a rule that contradicts another."""

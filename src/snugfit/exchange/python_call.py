@@ -23,14 +23,14 @@ OTHER_DEFAULTS = ("SFTConfig", "DPOConfig", "GRPOConfig", "KTOConfig", "ORPOConf
 _AUTO = {auto: task for task, (auto, _) in HEADS.items()}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Unknown:
     """A value that only running the script would tell."""
 
     text: str
     """As the script writes it."""
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return self.text
 
 
@@ -43,19 +43,6 @@ class PythonCall:
 
     dialect: str
     """Which call it is: `trainer` or `accelerate`."""
-
-
-def literal(value: Any) -> str:
-    """The Python expression whose value is `value`, with double quotes as most formatters have them; what a
-    script computes stands as the script writes it."""
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{literal(key)}: {literal(one)}" for key, one in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(literal, value)) + "]"
-    written = str(value) if isinstance(value, Unknown) else repr(value)
-    if isinstance(value, str) and written.startswith("'") and '"' not in value:
-        return f'"{written[1:-1]}"'
-    return written
 
 
 def read_script(text: str, where: str) -> PythonCall:

@@ -1,8 +1,9 @@
 """The Setup's wishes as Python text: what the templates in `scripts/` are filled with.
 
-A wish that names another library's function becomes a call of it. Where `install` names a function of
-snugfit's own, the technique gives the lines that do the same without snugfit (`Technique.code`); where it
-gives none, and where a wish has no library behind it, the technique is refused by name.
+What a wish is as Python stands with its handler (`step/wishes/`). One that names another library's function
+becomes a call of it. Where `install` names a function of snugfit's own, the technique gives the lines that do
+the same without snugfit (`Technique.code`); where it gives none, and where a wish has no library behind it,
+the technique is refused by name.
 """
 
 from __future__ import annotations
@@ -12,31 +13,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
-from snugfit.errors import RecipeError
 from snugfit.exchange import installed
-from snugfit.exchange.python_call import literal
-from snugfit.job.architectures import HEADS, class_of
+from snugfit.job.architectures import HEADS
 from snugfit.job.model import CLASSIFICATION
-from snugfit.step.accelerate_loop import MIXED
-from snugfit.techniques.setup import Call, Setup
+from snugfit.step.applier import script_fields
+from snugfit.step.wishes.handler import ScriptContext
+from snugfit.step.wishes.python_text import CallText, literal
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
     from snugfit.techniques.recipe import Recipe
-    from snugfit.techniques.technique import Technique
-
-_OWN = "snugfit."
-
-
-@dataclass(frozen=True, kw_only=True)
-class Factory:
-    """A call that makes something."""
-
-    imported: str
-    """The line that imports it."""
-
-    called: str
-    """The expression that calls it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,16 +50,16 @@ class Script:
     environment: Mapping[str, str]
     """Variables of the process."""
 
-    adapting: tuple[str, ...]
+    adapting: tuple[str, ...] = ()
     """Lines after the model is built."""
 
-    preparing: tuple[str, ...]
+    preparing: tuple[str, ...] = ()
     """Lines before the optimizer is made."""
 
-    checkpointing: str
+    checkpointing: str = ""
     """A method of the model with its arguments; empty without checkpointing."""
 
-    optimizer: Factory
+    optimizer: CallText
     """Over `parameters`."""
 
     matmul: str
@@ -130,35 +116,30 @@ class Script:
         """The script of a job and a recipe; with `training_arguments` the loop is the Trainer's."""
         from snugfit.versions import __version__
 
-        setup = recipe.setup()
-        loop_is_ours = training_arguments is None
-        whole = setup.weights_dtype == "float32" or setup.autocast is not None
+        context = ScriptContext(
+            job=job,
+            setup=recipe.setup(),
+            recipe=recipe,
+            trainer=training_arguments is not None,
+            library=installed.version(),
+            checkpointing_name=installed.checkpointing_name(),
+            checkpointing_options=installed.checkpointing_options(),
+        )
+        wishes = script_fields(context)
+        arguments = {"dtype": "", **wishes["model_arguments"], **_config_arguments(job)}  # dtype stands first
         return cls(
             recipe=str(recipe),
             task=job.task.value,
             writer=f"snugfit {__version__} for {installed.version()}",
-            model=_place(job),
+            model=_folder_or_id(job),
             auto=HEADS[job.task][0],
-            model_arguments=_model_arguments(job, setup),
             environment={k.partition(".")[2]: v for k, v in dotted.items() if k.startswith("environment.")},
-            adapting=_lines(job, recipe, "adapt", setup.adapt),
-            preparing=_lines(job, recipe, "optimizer", setup.optimizer.prepare) if loop_is_ours else (),
-            checkpointing=_checkpointing(recipe, setup) if loop_is_ours else "",
-            optimizer=_factory(recipe, setup.optimizer.factory),
-            matmul=setup.matmul,
-            autocast=f"torch.{setup.autocast}" if setup.autocast else "",
-            cast="" if whole else f"torch.{setup.weights_dtype}",
-            scaled=setup.scale_gradients,
-            mixed=MIXED[setup.autocast],
-            pieces=setup.micro_batches,
             shifted=job.task == "causal-lm",
             batch_size=job.batch_size,
             learning_rate=job.learning_rate,
             clip=job.clip,
-            decay_groups=job.decay_groups and setup.optimizer.weight_decay,
-            workers=setup.loader.workers,
-            pinned=setup.loader.pinned,
             training_arguments=training_arguments or {},
+            **{**wishes, "model_arguments": arguments},
         )
 
 
@@ -180,7 +161,7 @@ def write_script(template: str, script: Script) -> str:
     return text
 
 
-def _place(job: Job) -> str:
+def _folder_or_id(job: Job) -> str:
     """A path without the name of the file, a hub id as it is."""
     name = job.model.name
     if job.model.origin == "path" and name.endswith(".json"):
@@ -188,14 +169,11 @@ def _place(job: Job) -> str:
     return name
 
 
-def _model_arguments(job: Job, setup: Setup) -> dict[str, str]:
+def _config_arguments(job: Job) -> dict[str, str]:
+    """What the job's config says and the model's own does not."""
     from transformers import AutoConfig
 
-    config = job.transformers_config()
-    attention = setup.attention
-    if attention == "sdpa" and not getattr(class_of(job.task, config), "_supports_sdpa", True):
-        attention = "eager"
-    arguments = {"dtype": f"torch.{setup.weights_dtype}", "attn_implementation": literal(attention)}
+    config, arguments = job.transformers_config(), dict[str, str]()
     facts = job.model.config
     plain = AutoConfig.for_model(facts.pop("model_type"), **facts)
     if job.task in CLASSIFICATION:
@@ -205,52 +183,3 @@ def _model_arguments(job: Job, setup: Setup) -> dict[str, str]:
         if value is not None and getattr(plain, name, None) is None:
             arguments[name] = repr(value)
     return arguments
-
-
-def _lines(job: Job, recipe: Recipe, wish: str, call: Call | None) -> tuple[str, ...]:
-    """What is done to the model by the technique that made this wish."""
-    if call is None:
-        return ()
-    if not call.path.startswith(_OWN):
-        module, _, name = call.path.partition(":")
-        given = "".join(f", {key}={literal(value)}" for key, value in call.arguments.items())
-        return (f"from {module} import {name}", "", f"model = {name}(model{given}) or model")
-    wisher = _wisher(recipe, wish)
-    lines = wisher.code(job)
-    if not lines and wish == "adapt":
-        raise _refusal(wisher, "it is done by snugfit's own code, which a script without snugfit has not")
-    return lines
-
-
-def _checkpointing(recipe: Recipe, setup: Setup) -> str:
-    wish = setup.checkpoint
-    if wish is None:
-        return ""
-    if wish.layers_per_span != 1:
-        raise _refusal(_wisher(recipe, "checkpoint"), "no library computes several layers again as one")
-    options = {"every_n_layers": wish.every} if wish.every != 1 else {}
-    if not options.keys() <= installed.checkpointing_options():
-        raise _refusal(_wisher(recipe, "checkpoint"), f"{installed.version()} knows every layer or none")
-    more = "".join(f", {name}={value}" for name, value in options.items())
-    return f'{installed.checkpointing_name()}_enable({{"use_reentrant": False}}{more})'
-
-
-def _factory(recipe: Recipe, call: Call) -> Factory:
-    module, _, name = call.path.partition(":")
-    if module.startswith(_OWN):
-        raise _refusal(_wisher(recipe, "optimizer"), "its optimizer is snugfit's own code")
-    arguments = "".join(f", {key}={literal(value)}" for key, value in call.arguments.items())
-    return Factory(
-        imported=f"from {module} import {name}",
-        called=f"{name}(parameters, lr=LEARNING_RATE{arguments})",
-    )
-
-
-def _wisher(recipe: Recipe, wish: str) -> Technique:
-    """The technique of the recipe that asks for this, when the others do not."""
-    made = [each for each in recipe if getattr(each.install(Setup()), wish) != getattr(Setup(), wish)]
-    return made[0] if made else next(iter(recipe))
-
-
-def _refusal(technique: Technique, why: str) -> RecipeError:
-    return RecipeError(f"{technique} cannot be exported: {why}.")

@@ -22,6 +22,7 @@ from snugfit.frontends.next_recipe import next_recipe
 from snugfit.frontends.predicted import foresees
 from snugfit.job.job import Job, refuse_what_is_no_job
 from snugfit.job.weights import INDEX, SINGLE, find_weights
+from snugfit.step.applier import refuse_unsupported
 from snugfit.techniques.recipe import Recipe
 from snugfit.training.options import TrainOptions
 from snugfit.training.predicted import nothing_foreseen
@@ -104,6 +105,7 @@ def _checked(job: Job, recipe: Recipe | str, place: torch.device) -> Recipe:
         raise JobError("The job's phase is 'evaluate', and this trains. Leave the phase out.")
     recipe = recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe)
     recipe.check(job, capability_of(place))
+    refuse_unsupported("plain", recipe.setup())
     return recipe
 
 

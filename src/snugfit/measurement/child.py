@@ -31,7 +31,6 @@ from snugfit.measurement.child_result import ChildResult
 from snugfit.measurement.host import HostLoad, crowding, host_load, peak_resident_bytes
 from snugfit.measurement.nvml import NvmlUnavailable, open_nvml
 from snugfit.measurement.process import die_with_parent
-from snugfit.techniques.hub_kernels import import_peft
 from snugfit.units import MIB
 from snugfit.versions import versions
 
@@ -136,11 +135,11 @@ def _import_code_of(job: Job, setup: Setup) -> None:
     refused when it is built. Imported while a model is built on the GPU, modules would put their constants
     there: torchaudio's (by way of transformers) 4 bytes, peft's (LoHa) 16."""
     from snugfit.job.architectures import class_of
+    from snugfit.step.applier import import_code
 
     with contextlib.suppress(KeyError):
         class_of(job.task, job.transformers_config())
-    if setup.adapt is not None:
-        import_peft()
+    import_code(setup)
 
 
 class _Context(NamedTuple):

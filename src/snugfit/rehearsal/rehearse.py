@@ -25,7 +25,7 @@ from snugfit.rehearsal.refusal import refusal
 from snugfit.rehearsal.trace.relative import RelativeTrace
 from snugfit.rehearsal.trace.repeat import repeat, short_run
 from snugfit.results.footprint import Kind
-from snugfit.step.install import call
+from snugfit.step.applier import import_code, rehearsal_context
 from snugfit.step.open_step import open_step
 from snugfit.techniques.hub_kernels import import_peft, no_hub_kernels
 
@@ -87,16 +87,14 @@ def record_step(step: Step, policy: Policy, steps: int) -> Recording:
     from snugfit.rehearsal.record.end_tokens import EndTokens
     from snugfit.rehearsal.record.recorder import Recorder
 
-    if step.setup.adapt is not None:
-        import_peft()  # before it is overridden
+    import_code(step.setup)  # before it is overridden
     recorder = Recorder(policy, steps, padded=step.job.padding > 0 or step.always_mask)
     with _without_collector(), contextlib.ExitStack() as stack:
         stack.enter_context(no_hub_kernels())  # what a step is the first to import (Adafactor's file) may ask
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         chosen = stack.enter_context(in_force(policy, lambda tensor: recorder.claim(tensor, Kind.CACHES)))
-        if step.setup.optimizer.shapes:
-            stack.enter_context(call(step.setup.optimizer.shapes))
+        stack.enter_context(rehearsal_context(step.setup))
         if (end := end_token(step.job)) is not None:
             stack.enter_context(EndTokens(end, recorder.wait))
         try:

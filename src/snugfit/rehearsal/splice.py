@@ -29,7 +29,7 @@ from snugfit.rehearsal.trace.repeat import (
     split_steps,
 )
 from snugfit.results.footprint import Kind
-from snugfit.step.install import matmul_precision
+from snugfit.step.applier import run_context
 from snugfit.step.plain_loop import Built, OptimizerLoop, PlainStep
 from snugfit.techniques.setup import Call, OptimizerWish, Setup
 
@@ -181,7 +181,7 @@ class _UpdateAlone(OptimizerLoop):
 
     def run(self, steps: int, observer: Observer) -> list[float]:
         """Builds, and runs `steps` updates; there is no loss."""
-        with matmul_precision(self.setup.matmul):
+        with run_context(self.setup):
             return self._train(steps, observer)
 
     def _accumulate(self, built: Built) -> torch.Tensor | None:

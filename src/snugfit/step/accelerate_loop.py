@@ -12,19 +12,18 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import UsageError
+from snugfit.step.applier import forward_context, run_context
 from snugfit.step.batches import loader
-from snugfit.step.install import build_model, build_optimizer, matmul_precision
+from snugfit.step.build import build_model, build_optimizer
 from snugfit.step.loss import loss_of
 from snugfit.step.placement import placed_on, settle
 from snugfit.step.step import Step
+from snugfit.step.wishes.precision import MIXED
 
 if TYPE_CHECKING:
     import torch
 
     from snugfit.step.step import Observer
-
-MIXED = {None: "no", "bfloat16": "bf16", "float16": "fp16"}
-"""accelerate's word for an autocast dtype."""
 
 
 class AccelerateStep(Step):
@@ -34,7 +33,7 @@ class AccelerateStep(Step):
         """Builds, runs `steps` optimizer steps, and gives their losses."""
         if not self.job.trains:
             raise UsageError("The accelerate loop only trains. Evaluate with --loop plain.")
-        with placed_on(self.device), matmul_precision(self.setup.matmul):
+        with placed_on(self.device), run_context(self.setup):
             from accelerate import Accelerator
 
             accelerator = Accelerator(
@@ -44,7 +43,6 @@ class AccelerateStep(Step):
             return self._train(accelerator, steps, observer)
 
     def _train(self, accelerator: Any, steps: int, observer: Observer) -> list[float]:
-
         observer.phase("build")
         model = build_model(self.job, self.setup, self.device)
         optimizer = build_optimizer(self.job, self.setup, model)
@@ -62,7 +60,8 @@ class AccelerateStep(Step):
                 observer.phase("load")
                 batch = next(following)
                 observer.phase("forward")
-                loss = loss_of(model(**batch))
+                with forward_context(self.setup, self.device, in_accelerate=True):
+                    loss = loss_of(model(**batch))
                 loss = loss / pieces
                 if self.keep_losses:
                     total = total + loss.detach()

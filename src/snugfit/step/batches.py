@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 from snugfit.job.batch import Batch, SyntheticDataset
+from snugfit.step.applier import loader_arguments
 
 if TYPE_CHECKING:
     import torch
@@ -121,9 +122,8 @@ def loader(job: Job, setup: Setup, device: torch.device) -> torch.utils.data.Dat
         batch_size=job.batch_size // setup.micro_batches,
         drop_last=True,
         collate_fn=collator(device, collate),
-        num_workers=0 if rehearsed else setup.loader.workers,
-        pin_memory=setup.loader.pinned and device.type == "cuda",
         persistent_workers=False,
+        **loader_arguments(setup, device),
     )
     return made
 
@@ -143,3 +143,14 @@ def micro_batches(
             if len(pieces) == setup.micro_batches:
                 yield pieces
                 pieces = []
+
+
+def place(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """The batch on the device, copied beside the computation when its memory is pinned. What is no tensor (a
+    switch, a name) is passed on."""
+    import torch
+
+    return {
+        name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+        for name, value in batch.items()
+    }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from snugfit.errors import UsageError, did_you_mean
+from snugfit.step.applier import refuse_unsupported
 from snugfit.step.step import LOOPS
 
 if TYPE_CHECKING:
@@ -16,7 +17,10 @@ if TYPE_CHECKING:
 
 
 def open_step(job: Job, setup: Setup, loop: str, device: torch.device, *, keep_losses: bool = False) -> Step:
-    """The Step of this loop; nothing is built yet. Raises `UsageError` for an unknown loop."""
+    """The Step of this loop; nothing is built yet. Raises `UsageError` for an unknown loop, and for wishes
+    that the loop cannot honour."""
+    if loop in LOOPS:
+        refuse_unsupported(loop, setup)
     if loop == "plain":
         from snugfit.step.plain_loop import PlainStep
 

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from snugfit.job.batch import label_items
-from snugfit.step.batches import micro_batches
-from snugfit.step.install import build_model, build_optimizer, matmul_precision, place
+from snugfit.step.applier import forward_context, make_scaler, run_context
+from snugfit.step.batches import micro_batches, place
+from snugfit.step.build import build_model, build_optimizer
 from snugfit.step.loss import loss_of
 from snugfit.step.step import Step
 
@@ -60,12 +61,10 @@ class OptimizerLoop(Step):
         """Leaves one step's gradients in the parameters, and gives its loss when losses are kept."""
 
     def _train(self, steps: int, observer: Observer) -> list[float]:
-        import torch
-
         observer.phase("build")
         model = build_model(self.job, self.setup, self.device)
         optimizer = build_optimizer(self.job, self.setup, model)
-        scaler = torch.amp.GradScaler(self.device.type) if self.setup.scale_gradients else None
+        scaler = make_scaler(self.setup, self.device)
         observer.built(model, optimizer)
         losses: list[torch.Tensor] = []
         with contextlib.closing(self._batches()) as batches:
@@ -116,7 +115,7 @@ class PlainStep(OptimizerLoop):
 
     def run(self, steps: int, observer: Observer) -> list[float]:
         """Builds, runs `steps` optimizer steps, and gives their losses."""
-        with matmul_precision(self.setup.matmul):
+        with run_context(self.setup):
             if self.job.trains:
                 return self._train(steps, observer)
             return self._evaluate(steps, observer)
@@ -133,7 +132,7 @@ class PlainStep(OptimizerLoop):
             observer.phase("load")
             batch = place(piece, self.device)
             observer.phase("forward")
-            with self.autocast():
+            with self.forward_context():
                 loss = self.loss_of(model, batch)
             if len(pieces) > 1:
                 loss = loss * (share / sum(items))
@@ -158,20 +157,16 @@ class PlainStep(OptimizerLoop):
                     observer.phase("load")
                     batch = place(piece, self.device)
                     observer.phase("forward")
-                    with torch.no_grad(), self.autocast():
+                    with torch.no_grad(), self.forward_context():
                         out = model(**batch)
                     del out
                 observer.step_ends(index)
         self.model = model
         return []
 
-    def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """The context in which the model computes as the Setup wishes."""
-        import torch
-
-        if self.setup.autocast is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=getattr(torch, self.setup.autocast))
+    def forward_context(self) -> contextlib.AbstractContextManager[Any]:
+        """What the model computes in, as the Setup wishes."""
+        return forward_context(self.setup, self.device)
 
 
 def _loss(model: Any, batch: Mapping[str, Any]) -> torch.Tensor:

@@ -14,8 +14,9 @@ import tempfile
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import UsageError
+from snugfit.step.applier import forward_context, run_context, training_arguments
 from snugfit.step.batches import collator, dataset
-from snugfit.step.install import build_model, build_optimizer, matmul_precision
+from snugfit.step.build import build_model, build_optimizer
 from snugfit.step.placement import placed_on, settle
 from snugfit.step.step import Step
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from snugfit.step.step import Observer
+    from snugfit.techniques.setup import Setup
 
 
 class TrainerStep(Step):
@@ -34,7 +36,7 @@ class TrainerStep(Step):
             raise UsageError("The trainer loop only trains. Evaluate with --loop plain.")
         with (
             placed_on(self.device),
-            matmul_precision(self.setup.matmul),
+            run_context(self.setup),
             tempfile.TemporaryDirectory(prefix="snugfit-trainer-") as folder,
         ):
             return self._train(folder, steps, observer)
@@ -44,9 +46,8 @@ class TrainerStep(Step):
 
         observer.phase("build")
         model = build_model(self.job, self.setup, self.device, on_host=True)
-        wish = self.setup.optimizer
         optimizer = None
-        if wish.trainer_name is None:
+        if self.setup.optimizer.trainer_name is None:
             optimizer = build_optimizer(self.job, self.setup, model)
         trainer_class = watched(self.trainer_class or transformers.Trainer)
         trainer = trainer_class(
@@ -58,6 +59,7 @@ class TrainerStep(Step):
             callbacks=[_callback(observer)],
         )
         trainer.observer, trainer.losses = observer, [] if self.keep_losses else None
+        trainer.setup = self.setup
         for unwanted in (transformers.PrinterCallback, transformers.ProgressCallback):
             trainer.remove_callback(unwanted)
         settle(trainer.accelerator, self.device)
@@ -68,25 +70,21 @@ class TrainerStep(Step):
         return [sum(losses[start : start + pieces]) for start in range(0, len(losses), pieces)]
 
     def _training_arguments(self, folder: str, steps: int) -> dict[str, Any]:
-        job, setup = self.job, self.setup
+        job = self.job
         clip = {} if job.clip is None else {"max_grad_norm": job.clip}
         return {
             "output_dir": folder,
             "max_steps": steps,
-            "per_device_train_batch_size": job.batch_size // setup.micro_batches,
-            "gradient_accumulation_steps": setup.micro_batches,
             "learning_rate": job.learning_rate,
             "lr_scheduler_type": "constant",
-            "optim": setup.optimizer.trainer_name or "adamw_torch",
-            "bf16": setup.autocast == "bfloat16",
-            "fp16": setup.autocast == "float16",
-            "dataloader_num_workers": 0 if self.device.type == "meta" else setup.loader.workers,
+            "optim": "adamw_torch",
             "dataloader_pin_memory": self.device.type == "cuda",
             "use_cpu": self.device.type == "cpu",
             "save_strategy": "no",
             "report_to": "none",
             "disable_tqdm": True,
             **clip,
+            **training_arguments(self.setup, job, self.device),
         }
 
 
@@ -96,6 +94,7 @@ def watched(trainer_class: type[Any]) -> type[Any]:
     class _Watched(trainer_class):  # type: ignore[misc]
         observer: Observer
         losses: list[torch.Tensor] | None
+        setup: Setup
 
         def get_batch_samples(self, *arguments: Any, **keywords: Any) -> Any:
             """The first thing that the Trainer does for a step, before its callbacks hear of it."""
@@ -112,7 +111,8 @@ def watched(trainer_class: type[Any]) -> type[Any]:
             return loss
 
         def compute_loss(self, *arguments: Any, **keywords: Any) -> Any:
-            loss = super().compute_loss(*arguments, **keywords)
+            with forward_context(self.setup, self.args.device, in_accelerate=True):
+                loss = super().compute_loss(*arguments, **keywords)
             self.observer.phase("backward")
             return loss
 

@@ -18,8 +18,9 @@ Installing has one order, with its reasons (`Setup.ORDER`):
 
 from __future__ import annotations
 
+import importlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any, ClassVar, Self
@@ -34,6 +35,16 @@ class Call:
 
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments, JSON values only."""
+
+    def resolve(self) -> Callable[..., Any]:
+        """The callable itself."""
+        module, _, name = self.path.partition(":")
+        function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+        return function
+
+    def run(self, *given: Any, **more: Any) -> Any:
+        """What it gives; its own arguments win over `more`."""
+        return self.resolve()(*given, **{**more, **self.arguments})
 
 
 @dataclass(frozen=True, kw_only=True)

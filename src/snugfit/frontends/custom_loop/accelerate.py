@@ -21,7 +21,14 @@ from typing import TYPE_CHECKING, Any, final
 from snugfit.errors import NothingFits, UsageError
 from snugfit.frontends.custom_loop.batches import Batches, is_plain, made_like, own_generators
 from snugfit.frontends.custom_loop.checkpoints import HandKeeping, HeldFolder
-from snugfit.frontends.custom_loop.model import apply, device_of_model, loader_for, optimizer_for, refuse
+from snugfit.frontends.custom_loop.model import (
+    apply,
+    device_of_model,
+    live_of,
+    loader_for,
+    optimizer_for,
+    refuse,
+)
 from snugfit.frontends.custom_loop.run import HandRun
 from snugfit.frontends.custom_loop.step import HandStep, ItemsOf, LossOf
 from snugfit.frontends.items import samples_in
@@ -30,6 +37,7 @@ from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
 from snugfit.planning.plan import Plan
 from snugfit.report.watching import Watching
+from snugfit.step.applier import make_scaler, set_process
 from snugfit.step.checkpointing import stop_own_checkpointing
 from snugfit.techniques.recipe import Recipe
 from snugfit.training.checkpoint.state import Running
@@ -38,6 +46,7 @@ from snugfit.training.generators import preserve_generators
 if TYPE_CHECKING:
     import torch
 
+    from snugfit.step.wishes.handler import LiveTraining
     from snugfit.training.journal import Event
 
 
@@ -76,12 +85,13 @@ def accelerate(
     job = job_of(model, optimizer, loader, device, loss=loss, clip=clip)
     recipe = recipe_of(plan, job)
     recipe.check(job, capability_of(device))
-    refuse(model, optimizer, loader, recipe, scheduler)
+    live = live_of(model, recipe, device)
+    refuse(live, optimizer, loader, scheduler)
     with contextlib.ExitStack() as unless_it_begins:
         held = None if output_dir is None else HeldFolder(folder_of(output_dir))
         if held is not None:
             unless_it_begins.callback(held.close)
-        running, told = _running(model, optimizer, scheduler, recipe, device)
+        running, told = _running(live, optimizer, scheduler)
         batches = Batches(loader_for(loader, recipe.setup(), device))
         keeping = None
         if held is not None:
@@ -105,25 +115,20 @@ def _refuse_what_cannot_be_called(**given: Any) -> None:
             raise UsageError(f"{name} is {value!r}; it is a function, or is left out.")
 
 
-def _running(
-    model: Any, optimizer: Any, scheduler: Any, recipe: Recipe, device: torch.device
-) -> tuple[Running, list[str]]:
+def _running(live: LiveTraining, optimizer: Any, scheduler: Any) -> tuple[Running, list[str]]:
     """The model and what belongs to it, as the recipe asks; with a line for each thing that is another."""
-    import torch
-
-    setup, told = recipe.setup(), apply(model, recipe)
-    made = optimizer_for(model, optimizer, recipe)
+    setup, told = live.recipe.setup(), apply(live)
+    made = optimizer_for(live.model, optimizer, live.recipe)
     if made is not optimizer:
         told.append(f"the optimizer was {_name(optimizer)} and is {_name(made)}: run.optimizer")
     made.zero_grad(set_to_none=True)
-    if device.type == "cuda" and setup.expandable_segments:
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    set_process(setup, live.device)
     running = Running(
-        model=model,
+        model=live.model,
         optimizer=made,
         scheduler=_schedule(scheduler, made),
-        scaler=torch.amp.GradScaler(device.type) if setup.scale_gradients else None,
-        device=device,
+        scaler=make_scaler(setup, live.device),
+        device=live.device,
     )
     return running, told
 

@@ -1,25 +1,22 @@
-"""A recipe, done to a live model, optimizer and loader.
+"""A recipe, done to a live model, optimizer and loader by the one applier (`step/applier.py`).
 
-    weights_dtype, attention, checkpoint   to the model
-    optimizer                              made from the user's groups, where the recipe names one
-    loader                                 torch's `DataLoader` once more, with workers or page-locked memory
-    autocast, scale_gradients, matmul,     in the step
-    micro_batches
-    adapt                                  refused: adapters decide which parameters the optimizer is given
-
-Everything that can be refused is refused before anything is changed.
+What a recipe does not name stays the user's: attention, optimizer, adapters that stand already, a loader. The
+optimizer is made from the user's groups where the recipe names one, and torch's own `DataLoader` once more
+with workers or page-locked memory. Everything that can be refused is refused before anything is changed.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from snugfit.errors import RecipeError, UsageError
+from snugfit.errors import UsageError
 from snugfit.frontends.custom_loop.batches import is_plain, made_like
-from snugfit.step.checkpointing import checkpoint_layers, stop_own_checkpointing
-from snugfit.step.install import call, dtype_of, resolve
+from snugfit.step.applier import change_live, loader_arguments, objections
+from snugfit.step.applier import refuse as refuse_for
+from snugfit.step.wishes.handler import LiveTraining
+from snugfit.step.wishes.model import dtype_of
+from snugfit.step.wishes.optimizer import accepted_numbers, make_optimizer
 from snugfit.techniques import roster
 from snugfit.techniques.technique import Slot
 
@@ -31,9 +28,6 @@ if TYPE_CHECKING:
 
 WRAPPED = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")
 """Classes that train a model on several devices."""
-
-ALIKE = ("lr", "initial_lr", "weight_decay", "maximize")
-"""What a group says that means the same to every optimizer that knows the word."""
 
 
 def device_of_model(model: Any, optimizer: Any) -> torch.device:
@@ -70,42 +64,42 @@ def _kind(given: Any) -> str:
     return f"the class {given.__name__}" if isinstance(given, type) else f"a {type(given).__name__}"
 
 
-def refuse(model: Any, optimizer: Any, loader: Any, recipe: Recipe, scheduler: Any) -> None:
+def live_of(model: Any, recipe: Recipe, device: torch.device) -> LiveTraining:
+    """The user's model, as the applier takes it."""
+    return LiveTraining(front_end="custom_loop", recipe=recipe, model=model, device=device)
+
+
+def user_slots(live: LiveTraining) -> frozenset[Slot]:
+    """What stays as the user has it: what the recipe does not name, and adapters that stand already."""
+    unnamed = {slot for slot in (Slot.ATTENTION, Slot.OPTIMIZER) if live.is_plain(slot)}
+    return frozenset(unnamed | {Slot.ADAPTERS} if hasattr(live.model, "peft_config") else unnamed)
+
+
+def refuse(live: LiveTraining, optimizer: Any, loader: Any, scheduler: Any) -> None:
     """Raises `RecipeError` for wishes that these cannot be given, by name."""
-    wrong = list(_refusals(model, optimizer, loader, recipe, recipe.setup()))
-    if not _is_plain(recipe, Slot.OPTIMIZER) and hasattr(scheduler, "state_dict"):
-        wrong.append(
-            f"{recipe[Slot.OPTIMIZER]}: the scheduler belongs to the optimizer whose place this one takes."
-            " Give a function that makes it: scheduler=lambda optimizer: LambdaLR(optimizer, ...)."
+    setup = live.recipe.setup()
+    reasons = [*objections(live, setup, user_slots(live)), *_objections(live, setup, optimizer, loader)]
+    if not live.is_plain(Slot.OPTIMIZER) and hasattr(scheduler, "state_dict"):
+        reasons.append(
+            f"{live.technique(Slot.OPTIMIZER)}: the scheduler belongs to the optimizer whose place this one"
+            " takes. Give a function that makes it: scheduler=lambda optimizer: LambdaLR(optimizer, ...)."
         )
-    if wrong:
-        raise RecipeError("\n".join([f"{recipe} cannot be given to this model:", *wrong]))
+    refuse_for(live, "model", reasons)
 
 
-def _refusals(model: Any, optimizer: Any, loader: Any, recipe: Recipe, setup: Setup) -> Iterator[str]:
-    if setup.adapt is not None and not hasattr(model, "peft_config"):
-        yield (
-            f"{recipe[Slot.ADAPTERS]}: the optimizer was made for all parameters. Adapt the model first"
-            " (peft.get_peft_model), make the optimizer from what trains then, and leave this out."
-        )
-    if getattr(model, "is_quantized", False) and dtype_of(model) != setup.weights_dtype:
-        yield f"{recipe[Slot.PRECISION]}: the model's weights are quantized and stay what they are."
-    if not _is_plain(recipe, Slot.ATTENTION) and not hasattr(model, "set_attn_implementation"):
-        yield f"{recipe[Slot.ATTENTION]}: {type(model).__name__} lets nobody choose its attention."
-    changes = not _is_plain(recipe, Slot.OPTIMIZER) or dtype_of(model) != setup.weights_dtype
-    if changes and optimizer.state:
+def _objections(live: LiveTraining, setup: Setup, optimizer: Any, loader: Any) -> Iterator[str]:
+    """What stands beside the model and a wish would clash with."""
+    another = not live.is_plain(Slot.OPTIMIZER)
+    if (another or dtype_of(live.model) != setup.weights_dtype) and optimizer.state:
         yield "The optimizer has taken steps already. Call accelerate before the first."
-    if not _is_plain(recipe, Slot.OPTIMIZER) and (lost := _lost_decay(optimizer, setup)):
-        yield f"{recipe[Slot.OPTIMIZER]} knows no weight decay, and a group of the optimizer has {lost:g}."
-    if _asks_for_another(loader, setup) and not is_plain(loader):
+    if another and (lost := _lost_decay(optimizer, setup)):
+        name = live.technique(Slot.OPTIMIZER)
+        yield f"{name} knows no weight decay, and a group of the optimizer has {lost:g}."
+    if _changed_arguments(loader, setup, live.device) and not is_plain(loader):
         yield (
-            f"{recipe[Slot.LOADING]}: the loader is {_kind(loader)}, which snugfit cannot make once more."
-            " Have it do that itself, and leave this out."
+            f"{live.technique(Slot.LOADING)}: the loader is {_kind(loader)}, which snugfit cannot make once"
+            " more. Have it do that itself, and leave this out."
         )
-
-
-def _is_plain(recipe: Recipe, slot: Slot) -> bool:
-    return bool(recipe[slot] == roster.plain(slot))
 
 
 def _lost_decay(optimizer: Any, setup: Setup) -> float:
@@ -114,60 +108,33 @@ def _lost_decay(optimizer: Any, setup: Setup) -> float:
     return max((float(group.get("weight_decay") or 0.0) for group in optimizer.param_groups), default=0.0)
 
 
-def apply(model: Any, recipe: Recipe) -> list[str]:
+def apply(live: LiveTraining) -> list[str]:
     """Does to the model what the recipe asks; gives a line for each thing that is another now."""
-    import torch
-
-    setup, told = recipe.setup(), []
-    now = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    if not _is_plain(recipe, Slot.ATTENTION) and now != setup.attention:
-        _choose_attention(model, setup.attention)  # first: only this may be refused yet
-        told.append(f"attention was {now} and is {setup.attention}")
-    if (before := dtype_of(model)) != setup.weights_dtype:
-        model.to(getattr(torch, setup.weights_dtype))
-        told.append(f"weights were {before} and are {setup.weights_dtype}")
-    stop_own_checkpointing(model)
-    if setup.checkpoint is not None:
-        checkpoint_layers(model, setup.checkpoint)
-        told.append(f"activations are those of {recipe[Slot.CHECKPOINTING]}")
-    return told
-
-
-def _choose_attention(model: Any, wanted: str) -> None:
-    try:
-        model.set_attn_implementation(wanted)
-    except ValueError as refusal:
-        line = " ".join(str(refusal).split())
-        raise RecipeError(f"{type(model).__name__} cannot use the attention {wanted!r}: {line}") from None
+    return change_live(live, live.recipe.setup(), user_slots(live))
 
 
 def optimizer_for(model: Any, given: Any, recipe: Recipe) -> Any:
     """The recipe's optimizer over the user's groups, with their numbers as far as it knows them; the user's
     own where the recipe names none."""
-    if _is_plain(recipe, Slot.OPTIMIZER):
+    if recipe[Slot.OPTIMIZER] == roster.plain(Slot.OPTIMIZER):
         return given
     wish = recipe.setup().optimizer
-    if wish.prepare:
-        call(wish.prepare, model)
-    accepted = {*inspect.signature(resolve(wish.factory.path)).parameters, "params", "initial_lr"}
-    alike = {"params", *ALIKE, *(("betas", "eps") if "betas" in accepted else ())}
-    taken = (alike & accepted) - set(wish.factory.arguments)
-    return call(
-        wish.factory, [{name: group[name] for name in taken & set(group)} for group in given.param_groups]
+    accepted = accepted_numbers(wish)
+    # What a group says that means the same to every optimizer that knows the word.
+    alike = {"lr", "weight_decay", "maximize", *(("betas", "eps") if "betas" in accepted else ())}
+    taken = (alike & accepted) | {"params", "initial_lr"}
+    return make_optimizer(
+        wish, model, [{name: group[name] for name in taken & set(group)} for group in given.param_groups]
     )
 
 
 def loader_for(loader: Any, setup: Setup, device: torch.device) -> Any:
     """The user's loader; torch's own once more where the recipe wants workers or page-locked memory."""
-    if not _asks_for_another(loader, setup):
-        return loader
-    pinned = loader.pin_memory or (setup.loader.pinned and device.type == "cuda")
-    return made_like(loader, num_workers=setup.loader.workers or loader.num_workers, pin_memory=pinned)
+    changed = _changed_arguments(loader, setup, device)
+    return made_like(loader, **changed) if changed else loader
 
 
-def _asks_for_another(loader: Any, setup: Setup) -> bool:
-    wish = setup.loader
-    return bool(
-        (wish.workers and wish.workers != getattr(loader, "num_workers", None))
-        or (wish.pinned and not getattr(loader, "pin_memory", False))
-    )
+def _changed_arguments(loader: Any, setup: Setup, device: torch.device) -> dict[str, Any]:
+    """What the recipe wants of a loader that this one does not do."""
+    asked = loader_arguments(setup, device)
+    return {name: value for name, value in asked.items() if value and value != getattr(loader, name, None)}

@@ -22,7 +22,7 @@ from snugfit.frontends.next_recipe import next_recipe
 from snugfit.frontends.predicted import foresees
 from snugfit.frontends.trainer.finite_check import write_batch
 from snugfit.job.batch import tokens_of
-from snugfit.step.install import matmul_precision
+from snugfit.step.applier import run_context
 from snugfit.training.checkpoint.state import Running
 from snugfit.training.generators import generators, set_generators
 from snugfit.training.interrupt import EXIT_CODES
@@ -127,7 +127,7 @@ class HandRun:
         if not self._begun:
             self._begin()
         begun, before = time.perf_counter(), generators(self._running.device)
-        with matmul_precision(self.recipe.setup().matmul):
+        with run_context(self.recipe.setup()):
             try:
                 taken = self._step.attempt(self._running, pieces, self._batches.fetch)
             except NonFinite as fault:

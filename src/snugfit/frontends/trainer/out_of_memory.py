@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import OutOfMemory
 from snugfit.frontends.next_recipe import cut_smaller, next_recipe
-from snugfit.frontends.trainer.setup import checkpoint
+from snugfit.frontends.trainer.setup import rewrap
 from snugfit.techniques.technique import Slot
 from snugfit.training.checkpoint.state import free_unused
 from snugfit.training.generators import preserve_generators, set_generators
@@ -78,9 +78,8 @@ def _go_on_under(trainer: Any, logger: Lines, chosen: Recipe, step: int, cause: 
 
 def under(trainer: Any, recipe: Recipe) -> None:
     """The live model and the micro-batches that are still to come, under this recipe."""
-    before, setup = trainer.snugfit.recipe.setup(), recipe.setup()
-    if setup.checkpoint != before.checkpoint:
-        checkpoint(trainer, setup)
+    if recipe[Slot.CHECKPOINTING] != trainer.snugfit.recipe[Slot.CHECKPOINTING]:
+        rewrap(trainer, recipe)
     trainer.snugfit = trainer.snugfit.cut_finer(recipe)
 
 

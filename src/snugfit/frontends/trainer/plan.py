@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from snugfit.errors import NothingFits
 from snugfit.frontends.trainer.setup import optimizer_is_theirs
 from snugfit.step.checkpointing import NAMES
-from snugfit.step.install import dtype_of
+from snugfit.step.wishes.model import dtype_of
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Fidelity, Slot, Technique

@@ -1,33 +1,27 @@
-"""A Setup's wishes, done to a live trainer: in its arguments where they have a word, to its model, or in the
-subclass that it becomes.
+"""A Setup's wishes, done to a live trainer by the one applier (`step/applier.py`).
 
-    weights_dtype, attention, adapt, checkpoint   to the model, as `step/install.py` does to a model of ours
-    autocast, scale_gradients                     bf16, fp16: the trainer makes its accelerator anew
-    micro_batches                                 per_device_train_batch_size, gradient_accumulation_steps
-    optimizer                                     the subclass's `create_optimizer`, with the user's numbers
-    loader                                        dataloader_num_workers, dataloader_pin_memory
-    matmul, expandable_segments                   around `train()`
-
+What `TrainingArguments` have a word for is written there; what is done to a model is done to the trainer's;
+what stands around a step or a run is read by the subclass that the trainer becomes (`trainer_class.py`).
 Everything that can be refused is refused before anything is changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from snugfit.errors import RecipeError, UsageError
+from snugfit.errors import UsageError
 from snugfit.frontends.own import capability_of
-from snugfit.step.accelerate_loop import MIXED
-from snugfit.step.checkpointing import NAMES, checkpoint_layers, stop_own_checkpointing
-from snugfit.step.install import call, dtype_of
-from snugfit.techniques import roster
+from snugfit.step.applier import change_live, objections, refuse, training_arguments
+from snugfit.step.checkpointing import NAMES
+from snugfit.step.wishes.handler import LiveTraining
+from snugfit.step.wishes.optimizer import accepted_numbers
 from snugfit.techniques.technique import Slot
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
     from snugfit.techniques.recipe import Recipe
-    from snugfit.techniques.setup import LoaderWish, Setup
+    from snugfit.techniques.setup import OptimizerWish, Setup
 
 
 def refuse_what_cannot_be_fitted(trainer: Any) -> None:
@@ -55,34 +49,55 @@ def refuse_what_cannot_be_fitted(trainer: Any) -> None:
         )
 
 
-def apply(trainer: Any, job: Job, recipe: Recipe, left: frozenset[Slot] = frozenset()) -> list[str]:
-    """Does what the recipe asks, but for slots that are `left` as the user has them; gives a line for each
-    argument that is another one now."""
+def apply(trainer: Any, job: Job, recipe: Recipe, user_slots: frozenset[Slot] = frozenset()) -> list[str]:
+    """Does what the recipe asks, but for slots that stay as the user has them; gives a line for each argument
+    that is another one now. Raises `RecipeError` for wishes that this trainer cannot be given."""
     setup, args = recipe.setup(), trainer.args
     recipe.check(job, capability_of(args.device))
-    _refuse(trainer, recipe, setup, left)
-    before = _told(args)
-    if Slot.PRECISION not in left:
-        _precision(trainer, setup)
-        _weights(trainer.model, setup.weights_dtype)
-    if Slot.ADAPTERS not in left:
-        _adapt(trainer, setup)
-    if Slot.ATTENTION not in left:
-        _attention(trainer.model, setup)
-    if Slot.CHECKPOINTING not in left:
-        checkpoint(trainer, setup)
-    if Slot.BATCHING not in left:
-        args.gradient_accumulation_steps = setup.micro_batches
-        args.per_device_train_batch_size = job.batch_size // setup.micro_batches
-        trainer._train_batch_size = args.train_batch_size
-    if Slot.LOADING not in left:
-        _loader(args, setup.loader)
-    if Slot.OPTIMIZER not in left and setup.optimizer.trainer_name and not optimizer_is_theirs(trainer):
-        args.optim = type(args.optim)(setup.optimizer.trainer_name)
-    after = _told(args)
+    live = live_of(trainer, recipe)
+    reasons = [text for slot, text in _objections(trainer, live, setup) if slot not in user_slots]
+    refuse(live, "trainer", [*reasons, *objections(live, setup, user_slots)])
+    kept = user_slots | {Slot.OPTIMIZER} if optimizer_is_theirs(trainer) else user_slots
+    changes = training_arguments(setup, job, args.device, kept)
+    shown = [name for name in (*changes, *NAMES) if hasattr(args, name)]
+    before = {name: _shown(args, name) for name in shown}
+    _set_arguments(trainer, changes)
+    live.model = trainer.model
+    _change(trainer, live, setup, user_slots)
     return [
-        f"{name} was {before[name]} and is {after[name]}" for name in after if before[name] != after[name]
+        f"{name} was {value} and is {_shown(args, name)}"
+        for name, value in before.items()
+        if value != _shown(args, name)
     ]
+
+
+def live_of(trainer: Any, recipe: Recipe) -> LiveTraining:
+    """The trainer's model, as the applier takes it."""
+    return LiveTraining(
+        front_end="fit",
+        recipe=recipe,
+        model=trainer.model,
+        device=trainer.args.device,
+        own_forwards=getattr(trainer, "snugfit_own_forwards", []),
+    )
+
+
+def rewrap(trainer: Any, recipe: Recipe) -> None:
+    """Wraps the layers of a model that trains as this recipe asks, and changes nothing else."""
+    _change(trainer, live_of(trainer, recipe), recipe.setup(), set(Slot) - {Slot.CHECKPOINTING})
+
+
+def _change(trainer: Any, live: LiveTraining, setup: Setup, skip: Any) -> None:
+    if Slot.CHECKPOINTING not in skip:  # the Trainer's own switch knows no spans
+        for name in NAMES:
+            if hasattr(trainer.args, name):
+                setattr(trainer.args, name, False)
+    before = live.model
+    change_live(live, setup, skip)
+    if live.model is not before:
+        trainer.model = trainer.model_wrapped = trainer.callback_handler.model = live.model
+        trainer._signature_columns = None
+    trainer.snugfit_own_forwards = live.own_forwards
 
 
 def optimizer_is_theirs(trainer: Any) -> bool:
@@ -102,123 +117,54 @@ def optimizer_is_theirs(trainer: Any) -> bool:
     return made or trainer.optimizer_cls_and_kwargs is not None or written
 
 
-def _refuse(trainer: Any, recipe: Recipe, setup: Setup, left: frozenset[Slot]) -> None:
-    """Raises `RecipeError` for wishes that this trainer cannot be given."""
-    wrong = [text for slot, text in _refusals(trainer, recipe, setup) if slot not in left]
-    if wrong:
-        raise RecipeError("\n".join([f"{recipe} cannot be given to this trainer:", *wrong]))
-
-
-def _refusals(trainer: Any, recipe: Recipe, setup: Setup) -> Iterator[tuple[Slot, str]]:
-    model, plain = trainer.model, roster.plain(Slot.OPTIMIZER)
-    optimizer, precision, attention = (
-        recipe[slot] for slot in (Slot.OPTIMIZER, Slot.PRECISION, Slot.ATTENTION)
-    )
-    if optimizer != plain and optimizer_is_theirs(trainer):
-        yield (
-            Slot.OPTIMIZER,
-            f"{optimizer}: the trainer brings an optimizer of its own. Leave one of them out.",
-        )
-    if setup.adapt is not None and (hasattr(model, "peft_config") or trainer.optimizer is not None):
+def _objections(trainer: Any, live: LiveTraining, setup: Setup) -> Iterator[tuple[Slot, str]]:
+    """What this trainer brings that a recipe's wish would clash with."""
+    if not live.is_plain(Slot.OPTIMIZER) and optimizer_is_theirs(trainer):
+        optimizer = live.technique(Slot.OPTIMIZER)
+        says = "the trainer brings an optimizer of its own. Leave one of them out."
+        yield Slot.OPTIMIZER, f"{optimizer}: {says}"
+    if not live.is_plain(Slot.ADAPTERS) and (
+        hasattr(trainer.model, "peft_config") or trainer.optimizer is not None
+    ):
         says = "the model has adapters, or the trainer an optimizer, already."
-        yield Slot.ADAPTERS, f"{recipe[Slot.ADAPTERS]}: {says}"
-    if setup.weights_dtype != dtype_of(model) and getattr(model, "is_quantized", False):
-        yield Slot.PRECISION, f"{precision}: the model's weights are quantized and stay what they are."
-    if setup.autocast == "float16" and trainer.args.device.type == "cpu":
-        yield Slot.PRECISION, f"{precision}: accelerate has no fp16 on the CPU. Try 'bf16'."
-    if attention != roster.plain(Slot.ATTENTION) and not hasattr(model, "set_attn_implementation"):
-        yield Slot.ATTENTION, f"{attention}: {type(model).__name__} lets nobody choose its attention."
+        yield Slot.ADAPTERS, f"{live.technique(Slot.ADAPTERS)}: {says}"
 
 
-def _told(args: Any) -> dict[str, Any]:
-    """The arguments that a recipe may change, as they are."""
-    names = (
-        "per_device_train_batch_size", "gradient_accumulation_steps", "bf16", "fp16", *NAMES,
-        "dataloader_num_workers", "dataloader_pin_memory", "optim",
-    )  # fmt: skip
-    found = {name: getattr(args, name) for name in names if hasattr(args, name)}
-    return {name: getattr(value, "value", value) for name, value in found.items()}
+def _shown(args: Any, name: str) -> Any:
+    value = getattr(args, name)
+    return getattr(value, "value", value)
 
 
-def _precision(trainer: Any, setup: Setup) -> None:
+def _set_arguments(trainer: Any, changes: dict[str, Any]) -> None:
+    """Sets `TrainingArguments` of a trainer that stands, with what it has made of them."""
+    args = trainer.args
+    if "bf16" in changes:
+        _set_precision(trainer, "bf16" if changes["bf16"] else "fp16" if changes["fp16"] else "no")
+    for name, value in changes.items():
+        if name not in ("bf16", "fp16"):
+            setattr(args, name, type(args.optim)(value) if name == "optim" else value)
+    trainer._train_batch_size = args.train_batch_size
+
+
+def _set_precision(trainer: Any, mixed: str) -> None:
     """Its accelerator's, which autocasts and scales gradients. accelerate keeps one state for the process,
     which is made anew."""
     from accelerate.state import AcceleratorState
 
-    args, wanted = trainer.args, MIXED[setup.autocast]
-    if trainer.accelerator.mixed_precision == wanted:
+    args = trainer.args
+    if trainer.accelerator.mixed_precision == mixed:
         return
     trainer.model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
     trainer.model_wrapped = trainer.model
-    args.bf16, args.fp16, args.mixed_precision = wanted == "bf16", wanted == "fp16", wanted
+    args.bf16, args.fp16, args.mixed_precision = mixed == "bf16", mixed == "fp16", mixed
     AcceleratorState._reset_state()
     trainer.create_accelerator_and_postprocess()
 
 
-def _adapt(trainer: Any, setup: Setup) -> None:
-    if setup.adapt is None:
-        return
-    trainer.model = trainer.model_wrapped = call(setup.adapt, trainer.model)
-    trainer.callback_handler.model = trainer.model
-    trainer._signature_columns = None
-
-
-def _weights(model: Any, wanted: str) -> None:
-    import torch
-
-    if dtype_of(model) != wanted:
-        model.to(getattr(torch, wanted))
-
-
-def _attention(model: Any, setup: Setup) -> None:
-    """The model's own switch. One that has no attention of torch's keeps what it has, as when it is built."""
-    if not hasattr(model, "set_attn_implementation"):
-        return
-    if getattr(model.config, "_attn_implementation", None) == setup.attention:
-        return
-    try:
-        model.set_attn_implementation(setup.attention)
-    except ValueError as refusal:
-        if setup.attention != "sdpa":
-            line = " ".join(str(refusal).split())
-            raise RecipeError(
-                f"{type(model).__name__} cannot use the attention {setup.attention!r}: {line}"
-            ) from None
-
-
-def checkpoint(trainer: Any, setup: Setup) -> None:
-    """Layers are wrapped here, as everywhere in snugfit, also of a model that trains already; the Trainer's
-    own switch, which knows no spans, is off. What was wrapped before is unwrapped first."""
-    model = trainer.model
-    for module, before in getattr(trainer, "snugfit_wrapped", []):
-        module.__dict__.pop("forward", None)
-        module.__dict__.update(before)
-    for name in NAMES:
-        if hasattr(trainer.args, name):
-            setattr(trainer.args, name, False)
-    stop_own_checkpointing(model)
-    own = [(module, _own_forward(module)) for module in model.modules()]
-    if setup.checkpoint is not None:
-        checkpoint_layers(model, setup.checkpoint)
-    trainer.snugfit_wrapped = [(module, before) for module, before in own if _own_forward(module) != before]
-
-
-def _own_forward(module: Any) -> dict[str, Any]:
-    return {"forward": module.__dict__["forward"]} if "forward" in module.__dict__ else {}
-
-
-def _loader(args: Any, wish: LoaderWish) -> None:
-    args.dataloader_num_workers = wish.workers
-    if wish.pinned and args.device.type == "cuda":
-        args.dataloader_pin_memory = True
-    if not wish.workers:
-        args.dataloader_prefetch_factor, args.dataloader_persistent_workers = None, False
-
-
-def optimizer_arguments(trainer: Any, accepted: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers of the user's `TrainingArguments` that an optimizer with these parameters takes."""
+def users_numbers(trainer: Any, wish: OptimizerWish) -> dict[str, Any]:
+    """The numbers of the user's `TrainingArguments` that this optimizer takes."""
     args = trainer.args
-    found: dict[str, Any] = {"lr": args.learning_rate}
-    if "betas" in accepted:
-        found |= {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
-    return found
+    numbers: dict[str, Any] = {"lr": args.learning_rate}
+    if "betas" in accepted_numbers(wish):
+        numbers |= {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+    return numbers

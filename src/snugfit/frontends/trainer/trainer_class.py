@@ -7,7 +7,6 @@ subclass's, then transformers'. Each does a little and calls what it stands befo
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,10 +25,11 @@ from snugfit.frontends.trainer.loss import (
 )
 from snugfit.frontends.trainer.out_of_memory import broke_in_the_update, go_on_with_less, take_again
 from snugfit.frontends.trainer.restore import restore_generators, restore_trainer, restore_weights
-from snugfit.frontends.trainer.setup import optimizer_arguments, optimizer_is_theirs
+from snugfit.frontends.trainer.setup import optimizer_is_theirs, users_numbers
 from snugfit.frontends.trainer.step_state import StepState
-from snugfit.step.install import call, matmul_precision, resolve
+from snugfit.step.applier import forward_context, run_context, set_process
 from snugfit.step.memory_errors import memory_cause
+from snugfit.step.wishes.optimizer import make_optimizer
 from snugfit.techniques.technique import Slot
 from snugfit.training.interrupt import EXIT_CODES
 from snugfit.training.run.trained import FINISHED, STOPPED
@@ -66,10 +66,9 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
     ) -> Any:
         """The trainer's own, under the recipe, in a folder that is this run's alone."""
         setup = self.snugfit.recipe.setup()
-        _allocator(self.args.device, expandable=setup.expandable_segments)
-        theirs = Slot.MATMUL in self.snugfit.user_slots
+        set_process(setup, self.args.device)
         with (
-            contextlib.nullcontext() if theirs else matmul_precision(setup.matmul),
+            run_context(setup, self.snugfit.user_slots),
             _changed(self.args, logging_nan_inf_filter=False, restore_callback_states_from_checkpoint=True),
             _changed(self.accelerator.dataloader_config, non_blocking=_is_page_locked(self.args)),
             open_run(self, resume_from_checkpoint) as run,
@@ -91,9 +90,6 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
         if self.optimizer is not None or Slot.OPTIMIZER in plan.user_slots or optimizer_is_theirs(self):
             return super().create_optimizer(*arguments, **keywords)
         model, wish = self.model, plan.recipe.setup().optimizer
-        if wish.prepare:
-            call(wish.prepare, model)
-        accepted = inspect.signature(resolve(wish.factory.path)).parameters
         groups: list[dict[str, Any]] = [{"params": []}, {"params": []}]
         decaying = set(self.get_decay_parameter_names(model))
         for name, parameter in model.named_parameters():
@@ -101,7 +97,7 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
                 groups[name not in decaying]["params"].append(parameter)
         if wish.weight_decay:
             groups[0]["weight_decay"], groups[1]["weight_decay"] = self.args.weight_decay, 0.0
-        self.optimizer = call(wish.factory, groups, **optimizer_arguments(self, accepted))
+        self.optimizer = make_optimizer(wish, model, groups, **users_numbers(self, wish))
         return self.optimizer
 
     def get_train_dataloader(self) -> Any:
@@ -176,7 +172,8 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
         given = noticing(items) if theirs and items is not None else None
         if not theirs and len(step.batches) > 1 and not plan.loss.corrected:
             plan.loss.corrected = plan.notices.warn_once(wrong_of_the_model(self, step, model, inputs, items))
-        made = super().compute_loss(model, inputs, *arguments, num_items_in_batch=given, **keywords)
+        with forward_context(plan.recipe.setup(), self.args.device, in_accelerate=True):
+            made = super().compute_loss(model, inputs, *arguments, num_items_in_batch=given, **keywords)
         used = bool(given.used) if given is not None and scaled is None else bool(scaled)
         if theirs and len(step.batches) > 1 and not used:
             plan.notices.warn_once(wrong_of_theirs(self, step, items))
@@ -279,10 +276,3 @@ def _is_page_locked(args: Any) -> bool:
     """Whether batches lie where a GPU fetches them by itself. Then nobody waits for that: to wait would be to
     wait for the whole step before."""
     return bool(args.device.type == "cuda" and args.dataloader_pin_memory)
-
-
-def _allocator(device: Any, *, expandable: bool) -> None:
-    import torch
-
-    if device.type == "cuda" and expandable:
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")

@@ -31,8 +31,9 @@ from snugfit.rehearsal.trace.relative import Alloc, Free, Move
 from snugfit.rehearsal.trace.repeat import split_steps
 from snugfit.rehearsal.trace.trace import Kernel, MarkKind, Work
 from snugfit.results.footprint import Kind
+from snugfit.step.applier import make_scaler, run_context
 from snugfit.step.batches import micro_batches
-from snugfit.step.install import build_model, build_optimizer, matmul_precision
+from snugfit.step.build import build_model, build_optimizer
 from snugfit.step.plain_loop import Built, PlainStep
 
 if TYPE_CHECKING:
@@ -129,13 +130,12 @@ class _StepsOfSizes(PlainStep):
 
     def run(self, steps: int, observer: Observer) -> list[float]:
         """Builds, and runs its steps, each of which is announced as the first; there is no loss."""
-        import torch
 
-        with matmul_precision(self.setup.matmul):
+        with run_context(self.setup):
             observer.phase("build")
             model = build_model(self.job, self.setup, self.device)
             optimizer = build_optimizer(self.job, self.setup, model)
-            scaler = torch.amp.GradScaler(self.device.type) if self.setup.scale_gradients else None
+            scaler = make_scaler(self.setup, self.device)
             observer.built(model, optimizer)
             for sizes in self.sizes:
                 batch = [self._micro_batch(samples) for samples in sizes]

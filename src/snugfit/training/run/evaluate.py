@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.job.batch import IGNORED, label_items
 from snugfit.job.job import Task
-from snugfit.step.install import place
+from snugfit.step.batches import place
 from snugfit.step.loss import loss_of
 from snugfit.training.run.collate_cast import collate_for
 from snugfit.training.run.order import Order, feed

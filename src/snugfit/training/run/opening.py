@@ -11,7 +11,8 @@ import random
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError, UsageError
-from snugfit.step.install import build_model, build_optimizer
+from snugfit.step.applier import make_scaler, set_process
+from snugfit.step.build import build_model, build_optimizer
 from snugfit.training.checkpoint.state import Running, load_weights, restore
 
 if TYPE_CHECKING:
@@ -32,15 +33,14 @@ def open_run(run: Run, setup: Setup, steps: int, kept: Checkpoint | None) -> Run
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-    if run.device.type == "cuda" and setup.expandable_segments:
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    set_process(setup, run.device)
     model = _model(run, setup, kept)
     optimizer = build_optimizer(run.job, setup, model, weight_decay=run.options.weight_decay)
     running = Running(
         model=model,
         optimizer=optimizer,
         scheduler=schedule(run, optimizer, steps),
-        scaler=torch.amp.GradScaler(run.device.type) if setup.scale_gradients else None,
+        scaler=make_scaler(setup, run.device),
         device=run.device,
     )
     if kept is not None:

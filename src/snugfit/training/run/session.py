@@ -212,7 +212,7 @@ class Session:
                 self._now.setup,
             ),
             self._run.device,
-            self._now.step.autocast(),
+            self._now.step.forward_context(),
         )
         self._evaluated = found
         self._journal.tell("evaluated", step=progress.step, loss=found.loss, accuracy=found.accuracy)

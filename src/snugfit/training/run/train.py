@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from snugfit.step.install import matmul_precision
+from snugfit.step.applier import run_context
 from snugfit.training.checkpoint.bars import without_bars
 from snugfit.training.checkpoint.lock import hold_folder
 from snugfit.training.checkpoint.store import Store
@@ -55,7 +55,7 @@ def train(
     journal.also_to(reports)
     store = Store(run.folder)
     store.prepare()
-    with hold_folder(store.root), matmul_precision(run.recipe.setup().matmul), without_bars():
+    with hold_folder(store.root), run_context(run.recipe.setup()), without_bars():
         store.sweep()
         if restart:
             store.restart()

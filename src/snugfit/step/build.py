@@ -1,67 +1,53 @@
 """From Setup to model and optimizer, in the Setup's order: build, adapt, checkpoint, optimizer.
 
 Every loop builds through these functions, so a technique does to the model what it does, whoever runs it.
-The order and its reasons stand in `techniques/setup.py`.
+What each wish does stands with its handler (`wishes/`), the order and its reasons in `techniques/setup.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import JobError, UsageError
 from snugfit.job.build import instantiate
+from snugfit.step.applier import adapt_model, model_arguments, wrap_model
+from snugfit.step.wishes.optimizer import make_optimizer
 
 if TYPE_CHECKING:
     import torch
 
     from snugfit.job.job import Job
-    from snugfit.techniques.setup import Call, Setup
-
-
-def resolve(path: str) -> Callable[..., Any]:
-    """The callable at `package.module:name`."""
-    module, _, name = path.partition(":")
-    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    return found
-
-
-def call(wish: Call, *arguments: Any, **more: Any) -> Any:
-    """What the wished callable gives; its own arguments win over `more`."""
-    return resolve(wish.path)(*arguments, **{**more, **wish.arguments})
+    from snugfit.techniques.setup import Setup
 
 
 def build_model(
     job: Job, setup: Setup, device: torch.device, *, on_host: bool = False, weights: Path | None = None
 ) -> torch.nn.Module:
-    """The model, adapted and checkpointed as the Setup wishes, on `device`, with random weights or those of a
-    folder.
+    """The model, built, adapted and wrapped as the Setup wishes, on `device`, with random weights or those of
+    a folder.
 
     A model that is built on the host and then moved makes its device tensors in the order of its modules. A
     rehearsal has no host to build on: it builds out of its recorder's sight, and then moves.
     """
-    from snugfit.step.checkpointing import checkpoint_layers
-
     if on_host or job.build_on == "host":
         with _host(device):
-            model = _born(job, setup, weights)
-        model = _moved(model, device)
+            model = _instantiate(job, setup, weights)
+        model = _move(model, device)
     else:
         with device:
-            model = _born(job, setup, weights)
+            model = _instantiate(job, setup, weights)
         _refuse_left_on_the_host(job, model, device)
     model.train(job.trains)
-    if setup.checkpoint and job.trains:
-        checkpoint_layers(model, setup.checkpoint)
+    if job.trains:
+        wrap_model(setup, model)
     return model
 
 
-def _born(job: Job, setup: Setup, weights: Path | None) -> torch.nn.Module:
-    model = instantiate(job, dtype=setup.weights_dtype, attention=setup.attention, weights=weights)
-    return call(setup.adapt, model) if setup.adapt else model
+def _instantiate(job: Job, setup: Setup, weights: Path | None) -> torch.nn.Module:
+    return adapt_model(setup, instantiate(job, weights=weights, **model_arguments(setup)))
 
 
 def _refuse_left_on_the_host(job: Job, model: torch.nn.Module, device: torch.device) -> None:
@@ -90,23 +76,23 @@ def _host(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _moved(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+def _move(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
     """`model.to(device)`. On `meta`, where that would be nothing, each tensor is made anew in the order in
-    which `Module._apply` goes; a tied weight, which it meets twice, is there already the second time."""
+    which `Module._apply` goes; a tied weight, which it meets twice, is not made a second time."""
     import torch
 
     if device.type != "meta":
         return model.to(device)
-    there: set[int] = set()
+    storages: set[int] = set()
 
-    def moved(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.untyped_storage()._cdata in there:
+    def remake(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage()._cdata in storages:
             return tensor
         new = torch.empty_like(tensor, device=device)
-        there.add(new.untyped_storage()._cdata)
+        storages.add(new.untyped_storage()._cdata)
         return new
 
-    return model._apply(moved)  # type: ignore[no-any-return]
+    return model._apply(remake)  # type: ignore[no-any-return]
 
 
 def build_optimizer(
@@ -116,8 +102,6 @@ def build_optimizer(
     `weight_decay` it is the optimizer's own, and 0.01 for the groups that decay. Raises `UsageError` when
     nothing trains, or when the optimizer knows no decay and one was asked for."""
     wish = setup.optimizer
-    if wish.prepare:
-        call(wish.prepare, model)
     groups: Any = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not groups:
         raise UsageError("No parameter of this model trains. Choose the adapters 'full', or other targets.")
@@ -126,8 +110,7 @@ def build_optimizer(
     more = {"weight_decay": weight_decay} if weight_decay is not None and wish.weight_decay else {}
     if job.decay_groups and wish.weight_decay:
         groups = decay_groups(model, **more)
-    made: torch.optim.Optimizer = call(wish.factory, groups, lr=job.learning_rate, **more)
-    return made
+    return make_optimizer(wish, model, groups, lr=job.learning_rate, **more)
 
 
 def decay_groups(model: torch.nn.Module, weight_decay: float = 0.01) -> list[dict[str, Any]]:
@@ -144,37 +127,3 @@ def decay_groups(model: torch.nn.Module, weight_decay: float = 0.01) -> list[dic
         {"params": [p for name, p in named if name in decaying], "weight_decay": weight_decay},
         {"params": [p for name, p in named if name not in decaying], "weight_decay": 0.0},
     ]
-
-
-def dtype_of(model: Any) -> str:
-    """The dtype of its floating-point weights, by torch's name; `mixed` where they have several."""
-    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-    return str(next(iter(dtypes))).removeprefix("torch.") if len(dtypes) == 1 else "mixed"
-
-
-@contextlib.contextmanager
-def matmul_precision(precision: str) -> Iterator[None]:
-    """Matrix products and convolutions of fp32 tensors in this precision (`ieee`, `tf32`), then as before."""
-    import torch
-
-    cudnn: Any = torch.backends.cudnn
-    places = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
-    before = [place.fp32_precision for place in places]
-    for place in places:
-        place.fp32_precision = precision
-    try:
-        yield
-    finally:
-        for place, value in zip(places, before, strict=True):
-            place.fp32_precision = value
-
-
-def place(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """The batch on the device, copied beside the computation when its memory is pinned. What is no tensor (a
-    switch, a name) is passed on."""
-    import torch
-
-    return {
-        name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
-        for name, value in batch.items()
-    }

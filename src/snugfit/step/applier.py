@@ -1,0 +1,209 @@
+"""The one applier: every wish of a `Setup` to its handler, in the order of installing, for every front-end.
+
+A front-end gives its ends (a job and a device, a live model, an optimizer's groups, arguments) and names
+itself; what a wish does to an end stands in its handler (`wishes/`). To add a wish, add its field to `Setup`
+and its handler to `HANDLERS`.
+
+    plain        the plain loop: our own training, rehearsals, measurements
+    accelerate   the guide's loop on accelerate, rehearsed and measured
+    trainer      transformers' Trainer, rehearsed and measured
+    fit          `snugfit.fit`: a user's live Trainer
+    custom_loop  `snugfit.accelerate`: a user's live model, optimizer and loader
+    script       an export
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from snugfit.errors import RecipeError, UsageError
+from snugfit.step.wishes.batching import ExpandableSegmentsHandler, LoaderHandler, MicroBatchesHandler
+from snugfit.step.wishes.model import AdaptHandler, AttentionHandler, CheckpointHandler, WeightsDtypeHandler
+from snugfit.step.wishes.optimizer import OptimizerHandler
+from snugfit.step.wishes.precision import AutocastHandler, MatmulHandler, ScaleGradientsHandler
+from snugfit.techniques.setup import Setup
+
+if TYPE_CHECKING:
+    import torch
+
+    from snugfit.job.job import Job
+    from snugfit.step.wishes.handler import Context, Handler, LiveTraining, ScriptContext
+    from snugfit.techniques.technique import Slot
+
+FRONT_ENDS = ("plain", "accelerate", "trainer", "fit", "custom_loop", "script")
+
+HANDLERS: tuple[Handler, ...] = (
+    AttentionHandler(),  # before the weights: of a live model it may still be refused
+    WeightsDtypeHandler(),
+    MatmulHandler(),
+    AdaptHandler(),
+    CheckpointHandler(),
+    OptimizerHandler(),
+    AutocastHandler(),
+    ScaleGradientsHandler(),
+    MicroBatchesHandler(),
+    LoaderHandler(),
+    ExpandableSegmentsHandler(),
+)
+"""In the order of `Setup.ORDER`."""
+
+REFUSED: Mapping[tuple[str, str], str] = {
+    (front_end, handler.wish): reason for handler in HANDLERS for front_end, reason in handler.refused.items()
+}
+"""Wishes that a front-end cannot honour, with the reason."""
+
+_PLAIN = Setup()
+
+
+def _wishes(setup: Setup, skip: Collection[Slot] = ()) -> Iterator[tuple[Handler, Any]]:
+    """Each handler with its wish's value, but for slots that are to be left alone."""
+    for handler in HANDLERS:
+        if handler.slot not in skip:
+            yield handler, getattr(setup, handler.wish)
+
+
+def refuse_unsupported(front_end: str, setup: Setup) -> None:
+    """Raises `UsageError` for wishes that this front-end cannot honour, by name."""
+    refusals = [
+        f"{handler.wish} = {value!r}: {REFUSED[front_end, handler.wish]}"
+        for handler, value in _wishes(setup)
+        if (front_end, handler.wish) in REFUSED and value != getattr(_PLAIN, handler.wish)
+    ]
+    if refusals:
+        raise UsageError("\n".join([f"The {front_end} loop cannot do this:", *refusals]))
+
+
+# ---- a model, its optimizer, its batches -----------------------------------------------------------------
+
+
+def import_code(setup: Setup) -> None:
+    """Imports the libraries that this Setup's model and optimizer come from, where that must be early."""
+    for handler, value in _wishes(setup):
+        handler.import_code(value)
+
+
+def model_arguments(setup: Setup) -> dict[str, Any]:
+    """Arguments of the model's constructor."""
+    return _merged(handler.model_arguments(value) for handler, value in _wishes(setup))
+
+
+def adapt_model(setup: Setup, model: torch.nn.Module) -> torch.nn.Module:
+    """The model to train in place of this one, which was just built."""
+    for handler, value in _wishes(setup):
+        model = handler.adapt(value, model)
+    return model
+
+
+def wrap_model(setup: Setup, model: torch.nn.Module) -> None:
+    """Changes modules of a model that stands on its device and is to be trained."""
+    for handler, value in _wishes(setup):
+        handler.wrap(value, model)
+
+
+def make_scaler(setup: Setup, device: torch.device) -> torch.amp.GradScaler | None:
+    """What scales gradients; None where nothing does."""
+    scalers = (handler.make_scaler(value, device) for handler, value in _wishes(setup))
+    return next((scaler for scaler in scalers if scaler is not None), None)
+
+
+def loader_arguments(setup: Setup, device: torch.device) -> dict[str, Any]:
+    """Arguments of torch's `DataLoader`."""
+    return _merged(handler.loader_arguments(value, device) for handler, value in _wishes(setup))
+
+
+# ---- a step, a process -----------------------------------------------------------------------------------
+
+
+def set_process(setup: Setup, device: torch.device) -> None:
+    """Changes the process as this Setup wishes, before anything is built."""
+    for handler, value in _wishes(setup):
+        handler.set_process(value, device)
+
+
+def forward_context(
+    setup: Setup, device: torch.device, *, in_accelerate: bool = False
+) -> contextlib.AbstractContextManager[Any]:
+    """What a forward pass and its loss run in; with `in_accelerate` without what accelerate does itself."""
+    return _entered(
+        handler.around_forward(value, device)
+        for handler, value in _wishes(setup)
+        if not (in_accelerate and handler.accelerate_does_it)
+    )
+
+
+def run_context(setup: Setup, skip: Collection[Slot] = ()) -> contextlib.AbstractContextManager[Any]:
+    """What all of a run's steps run in."""
+    return _entered(handler.around_run(value) for handler, value in _wishes(setup, skip))
+
+
+def rehearsal_context(setup: Setup) -> contextlib.AbstractContextManager[Any]:
+    """What a rehearsal runs in beside that, where real code has no shapes to give."""
+    return _entered(handler.around_rehearsal(value) for handler, value in _wishes(setup))
+
+
+def _entered(contexts: Iterable[Context | None]) -> contextlib.AbstractContextManager[Any]:
+    """One context manager for all of these, the first outermost."""
+    present = [context for context in contexts if context is not None]
+    if len(present) == 1:
+        return present[0]()
+    return _all_of(present) if present else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _all_of(contexts: list[Context]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context())
+        yield
+
+
+# ---- a live model ----------------------------------------------------------------------------------------
+
+
+def objections(live: LiveTraining, setup: Setup, skip: Collection[Slot] = ()) -> Iterator[str]:
+    """Why this model cannot be given these wishes, in words."""
+    for handler, value in _wishes(setup, skip):
+        if value != getattr(_PLAIN, handler.wish) and (live.front_end, handler.wish) in REFUSED:
+            yield f"{live.technique(handler.slot)}: {REFUSED[live.front_end, handler.wish]}"
+        yield from handler.objections(value, live)
+
+
+def refuse(live: LiveTraining, what: str, reasons: Iterable[str]) -> None:
+    """Raises `RecipeError` when there is a reason."""
+    if found := list(reasons):
+        raise RecipeError("\n".join([f"{live.recipe} cannot be given to this {what}:", *found]))
+
+
+def change_live(live: LiveTraining, setup: Setup, skip: Collection[Slot] = ()) -> list[str]:
+    """Does the wishes to the live model; gives a line for each thing that is another now."""
+    return [line for handler, value in _wishes(setup, skip) for line in handler.change(value, live)]
+
+
+# ---- other libraries -------------------------------------------------------------------------------------
+
+
+def training_arguments(
+    setup: Setup, job: Job, device: torch.device, skip: Collection[Slot] = ()
+) -> dict[str, Any]:
+    """The `TrainingArguments` that say these wishes."""
+    return _merged(handler.training_arguments(value, job, device) for handler, value in _wishes(setup, skip))
+
+
+def script_fields(context: ScriptContext) -> dict[str, Any]:
+    """The fields of an exported `Script` that say the wishes. Raises `RecipeError` for what none can say."""
+    for handler, value in _wishes(context.setup):
+        if ("script", handler.wish) in REFUSED and value != getattr(_PLAIN, handler.wish):
+            raise context.refusal(handler.slot, REFUSED["script", handler.wish])
+    return _merged(handler.script(value, context) for handler, value in _wishes(context.setup))
+
+
+def _merged(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """One dictionary of all; values of one name that are dictionaries themselves become one."""
+    merged: dict[str, Any] = {}
+    for part in parts:
+        for name, value in part.items():
+            known = merged.get(name)
+            merged[name] = {**known, **value} if isinstance(known, dict) else value
+    return merged

@@ -1,0 +1,73 @@
+"""Wishes for how batches come: the cut of the global batch, the loader, and the allocator they are put in."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from snugfit.step.wishes.handler import Handler, ScriptContext
+from snugfit.techniques.technique import Slot
+
+if TYPE_CHECKING:
+    import torch
+
+    from snugfit.job.job import Job
+    from snugfit.techniques.setup import LoaderWish
+
+
+class MicroBatchesHandler(Handler):
+    """Pieces of the global batch, one after the other."""
+
+    wish, slot = "micro_batches", Slot.BATCHING
+    read_by_loops = True
+
+    def training_arguments(self, value: int, job: Job, device: torch.device) -> dict[str, Any]:
+        """The global batch stays the job's."""
+        return {
+            "per_device_train_batch_size": job.batch_size // value,
+            "gradient_accumulation_steps": value,
+        }
+
+    def script(self, value: int, context: ScriptContext) -> dict[str, Any]:
+        """A constant of the script."""
+        return {"pieces": value}
+
+
+class LoaderHandler(Handler):
+    """How batches reach the device. A rehearsal's never travel, and need no workers."""
+
+    wish, slot = "loader", Slot.LOADING
+
+    def loader_arguments(self, value: LoaderWish, device: torch.device) -> dict[str, Any]:
+        """Under the names of torch's `DataLoader`."""
+        return {
+            "num_workers": 0 if device.type == "meta" else value.workers,
+            "pin_memory": value.pinned and device.type == "cuda",
+        }
+
+    def training_arguments(self, value: LoaderWish, job: Job, device: torch.device) -> dict[str, Any]:
+        """Without workers, what is said of them goes too."""
+        arguments = self.loader_arguments(value, device)
+        said: dict[str, Any] = {"dataloader_num_workers": arguments["num_workers"]}
+        if arguments["pin_memory"]:
+            said["dataloader_pin_memory"] = True
+        if not arguments["num_workers"]:
+            said |= {"dataloader_prefetch_factor": None, "dataloader_persistent_workers": False}
+        return said
+
+    def script(self, value: LoaderWish, context: ScriptContext) -> dict[str, Any]:
+        """Arguments of the script's `DataLoader`."""
+        return {"workers": value.workers, "pinned": value.pinned}
+
+
+class ExpandableSegmentsHandler(Handler):
+    """The CUDA allocator grows segments in place. A script is told by its environment, which the technique's
+    counterparts name."""
+
+    wish, slot = "expandable_segments", Slot.ALLOCATOR
+
+    def set_process(self, value: bool, device: torch.device) -> None:
+        """The allocator takes it also after it has allocated."""
+        import torch
+
+        if value and device.type == "cuda":
+            torch.cuda.memory._set_allocator_settings("expandable_segments:True")

@@ -1,0 +1,158 @@
+"""What a wish may change: the small, fixed set of ends that every front-end offers.
+
+A wish is a field of `Setup`. Its `Handler` knows all that is done for it, wherever that is: in a model that
+is being built, in one that stands already, around a step, in the process, in `TrainingArguments` and in an
+exported script. A handler overrides the methods of the ends that its wish needs, each of which takes the
+wish's value first. `step/applier.py` holds the table of handlers and runs them in order, so no front-end
+knows a wish by name; one that cannot honour a wish stands in the handler's `refused`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from snugfit.errors import RecipeError
+from snugfit.techniques import roster
+
+if TYPE_CHECKING:
+    import torch
+
+    from snugfit.job.job import Job
+    from snugfit.techniques.recipe import Recipe
+    from snugfit.techniques.setup import Setup
+    from snugfit.techniques.technique import Slot, Technique
+
+Context = Callable[[], AbstractContextManager[Any]]
+"""Makes a context manager; it is entered once."""
+
+
+@dataclass(kw_only=True)
+class LiveTraining:
+    """A model that stands and is to be trained otherwise, as a front-end hands it to the applier."""
+
+    front_end: str
+    """One of `applier.FRONT_ENDS`."""
+
+    recipe: Recipe
+    """What it is to be trained under."""
+
+    model: Any
+    """The model; a handler may put another one here."""
+
+    device: torch.device
+    """Where it is."""
+
+    own_forwards: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
+    """Modules whose forward pass was wrapped for a wish, each with what stood there before."""
+
+    def technique(self, slot: Slot) -> Technique:
+        """The recipe's technique of this slot."""
+        return self.recipe[slot]
+
+    def is_plain(self, slot: Slot) -> bool:
+        """Whether the recipe asks for nothing special there."""
+        return bool(self.recipe[slot] == roster.plain(slot))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptContext:
+    """What a handler may ask when its wish is written as Python."""
+
+    job: Job
+    setup: Setup
+    recipe: Recipe
+
+    trainer: bool
+    """Whether the script's loop is the Trainer's, which is told of most wishes in its arguments."""
+
+    library: str
+    """transformers and its version."""
+
+    checkpointing_name: str
+    """What this version calls checkpointing."""
+
+    checkpointing_options: frozenset[str]
+    """What it lets one say about it."""
+
+    def refusal(self, slot: Slot, why: str) -> RecipeError:
+        """The error that names the technique whose wish cannot be written."""
+        return RecipeError(f"{self.recipe[slot]} cannot be exported: {why}.")
+
+
+class Handler:
+    """What one wish does. The methods here do nothing; a handler overrides those that its wish needs."""
+
+    wish: ClassVar[str]
+    """The field of `Setup`."""
+
+    slot: ClassVar[Slot]
+    """Whose techniques ask for it."""
+
+    refused: ClassVar[Mapping[str, str]] = {}
+    """Front-ends that cannot honour the wish, each with the reason. Elsewhere it is honoured."""
+
+    accelerate_does_it: ClassVar[bool] = False
+    """Whether accelerate puts it around a forward pass itself, when its own arguments ask for it."""
+
+    read_by_loops: ClassVar[bool] = False
+    """Whether it is a part of every loop's shape, which each reads from the Setup itself."""
+
+    # ---- a model ----
+
+    def import_code(self, value: Any) -> None:
+        """Imports libraries that must be there before a rehearsal or a measurement begins."""
+
+    def model_arguments(self, value: Any) -> dict[str, Any]:
+        """Arguments of the model's constructor."""
+        return {}
+
+    def adapt(self, value: Any, model: Any) -> Any:
+        """The model to train in place of this one."""
+        return model
+
+    def wrap(self, value: Any, model: Any) -> None:
+        """Changes modules of a model that stands on its device."""
+
+    def objections(self, value: Any, live: LiveTraining) -> Iterator[str]:
+        """Why a live model cannot be given this."""
+        return iter(())
+
+    def change(self, value: Any, live: LiveTraining) -> Iterator[str]:
+        """Does it to a live model, and gives a line for what is another now."""
+        return iter(())
+
+    # ---- a scaler, a loader ----
+
+    def make_scaler(self, value: Any, device: torch.device) -> torch.amp.GradScaler | None:
+        """What scales gradients; None where nothing does."""
+
+    def loader_arguments(self, value: Any, device: torch.device) -> dict[str, Any]:
+        """Arguments of torch's `DataLoader`."""
+        return {}
+
+    # ---- a step, a process ----
+
+    def around_forward(self, value: Any, device: torch.device) -> Context | None:
+        """What a forward pass and its loss run in; None where that is nothing."""
+
+    def around_run(self, value: Any) -> Context | None:
+        """What all of a run's steps run in; None where that is nothing."""
+
+    def around_rehearsal(self, value: Any) -> Context | None:
+        """What a rehearsal of it runs in, where real code has no shapes to give."""
+
+    def set_process(self, value: Any, device: torch.device) -> None:
+        """Changes the process, before anything is built."""
+
+    # ---- other libraries ----
+
+    def training_arguments(self, value: Any, job: Job, device: torch.device) -> dict[str, Any]:
+        """The `TrainingArguments` that say it."""
+        return {}
+
+    def script(self, value: Any, context: ScriptContext) -> dict[str, Any]:
+        """The fields of an exported `Script` that say it."""
+        return {}

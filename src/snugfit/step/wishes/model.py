@@ -1,0 +1,176 @@
+"""Wishes that are done to a model: attention, weights' dtype, adapters, checkpointed layers.
+
+A model of ours is born with them, because attention and dtype are arguments of its constructor and cost bytes
+when changed later. A user's model stands already, and is changed by its own switches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from snugfit.errors import RecipeError
+from snugfit.step.checkpointing import checkpoint_layers, stop_own_checkpointing
+from snugfit.step.wishes.handler import Handler, LiveTraining, ScriptContext
+from snugfit.step.wishes.python_text import call_text, literal
+from snugfit.techniques.hub_kernels import import_peft
+from snugfit.techniques.technique import Slot
+
+if TYPE_CHECKING:
+    from snugfit.techniques.setup import Call, CheckpointWish
+
+
+class AttentionHandler(Handler):
+    """transformers' `attn_implementation`."""
+
+    wish, slot = "attention", Slot.ATTENTION
+
+    def model_arguments(self, value: str) -> dict[str, Any]:
+        """Under the name that `instantiate` knows."""
+        return {"attention": value}
+
+    def objections(self, value: str, live: LiveTraining) -> Iterator[str]:
+        """A model of the user's own may have no switch for it."""
+        if not live.is_plain(self.slot) and not hasattr(live.model, "set_attn_implementation"):
+            name = type(live.model).__name__
+            yield f"{live.technique(self.slot)}: {name} lets nobody choose its attention."
+
+    def change(self, value: str, live: LiveTraining) -> Iterator[str]:
+        """By the model's own switch. One that has no attention of torch's keeps what it has, as when it is
+        built."""
+        now = getattr(getattr(live.model, "config", None), "_attn_implementation", None)
+        if now == value or not hasattr(live.model, "set_attn_implementation"):
+            return
+        try:
+            live.model.set_attn_implementation(value)
+        except ValueError as refusal:
+            if value == "sdpa":
+                return
+            line = " ".join(str(refusal).split())
+            raise RecipeError(
+                f"{type(live.model).__name__} cannot use the attention {value!r}: {line}"
+            ) from None
+        yield f"attention was {now} and is {value}"
+
+    def script(self, value: str, context: ScriptContext) -> dict[str, Any]:
+        """As an argument of `from_pretrained`; eager where the architecture has no SDPA."""
+        from snugfit.job.architectures import class_of
+
+        job = context.job
+        if value == "sdpa" and not getattr(
+            class_of(job.task, job.transformers_config()), "_supports_sdpa", True
+        ):
+            value = "eager"
+        return {"model_arguments": {"attn_implementation": literal(value)}}
+
+
+class WeightsDtypeHandler(Handler):
+    """The dtype of floating-point weights."""
+
+    wish, slot = "weights_dtype", Slot.PRECISION
+
+    def model_arguments(self, value: str) -> dict[str, Any]:
+        """Under the name that `instantiate` knows."""
+        return {"dtype": value}
+
+    def objections(self, value: str, live: LiveTraining) -> Iterator[str]:
+        """Quantized weights have no such dtype."""
+        if getattr(live.model, "is_quantized", False) and dtype_of(live.model) != value:
+            yield f"{live.technique(self.slot)}: the model's weights are quantized and stay what they are."
+
+    def change(self, value: str, live: LiveTraining) -> Iterator[str]:
+        """All weights of the live model are cast."""
+        import torch
+
+        if (before := dtype_of(live.model)) != value:
+            live.model.to(getattr(torch, value))
+            yield f"weights were {before} and are {value}"
+
+    def script(self, value: str, context: ScriptContext) -> dict[str, Any]:
+        """As an argument of `from_pretrained`; inputs are cast too where no autocast does it."""
+        casts = value != "float32" and context.setup.autocast is None
+        text = f"torch.{value}"
+        return {"model_arguments": {"dtype": text}, "cast": text if casts else ""}
+
+
+def dtype_of(model: Any) -> str:
+    """The dtype of its floating-point weights, by torch's name; `mixed` where they have several."""
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    return str(next(iter(dtypes))).removeprefix("torch.") if len(dtypes) == 1 else "mixed"
+
+
+class AdaptHandler(Handler):
+    """Adapters, which freeze the weights and add small ones."""
+
+    wish, slot = "adapt", Slot.ADAPTERS
+    refused: ClassVar[Mapping[str, str]] = {
+        "custom_loop": "the optimizer was made for all parameters. Adapt the model first"
+        " (peft.get_peft_model), make the optimizer from what trains then, and leave this out."
+    }
+
+    def import_code(self, value: Call | None) -> None:
+        """peft is imported once, before anything is timed or overridden."""
+        if value is not None:
+            import_peft()
+
+    def adapt(self, value: Call | None, model: Any) -> Any:
+        """The wished function gives the model to train instead."""
+        return value.run(model) if value is not None else model
+
+    def change(self, value: Call | None, live: LiveTraining) -> Iterator[str]:
+        """The live model is replaced by the adapted one."""
+        live.model = self.adapt(value, live.model)
+        return iter(())
+
+    def script(self, value: Call | None, context: ScriptContext) -> dict[str, Any]:
+        """As a call, or in the technique's own lines."""
+        if value is None:
+            return {}
+        if text := call_text(value, "model"):
+            return {"adapting": (text.imported, "", f"model = {text.called} or model")}
+        lines = context.recipe[self.slot].code(context.job)
+        if not lines:
+            why = "it is done by snugfit's own code, which a script without snugfit has not"
+            raise context.refusal(self.slot, why)
+        return {"adapting": lines}
+
+
+class CheckpointHandler(Handler):
+    """Layers that keep only their inputs."""
+
+    wish, slot = "checkpoint", Slot.CHECKPOINTING
+
+    def wrap(self, value: CheckpointWish | None, model: Any) -> None:
+        """Layers are wrapped when the modules they wrap are final."""
+        if value is not None:
+            checkpoint_layers(model, value)
+
+    def change(self, value: CheckpointWish | None, live: LiveTraining) -> Iterator[str]:
+        """Layers are wrapped here, as everywhere in snugfit, also of a model that trains already; what was
+        wrapped before is unwrapped first."""
+        for module, before in live.own_forwards:
+            module.__dict__.pop("forward", None)
+            module.__dict__.update(before)
+        stop_own_checkpointing(live.model)
+        own = [(module, _own_forward(module)) for module in live.model.modules()]
+        self.wrap(value, live.model)
+        live.own_forwards = [(module, before) for module, before in own if _own_forward(module) != before]
+        if value is not None:
+            yield f"activations are those of {live.technique(self.slot)}"
+
+    def script(self, value: CheckpointWish | None, context: ScriptContext) -> dict[str, Any]:
+        """As a call of the model's own switch, which knows single layers only."""
+        if value is None or context.trainer:
+            return {}
+        if value.layers_per_span != 1:
+            raise context.refusal(self.slot, "no library computes several layers again as one")
+        options = {"every_n_layers": value.every} if value.every != 1 else {}
+        if not options.keys() <= context.checkpointing_options:
+            raise context.refusal(self.slot, f"{context.library} knows every layer or none")
+        more = "".join(f", {name}={number}" for name, number in options.items())
+        call = f'{context.checkpointing_name}_enable({{"use_reentrant": False}}{more})'
+        return {"checkpointing": call}
+
+
+def _own_forward(module: Any) -> dict[str, Any]:
+    return {"forward": module.__dict__["forward"]} if "forward" in module.__dict__ else {}

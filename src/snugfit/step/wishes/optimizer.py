@@ -1,0 +1,56 @@
+"""The wish for an optimizer: made over the parameters that train, when no module changes any more."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from snugfit.step.wishes.handler import Context, Handler, ScriptContext
+from snugfit.step.wishes.python_text import call_text
+from snugfit.techniques.technique import Slot
+
+if TYPE_CHECKING:
+    import torch
+
+    from snugfit.job.job import Job
+    from snugfit.techniques.setup import OptimizerWish
+
+
+class OptimizerHandler(Handler):
+    """Which optimizer. A front-end that makes one asks `make_optimizer`, with its own groups and numbers."""
+
+    wish, slot = "optimizer", Slot.OPTIMIZER
+    read_by_loops = True
+
+    def around_rehearsal(self, value: OptimizerWish) -> Context | None:
+        """Optimizers of compiled code do on shapes what that does on data."""
+        return value.shapes.run if value.shapes else None
+
+    def training_arguments(self, value: OptimizerWish, job: Job, device: torch.device) -> dict[str, Any]:
+        """By the Trainer's name, where it has one."""
+        return {"optim": value.trainer_name} if value.trainer_name else {}
+
+    def script(self, value: OptimizerWish, context: ScriptContext) -> dict[str, Any]:
+        """As a call, after the lines that prepare the model for it."""
+        fields: dict[str, Any] = {"decay_groups": context.job.decay_groups and value.weight_decay}
+        if value.prepare is not None and not context.trainer:
+            text = call_text(value.prepare, "model")
+            lines = (text.imported, "", f"model = {text.called} or model") if text else None
+            fields["preparing"] = lines or context.recipe[self.slot].code(context.job)
+        fields["optimizer"] = call_text(value.factory, "parameters, lr=LEARNING_RATE")
+        if fields["optimizer"] is None:
+            raise context.refusal(self.slot, "its optimizer is snugfit's own code")
+        return fields
+
+
+def make_optimizer(wish: OptimizerWish, model: Any, groups: Any, **numbers: Any) -> torch.optim.Optimizer:
+    """The optimizer over these parameters or groups; numbers that the recipe has chosen win over these."""
+    if wish.prepare:
+        wish.prepare.run(model)
+    made: torch.optim.Optimizer = wish.factory.run(groups, **numbers)
+    return made
+
+
+def accepted_numbers(wish: OptimizerWish) -> frozenset[str]:
+    """Numbers that the factory takes and the recipe has not chosen."""
+    return frozenset(inspect.signature(wish.factory.resolve()).parameters) - set(wish.factory.arguments)

@@ -1,0 +1,94 @@
+"""Wishes for what a step computes in: autocast, scaled gradients, and the precision of matrix products."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from snugfit.step.wishes.handler import Context, Handler, LiveTraining, ScriptContext
+from snugfit.techniques.technique import Slot
+
+if TYPE_CHECKING:
+    import torch
+
+    from snugfit.job.job import Job
+
+MIXED = {None: "no", "bfloat16": "bf16", "float16": "fp16"}
+"""accelerate's word for an autocast dtype."""
+
+
+class AutocastHandler(Handler):
+    """The dtype of autocast regions."""
+
+    wish, slot = "autocast", Slot.PRECISION
+    accelerate_does_it = True
+
+    def objections(self, value: str | None, live: LiveTraining) -> Iterator[str]:
+        """accelerate's scaler needs a GPU."""
+        if value == "float16" and live.device.type == "cpu" and live.front_end == "fit":
+            yield f"{live.technique(self.slot)}: accelerate has no fp16 on the CPU. Try 'bf16'."
+
+    def around_forward(self, value: str | None, device: torch.device) -> Context | None:
+        """torch's own region."""
+        import torch
+
+        return partial(torch.autocast, device.type, dtype=getattr(torch, value)) if value else None
+
+    def training_arguments(self, value: str | None, job: Job, device: torch.device) -> dict[str, Any]:
+        """The Trainer's two switches, of which one at most is on."""
+        return {"bf16": value == "bfloat16", "fp16": value == "float16"}
+
+    def script(self, value: str | None, context: ScriptContext) -> dict[str, Any]:
+        """torch's dtype for a loop of torch's, accelerate's word for one of accelerate's."""
+        return {"autocast": f"torch.{value}" if value else "", "mixed": MIXED[value]}
+
+
+class ScaleGradientsHandler(Handler):
+    """The loss is scaled against underflow; steps with gradients that overflow are skipped. accelerate and
+    the Trainer do it whenever they autocast to fp16."""
+
+    wish, slot = "scale_gradients", Slot.PRECISION
+    accelerate_does_it = True
+
+    def make_scaler(self, value: bool, device: torch.device) -> torch.amp.GradScaler | None:
+        """torch's own, on this device."""
+        import torch
+
+        return torch.amp.GradScaler(device.type) if value else None
+
+    def script(self, value: bool, context: ScriptContext) -> dict[str, Any]:
+        """Whether the loop has a scaler."""
+        return {"scaled": value}
+
+
+class MatmulHandler(Handler):
+    """torch's `fp32_precision` of matrix products and convolutions."""
+
+    wish, slot = "matmul", Slot.MATMUL
+
+    def around_run(self, value: str) -> Context | None:
+        """The backends' settings, which are put back afterwards."""
+        return partial(matmul_precision, value)
+
+    def script(self, value: str, context: ScriptContext) -> dict[str, Any]:
+        """The value that the backends are set to."""
+        return {"matmul": value}
+
+
+@contextlib.contextmanager
+def matmul_precision(precision: str) -> Iterator[None]:
+    """Matrix products and convolutions of fp32 tensors in this precision (`ieee`, `tf32`), then as before."""
+    import torch
+
+    cudnn: Any = torch.backends.cudnn
+    backends = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
+    before = [backend.fp32_precision for backend in backends]
+    for backend in backends:
+        backend.fp32_precision = precision
+    try:
+        yield
+    finally:
+        for backend, value in zip(backends, before, strict=True):
+            backend.fp32_precision = value

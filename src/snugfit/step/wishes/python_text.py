@@ -1,0 +1,45 @@
+"""Values and calls as Python text, for exported scripts; strings have double quotes, as formatters like."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from snugfit.techniques.setup import Call
+
+_OWN = "snugfit."
+
+
+def literal(value: Any) -> str:
+    """The expression whose value is `value`: text, numbers, truth values, lists and mappings of these."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{literal(key)}: {literal(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(literal, value)) + "]"
+    written = repr(value)
+    if isinstance(value, str) and written.startswith("'") and '"' not in value:
+        return f'"{written[1:-1]}"'
+    return written
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallText:
+    """A call of another library's function, as text."""
+
+    imported: str
+    """The line that imports it."""
+
+    called: str
+    """The expression that calls it."""
+
+
+def call_text(call: Call, first: str) -> CallText | None:
+    """The call with `first` as its positional arguments; None where the function is snugfit's own, which a
+    script without snugfit does not have."""
+    if call.path.startswith(_OWN):
+        return None
+    module, _, name = call.path.partition(":")
+    arguments = "".join(f", {key}={literal(value)}" for key, value in call.arguments.items())
+    return CallText(imported=f"from {module} import {name}", called=f"{name}({first}{arguments})")

@@ -1,0 +1,121 @@
+"""The applier: every wish has one handler, and every front-end honours each wish or refuses it by name."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+
+from snugfit.errors import RecipeError, UsageError
+from snugfit.step import applier
+from snugfit.step.applier import FRONT_ENDS, HANDLERS, REFUSED
+from snugfit.step.step import LOOPS
+from snugfit.step.wishes.handler import Handler, LiveTraining
+from snugfit.techniques import roster
+from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.setup import Setup
+
+WISHES = [field.name for field in fields(Setup)]
+BUILT = {
+    "import_code", "model_arguments", "adapt", "wrap", "make_scaler", "loader_arguments", "around_forward",
+    "around_run", "around_rehearsal", "set_process",
+}  # fmt: skip
+LIVE = {"change", "make_scaler", "loader_arguments", "around_forward", "around_run", "set_process"}
+ENDS = {
+    "plain": BUILT,
+    "accelerate": BUILT | {"accelerate_does_it"},
+    "trainer": BUILT | {"accelerate_does_it", "training_arguments"},
+    "fit": LIVE - {"make_scaler"} | {"accelerate_does_it", "training_arguments"},
+    "custom_loop": LIVE,
+    "script": {"script"},
+}
+"""The ends of a wish that each front-end offers."""
+
+BY_COUNTERPART = {("script", "expandable_segments")}
+"""What the technique's own counterparts say, in the script's environment."""
+
+
+def test_each_wish_has_one_handler() -> None:
+    assert sorted(handler.wish for handler in HANDLERS) == sorted(WISHES)
+    assert {handler.slot for handler in HANDLERS} == set(roster.Slot)
+
+
+def test_handlers_stand_in_the_order_of_installing() -> None:
+    stage = {
+        "attention": "build", "weights_dtype": "build", "matmul": "build", "autocast": "loop",
+        "scale_gradients": "loop", "micro_batches": "loop", "expandable_segments": "loader",
+    }  # fmt: skip
+    order = [Setup.ORDER.index(stage.get(handler.wish, handler.wish)) for handler in HANDLERS]
+    assert order == sorted(order)
+
+
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+@pytest.mark.parametrize("handler", HANDLERS, ids=lambda handler: handler.wish)
+def test_a_front_end_honours_a_wish_or_refuses_it(front_end: str, handler: Handler) -> None:
+    """Honoured: the handler overrides one of the ends that this front-end offers, or every loop reads it."""
+    overridden = {name for name in ENDS[front_end] if getattr(type(handler), name) != getattr(Handler, name)}
+    in_loop = handler.read_by_loops and front_end != "script"
+    honoured = bool(overridden) or in_loop or (front_end, handler.wish) in BY_COUNTERPART
+    refused = bool(REFUSED.get((front_end, handler.wish)))
+    assert honoured or refused, f"{front_end} neither honours nor refuses {handler.wish}"
+
+
+def test_what_is_refused_is_a_wish_of_a_front_end() -> None:
+    assert {front_end for front_end, _ in REFUSED} <= set(FRONT_ENDS)
+    assert {wish for _, wish in REFUSED} <= set(WISHES)
+    assert set(LOOPS) <= set(FRONT_ENDS)
+
+
+def test_a_wish_in_the_table_is_refused_by_name_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    reasons = {(front_end, "matmul"): "it has no such switch" for front_end in FRONT_ENDS}
+    monkeypatch.setattr(applier, "REFUSED", reasons)
+    recipe = Recipe.parse("tf32")
+    with pytest.raises(UsageError, match=r"accelerate loop cannot do this:\nmatmul = 'tf32': it has no such"):
+        applier.refuse_unsupported("accelerate", recipe.setup())
+    applier.refuse_unsupported("accelerate", replace(recipe.setup(), matmul="ieee"))
+    live = LiveTraining(
+        front_end="fit", recipe=recipe, model=torch.nn.Linear(1, 1), device=torch.device("cpu")
+    )
+    assert list(applier.objections(live, recipe.setup())) == ["tf32: it has no such switch"]
+    assert not list(applier.objections(live, recipe.setup(), {roster.Slot.MATMUL}))
+    with pytest.raises(RecipeError, match="cannot be given to this trainer"):
+        applier.refuse(live, "trainer", ["tf32: it has no such switch"])
+
+
+def test_contexts_are_entered_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[str] = []
+
+    def around(name: str) -> Any:
+        from contextlib import contextmanager
+
+        @contextmanager
+        def context() -> Any:
+            heard.append(f"{name} begins")
+            yield
+            heard.append(f"{name} ends")
+
+        return context
+
+    class First(Handler):
+        wish, slot = "matmul", roster.Slot.MATMUL
+
+        def around_forward(self, value: Any, device: torch.device) -> Any:
+            return around("first")
+
+    class Second(First):
+        accelerate_does_it = True
+
+        def around_forward(self, value: Any, device: torch.device) -> Any:
+            return around("second")
+
+    monkeypatch.setattr(applier, "HANDLERS", (First(), Second()))
+    cpu = torch.device("cpu")
+    with applier.forward_context(Setup(), cpu):
+        heard.append("forward")
+    assert heard == ["first begins", "second begins", "forward", "second ends", "first ends"]
+    heard.clear()
+    with applier.forward_context(Setup(), cpu, in_accelerate=True):
+        pass
+    assert heard == ["first begins", "first ends"]
