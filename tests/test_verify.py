@@ -49,8 +49,8 @@ def test_kendall_s_tau(seconds: list[tuple[float, float]], tau: float | None) ->
 
 def test_only_pairs_that_differ_clearly_can_be_asked_for() -> None:
     close = [(1.0, 1.02), (2.0, 1.0), (3.0, 2.0)]
-    assert agreement_of_pairs(close) == RankAgreement(right=2, wrong=1)
-    assert agreement_of_pairs(close, apart=0.05) == RankAgreement(right=2)
+    assert agreement_of_pairs(close) == RankAgreement(concordant=2, discordant=1)
+    assert agreement_of_pairs(close, apart=0.05) == RankAgreement(concordant=2)
 
 
 def a_run(number: int, foreseen: float, seen: float | None, **changes: Any) -> ComparedRun:
@@ -79,7 +79,7 @@ def test_orders_are_told_within_jobs_only() -> None:
         a_run(4, 0.1, 9, outcome="oom:torch"),
     ]
     assert [[each.number for each in group] for group in group_by_job(runs)] == [[0, 2, 4], [1, 3]]
-    assert pooled_agreement(runs) == RankAgreement(right=1, wrong=1)
+    assert pooled_agreement(runs) == RankAgreement(concordant=1, discordant=1)
 
 
 def test_the_gap_is_what_the_first_choice_loses() -> None:

@@ -1,1 +1,1 @@
-"""Foreseen beside seen."""
+"""Predictions beside measurements of the same experiment, their order, and what calibrates the rates."""

@@ -1,7 +1,7 @@
 """A prediction beside the measurement of the same experiment, with the errors.
 
-The two hold the same `Footprint`, so a comparison is a subtraction. What either does not know is left out: a
-measurement on the CPU has no NVML, a prediction without a GPU no context.
+Both hold a `Footprint`, so a comparison divides figure by figure. What either does not know is left out: a
+measurement on the CPU has no NVML bytes, a prediction without a GPU no context.
 """
 
 from __future__ import annotations
@@ -20,20 +20,16 @@ COMPARED = ("requested_bytes", "allocated_bytes", "reserved_bytes", "nvml_bytes"
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorLine:
-    """One figure, foreseen and seen."""
+    """One figure, predicted and measured, in bytes or seconds."""
 
     figure: str
     """The footprint's field, or `step_seconds`."""
-
     predicted: float
-    """Foreseen, in bytes or seconds."""
-
     measured: float
-    """Seen."""
 
     @property
     def error(self) -> float:
-        """The share of what was measured by which the prediction is too high."""
+        """Relative error: the share of what was measured by which the prediction is too high."""
         return self.predicted / self.measured - 1
 
 
@@ -42,14 +38,9 @@ class Comparison:
     """A prediction and a measurement of one experiment."""
 
     prediction: Prediction
-    """Foreseen."""
-
     measurement: Measurement
-    """Seen."""
-
     lines: tuple[ErrorLine, ...]
     """The bytes that both know."""
-
     pace: ErrorLine | None = None
     """The seconds of a step, where both know them."""
 
@@ -59,7 +50,7 @@ class Comparison:
 
     @property
     def worst(self) -> ErrorLine | None:
-        """The figure that is furthest off, in per cent; None when nothing could be compared."""
+        """The figure with the largest relative error; None when nothing could be compared."""
         return max(self.lines, key=lambda line: abs(line.error), default=None)
 
     def to_json(self) -> dict[str, Any]:
@@ -74,34 +65,35 @@ class Comparison:
 
 
 def compare(prediction: Prediction, measurement: Measurement) -> Comparison:
-    """The two side by side.
+    """The errors of a prediction.
 
     Raises `UsageError` when they are not of the same experiment, `MeasurementError` when the run died.
     """
-    one = (prediction.job, prediction.recipe, prediction.loop)
-    other = (measurement.job, measurement.recipe, measurement.loop)
-    if one != other:
+    predicted = (prediction.job, prediction.recipe, prediction.loop)
+    if predicted != (measurement.job, measurement.recipe, measurement.loop):
         raise UsageError("The prediction and the measurement are of different jobs, recipes or loops.")
     if measurement.footprint is None:
         raise MeasurementError(f"There is nothing to compare: the run ended with {measurement.outcome}.")
     lines = error_lines(prediction.footprint, measurement.footprint)
-    foreseen, seen = prediction.timing, measurement.timing
-    pace = pace_line(foreseen.step_seconds if foreseen else None, seen.step_seconds if seen else None)
+    pace = step_seconds_line(
+        prediction.timing.step_seconds if prediction.timing else None,
+        measurement.timing.step_seconds if measurement.timing else None,
+    )
     return Comparison(prediction=prediction, measurement=measurement, lines=lines, pace=pace)
 
 
-def pace_line(foreseen: float | None, seen: float | None) -> ErrorLine | None:
-    """The seconds of a step, foreseen beside seen; None when one of them is not known."""
-    if not foreseen or not seen:
+def step_seconds_line(predicted: float | None, measured: float | None) -> ErrorLine | None:
+    """The seconds of a step; None when one of the two is not known."""
+    if not predicted or not measured:
         return None
-    return ErrorLine(figure="step_seconds", predicted=foreseen, measured=seen)
+    return ErrorLine(figure="step_seconds", predicted=predicted, measured=measured)
 
 
-def error_lines(foreseen: Footprint, seen: Footprint) -> tuple[ErrorLine, ...]:
-    """The figures that both footprints know."""
-    pairs = ((figure, getattr(foreseen, figure), getattr(seen, figure)) for figure in COMPARED)
+def error_lines(predicted: Footprint, measured: Footprint) -> tuple[ErrorLine, ...]:
+    """The bytes that both footprints know."""
+    pairs = ((figure, getattr(predicted, figure), getattr(measured, figure)) for figure in COMPARED)
     return tuple(
-        ErrorLine(figure=figure, predicted=predicted, measured=measured)
-        for figure, predicted, measured in pairs
-        if predicted is not None and measured
+        ErrorLine(figure=figure, predicted=before, measured=after)
+        for figure, before, after in pairs
+        if before is not None and after
     )

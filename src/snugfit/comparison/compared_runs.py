@@ -1,4 +1,4 @@
-"""What a draw leaves: runs with what was foreseen and what was seen, and the band they must lie in."""
+"""Runs with their prediction and their measurement, the results of a draw, and the band of allowed errors."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
-from snugfit.comparison.compare import ErrorLine, error_lines, pace_line
+from snugfit.comparison.compare import ErrorLine, error_lines, step_seconds_line
 from snugfit.job.job import Job
 from snugfit.results.footprint import Footprint
 from snugfit.techniques.recipe import Recipe
 
 SCHEMA = 2
 READABLE = (1, 2)
-"""Schemas that are read: the first knew neither orders nor rescoring."""
+"""Schemas that are read: the first had neither draws within jobs nor rescoring."""
 
 BAND: Mapping[str, float] = {"allocated_bytes": 0.005, "reserved_bytes": 0.03, "nvml_bytes": 0.03}
 """The largest error that a drawn run may have, as a share of what was measured."""
@@ -27,109 +27,82 @@ _DERIVED = ("errors", "complaint", "job_id")
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedRun:
-    """One drawn job and recipe: foreseen, and seen."""
+    """One job and recipe, with its prediction and its measurement as far as they are there."""
 
     number: int
     """Of the draw, from 0."""
-
     family: str
-    """Its model's."""
-
+    """The model's family, as `families.py` names it."""
     job: Job
-    """What was trained."""
-
     recipe: Recipe
-    """How."""
-
     passed_over: tuple[str, ...] = ()
-    """Recipes that were drawn before it and cannot go with the job, each with the reason."""
+    """Recipes that were drawn before it and that the model does not take, each with the reason."""
 
     predicted: Footprint | None = None
-    """Foreseen; None when it could not be predicted."""
-
+    """None when it could not be predicted."""
     fits: bool | None = None
-    """Whether it was foreseen to fit."""
-
+    """Whether it was predicted to fit."""
     predicted_step_seconds: float | None = None
-    """Foreseen length of a steady step."""
-
     bound: str | None = None
-    """What was foreseen to bound it: `host`, or an operator group."""
-
+    """What was predicted to bound the step: `host`, or an operator group."""
     refused: str = ""
     """Why it could not be predicted."""
-
     doubts: tuple[str, ...] = ()
-    """What the prediction calls less certain."""
-
+    """What is uncertain in the prediction, as sentences."""
     prediction_seconds: float | None = None
-    """Wall time of the prediction, imports apart."""
+    """Wall time of the prediction without imports."""
 
     outcome: str | None = None
     """How the measured run ended; None when it was not measured."""
-
     measured: Footprint | None = None
-    """Seen."""
-
     step_seconds: float | None = None
-    """Mean of the steady steps, disturbed ones apart."""
-
+    """Mean of the steady steps without disturbed ones."""
     every_step_seconds: float | None = None
-    """With those in which others disturbed the host's core; None in results older than this field."""
-
+    """Mean with those in which others disturbed the host's core; None in results older than this field."""
     spread: float | None = None
     """(90th percentile - 10th percentile) / mean of the steady steps."""
-
     contaminated: str | None = None
     """Why the GPU was not this run's alone, when it was not."""
-
     message: str = ""
-    """What a run said that died."""
-
+    """The last lines of a run that died."""
     when: str | None = None
-    """Start of the measured run."""
-
+    """Start of the measured run, ISO 8601 in UTC."""
     versions: Mapping[str, str] = field(default_factory=dict)
     """Of the measured run's packages."""
-
     crowded: str | None = None
-    """What other processes took of the host's cores while steps were timed, when none was left."""
-
+    """What other processes took of the host's cores while steps were timed, when none was idle."""
     disturbed: float | None = None
-    """Share of looks at the loop's core that found it disturbed by somebody else."""
-
+    """Share of the checks in which somebody else disturbed the loop's core."""
     cause: str = ""
-    """Why it is off, where somebody found out: the one thing that is written into a result by hand."""
+    """Why the error is large, where that is known: the one field that is written into a result by hand."""
 
     original: Footprint | None = None
-    """Of a rescored run: what was foreseen at first."""
-
+    """Of a rescored run: the first prediction."""
     original_step_seconds: float | None = None
-    """Of a rescored run: the seconds that were foreseen at first."""
 
     @property
     def job_id(self) -> str:
-        """The same for runs of the same job."""
+        """A hash that runs of the same job share."""
         text = json.dumps(self.job.to_json(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     @property
     def seconds(self) -> tuple[float, float] | None:
-        """Of a step, foreseen and seen, of a run that ended as it should; None when one is not known."""
+        """Predicted and measured seconds of a step; None when the run died or one is not known."""
         if self.outcome != "ok" or not self.predicted_step_seconds or not self.step_seconds:
             return None
         return self.predicted_step_seconds, self.step_seconds
 
     @property
     def lines(self) -> tuple[ErrorLine, ...]:
-        """The figures that are known on both sides, of a run that ended as it should."""
+        """The figures that are both predicted and measured; none for a run that died."""
         if self.outcome != "ok" or self.predicted is None or self.measured is None:
             return ()
-        pace = pace_line(self.predicted_step_seconds, self.step_seconds)
-        return (*error_lines(self.predicted, self.measured), *([pace] if pace else []))
+        seconds = step_seconds_line(self.predicted_step_seconds, self.step_seconds)
+        return (*error_lines(self.predicted, self.measured), *([seconds] if seconds else []))
 
     def error(self, figure: str) -> float | None:
-        """The error of one figure, as a share; None when it is not known."""
+        """The relative error of one figure; None when it is not known."""
         return next((line.error for line in self.lines if line.figure == figure), None)
 
     @property
@@ -164,7 +137,7 @@ class ComparedRun:
             "job": self.job.to_json(),
             "job_id": self.job_id,
             "recipe": str(self.recipe),
-            **{name: each.to_json() if each else None for name, each in footprints.items()},
+            **{name: footprint.to_json() if footprint else None for name, footprint in footprints.items()},
             "versions": dict(self.versions),
             "errors": errors,
             "complaint": self.complaint,
@@ -184,33 +157,25 @@ class ComparedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Accuracy:
-    """A whole draw."""
+    """The result of a whole draw."""
 
     seed: int | None
-    """That it was drawn from; None when the jobs were named."""
-
+    """Of the draw; None when the jobs were named."""
     gpu: str
-    """Predicted for."""
-
+    """The GPU that the predictions are for."""
     device: str | None
-    """Measured on; None when nothing was measured."""
-
+    """The device that was measured; None when nothing was measured."""
     versions: Mapping[str, str]
     """Of the packages that predicted."""
-
     runs: tuple[ComparedRun, ...]
     """In the order of their numbers."""
-
     kind: str = "drawn"
     """`drawn`: each run is a job of its own; `within-job`: several drawn recipes of each job; `top`: each
     job's best recipes by its plan."""
-
     rates: str = ""
-    """Where the rates come from that foresaw the seconds."""
-
+    """The source of the rates that predicted the seconds."""
     rescored: str = ""
-    """When what was measured was predicted once more, later; the predictions are then no forecast."""
-
+    """When and with what the runs were predicted again; such predictions are no forecasts."""
     original_versions: Mapping[str, str] = field(default_factory=dict)
     """Of a rescored draw: of the packages that predicted at first."""
 
@@ -220,9 +185,9 @@ class Accuracy:
         return tuple(run for run in self.runs if run.complaint)
 
     def errors(self, figure: str) -> list[float]:
-        """Sizes of the errors of one figure, the smallest first."""
-        found = (run.error(figure) for run in self.runs)
-        return sorted(abs(error) for error in found if error is not None)
+        """Absolute relative errors of one figure, the smallest first."""
+        errors = (run.error(figure) for run in self.runs)
+        return sorted(abs(error) for error in errors if error is not None)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object; `Accuracy.from_json` reads it back."""

@@ -1,17 +1,19 @@
-"""The order of recipes: whether what was foreseen to be faster was, and what choosing by it costs.
+"""Whether recipes rank by predicted seconds as by measured ones, and what a wrong choice costs.
 
-A plan chooses, so what counts is less whether its seconds are right than whether their order is. Two figures
-say so, both of runs of one job. *Kendall's tau* (Biometrika 30, 1938; in form b, which allows for ties:
-Biometrika 33, 1945) is the share of pairs in their right order less the share in the wrong one: 1 when every
-pair is right, 0 for a coin. The *gap* is what the recipe that was foreseen to be the fastest loses to the one
-that was seen to be.
+A plan chooses, so the order of its seconds counts more than their size. Two figures describe it, both of runs
+of one job. *Kendall's tau* (Biometrika 30, 1938; in form b, which allows for ties: Biometrika 33, 1945) is
+the share of concordant pairs less the share of discordant ones: 1 when every pair is in the right order, 0
+for a coin. The *gap* is by how much the recipe that was predicted to be the fastest is slower than the
+fastest measured one. The pairs are counted here rather than by scipy, because close ones are left out
+(`apart`) and counts of several jobs are added up.
 
-Runs that did not end as they should, or whose seconds are known on one side only, have no place in an order.
+Runs that died, or whose seconds are not both predicted and measured, have no rank.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -19,86 +21,83 @@ from itertools import combinations
 from snugfit.comparison.compared_runs import ComparedRun
 
 APART = 0.05
-"""Share of the faster's seconds from which two recipes are told apart by what was measured: steps vary by
-some per cent from process to process."""
+"""Share of the faster's seconds by which two recipes must differ to be called different: steps vary by some
+per cent from process to process."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankAgreement:
-    """Pairs of recipes of one job, or of several jobs added up."""
+    """Counts of pairs of recipes of one job, or of several jobs added up."""
 
-    right: int = 0
-    """Whose foreseen order is what was seen."""
-
-    wrong: int = 0
-    """Whose foreseen order is the other."""
-
-    tied_foreseen: int = 0
-    """Foreseen to take the same, and seen to differ."""
-
-    tied_seen: int = 0
-    """Seen to take the same, and foreseen to differ."""
+    concordant: int = 0
+    """The predicted order is the measured one."""
+    discordant: int = 0
+    """The predicted order is the other one."""
+    tied_predicted: int = 0
+    """Predicted to take the same, and measured to differ."""
+    tied_measured: int = 0
+    """Measured to take the same, and predicted to differ."""
 
     def __add__(self, other: RankAgreement) -> RankAgreement:
         return RankAgreement(
-            right=self.right + other.right,
-            wrong=self.wrong + other.wrong,
-            tied_foreseen=self.tied_foreseen + other.tied_foreseen,
-            tied_seen=self.tied_seen + other.tied_seen,
+            concordant=self.concordant + other.concordant,
+            discordant=self.discordant + other.discordant,
+            tied_predicted=self.tied_predicted + other.tied_predicted,
+            tied_measured=self.tied_measured + other.tied_measured,
         )
 
     @property
     def pairs(self) -> int:
-        """How many were seen to differ."""
-        return self.right + self.wrong + self.tied_foreseen
+        """Number of pairs that were measured to differ."""
+        return self.concordant + self.discordant + self.tied_predicted
 
     @property
     def tau(self) -> float | None:
-        """Kendall's tau-b, from -1 to 1; None when nothing can be told."""
-        ordered = self.right + self.wrong
-        comparable = (ordered + self.tied_foreseen) * (ordered + self.tied_seen)
-        return (self.right - self.wrong) / math.sqrt(comparable) if comparable else None
+        """Kendall's tau-b, from -1 to 1; None without a pair that differs in both."""
+        untied = self.concordant + self.discordant
+        comparable = (untied + self.tied_predicted) * (untied + self.tied_measured)
+        return (self.concordant - self.discordant) / math.sqrt(comparable) if comparable else None
 
 
 def agreement_of_pairs(seconds: Iterable[tuple[float, float]], *, apart: float = 0.0) -> RankAgreement:
-    """The order of (foreseen, seen) seconds; only pairs seen to be more than the share `apart` from each
-    other count."""
-    counts = dict.fromkeys(("right", "wrong", "tied_foreseen", "tied_seen"), 0)
-    for (foreseen, seen), (other_foreseen, other_seen) in combinations(seconds, 2):
-        if apart and abs(seen - other_seen) <= apart * min(seen, other_seen):
+    """Counts over (predicted, measured) seconds; only pairs measured to be more than the share `apart` from
+    each other count."""
+    counts: Counter[str] = Counter()
+    for (predicted, measured), (other_predicted, other_measured) in combinations(seconds, 2):
+        if apart and abs(measured - other_measured) <= apart * min(measured, other_measured):
             continue
-        before, after = foreseen - other_foreseen, seen - other_seen
+        before, after = predicted - other_predicted, measured - other_measured
         if before and after:
-            counts["right" if (before > 0) == (after > 0) else "wrong"] += 1
+            counts["concordant" if (before > 0) == (after > 0) else "discordant"] += 1
         elif before or after:
-            counts["tied_foreseen" if after else "tied_seen"] += 1
+            counts["tied_predicted" if after else "tied_measured"] += 1
     return RankAgreement(**counts)
 
 
-def order(runs: Iterable[ComparedRun], *, apart: float = 0.0) -> RankAgreement:
-    """The order of the runs of one job."""
+def rank_agreement(runs: Iterable[ComparedRun], *, apart: float = 0.0) -> RankAgreement:
+    """The agreement over the runs of one job."""
     return agreement_of_pairs([run.seconds for run in runs if run.seconds], apart=apart)
 
 
 def gap(runs: Iterable[ComparedRun]) -> float | None:
-    """The share by which the run that was foreseen to be the fastest (of equals the first) is slower than the
-    fastest seen; None when it did not end as it should."""
-    foreseen = [run for run in runs if run.predicted_step_seconds and run.fits is not False]
-    if not foreseen:
+    """The share by which the run that was predicted to be the fastest (of equals the first) is slower than
+    the fastest measured; None when it died."""
+    candidates = [run for run in runs if run.predicted_step_seconds and run.fits is not False]
+    if not candidates:
         return None
-    first = min(foreseen, key=lambda run: run.predicted_step_seconds or math.inf)
-    seen = [run.seconds[1] for run in foreseen if run.seconds]
-    return first.seconds[1] / min(seen) - 1 if first.seconds else None
+    choice = min(candidates, key=lambda run: run.predicted_step_seconds or math.inf)
+    measured = [run.seconds[1] for run in candidates if run.seconds]
+    return choice.seconds[1] / min(measured) - 1 if choice.seconds else None
 
 
 def group_by_job(runs: Sequence[ComparedRun]) -> list[list[ComparedRun]]:
-    """The runs of each job, in the order in which the jobs come."""
-    found: dict[str, list[ComparedRun]] = {}
+    """The runs of each job, in the order in which the jobs first occur."""
+    groups: dict[str, list[ComparedRun]] = {}
     for run in runs:
-        found.setdefault(run.job_id, []).append(run)
-    return list(found.values())
+        groups.setdefault(run.job_id, []).append(run)
+    return list(groups.values())
 
 
 def pooled_agreement(runs: Sequence[ComparedRun], *, apart: float = 0.0) -> RankAgreement:
-    """The orders within each job, added up: no pair is of two jobs."""
-    return sum((order(job, apart=apart) for job in group_by_job(runs)), RankAgreement())
+    """The counts within each job, added up: no pair is of two jobs."""
+    return sum((rank_agreement(job, apart=apart) for job in group_by_job(runs)), RankAgreement())

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from snugfit.comparison.compared_runs import ComparedRun
-from snugfit.comparison.ranking import RankAgreement, gap, order
+from snugfit.comparison.ranking import RankAgreement, gap, rank_agreement
 from snugfit.evaluation.accuracy import see
 from snugfit.evaluation.learn import LearnedFactors
 from snugfit.evaluation.predict_runs import PlannedRecipe
@@ -45,7 +45,7 @@ class Verification:
     @property
     def order(self) -> RankAgreement:
         """Whether the order of seconds held."""
-        return order(self.runs)
+        return rank_agreement(self.runs)
 
     @property
     def gap(self) -> float | None:

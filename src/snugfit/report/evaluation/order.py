@@ -66,8 +66,8 @@ def order_line(runs: Sequence[ComparedRun]) -> str:
     text = f"Order of seconds: Kendall's tau {order.tau:.2f} over {order.pairs} pairs of recipes"
     if clear.pairs:
         text += (
-            f"; of the {clear.pairs} that were measured more than {100 * APART:g} % apart, {clear.right} are "
-            "in the predicted order"
+            f"; of the {clear.pairs} that were measured more than {100 * APART:g} % apart, "
+            f"{clear.concordant} are in the predicted order"
         )
     return text + "."
 
