@@ -171,8 +171,12 @@ def feed(
         generator=torch.Generator().manual_seed(0),
     )
     batches = iter(loader)
-    for step in range(start_step, stop_step):
-        yield [_told(_next(batches)) for _ in order.step(step)]
+    try:
+        for step in range(start_step, stop_step):
+            yield [_told(_next(batches)) for _ in order.step(step)]
+    finally:
+        if workers:  # else an error's traceback keeps the iterator, which then waits 5 s for each of them
+            batches._shutdown_workers()  # type: ignore[attr-defined]
 
 
 @final
