@@ -12,7 +12,6 @@ import pytest
 from made_up import EVIL, guide_result, measurement, prediction, timing
 from snugfit.comparison.compare import compare as foreseen_beside_seen
 from snugfit.errors import MeasurementError, UsageError
-from snugfit.evaluation.guide_result import GuideResult
 from snugfit.evaluation.guide_suite import machines, suite
 from snugfit.job.gpu import all_gpus, find_gpu
 from snugfit.job.job import Job, Task
@@ -152,12 +151,6 @@ def test_every_published_row_and_machine_has_its_place() -> None:
     for experiment in experiments:
         assert str(Recipe.parse(experiment.recipe)) == experiment.recipe
         assert experiment.job().model.name.endswith("bert-large-uncased")
-
-
-@pytest.mark.parametrize("measured", [False, True])
-def test_a_guide_result_goes_through_json_unchanged(measured: bool) -> None:
-    result = guide_result(measured=measured)
-    assert GuideResult.from_json(json.loads(json.dumps(result.to_json()))) == result
 
 
 def test_what_helps_what_follows_from_the_rows() -> None:
@@ -321,8 +314,8 @@ def test_the_suite_keeps_refused_rows_and_predicts_only_named_machines(
     """One question for each experiment on our GPU, one for each published row of a named GPU; none else."""
     from typing import Any
 
-    from snugfit.comparison import parallel as ask
     from snugfit.evaluation import guide as suite_run
+    from snugfit.evaluation import guide_predictions as ask
 
     asked = []
 

@@ -1,18 +1,18 @@
-"""Calibrate: what this GPU and this host achieve, measured on a handful of small jobs.
+"""Calibration: the rates that this GPU and this host achieve, measured on a handful of small jobs.
 
-Each probe is an ordinary experiment (`measure`: a process of its own, steady steps) that one thing bounds,
-beside its prediction; the difference of the two corrects the rate of that thing. So what is calibrated is
-what is predicted, through the same steps, and no benchmark of ours stands between. Probes that something else
-turned out to bound correct nothing.
+Each probe is an ordinary experiment (`measure`: a process of its own, steady steps) that one resource bounds,
+beside its prediction; the difference of the two corrects that resource's rate. So what is calibrated is what
+is predicted, through the same steps, without a separate benchmark. Probes that another resource turned out to
+bound correct nothing.
 
 - The host by a small model in three recipes: the device has next to nothing to do.
 - The bandwidth by an update of many parameters, with next to no tokens.
 - Matrix products by a wide model, in each precision that the GPU has; bf16 stands for fp16 too, which the
   same units compute.
 
-The order of correcting matters: a later probe is predicted with what the earlier ones found. Measuring has
-another: the update of many parameters comes first, whose seconds are the device's alone, because meanwhile
-the probes are rehearsed here, and a rehearsal takes a core.
+The order of correction matters: a later probe is predicted with the rates that earlier ones corrected. The
+order of measuring is another: the update of many parameters comes first, whose seconds are the device's
+alone, because meanwhile the probes are rehearsed here, and a rehearsal takes a core.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from snugfit.errors import SnugfitError
 from snugfit.job.gpu import Gpu
@@ -42,19 +42,20 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.trace.trace import Trace
 
 DEADLINE_SECONDS = 120.0
-ALIKE = {"bf16": ("bf16", "fp16")}
+CORRECTED_TOGETHER = {"bf16": ("bf16", "fp16")}
 """Precisions that one probe corrects together."""
 
 PROBE_ERRORS = {"host": 0.97, "bandwidth": 1.04, "fp32": 0.955, "tf32": 1.03, "bf16": 1.05}
-"""What probes take against their prediction, where the rates were fitted to all kernels of an H200, and to
-all families on its host (2026-11-21 and 22). A probe's own error says nothing about another machine: beside
-their prediction, a Llama's steps take the host three per cent less than those of the thirteen families do."""
+"""Measured / predicted seconds of each probe on the H200 whose rates were fitted to all its kernels, and to
+all families on its host (2026-11-21 and 22). That error is the probe's own and says nothing about another
+machine: relative to their prediction, a Llama's steps take the host three per cent less than those of the
+thirteen families do."""
 
 UPDATE_STEPS = 80
-"""Measured of the first probe, before anything is foreseen: about a second on an H200."""
+"""Steps of the probe that is measured before anything is predicted: about a second on an H200."""
 
-LEAST_FACTOR = 0.1
-"""A rate ten times off, either way, is not believed: something else went wrong."""
+MIN_FACTOR = 0.1
+"""A correction below it, or above 1 / it, is not believed: something else went wrong."""
 
 MeasureSeconds = Callable[[Job, Recipe, int], float]
 """Mean seconds of so many measured steps; raises `SnugfitError` when the run died."""
@@ -62,33 +63,30 @@ MeasureSeconds = Callable[[Job, Recipe, int], float]
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """One small experiment."""
+    """A small experiment that corrects one rate."""
 
     corrects: str
     """`host`, `bandwidth`, or a precision of matrix products."""
-
     job: Job
     recipe: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeReading:
-    """A probe, predicted with what was known before it, and measured."""
+    """A probe, predicted with the rates known before it, and measured."""
 
     probe: Probe
     predicted_seconds: float
     measured_seconds: float | None
     """None when the run died."""
-
     factor: float | None
-    """How many times slower than it was taken to be the corrected thing is; None when the probe was bound by
-    something else, or died."""
-
+    """By how many times the corrected rate was too fast; None when something else bounded the probe, or it
+    died."""
     why: str = ""
     """Why nothing was corrected."""
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object."""
+        """The reading as a JSON object of the calibration file."""
         return {
             "corrects": self.probe.corrects,
             "recipe": self.probe.recipe,
@@ -100,18 +98,18 @@ class ProbeReading:
 
 
 def probes(precisions: tuple[str, ...]) -> tuple[Probe, ...]:
-    """What is run, in its order."""
+    """The probes for a GPU with these precisions, in the order of correction."""
     small = _llama(layers=16, width=512, vocabulary=8_000, batch=4, length=64)
     table = _llama(layers=1, width=2048, vocabulary=100_000, batch=1, length=8)
     wide = _llama(layers=4, width=2048, vocabulary=1_000, batch=16, length=512)
-    words = {"fp32": "sgd", "tf32": "tf32 + sgd"}
-    words |= {"bf16": "bf16_pure + sgd"} if "bf16" in precisions else {"fp16": "fp16 + sgd"}
+    recipes = {"fp32": "sgd", "tf32": "tf32 + sgd"}
+    recipes |= {"bf16": "bf16_pure + sgd"} if "bf16" in precisions else {"fp16": "fp16 + sgd"}
     return (
         Probe(corrects="host", job=small, recipe="sgd"),
         Probe(corrects="host", job=small, recipe="bf16 + every_layer"),
         Probe(corrects="host", job=small, recipe="eager + bf16"),
         Probe(corrects="bandwidth", job=table, recipe="adamw"),
-        *(Probe(corrects=name, job=wide, recipe=words[name]) for name in words if name in precisions),
+        *(Probe(corrects=name, job=wide, recipe=recipes[name]) for name in recipes if name in precisions),
     )
 
 
@@ -142,89 +140,91 @@ def calibrate(
     table knows too little of the GPU.
     """
     rates = packaged_rates(gpu)
-    bench = _Bench(gpu, rates, measure_seconds or _measured, tell)
+    runner = _ProbeRunner(gpu, rates, measure_seconds or _measure_seconds, tell)
     chosen = probes(tuple(name for name in rates.products if gpu.peak_dense.get(name)))
     readings: list[ProbeReading] = []
-    for probe, trace, seen in bench.runs(chosen):
-        readings.append(_read(probe, trace, seen, gpu, rates))
-        rates = _corrected(rates, readings)
+    for run in runner.run_all(chosen):
+        readings.append(_read(run, gpu, rates))
+        rates = _correct(rates, readings)
     if any(reading.factor for reading in readings):
         source = f"calibrated with torch {installed_versions()['torch']}"
         rates = replace(rates, source=source, measured=True)
     return rates, tuple(readings)
 
 
-class _Bench:
-    """Runs the probes."""
+class _ProbeRun(NamedTuple):
+    """One probe, rehearsed and measured."""
+
+    probe: Probe
+    trace: Trace
+    measured: float | str
+    """Seconds of a step, or why there are none."""
+
+
+class _ProbeRunner:
+    """Rehearses and measures the probes, both at once where neither disturbs the other."""
 
     def __init__(
         self, gpu: Gpu, rates: Rates, measure_seconds: MeasureSeconds, tell: Callable[[str], None]
     ) -> None:
         self._gpu, self._rates, self._measure, self._tell = gpu, rates, measure_seconds, tell
 
-    def runs(self, chosen: tuple[Probe, ...]) -> list[tuple[Probe, Trace, float | str]]:
-        """Each probe in its order, with its trace, and its measured seconds or why there are none."""
+    def run_all(self, chosen: tuple[Probe, ...]) -> list[_ProbeRun]:
+        """Each probe in the order of correction, rehearsed and measured."""
         update = next(probe for probe in chosen if probe.corrects == "bandwidth")
-        with ThreadPoolExecutor(max_workers=1) as aside:
-            rehearsed = aside.submit(lambda: [self._trace(probe) for probe in chosen])
+        with ThreadPoolExecutor(max_workers=1) as executor:
+            rehearsal = executor.submit(lambda: [self._trace(probe) for probe in chosen])
             self._tell(f"probe 1 of {len(chosen)}: {update.corrects}")
-            first = self._seen(update, UPDATE_STEPS)
-            traces = rehearsed.result()
-        runs: list[tuple[Probe, Trace, float | str]] = []
-        others = 1
+            update_seconds = self._measure_or_reason(update, UPDATE_STEPS)
+            traces = rehearsal.result()
+        runs: list[_ProbeRun] = []
+        started = 1
         for probe, trace in zip(chosen, traces, strict=True):
             if probe is update:
-                runs.append((probe, trace, first))
+                runs.append(_ProbeRun(probe, trace, update_seconds))
                 continue
-            others += 1
-            self._tell(f"probe {others} of {len(chosen)}: {probe.corrects}")
-            foreseen = step_seconds(trace, self._gpu, batch_size=probe.job.batch_size, rates=self._rates)
-            steps = steady_steps(foreseen.step_seconds, host=probe.corrects == "host")
-            runs.append((probe, trace, self._seen(probe, steps)))
+            started += 1
+            self._tell(f"probe {started} of {len(chosen)}: {probe.corrects}")
+            predicted = step_seconds(trace, self._gpu, batch_size=probe.job.batch_size, rates=self._rates)
+            steps = steady_steps(predicted.step_seconds, host=probe.corrects == "host")
+            runs.append(_ProbeRun(probe, trace, self._measure_or_reason(probe, steps)))
         return runs
 
     def _trace(self, probe: Probe) -> Trace:
         return rehearse(probe.job, Recipe.parse(probe.recipe).setup(), policy_for(self._gpu, Software()))
 
-    def _seen(self, probe: Probe, steps: int) -> float | str:
+    def _measure_or_reason(self, probe: Probe, steps: int) -> float | str:
         try:
             return self._measure(probe.job, Recipe.parse(probe.recipe), steps)
         except SnugfitError as died:
             return str(died)
 
 
-def _read(probe: Probe, trace: Trace, seen: float | str, gpu: Gpu, rates: Rates) -> ProbeReading:
-    foreseen = step_seconds(trace, gpu, batch_size=probe.job.batch_size, rates=rates)
-    if isinstance(seen, str):
-        return ProbeReading(
-            probe=probe,
-            predicted_seconds=foreseen.step_seconds,
-            measured_seconds=None,
-            factor=None,
-            why=seen,
-        )
-    bound_by_host = foreseen.host_seconds > foreseen.device_seconds
+def _read(run: _ProbeRun, gpu: Gpu, rates: Rates) -> ProbeReading:
+    """The factor that this probe asks for, beside rates that earlier probes corrected."""
+    probe, trace, measured = run
+    predicted = step_seconds(trace, gpu, batch_size=probe.job.batch_size, rates=rates)
+    reading = ProbeReading(
+        probe=probe, predicted_seconds=predicted.step_seconds, measured_seconds=None, factor=None
+    )
+    if isinstance(measured, str):
+        return replace(reading, why=measured)
+    bound_by_host = predicted.host_seconds > predicted.device_seconds
     why = ""
     if bound_by_host != (probe.corrects == "host"):
         why = "the device bounds it" if probe.corrects == "host" else "the host bounds it"
     error = PROBE_ERRORS.get(probe.corrects, 1.0)
-    share = _share(probe.corrects, trace, rates, foreseen) * error
-    factor = 1 + (seen - foreseen.step_seconds * error) / share  # the rest of the step is taken to be right
-    if not why and not LEAST_FACTOR < factor < 1 / LEAST_FACTOR:
+    share = _seconds_of_rate(probe.corrects, trace, rates, predicted) * error
+    factor = 1 + (measured - predicted.step_seconds * error) / share  # the rest of the step is taken as right
+    if not why and not MIN_FACTOR < factor < 1 / MIN_FACTOR:
         factor, why = 1.0, f"it would have to change by {factor:.2f}, which nothing here explains"
-    return ProbeReading(
-        probe=probe,
-        predicted_seconds=foreseen.step_seconds,
-        measured_seconds=seen,
-        factor=None if why else factor,
-        why=why,
-    )
+    return replace(reading, measured_seconds=measured, factor=None if why else factor, why=why)
 
 
-def _share(corrects: str, trace: Trace, rates: Rates, foreseen: StepSeconds) -> float:
-    """Seconds of the predicted step that hang on the rate that a probe corrects."""
+def _seconds_of_rate(corrects: str, trace: Trace, rates: Rates, predicted: StepSeconds) -> float:
+    """Seconds of the predicted step that depend on the rate that a probe corrects."""
     if corrects == "host":
-        return foreseen.step_seconds
+        return predicted.step_seconds
     clock = KernelClock(rates)
     seconds = {True: 0.0, False: 0.0}
     for kernel in trace.kernels:
@@ -232,32 +232,34 @@ def _share(corrects: str, trace: Trace, rates: Rates, foreseen: StepSeconds) -> 
     return seconds[corrects != "bandwidth"]
 
 
-def _measured(job: Job, recipe: Recipe, steps: int) -> float:
+def _measure_seconds(job: Job, recipe: Recipe, steps: int) -> float:
     from snugfit.measurement.measure import measure
 
-    seen = measure(job, recipe, warmup=WARMUP, steps=steps, deadline_seconds=DEADLINE_SECONDS, ledger=None)
-    if seen.timing is None:
-        raise SnugfitError(f"The probe's run ended with {seen.outcome}: {seen.message}")
-    return seen.timing.step_seconds
+    run = measure(job, recipe, warmup=WARMUP, steps=steps, deadline_seconds=DEADLINE_SECONDS, ledger=None)
+    if run.timing is None:
+        raise SnugfitError(f"The probe's run ended with {run.outcome}: {run.message}")
+    return run.timing.step_seconds
 
 
-def _corrected(rates: Rates, readings: list[ProbeReading]) -> Rates:
-    """The rates with the last reading taken in; several of the host by their geometric mean."""
+def _correct(rates: Rates, readings: list[ProbeReading]) -> Rates:
+    """The rates corrected by the last reading; several of the host by their geometric mean."""
     last = readings[-1]
     if last.factor is None:
         return rates
-    what, factor = last.probe.corrects, last.factor
-    if what == "host":
+    corrects, factor = last.probe.corrects, last.factor
+    if corrects == "host":
         earlier = [
             reading for reading in readings[:-1] if reading.probe.corrects == "host" and reading.factor
         ]
         factor = math.exp(math.log(factor) / (len(earlier) + 1))
         return replace(rates, host=rates.host.slower(factor))
-    if what == "bandwidth":
+    if corrects == "bandwidth":
         patterns = {name: (rate / factor, start) for name, (rate, start) in rates.patterns.items()}
         return replace(rates, bandwidth=rates.bandwidth / factor, patterns=patterns)
     products = {
-        name: replace(rate, flops=rate.flops / factor) if name in ALIKE.get(what, (what,)) else rate
+        name: replace(rate, flops=rate.flops / factor)
+        if name in CORRECTED_TOGETHER.get(corrects, (corrects,))
+        else rate
         for name, rate in rates.products.items()
     }
     return replace(rates, products=products)

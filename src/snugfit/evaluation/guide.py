@@ -1,9 +1,9 @@
-"""The guide's suite, run: every experiment predicted, measured where there is a GPU, and as published.
+"""Runs the guide's suite: every experiment predicted, measured where there is a GPU, and as published.
 
-`run` asks three questions of each experiment: what it would take on the GPU that was named, under the
-software that is installed; what it takes here, when it is measured; and, for each published figure whose
-machine names its GPU, what it would have taken there under the software of the time. An experiment that
-cannot be asked (a technique that this GPU cannot do, a package that is missing) keeps its row and says why.
+`run` asks three things of each experiment: what it would take on the GPU that was named, under the software
+that is installed; what it takes here, when it is measured; and, for each published figure whose machine names
+its GPU, what it would have taken there under the software of the time. An experiment that cannot be predicted
+(a technique that this GPU cannot do, a package that is missing) keeps its row and says why.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from snugfit.comparison.parallel import PredictionRequest, predict_all
 from snugfit.errors import SnugfitError
+from snugfit.evaluation.guide_predictions import PredictionRequest, RequestKey, predict_all
 from snugfit.evaluation.guide_result import GuideResult, GuideRow, PublishedPrediction
 from snugfit.evaluation.guide_suite import GuideExperiment, Published, machines, suite
-from snugfit.evaluation.per_parameter import per_parameter
-from snugfit.evaluation.per_parameter import questions as anatomy_questions
+from snugfit.evaluation.per_parameter import per_parameter, per_parameter_requests
 from snugfit.job.gpu import find_gpu
 from snugfit.techniques.recipe import Recipe
 
@@ -26,8 +25,8 @@ if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
     from snugfit.results.prediction import Prediction
 
-Answers = dict[tuple[str, str, str], "Prediction | str"]
-"""By the questions' keys."""
+Answers = dict[RequestKey, "Prediction | str"]
+"""Each request's prediction, or why there is none."""
 
 
 def run(
@@ -40,43 +39,49 @@ def run(
 ) -> GuideResult:
     """The whole suite for `gpu`; with `measure` each experiment also runs here, in a process of its own.
 
-    `workers` processes predict side by side. `tell` hears what is being done. Raises `SnugfitError` when no
-    experiment can be predicted.
+    `workers` processes predict in parallel. `tell` is called with what is being done. Raises `SnugfitError`
+    when no experiment can be predicted.
     """
     experiments = suite()
-    asked = [question for experiment in experiments for question in _questions(experiment, gpu)]
-    about_bytes = anatomy_questions(gpu)
-    given = predict_all([*asked, *about_bytes], workers=workers, tell=tell)
-    known = {question.key: one for question, one in zip(asked, given, strict=False)}
-    rows = [_row(experiment, gpu, known) for experiment in experiments]
-    foreseen = [one for one in given if not isinstance(one, str)]
+    requests = [request for experiment in experiments for request in _requests(experiment, gpu)]
+    byte_requests = per_parameter_requests(gpu)
+    predictions = predict_all([*requests, *byte_requests], workers=workers, tell=tell)
+    answers: Answers = {
+        request.key: prediction for request, prediction in zip(requests, predictions, strict=False)
+    }
+    rows = [_row(experiment, gpu, answers) for experiment in experiments]
     if all(row.predicted is None for row in rows):
         raise SnugfitError(f"No experiment of the guide could be predicted. The first: {rows[0].refused}")
     device = None
     if measure:
         rows, device = _measure_all(rows, experiments, ledger, tell)
-    doubts = [doubt for question in asked if question.gpu == gpu for doubt in _doubts(known[question.key])]
+    doubts = [
+        doubt
+        for request in requests
+        if request.gpu == gpu and not isinstance(prediction := answers[request.key], str)
+        for doubt in prediction.doubts
+    ]
     return GuideResult(
         gpu=gpu.name,
         memory_bytes=gpu.memory_bytes,
         rows=tuple(rows),
-        per_parameter=per_parameter(about_bytes, given[len(asked) :]),
+        per_parameter=per_parameter(byte_requests, predictions[len(requests) :]),
         device=device,
-        versions=dict(foreseen[0].versions),
+        versions=dict(next(answer.versions for answer in predictions if not isinstance(answer, str))),
         doubts=tuple(dict.fromkeys(doubts)),
     )
 
 
-def _questions(experiment: GuideExperiment, gpu: Gpu) -> Iterator[PredictionRequest]:
-    """On the GPU that was named, and on each machine that published a result and names its GPU."""
-    yield _question(experiment, gpu)
+def _requests(experiment: GuideExperiment, gpu: Gpu) -> Iterator[PredictionRequest]:
+    """One for the GPU that was named, and one for each machine that published a result and names its GPU."""
+    yield _request(experiment, gpu)
     for published in experiment.published:
-        then = _question_then(experiment, published)
-        if then is not None:
-            yield then
+        request = _request_then(experiment, published)
+        if request is not None:
+            yield request
 
 
-def _question(experiment: GuideExperiment, gpu: Gpu, software: str = "installed") -> PredictionRequest:
+def _request(experiment: GuideExperiment, gpu: Gpu, software: str = "installed") -> PredictionRequest:
     return PredictionRequest(
         about=experiment.name,
         job=experiment.job(),
@@ -87,37 +92,34 @@ def _question(experiment: GuideExperiment, gpu: Gpu, software: str = "installed"
     )
 
 
-def _question_then(experiment: GuideExperiment, published: Published) -> PredictionRequest | None:
+def _request_then(experiment: GuideExperiment, published: Published) -> PredictionRequest | None:
+    """For the machine and the software of a published figure; None where it names no GPU."""
     machine = machines()[published.machine]
     if machine.gpu is None or machine.software is None:
         return None
-    return _question(experiment, find_gpu(machine.gpu), machine.software)
+    return _request(experiment, find_gpu(machine.gpu), machine.software)
 
 
-def _row(experiment: GuideExperiment, gpu: Gpu, known: Answers) -> GuideRow:
+def _row(experiment: GuideExperiment, gpu: Gpu, answers: Answers) -> GuideRow:
     row = GuideRow(
         name=experiment.name,
         recipe=experiment.recipe,
         loop=experiment.loop,
-        then=tuple(_then(experiment, published, known) for published in experiment.published),
+        then=tuple(_then(experiment, published, answers) for published in experiment.published),
     )
-    given = known[_question(experiment, gpu).key]
-    if isinstance(given, str):
-        return replace(row, refused=given)
-    return replace(row, predicted=given.footprint, fits=given.fits)
+    answer = answers[_request(experiment, gpu).key]
+    if isinstance(answer, str):
+        return replace(row, refused=answer)
+    return replace(row, predicted=answer.footprint, fits=answer.fits)
 
 
-def _then(experiment: GuideExperiment, published: Published, known: Answers) -> PublishedPrediction:
-    question = _question_then(experiment, published)
-    given = known[question.key] if question else ""
+def _then(experiment: GuideExperiment, published: Published, answers: Answers) -> PublishedPrediction:
+    request = _request_then(experiment, published)
+    answer = answers[request.key] if request else ""
     return PublishedPrediction(
         published=published,
-        predicted_bytes=None if isinstance(given, str) else given.footprint.nvml_bytes,
+        predicted_bytes=None if isinstance(answer, str) else answer.footprint.nvml_bytes,
     )
-
-
-def _doubts(given: Prediction | str) -> tuple[str, ...]:
-    return () if isinstance(given, str) else given.doubts
 
 
 def _measure_all(
@@ -126,16 +128,16 @@ def _measure_all(
     ledger: Path | None,
     tell: Callable[[str], None],
 ) -> tuple[list[GuideRow], str | None]:
-    """Every row that could be predicted, measured here; and on what."""
+    """The rows, those measured here that could be predicted, and the device's name."""
     from snugfit.measurement.measure import measure
 
-    measured, device = [], None
+    measured_rows, device = [], None
     for row, experiment in zip(rows, experiments, strict=True):
         if row.refused:
-            measured.append(row)
+            measured_rows.append(row)
             continue
         tell(f"measuring {experiment.name}")
-        seen = measure(experiment.job(), Recipe.parse(row.recipe), loop=row.loop, ledger=ledger)
-        device = seen.device.name
-        measured.append(replace(row, measured=seen.footprint, timing=seen.timing, outcome=seen.outcome))
-    return measured, device
+        run = measure(experiment.job(), Recipe.parse(row.recipe), loop=row.loop, ledger=ledger)
+        device = run.device.name
+        measured_rows.append(replace(row, measured=run.footprint, timing=run.timing, outcome=run.outcome))
+    return measured_rows, device

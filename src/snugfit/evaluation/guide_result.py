@@ -1,10 +1,10 @@
-"""What the guide's suite gives: rows of what was foreseen, seen and published, and what follows from them."""
+"""The result of the guide's suite: its experiments as predicted, measured and published."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Self
+from typing import Any
 
 from snugfit.evaluation.guide_suite import VANILLA, Published, source
 from snugfit.evaluation.per_parameter import PerParameter
@@ -19,8 +19,6 @@ class PublishedPrediction:
     """A published figure, and the prediction for its machine under the software of its time."""
 
     published: Published
-    """What was printed."""
-
     predicted_bytes: int | None = None
     """NVML bytes; None when the machine names no GPU."""
 
@@ -32,46 +30,33 @@ class PublishedPrediction:
 
 @dataclass(frozen=True, kw_only=True)
 class GuideRow:
-    """One experiment: foreseen, seen and published."""
+    """One experiment as predicted, measured and published."""
 
     name: str
-    """The experiment."""
-
     recipe: str
-    """Its recipe."""
-
     loop: str
-    """Its training loop."""
-
     predicted: Footprint | None = None
-    """On the GPU that was named."""
-
+    """For the GPU that was named."""
     fits: bool | None = None
-    """Whether it fits there."""
-
+    """Whether it is predicted to fit there."""
     measured: Footprint | None = None
-    """Seen here."""
-
     timing: Timing | None = None
-    """Seen here."""
-
+    """As measured on this machine."""
     outcome: str | None = None
     """How the measured run ended."""
-
     then: tuple[PublishedPrediction, ...] = ()
-    """What was published."""
-
+    """One for each published figure."""
     refused: str = ""
     """Why there is no prediction."""
 
     @property
     def predicted_bytes(self) -> int | None:
-        """What it is predicted to hold of the GPU: NVML bytes, or reserved where no context is known."""
+        """Predicted use of the GPU: NVML bytes, or reserved ones where no context is known."""
         return (self.predicted.nvml_bytes or self.predicted.reserved_bytes) if self.predicted else None
 
     @property
     def measured_bytes(self) -> int | None:
-        """What it was seen to hold of the GPU."""
+        """Measured use of the GPU: NVML bytes, or reserved ones where NVML does not answer."""
         return (self.measured.nvml_bytes or self.measured.reserved_bytes) if self.measured else None
 
     def then_on(self, machine: str) -> PublishedPrediction | None:
@@ -85,24 +70,18 @@ class GuideResult:
 
     gpu: str
     """The GPU that the predictions are for."""
-
     memory_bytes: int | None
-    """What may be used of it."""
-
+    """Usable bytes of that GPU."""
     rows: tuple[GuideRow, ...]
     """The experiments, vanilla first."""
-
     per_parameter: tuple[PerParameter, ...] = ()
     """Bytes per parameter, by model and optimizer."""
-
     device: str | None = None
-    """What was measured on; None when nothing was measured."""
-
+    """The device that was measured; None when nothing was."""
     versions: Mapping[str, str]
-    """Package versions of the predictions."""
-
+    """Of the packages that predicted."""
     doubts: tuple[str, ...] = ()
-    """What is less certain than the rest."""
+    """What is uncertain in the predictions, as sentences."""
 
     @property
     def vanilla(self) -> GuideRow:
@@ -110,25 +89,5 @@ class GuideResult:
         return next(row for row in self.rows if row.name == VANILLA)
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object; `GuideResult.from_json` reads it back."""
+        """The document that `snugfit guide` writes."""
         return {"schema": SCHEMA, "what": "guide", "source": source(), **asdict(self)}
-
-    @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """The result that `to_json` wrote."""
-        fields = {name: value for name, value in document.items() if name not in ("schema", "what", "source")}
-        fields["rows"] = tuple(_row(row) for row in fields["rows"])
-        fields["per_parameter"] = tuple(PerParameter(**line) for line in fields["per_parameter"])
-        fields["doubts"] = tuple(fields["doubts"])
-        return cls(**fields)
-
-
-def _row(document: Mapping[str, Any]) -> GuideRow:
-    fields = dict(document)
-    for name in ("predicted", "measured"):
-        fields[name] = Footprint.from_json(fields[name]) if fields[name] else None
-    fields["timing"] = Timing.from_json(fields["timing"]) if fields["timing"] else None
-    fields["then"] = tuple(
-        PublishedPrediction(**{**one, "published": Published(**one["published"])}) for one in fields["then"]
-    )
-    return GuideRow(**fields)

@@ -1,4 +1,4 @@
-"""The guide's experiments, as data: what was done, what was printed, and the recipe that says it here.
+"""The guide's experiments as data: what was done, what was published, and the recipe for it in our notation.
 
 The figures are those of Hugging Face's "Efficient training on a single GPU" (transformers v4.25 docs),
 carried in `guide.json` with the machines that they come from. A published row belongs to a machine; a
@@ -23,36 +23,28 @@ VANILLA = "vanilla"
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Where published figures come from."""
+    """A machine that published figures come from."""
 
     name: str
-    """Our word for it."""
-
+    """As `guide.json` calls it."""
     gpu: str | None
-    """Its GPU, where the authors name one."""
-
+    """None where the authors name none."""
     note: str
     """What else is known of it."""
-
     software: str | None = None
     """The software profile of the time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """One printed result."""
+    """One published result."""
 
     machine: str
-    """The machine's name."""
-
     mib: int
-    """GPU memory in use after training, as NVML told it, in MiB."""
-
+    """GPU memory in use after training, by NVML, in MiB."""
     seconds: float | None = None
     """Of the whole training."""
-
     samples_per_second: float | None = None
-    """As printed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,19 +52,14 @@ class GuideExperiment:
     """One row of the suite: a name, a recipe, and what was published about it."""
 
     name: str
-    """As the guide speaks of it."""
-
+    """As the guide calls it."""
     recipe: str
-    """The recipe's text, as one writes it today."""
-
+    """In today's notation."""
     loop: str = "plain"
-    """The training loop."""
-
     changes: Mapping[str, Any] = field(default_factory=dict)
-    """What is different in the job."""
-
+    """Fields of the job that differ from the guide's own."""
     published: tuple[Published, ...] = ()
-    """What was printed, by machine."""
+    """One result for each machine."""
 
     def job(self) -> Job:
         """The guide's job, with this experiment's changes."""
@@ -81,33 +68,26 @@ class GuideExperiment:
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """One line of the guide's first table."""
+    """One line of the guide's first table, in the guide's words."""
 
     method: str
-    """The guide's word."""
-
     experiments: tuple[str, ...]
-    """The experiments that show it."""
-
+    """Names of the experiments that show it."""
     speed: str
-    """Whether it helps speed, in the guide's word."""
-
+    """Whether it helps speed."""
     memory: str
-    """Whether it helps memory, in the guide's word; brackets mean `hardly`."""
+    """Whether it helps memory; brackets mean `hardly`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """GPU memory before any training, as printed."""
+    """GPU memory before any training, as published."""
 
     machine: str
-    """The machine's name."""
-
     what: str
     """What had happened until then."""
-
     mib: int
-    """As NVML told it."""
+    """By NVML, in MiB."""
 
 
 def suite() -> tuple[GuideExperiment, ...]:
@@ -126,15 +106,15 @@ def suite() -> tuple[GuideExperiment, ...]:
 
 def machines() -> dict[str, Machine]:
     """The machines of the published figures, by name."""
-    kept = ("gpu", "note", "software")
+    keys = ("gpu", "note", "software")
     return {
-        name: Machine(name=name, **{key: facts[key] for key in kept if key in facts})
+        name: Machine(name=name, **{key: facts[key] for key in keys if key in facts})
         for name, facts in _guide()["machines"].items()
     }
 
 
 def source() -> str:
-    """Where the published figures are printed."""
+    """The address of the page with the published figures."""
     return str(_guide()["source"])
 
 
@@ -161,7 +141,7 @@ def own_gpu() -> str:
 
 
 def job_of(facts: Mapping[str, Any]) -> Job:
-    """The job that a few facts describe."""
+    """The job of a few fields, with its model by name and its task as text."""
     return Job(**{**facts, "model": Model.find(facts["model"]), "task": Task(facts["task"])})
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from snugfit.comparison.parallel import PredictionRequest
+from snugfit.evaluation.guide_predictions import PredictionRequest
 from snugfit.evaluation.guide_suite import anatomy, job_of
 from snugfit.job.job import Phase
 from snugfit.results.footprint import Kind
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 FP32_BYTES = 4
 INFERENCE = "inference"
-"""What stands in the optimizer's place for an evaluation, which has none."""
+"""In the optimizer's place for an evaluation, which has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,73 +33,60 @@ class PerParameter:
     """Bytes per parameter of one optimizer on one model, at the peak of a step on a tiny batch."""
 
     model: str
-    """The model's name."""
-
     optimizer: str
     """The technique's name, or `inference`."""
-
     weights: float = 0.0
-    """Weights, without autocast's copies."""
-
+    """Without autocast's copies."""
     copies: float = 0.0
     """Autocast's 16-bit copies that are there at the peak."""
-
     gradients: float = 0.0
-    """Gradients."""
-
     states: float = 0.0
-    """The optimizer's states."""
-
     rest: float = 0.0
     """Everything else at the peak: temporaries of the update above all."""
-
     peak: str = ""
     """The phase that the peak is in."""
-
     rule_states: float | None = None
     """The guide's bytes for these states; None where it has no rule."""
-
     rule_total: float | None = None
-    """The guide's bytes in all."""
-
+    """The guide's total."""
     refused: str = ""
     """Why there is no prediction."""
 
     @property
     def total(self) -> float:
-        """Bytes per parameter in all."""
+        """The sum of all kinds, in bytes per parameter."""
         return self.weights + self.copies + self.gradients + self.states + self.rest
 
 
-def questions(gpu: Gpu) -> list[PredictionRequest]:
+def per_parameter_requests(gpu: Gpu) -> list[PredictionRequest]:
     """One for every optimizer of the roster, and one for inference, on each of the guide's models."""
     precision = anatomy()["precision"]
-    found = []
+    requests = []
     for facts in anatomy()["jobs"]:
         job = job_of(facts)
         for technique in techniques():
             if technique.slot is Slot.OPTIMIZER:
                 recipe = f"{precision} + {technique.name}"
-                found.append(PredictionRequest(about=technique.name, job=job, recipe=recipe, gpu=gpu))
+                requests.append(PredictionRequest(about=technique.name, job=job, recipe=recipe, gpu=gpu))
         job = job_of({**facts, "phase": Phase.EVALUATE})
-        found.append(PredictionRequest(about=INFERENCE, job=job, recipe=precision, gpu=gpu))
-    return found
+        requests.append(PredictionRequest(about=INFERENCE, job=job, recipe=precision, gpu=gpu))
+    return requests
 
 
 def per_parameter(
-    asked: Sequence[PredictionRequest], given: Sequence[Prediction | str]
+    requests: Sequence[PredictionRequest], answers: Sequence[Prediction | str]
 ) -> tuple[PerParameter, ...]:
-    """The lines that the answers to `questions` make."""
-    return tuple(_line(question, answer) for question, answer in zip(asked, given, strict=True))
+    """One line for each of `per_parameter_requests` and its answer."""
+    return tuple(_line(request, answer) for request, answer in zip(requests, answers, strict=True))
 
 
-def _line(question: PredictionRequest, answer: Prediction | str) -> PerParameter:
+def _line(request: PredictionRequest, answer: Prediction | str) -> PerParameter:
     rule = anatomy()["rule"]
-    line = PerParameter(model=question.job.model.name, optimizer=question.about)
-    if question.about == INFERENCE:
+    line = PerParameter(model=request.job.model.name, optimizer=request.about)
+    if request.about == INFERENCE:
         line = replace(line, rule_states=0, rule_total=rule["inference"])
-    elif question.about in rule["states_of"]:
-        states = rule["states_of"][question.about]
+    elif request.about in rule["states_of"]:
+        states = rule["states_of"][request.about]
         line = replace(line, rule_states=states, rule_total=rule["weights"] + rule["gradients"] + states)
     if isinstance(answer, str):
         return replace(line, refused=answer)

@@ -1,14 +1,14 @@
-"""Many predictions at once, in as many processes as there are cores to give.
+"""The guide's predictions, some forty of them, in several processes at once.
 
-A rehearsal is Python on one core, and the guide's suite is some forty of them. Each request is plain data,
-and so is its answer; one that cannot be answered is answered with the reason.
+A rehearsal is Python on one core. Each request is plain data, and so is its answer: a prediction, or the
+reason why there is none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from snugfit.errors import SnugfitError
 from snugfit.prediction.predict import predict
@@ -23,30 +23,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PredictionRequest:
-    """One prediction of a suite."""
+    """One prediction that the guide's results need."""
 
     about: str
-    """What it is for, in words."""
-
+    """The experiment or the technique that it is for."""
     job: Job
-    """What must be trained."""
-
     recipe: str
-    """How, as text: a recipe that cannot be read is an answer too."""
-
+    """As text: a recipe that cannot be parsed is answered with the reason."""
     gpu: Gpu
-    """On what."""
-
     loop: str = "plain"
-    """By which loop."""
-
     software: str = "installed"
-    """Under which software."""
+    """The software profile that it is predicted under."""
 
     @property
-    def key(self) -> tuple[str, str, str]:
-        """What tells it from the suite's other questions."""
-        return self.about, self.gpu.key, self.software
+    def key(self) -> RequestKey:
+        """The part that no other request of the suite has."""
+        return RequestKey(self.about, self.gpu.key, self.software)
+
+
+class RequestKey(NamedTuple):
+    """Identifies a request within the suite."""
+
+    about: str
+    gpu: str
+    software: str
 
 
 def predict_or_reason(request: PredictionRequest) -> Prediction | str:
