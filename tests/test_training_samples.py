@@ -435,7 +435,7 @@ def _file(folder: Path) -> str:
         (_nothing, r"this folder has no tokenizer \(tokenizer.json\)"),
         (_broken, "transformers cannot load its tokenizer"),
         (_code_of_its_own, "transformers cannot load its tokenizer"),
-        (_file, "a tokenizer is a folder with a tokenizer.json"),
+        (_file, "the tokenizer is a folder with a tokenizer.json"),
         (
             lambda _: "nobody/no-such-model",
             "no tokenizer of that name in the hub's cache; the hub is not asked",

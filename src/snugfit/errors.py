@@ -90,3 +90,8 @@ def did_you_mean(word: str, legal: Iterable[str]) -> str:
     """` Did you mean a or b?`, or nothing when no legal word is near."""
     matches = nearest(word, legal)
     return f" Did you mean {' or '.join(repr(name) for name in matches)}?" if matches else ""
+
+
+def one_line(error: BaseException, most: int = 200) -> str:
+    """What somebody else's error says, on one line of at most so many characters."""
+    return " ".join(str(error).split())[:most]

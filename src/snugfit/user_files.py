@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import yaml
 
-from snugfit.errors import UsageError
+from snugfit.errors import UsageError, one_line
 
 LARGEST_FILE = 1 << 20
 
@@ -22,17 +22,23 @@ LARGEST_FILE = 1 << 20
 def read_text(path: Path, *, what: str = "file") -> str:
     """The text of a regular file; raises `UsageError` that calls it a `what`."""
     try:
-        if not path.exists():
-            raise UsageError(f"{path}: no such {what}.")
-        if not path.is_file():
-            raise UsageError(f"{path}: a {what} is a regular file, and this is not one.")
-        if path.stat().st_size > LARGEST_FILE:
-            raise UsageError(f"{path}: {path.stat().st_size:,} bytes; a {what} has at most {LARGEST_FILE:,}.")
+        refuse_no_file(path, what)
         return path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError:
         raise UsageError(f"{path}: this is not UTF-8 text. Save it as UTF-8.") from None
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror}).") from None
+
+
+def refuse_no_file(path: Path, what: str, largest: int = LARGEST_FILE, hint: str = "") -> None:
+    """Raises `UsageError`, which calls it a `what`, for a path that is no regular file of at most `largest`
+    bytes; `hint` says what to do with a larger one."""
+    if not path.exists():
+        raise UsageError(f"{path}: no such {what}.")
+    if not path.is_file():
+        raise UsageError(f"{path}: a {what} is a regular file, and this is not one.")
+    if (size := path.stat().st_size) > largest:
+        raise UsageError(f"{path}: {size:,} bytes; a {what} has at most {largest:,}.{hint}")
 
 
 class LimitedLoader(yaml.SafeLoader):
@@ -84,20 +90,23 @@ def load_yaml(text: str, where: str, loader: type[LimitedLoader] = LimitedLoader
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise UsageError(f"{where}{line}: {_in_words(error)}.") from None
     except yaml.YAMLError as error:
-        raise UsageError(f"{where}: {' '.join(str(error).split())}") from None
+        raise UsageError(f"{where}: {one_line(error)}") from None
     except ValueError as error:  # a scalar that looks like a date or a number and is none
         raise UsageError(f"{where}: {error}.") from None
 
 
-def load_json(text: str, where: str) -> Any:
-    """The JSON in `text`; raises `UsageError` that begins with `where`."""
+def load_json(text: str, where: str, *, constants: bool = False) -> Any:
+    """The JSON in `text`; raises `UsageError` that begins with `where`. With `constants`, NaN and Infinity
+    are numbers, as Python writes them."""
+    constant = None if constants else _refuse_constant
     try:
-        return json.loads(text, object_pairs_hook=_without_repeats, parse_constant=_refuse_constant)
+        return json.loads(text, object_pairs_hook=_without_repeats, parse_constant=constant)
     except RecursionError:
         raise UsageError(f"{where}: nested too deep.") from None
     except json.JSONDecodeError as error:
-        raise UsageError(f"{where}, line {error.lineno}: not JSON: {error.msg}.") from None
-    except ValueError as error:
+        line = "" if ", line " in where else f", line {error.lineno}"
+        raise UsageError(f"{where}{line}: not JSON: {error.msg}.") from None
+    except ValueError as error:  # a key twice, a constant, or a number of thousands of digits
         raise UsageError(f"{where}: {error}.") from None
 
 

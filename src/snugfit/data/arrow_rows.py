@@ -20,7 +20,7 @@ from typing import Any, final
 
 from snugfit.data.rows import Row, Rows
 from snugfit.data.text_rows import LARGEST_IN_MEMORY
-from snugfit.errors import UsageError, did_you_mean
+from snugfit.errors import UsageError, did_you_mean, one_line
 from snugfit.units import show_bytes
 
 
@@ -46,7 +46,7 @@ class DatasetRows(Rows):
             row: Row = self._dataset[index]
         except Exception as error:  # arrow's, and those of whatever decodes
             raise UsageError(
-                f"{self.where(index)}: datasets cannot read this ({_one_line(error)})."
+                f"{self.where(index)}: datasets cannot read this ({one_line(error)})."
             ) from error
         return row
 
@@ -92,7 +92,7 @@ class ParquetRows(Rows):
             with ParquetFile(path) as file:
                 self._metadata, self.columns = file.metadata, tuple(file.schema_arrow.names)
         except ArrowException as error:
-            raise UsageError(f"{path}: this is no Parquet file ({_one_line(error)}).") from None
+            raise UsageError(f"{path}: this is no Parquet file ({one_line(error)}).") from None
         self._ends = list(accumulate(group.num_rows for group in self._groups()))
         self._rows_of_group = lru_cache(maxsize=1)(self._read_group)
 
@@ -137,7 +137,7 @@ class ParquetRows(Rows):
             with ParquetFile(self._path, metadata=self._metadata) as file:
                 return read(file)
         except ArrowException as error:
-            raise UsageError(f"{self.source}: {what} is damaged ({_one_line(error)}).") from None
+            raise UsageError(f"{self.source}: {what} is damaged ({one_line(error)}).") from None
 
 
 def is_saved_dataset(folder: Path) -> bool:
@@ -152,7 +152,7 @@ def load_saved(folder: Path, split: str | None) -> Rows:
     try:
         loaded = datasets.load_from_disk(str(folder))
     except Exception as error:  # json, arrow and the file system each have their own
-        raise UsageError(f"{folder}: datasets cannot load this ({_one_line(error)}).") from None
+        raise UsageError(f"{folder}: datasets cannot load this ({one_line(error)}).") from None
     if not isinstance(loaded, datasets.DatasetDict):
         if split is not None:
             raise UsageError(f"{folder}: this dataset has no splits. Leave split={split!r} out.")
@@ -163,7 +163,3 @@ def load_saved(folder: Path, split: str | None) -> Rows:
         said = f"no split {chosen!r}.{did_you_mean(chosen, names)}" if split else "which split?"
         raise UsageError(f"{folder}: {said} It has {', '.join(names) or 'none'}: split='NAME'.")
     return DatasetRows(loaded[chosen], f"{folder} ({chosen})")
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]

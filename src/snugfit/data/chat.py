@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from snugfit.data.rows import as_text
-from snugfit.errors import UsageError
+from snugfit.errors import UsageError, one_line
 
 Chat = list[dict[str, Any]]
 
@@ -92,7 +92,7 @@ def chat_tokens(tokenizer: Any, chats: Sequence[Chat], where: Sequence[str]) -> 
     except Exception as error:  # a template's own, which names no conversation: one after the other
         for chat, of in zip(chats, where, strict=True):
             _apply_alone(tokenizer, chat, of, marked)
-        raise UsageError(f"The chat template fails ({_line(error)}).") from error
+        raise UsageError(f"The chat template fails ({one_line(error)}).") from error
     masks = encoding.get("assistant_masks") or [None] * len(chats)
     return [
         ChatTokens(ids, mask and list(map(bool, mask)))
@@ -110,8 +110,6 @@ def _apply_alone(tokenizer: Any, chat: Chat, where: str, marked: bool) -> None:
     try:
         _apply(tokenizer, [chat], marked)
     except Exception as error:
-        raise UsageError(f"{where}: the chat template refuses this conversation ({_line(error)}).") from error
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
+        raise UsageError(
+            f"{where}: the chat template refuses this conversation ({one_line(error)})."
+        ) from error

@@ -23,12 +23,15 @@ from pathlib import Path
 from typing import Any, Self
 
 from snugfit.data.rows import Row, Rows
-from snugfit.data.text_rows import LineRows, TableRows, parse_json, read_text
+from snugfit.data.text_rows import LineRows, TableRows, read_text
 from snugfit.errors import UsageError, did_you_mean
 from snugfit.job.job import LARGEST_LENGTH
+from snugfit.user_files import load_json, refuse_no_file
 
 LARGEST_FILE = 64 << 20
 """Bytes: ten million lengths, a line each. More samples fit a histogram."""
+
+_TOO_LARGE = ' Count them into a histogram instead: a .json file with {"128": 5000, ...}.'
 
 MOST_SAMPLES = 10**12
 NAMES = ("length", "lengths", "num_tokens", "n_tokens", "input_length", "input_ids")
@@ -61,7 +64,7 @@ class Lengths:
             raise UsageError(f"{path}: lengths are read from {', '.join(FORMS)}; the name says which.")
         if column is not None and suffix in (".txt", ".json"):
             raise UsageError(f"{path}: a {suffix} file has no columns. Leave --column {column} out.")
-        _refuse_no_file(path)
+        refuse_no_file(path, "file of lengths", LARGEST_FILE, _TOO_LARGE)
         try:
             pairs = _of_document(path) if suffix == ".json" else _of_rows(path, column)
             return cls._count(pairs, str(path))
@@ -183,18 +186,6 @@ def _short(value: object) -> str:
 # ---- files ----------------------------------------------------------------------------------------------
 
 
-def _refuse_no_file(path: Path) -> None:
-    if not path.exists():
-        raise UsageError(f"{path}: no such file of lengths.")
-    if not path.is_file():
-        raise UsageError(f"{path}: a file of lengths is a regular file, and this is not one.")
-    if (size := path.stat().st_size) > LARGEST_FILE:
-        raise UsageError(
-            f"{path}: {size:,} bytes; a file of lengths has at most {LARGEST_FILE:,}. Count them into"
-            ' a histogram instead: a .json file with {"128": 5000, ...}.'
-        )
-
-
 def _of_rows(path: Path, column: str | None) -> Iterator[tuple[int, int]]:
     """The length in each row of a file, as (tokens, 1)."""
     suffix = path.suffix.lower()
@@ -214,7 +205,7 @@ def _number_row(line: str, where: str) -> Row:
 
 
 def _json_row(line: str, where: str) -> Row:
-    value = parse_json(line, where)
+    value = load_json(line, where, constants=True)
     return value if isinstance(value, dict) else {NAMES[0]: value}
 
 
@@ -234,7 +225,7 @@ def _column(heads: list[str], asked: str | None, where: str) -> str:
 
 def _of_document(path: Path) -> Iterator[tuple[int, int]]:
     """The pairs (tokens, samples) of a list of lengths, or of a histogram."""
-    value, where = parse_json(read_text(path), str(path)), str(path)
+    value, where = load_json(read_text(path), str(path), constants=True), str(path)
     if isinstance(value, list):
         yield from ((_length(length, where), 1) for length in value)
     elif isinstance(value, dict):

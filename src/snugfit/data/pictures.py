@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
 from snugfit.data.media_files import MediaEntry
-from snugfit.errors import UsageError
+from snugfit.errors import UsageError, one_line
 
 if TYPE_CHECKING:
     import numpy as np
@@ -53,9 +53,7 @@ class PicturePreprocessor:
         try:
             pixels: torch.Tensor = self.processor(images=picture, return_tensors="pt")[self.input_name][0]
         except Exception as error:  # whatever a processor of somebody's making raises
-            raise UsageError(
-                f"{entry.name}: the image processor refuses it ({' '.join(str(error).split()):.200})."
-            ) from error
+            raise UsageError(f"{entry.name}: the image processor refuses it ({one_line(error)}).") from error
         if tuple(pixels.shape) != self.shape:
             raise UsageError(
                 f"{entry.name}: the image processor makes {_sides(pixels.shape)} of it, and the job was"
@@ -105,9 +103,8 @@ def _open(entry: MediaEntry) -> Image:
         turned = picture.getexif().get(ORIENTATION, UPRIGHT) != UPRIGHT
         return ImageOps.exif_transpose(picture) if turned else picture
     except Exception as error:  # each of Pillow's formats has its own
-        said = " ".join(str(error).split()).replace(" <_io.BytesIO object", "")
-        said = "none that Pillow knows" if "cannot identify" in said else said
-        raise UsageError(f"{entry.name}: this is no picture that can be read ({said:.200}).") from None
+        said = "none that Pillow knows" if "cannot identify" in str(error) else one_line(error)
+        raise UsageError(f"{entry.name}: this is no picture that can be read ({said}).") from None
 
 
 def _array(entry: MediaEntry) -> np.ndarray:

@@ -13,6 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from snugfit.data.pretrained import load_pretrained
 from snugfit.errors import UsageError
 from snugfit.job.job import Job, Task
 
@@ -24,7 +25,15 @@ def load_processor(given: Any, job: Job, *, online: bool = False) -> Any:
     transformers. Raises `UsageError`."""
     inner, what = _KINDS[job.task]
     if isinstance(given, str | os.PathLike):
-        return _load(os.path.expanduser(os.fspath(given)), what, online)
+        return load_pretrained(
+            given,
+            _load_image_processor if inner == "image_processor" else _load_feature_extractor,
+            what,
+            word="processor",
+            patterns=FILES,
+            file=FILES[0],
+            online=online,
+        )
     processor = getattr(given, inner, given)
     inputs = getattr(processor, "model_input_names", None)
     if not callable(processor) or not inputs or hasattr(processor, "vocab_size"):
@@ -65,32 +74,11 @@ def settings_of(preprocessor: Any) -> dict[str, Any]:
     return {"class": type(processor).__name__, **settings}
 
 
-def _load(name: str, what: str, online: bool) -> Any:
-    folder = Path(name)
-    if folder.is_dir() and not any((folder / file).exists() for file in FILES):
-        raise UsageError(
-            f"{folder}: this folder has no {what} ({FILES[0]}). processor.save_pretrained({name!r}) puts one"
-            " there."
-        )
-    if not folder.is_dir() and (folder.exists() or name.startswith((".", "/"))):
-        raise UsageError(f"{folder}: the processor is a folder with a {FILES[0]}, or a name on the hub.")
-    try:
-        return _image_processor(name, online) if what == "image processor" else _extractor(name, online)
-    except Exception as error:  # OSError, ValueError, and whatever a broken file makes of it
-        said = " ".join(str(error).split())
-        hub = "" if folder.is_dir() or online else " The hub is not asked offline."
-        raise UsageError(
-            f"{name}: transformers cannot load its {what} ({said:.300}).{hub} Give a folder with a"
-            f" {FILES[0]}."
-        ) from None
-
-
-def _image_processor(name: str, online: bool) -> Any:
+def _load_image_processor(name: str, **options: Any) -> Any:
     from transformers import AutoImageProcessor
 
-    how = {"local_files_only": not online, "trust_remote_code": False}
     try:
-        return AutoImageProcessor.from_pretrained(name, backend="pil", **how)
+        return AutoImageProcessor.from_pretrained(name, backend="pil", **options)
     except ImportError:  # older versions look for torchvision before they look at the backend
         return _by_its_class(Path(name))
 
@@ -103,7 +91,7 @@ def _by_its_class(folder: Path) -> Any:
     return getattr(transformers, f"{named}Pil").from_pretrained(folder, local_files_only=True)
 
 
-def _extractor(name: str, online: bool) -> Any:
+def _load_feature_extractor(name: str, **options: Any) -> Any:
     from transformers import AutoFeatureExtractor
 
-    return AutoFeatureExtractor.from_pretrained(name, local_files_only=not online, trust_remote_code=False)
+    return AutoFeatureExtractor.from_pretrained(name, **options)

@@ -17,7 +17,7 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from snugfit.data.media_files import MediaEntry
-from snugfit.errors import UsageError
+from snugfit.errors import UsageError, one_line
 
 if TYPE_CHECKING:
     import numpy as np
@@ -60,7 +60,7 @@ class SoundPreprocessor:
             features: np.ndarray = extracted[self.input_name][0]
         except Exception as error:  # whatever an extractor of somebody's making raises
             raise UsageError(
-                f"{entry.name}: the feature extractor refuses it ({' '.join(str(error).split()):.200})."
+                f"{entry.name}: the feature extractor refuses it ({one_line(error)})."
             ) from error
         if self.shape is not None and features.shape != self.shape:
             raise UsageError(
@@ -190,9 +190,7 @@ def _by_soundfile(content: bytes, entry: MediaEntry, said: str) -> Sound:
     try:
         sound, rate = soundfile.read(io.BytesIO(content), dtype="float32", always_2d=True)
     except Exception as error:  # libsndfile's
-        raise UsageError(
-            f"{entry.name}: this is no sound that can be read ({' '.join(str(error).split()):.200})."
-        ) from None
+        raise UsageError(f"{entry.name}: this is no sound that can be read ({one_line(error)}).") from None
     return Sound(sound.mean(axis=1), int(rate))
 
 

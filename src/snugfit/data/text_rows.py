@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -27,6 +26,7 @@ from typing import Any, final
 
 from snugfit.data.rows import MemoryRows, Row, Rows
 from snugfit.errors import UsageError
+from snugfit.user_files import load_json
 
 LARGEST_IN_MEMORY = 1 << 30
 """Bytes of a file that is held in memory."""
@@ -138,7 +138,7 @@ def _text_row(line: str, where: str) -> Row:
 
 
 def _object_row(line: str, where: str) -> Row:
-    return _object(parse_json(line, where), where)
+    return _object(load_json(line, where, constants=True), where)
 
 
 def _object(value: Any, where: str) -> Row:
@@ -152,7 +152,7 @@ def _json(path: Path) -> Rows:
     with open(path, "rb") as file:
         begins = file.read(4096).removeprefix(_BYTE_ORDER_MARK).lstrip()[:1]
     if begins == b"[":
-        values = parse_json(read_text(path), str(path))
+        values = load_json(read_text(path), str(path), constants=True)
         rows = [_object(value, f"{path}, row {number}") for number, value in enumerate(values, start=1)]
         return MemoryRows(rows, str(path), path.parent)
     if begins in (b"{", b""):
@@ -192,24 +192,3 @@ def decode(content: bytes, where: str) -> str:
         before = content[: error.start].count(b"\n")
         line = f" in line {before + 1}" if before else ""
         raise UsageError(f"{where}: {what}{line}. Save the file as UTF-8.") from None
-
-
-def parse_json(text: str, where: str) -> Any:
-    """The JSON document in somebody's text; raises `UsageError` that says where it is broken."""
-    try:
-        return json.loads(text, object_pairs_hook=_without_repeats)
-    except RecursionError:
-        raise UsageError(f"{where}: nested too deep.") from None
-    except json.JSONDecodeError as error:
-        line = f" (line {error.lineno})" if "\n" in text.strip() else ""
-        raise UsageError(f"{where}: not JSON: {error.msg}{line}.") from None
-    except ValueError as error:  # a key twice, or a number of thousands of digits
-        raise UsageError(f"{where}: {error}.") from None
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} stands twice")
-    return content

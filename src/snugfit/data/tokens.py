@@ -1,19 +1,15 @@
-"""The tokenizer: where it is found, what it makes of texts, and which token pads.
-
-It is found in a folder or in the hub's cache; the hub itself is asked only when `online` is. Code that comes
-with a tokenizer is never run.
-"""
+"""The tokenizer: where it is loaded from, what it makes of texts, and which token pads."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, final
 
 from snugfit.data.chat import Chat, ChatTokens, chat_tokens, marks_the_assistant
-from snugfit.errors import UsageError
+from snugfit.data.pretrained import load_pretrained
+from snugfit.errors import UsageError, one_line
 from snugfit.job.job import Job
 
 
@@ -21,26 +17,15 @@ def load_tokenizer(name_or_folder: str | os.PathLike[str], *, online: bool = Fal
     """transformers' tokenizer of this name, or in this folder. Raises `UsageError`."""
     from transformers import AutoTokenizer
 
-    name = os.path.expanduser(os.fspath(name_or_folder))
-    folder = Path(name)
-    if folder.is_dir() and not any(folder.glob("*token*")) and not any(folder.glob("*vocab*")):
-        raise UsageError(
-            f"{folder}: this folder has no tokenizer (tokenizer.json). tokenizer.save_pretrained({name!r})"
-            " puts one there."
-        )
-    if not folder.is_dir() and (folder.exists() or name.startswith((".", "/"))):
-        raise UsageError(f"{folder}: a tokenizer is a folder with a tokenizer.json, or a name on the hub.")
-    try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=False, local_files_only=not online)
-    except Exception as error:  # OSError, ValueError, and whatever a broken file makes of it
-        said = " ".join(str(error).split())
-        cure = "Give a folder with a tokenizer.json"
-        if not folder.is_dir() and not online:
-            raise UsageError(
-                f"No folder {name!r}, and no tokenizer of that name in the hub's cache; the hub is not asked"
-                f" offline. {cure}, or add --online."
-            ) from None
-        raise UsageError(f"{name}: transformers cannot load its tokenizer ({said:.300}). {cure}.") from None
+    return load_pretrained(
+        name_or_folder,
+        AutoTokenizer.from_pretrained,
+        "tokenizer",
+        word="tokenizer",
+        patterns=("*token*", "*vocab*"),
+        file="tokenizer.json",
+        online=online,
+    )
 
 
 def padding_token(job: Job, tokenizer: Any | None = None) -> int:
@@ -133,8 +118,7 @@ class Tokenizer:
                 **inputs, is_split_into_words=words, padding=False, verbose=False, **more
             )
         except Exception as error:  # whatever a tokenizer of somebody's making raises
-            said = " ".join(str(error).split())
-            raise UsageError(f"The tokenizer refuses the dataset's text ({said:.300}).") from error
+            raise UsageError(f"The tokenizer refuses the dataset's text ({one_line(error, 300)}).") from error
         types = encoding.get("token_type_ids")
         return [
             Tokens(

@@ -1,0 +1,51 @@
+"""What transformers' `from_pretrained` loads from a folder or the hub's cache, with one clear error when it
+cannot.
+
+The hub itself is asked only when `online` is; code that comes with a tokenizer or a processor is never run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from snugfit.errors import UsageError, one_line
+
+
+def load_pretrained(
+    name_or_folder: str | os.PathLike[str],
+    load: Callable[..., Any],
+    what: str,
+    *,
+    word: str,
+    patterns: Sequence[str],
+    file: str,
+    online: bool,
+) -> Any:
+    """What `load` makes of the name or folder. Raises `UsageError`.
+
+    `what` and `word` are what a person calls it, `file` is the one that its folder has as a rule; a folder is
+    taken for one if it has a file of any of the `patterns`.
+    """
+    name = os.path.expanduser(os.fspath(name_or_folder))
+    folder = Path(name)
+    if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in patterns):
+        raise UsageError(
+            f"{folder}: this folder has no {what} ({file}). {word}.save_pretrained({name!r}) puts one there."
+        )
+    if not folder.is_dir() and (folder.exists() or name.startswith((".", "/"))):
+        raise UsageError(f"{folder}: the {word} is a folder with a {file}, or a name on the hub.")
+    try:
+        return load(name, trust_remote_code=False, local_files_only=not online)
+    except Exception as error:  # OSError, ValueError, and whatever a broken file makes of it
+        cure = f"Give a folder with a {file}"
+        if not folder.is_dir() and not online:
+            raise UsageError(
+                f"No folder {name!r}, and no {what} of that name in the hub's cache; the hub is not asked"
+                f" offline. {cure}, or add --online."
+            ) from None
+        raise UsageError(
+            f"{name}: transformers cannot load its {what} ({one_line(error, 300)}). {cure}."
+        ) from None
