@@ -16,8 +16,8 @@ from snugfit.step.applier import forward_context, run_context
 from snugfit.step.batches import loader
 from snugfit.step.build import build_model, build_optimizer
 from snugfit.step.loss import loss_of
-from snugfit.step.placement import placed_on, settle
 from snugfit.step.step import Step
+from snugfit.step.transformers_internals import place_state, placed_on
 from snugfit.step.wishes.precision import MIXED
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class AccelerateStep(Step):
             accelerator = Accelerator(
                 mixed_precision=MIXED[self.setup.autocast], cpu=self.device.type == "cpu"
             )
-            settle(accelerator, self.device)
+            place_state(accelerator, self.device)
             return self._train(accelerator, steps, observer)
 
     def _train(self, accelerator: Any, steps: int, observer: Observer) -> list[float]:

@@ -17,8 +17,8 @@ from snugfit.errors import UsageError
 from snugfit.step.applier import forward_context, run_context, training_arguments
 from snugfit.step.batches import collator, dataset
 from snugfit.step.build import build_model, build_optimizer
-from snugfit.step.placement import placed_on, settle
 from snugfit.step.step import Step
+from snugfit.step.transformers_internals import arguments_class, place_state, placed_on
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +52,7 @@ class TrainerStep(Step):
         trainer_class = watched(self.trainer_class or transformers.Trainer)
         trainer = trainer_class(
             model=model,
-            args=_arguments(self.device)(**self._training_arguments(folder, steps)),
+            args=arguments_class(self.device)(**self._training_arguments(folder, steps)),
             train_dataset=dataset(self.job, self.setup, self.device, steps),
             optimizers=(optimizer, None),
             data_collator=collator(self.device, transformers.default_data_collator),
@@ -62,7 +62,7 @@ class TrainerStep(Step):
         trainer.setup = self.setup
         for unwanted in (transformers.PrinterCallback, transformers.ProgressCallback):
             trainer.remove_callback(unwanted)
-        settle(trainer.accelerator, self.device)
+        place_state(trainer.accelerator, self.device)
         trainer.train()
         self.model, self.optimizer = model, trainer.optimizer.optimizer
         pieces = self.setup.micro_batches
@@ -135,23 +135,3 @@ def _callback(observer: Observer) -> Any:
             observer.step_ends(state.global_step - 1)
 
     return _Telling()
-
-
-def _arguments(device: torch.device) -> type[Any]:
-    """TrainingArguments; for a rehearsal, with the device they set up substituted."""
-    import transformers
-
-    if device.type != "meta":
-        plain: type[Any] = transformers.TrainingArguments
-        return plain
-
-    class _Elsewhere(transformers.TrainingArguments):  # type: ignore[misc]
-        @property
-        def _setup_devices(self) -> torch.device:
-            from accelerate.state import PartialState
-
-            self.distributed_state = PartialState()
-            self._n_gpu = 1
-            return device
-
-    return _Elsewhere
