@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from snugfit.rehearsal.device import convolution
-from snugfit.rehearsal.device.buffers import ONE_OUTPUT, OUTPUTS, Scratch, output
+from snugfit.rehearsal.device.buffers import ONE_OUTPUT, OUTPUTS, GpuSize, Scratch, output
 from snugfit.rehearsal.device.scratch import cuda_scratch
 from snugfit.step.wishes.precision import matmul_precision
 
-H200 = (132, 2048)
+H200 = GpuSize(132, 2048)
 """Multiprocessors, and threads of each."""
 
 FILE = Path(__file__).parents[1] / "results" / "h200-2026-11-22" / "convolutions.json"

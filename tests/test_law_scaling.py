@@ -16,7 +16,7 @@ from snugfit.job.job import Job, Phase
 from snugfit.rehearsal import rehearse as room
 from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy
 from snugfit.rehearsal.rehearse import record_step, rehearse
-from snugfit.rehearsal.trace.depth import comes_round, depth_of
+from snugfit.rehearsal.trace.depth import depth_of, is_periodic
 from snugfit.rehearsal.trace.relative import PhaseStart, RelativeTrace
 from snugfit.rehearsal.trace.trace import Trace
 from snugfit.step.batches import micro_batches
@@ -75,9 +75,9 @@ def test_layers_that_never_come_round_are_refused() -> None:
 def test_a_stranger_among_the_layers_is_seen_in_the_model_itself() -> None:
     """The config says nothing of a layer that was built otherwise; the model does."""
     layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(9))
-    assert comes_round(torch.nn.Sequential(layers), 9, 1)
+    assert is_periodic(torch.nn.Sequential(layers), 9, 1)
     layers[5] = torch.nn.Linear(4, 4, bias=False)
-    assert not comes_round(torch.nn.Sequential(layers), 9, 1)
+    assert not is_periodic(torch.nn.Sequential(layers), 9, 1)
 
 
 def test_two_stacks_of_layers_of_different_depth_are_refused() -> None:

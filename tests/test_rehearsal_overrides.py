@@ -394,7 +394,7 @@ def no_maybe_autocast(patch: pytest.MonkeyPatch) -> None:
 
 def other_counts(patch: pytest.MonkeyPatch) -> None:
     accumulation.sole_owner.cache_clear()
-    patch.setattr(accumulation, "_uses", lambda arguments: (1, 1, 1))
+    patch.setattr(accumulation, "_use_counts", lambda arguments: accumulation.UseCounts(1, 1, 1))
 
 
 def no_counts(patch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from small_models import small_job
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.record import recorder
 from snugfit.rehearsal.record.kernels import cost_of
-from snugfit.rehearsal.record.shape_cache import Call, Operator, ShapeCache
+from snugfit.rehearsal.record.shape_cache import KnownCall, Operator, ShapeCache
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.step.plain_loop import PlainStep
 from snugfit.techniques.recipe import Recipe
@@ -25,7 +25,7 @@ def test_what_is_remembered_of_kernels_is_what_they_do(family: str, monkeypatch:
 
     cached = ShapeCache.cost
 
-    def both(cache: ShapeCache, operator: Operator, call: Call | None, *operands: Any) -> Any:
+    def both(cache: ShapeCache, operator: Operator, call: KnownCall | None, *operands: Any) -> Any:
         cost = cached(cache, operator, call, *operands)
         assert cost == cost_of(operator.func, *operands), operator.name
         asked.append(operator.name)

@@ -7,7 +7,7 @@ mistakes. The causes are told apart by the type of the error and by the frames i
    step has no trace; measuring it works;
 2. a key that the architecture's code asks its config for, and that is not there: the config's fault;
 3. an error that begins in snugfit's own code: ours. An operator's refusal comes out of C++, so its last frame
-   is the line that ran it, which for a model's operators is the memo's; that line is the model's, not ours;
+   is the line that ran it, which for a model's operators is the shape cache's; that counts as the model's;
 4. anything else: the model's own code fails on these shapes, and a real step most likely does too.
 """
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 import traceback
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 from snugfit.errors import ModelError, RehearsalError, SnugfitError
 
@@ -34,14 +34,14 @@ def refusal(job: Job, error: Exception) -> SnugfitError:
     """The one clear error for what a rehearsal of this job raised."""
     name = job.model.name
     if key := _lacking_key(error):
-        return ModelError(f'{name}: its config has no "{key}", which {job.task} needs{_asked_in(error)}.')
+        return ModelError(f'{name}: its config has no "{key}", which {job.task} needs{_where(error)}.')
     if isinstance(error, NotImplementedError):
         return RehearsalError(
-            f"{name} could not be rehearsed: {_what_depends(error)}{_asked_in(error)}. A rehearsal has "
+            f"{name} could not be rehearsed: {_what_depends(error)}{_where(error)}. A rehearsal has "
             "shapes and no data, so this step has no trace; measure it instead, with snugfit measure."
         )
     cause = _first_line(error)
-    last = _frames(error)[-1][0]
+    last = _frames(error)[-1].frame
     if _without_loss(job, last):
         return RehearsalError(
             f"{name} could not be rehearsed: its output holds no loss ({cause}). A module gives its loss as "
@@ -52,11 +52,11 @@ def refusal(job: Job, error: Exception) -> SnugfitError:
 
         return RehearsalError(
             f"{name} could not be rehearsed, and that is a fault of snugfit {__version__}, not of your job: "
-            f"{cause}{_place(*_frames(error)[-1])}. Please report it with the job, the recipe and what "
+            f"{cause}{_location(_frames(error)[-1])}. Please report it with the job, the recipe and what "
             "snugfit doctor prints."
         )
     return RehearsalError(
-        f"{name} could not be rehearsed: {cause}{_asked_in(error)}. Most likely a real step fails there too: "
+        f"{name} could not be rehearsed: {cause}{_where(error)}. Most likely a real step fails there too: "
         "check that the config's sizes agree, and that the task is the model's. If it does not, measure it "
         "instead, with snugfit measure."
     )
@@ -66,8 +66,8 @@ def _lacking_key(error: Exception) -> str | None:
     """The key, when this is a config of transformers being asked for what it has not."""
     from transformers import PretrainedConfig
 
-    found = isinstance(error, AttributeError) and isinstance(error.obj, PretrainedConfig)
-    return getattr(error, "name", None) if found else None
+    asks_config = isinstance(error, AttributeError) and isinstance(error.obj, PretrainedConfig)
+    return getattr(error, "name", None) if asks_config else None
 
 
 def _what_depends(error: Exception) -> str:
@@ -88,33 +88,40 @@ def _without_loss(job: Job, last: FrameType) -> bool:
     return job.model.module is not None and _module(last).startswith(_RUNS_MODULES)
 
 
-def _asked_in(error: Exception) -> str:
-    """Where the model's code stood, when any of it did: the last frame that is neither torch's nor ours."""
-    own = [place for place in _frames(error) if not _passes_on(_module(place[0]))]
-    return _place(*own[-1]) if own else ""
+class _Stop(NamedTuple):
+    """A frame that an error passed."""
+
+    frame: FrameType
+    line: int
+    """Where in its file."""
+
+
+def _where(error: Exception) -> str:
+    """Which line of the model's code failed, if one did: the last frame that is neither torch's nor ours."""
+    own = [stop for stop in _frames(error) if not _passes_on(_module(stop.frame))]
+    return _location(own[-1]) if own else ""
 
 
 def _passes_on(module: str) -> bool:
-    """Code that a model's wishes pass through: torch's, ours, and the lookup in a config."""
+    """Whether it is code that a model's calls pass through: torch's, ours, and the lookup in a config."""
     return module.partition(".")[0] in ("torch", "snugfit") or "configuration_" in module
 
 
-def _place(frame: FrameType, line: int) -> str:
+def _location(stop: _Stop) -> str:
     """` in T5ForSequenceClassification.forward (modeling_t5.py, line 1305: `eos_mask = ...`)`."""
-    code = frame.f_code
-    source = traceback.FrameSummary(code.co_filename, line, code.co_name).line or ""
+    code = stop.frame.f_code
+    source = traceback.FrameSummary(code.co_filename, stop.line, code.co_name).line or ""
     shown = f": `{source[:_LONGEST_LINE]}`" if source else ""
-    return f", in {code.co_qualname} ({PurePath(code.co_filename).name}, line {line}{shown})"
+    return f", in {code.co_qualname} ({PurePath(code.co_filename).name}, line {stop.line}{shown})"
 
 
-def _frames(error: Exception) -> list[tuple[FrameType, int]]:
+def _frames(error: Exception) -> list[_Stop]:
     """The frames that the error passed, from the rehearsal inwards."""
-    return list(traceback.walk_tb(error.__traceback__))
+    return [_Stop(*stop) for stop in traceback.walk_tb(error.__traceback__)]
 
 
 def _module(frame: FrameType) -> str:
-    found: Any = frame.f_globals.get("__name__", "")
-    return str(found)
+    return str(frame.f_globals.get("__name__", ""))
 
 
 def _first_line(error: Exception) -> str:

@@ -103,7 +103,7 @@ def _join(
     spliced, standalone = LiveSet(), LiveSet()  # the whole run, and the update as it was recorded
     mapping = dict(zip(standalone.follow(updates.build), spliced.follow(updates.build), strict=True))
     taken = {alloc.operator for alloc in kept_workspaces(passes.trace.moves) if alloc.phase != "backward"}
-    kept = kept_workspaces(update.trace.moves)
+    takes = kept_workspaces(update.trace.moves)
     for passes_step, update_step in zip(passes_steps, updates.steps, strict=True):
         (passed, nothing), (before_update, updating) = split_update(passes_step), split_update(update_step)
         yield from passed
@@ -120,7 +120,7 @@ def _join(
                 continue
             if isinstance(move, Alloc):
                 block = standalone.alloc(move)
-                if move in kept and move.operator in taken:
+                if move in takes and move.operator in taken:
                     continue
                 mapping[block] = spliced.alloc(move)
             yield move

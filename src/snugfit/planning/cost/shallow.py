@@ -12,7 +12,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from snugfit.rehearsal.trace.depth import Depth, depth_of, span_period
+from snugfit.rehearsal.trace.depth import Depth, depth_of, periodic_checkpoint
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
@@ -46,7 +46,7 @@ class Shallows:
         """Two models of few layers that are less work than the whole one; else the whole one."""
         depth = self.depth(setup)
         if depth is not None and self.few:
-            checkpoint, spans = span_period(setup.checkpoint, depth.layers)
+            checkpoint, spans = periodic_checkpoint(setup.checkpoint, depth.layers)
             period = math.lcm(depth.period, spans)
             periods = FEWEST if period == 1 else 1  # a first and a last layer, at least
             least = periods * period + (depth.layers - periods * period) % period

@@ -1,6 +1,6 @@
 """Which attention kernel `scaled_dot_product_attention` runs, decided as torch decides it.
 
-The choice settles the memory of attention: the math path materialises S x S scores, the others do not, and
+The choice decides the memory of attention: the math path materialises S x S scores, the others do not, and
 each fused kernel has its own saved tensors and workspaces. torch asks the device; here the device is a
 policy. The conditions are those of `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` (torch 2.11 to
 2.13), for dense tensors: order flash, efficient, math, with cuDNN first on sm_90 and sm_100 when its
@@ -33,10 +33,10 @@ class Operands:
     """(B, H, S, D)."""
 
     key: torch.Tensor
-    """As the query, with lengths and heads of its own."""
+    """(B, H, S, D): D as the query's, H and S of its own."""
 
     value: torch.Tensor
-    """As the key."""
+    """(B, H, S, D): lengths and heads as the key's, D of its own."""
 
     mask: torch.Tensor | None = None
     """What is added to the scores, or, of booleans, which scores count."""
@@ -57,7 +57,7 @@ class Operands:
     """Whether a backward pass may follow."""
 
 
-class Fused(NamedTuple):
+class FusedKernels(NamedTuple):
     """Which fused kernels of attention a GPU may choose from; `efficient` is everywhere."""
 
     cudnn: bool
@@ -68,16 +68,16 @@ class Fused(NamedTuple):
     """Whether efficient attention runs in bfloat16."""
 
 
-def fused_on_cuda(capability: tuple[int, int], cudnn_version: int) -> Fused:
+def kernels_on_cuda(capability: tuple[int, int], cudnn_version: int) -> FusedKernels:
     """The kernels of a GPU of this capability."""
-    return Fused(
+    return FusedKernels(
         cudnn=cudnn_version > CUDNN_PREFERRED_ABOVE and capability in ((9, 0), (10, 0)),
         flash=(8, 0) <= capability <= (12, 1),
         efficient_bf16=capability >= (8, 0),
     )
 
 
-def chosen_on_cuda(of: Operands, fused: Fused) -> str:
+def choose_on_cuda(of: Operands, fused: FusedKernels) -> str:
     """`cudnn`, `flash`, `efficient` or `math`, on a GPU that has these kernels."""
     query, mask = of.query, of.mask
     half = str(query.dtype) in HALVES
@@ -111,14 +111,14 @@ def chosen_on_cuda(of: Operands, fused: Fused) -> str:
     return "math"
 
 
-def chosen_on_cpu(of: Operands) -> str:
+def choose_on_cpu(of: Operands) -> str:
     """`flash_for_cpu` or `math`: `native/transformers/sdp_utils_cpp.cpp`, dense operands."""
     if of.dropout > 0 or of.query.dim() != 4 or (of.mask is not None and of.mask.requires_grad):
         return "math"
     return "flash_for_cpu"
 
 
-def run_chosen(choice: str, of: Operands) -> torch.Tensor:
+def run_kernel(choice: str, of: Operands) -> torch.Tensor:
     """The concrete operator that torch calls for this choice, with the tensors it saves for backward."""
     out: torch.Tensor = _RUNNERS[choice](of)
     return out
@@ -149,7 +149,7 @@ def _flash_for_cpu(of: Operands) -> Any:
 def _cudnn(of: Operands) -> Any:
     import torch
 
-    bias = _expanded(additive(of.mask, of.query.dtype), of.query, of.key)
+    bias = _expand(additive(of.mask, of.query.dtype), of.query, of.key)
     operator = torch.ops.aten._scaled_dot_product_cudnn_attention
     return operator(
         of.query, of.key, of.value, bias, of.needs_grad, of.dropout, of.causal, False, scale=of.scale
@@ -160,15 +160,15 @@ def _efficient(of: Operands) -> Any:
     import torch
 
     bias = additive(of.mask, of.query.dtype)
-    if bias is not None and not _aligned(bias):
+    if bias is not None and not _is_aligned(bias):
         columns = bias.size(-1)
         bias = torch.constant_pad_nd(bias, (0, MASK_IN - columns % MASK_IN))[..., :columns]
-    bias = _expanded(bias, of.query, of.key)
+    bias = _expand(bias, of.query, of.key)
     operator = torch.ops.aten._scaled_dot_product_efficient_attention
     return operator(of.query, of.key, of.value, bias, of.needs_grad, of.dropout, of.causal, scale=of.scale)[0]
 
 
-def _aligned(mask: torch.Tensor) -> bool:
+def _is_aligned(mask: torch.Tensor) -> bool:
     """Whether efficient attention takes this mask as it lies: `preprocess_mask`,
     `native/transformers/attention.cpp`. On an H200, one of 216 columns was taken, and its padding to 224 was
     the first difference between a history and a rehearsal that padded to sixteens."""
@@ -192,16 +192,16 @@ def _math(of: Operands) -> Any:
         del triangle
     if of.grouped:
         heads = q.size(-3)
-        k, v = (each.repeat_interleave(heads // each.size(-3), -3) for each in (k, v))
+        k, v = (operand.repeat_interleave(heads // operand.size(-3), -3) for operand in (k, v))
     scores = torch.matmul(scaled, k.transpose(-2, -1) * root)
     if bias is not None:
         scores.add_(bias)
     scores = torch.ops.aten._safe_softmax(scores, -1)
     if of.dropout > 0:
         scores = torch.dropout(scores, of.dropout, True)
-    kept = scores.to(dtype)  # the second result, which C++ evaluates first
+    weights = scores.to(dtype)  # the second result, which C++ evaluates first
     out = torch.matmul(scores, v).to(dtype)
-    del kept
+    del weights
     return out
 
 
@@ -225,7 +225,7 @@ def additive(mask: Any, dtype: torch.dtype) -> Any:
     return torch.where(mask, torch.scalar_tensor(0.0, dtype=dtype, device=mask.device), hidden)
 
 
-def _expanded(mask: Any, query: torch.Tensor, key: torch.Tensor) -> Any:
+def _expand(mask: Any, query: torch.Tensor, key: torch.Tensor) -> Any:
     if mask is None:
         return None
     return mask.expand(query.size(0), query.size(1), query.size(-2), key.size(-2))

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +25,13 @@ SWITCH = "cpu"
 """Whose autocast state a rehearsal uses."""
 
 
+class _CachedCast(NamedTuple):
+    """A weight, which must live as long as it is found by its id, and its cast copy."""
+
+    weight: torch.Tensor
+    cast: torch.Tensor
+
+
 class WeightCache:
     """Autocast's cache of cast weights: cast once per autocast region, dropped when the region ends.
 
@@ -32,7 +39,8 @@ class WeightCache:
     """
 
     def __init__(self, on_cached: Callable[[torch.Tensor], None]) -> None:
-        self.held: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.entries: dict[int, _CachedCast] = {}
+        """By the weight's id."""
         self.on_cached = on_cached
 
     def cast(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -47,11 +55,11 @@ class WeightCache:
             and torch.is_autocast_cache_enabled()
         ):
             return tensor.to(dtype)
-        found = self.held.get(id(tensor))
-        if found is None:
-            found = self.held[id(tensor)] = (tensor, tensor.to(dtype))
-            self.on_cached(found[1])
-        return found[1]
+        entry = self.entries.get(id(tensor))
+        if entry is None:
+            entry = self.entries[id(tensor)] = _CachedCast(tensor, tensor.to(dtype))
+            self.on_cached(entry.cast)
+        return entry.cast
 
 
 class Autocasting:
@@ -76,7 +84,7 @@ class Autocasting:
         self._register(self._lists.promote, _promoting)
 
     def begin(self) -> None:
-        """A region begins."""
+        """Registers the kernels when the first region begins."""
         if not self._begun:
             self._begun = True
             self._register(self._lists.lower, functools.partial(_casting, self._lower))
@@ -143,7 +151,7 @@ def _to_fp32(value: Any) -> Any:
 
 
 def _switched_off(
-    previous: Callable[..., Any], prepared: Callable[..., tuple[Iterable[Any], dict[str, Any]]]
+    previous: Callable[..., Any], prepare: Callable[..., tuple[Iterable[Any], dict[str, Any]]]
 ) -> Callable[..., Any]:
     """A kernel that, while the switch is on, prepares its arguments and then calls `previous` with the switch
     off. Every operator of a rehearsal goes through one, so it does no more than that."""
@@ -154,7 +162,7 @@ def _switched_off(
     def kernel(keyset: Any, *arguments: Any, **keywords: Any) -> Any:
         if not is_on(SWITCH):
             return previous(keyset, *arguments, **keywords)
-        changed, named = prepared(arguments, keywords)
+        changed, named = prepare(arguments, keywords)
         switch(SWITCH, False)
         try:
             return previous(keyset, *changed, **named)
@@ -165,13 +173,13 @@ def _switched_off(
 
 
 def _casting(cast: Callable[[], Callable[[Any], Any]], previous: Callable[..., Any]) -> Callable[..., Any]:
-    def prepared(arguments: Any, keywords: Any) -> tuple[Iterable[Any], dict[str, Any]]:
-        # C++ evaluates the wrapper's arguments from right to left, and so do the births of the copies.
+    def prepare(arguments: Any, keywords: Any) -> tuple[Iterable[Any], dict[str, Any]]:
+        # C++ evaluates the wrapper's arguments from right to left, and so are the copies allocated.
         one = cast()
         cast_arguments = [_each(one, value) for value in reversed(arguments)][::-1]
         return cast_arguments, {name: _each(one, value) for name, value in keywords.items()}
 
-    return _switched_off(previous, prepared)
+    return _switched_off(previous, prepare)
 
 
 def _with_fp32_result(previous: Callable[..., Any]) -> Callable[..., Any]:
@@ -179,24 +187,24 @@ def _with_fp32_result(previous: Callable[..., Any]) -> Callable[..., Any]:
 
     halves = (torch.float16, torch.bfloat16)
 
-    def prepared(arguments: Any, keywords: Any) -> tuple[Iterable[Any], dict[str, Any]]:
-        x, *others = arguments
-        given = keywords.get("dtype") is not None or any(isinstance(a, torch.dtype) for a in others)
+    def prepare(arguments: Any, keywords: Any) -> tuple[Iterable[Any], dict[str, Any]]:
+        x, *rest = arguments
+        given = keywords.get("dtype") is not None or any(isinstance(a, torch.dtype) for a in rest)
         if _floats(x) and x.dtype in halves and not given:
             keywords = {**keywords, "dtype": torch.float32}
         return arguments, keywords
 
-    return _switched_off(previous, prepared)
+    return _switched_off(previous, prepare)
 
 
 def _promoting(previous: Callable[..., Any]) -> Callable[..., Any]:
     import torch
 
-    def prepared(arguments: Any, keywords: Any) -> tuple[Iterable[Any], dict[str, Any]]:
+    def prepare(arguments: Any, keywords: Any) -> tuple[Iterable[Any], dict[str, Any]]:
         flat = [item for a in arguments for item in (a if isinstance(a, (list, tuple)) else (a,))]
         dtypes = {item.dtype for item in flat if _floats(item)}
         if len(dtypes) > 1 and torch.float32 in dtypes:
             arguments = tuple(_each(_to_fp32, value) for value in arguments)
         return arguments, keywords
 
-    return _switched_off(previous, prepared)
+    return _switched_off(previous, prepare)

@@ -15,179 +15,82 @@ class AutocastLists:
     """Operators by what happens to their floating-point arguments."""
 
     lower: tuple[str, ...]
-    """Cast to the autocast dtype."""
+    """Those whose arguments are cast to the autocast dtype."""
     fp32: tuple[str, ...]
-    """Cast to fp32."""
+    """Those whose arguments are cast to fp32."""
     fp32_result: tuple[str, ...]
-    """Half-precision inputs are left, and the result's dtype is set to fp32."""
+    """Those whose half-precision inputs are left, and whose result's dtype is set to fp32."""
     promote: tuple[str, ...]
-    """Cast to the widest dtype among the arguments."""
+    """Those whose arguments are cast to the widest dtype among them."""
 
 
-_CONVOLUTIONS = [
-    "conv1d",
-    "conv2d",
-    "conv3d",
-    "conv_tbc",
-    "conv_transpose1d",
-    "conv_transpose2d.input",
-    "conv_transpose3d.input",
-]
+def _names(words: str) -> tuple[str, ...]:
+    """The names in a text of several lines."""
+    return tuple(words.split())
+
+
+_CONVOLUTIONS = """
+    conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input conv_transpose3d.input
+"""
 
 CUDA = AutocastLists(
-    lower=(
-        *_CONVOLUTIONS,
-        *[
-            "_convolution",
-            "_convolution.deprecated",
-            "_scaled_dot_product_flash_attention",
-            "convolution",
-            "prelu",
-            "addmm",
-            "addmv",
-            "addr",
-            "matmul",
-            "einsum",
-            "mm",
-            "mv",
-            "linalg_vecdot",
-            "linear",
-        ],
-        *[
-            "addbmm",
-            "baddbmm",
-            "bmm",
-            "chain_matmul",
-            "linalg_multi_dot",
-            "_thnn_fused_lstm_cell",
-            "_thnn_fused_gru_cell",
-        ],
-        *["lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell", "scaled_dot_product_attention"],
+    lower=_names(
+        _CONVOLUTIONS
+        + """
+        _convolution _convolution.deprecated _scaled_dot_product_flash_attention convolution prelu addmm
+        addmv addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot
+        _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
+        scaled_dot_product_attention
+        """
     ),
-    fp32=(
-        *[
-            "acos",
-            "asin",
-            "cosh",
-            "erfinv",
-            "exp",
-            "expm1",
-            "log",
-            "log10",
-            "log2",
-            "log1p",
-            "reciprocal",
-            "rsqrt",
-            "sinh",
-            "tan",
-        ],
-        *[
-            "pow.Tensor_Scalar",
-            "pow.Tensor_Tensor",
-            "pow.Scalar",
-            "softplus",
-            "layer_norm",
-            "native_layer_norm",
-        ],
-        *["group_norm", "frobenius_norm.dim", "nuclear_norm", "nuclear_norm.dim", "cosine_similarity"],
-        *[
-            "poisson_nll_loss",
-            "cosine_embedding_loss",
-            "nll_loss",
-            "nll_loss2d",
-            "hinge_embedding_loss",
-            "kl_div",
-        ],
-        *[
-            "l1_loss",
-            "smooth_l1_loss",
-            "huber_loss",
-            "mse_loss",
-            "margin_ranking_loss",
-            "multilabel_margin_loss",
-        ],
-        *["soft_margin_loss", "triplet_margin_loss", "multi_margin_loss", "binary_cross_entropy_with_logits"],
-        *["dist", "pdist", "cdist", "renorm", "logsumexp", "rms_norm"],
-        *(f"upsample_{way}" for way in ("bicubic2d", "bilinear2d", "linear1d", "trilinear3d")),
-        *(f"upsample_nearest{dimensions}d" for dimensions in (1, 2, 3)),
-        *(f"_upsample_nearest_exact{dimensions}d" for dimensions in (1, 2, 3)),
-        *("_upsample_bicubic2d_aa", "_upsample_bilinear2d_aa"),
+    fp32=_names(
+        """
+        acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar
+        pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm group_norm frobenius_norm.dim
+        nuclear_norm nuclear_norm.dim cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss
+        nll_loss2d hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss
+        margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss
+        binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp rms_norm upsample_bicubic2d
+        upsample_bilinear2d upsample_linear1d upsample_trilinear3d upsample_nearest1d upsample_nearest2d
+        upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d
+        _upsample_bicubic2d_aa _upsample_bilinear2d_aa
+        """
     ),
-    fp32_result=(
-        *[
-            "prod",
-            "prod.dim_int",
-            "softmax.int",
-            "log_softmax.int",
-            "cumprod",
-            "cumsum",
-            "sum",
-            "sum.dim_IntList",
-            "linalg_vector_norm",
-            "linalg_matrix_norm",
-            "linalg_matrix_norm.str_ord",
-        ],
+    fp32_result=_names(
+        """
+        prod prod.dim_int softmax.int log_softmax.int cumprod cumsum sum sum.dim_IntList linalg_vector_norm
+        linalg_matrix_norm linalg_matrix_norm.str_ord
+        """
     ),
-    promote=(
-        *[
-            "addcdiv",
-            "addcmul",
-            "atan2",
-            "bilinear",
-            "cross",
-            "dot",
-            "vdot",
-            "grid_sampler",
-            "index_put",
-            "tensordot",
-            "scatter_add",
-        ],
+    promote=_names(
+        """
+        addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
+        """
     ),
 )
 
 CPU = AutocastLists(
-    lower=(
-        *_CONVOLUTIONS,
-        *[
-            "bmm",
-            "mm",
-            "linalg_vecdot",
-            "baddbmm",
-            "addmm",
-            "addbmm",
-            "linear",
-            "_convolution.deprecated",
-            "matmul",
-        ],
-        *["scaled_dot_product_attention", "_native_multi_head_attention"],
+    lower=_names(
+        _CONVOLUTIONS
+        + """
+        bmm mm linalg_vecdot baddbmm addmm addbmm linear _convolution.deprecated matmul
+        scaled_dot_product_attention _native_multi_head_attention
+        """
     ),
-    fp32=(
-        *["avg_pool3d", "binary_cross_entropy", "grid_sampler", "polar", "prod", "prod.dim_int", "quantile"],
-        *[
-            "nanquantile",
-            "stft",
-            "cdist",
-            "trace",
-            "view_as_complex",
-            "cholesky",
-            "cholesky_inverse",
-            "cholesky_solve",
-        ],
-        *[
-            "inverse",
-            "lu_solve",
-            "orgqr",
-            "ormqr",
-            "pinverse",
-            "max_pool3d",
-            "mse_loss",
-            "cosine_embedding_loss",
-        ],
-        *["nll_loss", "nll_loss2d", "hinge_embedding_loss", "poisson_nll_loss", "smooth_l1_loss"],
-        *["cross_entropy_loss", "l1_loss", "huber_loss", "margin_ranking_loss", "soft_margin_loss"],
-        *["triplet_margin_loss", "multi_margin_loss", "ctc_loss.IntList", "ctc_loss.Tensor", "kl_div"],
-        *["multilabel_margin_loss", "binary_cross_entropy_with_logits"],
+    fp32=_names(
+        """
+        avg_pool3d binary_cross_entropy grid_sampler polar prod prod.dim_int quantile nanquantile stft cdist
+        trace view_as_complex cholesky cholesky_inverse cholesky_solve inverse lu_solve orgqr ormqr pinverse
+        max_pool3d mse_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss poisson_nll_loss
+        smooth_l1_loss cross_entropy_loss l1_loss huber_loss margin_ranking_loss soft_margin_loss
+        triplet_margin_loss multi_margin_loss ctc_loss.IntList ctc_loss.Tensor kl_div multilabel_margin_loss
+        binary_cross_entropy_with_logits
+        """
     ),
     fp32_result=(),
-    promote=("stack", "cat", "index_copy"),
+    promote=_names(
+        """
+        stack cat index_copy
+        """
+    ),
 )

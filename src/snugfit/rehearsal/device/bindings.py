@@ -34,7 +34,7 @@ def bindings(policy: Policy, cache: WeightCache, begin_autocast: Callable[[], No
     autocast_init = torch.autocast.__init__
 
     def clear_both() -> None:
-        cache.held.clear()
+        cache.entries.clear()
         clear()
 
     def on_the_switch(self: Any, device_type: str, *arguments: Any, **keywords: Any) -> None:

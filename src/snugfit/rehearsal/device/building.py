@@ -46,18 +46,18 @@ def _replace(undo: contextlib.ExitStack, owner: Any, name: str, new: Any) -> Non
 
 
 def _as_far_as_it_goes(initialize: Any) -> Any:
-    def initialized(model: Any) -> None:
+    def initialize_what_goes(model: Any) -> None:
         with contextlib.suppress(NotImplementedError, RuntimeError):
             initialize(model)
 
-    return initialized
+    return initialize_what_goes
 
 
 def _cast_too(move: Any) -> Any:
     """peft's move of an adapter to the device and dtype of its base layer, which passes over `meta`."""
     import torch
 
-    def moved(layer: Any, adapter_name: str, *arguments: Any, **keywords: Any) -> None:
+    def move_and_cast(layer: Any, adapter_name: str, *arguments: Any, **keywords: Any) -> None:
         move(layer, adapter_name, *arguments, **keywords)
         weight = getattr(layer.get_base_layer(), "weight", None)
         if weight is None or not weight.is_meta or not weight.is_floating_point():
@@ -67,4 +67,4 @@ def _cast_too(move: Any) -> Any:
             if isinstance(part, torch.nn.ModuleDict) and adapter_name in part:
                 part[adapter_name] = part[adapter_name].to(dtype=weight.dtype)
 
-    return moved
+    return move_and_cast

@@ -37,14 +37,14 @@ def composites(policy: Policy, chosen: list[str]) -> dict[str, Callable[..., Any
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        grad = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
+        grad = torch.is_grad_enabled() and any(operand.requires_grad for operand in (query, key, value))
         grouped = enable_gqa and query.size(-3) != key.size(-3)
         operands = attention.Operands(
             query, key, value, attn_mask, dropout_p, is_causal, scale, grouped, needs_grad=grad
         )
         choice = policy.choose_attention(operands)
         chosen.append(choice)
-        return attention.run_chosen(choice, operands)
+        return attention.run_kernel(choice, operands)
 
     def dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
         if train and 0 < p < 1 and input.numel():
@@ -54,15 +54,16 @@ def composites(policy: Policy, chosen: list[str]) -> dict[str, Callable[..., Any
 
     def softmax(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         if policy.softmax_saves_input and x.requires_grad and torch.is_grad_enabled():
-            x = _kept_for_backward(x)
-        if policy.softmax_upcasts_fp16 and x.dtype == torch.float16 and dtype == torch.float32:
-            return aten._softmax(x, dim, True)  # type: ignore[no-any-return]
-        return aten._softmax(x if dtype is None else x.to(dtype), dim, False)  # type: ignore[no-any-return]
+            x = _keep_for_backward(x)
+        return normalise(aten._softmax, x, dim, dtype)
 
     def log_softmax(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        if policy.softmax_upcasts_fp16 and x.dtype == torch.float16 and dtype == torch.float32:
-            return aten._log_softmax(x, dim, True)  # type: ignore[no-any-return]
-        return aten._log_softmax(x if dtype is None else x.to(dtype), dim, False)  # type: ignore[no-any-return]
+        return normalise(aten._log_softmax, x, dim, dtype)
+
+    def normalise(kernel: Any, x: torch.Tensor, dim: int, dtype: torch.dtype | None) -> torch.Tensor:
+        upcasts = policy.softmax_upcasts_fp16 and x.dtype == torch.float16 and dtype == torch.float32
+        out: torch.Tensor = kernel(x if upcasts or dtype is None else x.to(dtype), dim, upcasts)
+        return out
 
     table: dict[str, Callable[..., Any]] = {
         "scaled_dot_product_attention": scaled_dot_product_attention,
@@ -76,7 +77,7 @@ def composites(policy: Policy, chosen: list[str]) -> dict[str, Callable[..., Any
     return table
 
 
-def _kept_for_backward(x: torch.Tensor) -> torch.Tensor:
+def _keep_for_backward(x: torch.Tensor) -> torch.Tensor:
     """`x`, which stays alive until the backward pass has passed here."""
     import torch
 
@@ -90,8 +91,8 @@ def _kept_for_backward(x: torch.Tensor) -> torch.Tensor:
         def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
             return gradient
 
-    kept: torch.Tensor = _Keeps.apply(x)  # type: ignore[no-untyped-call]
-    return kept
+    out: torch.Tensor = _Keeps.apply(x)  # type: ignore[no-untyped-call]
+    return out
 
 
 def _rms_norm(
@@ -114,7 +115,7 @@ def _fused_rms_norm(
 
     aten = torch.ops.aten
 
-    class _Fused(torch.autograd.Function):
+    class _FusedRmsNorm(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
             with torch._C._AutoDispatchBelowAutograd():
@@ -125,9 +126,9 @@ def _fused_rms_norm(
         @staticmethod
         def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
             x, weight, rstd = ctx.saved_tensors
-            wanted = list(ctx.needs_input_grad)
+            needs_grad = list(ctx.needs_input_grad)
             with torch._C._AutoDispatchBelowAutograd():
-                return aten._fused_rms_norm_backward(gradient, x, shape, rstd, weight, wanted)  # type: ignore[no-any-return]
+                return aten._fused_rms_norm_backward(gradient, x, shape, rstd, weight, needs_grad)  # type: ignore[no-any-return]
 
-    normed: torch.Tensor = _Fused.apply(x, weight)  # type: ignore[no-untyped-call]
+    normed: torch.Tensor = _FusedRmsNorm.apply(x, weight)  # type: ignore[no-untyped-call]
     return normed

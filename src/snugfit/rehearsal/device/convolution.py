@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from snugfit.rehearsal.device.buffers import OUTPUTS, Scratch, held, output
+from snugfit.rehearsal.device.buffers import OUTPUTS, Buffer, Scratch, nest, output
 
 CHANNELS = 16
 """Bytes to which an engine pads each pixel's channels, but for fp32 in forward."""
@@ -45,12 +45,13 @@ def backward(arguments: Sequence[Any], out: Sequence[Any], summed: Scratch = ())
     is none, each gradient with its workspace, and when the copy is gone the bias's, which is a sum that takes
     `summed` (`cudnn_convolution_backward`, `native/cudnn/ConvShared.cpp`, and `native/Convolution.cpp`)."""
     gradient, x, weight = arguments[0], arguments[1], arguments[2]
-    copies = () if gradient.is_contiguous() else (("gradient", gradient.numel() * gradient.element_size()),)
+    copy = Buffer("gradient", gradient.numel() * gradient.element_size())
+    copies = () if gradient.is_contiguous() else (copy,)
     copied = _copies(x, weight, gradient, "backward")
     workspace = _workspace(x, weight, gradient, padded=True) if copied else ()
-    wanted = [place for place, one in enumerate(out[:2]) if one is not None]
-    gradients = [move for place in wanted for move in (output(place), *workspace)]
-    return (*held(copies, tuple(gradients)), output(2), *summed)
+    numbers = [number for number, gradient in enumerate(out[:2]) if gradient is not None]
+    gradients = tuple(entry for number in numbers for entry in (output(number), *workspace))
+    return (*nest(*copies, during=gradients), output(2), *summed)
 
 
 def _workspace(x: Any, weight: Any, out: Any, *, padded: bool) -> Scratch:
@@ -59,7 +60,7 @@ def _workspace(x: Any, weight: Any, out: Any, *, padded: bool) -> Scratch:
     wide = -(-channels * item // CHANNELS) * CHANNELS // item if padded else channels
     copied = (x.numel() + weight.numel()) // channels * wide + out.numel()
     size = copied * item + ALIGNMENT
-    return (("cuDNN workspace", size), ("cuDNN workspace", -size))
+    return nest(Buffer("cuDNN workspace", size))
 
 
 def _copies(x: Any, weight: Any, out: Any, direction: str) -> bool:

@@ -1,7 +1,7 @@
 """What gathering and scattering by indices allocate for themselves.
 
-The rules were read in torch's sources (2.11 to 2.13; the file stands with each), and give every birth and
-death in the recorded order of `tests/data/history-h200` (BERT, Llama and T5; 2,048 to 147,456 indices).
+The rules were read in torch's sources (2.11 to 2.13; the file stands with each), and give every allocation
+and free in the recorded order of `tests/data/history-h200` (BERT, Llama and T5; 2,048 to 147,456 indices).
 
 Embedding backward adds atomically up to 3,072 indices. Above, it sorts them, cuts runs of one row into
 partial runs of at most ten indices, and sums partial runs: each in a row of its own that is summed again, or
@@ -15,14 +15,14 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from snugfit.rehearsal.device.buffers import OUTPUTS, Scratch, held
+from snugfit.rehearsal.device.buffers import OUTPUTS, Buffer, GpuSize, Scratch, nest
 from snugfit.rehearsal.device.sorting import INDEX, SCAN_TILE, scan_bytes, sort_bytes
 
 SORTED_ABOVE = 3072
 """Indices above which embedding backward sorts instead of adding atomically (`native/cuda/Embedding.cu`)."""
 
 INDICES_PER_PARTIAL = 10
-"""`NROWS_PER_THREAD` of `native/cuda/EmbeddingBackwardKernel.cu`."""
+"""Most indices that a partial run has: `NROWS_PER_THREAD` of `native/cuda/EmbeddingBackwardKernel.cu`."""
 
 ATOMIC_BLOCKS = 4
 """Blocks a multiprocessor below which partial runs are summed atomically
@@ -40,7 +40,7 @@ def embedding(arguments: Sequence[Any], out: Any) -> Scratch:
     indices = arguments[1]
     if indices.dim() == 1 or _flat(indices):
         return ()
-    return held((("indices", _nbytes(indices)),), (OUTPUTS,))
+    return nest(Buffer("indices", _nbytes(indices)), during=(OUTPUTS,))
 
 
 def _flat(tensor: Any) -> bool:
@@ -51,7 +51,7 @@ def _flat(tensor: Any) -> bool:
     return True
 
 
-def index(arguments: Sequence[Any], out: Any, sizes: tuple[int, int]) -> Scratch:
+def index(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
     """Several indices of one shape but different strides are each copied, so that the kernel finds them
     alike: `AdvancedIndex`, `native/TensorAdvancedIndexing.cpp`."""
     import torch
@@ -62,33 +62,33 @@ def index(arguments: Sequence[Any], out: Any, sizes: tuple[int, int]) -> Scratch
     alike = torch.broadcast_tensors(*indices)
     if len({one.stride() for one in alike}) == 1:
         return ()
-    copies = ((f"index {place}", _nbytes(one)) for place, one in enumerate(alike) if not one.is_contiguous())
-    return held(tuple(copies), (OUTPUTS,))
+    copies = (Buffer(f"index {n}", _nbytes(one)) for n, one in enumerate(alike) if not one.is_contiguous())
+    return nest(*copies, during=(OUTPUTS,))
 
 
-def index_put(arguments: Sequence[Any], out: Any, sizes: tuple[int, int]) -> Scratch:
+def index_put(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
     """What is added where indices point (the gradient of gathering) goes there sorted, so that it adds in one
     order: `index_put_with_sort_kernel`, `native/cuda/Indexing.cu`. What is only written goes unsorted."""
     operand, indices = arguments[0], [one for one in arguments[1] if one is not None]
     if any(str(one.dtype) in ("torch.bool", "torch.uint8") for one in indices):
         return ()  # how many are true depends on data
     if len(arguments) < 4 or not arguments[3]:
-        return index(arguments, out, sizes)
+        return index(arguments, out, gpu)
     count, value = math.prod(_broadcast(indices)), arguments[2]
-    each = count * INDEX
-    linear: Scratch = (("wrapped", each), ("linear", each), ("wrapped", -each))
+    nbytes = count * INDEX
+    linear: Scratch = (Buffer("wrapped", nbytes), Buffer("linear", nbytes), Buffer("wrapped", -nbytes))
     for _ in indices[1:]:
-        linear += held((("wrapped", each), ("stride", each)))
-    kept: Scratch = ()
+        linear += nest(Buffer("wrapped", nbytes), Buffer("stride", nbytes))
+    copies: Scratch = ()
     rows = _rows_indexed(operand, arguments[1])
     if value.numel() < count * (operand.numel() // max(rows, 1)) or not value.is_contiguous():
-        kept = (("value", count * (operand.numel() // max(rows, 1)) * value.element_size()),)
+        copies = (Buffer("value", count * (operand.numel() // max(rows, 1)) * value.element_size()),)
     if not _adjacent(arguments[1]):
-        kept = (*kept, ("indexed first", _nbytes(operand)))
+        copies = (*copies, Buffer("indexed first", _nbytes(operand)))
     bits = max(rows - 1, 1).bit_length()
-    buffers = (*kept, ("sorted", each), ("original", each), ("range", each))
-    sorting = held(buffers, held((("sort", sort_bytes(count, INDEX, bits)),)))
-    return (OUTPUTS, *linear, *sorting, ("linear", -each))
+    buffers = (Buffer("sorted", nbytes), Buffer("original", nbytes), Buffer("range", nbytes))
+    sorting = nest(*copies, *buffers, Buffer("sort", sort_bytes(count, INDEX, bits)))
+    return (OUTPUTS, *linear, *sorting, Buffer("linear", -nbytes))
 
 
 def _broadcast(indices: Sequence[Any]) -> tuple[int, ...]:
@@ -99,29 +99,30 @@ def _broadcast(indices: Sequence[Any]) -> tuple[int, ...]:
 
 def _rows_indexed(operand: Any, indices: Sequence[Any]) -> int:
     """Of how many rows the indices choose."""
-    return math.prod(operand.size(place) for place, one in enumerate(indices) if one is not None)
+    return math.prod(operand.size(dim) for dim, one in enumerate(indices) if one is not None)
 
 
 def _adjacent(indices: Sequence[Any]) -> bool:
-    places = [place for place, one in enumerate(indices) if one is not None]
-    return places[-1] - places[0] == len(places) - 1
+    dims = [dim for dim, one in enumerate(indices) if one is not None]
+    return dims[-1] - dims[0] == len(dims) - 1
 
 
-def embedding_backward(arguments: Sequence[Any], out: Any, sizes: tuple[int, int]) -> Scratch:
+def embedding_backward(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
     """`embedding_dense_backward_cuda` (`native/cuda/Embedding.cu`) without `scale_grad_by_freq`."""
     gradient, indices, rows = arguments[0], arguments[1], int(arguments[2])
     copies = tuple(
-        (name, _nbytes(tensor))
+        Buffer(name, _nbytes(tensor))
         for name, tensor in (("indices", indices), ("gradient", gradient))
         if not tensor.is_contiguous()
     )
     count, item = indices.numel(), indices.element_size()
     if count <= SORTED_ABOVE:
-        return held(copies, (OUTPUTS,))
-    each = count * item
-    sort = held((("range", each), ("sort", sort_bytes(count, item))))
-    summing = _summing(count, rows, gradient, item, sizes[0])
-    return held((*copies, ("sorted", each), ("original", each)), (*sort, OUTPUTS, *summing))
+        return nest(*copies, during=(OUTPUTS,))
+    nbytes = count * item
+    sort = nest(Buffer("range", nbytes), Buffer("sort", sort_bytes(count, item)))
+    summing = _summing(count, rows, gradient, item, gpu.multiprocessors)
+    buffers = (*copies, Buffer("sorted", nbytes), Buffer("original", nbytes))
+    return nest(*buffers, during=(*sort, OUTPUTS, *summing))
 
 
 def _summing(count: int, rows: int, gradient: Any, item: int, multiprocessors: int) -> Scratch:
@@ -133,16 +134,17 @@ def _summing(count: int, rows: int, gradient: Any, item: int, multiprocessors: i
     blocks = -(-runs * warped // min(warped, LARGEST_BLOCK))
     accumulated = 4 if gradient.element_size() < 4 else gradient.element_size()
     if blocks < multiprocessors * ATOMIC_BLOCKS and partials > 4 * blocks:
-        last: Scratch = (("run of a partial", partials * item),)
+        last: Scratch = (Buffer("run of a partial", partials * item),)
         if gradient.element_size() < 4:
-            last = (*last, ("wide gradient", rows * width * 4))
+            last = (*last, Buffer("wide gradient", rows * width * 4))
     else:
-        last = (("partial sums", partials * width * accumulated),)
-    unique = held((("unique", count * item), ("scan", scan_bytes(-(-count // UNIQUE_TILE), item))))
-    scan = held((("scan", scan_bytes(-(-runs // SCAN_TILE), item)),))
-    inner = held((("number of partials", 8), ("partials", partials * item), *last))
-    middle = held((("sizes", runs * item), ("offsets", runs * item)), (*scan, *inner))
-    return held((("run starts", count * item), ("number of runs", 8)), (*unique, *middle))
+        last = (Buffer("partial sums", partials * width * accumulated),)
+    unique = nest(Buffer("unique", count * item), Buffer("scan", scan_bytes(-(-count // UNIQUE_TILE), item)))
+    scan = nest(Buffer("scan", scan_bytes(-(-runs // SCAN_TILE), item)))
+    inner = nest(Buffer("number of partials", 8), Buffer("partials", partials * item), *last)
+    middle = nest(Buffer("sizes", runs * item), Buffer("offsets", runs * item), during=(*scan, *inner))
+    starts = (Buffer("run starts", count * item), Buffer("number of runs", 8))
+    return nest(*starts, during=(*unique, *middle))
 
 
 def _nbytes(tensor: Any) -> int:

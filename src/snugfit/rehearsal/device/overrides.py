@@ -66,7 +66,7 @@ def in_force(
                 _probe(policy)
                 _PROBED.add(policy)
         except (AttributeError, ImportError, RuntimeError) as error:
-            raise RehearsalError(moved(error)) from error
+            raise RehearsalError(missing_message(error)) from error
         chosen.clear()
         yield chosen
 
@@ -130,7 +130,7 @@ def _expect(what: str, holds: bool) -> None:
 TESTED = "snugfit is tested with torch 2.11 to 2.15."
 
 
-def moved(error: Exception) -> str:
+def missing_message(error: Exception) -> str:
     """What to say when something that a rehearsal relies on is not where it was."""
     import torch
     import transformers

@@ -13,10 +13,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from snugfit.rehearsal.device import attention, autocast_lists
-from snugfit.rehearsal.device.buffers import Scratch
+from snugfit.rehearsal.device.buffers import Buffer, GpuSize, Scratch
 from snugfit.rehearsal.device.scratch import composed_scratch, cuda_scratch
 
 if TYPE_CHECKING:
@@ -27,32 +27,24 @@ if TYPE_CHECKING:
 class Policy(ABC):
     """What a kind of device decides."""
 
+    autocast: ClassVar[autocast_lists.AutocastLists]
+    """What autocast casts on this device."""
+
+    fuses_dropout: ClassVar[bool]
+    """Whether dropout is one kernel with a boolean mask (`native_dropout`)."""
+
+    softmax_upcasts_fp16: ClassVar[bool]
+    """Whether softmax reads fp16 and writes fp32 in one kernel."""
+
+    fuses_rms_norm: ClassVar[bool]
+    """Whether `rms_norm` is one kernel (`_fused_rms_norm`)."""
+
     softmax_saves_input: bool = False
     """True for torch before 1.11, whose softmax kept its input for backward beside its output."""
 
     @abstractmethod
     def choose_attention(self, operands: attention.Operands) -> str:
         """The attention kernel for these operands."""
-
-    @property
-    @abstractmethod
-    def autocast(self) -> autocast_lists.AutocastLists:
-        """What autocast casts on this device."""
-
-    @property
-    @abstractmethod
-    def fuses_dropout(self) -> bool:
-        """Whether dropout is one kernel with a boolean mask."""
-
-    @property
-    @abstractmethod
-    def softmax_upcasts_fp16(self) -> bool:
-        """Whether softmax reads fp16 and writes fp32 in one kernel."""
-
-    @property
-    @abstractmethod
-    def fuses_rms_norm(self) -> bool:
-        """Whether `rms_norm` is one kernel."""
 
     @property
     @abstractmethod
@@ -67,22 +59,36 @@ class Policy(ABC):
     def scratch(self, operator: str, arguments: Sequence[Any], out: Any) -> Scratch:
         """What the kernel of this operator allocates for itself while it runs."""
 
-    @abstractmethod
-    def workspaces(self, operator: str) -> tuple[tuple[str, int], ...]:
-        """Workspaces that a thread takes once, at its first use of this operator: name and bytes."""
+    def workspaces(self, operator: str) -> tuple[Buffer, ...]:
+        """Workspaces that a thread takes once, at its first use of this operator."""
+        return ()
 
     def output_alloc_order(self, operator: str, outputs: Sequence[Any]) -> Sequence[Any]:
         """The operator's new tensors in the order in which the device's kernel allocates them."""
-        reorder = _BIRTHS.get(operator) if self.fuses_dropout else None
+        reorder = _OUTPUT_ORDER.get(operator) if self.fuses_dropout else None
         return reorder(outputs) if reorder else outputs
+
+
+class ScratchSize(NamedTuple):
+    """What the workspaces and the scratch of a GPU grow with."""
+
+    workspaces: int
+    """Bytes of all workspaces of a thread."""
+    threads: int
+    """Resident threads of the whole GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CudaPolicy(Policy):
-    """A CUDA GPU."""
+    """The decisions of a CUDA GPU."""
+
+    autocast = autocast_lists.CUDA
+    fuses_dropout = True
+    softmax_upcasts_fp16 = True
+    fuses_rms_norm = True
 
     capability: tuple[int, int] = (9, 0)
-    """Compute capability."""
+    """Compute capability: major and minor."""
 
     multiprocessors: int = 132
     """How many it has: reductions size their buffers by it."""
@@ -95,44 +101,24 @@ class CudaPolicy(Policy):
 
     def choose_attention(self, operands: attention.Operands) -> str:
         """As `sdp_utils.cpp` decides for this capability."""
-        return attention.chosen_on_cuda(operands, self._fused)
+        return attention.choose_on_cuda(operands, self._attention_kernels)
 
     @property
-    def _fused(self) -> attention.Fused:
-        return attention.fused_on_cuda(self.capability, self.cudnn_version)
+    def _attention_kernels(self) -> attention.FusedKernels:
+        return attention.kernels_on_cuda(self.capability, self.cudnn_version)
 
     @property
     def decisions(self) -> Hashable:
         """Equal for GPUs that run the same kernels whatever they are given; they may yet differ in
         workspaces and scratch."""
-        grouped = self.uses_grouped_mm, self.capability[0] in _GROUPED
-        return self._fused, grouped, self.softmax_saves_input
+        grouped = self.uses_grouped_mm, self.capability[0] in _FUSING_GROUPS
+        return self._attention_kernels, grouped, self.softmax_saves_input
 
     @property
-    def scratch_size(self) -> tuple[int, int]:
-        """What workspaces and scratch grow with: bytes of the former, and threads."""
+    def scratch_size(self) -> ScratchSize:
+        """What this GPU's workspaces and scratch grow with."""
         workspaces = sum(nbytes for _, nbytes in self.workspaces("aten::addmm"))
-        return workspaces, self.multiprocessors * self.threads_per_multiprocessor
-
-    @property
-    def autocast(self) -> autocast_lists.AutocastLists:
-        """CUDA's lists."""
-        return autocast_lists.CUDA
-
-    @property
-    def fuses_dropout(self) -> bool:
-        """Yes: `native_dropout`."""
-        return True
-
-    @property
-    def softmax_upcasts_fp16(self) -> bool:
-        """Yes, for fp16 input."""
-        return True
-
-    @property
-    def fuses_rms_norm(self) -> bool:
-        """Yes: `_fused_rms_norm`."""
-        return True
+        return ScratchSize(workspaces, self.multiprocessors * self.threads_per_multiprocessor)
 
     @property
     def uses_grouped_mm(self) -> bool:
@@ -143,50 +129,36 @@ class CudaPolicy(Policy):
         """For bfloat16 on sm_90 and sm_100. Else the ends of the groups are read on the host, and each group
         is a product of its own: so profiles of fp32 on an H200 show it. Other architectures are taken to be
         alike; nothing was measured on them."""
-        return str(dtype) == "torch.bfloat16" and self.capability[0] in _GROUPED
+        return str(dtype) == "torch.bfloat16" and self.capability[0] in _FUSING_GROUPS
 
     def scratch(self, operator: str, arguments: Sequence[Any], out: Any) -> Scratch:
         """Reductions, attention and embedding backward: see `scratch.py`."""
-        sizes = (self.multiprocessors, self.threads_per_multiprocessor)
-        return cuda_scratch(operator, arguments, out, sizes)
+        gpu = GpuSize(self.multiprocessors, self.threads_per_multiprocessor)
+        return cuda_scratch(operator, arguments, out, gpu)
 
-    def workspaces(self, operator: str) -> tuple[tuple[str, int], ...]:
-        """cuBLAS, and cuBLASLt for products with a bias."""
+    def workspaces(self, operator: str) -> tuple[Buffer, ...]:
+        """That of cuBLAS, and of cuBLASLt for products with a bias."""
         if operator not in _GEMMS:
             return ()
-        cublas = ("cuBLAS workspace", 33_554_432 if self.capability >= (9, 0) else 8_519_680)
+        cublas = Buffer("cuBLAS workspace", 33_554_432 if self.capability >= (9, 0) else 8_519_680)
         if operator == "aten::addmm":
-            return (cublas, ("cuBLASLt workspace", 1_048_576))
+            return (cublas, Buffer("cuBLASLt workspace", 1_048_576))
         return (cublas,)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CpuPolicy(Policy):
-    """The CPU, for which `meta` already answers mostly right."""
+    """The decisions of the CPU, for which `meta` already answers mostly right. Its dropout is a random mask
+    and products, and buffers of its kernels are not modelled."""
+
+    autocast = autocast_lists.CPU
+    fuses_dropout = False
+    softmax_upcasts_fp16 = False
+    fuses_rms_norm = False
 
     def choose_attention(self, operands: attention.Operands) -> str:
         """Flash attention for the CPU where it can, else math."""
-        return attention.chosen_on_cpu(operands)
-
-    @property
-    def autocast(self) -> autocast_lists.AutocastLists:
-        """The CPU's lists."""
-        return autocast_lists.CPU
-
-    @property
-    def fuses_dropout(self) -> bool:
-        """No: a random mask, and products."""
-        return False
-
-    @property
-    def softmax_upcasts_fp16(self) -> bool:
-        """No."""
-        return False
-
-    @property
-    def fuses_rms_norm(self) -> bool:
-        """No."""
-        return False
+        return attention.choose_on_cpu(operands)
 
     @property
     def uses_grouped_mm(self) -> bool:
@@ -194,22 +166,21 @@ class CpuPolicy(Policy):
         return True
 
     def fuses_groups(self, dtype: torch.dtype) -> bool:
-        """No device waits for the CPU's groups."""
+        """Yes: no device waits for the CPU's groups."""
         return True
 
     def scratch(self, operator: str, arguments: Sequence[Any], out: Any) -> Scratch:
-        """What torch composes of other operators; buffers of the kernels themselves are not modelled."""
+        """What torch composes of other operators."""
         return composed_scratch(operator, arguments, out)
 
-    def workspaces(self, operator: str) -> tuple[tuple[str, int], ...]:
-        """None."""
-        return ()
 
+_FUSING_GROUPS = (9, 10)
+"""Major compute capabilities on which a grouped product is one kernel."""
 
-_GROUPED = (9, 10)
 _GEMMS = frozenset(
     {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::addmv", "aten::mv", "aten::_grouped_mm"}
 )
+"""Operators that run in cuBLAS."""
 
 
 def _mask_first(outputs: Sequence[Any]) -> Sequence[Any]:
@@ -226,7 +197,7 @@ def _philox_first(outputs: Sequence[Any]) -> Sequence[Any]:
     return (outputs[6], outputs[7], outputs[0], outputs[1])
 
 
-_BIRTHS: dict[str, Callable[[Sequence[Any]], Sequence[Any]]] = {
+_OUTPUT_ORDER: dict[str, Callable[[Sequence[Any]], Sequence[Any]]] = {
     "aten::native_dropout": _mask_first,
     "aten::_scaled_dot_product_efficient_attention": _without_philox,
     "aten::_scaled_dot_product_cudnn_attention": _philox_first,

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from snugfit.rehearsal.device.buffers import Scratch, held
+from snugfit.rehearsal.device.buffers import Buffer, GpuSize, Scratch, nest
 
 MOST_BYTES = 2**31 - 1
 """Bytes of an operand that one kernel reduces."""
@@ -36,9 +36,9 @@ def dimensions(arguments: Sequence[Any]) -> Sequence[int]:
     return [over] if isinstance(over, int) else over or ()
 
 
-def partial(operand: Any, over: Sequence[int], out: Any, sizes: tuple[int, int]) -> Scratch:
-    """The buffers of reducing `operand` to `out`; `sizes` are the GPU's multiprocessors and threads per
-    multiprocessor."""
+def partial(operand: Any, over: Sequence[int], out: Any, gpu: GpuSize) -> Scratch:
+    """The buffers of reducing `operand` to `out`; `over` are the reduced dimensions, all where
+    none is named."""
     results, inputs = out.numel(), operand.numel()
     if results in (0, inputs):
         return ()
@@ -51,17 +51,16 @@ def partial(operand: Any, over: Sequence[int], out: Any, sizes: tuple[int, int])
     if not strides:
         return ()
     inner = min(strides)[1] in dims
-    found: Scratch = ()
+    buffers: Scratch = ()
     pieces = list(_pieces(operand.shape, operand.stride(), operand.element_size()))
     for shape in pieces:
-        kept = [size for dim, size in enumerate(shape) if dim not in dims]
-        outputs = math.prod(kept)
-        buffer, semaphores = reduction(math.prod(shape) // outputs, outputs, inner, sizes)
-        if buffer:
-            found = (*found, *held((("partial sums", buffer), ("semaphores", semaphores))))
+        outputs = math.prod(size for dim, size in enumerate(shape) if dim not in dims)
+        needs = reduction(math.prod(shape) // outputs, outputs, inner, gpu)
+        if needs is not None:
+            buffers += nest(Buffer("partial sums", needs.partials), Buffer("semaphores", needs.semaphores))
     if len(pieces) > 1 and out.element_size() == operand.element_size() == 2:
-        return held((("accumulated", results * ACCUMULATED),), found)
-    return found
+        return nest(Buffer("accumulated", results * ACCUMULATED), during=buffers)
+    return buffers
 
 
 def _pieces(shape: Sequence[int], strides: Sequence[int], item: int) -> Iterator[tuple[int, ...]]:
@@ -76,13 +75,20 @@ def _pieces(shape: Sequence[int], strides: Sequence[int], item: int) -> Iterator
         yield from _pieces((*shape[:farthest], size, *shape[farthest + 1 :]), strides, item)
 
 
-def reduction(inputs: int, outputs: int, inner: bool, sizes: tuple[int, int]) -> tuple[int, int]:
-    """Bytes of partial results and of semaphores for reducing `inputs` values to each of `outputs`.
+class ReductionBytes(NamedTuple):
+    """Bytes of the buffers that one reduction takes."""
 
-    `inner` says that the reduced dimension is the fastest moving one. (0, 0) when one block per output is
-    enough. Source: `setReduceConfig`, `ReduceConfig::global_memory_size`, Reduce.cuh.
+    partials: int
+    """Partial results of its thread blocks."""
+    semaphores: int
+
+
+def reduction(inputs: int, outputs: int, inner: bool, gpu: GpuSize) -> ReductionBytes | None:
+    """The buffers for reducing `inputs` values to each of `outputs`; None when one block an output is enough.
+
+    `inner` says that the reduced dimension is the fastest moving one. Source: `setReduceConfig`,
+    `ReduceConfig::global_memory_size`, Reduce.cuh.
     """
-    multiprocessors, threads = sizes
     vector = 4
     if inner:
         vector, dim0, dim1 = 1, inputs, outputs
@@ -104,14 +110,14 @@ def reduction(inputs: int, outputs: int, inner: bool, sizes: tuple[int, int]) ->
         step_out *= height
     per_thread = -(-inputs // step_in)
     grid = -(-(outputs // vector) // step_out)
-    target = multiprocessors * (threads // (width * height))
+    target = gpu.multiprocessors * (gpu.threads // (width * height))
     if not (tall and per_thread >= MANY and grid <= target):
-        return 0, 0
+        return None
     blocks = max(min(-(-target // grid), -(-per_thread // FEW)), -(-per_thread // MANY))
     if blocks <= 1:
-        return 0, 0
+        return None
     size = ACCUMULATED * outputs * blocks * (1 if inner else width * vector)
-    return size, 4 * grid
+    return ReductionBytes(size, 4 * grid)
 
 
 def _power(number: int) -> int:

@@ -1,6 +1,6 @@
 """What kernels allocate for themselves while they run: invisible to dispatch, visible to the allocator.
 
-Each rule gives births and deaths in order, among the births of the operator's own outputs (`OUTPUTS`, first
+Each rule gives allocations and frees in order, among those of the operator's own outputs (`OUTPUTS`, first
 when a rule does not say where). They were read in torch's sources where a source says so, and laid beside
 allocator histories recorded on one H200 (sm_90, 132 multiprocessors, torch 2.11); what neither covers is left
 out and moves reserved bytes only.
@@ -30,7 +30,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from snugfit.rehearsal.device import convolution, indexing, reductions, sorting
-from snugfit.rehearsal.device.buffers import OUTPUTS, Scratch, held
+from snugfit.rehearsal.device.buffers import OUTPUTS, Buffer, GpuSize, Scratch, nest
 
 
 def composed_scratch(operator: str, arguments: Sequence[Any], out: Any) -> Scratch:
@@ -39,23 +39,23 @@ def composed_scratch(operator: str, arguments: Sequence[Any], out: Any) -> Scrat
     return rule(arguments, out) if rule else ()
 
 
-def cuda_scratch(operator: str, arguments: Sequence[Any], out: Any, sizes: tuple[int, int]) -> Scratch:
-    """The scratch of one kernel; `sizes` are the GPU's multiprocessors and threads per multiprocessor."""
+def cuda_scratch(operator: str, arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
+    """The scratch of one kernel."""
     rule = _CUDA.get(operator)
-    return rule(arguments, out, sizes) if rule else composed_scratch(operator, arguments, out)
+    return rule(arguments, out, gpu) if rule else composed_scratch(operator, arguments, out)
 
 
 def _safe_softmax(arguments: Sequence[Any], out: Any) -> Scratch:
     rows = out.numel() // max(out.size(int(arguments[1])), 1)
-    temporaries = (("is -inf", out.numel()), ("all -inf", rows), ("zero", out.element_size()))
-    return (OUTPUTS, *held(temporaries))
+    temporaries = Buffer("is -inf", out.numel()), Buffer("all -inf", rows), Buffer("zero", out.element_size())
+    return (OUTPUTS, *nest(*temporaries))
 
 
-def _converted(arguments: Sequence[Any], out: Any) -> Scratch:
+def _operand_copy(arguments: Sequence[Any], out: Any) -> Scratch:
     operand = arguments[0]
     if operand.dtype == out.dtype:
         return ()
-    return (OUTPUTS, *held((("operand", operand.numel() * out.element_size()),)))
+    return (OUTPUTS, *nest(Buffer("operand", operand.numel() * out.element_size())))
 
 
 def _layer_norm(arguments: Sequence[Any], out: Any) -> Scratch:
@@ -69,56 +69,56 @@ def _layer_norm_backward(arguments: Sequence[Any], out: Any) -> Scratch:
 def _contiguous(operand: Any) -> Scratch:
     if operand.is_contiguous():
         return ()
-    return held((("contiguous input", operand.numel() * operand.element_size()),), (OUTPUTS,))
+    return nest(Buffer("contiguous input", operand.numel() * operand.element_size()), during=(OUTPUTS,))
 
 
 NORM_CHUNK = 65_536
 """Elements of one chunk of a multi-tensor kernel (`kChunkSize`, `native/cuda/MultiTensorApply.cuh`)."""
 
 
-def _foreach_norm(arguments: Sequence[Any], out: Any, sizes: tuple[int, int]) -> Scratch:
+def _foreach_norm(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
     """One fp32 partial norm for each tensor and chunk of the largest (`native/cuda/ForeachReduceOp.cu`)."""
     chunks = max(-(-tensor.numel() // NORM_CHUNK) for tensor in arguments[0])
-    return held((("partial norms", 4 * len(arguments[0]) * chunks),), (OUTPUTS,))
+    return nest(Buffer("partial norms", 4 * len(arguments[0]) * chunks), during=(OUTPUTS,))
 
 
 def _within(name: str, nbytes: int) -> Scratch:
-    return ((name, nbytes), (name, -nbytes)) if nbytes else ()
+    return nest(Buffer(name, nbytes)) if nbytes else ()
 
 
-def _pow(arguments: Sequence[Any], out: Any, sizes: tuple[int, int]) -> Scratch:
+def _pow(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
     """A number as the base is made a tensor first (`pow_Scalar_out`, `native/Pow.cpp`)."""
     return () if hasattr(arguments[0], "numel") else (OUTPUTS, *_within("base", 8))
 
 
-def _scan(arguments: Sequence[Any], out: Any, sizes: tuple[int, int]) -> Scratch:
-    converted = _converted(arguments, out) or (OUTPUTS,)
+def _scan(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
+    converted = _operand_copy(arguments, out) or (OUTPUTS,)
     return (*converted[:2], *sorting.scan(arguments[0], out), *converted[2:])
 
 
-def _sum(arguments: Sequence[Any], out: Any, sizes: tuple[int, int]) -> Scratch:
+def _sum(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
     operand = arguments[0]
-    partial = reductions.partial(operand, reductions.dimensions(arguments[1:]), out, sizes)
+    partial = reductions.partial(operand, reductions.dimensions(arguments[1:]), out, gpu)
     if operand.element_size() == 2 and out.element_size() == 4:
         return partial
-    converted = _converted(arguments, out)
+    converted = _operand_copy(arguments, out)
     return (*converted[:2], *partial, *converted[2:])
 
 
-def _norm(arguments: Sequence[Any], out: Any, sizes: tuple[int, int]) -> Scratch:
-    return reductions.partial(arguments[0], reductions.dimensions(arguments[2:]), out, sizes)
+def _norm(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
+    return reductions.partial(arguments[0], reductions.dimensions(arguments[2:]), out, gpu)
 
 
-def _softmax_backward(arguments: Sequence[Any], out: Any, sizes: tuple[int, int]) -> Scratch:
+def _softmax_backward(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
     gradient = arguments[0]
     return _within("grad * output", gradient.numel() * gradient.element_size())
 
 
-def _cudnn_forward(arguments: Sequence[Any], out: Any, sizes: tuple[int, int]) -> Scratch:
+def _cudnn_forward(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
     return _within("cuDNN workspace", 256)
 
 
-def _fused_attention_backward(arguments: Sequence[Any], out: Any, sizes: tuple[int, int]) -> Scratch:
+def _fused_attention_backward(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
     query, key = arguments[1], arguments[2]
     batch, heads, length, width = query.shape
     size = 4 * batch * heads * length * width + 4 * batch * heads * length + 256
@@ -127,36 +127,36 @@ def _fused_attention_backward(arguments: Sequence[Any], out: Any, sizes: tuple[i
     return _within("attention workspace", size)
 
 
-def _efficient_backward(arguments: Sequence[Any], out: Any, sizes: tuple[int, int]) -> Scratch:
+def _efficient_backward(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
     gradient, query = arguments[0], arguments[1]
     batch, heads, length, width = query.shape
     product = gradient.numel() * gradient.element_size()
     row = 4 * batch * heads * length
     workspace = batch * heads * -(-length // 64) * (64 * 64 * -(-width // 64) * 4 + 16)
     return (
-        ("grad * out", product),
-        ("delta", row),
-        ("delta, contiguous", row),
-        ("delta", -row),
-        ("grad * out", -product),
-        ("attention workspace", workspace),
-        ("delta, contiguous", -row),
-        ("attention workspace", -workspace),
+        Buffer("grad * out", product),
+        Buffer("delta", row),
+        Buffer("delta, contiguous", row),
+        Buffer("delta", -row),
+        Buffer("grad * out", -product),
+        Buffer("attention workspace", workspace),
+        Buffer("delta, contiguous", -row),
+        Buffer("attention workspace", -workspace),
     )
 
 
-def _convolution(arguments: Sequence[Any], out: Any, sizes: tuple[int, int]) -> Scratch:
+def _convolution(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
     return convolution.forward(arguments, out)
 
 
-def _convolution_backward(arguments: Sequence[Any], out: Any, sizes: tuple[int, int]) -> Scratch:
+def _convolution_backward(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
     gradient, bias = arguments[0], out[2]
     over = [0, *range(2, gradient.dim())]
-    summed = () if bias is None else reductions.partial(gradient, over, bias, sizes)
+    summed = () if bias is None else reductions.partial(gradient, over, bias, gpu)
     return convolution.backward(arguments, out, summed)
 
 
-_CUDA: dict[str, Callable[[Sequence[Any], Any, tuple[int, int]], Scratch]] = {
+_CUDA: dict[str, Callable[[Sequence[Any], Any, GpuSize], Scratch]] = {
     "aten::_foreach_norm": _foreach_norm,
     "aten::sum": _sum,
     "aten::mean": _sum,
@@ -180,10 +180,10 @@ _CUDA: dict[str, Callable[[Sequence[Any], Any, tuple[int, int]], Scratch]] = {
 
 _COMPOSED: dict[str, Callable[[Sequence[Any], Any], Scratch]] = {
     "aten::_safe_softmax": _safe_softmax,
-    "aten::sum": _converted,
-    "aten::mean": _converted,
-    "aten::cumsum": _converted,
-    "aten::cumprod": _converted,
+    "aten::sum": _operand_copy,
+    "aten::mean": _operand_copy,
+    "aten::cumsum": _operand_copy,
+    "aten::cumprod": _operand_copy,
     "aten::native_layer_norm": _layer_norm,
     "aten::native_layer_norm_backward": _layer_norm_backward,
     "aten::embedding": indexing.embedding,

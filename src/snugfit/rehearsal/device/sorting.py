@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from snugfit.rehearsal.device.buffers import OUTPUTS, Scratch, held
+from snugfit.rehearsal.device.buffers import OUTPUTS, Buffer, GpuSize, Scratch, nest
 
 SMALL_SORT = 4096
 """Elements of a row up to which one thread block sorts it in place (`should_use_small_sort`)."""
@@ -28,34 +28,37 @@ SINGLE_TILE, SORT_TILE, SCAN_TILE = 256 * 9, 384 * 12, 128 * 15
 """Items a thread block of CUB works on. That of scans is CUB's oldest and only bounds a few hundred bytes."""
 
 
-def sort(arguments: Sequence[Any], out: Any, sizes: tuple[int, int]) -> Scratch:
+def sort(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
     """`sort_cuda_kernel`: a range for the indices and a sort in place, or CUB's radix sort."""
-    operand, places = arguments[0], [each for each in arguments[1:] if type(each) is int]
+    operand, dims = arguments[0], [argument for argument in arguments[1:] if type(argument) is int]
     if not operand.numel() or not operand.dim():
         return ()
-    dim = places[0] if places else -1
+    dim = dims[0] if dims else -1
     length = operand.size(dim)
     if length <= SMALL_SORT:
-        return (OUTPUTS, *held((("range", length * INDEX),)))
+        return (OUTPUTS, *nest(Buffer("range", length * INDEX)))
     count, key, rows = operand.numel(), operand.element_size(), operand.numel() // length
     copies: Scratch = ()
     if operand.stride(dim) != 1:
-        copies = (("operand", count * key), ("values", count * key), ("indices", count * INDEX))
+        keys = Buffer("operand", count * key), Buffer("values", count * key)
+        copies = (*keys, Buffer("indices", count * INDEX))
     if rows == 1 or length >= LONG_ROW:
-        sorting = held((("range", length * INDEX), ("sort", sort_bytes(length, key))))
+        sorting = nest(Buffer("range", length * INDEX), Buffer("sort", sort_bytes(length, key)))
     elif rows < FEW_ROWS:
-        pairs = (("pairs", count * INDEX), ("sorted pairs", count * INDEX))
-        sorting = held(pairs, held((("keys", count * key), ("sort", sort_bytes(count, key)))))
+        pairs = (Buffer("pairs", count * INDEX), Buffer("sorted pairs", count * INDEX))
+        sorting = nest(*pairs, Buffer("keys", count * key), Buffer("sort", sort_bytes(count, key)))
     else:
-        sorting = held((("range", count * INDEX), ("sort", _aliased(count * key, count * INDEX))))
-    return (OUTPUTS, *held(copies, sorting))
+        sorting = nest(
+            Buffer("range", count * INDEX), Buffer("sort", _one_buffer(count * key, count * INDEX))
+        )
+    return (OUTPUTS, *nest(*copies, during=sorting))
 
 
 def scan(operand: Any, out: Any) -> Scratch:
     """The state of CUB's scan, which is asked where one dimension is all there is (`scan_dim`)."""
     if out.numel() < 1 or max(out.shape, default=0) != out.numel():
         return ()
-    return held((("scan", scan_bytes(-(-out.numel() // SCAN_TILE), out.element_size())),))
+    return nest(Buffer("scan", scan_bytes(-(-out.numel() // SCAN_TILE), out.element_size())))
 
 
 def sort_bytes(count: int, key: int, bits: int = 0) -> int:
@@ -66,16 +69,16 @@ def sort_bytes(count: int, key: int, bits: int = 0) -> int:
         return 1
     passes = -(-(bits or 8 * key) // 8)
     other = (count * key, count * INDEX) if passes > 1 else ()
-    return _aliased(passes * 256 * 8, -(-count // SORT_TILE) * 256 * 4, *other, passes * 4)
+    return _one_buffer(passes * 256 * 8, -(-count // SORT_TILE) * 256 * 4, *other, passes * 4)
 
 
 def scan_bytes(tiles: int, item: int) -> int:
     """CUB's state of a scan: one word a tile, of a value and as much again, and 32 of padding
     (`ScanTileState`, `cub/agent/single_pass_scan_operators.cuh`)."""
-    return _aliased(_aliased((32 + tiles) * 2 * item))
+    return _one_buffer(_one_buffer((32 + tiles) * 2 * item))
 
 
-def _aliased(*sizes: int) -> int:
+def _one_buffer(*sizes: int) -> int:
     """Several buffers in one, each at a multiple of 256 B, in memory that may start anywhere
     (`AliasTemporaries`, `cub/util_device.cuh`)."""
     return sum(-(-size // 256) * 256 for size in sizes) + 255

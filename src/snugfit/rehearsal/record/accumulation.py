@@ -1,4 +1,4 @@
-"""When does the backward pass write into a tensor that it holds, where a dispatch mode sees a new one?
+"""When the backward pass writes into a tensor that it holds, where a dispatch mode sees a new one.
 
 Where several uses of a tensor send gradients back, the engine sums them as they arrive. It adds into the
 first one when nobody else holds it (`can_accumulate_inplace`, `torch/csrc/autograd/input_buffer.cpp`: the
@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,8 +30,14 @@ from snugfit.errors import RehearsalError
 if TYPE_CHECKING:
     from snugfit.rehearsal.device.policy import Policy
 
-Uses = tuple[int, int, int]
-"""How many hold a tensor, its storage, and its Python object."""
+
+class UseCounts(NamedTuple):
+    """How many references keep a tensor, its storage, and its Python object."""
+
+    tensor: int
+    storage: int
+    python_object: int
+
 
 aten = torch.ops.aten
 
@@ -48,23 +54,23 @@ class SoleOwner:
 
     def __init__(self) -> None:
         try:
-            self._most = {id(aten.add.Tensor): _counted_additions()}  # an operator itself hashes slowly
+            self._most = {id(aten.add.Tensor): _addition_counts()}  # an operator itself hashes slowly
         except AttributeError as error:
             raise RehearsalError(
                 f"torch {torch.__version__} does not tell how often a tensor is used ({error}), so gradient "
                 "accumulation cannot be rehearsed."
             ) from error
         for operator, example in SCATTERS.items():
-            seen = _seen(operator, example)
-            if len(seen) == 1:
-                self._most[id(operator)] = seen[0]
+            counts = _counts_in_backward(operator, example)
+            if len(counts) == 1:
+                self._most[id(operator)] = counts[0]
 
     def writes_in_place(self, func: Any, arguments: tuple[Any, ...]) -> bool:
         """Whether this operator of a backward pass, without a dispatch mode, would be done in place."""
         most = self._most.get(id(func))
         if most is None or torch.is_grad_enabled() or arguments[0].device.type != "meta":
             return False
-        if any(uses > limit for uses, limit in zip(_uses(arguments), most, strict=True)):
+        if any(uses > limit for uses, limit in zip(_use_counts(arguments), most, strict=True)):
             return False
         return func is not aten.add.Tensor or (len(arguments) == 2 and _may_be_added(*arguments))
 
@@ -75,28 +81,29 @@ def sole_owner(policy: Policy) -> SoleOwner:
     return SoleOwner()
 
 
-def _may_be_added(held: torch.Tensor, other: Any) -> bool:
+def _may_be_added(first: torch.Tensor, other: Any) -> bool:
+    """Whether the engine may add these gradients in place: same shape and dtype, the first one dense."""
     return (
         isinstance(other, torch.Tensor)
-        and held.shape == other.shape
-        and held.dtype == other.dtype
-        and torch._prims_common.is_non_overlapping_and_dense_or_false(held)
+        and first.shape == other.shape
+        and first.dtype == other.dtype
+        and torch._prims_common.is_non_overlapping_and_dense_or_false(first)
     )
 
 
-def _uses(arguments: tuple[Any, ...]) -> Uses:
-    held = arguments[0]
-    storage = torch._C._storage_Use_Count(held.untyped_storage()._cdata)
-    return held._use_count(), storage, sys.getrefcount(held)
+def _use_counts(arguments: tuple[Any, ...]) -> UseCounts:
+    first = arguments[0]
+    storage = torch._C._storage_Use_Count(first.untyped_storage()._cdata)
+    return UseCounts(first._use_count(), storage, sys.getrefcount(first))
 
 
 class _Counter(TorchDispatchMode):
-    """Notes who holds the first operand of an operator during a backward pass."""
+    """Counts who holds the first operand of an operator during a backward pass."""
 
     def __init__(self, operator: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.operator = operator
-        self.seen: list[Uses] = []
+        self.counts: list[UseCounts] = []
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -105,29 +112,30 @@ class _Counter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is self.operator and not torch.is_grad_enabled():
-            self.seen.append(_uses(args))
+            self.counts.append(_use_counts(args))
         out = func(*args, **(kwargs or {}))
         if isinstance(out, torch.Tensor):
             out.untyped_storage()  # as the recorder does, which gives the storage its Python object
         return out
 
 
-def _seen(operator: Any, example: Callable[[torch.Tensor], torch.Tensor]) -> list[Uses]:
+def _counts_in_backward(operator: Any, example: Callable[[torch.Tensor], torch.Tensor]) -> list[UseCounts]:
+    """Of each time that this example's backward pass runs the operator."""
     x = torch.empty(4, 4, device="meta", requires_grad=True)
     counter = _Counter(operator)
     with torch.enable_grad(), counter:
         example(x * 1.0).sum().backward()
-    return counter.seen
+    return counter.counts
 
 
-def _counted_additions() -> Uses:
+def _addition_counts() -> UseCounts:
     """Who holds a gradient that is the engine's alone, seen through a dispatch mode.
 
     In `2 * x + 3 * x` both gradients of x are fresh products, so the first is the engine's alone; in
     `x + x` both are one tensor, which is not.
     """
-    alone = _seen(aten.add.Tensor, lambda x: x * 2 + x * 3)
-    shared = _seen(aten.add.Tensor, lambda x: x + x)
+    alone = _counts_in_backward(aten.add.Tensor, lambda x: x * 2 + x * 3)
+    shared = _counts_in_backward(aten.add.Tensor, lambda x: x + x)
     if len(alone) != 1 or len(shared) != 1 or not alone[0][:2] < shared[0][:2]:
         raise RehearsalError(
             f"torch {torch.__version__} counts references in a way snugfit does not know "

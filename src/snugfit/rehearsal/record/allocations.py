@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from snugfit.rehearsal.device.buffers import ONE_OUTPUT, OUTPUTS, Scratch
+from snugfit.rehearsal.device.buffers import ONE_OUTPUT, OUTPUTS, Buffer, Scratch
 from snugfit.rehearsal.trace.trace import Block
 from snugfit.results.footprint import Kind
 
@@ -41,7 +41,7 @@ class Allocations:
         self.phase, self.step = "build", -1
         """Of what is allocated now."""
         self.events: list[int] = []
-        """As `Trace.events`."""
+        """Allocations and frees, as `Trace.events` has them."""
         self._blocks: list[list[Any]] = []  # the fields of `Block`, whose kind is "" until somebody claims it
         self._live: dict[int, tuple[int, Any]] = {}  # storage's address -> block, weak reference
         self._workspaces: set[tuple[str, str]] = set()
@@ -58,9 +58,7 @@ class Allocations:
                 elif isinstance(item, (list, tuple)):
                     self.add_outputs(operator, item)
 
-    def add_kernel(
-        self, operator: str, out: Any, scratch: Scratch, workspaces: Iterable[tuple[str, int]]
-    ) -> None:
+    def add_kernel(self, operator: str, out: Any, scratch: Scratch, workspaces: Iterable[Buffer]) -> None:
         """Everything a kernel allocates: its outputs, workspaces when it is its thread's first, scratch."""
         if not scratch or (OUTPUTS not in scratch and ONE_OUTPUT.keys().isdisjoint(scratch)):
             self.add_outputs(operator, out)
@@ -70,15 +68,16 @@ class Allocations:
                 self._workspaces.add((name, thread))
                 self._add_block(name, nbytes, Kind.WORKSPACES)
         buffers: dict[str, int] = {}
-        for name, nbytes in scratch:
-            if (name, nbytes) == OUTPUTS:
-                self.add_outputs(operator, out)
-            elif nbytes > 0:
+        for buffer in scratch:
+            name, nbytes = buffer
+            if nbytes > 0:
                 buffers[name] = self._add_block(f"{operator}: {name}", nbytes, Kind.WORKSPACES)
             elif nbytes < 0:
                 self.events.append(-(buffers.pop(name) + 1))
-            elif (name, nbytes) in ONE_OUTPUT:
-                self.add_outputs(operator, out[ONE_OUTPUT[name, nbytes]])
+            elif buffer == OUTPUTS:
+                self.add_outputs(operator, out)
+            elif buffer in ONE_OUTPUT:
+                self.add_outputs(operator, out[ONE_OUTPUT[buffer]])
 
     def _add_tensor(self, operator: str, tensor: torch.Tensor) -> None:
         if not tensor.is_meta:

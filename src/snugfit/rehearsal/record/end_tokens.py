@@ -26,7 +26,7 @@ ONE_A_ROW = "_snugfit_one_a_row"
 
 
 class EndTokens(TorchFunctionMode):
-    """Knows where our batches have their end tokens; `waits` is told when the host would wait."""
+    """Knows where our batches have their end tokens; `waits` is called when the host would wait."""
 
     def __init__(self, end: int, waits: Callable[[], None]) -> None:
         super().__init__()
@@ -40,10 +40,10 @@ class EndTokens(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.Tensor.__getitem__ and isinstance(args[1], tuple) and _counted(args[1][0]):
-            rows = _Gathered.apply(args[0], args[1][0], self.waits)  # type: ignore[no-untyped-call]
+        if func is torch.Tensor.__getitem__ and isinstance(args[1], tuple) and _is_one_a_row(args[1][0]):
+            rows = _GatherOneARow.apply(args[0], args[1][0], self.waits)  # type: ignore[no-untyped-call]
             return func(rows, (slice(None), *args[1][1:]))
-        if func is torch.unique_consecutive and _counted(args[0]):
+        if func is torch.unique_consecutive and _is_one_a_row(args[0]):
             self.waits()
             return args[0].new_empty(args[0].shape)[:1]
         out = func(*args, **kwargs)
@@ -52,39 +52,41 @@ class EndTokens(TorchFunctionMode):
         return out
 
     def _looks_for_ends(self, func: Any, args: tuple[Any, ...]) -> bool:
-        asked = func is torch.Tensor.eq and type(args[1]) is int and args[1] == self.end
-        return asked and args[0].dim() == 2
+        compares = func is torch.Tensor.eq and type(args[1]) is int and args[1] == self.end
+        return compares and args[0].dim() == 2
 
 
 def _counts_them(func: Any, args: tuple[Any, ...]) -> bool:
-    return func is torch.Tensor.sum and _counted(args[0]) and args[1:] == (1,)
+    return func is torch.Tensor.sum and _is_one_a_row(args[0]) and args[1:] == (1,)
 
 
-def _counted(tensor: Any) -> bool:
+def _is_one_a_row(tensor: Any) -> bool:
+    """Whether it is such a mask, or the count of one."""
     return isinstance(tensor, torch.Tensor) and hasattr(tensor, ONE_A_ROW)
 
 
-class _Gathered(torch.autograd.Function):
-    """One row of hidden states for each sequence: `hidden[mask]`, which keeps the mask for backward."""
+class _GatherOneARow(torch.autograd.Function):
+    """One row of hidden states for each sequence: `hidden[mask]`, (B, S, D) to (B, D). Keeps the mask for
+    backward."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, mask: torch.Tensor, waits: Callable[[], None]) -> Any:
         ctx.save_for_backward(mask)
         ctx.shape, ctx.waits = hidden.shape, waits
         with torch._C._AutoDispatchBelowAutograd():
-            return aten.index(hidden, list(_places(mask, waits)))
+            return aten.index(hidden, list(_indices(mask, waits)))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (mask,) = ctx.saved_tensors
         with torch._C._AutoDispatchBelowAutograd():
             zeros = gradient.new_zeros(ctx.shape)
-            places = list(_places(mask, ctx.waits))
-            return aten.index_put_(zeros, places, gradient, True), None, None
+            indices = list(_indices(mask, ctx.waits))
+            return aten.index_put_(zeros, indices, gradient, True), None, None
 
 
-def _places(mask: torch.Tensor, waits: Callable[[], None]) -> tuple[torch.Tensor, ...]:
-    """Rows and columns of what is true, as views of what `nonzero` gives."""
+def _indices(mask: torch.Tensor, waits: Callable[[], None]) -> tuple[torch.Tensor, ...]:
+    """Rows and columns, (B,) each, of what is true in a mask (B, S), as views of what `nonzero` gives."""
     waits()
-    places: torch.Tensor = aten.nonzero_static(mask, size=mask.size(0))
-    return places.unbind(1)
+    indices: torch.Tensor = aten.nonzero_static(mask, size=mask.size(0))
+    return indices.unbind(1)

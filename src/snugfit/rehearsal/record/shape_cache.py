@@ -39,7 +39,7 @@ LARGEST_CACHE = 200_000
 """Calls that are kept, at about a kilobyte each; a rehearsal makes some hundreds of different ones."""
 
 
-class Call:
+class KnownCall:
     """An operator on operands of certain shapes, and what was worked out of it."""
 
     __slots__ = ("costs", "result", "scratch")
@@ -65,7 +65,7 @@ class Operator:
         self.is_product = self.name in PRODUCTS
         self.aliasing = _aliasing(func)
         self.shape_function = SHAPE_FUNCTIONS.get(func)
-        self.calls: dict[Any, Call] = {}
+        self.calls: dict[Any, KnownCall] = {}
 
 
 class ShapeCache:
@@ -82,7 +82,7 @@ class ShapeCache:
             operator = self._operators[id(func)] = Operator(func)
         return operator
 
-    def call(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+    def call(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> KnownCall | None:
         """The record of this call. None where its results' shapes may depend on more than the metadata of
         tensors on `meta` and what else is given."""
         try:
@@ -96,12 +96,12 @@ class ShapeCache:
                 self._size = 0
                 for known in self._operators.values():
                     known.calls.clear()
-            call = operator.calls[key] = Call()
+            call = operator.calls[key] = KnownCall()
             self._size += 1
         return call
 
     def run(
-        self, operator: Operator, call: Call | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, operator: Operator, call: KnownCall | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """What the operator gives on these meta operands."""
         if operator.shape_function is not None:
@@ -121,7 +121,7 @@ class ShapeCache:
     def cost(
         self,
         operator: Operator,
-        call: Call | None,
+        call: KnownCall | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         out: Any,
@@ -146,7 +146,7 @@ class ScratchCache:
     def __init__(self, policy: Policy) -> None:
         self.policy, self._number = policy, _number_of(policy)
 
-    def of(self, operator: Operator, call: Call | None, args: tuple[Any, ...], out: Any) -> Scratch:
+    def of(self, operator: Operator, call: KnownCall | None, args: tuple[Any, ...], out: Any) -> Scratch:
         """The scratch of this call."""
         if call is None:
             return self.policy.scratch(operator.name, args, out)
@@ -171,7 +171,7 @@ def _precision() -> Any:
     return backends.cuda.matmul.fp32_precision, backends.cudnn.conv.fp32_precision
 
 
-def _run_in_place(operator: Operator, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_in_place(operator: Operator, call: KnownCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     before = _key(args[:1])
     out = operator.func(*args, **kwargs)
     if (out is None or out is args[0]) and _key(args[:1]) == before:

@@ -1,8 +1,8 @@
 """How deep a model is, and the same model with fewer layers.
 
 A model can be made shallower when its config counts its layers once, and when the layers between the first
-and the last come round: one kind of layer all through, or kinds that alternate. The kinds are seen in two
-places. The complete config lists them (`layer_types`), where forward passes look them up. And the whole
+and the last repeat with a period: one kind of layer all through, or kinds that alternate. The kinds show in
+two places. The complete config lists them (`layer_types`), where forward passes look them up. And the whole
 model, built without data, shows each layer's modules, shapes and switches; a config key that makes the first
 three layers dense, or every fourth one another, shows there whatever the key is called.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from snugfit.job.build import instantiate
 from snugfit.job.config import LAYERS
@@ -33,7 +33,7 @@ class Depth:
     layers: int
     """Their one value: layers of each stack."""
     period: int
-    """Layers after which their kinds come round."""
+    """Layers after which their kinds repeat."""
 
     def shallower(self, job: Job, layers: int) -> Job:
         """The job on a model with this many layers; lists with an entry for each layer are cut."""
@@ -48,7 +48,7 @@ class Depth:
 
 
 def depth_of(job: Job, setup: Setup) -> Depth | None:
-    """The depth of the job's model; None when its config does not tell it, or its layers never come round."""
+    """The depth of the job's model; None when its config does not tell it, or its layers have no period."""
     config = job.model.config
     keys = tuple(sorted(key for key in LAYERS if isinstance(config.get(key), int)))
     counts = {config[key] for key in keys}
@@ -56,38 +56,46 @@ def depth_of(job: Job, setup: Setup) -> Depth | None:
         return None
     layers = counts.pop()
     complete = job.transformers_config().to_dict()
-    listed = [value for value in complete.values() if isinstance(value, list) and len(value) == layers]
-    period = math.lcm(*(_round(value) for value in listed)) if listed else 1
-    if period * 4 > layers or not comes_round(_built(job, setup), layers, period):
+    per_layer = [value for value in complete.values() if isinstance(value, list) and len(value) == layers]
+    period = math.lcm(*(_period_of(value) for value in per_layer)) if per_layer else 1
+    if period * 4 > layers or not is_periodic(_meta_model(job, setup), layers, period):
         return None
     return Depth(keys, layers, period)
 
 
-def span_period(wish: CheckpointWish | None, layers: int) -> tuple[CheckpointWish | None, int]:
-    """The same checkpointing for any number of layers, and after how many layers it comes round."""
+class PeriodicCheckpoint(NamedTuple):
+    """Checkpointing that is the same for any number of layers."""
+
+    wish: CheckpointWish | None
+    period: int
+    """Layers after which it repeats."""
+
+
+def periodic_checkpoint(wish: CheckpointWish | None, layers: int) -> PeriodicCheckpoint:
+    """The checkpointing of a model of any depth that cuts it as this wish cuts one of so many layers."""
     if wish is None:
-        return None, 1
+        return PeriodicCheckpoint(None, 1)
     if wish.layers_per_span:
-        return wish, wish.layers_per_span * wish.every
+        return PeriodicCheckpoint(wish, wish.layers_per_span * wish.every)
     count = len(replace(wish, every=1).cut(layers))
-    return replace(wish, spans=count), count
+    return PeriodicCheckpoint(replace(wish, spans=count), count)
 
 
-def _round(values: Sequence[Any]) -> int:
+def _period_of(values: Sequence[Any]) -> int:
     """The fewest entries after which a list repeats itself; its length when it does not."""
     return next(
         period for period in range(1, len(values) + 1) if list(values[period:]) == list(values[:-period])
     )
 
 
-def _built(job: Job, setup: Setup) -> nn.Module:
+def _meta_model(job: Job, setup: Setup) -> nn.Module:
     import torch
 
     with torch.device("meta"):
         return instantiate(job, dtype=setup.weights_dtype, attention=setup.attention)
 
 
-def comes_round(model: nn.Module, layers: int, period: int) -> bool:
+def is_periodic(model: nn.Module, layers: int, period: int) -> bool:
     """Whether each stack's layers, but for the first period and the last, are as those one period on."""
     import torch
 
@@ -97,8 +105,8 @@ def comes_round(model: nn.Module, layers: int, period: int) -> bool:
         if isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential)) and len(module) == layers
     ]
     for stack in stacks:
-        seen = [_description(layer) for layer in stack]
-        if any(seen[at] != seen[at + period] for at in range(period, layers - 2 * period)):
+        kinds = [_description(layer) for layer in stack]
+        if any(kinds[at] != kinds[at + period] for at in range(period, layers - 2 * period)):
             return False
     return bool(stacks)
 

@@ -30,7 +30,7 @@ class MicroBatchProfile(NamedTuple):
     work: Work
 
 
-class _Stretch(NamedTuple):
+class _MicroBatchMarks(NamedTuple):
     """The marks of one micro-batch or update."""
 
     number: int
@@ -45,13 +45,13 @@ def profile_micro_batches(recording: Recording) -> Iterator[MicroBatchProfile]:
     lasting = _lasting(trace.events[:over])
     all_made = max((at for at in range(over) if trace.events[at] in lasting), default=0) + 1
     live, kernels = _live(trace, lasting), iter(trace.kernels)
-    stretches = _stretches(marks)
-    ends = [*(stretch.marks[0].event for stretch in stretches[1:]), over]
-    for (number, stretch), end in zip(stretches, ends, strict=True):
+    parts = _marks_by_micro_batch(marks)
+    ends = [*(part.marks[0].event for part in parts[1:]), over]
+    for (number, part), end in zip(parts, ends, strict=True):
         ran: list[Kernel] = []
         waits: list[int] = []
-        start = before = stretch[0].event
-        for mark in stretch:
+        start = before = part[0].event
+        for mark in part:
             if mark.kind is MarkKind.KERNEL:
                 kernel = next(kernels)
                 if before >= all_made or not _only_lasts(trace, before, mark.event, lasting, kernel):
@@ -63,9 +63,9 @@ def profile_micro_batches(recording: Recording) -> Iterator[MicroBatchProfile]:
         yield MicroBatchProfile(number, _peaks(trace, live, lasting, start, end), live[end - 1], work)
 
 
-def _stretches(marks: Sequence[Mark]) -> list[_Stretch]:
+def _marks_by_micro_batch(marks: Sequence[Mark]) -> list[_MicroBatchMarks]:
     """The marks of each micro-batch and each update, from the first step on."""
-    stretches: list[_Stretch] = []
+    parts: list[_MicroBatchMarks] = []
     number, phase = -1, ""
     for mark in marks:
         if mark.kind is MarkKind.PHASE and mark.step >= 0:
@@ -76,13 +76,13 @@ def _stretches(marks: Sequence[Mark]) -> list[_Stretch]:
             else:
                 following = number + ((phase, mark.phase) == ("backward", "load"))
             if following != number:
-                stretches.append(_Stretch(following, []))
+                parts.append(_MicroBatchMarks(following, []))
             number = following
         if mark.kind is MarkKind.PHASE:
             phase = mark.phase
-        if stretches:
-            stretches[-1].marks.append(mark)
-    return stretches
+        if parts:
+            parts[-1].marks.append(mark)
+    return parts
 
 
 def _lasting(events: Sequence[int]) -> set[int]:

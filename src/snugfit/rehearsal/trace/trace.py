@@ -26,7 +26,7 @@ WITH_BIAS = frozenset({"aten::addmm", "aten::baddbmm"})
 MATRIX_PRODUCTS = WITH_BIAS | {"aten::mm", "aten::bmm", "aten::_grouped_mm"}
 
 CASTS, STRIDED, TRANSPOSED, WITH_DROPOUT = "casts", "strided", "transposed", "with dropout"
-"""Values of `Kernel.layout`."""
+"""The values that `Kernel.layout` may have."""
 
 
 class Block(NamedTuple):
@@ -64,7 +64,7 @@ class Mark(NamedTuple):
     """A moment of a run."""
 
     event: int
-    """Events before it."""
+    """How many events come before it."""
     step: int
     """Optimizer step; -1 before the first."""
     phase: str
