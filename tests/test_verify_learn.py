@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from snugfit.cli.remember import remember
+from snugfit.cli.calibration import remember
 from snugfit.comparison.compared_runs import ComparedRun
 from snugfit.errors import SnugfitError
 from snugfit.evaluation import learn as learning
@@ -220,7 +220,7 @@ def test_a_folder_that_cannot_be_written_is_one_error(monkeypatch: pytest.Monkey
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("snugfit.cli.remember.write_document", full)
+    monkeypatch.setattr("snugfit.cli.calibration.write_document", full)
     with pytest.raises(SnugfitError, match=r"cannot be written \(No space left"):
         remember(TAUGHT, runs_on(packaged_rates(GPU), recipes=RECIPES[:3]), GPU)
     assert rates_for(GPU) == packaged_rates(GPU)

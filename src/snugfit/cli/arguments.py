@@ -19,73 +19,54 @@ if TYPE_CHECKING:
 
 JOB, HOW, WHERE = "The job", "How it is done", "Where it must fit"
 
+
+def option(panel: str, help: str, *names: str, **more: Any) -> Any:
+    """typer's option in one panel of the help."""
+    return typer.Option(*names, help=help, rich_help_panel=panel, **more)
+
+
 Model = Annotated[
     str | None,
     typer.Argument(
         help="A preset (bert-large-uncased), a folder, a config.json, or a hub id.", show_default=False
     ),
 ]
-Task = Annotated[
-    str | None, typer.Option(help="sequence-classification, causal-lm, seq2seq-lm, ...", rich_help_panel=JOB)
-]
-SequenceLength = Annotated[
-    int | None, typer.Option(help="Tokens of one sequence. [512]", rich_help_panel=JOB)
-]
+Task = Annotated[str | None, option(JOB, "sequence-classification, causal-lm, seq2seq-lm, ...")]
+SequenceLength = Annotated[int | None, option(JOB, "Tokens of one sequence. [512]")]
 TargetLength = Annotated[
-    int | None, typer.Option(help="Tokens of one target, for models with a decoder of their own. [128]",
-                             rich_help_panel=JOB)
-]  # fmt: skip
-Padding = Annotated[
-    float | None, typer.Option(help="Fraction of each sequence that is padding. [0]", rich_help_panel=JOB)
+    int | None, option(JOB, "Tokens of one target, for models with a decoder of their own. [128]")
 ]
+Padding = Annotated[float | None, option(JOB, "Fraction of each sequence that is padding. [0]")]
 BatchSize = Annotated[
-    int | None, typer.Option(help="Samples of one optimizer step, all micro-batches together. [4]",
-                             rich_help_panel=JOB)
-]  # fmt: skip
-Labels = Annotated[
-    int | None, typer.Option(help="Classes of a classification head. [2]", rich_help_panel=JOB)
+    int | None, option(JOB, "Samples of one optimizer step, all micro-batches together. [4]")
 ]
-Clip = Annotated[
-    float | None, typer.Option(help="Largest gradient norm. \\[no clipping]", rich_help_panel=JOB)
-]
-Phase = Annotated[str | None, typer.Option(help="train or evaluate. \\[train]", rich_help_panel=JOB)]
-JobFile = Annotated[
-    Path | None, typer.Option("--job", help="A YAML file with these arguments.", rich_help_panel=JOB)
-]
+Labels = Annotated[int | None, option(JOB, "Classes of a classification head. [2]")]
+Clip = Annotated[float | None, option(JOB, "Largest gradient norm. \\[no clipping]")]
+Phase = Annotated[str | None, option(JOB, "train or evaluate. \\[train]")]
+JobFile = Annotated[Path | None, option(JOB, "A YAML file with these arguments.", "--job")]
 ArgumentsFile = Annotated[
     Path | None,
-    typer.Option(
+    option(
+        JOB,
+        "TrainingArguments (JSON, YAML, .py), an accelerate, DeepSpeed or axolotl config to start from.",
         "--arguments",
-        help="TrainingArguments (JSON, YAML, .py), an accelerate, DeepSpeed or axolotl config to start from.",
-        rich_help_panel=JOB,
     ),
 ]
 Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Change one key of the job file; repeatable.",
-                 rich_help_panel=JOB),
-]  # fmt: skip
-Online = Annotated[
-    bool, typer.Option("--online", help="May fetch a configuration from the hub.", rich_help_panel=JOB)
+    list[str] | None, option(JOB, "Change one key of the job file; repeatable.", "--set", metavar="KEY=VALUE")
 ]
+Online = Annotated[bool, option(JOB, "May fetch a configuration from the hub.", "--online")]
 RecipeText = Annotated[
-    str | None,
-    typer.Option("--recipe", help='Techniques: "bf16 + every_layer + micro_batches(4)". \\[plain]',
-                 rich_help_panel=HOW),
-]  # fmt: skip
-Loop = Annotated[
-    str | None, typer.Option(help="plain, accelerate or trainer. \\[plain]", rich_help_panel=HOW)
+    str | None, option(HOW, 'Techniques: "bf16 + every_layer + micro_batches(4)". \\[plain]', "--recipe")
 ]
+Loop = Annotated[str | None, option(HOW, "plain, accelerate or trainer. \\[plain]")]
 GpuName = Annotated[
-    str | None, typer.Option("--gpu", help="h200, v100-16gb, 'rtx 4090'; snugfit gpus lists them.",
-                             rich_help_panel=WHERE)
-]  # fmt: skip
-Memory = Annotated[
-    str | None, typer.Option(help="Memory that may be used: 24GiB, 16GB, 16000MiB.", rich_help_panel=WHERE)
+    str | None, option(WHERE, "h200, v100-16gb, 'rtx 4090'; snugfit gpus lists them.", "--gpu")
 ]
+Memory = Annotated[str | None, option(WHERE, "Memory that may be used: 24GiB, 16GB, 16000MiB.")]
 Format = Annotated[Literal["terminal", "markdown", "json"], typer.Option("--format", help="What to print.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
-Fresh = Annotated[bool, typer.Option("--fresh", help="Ask again, also when the answer is remembered.")]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Compute again, also when the answer is cached.")]
 
 
 def _job_arguments(

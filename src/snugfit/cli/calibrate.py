@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import typer
 
 from snugfit.cli import arguments as given
 from snugfit.cli.here import gpu_here
-from snugfit.errors import GpuError, SnugfitError
+from snugfit.errors import GpuError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from snugfit.comparison.calibrate import ProbeReading
+    from snugfit.prediction.rates import Rates
 
 
 def calibrate(as_json: given.AsJson = False) -> None:
-    """Measure this GPU and its host in about a minute; predictions for it use what was found."""
-    here = gpu_here()
-    if here is None:
+    """Measure this GPU and its host in about a minute; later predictions for it use the result."""
+    name = gpu_here()
+    if name is None:
         raise GpuError("There is no GPU here to calibrate.")
-    from snugfit.cli.progress import telling
+    from snugfit.cli.calibration import write_calibration
+    from snugfit.cli.progress import show_progress
     from snugfit.comparison.calibrate import calibrate as run
-    from snugfit.documents import write_document
     from snugfit.job.gpu import find_gpu
-    from snugfit.prediction.rates import calibration_file
-    from snugfit.report.evaluation.calibration import render
     from snugfit.report.text.terminal import show, show_json
     from snugfit.versions import versions
 
-    gpu = find_gpu(here)
-    with telling() as tell:
+    gpu = find_gpu(name)
+    with show_progress() as tell:
         rates, readings = run(gpu, tell=tell)
     document = {
         "schema": 1,
@@ -33,14 +40,28 @@ def calibrate(as_json: given.AsJson = False) -> None:
         "readings": [reading.to_json() for reading in readings],
         "versions": versions(),
     }
-    file = calibration_file(gpu)
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_document(file, document)
-    except OSError as error:
-        raise SnugfitError(f"{file}: cannot be written ({error.strerror}).") from None
+    file = write_calibration(gpu, document)
     if as_json:
         show_json(document)
     else:
-        show(render(rates, readings))
+        show(_table(rates, readings))
         typer.echo(f"Written: {file}")
+
+
+def _table(rates: Rates, readings: Sequence[ProbeReading]) -> Table:
+    """One row a probe: predicted, measured, and the factor that corrects it."""
+    from snugfit.report.text.terminal import table
+    from snugfit.units import show_seconds
+
+    rows = [
+        (
+            reading.probe.corrects,
+            reading.probe.recipe,
+            show_seconds(reading.predicted_seconds),
+            show_seconds(reading.measured_seconds) if reading.measured_seconds else "",
+            f"{reading.factor:.2f}" if reading.factor else reading.why,
+        )
+        for reading in readings
+    ]
+    heads = ("Probe", "Recipe", "predicted>", "measured>", "factor>")
+    return table(heads, rows, title=f"{rates.gpu}: seconds of a step before and after")

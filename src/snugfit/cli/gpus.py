@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from snugfit.cli.request import Request
     from snugfit.job.gpu import Gpu
     from snugfit.planning.fleet.gpu_plans import GpuPlans
+    from snugfit.planning.fleet.prices import Prices
 
 MONEY = "What it costs"
 
@@ -31,30 +32,25 @@ Names = Annotated[
 ]
 For = Annotated[
     str | None,
-    typer.Option("--for", metavar="MODEL", help="Plan this model's job on each GPU. A preset, a folder, ...",
-                 rich_help_panel=given.JOB),
-]  # fmt: skip
+    given.option(given.JOB, "Plan this model on each GPU: a preset, a folder, ...", "--for", metavar="MODEL"),
+]
 Objective = Annotated[
     Literal["speed", "memory", "cost"],
-    typer.Option(
-        help="What is best on each GPU: the fastest that fits, the smallest, or the cheapest; and the order.",
-        rich_help_panel=given.HOW,
+    given.option(
+        given.HOW,
+        "Best on each GPU, and the order: the fastest that fits, the smallest, or the cheapest.",
     ),
 ]
-PriceFile = Annotated[
-    Path | None,
-    typer.Option("--prices", help="YAML or JSON of USD an hour, by GPU.", rich_help_panel=MONEY),
-]
+PriceFile = Annotated[Path | None, given.option(MONEY, "YAML or JSON of USD an hour, by GPU.", "--prices")]
 Price = Annotated[
     list[str] | None,
-    typer.Option("--price", metavar="NAME=USD", help="What an hour of one GPU costs; repeatable.",
-                 rich_help_panel=MONEY),
-]  # fmt: skip
+    given.option(MONEY, "What an hour of one GPU costs; repeatable.", "--price", metavar="NAME=USD"),
+]
 
 _JOB = given.job_parameters(without=("model", "recipe", "loop", "gpu"))
 
 
-def _asked(
+def _arguments(
     names: Names = None,
     for_model: For = None,
     *,
@@ -77,59 +73,58 @@ def gpus(**asked: Any) -> int:
     from snugfit.job.gpu import all_gpus, find_gpu
 
     named = [find_gpu(name) for name in asked["names"] or ()]
-    found = list({gpu.key: gpu for gpu in named or all_gpus()}.values())
+    listed = list({gpu.key: gpu for gpu in named or all_gpus()}.values())
     if asked["for_model"] or asked["job_file"] or asked["arguments_file"]:
-        return _plan(found, asked)
+        return _plan(listed, asked)
     _refuse_without_job(asked)
-    _list(found, asked)
+    _list(listed, asked)
     return 0
 
 
-_OWN = list(inspect.signature(_asked, eval_str=True).parameters.values())
+_OWN = list(inspect.signature(_arguments, eval_str=True).parameters.values())
 gpus.__signature__ = inspect.Signature([*_OWN[:2], *_JOB, *_OWN[2:]])  # type: ignore[attr-defined]
 
 
 def _refuse_without_job(asked: Mapping[str, Any]) -> None:
     listing = ("names", "form", "as_json")
-    for each in (*_JOB, *_OWN):
-        if each.name not in listing and asked[each.name] not in (each.default, None, [], ()):
-            flag = each.name.replace("_", "-")
+    for parameter in (*_JOB, *_OWN):
+        if parameter.name not in listing and asked[parameter.name] not in (parameter.default, None, [], ()):
+            flag = parameter.name.replace("_", "-")
             raise UsageError(f"--{flag} is about a job, and none was named. Add --for MODEL and --task.")
     if asked["form"] == "markdown":
         raise UsageError("--format markdown is for plans. Add --for MODEL and --task, or leave it out.")
 
 
-def _list(found: Sequence[Gpu], asked: Mapping[str, Any]) -> None:
+def _list(gpus: Sequence[Gpu], asked: Mapping[str, Any]) -> None:
     from snugfit.report.gpus import render, render_one
     from snugfit.report.text.terminal import show, show_json
 
     if asked["as_json"] or asked["form"] == "json":
-        show_json({"schema": 1, "what": "gpus", "gpus": [gpu.to_json() for gpu in found]})
+        show_json({"schema": 1, "what": "gpus", "gpus": [gpu.to_json() for gpu in gpus]})
     else:
-        show(render_one(found[0]) if len(found) == 1 else render(found))
+        show(render_one(gpus[0]) if len(gpus) == 1 else render(gpus))
 
 
 # ---- the same plan on each ---------------------------------------------------------------------------------
 
 
-def _plan(found: Sequence[Gpu], asked: Mapping[str, Any]) -> int:
-    from snugfit.cli.prices import read_prices
+def _plan(gpus: Sequence[Gpu], asked: Mapping[str, Any]) -> int:
     from snugfit.planning.fleet.prices import steps_of
 
-    prices = read_prices(asked["prices"], asked["price"] or ())
+    prices = _read_prices(asked["prices"], asked["price"] or ())
     if asked["objective"] == "cost" and not prices.per_hour:
         raise UsageError("--objective cost needs prices: add --prices FILE, or --price h200=2.5 and so on.")
-    job_arguments = {each.name: asked[each.name] for each in _JOB} | {"model": asked["for_model"]}
-    request = given.read_request(job_arguments)
+    about_job = {parameter.name: asked[parameter.name] for parameter in _JOB}
+    request = given.read_request(about_job | {"model": asked["for_model"]})
     _refuse(request)
     steps = steps_of(asked["samples"], asked["steps"], request.job.batch_size)
-    answers = _answers(request, found, steps, asked)
+    answers = _answers(request, gpus, steps, asked)
     _print(answers, prices, "json" if asked["as_json"] else asked["form"])
     return 0 if answers.fitting else NothingFits.exit_code
 
 
 def _refuse(request: Request) -> None:
-    """What a job file may say, and this question has no use for."""
+    """Raises `UsageError` for what a job file may say and plans for many GPUs do not take."""
     from snugfit.techniques.recipe import Recipe
 
     if request.recipe != Recipe() and not request.reading:
@@ -140,28 +135,59 @@ def _refuse(request: Request) -> None:
         raise UsageError("gpu and memory have no place here: name the GPUs after `snugfit gpus`, or none.")
 
 
-def _answers(request: Request, found: Sequence[Gpu], steps: int | None, asked: Mapping[str, Any]) -> GpuPlans:
-    from snugfit.cli.plan_cache import key_of, recall, remember
-    from snugfit.cli.progress import telling
+def _answers(request: Request, gpus: Sequence[Gpu], steps: int | None, asked: Mapping[str, Any]) -> GpuPlans:
+    from snugfit.cli.plan_cache import answer, key_of
     from snugfit.planning.fleet.gpu_plans import GpuPlans
     from snugfit.planning.fleet.search_gpus import plan_gpus
 
-    wanted = asked["objective"]
-    objective = "speed" if wanted == "cost" else wanted
+    objective = "speed" if asked["objective"] == "cost" else asked["objective"]
     question = {"fidelity": asked["fidelity"], "objective": objective, "steps": steps}
-    key = key_of(request.job, *found, what="gpus", **question)
-    if key and not asked["fresh"] and (known := recall(key, GpuPlans.from_json)):
-        return replace(known, objective=wanted)
-    with telling() as tell:
-        answers = plan_gpus(request.job, found, workers=asked["workers"], tell=tell, **question)
-    if key:
-        remember(key, answers)
-    return replace(answers, objective=wanted)
+    answers = answer(
+        key_of(request.job, *gpus, what="gpus", **question),
+        GpuPlans.from_json,
+        lambda tell: plan_gpus(request.job, gpus, workers=asked["workers"], tell=tell, **question),
+        fresh=asked["fresh"],
+    )
+    return replace(answers, objective=asked["objective"])
 
 
-def _print(found: GpuPlans, prices: Any, form: str) -> None:
+def _print(plans: GpuPlans, prices: Prices, form: str) -> None:
     from snugfit.planning.fleet.prices import document
     from snugfit.report.plan.gpu_plans import render
     from snugfit.report.text.page import print_as
 
-    print_as(form, {**found.to_json(), "run": document(found, prices)}, render(found, prices))
+    print_as(form, {**plans.to_json(), "run": document(plans, prices)}, render(plans, prices))
+
+
+# ---- prices ------------------------------------------------------------------------------------------------
+
+EXAMPLE = "Write lines such as `h200: 2.5`: a GPU's name, and USD for an hour of it."
+
+
+def _read_prices(file: Path | None, single: Sequence[str]) -> Prices:
+    """The prices in `file` (YAML or JSON), and `NAME=PRICE` pairs, which are stronger. Raises `UsageError`
+    and `GpuError` for what is no price of a GPU of the table."""
+    from snugfit.planning.fleet.prices import Prices
+
+    known = Prices.of(_document(file).items(), str(file)) if file else Prices()
+    return known.with_(Prices.of(map(_pair, single), "--price"))
+
+
+def _document(file: Path) -> dict[Any, Any]:
+    from snugfit.user_files import load_json, load_yaml, read_text
+
+    text = read_text(file, what="file of prices")
+    document = (load_json if file.suffix.lower() == ".json" else load_yaml)(text, str(file))
+    if not isinstance(document, dict) or not document:
+        raise UsageError(f"{file}: this holds no prices. {EXAMPLE}")
+    return document
+
+
+def _pair(text: str) -> tuple[str, Any]:
+    name, equals, price = text.rpartition("=")
+    if not equals or not name.strip():
+        raise UsageError(f"--price {text!r}: write NAME=PRICE, for example --price h200=2.5.")
+    try:
+        return name.strip(), float(price)
+    except ValueError:
+        return name.strip(), price.strip()

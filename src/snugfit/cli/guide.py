@@ -38,7 +38,7 @@ def guide(
     as_json: given.AsJson = False,
 ) -> None:
     """Predict (and measure) the experiments of the Hugging Face single-GPU guide."""
-    from snugfit.cli.progress import telling
+    from snugfit.cli.progress import show_progress
     from snugfit.errors import GpuError
     from snugfit.job.gpu import find_gpu
     from snugfit.report.text.files import writable_folder
@@ -53,7 +53,7 @@ def guide(
     from snugfit.evaluation.guide import run
     from snugfit.report.evaluation.guide import write
 
-    with telling() as tell:
+    with show_progress() as tell:
         result = run(
             wanted, measure=measure, ledger=folder / "runs", workers=workers or os.cpu_count() or 1, tell=tell
         )

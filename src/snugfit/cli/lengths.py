@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,29 +22,27 @@ if TYPE_CHECKING:
 
 File = Annotated[
     Path,
-    typer.Option(
+    given.option(
+        given.JOB,
+        "Tokens of each sample: .txt, .csv, .tsv, .jsonl, or .json (a list or histogram).",
         "--lengths",
-        help="Tokens of each sample: .txt (one a line), .csv, .tsv, .jsonl, .json (a list, or a histogram).",
-        rich_help_panel=given.JOB,
     ),
 ]
 Planned = Annotated[
     Path | None,
-    typer.Option(
+    given.option(
+        given.JOB,
+        "Tokens of each sample: plan for the longest, and say how to pad.",
         "--lengths",
-        help="Tokens of each sample: plan for the longest, and say how to pad (snugfit lengths).",
-        rich_help_panel=given.JOB,
     ),
 ]
 Column = Annotated[
-    str | None,
-    typer.Option(help="The column or key that holds the lengths. \\[length]", rich_help_panel=given.JOB),
+    str | None, given.option(given.JOB, "The column or key that holds the lengths. \\[length]")
 ]
 Truncate = Annotated[
     int | None,
-    typer.Option(metavar="TOKENS", help="Also say what cutting longer sequences brings: another job.",
-                 min=1, rich_help_panel=given.JOB),
-]  # fmt: skip
+    given.option(given.JOB, "Also predict cutting longer sequences: another job.", metavar="TOKENS", min=1),
+]
 
 
 @given.about_a_job
@@ -64,40 +62,28 @@ def lengths(
         raise UsageError("Lengths are compared in seconds, and seconds need a GPU: add --gpu NAME.")
     if request.software != "installed":
         raise UsageError("Lengths are for the installed software. Leave the software profile out.")
-    found = plan_of(request, truncate, fresh=fresh)
-    show(found, "json" if as_json else form)
-    return 0 if found.best or not found.ways else NothingFits.exit_code
+    plan = plan_of(request, truncate, fresh=fresh)
+    show(plan, "json" if as_json else form)
+    return 0 if plan.best or not plan.ways else NothingFits.exit_code
 
 
 def plan_of(request: Request, cut: int | None = None, *, fresh: bool = False) -> LengthPlan:
     """The answer to a request with lengths and a GPU, remembered like a plan."""
-    from snugfit.cli.plan_cache import key_of, recall, remember
-    from snugfit.cli.progress import telling
+    from snugfit.cli.plan_cache import answer, key_of
     from snugfit.planning.lengths.length_plan import LengthPlan
     from snugfit.planning.lengths.lengths import plan_lengths
 
     assert request.lengths is not None
     assert request.gpu is not None
-    asked = {"memory_bytes": request.memory_bytes, "loop": request.loop, "cut": cut}
-    key = key_of(
-        request.job, request.gpu, what="lengths", of=request.lengths, recipe=str(request.recipe), **asked
+    gpu, of = request.gpu, request.lengths
+    asked: dict[str, Any] = {"memory_bytes": request.memory_bytes, "loop": request.loop, "cut": cut}
+    key = key_of(request.job, gpu, what="lengths", of=of, recipe=str(request.recipe), **asked)
+    return answer(
+        key,
+        LengthPlan.from_json,
+        lambda tell: plan_lengths(request.job, request.recipe, lengths=of, gpu=gpu, tell=tell, **asked),
+        fresh=fresh,
     )
-    if key and not fresh and (known := recall(key, LengthPlan.from_json)):
-        return known
-    with telling() as tell:
-        found = plan_lengths(
-            request.job,
-            request.recipe,
-            lengths=request.lengths,
-            gpu=request.gpu,
-            memory_bytes=request.memory_bytes,
-            loop=request.loop,
-            cut=cut,
-            tell=tell,
-        )
-    if key:
-        remember(key, found)
-    return found
 
 
 def show_planned(
@@ -111,16 +97,16 @@ def show_planned(
         show_plan(plan, form)
         typer.echo()
     best = Recipe.parse(plan.shown.recipe)
-    found = plan_of(replace(request, recipe=best, loop="plain"), fresh=fresh)
+    padding = plan_of(replace(request, recipe=best, loop="plain"), fresh=fresh)
     if form == "json":
-        show_json({**plan.to_json(), "lengths": found.to_json()})
+        show_json({**plan.to_json(), "lengths": padding.to_json()})
     else:
-        show(found, form)
+        show(padding, form)
 
 
-def show(found: LengthPlan, form: str) -> None:
+def show(padding: LengthPlan, form: str) -> None:
     """Prints the answer in the form that was asked for."""
     from snugfit.report.plan.lengths import render
     from snugfit.report.text.page import print_as
 
-    print_as(form, found.to_json(), render(found))
+    print_as(form, padding.to_json(), render(padding))

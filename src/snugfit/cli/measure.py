@@ -8,8 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from snugfit.cli import arguments as given
 from snugfit.cli.here import gpu_here
 from snugfit.cli.request import Request
@@ -21,16 +19,12 @@ if TYPE_CHECKING:
 
 RUN = "The run"
 
-Steps = Annotated[int, typer.Option(help="Steady steps that are timed.", rich_help_panel=RUN)]
-Warmup = Annotated[int, typer.Option(help="Steps before them.", rich_help_panel=RUN)]
-Device = Annotated[
-    str | None, typer.Option(help="cuda, cuda:1 or cpu. \\[a GPU if there is one]", rich_help_panel=RUN)
-]
-Deadline = Annotated[float, typer.Option(help="Seconds after which the run is ended.", rich_help_panel=RUN)]
-Ledger = Annotated[Path, typer.Option(help="Folder in which the run is kept.", rich_help_panel=RUN)]
-Predict = Annotated[
-    bool, typer.Option("--predict", help="Also predict it, and show both side by side.", rich_help_panel=RUN)
-]
+Steps = Annotated[int, given.option(RUN, "Steady steps that are timed.")]
+Warmup = Annotated[int, given.option(RUN, "Steps before them.")]
+Device = Annotated[str | None, given.option(RUN, "cuda, cuda:1 or cpu. \\[a GPU if there is one]")]
+Deadline = Annotated[float, given.option(RUN, "Seconds after which the run is ended.")]
+Ledger = Annotated[Path, given.option(RUN, "Folder in which the run is kept.")]
+Predict = Annotated[bool, given.option(RUN, "Also predict it, and show both side by side.", "--predict")]
 
 
 @given.about_a_job

@@ -13,7 +13,7 @@ import typer
 from snugfit.cli import arguments as given
 from snugfit.cli import lengths as of_lengths
 from snugfit.cli.request import Request
-from snugfit.cli.verify import show_verified, verified, with_gpu_here
+from snugfit.cli.verify import show_verified, verify_plan, with_gpu_here
 from snugfit.errors import NothingFits, UsageError
 
 if TYPE_CHECKING:
@@ -22,21 +22,19 @@ if TYPE_CHECKING:
 RUN = "The run"
 
 Fidelity = Annotated[
-    Literal["same", "rounds", "learns"],
-    typer.Option(help="The least exact that is allowed.", rich_help_panel=given.HOW),
+    Literal["same", "rounds", "learns"], given.option(given.HOW, "The least exact that is allowed.")
 ]
 Objective = Annotated[
     Literal["speed", "memory", "cost"],
-    typer.Option(
-        help="What is best: the fastest that fits, the smallest, or the cheapest (on one GPU the fastest).",
-        rich_help_panel=given.HOW,
+    given.option(
+        given.HOW,
+        "The fastest that fits, the smallest, or the cheapest (on one GPU the fastest).",
     ),
 ]
 Samples = Annotated[
-    int | None,
-    typer.Option(help="Length of the run, in samples: start-up then counts too.", min=1, rich_help_panel=RUN),
+    int | None, given.option(RUN, "Length of the run, in samples: start-up then counts too.", min=1)
 ]
-Steps = Annotated[int | None, typer.Option(help="Length of the run, in steps.", min=1, rich_help_panel=RUN)]
+Steps = Annotated[int | None, given.option(RUN, "Length of the run, in steps.", min=1)]
 Workers = Annotated[
     int | None, typer.Option(help="Processes that simulate in parallel. \\[two]", min=1, max=64)
 ]
@@ -75,25 +73,25 @@ def plan(
     _refuse(request, plot, verify)
     steps = steps_of(samples, steps, request.job.batch_size)
     asked = {"fidelity": fidelity, "objective": objective, "steps": steps, "ranked": verify or 0}
-    found = _plan(request, asked, workers, fresh=fresh)
+    chosen = _plan(request, asked, workers, fresh=fresh)
     if plot:
         from snugfit.report.plan.plot import draw
         from snugfit.report.text.files import write_atomically
 
-        write_atomically(plot, draw(found, plot.suffix[1:]))
+        write_atomically(plot, draw(chosen, plot.suffix[1:]))
     form = "json" if as_json else form
-    if lengths and found.best:
-        of_lengths.show_planned(request, found, form, show_plan=_print, fresh=fresh)
-    elif not verify or not found.fits or form != "json":
-        _print(found, form)
-    if verify and found.fits:
-        show_verified(found, verified(found, learn=not no_learn, workers=workers), form)
-    return 0 if found.fits else NothingFits.exit_code
+    if lengths and chosen.best:
+        of_lengths.show_planned(request, chosen, form, show_plan=_print, fresh=fresh)
+    elif not verify or not chosen.fits or form != "json":
+        _print(chosen, form)
+    if verify and chosen.fits:
+        show_verified(chosen, verify_plan(chosen, learn=not no_learn, workers=workers), form)
+    return 0 if chosen.fits else NothingFits.exit_code
 
 
 def _refuse(request: Request, plot: Path | None, verify: int | None) -> None:
-    """What belongs to other questions, before long work begins."""
-    from snugfit.report.text.files import writable_folder
+    """Raises `UsageError` for what a plan does not take, before long work begins."""
+    from snugfit.report.text.figure import check_plot_file
     from snugfit.techniques.recipe import Recipe
 
     if request.recipe != Recipe() and not request.reading:
@@ -114,39 +112,29 @@ def _refuse(request: Request, plot: Path | None, verify: int | None) -> None:
         )
     if request.lengths and verify:
         raise UsageError("--lengths and --verify are two questions. Ask one at a time.")
-    if plot and plot.suffix not in (".png", ".svg"):
-        raise UsageError(f"--plot {plot}: a plot is a .png or a .svg file.")
-    if plot:
-        writable_folder(plot.parent)
+    check_plot_file(plot)
 
 
 def _plan(request: Request, asked: dict[str, Any], workers: int | None, *, fresh: bool) -> Plan:
-    from snugfit.cli.plan_cache import key_of, recall, remember
-    from snugfit.cli.progress import telling
+    from snugfit.cli.plan_cache import answer, key_of
     from snugfit.planning.plan import Plan
     from snugfit.planning.search.search import plan as search
 
     start = request.recipe if request.reading else None
     key = key_of(request.job, request.gpu, memory=request.memory_bytes, start=str(start), **asked)
-    if key and not fresh and (known := recall(key, Plan.from_json)):
-        return known
-    with telling() as tell:
-        found = search(
-            request.job,
-            gpu=request.gpu,
-            memory_bytes=request.memory_bytes,
-            workers=workers,
-            start=start,
-            tell=tell,
-            **asked,
-        )
-    if key:
-        remember(key, found)
-    return found
+    how: dict[str, Any] = {
+        "gpu": request.gpu,
+        "memory_bytes": request.memory_bytes,
+        "workers": workers,
+        "start": start,
+    }
+    return answer(
+        key, Plan.from_json, lambda tell: search(request.job, tell=tell, **how, **asked), fresh=fresh
+    )
 
 
-def _print(found: Plan, form: str) -> None:
+def _print(plan: Plan, form: str) -> None:
     from snugfit.report.plan.plan import render
     from snugfit.report.text.page import print_as
 
-    print_as(form, found.to_json(), render(found))
+    print_as(form, plan.to_json(), render(plan))

@@ -18,6 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from snugfit.cli.progress import show_progress
 from snugfit.errors import GpuError, SnugfitError
 from snugfit.prediction.profile import installed_versions
 from snugfit.prediction.rates import rates_for
@@ -28,14 +29,15 @@ if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
     from snugfit.job.job import Job
 
-_Answer = TypeVar("_Answer")
-
 
 class Rememberable(Protocol):
     """What can be written down."""
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object."""
+        """The answer as a JSON object."""
+
+
+_Answer = TypeVar("_Answer", bound=Rememberable)
 
 
 LARGEST_FILE = 16 << 20
@@ -77,6 +79,24 @@ def recall(key: str, read: Callable[[dict[str, Any]], _Answer]) -> _Answer | Non
         return read(document) if isinstance(document, dict) else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SnugfitError):
         return None
+
+
+def answer(
+    key: str | None,
+    read: Callable[[dict[str, Any]], _Answer],
+    ask: Callable[[Callable[[str], None]], _Answer],
+    *,
+    fresh: bool,
+) -> _Answer:
+    """What is remembered under `key`; or, where that is nothing or a `fresh` answer is wanted, what `ask`
+    gives, which shows its progress and is remembered."""
+    if key and not fresh and (known := recall(key, read)):
+        return known
+    with show_progress() as tell:
+        new = ask(tell)
+    if key:
+        remember(key, new)
+    return new
 
 
 def remember(key: str, answer: Rememberable) -> None:

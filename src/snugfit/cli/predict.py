@@ -17,18 +17,13 @@ if TYPE_CHECKING:
     from snugfit.results.prediction import Prediction
 
 Software = Annotated[
-    str | None,
-    typer.Option(
-        help="installed, or a profile such as published-2022. \\[installed]", rich_help_panel=given.HOW
-    ),
+    str | None, given.option(given.HOW, "installed, or a profile such as published-2022. \\[installed]")
 ]
 Largest = Annotated[
-    Literal["batch", "sequence-length"] | None,
-    typer.Option(help="Find the largest that fits.", rich_help_panel=given.WHERE),
+    Literal["batch", "sequence-length"] | None, given.option(given.WHERE, "Find the largest that fits.")
 ]
 Compare = Annotated[
-    list[str] | None,
-    typer.Option(metavar="RECIPE", help="Another recipe beside it; repeatable.", rich_help_panel=given.HOW),
+    list[str] | None, given.option(given.HOW, "Another recipe beside it; repeatable.", metavar="RECIPE")
 ]
 Operators = Annotated[bool, typer.Option("--operators", help="FLOPs, bytes and kernels by operator group.")]
 

@@ -8,13 +8,13 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def telling() -> Iterator[Callable[[str], None]]:
-    """A function that shows what has begun; the line is gone when the block ends."""
+def show_progress() -> Iterator[Callable[[str], None]]:
+    """A function that shows what is being done; the line is gone when the block ends."""
     if not sys.stderr.isatty():
         yield lambda what: None
         return
     from rich.console import Console
     from rich.text import Text
 
-    with Console(stderr=True, markup=False).status(Text("beginning")) as status:
+    with Console(stderr=True, markup=False).status(Text("starting")) as status:
         yield lambda what: status.update(Text(what))

@@ -11,8 +11,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from snugfit.cli import arguments as given
 from snugfit.cli.request import Request
 from snugfit.cli.streams import say_last
@@ -22,47 +20,28 @@ DATA, RUN = "The data", "The run"
 
 Dataset = Annotated[
     str | None,
-    typer.Option(
-        help="JSONL, CSV, Parquet, text, several of them, a saved `datasets` folder, pictures.",
-        rich_help_panel=DATA,
-    ),
+    given.option(DATA, "JSONL, CSV, Parquet, text, several of them, a saved `datasets` folder, pictures."),
 ]
-EvalDataset = Annotated[str | None, typer.Option(help="The same, to evaluate on.", rich_help_panel=DATA)]
-Tokenizer = Annotated[str | None, typer.Option(help="Its folder. \\[the model's own]", rich_help_panel=DATA)]
+EvalDataset = Annotated[str | None, given.option(DATA, "The same, to evaluate on.")]
+Tokenizer = Annotated[str | None, given.option(DATA, "Folder of the tokenizer. \\[the model's own]")]
 Processor = Annotated[
-    str | None,
-    typer.Option(help="Its folder, for pictures and sound. \\[the model's own]", rich_help_panel=DATA),
+    str | None, given.option(DATA, "Folder of the processor, for pictures and sound. \\[the model's own]")
 ]
-Columns = Annotated[
-    str | None, typer.Option(help='Which is which: "text=review, label=stars".', rich_help_panel=DATA)
-]
-Pack = Annotated[
-    bool | None, typer.Option("--pack", help="Join texts into full sequences.", rich_help_panel=DATA)
-]
+Columns = Annotated[str | None, given.option(DATA, 'Columns by role: "text=review, label=stars".')]
+Pack = Annotated[bool | None, given.option(DATA, "Join texts into full sequences.", "--pack")]
 Weights = Annotated[
-    str | None,
-    typer.Option(help="Folder to begin with, or `random`. \\[the model's own folder]", rich_help_panel=RUN),
+    str | None, given.option(RUN, "Folder of the first weights, or `random`. \\[the model's own folder]")
 ]
-OutputDir = Annotated[
-    str | None, typer.Option(help="Folder for checkpoints and journal.", rich_help_panel=RUN)
-]
-Device = Annotated[
-    str | None, typer.Option(help="cuda, cuda:1 or cpu. \\[a GPU if there is one]", rich_help_panel=RUN)
-]
-MaxSteps = Annotated[int | None, typer.Option(help="Optimizer steps.", rich_help_panel=RUN)]
-Epochs = Annotated[float | None, typer.Option(help="Times through the data. [3]", rich_help_panel=RUN)]
-ReportTo = Annotated[
-    str | None, typer.Option(help="Trackers, such as tensorboard or wandb. [none]", rich_help_panel=RUN)
-]
-LearningRate = Annotated[float | None, typer.Option(help="At its highest. [5e-5]", rich_help_panel=RUN)]
+OutputDir = Annotated[str | None, given.option(RUN, "Folder for checkpoints and journal.")]
+Device = Annotated[str | None, given.option(RUN, "cuda, cuda:1 or cpu. \\[a GPU if there is one]")]
+MaxSteps = Annotated[int | None, given.option(RUN, "Optimizer steps.")]
+Epochs = Annotated[float | None, given.option(RUN, "Passes over the data. [3]")]
+ReportTo = Annotated[str | None, given.option(RUN, "Trackers, such as tensorboard or wandb. [none]")]
+LearningRate = Annotated[float | None, given.option(RUN, "The highest learning rate. [5e-5]")]
 Restart = Annotated[
-    bool,
-    typer.Option("--restart", help="Begin anew; old checkpoints are kept under other names.",
-                 rich_help_panel=RUN),
-]  # fmt: skip
-NoPredict = Annotated[
-    bool, typer.Option("--no-predict", help="On a GPU: train without predicting first.", rich_help_panel=RUN)
+    bool, given.option(RUN, "Start again; old checkpoints are kept under other names.", "--restart")
 ]
+NoPredict = Annotated[bool, given.option(RUN, "On a GPU: train without predicting first.", "--no-predict")]
 
 
 @given.about_a_job

@@ -1,6 +1,6 @@
 """`snugfit plan --verify K`: the plan's best recipes measured on the GPU here, and what is learned from that.
 
-What cannot be verified is said before anything is searched: a search takes a minute.
+What cannot be verified is refused before anything is searched: a search takes a minute.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from snugfit.cli.request import Request
+    from snugfit.evaluation.learn import LearnedFactors
     from snugfit.evaluation.predict_runs import PlannedRecipe
     from snugfit.evaluation.verify import Verification
+    from snugfit.job.gpu import Gpu
     from snugfit.planning.plan import Choice, Plan
-
-MOST_WORKERS = 4
 
 
 def with_gpu_here(request: Request) -> Request:
     """The request for the GPU of this machine. Raises `GpuError` when there is none, or another was named."""
     from snugfit.job.gpu import find_gpu
 
-    here = gpu_here()
-    if here is None:
+    name = gpu_here()
+    if name is None:
         raise GpuError(
             "--verify measures on the GPU of this machine, and there is none here. Leave it out for a plan "
             "alone, or run it where the GPU is."
         )
-    gpu = find_gpu(here)
+    gpu = find_gpu(name)
     if request.gpu is not None and request.gpu.key != gpu.key:
         raise GpuError(
             f"--verify measures on the GPU of this machine, a {gpu.name}; the plan was asked for "
@@ -44,35 +44,39 @@ def with_gpu_here(request: Request) -> Request:
     return replace(request, gpu=gpu)
 
 
-def verified(plan: Plan, *, learn: bool, workers: int | None = None) -> Verification:
-    """The plan's listed recipes measured here; the calibration learns from it, unless told otherwise."""
-    from snugfit.cli.progress import telling
+def verify_plan(plan: Plan, *, learn: bool, workers: int | None = None) -> Verification:
+    """The plan's listed recipes measured here; the calibration learns from them, unless told otherwise."""
+    from snugfit.cli.progress import show_progress
     from snugfit.evaluation.verify import verify
 
     assert plan.gpu is not None
-    recipes = [foreseen(choice, plan.memory_bytes) for choice in plan.ranked]
-    with telling() as tell:
-        found = verify(plan.job, plan.gpu.name, recipes, versions=plan.versions, tell=tell)
-        return (
-            _learned(plan, found, workers or min(MOST_WORKERS, os.cpu_count() or 1), tell) if learn else found
-        )
+    recipes = [planned_recipe(choice, plan.memory_bytes) for choice in plan.ranked]
+    with show_progress() as tell:
+        verification = verify(plan.job, plan.gpu.name, recipes, versions=plan.versions, tell=tell)
+        if not learn:
+            return verification
+        return replace(verification, learned=_learn(plan.gpu, verification, workers or usual_workers(), tell))
 
 
-def _learned(plan: Plan, found: Verification, workers: int, tell: Callable[[str], None]) -> Verification:
-    """With what the calibration took in. What was measured is shown even where nothing can be learned."""
-    from snugfit.cli.remember import remember
+def usual_workers() -> int:
+    """Processes that predict while the GPU is measured: more would crowd the host while steps are timed."""
+    return min(4, os.cpu_count() or 1)
+
+
+def _learn(gpu: Gpu, verification: Verification, workers: int, tell: Callable[[str], None]) -> LearnedFactors:
+    """What the calibration took in, or why nothing: the measurements are shown in any case."""
+    from snugfit.cli.calibration import remember
     from snugfit.evaluation.learn import learn, nothing
 
-    assert plan.gpu is not None
+    runs = verification.runs
     try:
-        what = remember(learn(found.runs, plan.gpu, workers=workers, tell=tell), found.runs, plan.gpu)
+        return remember(learn(runs, gpu, workers=workers, tell=tell), runs, gpu)
     except SnugfitError as failure:
-        what = nothing(str(failure))
-    return replace(found, learned=what)
+        return nothing(str(failure))
 
 
-def foreseen(choice: Choice, memory_bytes: int | None = None) -> PlannedRecipe:
-    """A plan's choice as a run is foreseen."""
+def planned_recipe(choice: Choice, memory_bytes: int | None = None) -> PlannedRecipe:
+    """A plan's choice as the prediction of a run."""
     from snugfit.evaluation.predict_runs import PlannedRecipe
     from snugfit.results.footprint import Footprint
     from snugfit.techniques.recipe import Recipe
@@ -92,14 +96,16 @@ def foreseen(choice: Choice, memory_bytes: int | None = None) -> PlannedRecipe:
     )
 
 
-def show_verified(plan: Plan, found: Verification, form: str) -> None:
-    """Prints it below the plan; as JSON both are one document. Raises `OutsideBand` when a run's bytes part
-    from what was foreseen by more than `snugfit accuracy` allows."""
+def show_verified(plan: Plan, verification: Verification, form: str) -> None:
+    """Prints the verification below the plan; as JSON both are one document. Raises `OutsideBand` when a
+    run's bytes differ from the prediction by more than `snugfit accuracy` allows."""
     from snugfit.report.plan.verify import document, render
     from snugfit.report.text.page import print_as
 
     if form == "markdown":
         typer.echo()
-    print_as(form, document(plan, found), render(found))
-    if found.outside:
-        raise OutsideBand(f"{len(found.outside)} of {len(found.runs)} runs are outside the band.")
+    print_as(form, document(plan, verification), render(verification))
+    if verification.outside:
+        raise OutsideBand(
+            f"{len(verification.outside)} of {len(verification.runs)} runs are outside the band."
+        )

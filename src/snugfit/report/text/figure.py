@@ -10,7 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from snugfit.errors import UsageError
+from snugfit.report.text.files import writable_folder
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -27,6 +31,15 @@ _STYLE = {
     "axes.spines.top": False,
     "axes.spines.right": False,
 }
+
+
+def check_plot_file(path: Path | None) -> None:
+    """Raises `UsageError` when `path` is given and is no `.png` or `.svg` file that could be written."""
+    if path is None:
+        return
+    if path.suffix not in (".png", ".svg"):
+        raise UsageError(f"--plot {path}: a plot is a .png or a .svg file.")
+    writable_folder(path.parent)
 
 
 class Drawing:
