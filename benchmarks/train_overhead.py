@@ -37,7 +37,7 @@ import transformers
 import snugfit
 from snugfit.documents import write_document
 from snugfit.frontends.custom_loop import run as hand_run
-from snugfit.frontends.trainer import step_logger as trainer_lines
+from snugfit.frontends.trainer import step_timer
 from snugfit.job.batch import SyntheticDataset
 from snugfit.job.job import Job
 from snugfit.job.model import Model
@@ -47,7 +47,7 @@ from snugfit.step.build import build_model, build_optimizer
 from snugfit.step.open_step import open_step
 from snugfit.techniques.recipe import Recipe
 from snugfit.training.options import TrainOptions
-from snugfit.training.predicted import nothing_foreseen
+from snugfit.training.predicted import predict_nothing
 from snugfit.training.run.run import Data, Run
 from snugfit.training.run.train import train
 from snugfit.versions import versions
@@ -242,8 +242,8 @@ def main() -> None:
     parser.add_argument("--loops", default="bare,snugfit,trainer", help=f"of {', '.join(LOOPS)}")
     parser.add_argument("--no-checkpoints", action="store_true")
     asked = parser.parse_intermixed_args()
-    for door in (hand_run, trainer_lines):  # it takes seconds, and is no part of a step
-        door.foresees = lambda device: nothing_foreseen
+    for door in (hand_run, step_timer):  # it takes seconds, and is no part of a step
+        door.foresees = lambda device: predict_nothing
     job = Job(
         model=Model.find("bert-large-uncased"), task="sequence-classification", batch_size=4,
         sequence_length=512, clip=asked.clip,

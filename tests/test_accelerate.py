@@ -25,7 +25,7 @@ from small_runs import losses
 from snugfit import accelerate, plan, train
 from snugfit.errors import NothingFits, OutOfMemory, RecipeError, SnugfitError, UsageError
 from snugfit.frontends.custom_loop.run import HandRun, Stopped
-from snugfit.frontends.custom_loop.step import HandStep
+from snugfit.frontends.custom_loop.step import CustomStep
 from snugfit.techniques import roster
 from snugfit.techniques.technique import Slot
 from snugfit.training.generators import random_state
@@ -239,7 +239,7 @@ def test_an_epoch_may_be_left_before_its_end(tmp_path: Path) -> None:
                 for taken, batch in enumerate(run, start=run.steps % 2 + 1):
                     loss = run.step(batch)
                     seen[run.steps] = (loss, run._step.norm)
-                    if run.steps == 3 and run._keeping is not None:
+                    if run.steps == 3 and run._checkpoints is not None:
                         run.save()
                     if run.steps == stop:
                         return seen
@@ -327,7 +327,7 @@ def test_what_is_no_number_stops_before_the_update(tmp_path: Path) -> None:
     again.close()
 
 
-def _exhausts(step: HandStep, at: int) -> None:
+def _exhausts(step: CustomStep, at: int) -> None:
     """Memory runs out in the forward pass of this step, once."""
     plain, begin, begun = step.loss_of, step.take, [0]
 
@@ -511,5 +511,5 @@ def test_it_prints_what_it_does(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert said[0] == "activations are those of every_layer"
     assert [line.split("  ")[0] for line in said if line.startswith("step")] == ["step 3", "step 6"]
     assert "samples/s" in said[1]
-    assert any(line.startswith(f"kept {tmp_path}") for line in said)
+    assert any(line.startswith(f"saved {tmp_path}") for line in said)
     assert said[-1] == "closed after step 6" or said[-2] == "closed after step 6"

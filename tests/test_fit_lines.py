@@ -12,8 +12,8 @@ import transformers
 from fitted import classified, losses_of, model_of, quiet, trainer_of
 from small_runs import Killed, events, small_run
 from snugfit import fit
-from snugfit.frontends.trainer import step_logger as trainer_lines
-from snugfit.training.predicted import Foreseen
+from snugfit.frontends.trainer import step_timer
+from snugfit.training.predicted import PredictedRun
 from snugfit.training.run.train import train
 from tensorboards import logs_under, scalars_in
 
@@ -68,9 +68,9 @@ def test_a_resumed_run_goes_on_in_the_same_journal(tmp_path: Path) -> None:
     assert [event["step"] for event in events(tmp_path, "step")] == [1, 2, 3, 4]
 
 
-def test_what_was_foreseen_stands_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = Foreseen(reserved_bytes=1, step_seconds=100.0, peak_seconds=0.04, samples=8, tokens=80)
-    monkeypatch.setattr(trainer_lines, "foresees", lambda device: lambda job, recipe: expected)
+def test_what_was_predicted_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = PredictedRun(reserved_bytes=1, step_seconds=100.0, peak_seconds=0.04, samples=8, tokens=80)
+    monkeypatch.setattr(step_timer, "run_predictor", lambda device: lambda job, recipe: expected)
     run_of(tmp_path).train()
     (told,) = events(tmp_path, "foreseen")
     assert (told["recipe"], told["step_seconds"]) == ("micro_batches(2)", 100.0)
@@ -78,7 +78,7 @@ def test_what_was_foreseen_stands_beside(tmp_path: Path, monkeypatch: pytest.Mon
         assert event["mfu"] == pytest.approx(0.04 * event["tokens"] / 80 / event["seconds"])
     (ended,) = events(tmp_path, "ended")
     assert "a step: 100.00 s predicted" in ended["text"]
-    assert "part by more than a fifth" in ended["text"]
+    assert "differ by more than a fifth" in ended["text"]
 
 
 def test_nothing_is_foreseen_of_an_optimizer_of_ones_own(
@@ -86,7 +86,7 @@ def test_nothing_is_foreseen_of_an_optimizer_of_ones_own(
 ) -> None:
     import torch
 
-    monkeypatch.setattr(trainer_lines, "foresees", lambda device: pytest.fail)
+    monkeypatch.setattr(step_timer, "run_predictor", lambda device: pytest.fail)
     model = model_of("bert")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     trainer = trainer_of(tmp_path, model, classified(), more={"optimizers": (optimizer, None)})

@@ -12,9 +12,9 @@ from fitted import classified, copy_of, losses_of, model_of, spoken, trainer_of
 from snugfit import fit
 from snugfit.errors import OutOfMemory
 from snugfit.frontends.next_recipe import goes_on_live
-from snugfit.frontends.trainer import out_of_memory as trainer_memory
+from snugfit.frontends.trainer import fit_run
 from snugfit.techniques.recipe import Recipe
-from snugfit.training import thrash
+from snugfit.training import step_logger
 from snugfit.training.checkpoint.manifest import verify
 
 
@@ -106,7 +106,7 @@ def follows(monkeypatch: pytest.MonkeyPatch, *recipes: str) -> list[str]:
 
         return following
 
-    monkeypatch.setattr(trainer_memory, "next_recipe", next_recipe)
+    monkeypatch.setattr(fit_run, "next_recipe", next_recipe)
     return causes
 
 
@@ -153,7 +153,7 @@ def test_short_memory_leads_to_the_next_recipe_at_a_border(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts = iter(range(99))
-    monkeypatch.setattr(thrash, "retries_of", lambda device: next(counts))
+    monkeypatch.setattr(step_logger, "retries_of", lambda device: next(counts))
     causes = follows(monkeypatch, "every_layer")
     model, data = model_of("bert"), classified(24)
     trainer, told = run_of(tmp_path, model, data, "plain", max_steps=12)
@@ -180,7 +180,7 @@ def test_what_a_live_model_can_go_on_under(following: str, suits: bool) -> None:
 
 def test_single_samples_are_the_end(tmp_path: Path) -> None:
     trainer, _ = run_of(tmp_path, limited(model_of("bert"), 0), classified(22), "plain")
-    with pytest.raises(OutOfMemory, match="cut into single samples already"):
+    with pytest.raises(OutOfMemory, match="No other recipe is left"):
         trainer.train()
 
 

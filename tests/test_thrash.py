@@ -14,8 +14,9 @@ from small_runs import bert_job, events, losses, small_run
 from snugfit.job.job import Job
 from snugfit.job.model import Model
 from snugfit.techniques.recipe import Recipe
-from snugfit.training import thrash
-from snugfit.training.run.loop import Poisoned, TrainingStep
+from snugfit.training import step_logger
+from snugfit.training.journal import Journal
+from snugfit.training.run.loop import TrainingStep, WeightsNonFinite
 from snugfit.training.run.train import train
 
 
@@ -28,7 +29,7 @@ def short(monkeypatch: pytest.MonkeyPatch, retries: dict[int, int]) -> None:
         state["count"] += retries.get(state["read"], 0)
         return state["count"]
 
-    monkeypatch.setattr(thrash, "retries_of", retries_of)
+    monkeypatch.setattr(step_logger, "retries_of", retries_of)
 
 
 def still(job: Job) -> Job:
@@ -90,7 +91,7 @@ def test_what_was_built_before_is_given_back_first(
         return running
 
     monkeypatch.setattr(opened, "open_run", open_run)
-    faults = {"out": lambda: torch.OutOfMemoryError("CUDA out of memory."), "wrong": Poisoned}
+    faults = {"out": lambda: torch.OutOfMemoryError("CUDA out of memory."), "wrong": WeightsNonFinite}
     plain_take, taken = TrainingStep.take, [0]
 
     def take(self: TrainingStep, running: Any, *more: Any) -> Any:
@@ -136,9 +137,10 @@ def test_what_cannot_be_kept_is_no_reason_to_go_back(tmp_path: Path, monkeypatch
 
 def test_retries_now_and_then_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     short(monkeypatch, {1: 1, 2: 1, 4: 9, 5: 1, 7: 1})
-    look = thrash.Thrash(torch.device("cpu"))
-    assert not any(look.seen() for _ in range(9))
+    logger = step_logger.StepLogger(Journal(None), torch.device("cpu"), every=1)
+    logger.watch_retries()
+    assert not any(logger.is_thrashing() for _ in range(9))
 
 
 def test_a_cpu_has_no_allocator_that_starts_over() -> None:
-    assert thrash.retries_of(torch.device("cpu")) == 0
+    assert step_logger.retries_of(torch.device("cpu")) == 0

@@ -233,7 +233,7 @@ def test_memory_of_the_host_runs_out(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(plain_loop, "_loss", greedy)
     run = small_run(tmp_path, job=bert_job(8), max_steps=2)
     if not enough:
-        with pytest.raises(OutOfMemory, match="no other recipe is left"):
+        with pytest.raises(OutOfMemory, match="No other recipe is left"):
             train(run, replan=next_recipe(CPU))
     else:
         assert train(run, replan=next_recipe(CPU)).step == 2

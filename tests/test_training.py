@@ -298,7 +298,7 @@ def test_a_gradient_that_is_read_too_late_is_no_harm(
 
     def late(self: TrainingStep, *given: Any) -> None:
         begun(self, *given)
-        self.careful = False
+        self.sync_before_update = False
 
     def accumulate(self: TrainingStep, built: Any) -> Any:
         if next(iter(built.optimizer.state.values()), {"step": 0})["step"] != step - 1:
@@ -409,7 +409,7 @@ def test_when_no_recipe_is_left_it_is_told(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(OutOfMemory, match="step 3") as told:
         train(small_run(tmp_path))
     assert told.value.exit_code == 4
-    assert "no other recipe is left" in str(told.value)
+    assert "No other recipe is left" in str(told.value)
 
 
 def test_other_errors_are_no_want_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,8 @@ from snugfit.data.tokens import padding_token
 from snugfit.errors import UsageError
 from snugfit.job.batch import label_items
 from snugfit.job.job import Job, Task
-from snugfit.training.run.order import Order, feed
+from snugfit.training.run.loader import feed
+from snugfit.training.run.order import SampleOrder
 
 
 def drawn(count: int = 40) -> list[dict[str, Any]]:
@@ -50,13 +51,13 @@ def drawn(count: int = 40) -> list[dict[str, Any]]:
     return found  # fmt: skip
 
 
-def flat(order: Order, steps: range) -> list[int]:
+def flat(order: SampleOrder, steps: range) -> list[int]:
     return [sample for step in steps for piece in order.step(step) for sample in piece]
 
 
 @pytest.mark.parametrize("size", drawn(), ids=str)
 def test_an_epoch_sees_every_sample_once(size: dict[str, Any]) -> None:
-    order = Order(**size)
+    order = SampleOrder(**size)
     steps = order.steps_per_epoch
     for epoch in (0, 2):
         seen = flat(order, range(epoch * steps, (epoch + 1) * steps))
@@ -68,7 +69,7 @@ def test_an_epoch_sees_every_sample_once(size: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("size", drawn(), ids=str)
 def test_a_step_is_cut_into_pieces_of_one_size(size: dict[str, Any]) -> None:
-    order = Order(**size)
+    order = SampleOrder(**size)
     micro = size["batch_size"] // size["micro_batches"]
     for step in range(order.steps_per_epoch):
         pieces = [len(piece) for piece in order.step(step)]
@@ -84,41 +85,41 @@ def test_a_step_is_cut_into_pieces_of_one_size(size: dict[str, Any]) -> None:
 @pytest.mark.parametrize("size", drawn(), ids=str)
 def test_a_step_does_not_remember(size: dict[str, Any]) -> None:
     """Asked in any order, in any process, and cut in any way, it is the same."""
-    order = Order(**size)
+    order = SampleOrder(**size)
     steps = range(3 * order.steps_per_epoch)
     told = {step: order.step(step) for step in random.Random(1).sample(steps, len(steps))}
     again = pickle.loads(pickle.dumps(order))
-    whole = Order(**{**size, "micro_batches": 1})
+    whole = SampleOrder(**{**size, "micro_batches": 1})
     for step in steps:
         assert again.step(step) == told[step]
         assert whole.step(step) == (tuple(sample for piece in told[step] for sample in piece),)
 
 
 def test_epochs_and_seeds_differ_and_a_sequence_does_not() -> None:
-    order = Order(50, 5, 1, seed=3)
+    order = SampleOrder(50, 5, 1, seed=3)
     first, second = flat(order, range(10)), flat(order, range(10, 20))
     assert first != second
-    assert first != flat(Order(50, 5, 1, seed=4), range(10))
+    assert first != flat(SampleOrder(50, 5, 1, seed=4), range(10))
     assert (order.epoch(9), order.epoch(10)) == (0, 1)
-    lies = Order(50, 5, 1, seed=3, shuffle=False)
+    lies = SampleOrder(50, 5, 1, seed=3, shuffle=False)
     assert flat(lies, range(20)) == [*range(50)] * 2
 
 
 def test_the_order_is_what_numpy_drew_when_it_was_written() -> None:
     """A run that is resumed under a newer snugfit must see the samples that it would have seen."""
-    assert Order(10, 4, 2, seed=42).step(0) == ((5, 6), (0, 7))
-    assert Order(10, 4, 2, seed=42).step(5) == ((6, 5),)
+    assert SampleOrder(10, 4, 2, seed=42).step(0) == ((5, 6), (0, 7))
+    assert SampleOrder(10, 4, 2, seed=42).step(5) == ((6, 5),)
 
 
 def test_the_random_numbers_of_others_are_left_alone() -> None:
     torch.manual_seed(5), np.random.seed(5), random.seed(5)
     before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
-    flat(Order(50, 5, 1, seed=3, bucket=True, lengths=[*range(1, 51)]), range(20))
+    flat(SampleOrder(50, 5, 1, seed=3, bucket=True, lengths=[*range(1, 51)]), range(20))
     assert torch.equal(torch.get_rng_state(), before[0])
     assert (np.random.get_state()[1].tolist(), random.getstate()) == before[1:]
 
 
-def padding(order: Order) -> float:
+def padding(order: SampleOrder) -> float:
     lengths = np.asarray(order.lengths)
     pieces = [piece for step in range(order.steps_per_epoch) for piece in order.step(step)]
     return 1 - lengths.sum() / sum(len(piece) * lengths[list(piece)].max() for piece in pieces)
@@ -126,8 +127,8 @@ def padding(order: Order) -> float:
 
 def test_buckets_pad_little_and_stay_random() -> None:
     lengths = np.random.Generator(np.random.PCG64(1)).integers(1, 500, 4000)
-    plain = Order(4000, 16, 4, seed=1, lengths=lengths)
-    bucket = Order(4000, 16, 4, seed=1, lengths=lengths, bucket=True)
+    plain = SampleOrder(4000, 16, 4, seed=1, lengths=lengths)
+    bucket = SampleOrder(4000, 16, 4, seed=1, lengths=lengths, bucket=True)
     assert padding(plain) > 0.3
     assert padding(bucket) < 0.02
     means = [lengths[flat(bucket, range(step, step + 1))].mean() for step in range(250)]
@@ -142,7 +143,7 @@ def test_the_last_small_batch_is_random_too() -> None:
     last = [
         lengths[index]
         for seed in range(200)
-        for index in flat(Order(101, 4, 1, seed=seed, lengths=lengths, bucket=True), range(25, 26))
+        for index in flat(SampleOrder(101, 4, 1, seed=seed, lengths=lengths, bucket=True), range(25, 26))
     ]
     assert len(last) == 200
     assert np.mean(last) == pytest.approx(51, abs=7)
@@ -162,7 +163,7 @@ AMISS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("changes", "says"), AMISS)
 def test_an_order_that_cannot_be(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError, match=says):
-        Order(**{"samples": 10, "batch_size": 4, "micro_batches": 2, "seed": 0, **changes})
+        SampleOrder(**{"samples": 10, "batch_size": 4, "micro_batches": 2, "seed": 0, **changes})
 
 
 # ---- batches --------------------------------------------------------------------------------------------
@@ -285,7 +286,7 @@ def samples_for(task: Task, count: int = 23) -> Samples:
 
 
 def fed(samples: Samples, task: Task, micro: int = 2, **more: Any) -> list[list[dict[str, Any]]]:
-    order = Order(len(samples), 4, micro, seed=1, bucket=True, lengths=samples.lengths)
+    order = SampleOrder(len(samples), 4, micro, seed=1, bucket=True, lengths=samples.lengths)
     steps = {"start_step": 0, "stop_step": 2 * order.steps_per_epoch} | more
     batches = feed(samples, order, Collate(job_of(task), 0), **steps)
     return [
@@ -296,7 +297,7 @@ def fed(samples: Samples, task: Task, micro: int = 2, **more: Any) -> list[list[
 @pytest.mark.parametrize("task", TASKS)
 def test_pieces_hold_what_the_whole_batch_holds(task: Task) -> None:
     samples = samples_for(task)
-    order = Order(len(samples), 4, 4, seed=1)
+    order = SampleOrder(len(samples), 4, 4, seed=1)
     whole = replace_micro(order, 1)
     collate = Collate(job_of(task), 0)
     steps = {"start_step": 0, "stop_step": order.steps_per_epoch}
@@ -309,7 +310,7 @@ def test_pieces_hold_what_the_whole_batch_holds(task: Task) -> None:
         assert sum(len(piece["input_ids"]) for piece in cut) == len(one["input_ids"])
 
 
-def replace_micro(order: Order, micro_batches: int) -> Order:
+def replace_micro(order: SampleOrder, micro_batches: int) -> SampleOrder:
     return replace(order, micro_batches=micro_batches)
 
 
@@ -348,7 +349,7 @@ def test_a_loader_draws_no_random_number_of_others() -> None:
 
 def test_a_plain_list_is_fed_too() -> None:
     rows = [{"input_ids": [7, 8], "label": index % 2} for index in range(4)]
-    order = Order(4, 2, 1, seed=0, shuffle=False)
+    order = SampleOrder(4, 2, 1, seed=0, shuffle=False)
     collate = Collate(job_of(Task.SEQUENCE_CLASSIFICATION), 0)
     labels = [
         pieces[0]["labels"].tolist() for pieces in feed(rows, order, collate, start_step=0, stop_step=2)
@@ -364,7 +365,7 @@ def workers_of_this_process() -> list[psutil.Process]:
 def test_workers_hear_nobody_but_their_parent() -> None:
     """A signal to the whole group must not take the batches from a loop that is finishing its step."""
     samples = samples_for(Task.SEQUENCE_CLASSIFICATION)
-    order = Order(len(samples), 4, 2, seed=1)
+    order = SampleOrder(len(samples), 4, 2, seed=1)
     before = workers_of_this_process()
     batches = feed(
         samples,
@@ -385,7 +386,7 @@ def test_workers_hear_nobody_but_their_parent() -> None:
 @pytest.mark.whole
 def test_workers_end_when_their_parent_has_had_enough() -> None:
     samples = samples_for(Task.SEQUENCE_CLASSIFICATION)
-    order = Order(len(samples), 4, 2, seed=1)
+    order = SampleOrder(len(samples), 4, 2, seed=1)
     before = workers_of_this_process()
     collate = Collate(job_of(Task.SEQUENCE_CLASSIFICATION), 0)
     batches = feed(samples, order, collate, start_step=0, stop_step=10_000, workers=2)

@@ -13,10 +13,10 @@ import torch
 from small_models import small_job
 from small_runs import bert_job, events, small_run
 from snugfit import predict
-from snugfit.frontends.predicted import foreseen_of, foresees
+from snugfit.frontends.predicted import run_figures, run_predictor
 from snugfit.report.watching import Watching
 from snugfit.techniques.recipe import Recipe
-from snugfit.training.predicted import Foreseen, beside
+from snugfit.training.predicted import PredictedRun, compare_with_prediction
 from snugfit.training.run.train import train
 from snugfit.units import GIB
 
@@ -25,7 +25,7 @@ STEP: dict[str, Any] = {
     "seconds": 0.1, "stall_seconds": 0.0, "samples": 8, "tokens": 100,
 }  # fmt: skip
 STARTED = {"event": "started", "job": "m", "recipe": "bf16", "steps": 4, "samples": 9, "resumed_from": None}
-FORESEEN = Foreseen(reserved_bytes=33 * GIB, step_seconds=0.1, peak_seconds=0.04, samples=4, tokens=64)
+FORESEEN = PredictedRun(reserved_bytes=33 * GIB, step_seconds=0.1, peak_seconds=0.04, samples=4, tokens=64)
 
 
 def shown(*told: dict[str, Any], every: int = 2) -> str:
@@ -63,7 +63,7 @@ def test_the_end_lays_both_side_by_side() -> None:
     assert "a step: 100.0 ms predicted, 110.0 ms measured" in near
     assert "differ by more than a fifth" not in near
     assert "differ by more than a fifth" in far
-    assert beside({}, ended) == [], "nothing was foreseen"
+    assert compare_with_prediction({}, ended) == [], "nothing was foreseen"
 
 
 def test_short_memory_is_told_as_what_it_is() -> None:
@@ -75,7 +75,7 @@ def test_short_memory_is_told_as_what_it_is() -> None:
 @pytest.mark.whole
 def test_use_is_told_with_each_step(tmp_path: Path) -> None:
     """Of the tokens that a step went through, at the peak, against its seconds."""
-    train(small_run(tmp_path, max_steps=4), foresee=lambda job, recipe: FORESEEN)
+    train(small_run(tmp_path, max_steps=4), predict=lambda job, recipe: FORESEEN)
     (told,) = events(tmp_path, "foreseen")
     assert (told["recipe"], told["reserved_bytes"], told["step_seconds"]) == ("plain", 33 * GIB, 0.1)
     for event in events(tmp_path, "step"):
@@ -84,7 +84,7 @@ def test_use_is_told_with_each_step(tmp_path: Path) -> None:
 
 @pytest.mark.whole
 def test_on_the_cpu_nothing_is_foreseen(tmp_path: Path) -> None:
-    train(small_run(tmp_path, max_steps=2), foresee=foresees(torch.device("cpu")))
+    train(small_run(tmp_path, max_steps=2), predict=run_predictor(torch.device("cpu")))
     assert not events(tmp_path, "foreseen")
     assert all("mfu" not in event for event in events(tmp_path, "step"))
 
@@ -93,9 +93,9 @@ def test_on_a_gpu_it_is_the_prediction_for_that_gpu(monkeypatch: pytest.MonkeyPa
     job, recipe = replace(small_job("bert", 2), batch_size=4, sequence_length=16), Recipe.parse("bf16")
     names = iter(["NVIDIA H200", "NVIDIA Made Up 9000"])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: next(names))
-    foresee = foresees(torch.device("cuda"))
+    foresee = run_predictor(torch.device("cuda"))
     found = foresee(job, recipe)
-    assert found == foreseen_of(predict(job, recipe, gpu="h200"))
+    assert found == run_figures(predict(job, recipe, gpu="h200"))
     why = foresee(job, recipe)
     assert isinstance(why, str)
     assert "Made Up 9000" in why
@@ -103,14 +103,14 @@ def test_on_a_gpu_it_is_the_prediction_for_that_gpu(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.whole
 def test_a_recipe_that_follows_is_foreseen_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from snugfit.training import thrash
+    from snugfit.training import step_logger
 
     counts = iter(range(99))
-    monkeypatch.setattr(thrash, "retries_of", lambda device: next(counts))
+    monkeypatch.setattr(step_logger, "retries_of", lambda device: next(counts))
     done = train(
         small_run(tmp_path, max_steps=5),
         replan=lambda job, recipe, cause: Recipe.parse("micro_batches(2)"),
-        foresee=lambda job, recipe: replace(FORESEEN, reserved_bytes=recipe.setup().micro_batches),
+        predict=lambda job, recipe: replace(FORESEEN, reserved_bytes=recipe.setup().micro_batches),
     )
     assert str(done.recipe) == "micro_batches(2)"
     told = [(event["recipe"], event["reserved_bytes"]) for event in events(tmp_path, "foreseen")]
@@ -121,7 +121,7 @@ def test_the_models_arithmetic_is_counted_once() -> None:
     """What is computed again does not count, and half the tokens are half of it."""
     job = replace(small_job("bert", 2), batch_size=4, sequence_length=16)
     plain, again = (
-        foreseen_of(predict(job, recipe, gpu="h200")) for recipe in ("bf16", "bf16 + every_layer")
+        run_figures(predict(job, recipe, gpu="h200")) for recipe in ("bf16", "bf16 + every_layer")
     )
     assert plain.peak_seconds == again.peak_seconds > 0
     assert (plain.samples, plain.tokens) == (4, 64)
@@ -136,7 +136,7 @@ def test_the_arithmetic_is_that_of_the_products() -> None:
     """Six operations a weight and token, of the weights that are multiplied (Kaplan et al., 2001.08361), and
     attention's: its scores and its sums forward, and five such products backward."""
     job = bert_job(4)
-    found = foreseen_of(predict(job, "plain", gpu="h200"))
+    found = run_figures(predict(job, "plain", gpu="h200"))
     config = job.transformers_config()
     hidden, inner, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
     weights = layers * (4 * hidden * hidden + 2 * hidden * inner)

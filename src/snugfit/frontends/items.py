@@ -1,18 +1,24 @@
-"""How many items a model's loss is a mean over in a batch: what a micro-batch's share is counted in."""
+"""A user's batch: how many items the loss is a mean over in it, its pieces, and a file of it.
+
+A micro-batch counts for its share of the items of the whole batch.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from snugfit.job.batch import IGNORED
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
 
 
 def samples_in(batch: Mapping[str, Any]) -> int:
-    """Rows of its longest tensor."""
+    """Samples of a batch: the rows of its longest tensor."""
     return max((len(value) for value in batch.values() if getattr(value, "ndim", 0)), default=1)
 
 
@@ -23,14 +29,14 @@ def items_in(batch: Mapping[str, Any], *, shifts: bool) -> int:
 
 
 def items_in_each(batches: Sequence[Mapping[str, Any]], *, shifts: bool) -> list[int]:
-    """Of several batches; where they are on a device, it is waited for once."""
+    """`items_in` of several batches; where they are on a device, it is waited for once."""
     import torch
 
     counted = [_count(batch, shifts) for batch in batches]
-    if all(isinstance(each, torch.Tensor) for each in counted) and counted:
-        found: list[int] = torch.stack(counted).tolist()  # type: ignore[arg-type]
-        return found
-    return [int(each) for each in counted]
+    if all(isinstance(count, torch.Tensor) for count in counted) and counted:
+        counts: list[int] = torch.stack(counted).tolist()  # type: ignore[arg-type]
+        return counts
+    return [int(count) for count in counted]
 
 
 def _count(batch: Mapping[str, Any], shifts: bool) -> torch.Tensor | int:
@@ -67,3 +73,21 @@ def shifts_labels(model: torch.nn.Module) -> bool:
     base: Any = model.get_base_model() if hasattr(model, "peft_config") else model  # type: ignore[operator]
     two_stacks = getattr(getattr(base, "config", None), "is_encoder_decoder", False)
     return type(base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() and not two_stacks
+
+
+def write_batch(folder: Path, step: int, batch: Sequence[Mapping[str, Any]]) -> Path:
+    """Writes every tensor of a step's micro-batches under its number and its name, where that can be written;
+    gives the file."""
+    import torch
+    from safetensors.torch import save_file
+
+    file = folder / f"nonfinite-step-{step}.safetensors"
+    tensors = {
+        f"{number}.{name}": value.detach().cpu().contiguous()
+        for number, micro_batch in enumerate(batch)
+        for name, value in micro_batch.items()
+        if isinstance(value, torch.Tensor)
+    }
+    with contextlib.suppress(OSError):
+        save_file(tensors, file)
+    return file

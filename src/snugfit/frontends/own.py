@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import JobError, UsageError, did_you_mean
 from snugfit.frontends.next_recipe import next_recipe
-from snugfit.frontends.predicted import foresees
+from snugfit.frontends.predicted import run_predictor
 from snugfit.job.job import Job, refuse_what_is_no_job
 from snugfit.job.weights import INDEX, SINGLE, find_weights
 from snugfit.step.applier import refuse_unsupported
 from snugfit.techniques.recipe import Recipe
 from snugfit.training.options import TrainOptions
-from snugfit.training.predicted import nothing_foreseen
+from snugfit.training.predicted import predict_nothing
 from snugfit.training.run.dataset import Source, data_of
 from snugfit.training.run.reporting import callbacks_for
 from snugfit.training.run.run import Data, Run
@@ -94,8 +94,8 @@ def train(
         weights=weights_of(job, weights),
         device=place,
     )
-    expected = foresees(place) if foresee else nothing_foreseen
-    return run_to_its_end(run, restart=restart, replan=next_recipe(place), foresee=expected, watch=watch)
+    predict = run_predictor(place) if foresee else predict_nothing
+    return run_to_its_end(run, restart=restart, replan=next_recipe(place), predict=predict, watch=watch)
 
 
 def _checked(job: Job, recipe: Recipe | str, place: torch.device) -> Recipe:

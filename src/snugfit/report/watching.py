@@ -15,8 +15,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self, TextIO
 
 from snugfit.report.text.terminal import harmless
-from snugfit.training.predicted import beside
-from snugfit.training.thrash import CAUSE
+from snugfit.training.predicted import compare_with_prediction
+from snugfit.training.step_logger import THRASHING
 from snugfit.units import show_bytes, show_seconds
 
 if TYPE_CHECKING:
@@ -103,9 +103,9 @@ class Watching:
         )
 
     def _on_replanned(self, event: Event) -> None:
-        if event["cause"] == CAUSE:
+        if event["cause"] == THRASHING:
             self._say(
-                f"memory is too tight ({CAUSE} in step after step) as {event['before']}; from step"
+                f"memory is too tight ({THRASHING} in step after step) as {event['before']}; from step"
                 f" {event['step']:,} on it is {event['recipe']}, with the same global batch"
             )
             return
@@ -127,7 +127,7 @@ class Watching:
 
     def _on_ended(self, event: Event) -> None:
         self._say(f"{event['outcome']} after step {event['step']:,}")
-        for line in beside(self._expected, event):
+        for line in compare_with_prediction(self._expected, event):
             self._say(line)
 
     def _short(self, event: Event) -> str:

@@ -1,4 +1,4 @@
-"""The journal of a run: one JSON object a line, appended as things happen.
+"""The journal of a run: one JSON object per line, appended as things happen.
 
     {"event": "step", "step": 31, "loss": 0.4127, "norm": 1.93, ...}
 
@@ -25,28 +25,29 @@ JOURNAL = "journal.jsonl"
 
 
 class Journal:
-    """Writes a run's events, and passes them on to whoever watches."""
+    """Writes a run's events, and passes them on to whoever watches; of a run without a folder it writes
+    nothing."""
 
-    def __init__(self, folder: Path, watch: Callable[[Event], None] = lambda event: None) -> None:
-        self._path, self._watches = folder / JOURNAL, [watch]
+    def __init__(self, folder: Path | None, watch: Callable[[Event], None] = lambda event: None) -> None:
+        self._path, self._watchers = folder and folder / JOURNAL, [watch]
         self._begun = self._broken = False
 
-    def also_to(self, watch: Callable[[Event], None]) -> None:
+    def add_watcher(self, watch: Callable[[Event], None]) -> None:
         """One more who hears the events."""
-        self._watches.append(watch)
+        self._watchers.append(watch)
 
-    def tell(self, event: str, /, **fields: Any) -> None:
-        """Something happened."""
-        told: Event = {"event": event, **fields}
-        self._append(told)
-        self._pass_on(told)
+    def tell(self, kind: str, /, **fields: Any) -> None:
+        """Writes an event of this kind, now, and passes it on."""
+        event: Event = {"event": kind, **fields}
+        self._append(event)
+        self._pass_on(event)
 
     def _pass_on(self, event: Event) -> None:
-        for watch in self._watches:
+        for watch in self._watchers:
             watch(event)
 
     def _append(self, event: Event) -> None:
-        if self._broken:
+        if self._path is None or self._broken:
             return
         try:
             with open(self._path, "a+b") as file:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from snugfit.errors import NothingFits, UsageError
 from snugfit.frontends.custom_loop.batches import Batches, is_plain, made_like, own_generators
-from snugfit.frontends.custom_loop.checkpoints import HandKeeping, HeldFolder
+from snugfit.frontends.custom_loop.checkpoints import RunCheckpoints, RunFolder
 from snugfit.frontends.custom_loop.model import (
     apply,
     device_of_model,
@@ -30,7 +30,7 @@ from snugfit.frontends.custom_loop.model import (
     refuse,
 )
 from snugfit.frontends.custom_loop.run import HandRun
-from snugfit.frontends.custom_loop.step import HandStep, ItemsOf, LossOf
+from snugfit.frontends.custom_loop.step import CustomStep, ItemsOf, LossOf
 from snugfit.frontends.items import samples_in
 from snugfit.frontends.own import capability_of, folder_of, options_of
 from snugfit.job.job import Job, Task
@@ -40,8 +40,9 @@ from snugfit.report.watching import Watching
 from snugfit.step.applier import make_scaler, set_process
 from snugfit.step.checkpointing import stop_own_checkpointing
 from snugfit.techniques.recipe import Recipe
-from snugfit.training.checkpoint.state import Running
+from snugfit.training.checkpoint.state import TrainState
 from snugfit.training.generators import preserve_generators
+from snugfit.training.journal import Journal
 
 if TYPE_CHECKING:
     import torch
@@ -88,24 +89,25 @@ def accelerate(
     live = live_of(model, recipe, device)
     refuse(live, optimizer, loader, scheduler)
     with contextlib.ExitStack() as unless_it_begins:
-        held = None if output_dir is None else HeldFolder(folder_of(output_dir))
-        if held is not None:
-            unless_it_begins.callback(held.close)
-        running, told = _running(live, optimizer, scheduler)
+        folder = None if output_dir is None else RunFolder(folder_of(output_dir))
+        if folder is not None:
+            unless_it_begins.callback(folder.close)
+        state, notes = _train_state(live, optimizer, scheduler)
         batches = Batches(loader_for(loader, recipe.setup(), device))
-        keeping = None
-        if held is not None:
-            keeping = HandKeeping(
-                held, job=job, recipe=recipe, running=running, batches=batches,
-                save_total_limit=save_total_limit, watch=watch,
+        journal = Journal(folder and folder.store.root, watch)
+        checkpoints = None
+        if folder is not None:
+            checkpoints = RunCheckpoints(
+                folder, journal, job=job, recipe=recipe, state=state, batches=batches,
+                save_total_limit=save_total_limit,
             )  # fmt: skip
         unless_it_begins.pop_all()
-    for text in told:
+    for text in notes:
         watch({"event": "note", "text": text})
-    step = HandStep(job, recipe.setup(), device, model=model, loss=loss, items=items)
+    step = CustomStep(job, recipe.setup(), device, model=model, loss=loss, items=items)
     return HandRun(
-        job=job, recipe=recipe, running=running, step=step, batches=batches, keeping=keeping,
-        every=logging_steps, watch=watch,
+        job=job, recipe=recipe, state=state, step=step, batches=batches, checkpoints=checkpoints,
+        journal=journal, every=logging_steps,
     )  # fmt: skip
 
 
@@ -115,22 +117,22 @@ def _refuse_what_cannot_be_called(**given: Any) -> None:
             raise UsageError(f"{name} is {value!r}; it is a function, or is left out.")
 
 
-def _running(live: LiveTraining, optimizer: Any, scheduler: Any) -> tuple[Running, list[str]]:
+def _train_state(live: LiveTraining, optimizer: Any, scheduler: Any) -> tuple[TrainState, list[str]]:
     """The model and what belongs to it, as the recipe asks; with a line for each thing that is another."""
-    setup, told = live.recipe.setup(), apply(live)
+    setup, notes = live.recipe.setup(), apply(live)
     made = optimizer_for(live.model, optimizer, live.recipe)
     if made is not optimizer:
-        told.append(f"the optimizer was {_name(optimizer)} and is {_name(made)}: run.optimizer")
+        notes.append(f"the optimizer was {_name(optimizer)} and is {_name(made)}: run.optimizer")
     made.zero_grad(set_to_none=True)
     set_process(setup, live.device)
-    running = Running(
+    state = TrainState(
         model=live.model,
         optimizer=made,
         scheduler=_schedule(scheduler, made),
         scaler=make_scaler(setup, live.device),
         device=live.device,
     )
-    return running, told
+    return state, notes
 
 
 def _name(optimizer: Any) -> str:

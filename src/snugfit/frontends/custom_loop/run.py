@@ -1,7 +1,7 @@
 """A hand-written loop's run: its steps, its checkpoints, and where it is in its data.
 
-A step does not take another recipe by itself, as the other doors do: the loop around it is the user's, and
-so is what to do when a step cannot be taken. It raises, with every weight as it was before the step.
+A step does not take another recipe by itself, as the other front-ends do: the loop around it is the user's,
+and so is what to do when a step cannot be taken. It raises, with every weight as it was before the step.
 """
 
 from __future__ import annotations
@@ -9,37 +9,37 @@ from __future__ import annotations
 import atexit
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, final
 
 from snugfit.errors import OutOfMemory, SnugfitError, UsageError
 from snugfit.frontends.custom_loop.batches import Batches
-from snugfit.frontends.custom_loop.checkpoints import HandKeeping
-from snugfit.frontends.custom_loop.step import HandStep
-from snugfit.frontends.items import pieces_of, samples_in
+from snugfit.frontends.custom_loop.checkpoints import RunCheckpoints
+from snugfit.frontends.custom_loop.step import CustomStep
+from snugfit.frontends.items import pieces_of, samples_in, write_batch
 from snugfit.frontends.next_recipe import next_recipe
-from snugfit.frontends.predicted import foresees
-from snugfit.frontends.trainer.finite_check import write_batch
+from snugfit.frontends.predicted import run_predictor
 from snugfit.job.batch import tokens_of
 from snugfit.step.applier import run_context
-from snugfit.training.checkpoint.state import Running
+from snugfit.training.checkpoint.state import TrainState
 from snugfit.training.generators import generators, set_generators
 from snugfit.training.interrupt import EXIT_CODES
-from snugfit.training.journal import Event
-from snugfit.training.run.loop import Exhausted, NonFinite, Taken
-from snugfit.training.throughput import Pace
+from snugfit.training.journal import Journal
+from snugfit.training.recovery import Exhausted, out_of_memory
+from snugfit.training.run.loop import NonFinite, StepResult
+from snugfit.training.step_logger import StepLogger
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
     from snugfit.techniques.recipe import Recipe
 
 MOST_SKIPPED = 50
-"""Steps in a row that a gradient scaler may leave out, as in the other doors."""
+"""Steps in a row that a gradient scaler may leave out, as in the other front-ends."""
 
 
 class Stopped(SystemExit):
-    """A signal has stopped the run on a step's border, where a checkpoint was kept; `code` is 75 or 130."""
+    """A signal has stopped the run on a step's boundary, where a checkpoint was kept; `code` is 75 or 130."""
 
 
 def _close(run: weakref.ref[HandRun]) -> None:
@@ -58,43 +58,44 @@ class HandRun:
         *,
         job: Job,
         recipe: Recipe,
-        running: Running,
-        step: HandStep,
+        state: TrainState,
+        step: CustomStep,
         batches: Batches,
-        keeping: HandKeeping | None,
+        checkpoints: RunCheckpoints | None,
+        journal: Journal,
         every: int,
-        watch: Callable[[Event], None],
     ) -> None:
         self.job, self.recipe = job, recipe
-        self._running, self._step, self._batches = running, step, batches
-        self._keeping, self._watch = keeping, watch
-        self._every, self._pace = every, Pace(running.device, every=every)
+        self._state, self._step, self._batches = state, step, batches
+        self._checkpoints = checkpoints
+        predict = run_predictor(state.device)
+        self._logger = StepLogger(journal, state.device, every=every, predict=predict)
         self._begun = self._closed = False
-        if keeping is not None:
-            weakref.finalize(self, keeping.close)
+        if checkpoints is not None:
+            weakref.finalize(self, checkpoints.close)
         atexit.register(_close, weakref.ref(self))
 
     # ---- what the loop asks ------------------------------------------------------------------------------
 
     @property
     def model(self) -> Any:
-        """The user's."""
-        return self._running.model
+        """The model that was given."""
+        return self._state.model
 
     @property
     def optimizer(self) -> Any:
         """The user's, or the one that the recipe has put in its place."""
-        return self._running.optimizer
+        return self._state.optimizer
 
     @property
     def scheduler(self) -> Any:
         """The one that was given or made; it takes a step with each of the run's."""
-        return self._running.scheduler
+        return self._state.scheduler
 
     @property
     def steps(self) -> int:
         """Optimizer steps that are done, those before a resume among them."""
-        return self._running.progress.step
+        return self._state.progress.step
 
     @property
     def epoch(self) -> int:
@@ -126,33 +127,33 @@ class HandRun:
         pieces = self._cut(batch)
         if not self._begun:
             self._begin()
-        begun, before = time.perf_counter(), generators(self._running.device)
+        began, before = time.perf_counter(), generators(self._state.device)
         with run_context(self.recipe.setup()):
             try:
-                taken = self._step.attempt(self._running, pieces, self._batches.fetch)
+                result = self._step.attempt(self._state, pieces, self._batches.fetch)
             except NonFinite as fault:
                 self._stop(fault, batch, before)
-        if isinstance(taken, Exhausted):
-            set_generators(before, self._running.device)
-            raise self._out_of_memory(taken)
-        self._running.progress.took(taken.updated, most_skipped=MOST_SKIPPED)
+        if isinstance(result, Exhausted):
+            set_generators(before, self._state.device)
+            raise self._out_of_memory(result)
+        self._state.progress.count(result.updated, most_skipped=MOST_SKIPPED)
         self._batches.used()
-        self._tell(taken, pieces, time.perf_counter() - begun)
-        self._border()
-        return taken.loss
+        self._log(result, pieces, time.perf_counter() - began)
+        self._at_boundary()
+        return result.loss
 
     def save(self) -> None:
-        """Keeps a checkpoint of this border; it is written while the next steps run."""
-        self._kept_in("save").keep()
+        """Keeps a checkpoint of this boundary; it is written while the next steps run."""
+        self._checkpoints_for("save").save()
 
     def resume(self) -> bool:
         """Takes up the newest whole checkpoint; False where there is none. Raises `UsageError` after the
         first step and for another run's checkpoint, `SnugfitError` when none that is there is whole.
         """
-        keeping = self._kept_in("resume")
+        checkpoints = self._checkpoints_for("resume")
         if self._begun:
             raise UsageError("resume() comes before the first step.")
-        return keeping.resume()
+        return checkpoints.resume()
 
     def close(self) -> None:
         """Waits until the last checkpoint is written, and gives the folder back. Raises `SnugfitError` when
@@ -160,12 +161,12 @@ class HandRun:
         if self._closed:
             return
         self._closed = True
-        if self._keeping is not None:
-            self._keeping.wait()
+        if self._checkpoints is not None:
+            self._checkpoints.wait()
         if self._begun:
-            self._say("ended", outcome="closed", step=self.steps, **self._pace.in_all())
-        if self._keeping is not None:
-            self._keeping.close()
+            self._logger.end("closed", self.steps)
+        if self._checkpoints is not None:
+            self._checkpoints.close()
 
     def __enter__(self) -> Self:
         return self
@@ -178,16 +179,11 @@ class HandRun:
     # ---- a step ------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """What is done once, before the first step: an old run is put aside, and this one foreseen."""
+        """Before the first step: an old run is put aside, and this one predicted."""
         self._begun = True
-        if self._keeping is not None:
-            self._keeping.begin()
-        expected = foresees(self._running.device)(self.job, self.recipe)
-        if isinstance(expected, str):
-            self._say("foreseen", recipe=str(self.recipe), text=expected)
-        elif expected is not None:
-            self._say("foreseen", recipe=str(self.recipe), **expected.to_json())
-            self._pace = Pace(self._running.device, every=self._every, foreseen=expected)
+        if self._checkpoints is not None:
+            self._checkpoints.begin()
+        self._logger.restart(self.job, self.recipe)
 
     def _cut(self, batch: Any) -> list[dict[str, Any]]:
         if not isinstance(batch, Mapping) or not batch:
@@ -202,78 +198,61 @@ class HandRun:
         return [dict(piece) for piece in pieces]
 
     def _stop(self, fault: NonFinite, batch: Mapping[str, Any], before: Any) -> NoReturn:
-        """After a step that has no number: its batch is written down, the border before it is kept."""
-        set_generators(before, self._running.device)
+        """After a step that has no number: its batch is written down, the boundary before it is kept."""
+        set_generators(before, self._state.device)
         where = ""
-        if self._keeping is not None:
-            file = write_batch(self._keeping.root, self.steps + 1, [batch])
-            self._keeping.keep()
-            self._keeping.wait()
-            where = f" The step's batch stands in {file}, a checkpoint of the border before it beside."
+        if self._checkpoints is not None:
+            file = write_batch(self._checkpoints.root, self.steps + 1, [batch])
+            self._checkpoints.save()
+            self._checkpoints.wait()
+            where = f" The step's batch stands in {file}, beside a checkpoint of the boundary before it."
         raise SnugfitError(
             f"Step {self.steps + 1}: {fault}{where} Look at the batch, take a smaller learning rate,"
             " or another precision."
         )
 
     def _out_of_memory(self, exhausted: Exhausted) -> OutOfMemory:
-        job, recipe = self.job, self.recipe
-        following = next_recipe(self._running.device)(job, recipe, exhausted.cause)
-        changed = exhausted.phase == "update"
-        then = (
-            "Weights may have changed in part; begin with the last checkpoint"
-            if changed
-            else "No weight has changed; run.save() keeps this border"
-        )
+        smaller = next_recipe(self._state.device)(self.job, self.recipe, exhausted.cause)
+        intact = "No weight has changed; run.save() keeps this boundary"
+        if exhausted.phase == "update":
+            intact = "Weights may have changed in part; begin with the last checkpoint"
         advice = (
-            f"{then}. The next recipe with the same global batch of {job.batch_size} is '{following}'."
-            if following is not None
-            else "No recipe of the same training is left that needs less; take a smaller global batch."
+            f"{intact}. The next recipe with the same global batch of {self.job.batch_size} is '{smaller}'."
         )
-        return OutOfMemory(
-            f"Memory ran out in step {self.steps + 1} ({exhausted.phase}, {exhausted.cause}) under"
-            f" '{recipe}'. {advice} {exhausted.message.splitlines()[0]}"
-        )
+        if smaller is None:
+            advice = "No recipe of the same training is left that needs less; take a smaller global batch."
+        return out_of_memory(exhausted, self.recipe, self.steps, advice)
 
-    def _tell(self, taken: Taken, pieces: list[dict[str, Any]], seconds: float) -> None:
+    def _log(self, result: StepResult, pieces: list[dict[str, Any]], seconds: float) -> None:
         stalled = 0.0 if self._step.device_was_busy else self._batches.fetching_seconds
-        samples = sum(samples_in(piece) for piece in pieces)
-        tokens = sum(tokens_of(piece) for piece in pieces)
-        event: Event = {
-            "step": self.steps,
-            "epoch": self._batches.epochs_passed,
-            "loss": taken.loss,
-            "norm": self._step.norm,
-            "learning_rate": self.optimizer.param_groups[0]["lr"],
-            "updated": taken.updated,
-            "seconds": seconds,
-            "stall_seconds": min(stalled, seconds),
-            "samples": samples,
-            "tokens": tokens,
-            **self._pace.told(self.steps, seconds, samples, tokens),
-        }
-        self._say("step", **event)
+        self._logger.note(
+            step=self.steps,
+            epoch=self._batches.epochs_passed,
+            loss=result.loss,
+            learning_rate=self.optimizer.param_groups[0]["lr"],
+            updated=result.updated,
+            seconds=seconds,
+            stall_seconds=min(stalled, seconds),
+            samples=sum(samples_in(piece) for piece in pieces),
+            tokens=sum(tokens_of(piece) for piece in pieces),
+        )
+        self._logger.write(self._step.norm)
 
-    def _say(self, event: str, **fields: Any) -> None:
-        if self._keeping is not None:
-            self._keeping.journal.tell(event, **fields)
-        else:
-            self._watch({"event": event, **fields})
-
-    def _border(self) -> None:
-        if self._keeping is None:
+    def _at_boundary(self) -> None:
+        if self._checkpoints is None:
             return
-        stopping = self._keeping.interrupts.stopping
-        if self._keeping.interrupts.wants_checkpoint() or stopping is not None:
-            self._keeping.keep()
+        stopping = self._checkpoints.interrupts.stopping
+        if self._checkpoints.interrupts.wants_checkpoint() or stopping is not None:
+            self._checkpoints.save()
         if stopping is not None:
             self.close()
             raise Stopped(EXIT_CODES[stopping])
 
-    def _kept_in(self, what: str) -> HandKeeping:
+    def _checkpoints_for(self, what: str) -> RunCheckpoints:
         self._refuse_closed()
-        if self._keeping is None:
+        if self._checkpoints is None:
             raise UsageError(f"{what}() needs a folder: snugfit.accelerate(..., output_dir='out').")
-        return self._keeping
+        return self._checkpoints
 
     def _refuse_closed(self) -> None:
         if self._closed:

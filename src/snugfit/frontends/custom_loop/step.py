@@ -25,7 +25,7 @@ ItemsOf = Callable[[Mapping[str, Any]], int]
 
 
 @final
-class HandStep(TrainingStep):
+class CustomStep(TrainingStep):
     """Waits for the gradients before each update: only whoever makes the batches could take steps again."""
 
     def __init__(
@@ -39,7 +39,7 @@ class HandStep(TrainingStep):
         items: ItemsOf | None,
     ) -> None:
         super().__init__(job, setup, device)
-        self.careful, shifts = True, shifts_labels(model)
+        self.sync_before_update, shifts = True, shifts_labels(model)
         self.items_of = partial(items_in, shifts=shifts) if items is None else lambda piece: int(items(piece))
         self.loss_of = partial(_loss, loss)
 

@@ -6,90 +6,64 @@
                       fit.json                         what the Trainer forgets: losses since its last log
 
 They are taken when the Trainer would save, whole or not at all, and written while the next steps run. Only
-a whole one is resumed; those that are passed over are reported and kept aside. The data goes on where it was:
+a whole one is resumed; those that are broken are reported and kept aside. The data goes on where it was:
 the order of an epoch is drawn from a seed that is kept, and the generators that the data draws from are kept
-too (`data_rng.py`).
+too (`data.py`). Weights are put into the model that stands, for it is the user's and others hold it.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from snugfit.errors import SnugfitError, UsageError
-from snugfit.frontends.trainer.data_rng import Stream
-from snugfit.frontends.trainer.out_of_memory import under
-from snugfit.frontends.trainer.prefetch import Ahead
-from snugfit.frontends.trainer.restore import running_of
+from snugfit.errors import UsageError
+from snugfit.frontends.trainer.setup import change_recipe
 from snugfit.techniques.recipe import Recipe
+from snugfit.training.checkpoint.manager import CheckpointManager, differences
 from snugfit.training.checkpoint.manifest import Checkpoint, verify
-from snugfit.training.checkpoint.saver import Saver
-from snugfit.training.checkpoint.staging import Staging
-from snugfit.training.checkpoint.state import Snapshot, bytes_of, snapshot
-from snugfit.training.checkpoint.store import Store
-from snugfit.training.journal import Journal
+from snugfit.training.checkpoint.state import RunProgress, Snapshot, TrainState, restore, snapshot
 from snugfit.versions import versions
 
 if TYPE_CHECKING:
+    from snugfit.frontends.trainer.data import DataRng
+    from snugfit.training.checkpoint.staging import Staging
+    from snugfit.training.checkpoint.store import Store
     from snugfit.training.interrupt import Interrupts
+    from snugfit.training.journal import Journal
 
-FORGOTTEN = "fit.json"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Kept:
-    """A trainer between two steps, on the host."""
-
-    run: Snapshot
-    """Weights, and everything that the next step depends on."""
-
-    files: Mapping[str, str]
-    """Text by the name of its file."""
-
-    processing: Any
-    """Tokenizer or processor, or None."""
-
-    @property
-    def step(self) -> int:
-        """The steps that are done."""
-        return self.run.step
-
-    @property
-    def bytes(self) -> int:
-        """How much the tensors are."""
-        return self.run.bytes
-
-    def write(self, folder: Path) -> None:
-        """Puts the files into this folder."""
-        self.run.write(folder)
-        for name, text in self.files.items():
-            (folder / name).write_text(text, encoding="utf-8")
-        if self.processing is not None:
-            self.processing.save_pretrained(folder)
+EXTRA_STATE = "fit.json"
 
 
-class Keeping:
-    """The checkpoints of one call of `train()`; its folder is locked meanwhile."""
+def train_state_of(trainer: Any) -> TrainState:
+    """What the trainer's steps work with and change."""
+    optimizer = trainer.optimizer
+    return TrainState(
+        model=trainer.model,
+        optimizer=getattr(optimizer, "optimizer", optimizer),
+        scheduler=trainer.lr_scheduler,
+        scaler=trainer.accelerator.scaler,
+        device=trainer.args.device,
+        progress=RunProgress(step=trainer.state.global_step),
+    )
 
-    def __init__(self, trainer: Any, store: Store, interrupts: Interrupts) -> None:
-        self._trainer, self.store, self.interrupts = trainer, store, interrupts
-        self.journal = Journal(store.root, trainer.snugfit.notices.watch)
-        self._staging = Staging(trainer.args.device)
+
+class TrainerCheckpoints:
+    """Saves and resumes one call of `train()`; its folder is locked meanwhile."""
+
+    def __init__(
+        self, trainer: Any, store: Store, journal: Journal, interrupts: Interrupts, rng: DataRng
+    ) -> None:
+        self._trainer, self.interrupts, self._rng = trainer, interrupts, rng
+        self.root = store.root
+        limit = trainer.args.save_total_limit
+        self._manager = CheckpointManager(store, journal, trainer.args.device, limit=limit)
         self._seed = _order_seed(trainer)
         self._asked = str(trainer.snugfit.recipe)
-        self._kept_step: int | None = None
-        self._saver: Saver | None = None
-        self._told: dict[str, Any] = {}
         self.resumed: Checkpoint | None = None
-        """Where this run was taken up."""
-        self.stream = Stream()
-        """The generators of the data."""
-        self.ahead = Ahead()
-        """The next step's micro-batches."""
+        """Where this run was resumed from."""
 
     def _about(self) -> dict[str, Any]:
         trainer, plan = self._trainer, self._trainer.snugfit
@@ -104,113 +78,96 @@ class Keeping:
             "versions": versions(),
         }
 
-    def open(self, asked: str | bool | None) -> None:
+    def open(self, resume_from: str | bool | None) -> None:
         """Finds what to resume from (`resumed`), as `train(resume_from_checkpoint=...)` asks for it. Without
         that, what stands there is put aside, for the next start must not meet an older run's."""
-        if not asked:
-            for moved in self.store.restart():
-                self.journal.tell("warning", text=f"An earlier run's checkpoint is kept as {moved.name}.")
+        if not resume_from:
+            self._manager.set_aside_earlier()
         else:
-            self.resumed = self._newest() if asked is True else _named(Path(str(asked)))
-            self._refuse_another(self.resumed)
-            self._seed = self.resumed.about["order_seed"]
-            self._goes_on_with_less(self.resumed)
+            self.resumed = self._newest() if resume_from is True else _named(Path(str(resume_from)))
+            self._refuse_another_run(self.resumed)
+            about = self.resumed.about
+            self._seed = about["order_seed"]
+            self._manager.saved_step = self.resumed.step
+            if about["asked"] == self._asked != about["recipe"]:  # its memory ran out
+                change_recipe(self._trainer, Recipe.parse(about["recipe"]))
         self._trainer.accelerator.dataloader_config.data_seed = self._seed
-        limit = self._trainer.args.save_total_limit
-        self._told = self._about()
-        self._saver = Saver(self.store, self._told, self.journal, limit=limit)
-        self._kept_step = self.resumed.step if self.resumed else None
-
-    def prepare(self) -> None:
-        """Takes the memory that a checkpoint is copied to, while the first steps run."""
-        if self._trainer.args.save_strategy != "no":
-            self._staging.prepare(bytes_of(running_of(self._trainer)))
+        self._manager.about = self._about()
 
     def _newest(self) -> Checkpoint:
-        found = self.store.newest()
-        for broken in self.store.broken:
-            self.journal.tell("warning", text=f"passed over {broken}")
-        if found is None:
+        checkpoint = self._manager.newest()
+        if checkpoint is None:
             raise UsageError(
-                f"resume_from_checkpoint is True, and {self.store.root} holds no checkpoint. Leave it out for"
-                " the first start."
+                f"resume_from_checkpoint is True, and {self.root} holds no checkpoint. Leave it out for the"
+                " first start."
             )
-        return found
+        return checkpoint
 
-    def _refuse_another(self, kept: Checkpoint) -> None:
-        """Raises `UsageError` when a checkpoint is of another run; says what keeps numbers from being
-        the same bit for bit."""
-        now = self._about()
-        wrong = [
-            f"{name} was {kept.about.get(name)} and is {now[name]}"
-            for name in ("batch_size", "samples")
-            if kept.about.get(name) != now[name]
-        ]
-        if "order_seed" not in kept.about:
+    def _refuse_another_run(self, checkpoint: Checkpoint) -> None:
+        before, now = checkpoint.about, self._about()
+        wrong = differences(before, now, ("batch_size", "samples"))
+        if "order_seed" not in before:
             wrong = ["it was not written by a fitted trainer"]
-        if wrong:
-            raise UsageError(f"{kept.folder} is a checkpoint of another run: {'; '.join(wrong)}.")
-        for name in ("asked", "versions"):
-            if kept.about.get(name) != now[name]:
-                was = f"{name} was {kept.about.get(name)} and is {now[name]}"
-                self.journal.tell("warning", text=f"{was}: the run goes on, and no longer bit for bit")
+        changed = differences(before, now, ("asked", "versions"))
+        self._manager.refuse_another_run(checkpoint, wrong, changed)
 
-    def _goes_on_with_less(self, kept: Checkpoint) -> None:
-        """A run whose memory ran out goes on under the recipe that it went on with."""
-        if kept.about["asked"] == self._asked != kept.about["recipe"]:
-            under(self._trainer, Recipe.parse(kept.about["recipe"]))
+    def begin(self, resumed_from: str | None) -> None:
+        """Before the first step, with an optimizer: puts back what was kept in this folder, and takes the
+        memory that checkpoints are copied to."""
+        state = train_state_of(self._trainer)
+        if resumed_from is not None:
+            restore(state, Path(resumed_from))
+        if self._trainer.args.save_strategy != "no":
+            self._manager.prepare(state)
 
-    def keep(self) -> None:
-        """A checkpoint of this border, unless there is one."""
+    def save(self) -> None:
+        """A checkpoint of this boundary, unless there is one."""
         trainer = self._trainer
         step = trainer.state.global_step
-        if self._kept_step == step:
+        if self._manager.saved_step == step:
             return
         best = trainer.state.best_global_step or None
-        if best is not None and (best == step or (self.store.root / f"checkpoint-{best}").is_dir()):
-            trainer.state.best_model_checkpoint = str(self.store.root / f"checkpoint-{best}")
+        if best is not None and (best == step or (self.root / f"checkpoint-{best}").is_dir()):
+            trainer.state.best_model_checkpoint = str(self.root / f"checkpoint-{best}")
         _note_callbacks(trainer)
-        assert self._saver is not None
-        self._told["recipe"] = str(trainer.snugfit.recipe)
-        self._saver.keep(self._taken, best=best)
-        self._kept_step = step
+        self._manager.about["recipe"] = str(trainer.snugfit.recipe)
+        self._manager.save(step, self._snapshot, best=best)
 
-    def _taken(self) -> Kept:
+    def _snapshot(self, staging: Staging) -> Snapshot:
         trainer = self._trainer
         processing = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
         state = json.dumps(asdict(trainer.state), indent=2, sort_keys=True) + "\n"
-        forgotten = {
+        extra = {
             "loss": trainer._tr_loss.item(),
             "total_loss": trainer._total_loss_scalar,
             "last_logged": trainer._globalstep_last_logged,
-            "data": self.stream.to_json(),
+            "data": self._rng.to_json(),
         }
-        return Kept(
-            run=snapshot(running_of(trainer), self._staging),
-            files={"trainer_state.json": state, FORGOTTEN: json.dumps(forgotten) + "\n"},
+        return snapshot(
+            train_state_of(trainer),
+            staging,
+            files={"trainer_state.json": state, EXTRA_STATE: json.dumps(extra) + "\n"},
             processing=processing if hasattr(processing, "save_pretrained") else None,
         )
 
-    def remember(self, *, within: bool) -> None:
-        """After a resume, what the Trainer's own state does not say."""
+    def restore_extra_state(self, *, within: bool) -> None:
+        """After a resume, what the Trainer's own state does not hold; `within` an epoch or at its end."""
         assert self.resumed is not None
         trainer = self._trainer
-        kept = json.loads((self.resumed.folder / FORGOTTEN).read_text(encoding="utf-8"))
-        trainer._tr_loss += kept["loss"]
-        trainer._total_loss_scalar = kept["total_loss"]
-        trainer._globalstep_last_logged = kept["last_logged"]
-        self.stream.resume(kept["data"], within=within)
+        extra = json.loads((self.resumed.folder / EXTRA_STATE).read_text(encoding="utf-8"))
+        trainer._tr_loss += extra["loss"]
+        trainer._total_loss_scalar = extra["total_loss"]
+        trainer._globalstep_last_logged = extra["last_logged"]
+        self._rng.resume(extra["data"], within=within)
 
     def wait(self) -> None:
         """Until nothing is being written; not beyond a signal's deadline."""
-        if self._saver is not None:
-            self._saver.wait(stop=lambda: self.interrupts.too_late)
+        self._manager.wait(stop=lambda: self.interrupts.too_late)
 
-    def refuse_a_lost_end(self) -> None:
-        """Raises `SnugfitError` when the last checkpoint could not be kept."""
+    def finish(self) -> None:
+        """Waits for the last checkpoint. Raises `SnugfitError` when it could not be kept."""
         self.wait()
-        if self._saver is not None and self._saver.failure is not None:
-            raise SnugfitError(f"The run is done, and its last checkpoint is not kept: {self._saver.failure}")
+        self._manager.raise_if_last_failed()
 
 
 def _order_seed(trainer: Any) -> int:
@@ -232,10 +189,9 @@ def _note_callbacks(trainer: Any) -> None:
     """The state of callbacks that have one, into the Trainer's own, as the Trainer does it."""
     from transformers.trainer_callback import ExportableState
 
-    known = trainer.state.stateful_callbacks
-    found: dict[str, list[Any]] = {}
-    for each in [*trainer.callback_handler.callbacks, trainer.control]:
-        if isinstance(each, ExportableState):
-            found.setdefault(type(each).__name__, []).append(each.state())
-    for name, states in found.items():
-        known[name] = states if len(states) > 1 else states[0]
+    states: dict[str, list[Any]] = {}
+    for callback in [*trainer.callback_handler.callbacks, trainer.control]:
+        if isinstance(callback, ExportableState):
+            states.setdefault(type(callback).__name__, []).append(callback.state())
+    for name, parts in states.items():
+        trainer.state.stateful_callbacks[name] = parts if len(parts) > 1 else parts[0]

@@ -9,19 +9,16 @@ which the step before has to be done, and for the loss, at the end of the backwa
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError
+from snugfit.frontends.items import write_batch
 from snugfit.frontends.trainer.step_state import StepFigures
 from snugfit.training.generators import generators, set_generators
 from snugfit.training.run.loop import NonFinite
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from snugfit.frontends.trainer.fit_run import FitRun
     from snugfit.frontends.trainer.step_state import StepState
 
@@ -45,49 +42,31 @@ def begin_step(trainer: Any, step: StepState) -> None:
     step.logged_loss_at_start = trainer._tr_loss.clone()
 
 
-def refuse_no_number(trainer: Any, run: FitRun, norm: Any) -> None:
+def raise_if_non_finite(trainer: Any, run: FitRun, norm: Any) -> None:
     """Raises `SnugfitError` when this step's loss or norm is no number. Its batch is written down, and the
-    border before it is kept as a checkpoint."""
+    boundary before it is kept as a checkpoint."""
     import torch
 
     step = run.step
     step.pending_micro_batches = 0
     if step.loss_sum is None:
         return
-    lost, tokens = step.loss_sum, run.logger.tokens
-    read = [lost, torch.as_tensor(norm, device=lost.device), lost.new_full((), 0) + tokens]
-    loss, size, count = torch.stack([each.float() for each in read]).tolist()
+    total, tokens = step.loss_sum, run.timer.tokens
+    scalars = [total, torch.as_tensor(norm, device=total.device), total.new_full((), 0) + tokens]
+    loss, size, count = torch.stack([scalar.float() for scalar in scalars]).tolist()
     step.figures = StepFigures(loss, size, int(count))
-    overflown = trainer.accelerator.scaler is not None and not math.isfinite(size)
-    if math.isfinite(loss) and (overflown or math.isfinite(size)):
+    has_scaler = trainer.accelerator.scaler is not None  # which leaves out what overflows
+    if math.isfinite(loss) and (has_scaler or math.isfinite(size)):
         return
     trainer.model.zero_grad(set_to_none=True)
     number = trainer.state.global_step + 1
-    file = write_batch(run.checkpoints.store.root, number, step.batches)
+    file = write_batch(run.checkpoints.root, number, step.batches)
     set_generators(step.rng_at_step_start, trainer.args.device)
     trainer._tr_loss.copy_(step.logged_loss_at_start)
-    run.checkpoints.stream.not_used(len(step.batches))
-    run.checkpoints.keep()
+    run.rng.unuse(len(step.batches))
+    run.checkpoints.save()
     run.checkpoints.wait()
     raise SnugfitError(
         f"Step {number}: {NonFinite(loss, size)} The step's batch stands in {file}. Look at it, take a"
         " smaller learning rate, or another precision."
     )
-
-
-def write_batch(folder: Path, step: int, batch: Sequence[Mapping[str, Any]]) -> Path:
-    """Every tensor of a step's micro-batches, by its number and its name, where that can be written; gives
-    the file."""
-    import torch
-    from safetensors.torch import save_file
-
-    file = folder / f"nonfinite-step-{step}.safetensors"
-    tensors = {
-        f"{number}.{name}": value.detach().cpu().contiguous()
-        for number, piece in enumerate(batch)
-        for name, value in piece.items()
-        if isinstance(value, torch.Tensor)
-    }
-    with contextlib.suppress(OSError):
-        save_file(tensors, file)
-    return file

@@ -6,22 +6,40 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from snugfit.frontends.trainer.checkpoints import Keeping
-from snugfit.frontends.trainer.step_logger import Lines
+from snugfit.frontends.next_recipe import next_recipe
+from snugfit.frontends.trainer.checkpoints import TrainerCheckpoints
+from snugfit.frontends.trainer.data import DataRng, StepPrefetcher
 from snugfit.frontends.trainer.step_state import StepState
-from snugfit.training.checkpoint.lock import hold_folder
-from snugfit.training.checkpoint.store import Store
+from snugfit.frontends.trainer.step_timer import StepTimer, logger_for
+from snugfit.techniques.technique import Slot
+from snugfit.training.checkpoint.manager import open_store
+from snugfit.training.generators import preserve_generators
 from snugfit.training.interrupt import Interrupts
+from snugfit.training.journal import Journal
+from snugfit.training.recovery import Recovery
+from snugfit.training.step_logger import StepLogger
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+    from snugfit.techniques.recipe import Recipe
 
 
 @dataclass(kw_only=True)
 class FitRun:
     """What a `train()` that is going on works with."""
 
-    checkpoints: Keeping
-    logger: Lines
+    checkpoints: TrainerCheckpoints
+    logger: StepLogger
+    recovery: Recovery
+    timer: StepTimer
+    rng: DataRng
+    """The random generators of the data."""
+
+    prefetcher: StepPrefetcher
+    """The micro-batches of the next step."""
+
     step: StepState = field(default_factory=StepState)
 
 
@@ -30,16 +48,33 @@ def open_run(trainer: Any, resume_from: str | bool | None) -> Iterator[FitRun]:
     """The run of one `train()`, in a folder that is locked meanwhile; `checkpoints.resumed` is where it goes
     on. `trainer.snugfit_run` is the run within this context, and None outside of it."""
     notices = trainer.snugfit.notices
-    store = Store(Path(trainer.args.output_dir))
-    store.prepare()
-    with hold_folder(store.root), Interrupts(store.root) as interrupts:
-        store.sweep()
-        checkpoints = Keeping(trainer, store, interrupts)
-        notices.journal = checkpoints.journal
+    with open_store(Path(trainer.args.output_dir)) as store, Interrupts(store.root) as interrupts:
+        rng = DataRng()
+        journal = notices.journal = Journal(store.root, notices.watch)
+        checkpoints = TrainerCheckpoints(trainer, store, journal, interrupts, rng)
         try:
             checkpoints.open(resume_from)
-            trainer.snugfit_run = FitRun(checkpoints=checkpoints, logger=Lines(trainer))
+            trainer.snugfit_run = FitRun(
+                checkpoints=checkpoints,
+                logger=logger_for(trainer, journal),
+                recovery=_recovery(trainer, journal),
+                timer=StepTimer(trainer.args.device),
+                rng=rng,
+                prefetcher=StepPrefetcher(),
+            )
             yield trainer.snugfit_run
         finally:
             checkpoints.wait()  # nobody writes here once the folder is given back
             notices.journal = trainer.snugfit_run = None
+
+
+def _recovery(trainer: Any, journal: Journal) -> Recovery:
+    """Finds recipes that this trainer's live model can go on under."""
+    device, plan = trainer.args.device, trainer.snugfit
+    changing = {Slot.BATCHING, Slot.CHECKPOINTING} - (plan.user_slots - {Slot.BATCHING})
+
+    def replan(job: Job, recipe: Recipe, cause: str) -> Recipe | None:
+        with preserve_generators(device):
+            return next_recipe(device, live=True, changing=changing)(job, recipe, cause)
+
+    return Recovery(plan.job, journal, replan)

@@ -11,85 +11,58 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from snugfit.errors import OutOfMemory
-from snugfit.frontends.next_recipe import cut_smaller, next_recipe
-from snugfit.frontends.trainer.setup import rewrap
-from snugfit.techniques.technique import Slot
-from snugfit.training.checkpoint.state import free_unused
-from snugfit.training.generators import preserve_generators, set_generators
-from snugfit.training.thrash import CAUSE
+from snugfit.frontends.next_recipe import cut_smaller
+from snugfit.frontends.trainer.setup import change_recipe
+from snugfit.training.checkpoint.state import release_unused_memory
+from snugfit.training.generators import set_generators
+from snugfit.training.recovery import Exhausted, out_of_memory, short_of_memory
 
 if TYPE_CHECKING:
+    from snugfit.errors import OutOfMemory
     from snugfit.frontends.trainer.fit_plan import FitPlan
-    from snugfit.frontends.trainer.step_logger import Lines
-    from snugfit.frontends.trainer.step_state import StepState
-    from snugfit.techniques.recipe import Recipe
+    from snugfit.frontends.trainer.fit_run import FitRun
 
 
-def take_again(trainer: Any, state: StepState, logger: Lines, cause: str, message: str) -> None:
+def retry_step(trainer: Any, run: FitRun, cause: str, message: str) -> None:
     """After memory ran out in the forward or the backward pass: the step's beginning again, under the next
     recipe. Raises `OutOfMemory` when there is none."""
-    step, plan = trainer.state.global_step + 1, trainer.snugfit
     trainer.model.zero_grad(set_to_none=True)
-    free_unused(trainer.args.device)
-    chosen = _next(trainer, cause)
-    if chosen is None:
-        raise OutOfMemory(
-            f"Memory ran out in step {step} ({cause}) under '{plan.recipe}', and its batch of"
-            f" {plan.job.batch_size} is cut into single samples already. {message.splitlines()[0]}"
-        )
-    what = f"Memory ran out in step {step} ({cause}): it is taken again under '{chosen}'"
-    _go_on_under(trainer, logger, chosen, step, cause, what)
-    set_generators(state.rng_at_step_start, trainer.args.device)
+    number = trainer.state.global_step + 1
+    exhausted = Exhausted(cause=cause, phase="gradients", message=message)
+    what = f"Memory ran out in step {number} ({cause}): it is taken again under"
+    _go_on(trainer, run, exhausted, number, what)
+    set_generators(run.step.rng_at_step_start, trainer.args.device)
 
 
-def go_on_with_less(trainer: Any, logger: Lines) -> None:
-    """At a border, when memory is so short that steps crawl: the next step under the next recipe, if there is
-    one."""
-    step, plan = trainer.state.global_step, trainer.snugfit
-    chosen = _next(trainer, CAUSE)
+def go_on_with_less(trainer: Any, run: FitRun) -> None:
+    """At a boundary, when memory is so short that steps crawl: the next step under the next recipe, if there
+    is one."""
+    number, exhausted = trainer.state.global_step + 1, short_of_memory()
+    what = f"Memory is short ({exhausted.cause} in step after step): from step {number} on it is"
+    _go_on(trainer, run, exhausted, number, what)
+
+
+def _go_on(trainer: Any, run: FitRun, exhausted: Exhausted, number: int, what: str) -> None:
+    """Step `number` and those after it under the next recipe."""
+    plan: FitPlan = trainer.snugfit
+    release_unused_memory(trainer.args.device)
+    chosen = run.recovery.next_recipe(exhausted, plan.recipe, number - 1)
     if chosen is None:
-        text = f"Memory is short ({CAUSE}) under '{plan.recipe}', and no other recipe is left."
-        plan.notices.warn_once(text)
-        logger.stays_short()
+        run.logger.ignore_retries()
         return
-    what = f"Memory is short ({CAUSE} in step after step): from step {step + 1} on it is '{chosen}'"
-    free_unused(trainer.args.device)
-    _go_on_under(trainer, logger, chosen, step + 1, CAUSE, what)
+    change_recipe(trainer, chosen)
+    text = f"{what} '{chosen}'; the global batch stays {plan.job.batch_size}."
+    run.recovery.tell(exhausted, plan.recipe, chosen, number, text=text)
+    run.logger.restart(plan.job, chosen)
+    run.logger.watch_retries()
 
 
-def _next(trainer: Any, cause: str) -> Recipe | None:
-
+def update_broke(trainer: Any, cause: str, error: BaseException) -> OutOfMemory:
+    """The error of memory that ran out where a step cannot be taken again."""
     plan: FitPlan = trainer.snugfit
-    changing = {Slot.BATCHING, Slot.CHECKPOINTING} - (plan.user_slots - {Slot.BATCHING})
-    device = trainer.args.device
-    with preserve_generators(device):
-        return next_recipe(device, live=True, changing=changing)(plan.job, plan.recipe, cause)
-
-
-def _go_on_under(trainer: Any, logger: Lines, chosen: Recipe, step: int, cause: str, what: str) -> None:
-    plan: FitPlan = trainer.snugfit
-    under(trainer, chosen)
-    text = f"{what}; the global batch stays {plan.job.batch_size}."
-    before, after = str(plan.recipe), str(chosen)
-    plan.notices.tell("replanned", step=step, cause=cause, before=before, recipe=after, text=text)
-    logger.goes_on()
-
-
-def under(trainer: Any, recipe: Recipe) -> None:
-    """The live model and the micro-batches that are still to come, under this recipe."""
-    if recipe[Slot.CHECKPOINTING] != trainer.snugfit.recipe[Slot.CHECKPOINTING]:
-        rewrap(trainer, recipe)
-    trainer.snugfit = trainer.snugfit.cut_finer(recipe)
-
-
-def broke_in_the_update(trainer: Any, cause: str, error: BaseException) -> OutOfMemory:
-    """What to say when memory ran out where a step cannot be taken again."""
-    plan: FitPlan = trainer.snugfit
-    following = cut_smaller(plan.job, plan.recipe)
-    try_this = f" Resume under a recipe that needs less, such as '{following}'." if following else ""
-    return OutOfMemory(
-        f"Memory ran out ({cause}) in step {trainer.state.global_step + 1} under '{plan.recipe}', outside"
-        f" of its forward and backward passes, and the step cannot be taken again.{try_this}"
-        f" {str(error).splitlines()[0]}"
+    smaller = cut_smaller(plan.job, plan.recipe)
+    cure = f" Resume under a recipe that needs less, such as '{smaller}'." if smaller else ""
+    exhausted = Exhausted(cause=cause, phase="update", message=str(error))
+    return out_of_memory(
+        exhausted, plan.recipe, trainer.state.global_step, f"The step cannot be taken again.{cure}"
     )

@@ -82,6 +82,13 @@ def live_of(trainer: Any, recipe: Recipe) -> LiveTraining:
     )
 
 
+def change_recipe(trainer: Any, recipe: Recipe) -> None:
+    """The live model and the micro-batches that are still to come, under this recipe."""
+    if recipe[Slot.CHECKPOINTING] != trainer.snugfit.recipe[Slot.CHECKPOINTING]:
+        rewrap(trainer, recipe)
+    trainer.snugfit = trainer.snugfit.cut_finer(recipe)
+
+
 def rewrap(trainer: Any, recipe: Recipe) -> None:
     """Wraps the layers of a model that trains as this recipe asks, and changes nothing else."""
     _change(trainer, live_of(trainer, recipe), recipe.setup(), set(Slot) - {Slot.CHECKPOINTING})

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError
 from snugfit.frontends.items import pieces_of
-from snugfit.frontends.trainer.finite_check import begin_step, refuse_no_number
+from snugfit.frontends.trainer.finite_check import begin_step, raise_if_non_finite
 from snugfit.frontends.trainer.fit_plan import FitPlan
 from snugfit.frontends.trainer.fit_run import FitRun, open_run
 from snugfit.frontends.trainer.loss import (
@@ -23,14 +23,15 @@ from snugfit.frontends.trainer.loss import (
     wrong_of_the_model,
     wrong_of_theirs,
 )
-from snugfit.frontends.trainer.out_of_memory import broke_in_the_update, go_on_with_less, take_again
-from snugfit.frontends.trainer.restore import restore_generators, restore_trainer, restore_weights
+from snugfit.frontends.trainer.out_of_memory import go_on_with_less, retry_step, update_broke
 from snugfit.frontends.trainer.setup import optimizer_is_theirs, users_numbers
 from snugfit.frontends.trainer.step_state import StepState
 from snugfit.step.applier import forward_context, run_context, set_process
 from snugfit.step.memory_errors import memory_cause
 from snugfit.step.wishes.optimizer import make_optimizer
 from snugfit.techniques.technique import Slot
+from snugfit.training.checkpoint.state import restore_generators
+from snugfit.training.checkpoint.weights import load_weights
 from snugfit.training.interrupt import EXIT_CODES
 from snugfit.training.run.trained import FINISHED, STOPPED
 
@@ -77,9 +78,10 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
             with _memory_told(self):
                 done = super().train(str(resumed.folder) if resumed else None, *arguments, **keywords)
             stopped = run.checkpoints.interrupts.stopping
-            run.logger.end(FINISHED if stopped is None else STOPPED)
+            outcome = FINISHED if stopped is None else STOPPED
+            run.logger.end(outcome, self.state.global_step, in_words=True)
             if stopped is None:
-                run.checkpoints.refuse_a_lost_end()
+                run.checkpoints.finish()
         if stopped is not None:
             raise SystemExit(EXIT_CODES[stopped])
         return done
@@ -105,7 +107,7 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
         loader = super().get_train_dataloader()
         if self.snugfit_run is not None and not getattr(loader, "num_workers", 1):
             real = getattr(loader, "base_dataloader", loader)  # accelerate's is a shell
-            real.collate_fn = self.snugfit_run.checkpoints.stream.watching(real.collate_fn)
+            real.collate_fn = self.snugfit_run.rng.watch(real.collate_fn)
         return loader
 
     def get_batch_samples(self, epoch_iterator: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -113,13 +115,13 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
         run, theirs = self._fit_run, super().get_batch_samples
 
         def fetch() -> Any:
-            with run.logger.fetching(), run.checkpoints.stream.drawing():
+            with run.timer.fetching(), run.rng.drawing():
                 return theirs(epoch_iterator, *arguments, **keywords)
 
-        run.logger.begin()
-        samples, items = run.checkpoints.ahead.take(epoch_iterator, fetch)
-        run.logger.fetched(samples)
-        run.checkpoints.stream.used(len(samples))
+        run.timer.begin()
+        samples, items = run.prefetcher.take(epoch_iterator, fetch)
+        run.timer.count(samples)
+        run.rng.use(len(samples))
         run.step = run.step.following(samples)
         return samples, items
 
@@ -141,7 +143,7 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
                     raise
             if exhausted is None:
                 break
-            take_again(self, step, run.logger, str(exhausted[0]), exhausted[1])
+            retry_step(self, run, str(exhausted[0]), exhausted[1])
             step.loss_sum, todo = None, step.batches[: step.micro_batch_index]
         before, step.loss_sum = step.loss_sum, found if step.loss_sum is None else step.loss_sum + found
         return found if before is not None or given is None else found - given
@@ -187,45 +189,44 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
         norm = super()._get_grad_norm(*arguments, **keywords)
         last = self.state.global_step + 1 >= self.state.max_steps
         if not last and not self.accelerator.gradient_state.end_of_dataloader:
-            self._fit_run.logger.computed()
-            self._fit_run.checkpoints.ahead.fetch()
-        refuse_no_number(self, self._fit_run, norm)
+            self._fit_run.timer.record_launched()
+            self._fit_run.prefetcher.fetch()
+        raise_if_non_finite(self, self._fit_run, norm)
         return norm
 
     def _run_epoch(self, *arguments: Any, **keywords: Any) -> Any:
         """An epoch; a resumed one draws its order from the generators that it had."""
-        keeping, skipped = self._fit_run.checkpoints, int(keywords.get("steps_trained_in_current_epoch") or 0)
-        resumed = keeping.resumed is not None and self.state.global_step == keeping.resumed.step
+        checkpoints = self._fit_run.checkpoints
+        skipped = int(keywords.get("steps_trained_in_current_epoch") or 0)
+        resumed = checkpoints.resumed is not None and self.state.global_step == checkpoints.resumed.step
         skipped = skipped if resumed else 0
         if resumed:
-            keeping.remember(within=skipped > 0)
-        keeping.stream.epoch_begins(skipped)
+            checkpoints.restore_extra_state(within=skipped > 0)
+        self._fit_run.rng.begin_epoch(skipped)
         return super()._run_epoch(*arguments, **keywords)
 
     def _maybe_log_save_evaluate(self, *arguments: Any, **keywords: Any) -> None:
-        """The border between two steps: what was asked for meanwhile is done here."""
+        """The boundary between two steps: what was asked for meanwhile is done here."""
         run, interrupts = self._fit_run, self._fit_run.checkpoints.interrupts
-        ended = run.logger.tell(run.step, keywords.get("learning_rate"))
+        ended = run.timer.write(self, run.logger, run.step, keywords.get("learning_rate"))
         stopping = interrupts.stopping is not None
         if interrupts.wants_checkpoint() or stopping:
             self.control.should_save = True
         if stopping:
             self.control.should_training_stop = True
         super()._maybe_log_save_evaluate(*arguments, **keywords)
-        if ended and not self.control.should_training_stop and run.logger.short():
-            go_on_with_less(self, run.logger)
+        if ended and not self.control.should_training_stop and run.logger.is_thrashing():
+            go_on_with_less(self, run)
 
     def _save_checkpoint(self, *arguments: Any, **keywords: Any) -> None:
         self.store_flos()
-        self._fit_run.checkpoints.keep()
+        self._fit_run.checkpoints.save()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        restore_weights(self.model if model is None else model, Path(resume_from_checkpoint))
+        load_weights(self.model if model is None else model, Path(resume_from_checkpoint))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is not None:
-            restore_trainer(self, Path(checkpoint))
-        self._fit_run.checkpoints.prepare()
+        self._fit_run.checkpoints.begin(checkpoint)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         """It came with the optimizer."""
@@ -248,7 +249,7 @@ def _memory_told(trainer: Any) -> Iterator[None]:
         cause = None if isinstance(error, SnugfitError) else memory_cause(error)
         if cause is None:
             raise
-        raise broke_in_the_update(trainer, cause, error) from error
+        raise update_broke(trainer, cause, error) from error
 
 
 @contextlib.contextmanager

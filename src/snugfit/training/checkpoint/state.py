@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError
-from snugfit.training.checkpoint.bars import without_bars
 from snugfit.training.checkpoint.packed_state import pack, unpack
+from snugfit.training.checkpoint.weights import trained_weights, write_weights
 from snugfit.training.generators import random_state, restore_random_state
 
 if TYPE_CHECKING:
@@ -35,13 +35,12 @@ if TYPE_CHECKING:
 
     from snugfit.training.checkpoint.staging import Staging
 
-STATE, TENSORS, WEIGHTS = "state.json", "state.safetensors", "model.safetensors"
-ADAPTER = "adapter_model.safetensors"
+STATE, TENSORS = "state.json", "state.safetensors"
 
 
 @dataclass(kw_only=True)
-class Progress:
-    """How far a run is."""
+class RunProgress:
+    """How far a run is: written as it is into `state.json`."""
 
     step: int = 0
     """Optimizer steps that are done."""
@@ -64,7 +63,7 @@ class Progress:
     losses: list[float] = field(default_factory=list)
     """Of the last steps that were made, as many as a jump is seen by (`spikes.py`)."""
 
-    def took(self, updated: bool, *, most_skipped: int) -> None:
+    def count(self, updated: bool, *, most_skipped: int) -> None:
         """Counts a step. Raises `SnugfitError` when so many in a row have updated nothing."""
         self.step += 1
         self.skipped += not updated
@@ -87,16 +86,16 @@ class Progress:
 
 
 @dataclass(kw_only=True)
-class Running:
-    """What a run has built and works with."""
+class TrainState:
+    """What the steps of a run work with and change."""
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     scheduler: Any
-    """torch's learning-rate scheduler."""
+    """The learning rate's schedule: torch's, or anything with a `step` and a `state_dict`."""
     scaler: torch.amp.GradScaler | None
     device: torch.device
-    progress: Progress = field(default_factory=Progress)
+    progress: RunProgress = field(default_factory=RunProgress)
 
     @functools.cached_property
     def parameters(self) -> tuple[torch.nn.Parameter, ...]:
@@ -119,59 +118,69 @@ class Snapshot:
     """Everything else, without its tensors."""
 
     tensors: Mapping[str, torch.Tensor]
-    """These."""
+    """The tensors of `tree`, by the names that it has for them."""
 
     step: int
+    """The optimizer steps that are done."""
+
+    files: Mapping[str, str] = field(default_factory=dict)
+    """What a front-end keeps beside it: text, by the name of its file."""
+
+    processing: Any = None
+    """A tokenizer or processor that is saved beside it, or None."""
 
     def write(self, folder: Path) -> None:
         """Writes the checkpoint's files into `folder`."""
         from safetensors.torch import save_file
 
-        _write_weights(self.model, dict(self.weights), folder)
+        write_weights(self.model, dict(self.weights), folder)
         save_file(dict(self.tensors), folder / TENSORS)
         (folder / STATE).write_text(json.dumps(self.tree, allow_nan=False) + "\n", encoding="utf-8")
+        for name, text in self.files.items():
+            (folder / name).write_text(text, encoding="utf-8")
+        if self.processing is not None:
+            self.processing.save_pretrained(folder)
 
     @property
     def bytes(self) -> int:
-        """What the files will hold, their heads apart."""
+        """How much the files of tensors will hold, without their headers."""
         tensors = {id(tensor): tensor for tensor in (*self.weights.values(), *self.tensors.values())}
         return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def snapshot(running: Running, staging: Staging) -> Snapshot:
+def snapshot(
+    state: TrainState, staging: Staging, *, files: Mapping[str, str] | None = None, processing: Any = None
+) -> Snapshot:
     """The run as it is, copied to the host. Waits for the device; call it between two steps, and not before
     the last snapshot is written."""
-    tree, tensors = pack(_state_of(running))
+    tree, tensors = pack(_state_of(state))
     staging.begin()
     copies = _Copies(staging)
-    made = Snapshot(
-        model=running.model,
-        weights={name: copies.of(value) for name, value in _weights_of(running.model).items()},
+    copied = Snapshot(
+        model=state.model,
+        weights={name: copies.of(value) for name, value in trained_weights(state.model).items()},
         tree=tree,
         tensors={name: copies.of(value) for name, value in tensors.items()},
-        step=running.progress.step,
+        step=state.progress.step,
+        files=files or {},
+        processing=processing,
     )
-    wait_for(running.device)
-    return made
+    if state.device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize(state.device)
+    return copied
 
 
-def bytes_of(running: Running) -> list[int]:
-    """How large the tensors of a snapshot will be once the optimizer has its states: each weight that trains
-    comes with two moments, at most, of its own size."""
-    weights = [value.nbytes for value in _weights_of(running.model).values()]
-    trained = [each.nbytes for group in running.optimizer.param_groups for each in group["params"]]
+def tensor_bytes(state: TrainState) -> list[int]:
+    """Bytes of each tensor of a snapshot once the optimizer has its states: each weight that trains comes
+    with two moments, at most, of its own size."""
+    weights = [value.nbytes for value in trained_weights(state.model).values()]
+    trained = [weight.nbytes for group in state.optimizer.param_groups for weight in group["params"]]
     return [*weights, *trained, *trained]
 
 
-def wait_for(device: torch.device) -> None:
-    """Until the device has done what it was asked."""
-    import torch
-
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def free_unused(device: torch.device) -> None:
+def release_unused_memory(device: torch.device) -> None:
     """Gives back what no tensor holds any more, so that another recipe begins on an empty device."""
     import gc
 
@@ -183,63 +192,72 @@ def free_unused(device: torch.device) -> None:
 
 
 class _Copies:
-    """Host copies; of what shares its memory (tied weights), one."""
+    """Host copies of tensors; tensors that share their memory (tied weights) get one copy."""
 
     def __init__(self, staging: Staging) -> None:
         self._staging = staging
-        self._made: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._copied: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         key = (tensor.device.type, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
-        if key not in self._made or not tensor.numel():
-            self._made[key] = self._staging.copy(tensor)
-        return self._made[key]
+        if key not in self._copied or not tensor.numel():
+            self._copied[key] = self._staging.copy(tensor)
+        return self._copied[key]
 
 
-def _state_of(running: Running) -> dict[str, Any]:
+def _state_of(state: TrainState) -> dict[str, Any]:
     return {
-        "optimizer": _optimizer_state(running.optimizer),
-        "scheduler": running.scheduler.state_dict(),
-        "scaler": running.scaler.state_dict() if running.scaler else None,
-        "random": random_state(running.device),
-        "progress": asdict(running.progress),
+        "optimizer": _optimizer_state(state.optimizer),
+        "scheduler": state.scheduler.state_dict(),
+        "scaler": state.scaler.state_dict() if state.scaler else None,
+        "random": random_state(state.device),
+        "progress": asdict(state.progress),
     }
 
 
 def _optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """By the parameters' places in the groups, one after the other."""
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    """The states by their parameter's index over all groups, and the groups without their parameters."""
+    parameters = [weight for group in optimizer.param_groups for weight in group["params"]]
     return {
         "states": {
-            index: dict(optimizer.state[each])
-            for index, each in enumerate(parameters)
-            if each in optimizer.state
+            index: dict(optimizer.state[weight])
+            for index, weight in enumerate(parameters)
+            if weight in optimizer.state
         },
         "groups": [{**group, "params": len(group["params"])} for group in optimizer.param_groups],
     }
 
 
-def restore(running: Running, folder: Path) -> None:
+def restore(state: TrainState, folder: Path) -> None:
     """Makes a run that was just built (its weights from `folder` already) the one that was kept there.
 
     Raises `SnugfitError` when it is another model's or another optimizer's.
     """
+    saved = _read(folder, state.device)
+    _restore_optimizer(state.optimizer, saved["optimizer"])
+    state.scheduler.load_state_dict(saved["scheduler"])
+    if state.scaler is not None and saved["scaler"] is not None:
+        state.scaler.load_state_dict(saved["scaler"])
+    state.progress = RunProgress(**saved["progress"])
+    restore_random_state(saved["random"], state.device)
+
+
+def restore_generators(folder: Path, device: torch.device) -> None:
+    """The random generators alone, as they were when the checkpoint was taken."""
+    restore_random_state(_read(folder, device)["random"], device)
+
+
+def _read(folder: Path, device: torch.device) -> Any:
     from safetensors.torch import load_file
 
     tree = json.loads((folder / STATE).read_text(encoding="utf-8"))
-    state = unpack(tree, load_file(folder / TENSORS), running.device)
-    _restore_optimizer(running.optimizer, state["optimizer"])
-    running.scheduler.load_state_dict(state["scheduler"])
-    if running.scaler is not None and state["scaler"] is not None:
-        running.scaler.load_state_dict(state["scaler"])
-    running.progress = Progress(**state["progress"])
-    restore_random_state(state["random"], running.device)
+    return unpack(tree, load_file(folder / TENSORS), device)
 
 
-def _restore_optimizer(optimizer: torch.optim.Optimizer, kept: Mapping[str, Any]) -> None:
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+def _restore_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    parameters = [weight for group in optimizer.param_groups for weight in group["params"]]
     counts, before = (
-        [_count(group) for group in groups] for groups in (optimizer.param_groups, kept["groups"])
+        [_count(group) for group in groups] for groups in (optimizer.param_groups, saved["groups"])
     )
     if counts != before:
         raise SnugfitError(
@@ -247,53 +265,12 @@ def _restore_optimizer(optimizer: torch.optim.Optimizer, kept: Mapping[str, Any]
             " written by another job or recipe."
         )
     optimizer.state.clear()
-    for index, held in kept["states"].items():
-        optimizer.state[parameters[index]] = held
-    for group, saved in zip(optimizer.param_groups, kept["groups"], strict=True):
-        group.update({name: value for name, value in saved.items() if name != "params"})
+    for index, values in saved["states"].items():
+        optimizer.state[parameters[index]] = values
+    for group, settings in zip(optimizer.param_groups, saved["groups"], strict=True):
+        group.update({name: value for name, value in settings.items() if name != "params"})
 
 
 def _count(group: Mapping[str, Any]) -> int:
     parameters = group["params"]
     return parameters if isinstance(parameters, int) else len(parameters)
-
-
-def _is_adapted(model: torch.nn.Module) -> bool:
-    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
-
-
-def _weights_of(model: torch.nn.Module) -> Mapping[str, torch.Tensor]:
-    """What trains and what a step changes: of an adapted model the adapters alone, its base never changes."""
-    if not _is_adapted(model):
-        return model.state_dict()
-    from peft import get_peft_model_state_dict
-
-    found: Mapping[str, torch.Tensor] = get_peft_model_state_dict(model, save_embedding_layers=False)
-    return found
-
-
-def _write_weights(model: torch.nn.Module, weights: dict[str, torch.Tensor], folder: Path) -> None:
-    from safetensors.torch import save_file
-    from transformers import PreTrainedModel
-
-    if _is_adapted(model):
-        model.peft_config["default"].save_pretrained(str(folder))  # type: ignore[union-attr, index]
-        save_file(weights, folder / ADAPTER, metadata={"format": "pt"})
-    elif isinstance(model, PreTrainedModel):
-        with without_bars():
-            model.save_pretrained(folder, state_dict=weights)
-    else:
-        save_file({name: value.clone() for name, value in weights.items()}, folder / WEIGHTS)
-
-
-def load_weights(model: torch.nn.Module, folder: Path) -> None:
-    """Puts the weights that were kept in `folder` into a model that was built without them: adapters, or a
-    module from Python. A transformers model is built from the folder instead (`Model.build`)."""
-    from safetensors.torch import load_file
-
-    if _is_adapted(model):
-        from peft import set_peft_model_state_dict
-
-        set_peft_model_state_dict(model, load_file(folder / ADAPTER))
-    else:
-        model.load_state_dict(load_file(folder / WEIGHTS), strict=True)

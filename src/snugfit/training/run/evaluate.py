@@ -16,8 +16,8 @@ from snugfit.job.batch import IGNORED, label_items
 from snugfit.job.job import Task
 from snugfit.step.batches import place
 from snugfit.step.loss import loss_of
-from snugfit.training.run.collate_cast import collate_for
-from snugfit.training.run.order import Order, feed
+from snugfit.training.run.loader import collate_for, feed
+from snugfit.training.run.order import SampleOrder
 
 if TYPE_CHECKING:
     import torch
@@ -80,7 +80,7 @@ def evaluate(
 
 def in_order(data: Data, size: int, job: Job, setup: Setup) -> Iterator[dict[str, Any]]:
     """Host batches of at most `size` samples, as the data lies, from as many workers as train."""
-    order = Order(len(data.samples), size, 1, seed=0, shuffle=False)
+    order = SampleOrder(len(data.samples), size, 1, seed=0, shuffle=False)
     collate, steps = collate_for(job, setup, data.collate), order.steps_per_epoch
     batches = feed(data.samples, order, collate, start_step=0, stop_step=steps, workers=setup.loader.workers)
     with contextlib.closing(batches):

@@ -1,9 +1,9 @@
-"""One optimizer step over real data: the plain loop's gradients, looked at before they change a weight.
+"""One optimizer step over real data: the plain loop's gradients, checked before they change a weight.
 
 gradients        the plain loop's own (`step/plain_loop.py`): micro-batches under autocast, each loss
                  scaled by its share of what the whole batch's loss is a mean over
 unscale          fp16's gradients, back to their size
-look             at the loss, and as far as that costs nothing at the gradients (`finite_check.py`). While the
+check            the loss, and as far as that costs nothing the gradients (`finite_check.py`). While the
                  device finishes, the host makes the next batch
 clip             by the norm that was just taken
 update           optimizer, gradient scaler, learning rate
@@ -22,46 +22,47 @@ from snugfit.documents import write_document
 from snugfit.errors import SnugfitError
 from snugfit.step.memory_errors import memory_cause
 from snugfit.step.plain_loop import Built, PlainStep
-from snugfit.training.run.finite_check import Look, all_numbers
+from snugfit.training.recovery import Exhausted
+from snugfit.training.run.finite_check import FiniteCheck, all_finite
 
 if TYPE_CHECKING:
     import torch
 
     from snugfit.job.job import Job
     from snugfit.techniques.setup import Setup
-    from snugfit.training.checkpoint.state import Running
+    from snugfit.training.checkpoint.state import TrainState
 
 
-class Refused(SnugfitError):
+class StepRejected(SnugfitError):
     """A step was not made, for what its forward and backward passes gave. Nothing was updated."""
 
     name = "refused"
-    """What its file is called after."""
+    """The beginning of the name of the file that names its samples."""
 
     option = ""
-    """The option that says what follows."""
+    """The option of a run that says what follows."""
 
     def __init__(self, what: str, loss: float, norm: float | None) -> None:
         super().__init__(f"{what}; no weight was changed.")
         self.loss, self.norm = loss, norm
 
-    def write(self, folder: Path, step: int, pieces: Sequence[Sequence[int]]) -> Path:
-        """Writes down which samples the step's micro-batches held, where that can be written; gives the
-        file."""
+    def write(self, folder: Path, step: int, micro_batches: Sequence[Sequence[int]]) -> Path:
+        """Writes down the indices of the samples of each of the step's micro-batches, where that can be
+        written; gives the file."""
         file = folder / f"{self.name}-step-{step}.json"
         document = {
             "step": step,
             "loss": repr(self.loss),
             "norm": repr(self.norm),
-            "samples": [list(piece) for piece in pieces],
+            "samples": [list(indices) for indices in micro_batches],
         }
         with contextlib.suppress(OSError):
             write_document(file, document)
         return file
 
 
-class NonFinite(Refused):
-    """A loss or a gradient is no number."""
+class NonFinite(StepRejected):
+    """A step was not made, for a loss or a gradient that is no number."""
 
     name, option = "nonfinite", "on_nonfinite"
 
@@ -70,12 +71,12 @@ class NonFinite(Refused):
         super().__init__(of_norm if math.isfinite(loss) else f"The loss is {loss}", loss, norm)
 
 
-class Poisoned(SnugfitError):
-    """Gradients of a step were no numbers, and its update has been made."""
+class WeightsNonFinite(SnugfitError):
+    """Gradients of a step were no numbers, and its update has been made with them."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Taken:
+class StepResult:
     """An optimizer step that was taken."""
 
     loss: float
@@ -85,45 +86,24 @@ class Taken:
     """False when the gradient scaler found an overflow and left the weights as they were."""
 
 
-WHAT_TO_TRY = (
-    "Where more memory is free, the same run goes on from what was kept; a recipe that takes less, such as"
-    " snugfit plan --memory finds, begins in a folder of its own."
-)
-"""When memory ran out for good."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Exhausted:
-    """Memory ran out in a step. Gradients are dropped; weights have changed only if it was in the update."""
-
-    cause: str
-    """As `memory_cause` calls it."""
-
-    phase: str
-    """Where in the step."""
-
-    message: str
-    """What the exception said."""
-
-
-class Phases:
+class PhaseTracker:
     """An observer that remembers where a step is, for whoever must say where it broke."""
 
     def __init__(self) -> None:
         self.now = "build"
 
     def step_begins(self, index: int) -> None:
-        """Not needed here."""
+        """Does nothing: only phases are remembered."""
 
     def step_ends(self, index: int) -> None:
-        """Not needed here."""
+        """Does nothing: only phases are remembered."""
 
     def phase(self, name: str) -> None:
-        """From here on the step is there."""
+        """The step is in this phase from here on."""
         self.now = name
 
     def built(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        """Not needed here."""
+        """Does nothing: only phases are remembered."""
 
 
 def _nothing() -> None:
@@ -135,122 +115,132 @@ class TrainingStep(PlainStep):
 
     def __init__(self, job: Job, setup: Setup, device: torch.device) -> None:
         super().__init__(job, setup, device, keep_losses=True)
-        self.phases = Phases()
-        self._look = Look(device)
-        self.computed = self._look.computed
-        self._unlooked = False
+        self.phases = PhaseTracker()
+        self._check = FiniteCheck(device)
+        self.computed = self._check.record_loss
+        self._unchecked = False
         self.unread = False
-        """Whether the last step's norm is still to be `read`."""
-        self.careful = device.type != "cuda"
-        """Wait for the gradients before each update. On the CPU there is nothing to wait for."""
+        """Whether the last step's norm is still to be read (`read_norm`)."""
+        self.sync_before_update = device.type != "cuda"
+        """Whether gradients are waited for before each update. On the CPU there is nothing to wait for."""
         self.norm: float | None = None
-        """Global L2 norm of the gradients, before clipping, of the last step that was `read`; None where the
-        job does not clip."""
-        self.refuses: Callable[[float], Refused | None] = lambda loss: None
+        """Global L2 norm of the gradients, before clipping, of the last step whose norm was read; None where
+        the job does not clip."""
+        self.rejects: Callable[[float], StepRejected | None] = lambda loss: None
         """Asked of a step's loss before its update: why it must not be made, or None."""
         self.device_was_busy = False
         """Whether, when the host had done what it had to do, the last step's device had not."""
 
     def attempt(
-        self, running: Running, pieces: Sequence[dict[str, Any]], meanwhile: Callable[[], None] = _nothing
-    ) -> Taken | Exhausted:
+        self,
+        state: TrainState,
+        micro_batches: Sequence[dict[str, Any]],
+        meanwhile: Callable[[], None] = _nothing,
+    ) -> StepResult | Exhausted:
         """`take`, where the end of memory is an answer and no exception, whose traceback would hold the
         step's tensors."""
         exhausted = None
         try:
-            return self.take(running, pieces, meanwhile)
+            return self.take(state, micro_batches, meanwhile)
         except Exception as error:
             cause = memory_cause(error)
             if cause is None:
                 raise
             exhausted = Exhausted(cause=cause, phase=self.phases.now, message=str(error))
-        running.optimizer.zero_grad(set_to_none=True)
+        state.optimizer.zero_grad(set_to_none=True)
         return exhausted
 
     def take(
-        self, running: Running, pieces: Sequence[dict[str, Any]], meanwhile: Callable[[], None] = _nothing
-    ) -> Taken:
-        """One optimizer step over these host micro-batches (B, S). `meanwhile` is done while the device is
-        still at the backward pass, when the step before has been `read`.
+        self,
+        state: TrainState,
+        micro_batches: Sequence[dict[str, Any]],
+        meanwhile: Callable[[], None] = _nothing,
+    ) -> StepResult:
+        """One optimizer step over these host micro-batches (B, ...). `meanwhile` is done while the device is
+        still at the backward pass, when the norm of the step before has been read.
 
-        Raises `Refused`, with every weight, state and generator of the update as it was and no gradients
-        left; `Poisoned` when a step before must not have been; what torch raises when memory runs out.
+        Raises `StepRejected`, with every weight, state and generator of the update as it was and no gradients
+        left; `WeightsNonFinite` when a step before must not have been made; what torch raises when memory
+        runs out.
         """
-        optimizer, scaler = running.optimizer, running.scaler
-        built = Built(running.model, optimizer, scaler, iter([list(pieces)]), self.phases)
+        optimizer, scaler = state.optimizer, state.scaler
+        built = Built(state.model, optimizer, scaler, iter([list(micro_batches)]), self.phases)
         total = self._accumulate(built)
         self.phases.phase("clip")
-        self.read(running)
-        loss = math.nan if total is None else self._look.loss()
+        self.read_norm(state)
+        loss = math.nan if total is None else self._check.loss()
         if not math.isfinite(loss):
             optimizer.zero_grad(set_to_none=True)
-            self.settle(running)
+            self.check_weights(state)
             raise NonFinite(loss, None)
-        if (refused := self.refuses(loss)) is not None:
+        if (rejection := self.rejects(loss)) is not None:
             optimizer.zero_grad(set_to_none=True)
-            raise refused
-        trained = [each for each in running.parameters if each.grad is not None]
-        norm = self._norm_of(trained, running)
-        self._look.taken(norm)
+            raise rejection
+        trained = [weight for weight in state.parameters if weight.grad is not None]
+        norm = self._norm_of(trained, state)
+        self._check.record_norm(norm)
         meanwhile()
-        self.device_was_busy = not self._look.is_done()
+        self.device_was_busy = not self._check.is_done()
         self.unread = norm is not None
-        if self.careful and scaler is None:
-            self._refuse_no_numbers(running, trained, loss)
-        elif self.careful:
-            self.read(running)
-        self._unlooked = not self.careful and norm is None and scaler is None
-        updated = self._update(running, trained, norm)
+        if self.sync_before_update and scaler is None:
+            self._raise_if_non_finite(state, trained, loss)
+        elif self.sync_before_update:
+            self.read_norm(state)
+        self._unchecked = not self.sync_before_update and norm is None and scaler is None
+        updated = self._update(state, trained, norm)
         if updated:
-            running.scheduler.step()
+            state.scheduler.step()
         optimizer.zero_grad(set_to_none=True)
         self.phases.phase("load")
-        return Taken(loss=loss, updated=updated)
+        return StepResult(loss=loss, updated=updated)
 
-    def read(self, running: Running) -> None:
-        """Reads the last step's norm, where that was left for later. Raises `Poisoned` when it is none: the
-        update has then made the weights none."""
+    def read_norm(self, state: TrainState) -> None:
+        """Reads the last step's norm, where that was left for later. Raises `WeightsNonFinite` when it is no
+        number: the update has then made the weights none."""
         if self.unread:
-            self.unread, self.norm = False, self._look.norm()
-            if running.scaler is None and not math.isfinite(self.norm):
-                raise Poisoned
+            self.unread, self.norm = False, self._check.norm()
+            if state.scaler is None and not math.isfinite(self.norm):
+                raise WeightsNonFinite
 
-    def settle(self, running: Running) -> None:
-        """Before the weights are kept or used elsewhere: `read`, and where nobody has looked at gradients, a
-        look at what they have made. Raises `Poisoned` when the weights are no numbers."""
-        self.read(running)
-        if self._unlooked:
-            self._unlooked = False
-            if not all_numbers(each for each in running.parameters if each.requires_grad):
-                raise Poisoned
+    def check_weights(self, state: TrainState) -> None:
+        """Before the weights are kept or used elsewhere: `read_norm`, and where nobody has checked the
+        gradients, a check of what they have made. Raises `WeightsNonFinite` when the weights are no
+        numbers."""
+        self.read_norm(state)
+        if self._unchecked:
+            self._unchecked = False
+            if not all_finite(weight for weight in state.parameters if weight.requires_grad):
+                raise WeightsNonFinite
 
-    def _norm_of(self, trained: list[torch.nn.Parameter], running: Running) -> torch.Tensor | None:
+    def _norm_of(self, trained: list[torch.nn.Parameter], state: TrainState) -> torch.Tensor | None:
         import torch
 
         if not self.job.clip:
             return None
-        if running.scaler is not None:
-            running.scaler.unscale_(running.optimizer)
-        return torch.nn.utils.get_total_norm([each.grad for each in trained if each.grad is not None])
+        if state.scaler is not None:
+            state.scaler.unscale_(state.optimizer)
+        return torch.nn.utils.get_total_norm([weight.grad for weight in trained if weight.grad is not None])
 
-    def _refuse_no_numbers(self, running: Running, trained: list[torch.nn.Parameter], loss: float) -> None:
+    def _raise_if_non_finite(self, state: TrainState, trained: list[torch.nn.Parameter], loss: float) -> None:
         """Raises `NonFinite`; waits for the gradients."""
         clips, self.unread = self.unread, False
-        self.norm = self._look.norm() if clips else None
-        gradients = (each.grad for each in trained if each.grad is not None)
-        sound = all_numbers(gradients) if self.norm is None else math.isfinite(self.norm)
+        self.norm = self._check.norm() if clips else None
+        gradients = (weight.grad for weight in trained if weight.grad is not None)
+        sound = all_finite(gradients) if self.norm is None else math.isfinite(self.norm)
         if not sound:
-            running.optimizer.zero_grad(set_to_none=True)
+            state.optimizer.zero_grad(set_to_none=True)
             raise NonFinite(loss, self.norm)
 
-    def _update(self, running: Running, trained: list[torch.nn.Parameter], norm: torch.Tensor | None) -> bool:
+    def _update(
+        self, state: TrainState, trained: list[torch.nn.Parameter], norm: torch.Tensor | None
+    ) -> bool:
         """Whether there was one: a scaler leaves out the steps that overflow."""
         import torch
 
         if norm is not None:
             torch.nn.utils.clip_grads_with_norm_(trained, self.job.clip or 0.0, norm)
         self.phases.phase("update")
-        optimizer, scaler = running.optimizer, running.scaler
+        optimizer, scaler = state.optimizer, state.scaler
         if scaler is None:
             optimizer.step()
             return True

@@ -1,6 +1,6 @@
 """From a run's description to a run that can take its next step: new, or exactly as it was kept.
 
-What is random is set before anything is built, so that a new run is a function of its seed. A kept one is
+What is random is set before anything is built, so that a new run is a function of its seed. A resumed one is
 built the same way, its weights read from the checkpoint instead, and then everything else is put back; the
 generators last, because building draws from them.
 """
@@ -10,10 +10,11 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING, Any
 
-from snugfit.errors import SnugfitError, UsageError
+from snugfit.errors import UsageError
 from snugfit.step.applier import make_scaler, set_process
 from snugfit.step.build import build_model, build_optimizer
-from snugfit.training.checkpoint.state import Running, load_weights, restore
+from snugfit.training.checkpoint.state import TrainState, restore
+from snugfit.training.checkpoint.weights import load_weights
 
 if TYPE_CHECKING:
     import torch
@@ -23,9 +24,9 @@ if TYPE_CHECKING:
     from snugfit.training.run.run import Run
 
 
-def open_run(run: Run, setup: Setup, steps: int, kept: Checkpoint | None) -> Running:
+def open_run(run: Run, setup: Setup, steps: int, checkpoint: Checkpoint | None) -> TrainState:
     """The run under `setup`, which takes `steps` optimizer steps in all: at its beginning, or as it was when
-    `kept` was taken. Raises `SnugfitError` when the checkpoint does not fit the model."""
+    `checkpoint` was taken. Raises `SnugfitError` when the checkpoint does not fit the model."""
     import numpy
     import torch
 
@@ -34,30 +35,27 @@ def open_run(run: Run, setup: Setup, steps: int, kept: Checkpoint | None) -> Run
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     set_process(setup, run.device)
-    model = _model(run, setup, kept)
+    model = _model(run, setup, checkpoint)
     optimizer = build_optimizer(run.job, setup, model, weight_decay=run.options.weight_decay)
-    running = Running(
+    state = TrainState(
         model=model,
         optimizer=optimizer,
         scheduler=schedule(run, optimizer, steps),
         scaler=make_scaler(setup, run.device),
         device=run.device,
     )
-    if kept is not None:
-        restore(running, kept.folder)
-    return running
+    if checkpoint is not None:
+        restore(state, checkpoint.folder)
+    return state
 
 
-def _model(run: Run, setup: Setup, kept: Checkpoint | None) -> torch.nn.Module:
+def _model(run: Run, setup: Setup, checkpoint: Checkpoint | None) -> torch.nn.Module:
     """A transformers model is built from its weights; whatever else is built first and then filled."""
     whole = setup.adapt is None and run.job.model.module is None
-    weights = kept.folder if kept is not None and whole else run.weights
+    weights = checkpoint.folder if checkpoint is not None and whole else run.weights
     model = build_model(run.job, setup, run.device, weights=weights)
-    if kept is not None and not whole:
-        try:
-            load_weights(model, kept.folder)
-        except (RuntimeError, KeyError, ValueError) as fault:
-            raise SnugfitError(f"{kept.folder} holds no weights of this model: {fault}") from None
+    if checkpoint is not None and not whole:
+        load_weights(model, checkpoint.folder)
     return model
 
 
@@ -67,14 +65,14 @@ def schedule(run: Run, optimizer: torch.optim.Optimizer, steps: int) -> Any:
 
     options = run.options
     warmup = options.warmup_steps
-    rising = round(warmup * steps) if 0 < warmup < 1 else round(warmup)
-    if rising > steps:
+    warmup_steps = round(warmup * steps) if 0 < warmup < 1 else round(warmup)
+    if warmup_steps > steps:
         raise UsageError(f"warmup_steps is {warmup:g}, and the run has {steps} steps.")
     try:
         return get_scheduler(
             options.lr_scheduler_type,
             optimizer,
-            num_warmup_steps=rising,
+            num_warmup_steps=warmup_steps,
             num_training_steps=steps,
             scheduler_specific_kwargs=dict(options.lr_scheduler_kwargs) or None,
         )

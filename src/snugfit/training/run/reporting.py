@@ -1,9 +1,9 @@
 """`report_to`: a run's figures for TensorBoard, Weights & Biases and whatever else transformers knows.
 
-transformers' own callbacks are driven, with a state made from the events of the journal: every integration of
-the Trainer works here, and the names are those that dashboards know (`train/loss`, `train/grad_norm`,
-`train/learning_rate`, `train/epoch`, `eval/loss`). As there, the loss is the mean since the last line, every
-`logging_steps`.
+transformers' own callbacks are called, with a state made from the events of the journal: every integration of
+the Trainer works here (accelerate's trackers are fewer), and the names are those that dashboards know
+(`train/loss`, `train/grad_norm`, `train/learning_rate`, `train/epoch`, `eval/loss`). As there, the loss is
+the mean since the last line, every `logging_steps`.
 
 A run that is resumed goes on in the same log. Steps that were lost and are taken again would stand there
 twice, so TensorBoard is told from which step on it must forget what it has (`purge_step`, its own word);
@@ -53,12 +53,12 @@ def callbacks_for(options: TrainOptions) -> list[Any]:
                 f"report_to is {name!r}.{did_you_mean(name, known)} Allowed: none, all, {', '.join(known)}."
             )
     return [
-        _made(name, kind)
+        _create(name, kind)
         for name, kind in zip(names, integrations.get_reporting_integration_callbacks(names))
     ]
 
 
-def _made(name: str, kind: type[Any]) -> Any:
+def _create(name: str, kind: type[Any]) -> Any:
     try:
         return kind()
     except (RuntimeError, ImportError) as missing:
@@ -89,7 +89,7 @@ class Reports:
                 logging_steps=run.options.logging_steps,
             )
 
-    def opens(self, model: torch.nn.Module, step: int, steps: int) -> None:
+    def open(self, model: torch.nn.Module, step: int, steps: int) -> None:
         """A run of so many steps begins, or goes on after this one: in another process, or in this one, which
         has gone back to it."""
         if not self._callbacks:
@@ -97,23 +97,23 @@ class Reports:
         self._state.global_step, self._state.max_steps = step, steps
         for callback in self._callbacks:
             if hasattr(callback, "tb_writer"):
-                self._safely(callback, lambda each: self._goes_on_writing(each, step))
+                self._safely(callback, lambda tracker: self._resume_log(tracker, step))
         if not self._begun:
             self._begun = True
             self._call("on_train_begin", model=model)
         self._losses = self._since_the_last_line(step)
 
-    def _goes_on_writing(self, callback: Any, step: int) -> None:
-        """A writer of TensorBoard's that forgets what its log holds of the steps after this one."""
+    def _resume_log(self, callback: Any, step: int) -> None:
+        """Gives TensorBoard's callback a writer that drops what its log holds of the steps after this one."""
         from transformers.integrations.integration_utils import default_logdir
 
         if callback.tb_writer is not None:
             callback.tb_writer.close()
         if callback.logging_dir is None:
             logs = self._run.folder / "runs"
-            there = [each for each in logs.glob("*") if each.is_dir()] if not self._restart else []
-            newest = max(there, key=lambda each: each.stat().st_mtime, default=None)
-            callback.logging_dir = str(newest or _unused(self._run.folder / default_logdir()))
+            folders = [folder for folder in logs.glob("*") if folder.is_dir()] if not self._restart else []
+            newest = max(folders, key=lambda folder: folder.stat().st_mtime, default=None)
+            callback.logging_dir = str(newest or _unused_name(self._run.folder / default_logdir()))
         callback.tb_writer = callback._SummaryWriter(log_dir=callback.logging_dir, purge_step=step + 1)
 
     def _since_the_last_line(self, step: int) -> list[float]:
@@ -121,12 +121,12 @@ class Reports:
         first = step - step % self._run.options.logging_steps
         if first == step:
             return []
-        found = {
+        losses = {
             event["step"]: event["loss"]
             for event in read_journal(self._run.folder)
             if event.get("event") == "step" and first < event["step"] <= step
         }
-        return [float(loss) for _, loss in sorted(found.items())]
+        return [float(loss) for _, loss in sorted(losses.items())]
 
     def __call__(self, event: Event) -> None:
         """Hears an event of the journal; `saved` comes from another thread and waits for the next."""
@@ -134,14 +134,16 @@ class Reports:
             self._saved.append(event["step"])
         elif self._callbacks and event["event"] in ("step", "evaluated", "ended"):
             self._pass_on_saved()
-            getattr(self, f"_{event['event']}")(event)
+            {"step": self._log_step, "evaluated": self._log_evaluation, "ended": self._log_end}[
+                event["event"]
+            ](event)
 
     def _pass_on_saved(self) -> None:
         while self._saved:
             self._state.global_step = self._saved.pop(0)
             self._call("on_save")
 
-    def _step(self, event: Event) -> None:
+    def _log_step(self, event: Event) -> None:
         self._losses.append(event["loss"])
         self._samples += event["samples"]
         self._state.global_step, self._state.epoch = event["step"], event["epoch"]
@@ -153,13 +155,13 @@ class Reports:
         self._losses = []
         self._sent = max(self._sent, event["step"])
 
-    def _evaluated(self, event: Event) -> None:
+    def _log_evaluation(self, event: Event) -> None:
         self._state.global_step = event["step"]
-        found = {f"eval_{name}": event[name] for name in ("loss", "accuracy") if event[name] is not None}
-        self._log(found)
-        self._call("on_evaluate", metrics=found)
+        metrics = {f"eval_{name}": event[name] for name in ("loss", "accuracy") if event[name] is not None}
+        self._log(metrics)
+        self._call("on_evaluate", metrics=metrics)
 
-    def _ended(self, event: Event) -> None:
+    def _log_end(self, event: Event) -> None:
         self._state.global_step = event["step"]
         seconds = time.perf_counter() - self._since
         if event["outcome"] != STOPPED and self._samples:
@@ -169,22 +171,24 @@ class Reports:
     def _log(self, logs: dict[str, float]) -> None:
         logs["epoch"] = self._state.epoch or 0.0
         again = self._state.global_step <= self._sent
-        self._call("on_log", only=lambda each: not again or hasattr(each, "tb_writer"), logs=logs)
+        self._call("on_log", only=lambda tracker: not again or hasattr(tracker, "tb_writer"), logs=logs)
 
-    def ends(self, model: torch.nn.Module | None) -> None:
+    def end(self, model: torch.nn.Module | None) -> None:
         """The run has ended, with this model; or in an error."""
         if self._begun:
             self._begun = False
             self._pass_on_saved()
             self._call(
-                "on_train_end", only=lambda each: model is not None or hasattr(each, "tb_writer"), model=model
+                "on_train_end",
+                only=lambda tracker: model is not None or hasattr(tracker, "tb_writer"),
+                model=model,
             )
 
-    def _call(self, name: str, only: Callable[[Any], bool] = lambda each: True, **more: Any) -> None:
+    def _call(self, name: str, only: Callable[[Any], bool] = lambda tracker: True, **more: Any) -> None:
         for callback in filter(only, list(self._callbacks)):
             self._safely(
                 callback,
-                lambda each: getattr(each, name)(self._args, self._state, self._control, **_copied(more)),
+                lambda tracker: getattr(tracker, name)(self._args, self._state, self._control, **_copy(more)),
             )
 
     def _safely(self, callback: Any, do: Callable[[Any], Any]) -> None:
@@ -196,34 +200,34 @@ class Reports:
             self._warn(f"{what}; the run goes on without it.")
 
 
-def _copied(more: dict[str, Any]) -> dict[str, Any]:
-    """Logs are for each tracker its own: some write into them."""
+def _copy(more: dict[str, Any]) -> dict[str, Any]:
+    """Arguments for one tracker, with a dict of its own: some write into it."""
     return {name: dict(value) if isinstance(value, dict) else value for name, value in more.items()}
 
 
-def _unused(folder: Path) -> Path:
+def _unused_name(folder: Path) -> Path:
     """This name, or with a number where it is taken: it is the time in seconds."""
     if not folder.exists():
         return folder
     numbered = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(2))
-    return next(each for each in numbered if not each.exists())
+    return next(path for path in numbered if not path.exists())
 
 
 def _arguments(run: Run) -> Any:
     """The run as the Trainer's arguments, which trackers keep beside the figures."""
     options, setup = run.options, run.recipe.setup()
-    told = {name: value for name, value in options.to_json().items() if value is not None}
-    made = _description()(output_dir=str(run.folder), use_cpu=True, recipe=str(run.recipe))
+    given = {name: value for name, value in options.to_json().items() if value is not None}
+    arguments = _description()(output_dir=str(run.folder), use_cpu=True, recipe=str(run.recipe))
     known = {
-        **told,
+        **given,
         "report_to": list(options.reports),
         "learning_rate": run.job.learning_rate,
         "max_grad_norm": run.job.clip or 0.0,
         "per_device_train_batch_size": run.job.batch_size // setup.micro_batches,
         "gradient_accumulation_steps": setup.micro_batches,
     }
-    vars(made).update({name: value for name, value in known.items() if name in vars(made)})
-    return made
+    vars(arguments).update({name: value for name, value in known.items() if name in vars(arguments)})
+    return arguments
 
 
 @cache

@@ -1,4 +1,4 @@
-"""What a run is asked to do, and what is written down of it so that it is only ever resumed as itself.
+"""What a run is asked to do, and what its checkpoints say of it so that it is only ever resumed as itself.
 
 A run is its job, its recipe, its options and its data; and the software and the machine that it began on.
 Its checkpoints carry all of that. A resumed run must be the same run: what would change a number in it is
@@ -15,19 +15,19 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from snugfit.errors import UsageError
 from snugfit.job.job import Job
 from snugfit.techniques.recipe import Recipe
+from snugfit.training.checkpoint.manager import differences
 from snugfit.training.options import TrainOptions
-from snugfit.training.run.order import Order
+from snugfit.training.run.order import SampleOrder
 from snugfit.versions import versions
 
 if TYPE_CHECKING:
     import torch
 
-FREE = frozenset({
+FREE_OPTIONS = frozenset({
     "save_strategy", "save_steps", "save_total_limit", "eval_strategy", "eval_steps",
     "per_device_eval_batch_size", "load_best_model_at_end", "early_stopping_patience",
     "early_stopping_threshold", "logging_steps", "stop_seconds", "on_nonfinite", "most_skipped_in_a_row",
@@ -35,12 +35,12 @@ FREE = frozenset({
 })  # fmt: skip
 """Options that change no number of a step: they may differ when a run is resumed."""
 
-LENGTHS = frozenset({"num_train_epochs", "max_steps"})
-"""May differ too where the learning rate does not know how long the run is."""
+LENGTH_OPTIONS = frozenset({"num_train_epochs", "max_steps"})
+"""Options that may differ too where the learning rate does not depend on how long the run is."""
 
-CONSTANT = ("constant", "constant_with_warmup", "inverse_sqrt")
+LENGTH_FREE_SCHEDULES = ("constant", "constant_with_warmup", "inverse_sqrt")
 
-SAMPLED = 64
+FINGERPRINT_SAMPLES = 64
 """Of a dataset's samples, how many its fingerprint reads, spread evenly."""
 
 
@@ -64,34 +64,34 @@ class Data:
     def fingerprint(self) -> str:
         """A checksum of how many samples there are and of some of them."""
         count = len(self.samples)
-        read = min(SAMPLED, count)
-        told = hashlib.sha256(f"{count}".encode())
+        read = min(FINGERPRINT_SAMPLES, count)
+        digest = hashlib.sha256(f"{count}".encode())
         for index in (number * count // read for number in range(read)):
-            told.update(_seen(self.samples, index))
-        return told.hexdigest()
+            digest.update(_sample_bytes(self.samples, index))
+        return digest.hexdigest()
 
 
-def _seen(samples: Any, index: int) -> bytes:
+def _sample_bytes(samples: Any, index: int) -> bytes:
     """What tells a sample from others: a picture's own file, where it need not be decoded for that."""
     if hasattr(samples, "checksum"):
-        found: bytes = samples.checksum(index)
-        return found
-    return json.dumps({name: _listed(value) for name, value in samples[index].items()}).encode()
+        checksum: bytes = samples.checksum(index)
+        return checksum
+    return json.dumps({name: _as_json(value) for name, value in samples[index].items()}).encode()
 
 
-def _listed(value: Any) -> Any:
+def _as_json(value: Any) -> Any:
     if hasattr(value, "tolist") and getattr(value, "ndim", 0) > 1:  # pixels: as text they would take seconds
-        return [str(value.dtype), list(value.shape), hashlib.sha256(_bytes(value)).hexdigest()]
+        return [str(value.dtype), list(value.shape), hashlib.sha256(_raw_bytes(value)).hexdigest()]
     return value.tolist() if hasattr(value, "tolist") else value if isinstance(value, list) else repr(value)
 
 
-def _bytes(value: Any) -> bytes:
-    """Of an array, or of a tensor of any dtype."""
+def _raw_bytes(value: Any) -> bytes:
+    """The bytes of an array, or of a tensor, of any dtype and shape."""
     import torch
 
     flat = torch.as_tensor(value).detach().cpu().contiguous().reshape(-1)
-    found: bytes = flat.view(torch.uint8).numpy().tobytes()
-    return found
+    raw: bytes = flat.view(torch.uint8).numpy().tobytes()
+    return raw
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,10 +111,10 @@ class Run:
 
     device: torch.device
 
-    def order(self, micro_batches: int) -> Order:
+    def order(self, micro_batches: int) -> SampleOrder:
         """Which samples each step sees, in so many pieces."""
         sampling = self.options.train_sampling_strategy
-        return Order(
+        return SampleOrder(
             len(self.data.samples),
             self.job.batch_size,
             micro_batches,
@@ -125,7 +125,7 @@ class Run:
             bucket=sampling == "group_by_length",
         )
 
-    def steps(self, order: Order) -> int:
+    def steps(self, order: SampleOrder) -> int:
         """Optimizer steps of the whole run."""
         options = self.options
         return options.max_steps or math.ceil(options.num_train_epochs * order.steps_per_epoch)
@@ -152,47 +152,32 @@ class Run:
         return sorted([file.name, file.stat().st_size] for file in self.weights.glob("*.safetensors"))
 
 
-def refuse_another_run(kept: Mapping[str, Any], run: Run, folder: Path) -> list[str]:
-    """Raises `UsageError` when the checkpoint in `folder` is of another run; gives what is different and
-    only keeps the numbers from being the same bit for bit."""
+class RunDifferences(NamedTuple):
+    """How a run differs from the one that a checkpoint was written by."""
+
+    wrong: list[str]
+    """What would change a number: the run cannot be resumed."""
+
+    changed: list[str]
+    """What only keeps the numbers from being the same bit for bit."""
+
+
+def compare_runs(before: Mapping[str, Any], run: Run) -> RunDifferences:
+    """`run` beside what a checkpoint says of the run that it is of."""
     now = json.loads(json.dumps(run.about(run.recipe)))
-    wrong = _different(kept, now, "", only=("asked", "weights", "samples"))
-    wrong += _different(kept.get("job", {}), now["job"], "job.")
-    free = FREE | (LENGTHS if run.options.lr_scheduler_type in CONSTANT else frozenset())
-    wrong += [
-        each
-        for each in _different(kept.get("options", {}), now["options"], "")
-        if each.split(" ")[0] not in free
-    ]
-    if kept.get("data") != now["data"] and kept.get("samples") == now["samples"]:
+    options = before.get("options", {})
+    free = FREE_OPTIONS | (
+        LENGTH_OPTIONS if run.options.lr_scheduler_type in LENGTH_FREE_SCHEDULES else frozenset()
+    )
+    wrong = differences(before, now, ("asked", "weights", "samples"))
+    wrong += differences(before.get("job", {}), now["job"], prefix="job.")
+    wrong += differences(
+        options, now["options"], [name for name in {**now["options"], **options} if name not in free]
+    )
+    if before.get("data") != now["data"] and before.get("samples") == now["samples"]:
         wrong.append("data has the same number of samples, and other samples")
-    if wrong:
-        raise UsageError(
-            f"{folder} holds a checkpoint of another run: {'; '.join(wrong)}. Resume it as it was, name"
-            " another folder, or begin anew there with --restart, which keeps the old checkpoints under other"
-            " names."
-        )
-    return [
-        *_different(kept.get("versions", {}), now["versions"], ""),
-        *_different(kept, now, "", only=("device",)),
-    ]
-
-
-def _different(
-    before: Mapping[str, Any], now: Mapping[str, Any], prefix: str, *, only: tuple[str, ...] = ()
-) -> list[str]:
-    keys = only or (*now, *(key for key in before if key not in now))
-    return [
-        _told(prefix + key, before.get(key), now.get(key)) for key in keys if before.get(key) != now.get(key)
-    ]
-
-
-def _told(key: str, before: Any, now: Any) -> str:
-    def short(value: Any) -> str:
-        text = json.dumps(value) if not isinstance(value, str) else repr(value)
-        return text if len(text) <= 60 else f"{text[:57]}..."
-
-    return f"{key} was {short(before)} and is {short(now)}"
+    changed = differences(before.get("versions", {}), now["versions"])
+    return RunDifferences(wrong, changed + differences(before, now, ("device",)))
 
 
 def _device_name(device: torch.device) -> str:

@@ -1,39 +1,39 @@
-"""A run in this process: its steps, and what happens on the borders between them. See `train.py`."""
+"""A run in this process: its steps, and what happens on the boundaries between them. See `train.py`."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import time
-from collections.abc import Callable
 from typing import Any
 
 from snugfit.errors import OutOfMemory, SnugfitError
-from snugfit.job.job import Job
+from snugfit.job.batch import tokens_of
 from snugfit.techniques.recipe import Recipe
+from snugfit.training.checkpoint.manager import CheckpointManager
 from snugfit.training.checkpoint.manifest import Checkpoint, verify
-from snugfit.training.checkpoint.state import Progress, free_unused
-from snugfit.training.checkpoint.store import Store
+from snugfit.training.checkpoint.state import RunProgress, release_unused_memory
 from snugfit.training.interrupt import EXIT_CODES, Interrupts
 from snugfit.training.journal import Journal
-from snugfit.training.predicted import Foresee, Foreseen
-from snugfit.training.run.active_run import Opened
+from snugfit.training.predicted import PredictRun
+from snugfit.training.recovery import (
+    STEP_BOUNDARY,
+    WHAT_TO_TRY,
+    Exhausted,
+    Recovery,
+    Replan,
+    short_of_memory,
+)
+from snugfit.training.run.active_run import ActiveRun
 from snugfit.training.run.evaluate import Evaluated, evaluate, in_order
-from snugfit.training.run.loop import WHAT_TO_TRY, Exhausted, Poisoned, Taken
+from snugfit.training.run.loader import Prefetcher, report_worker_death
+from snugfit.training.run.loop import StepResult, WeightsNonFinite
 from snugfit.training.run.opening import open_run
-from snugfit.training.run.order import Ahead
 from snugfit.training.run.reporting import Reports
 from snugfit.training.run.run import Run
 from snugfit.training.run.spikes import Spikes
 from snugfit.training.run.trained import EARLY, FINISHED, STOPPED, Trained
-from snugfit.training.run.worker_death import deaths_told
-from snugfit.training.thrash import CAUSE, IN_A_ROW, Thrash
-
-Replan = Callable[[Job, Recipe, str], Recipe | None]
-"""A job, the recipe that ran out of memory and the cause: the recipe to go on with, or None."""
-
-BORDER = "border"
-"""Where memory was found to be short between two steps."""
+from snugfit.training.step_logger import StepLogger
 
 
 class Session:
@@ -42,61 +42,53 @@ class Session:
     def __init__(
         self,
         run: Run,
-        store: Store,
+        checkpoints: CheckpointManager,
         journal: Journal,
         interrupts: Interrupts,
         reports: Reports,
         *,
         replan: Replan,
-        foresee: Foresee,
+        predict: PredictRun,
     ) -> None:
-        self._run, self._store, self._journal = run, store, journal
-        self._interrupts, self._reports, self._replan, self._foresee = interrupts, reports, replan, foresee
+        self._run, self._checkpoints, self._journal = run, checkpoints, journal
+        self._interrupts, self._reports = interrupts, reports
+        self._logger = StepLogger(journal, run.device, every=run.options.logging_steps, predict=predict)
+        self._recovery = Recovery(run.job, journal, replan)
         self._spikes = Spikes(run.options, journal)
-        self._last: Taken | None = None
+        self._last: StepResult | None = None
         self._evaluated: Evaluated | None = None
-        self._careful_to = 0
+        self._sync_to = 0
 
-    def train(self, kept: Checkpoint | None) -> Trained:
-        """To the end, from where `kept` was taken or from the beginning."""
+    def train(self, checkpoint: Checkpoint | None) -> Trained:
+        """To the end, from where `checkpoint` was taken or from the beginning."""
         run = self._run
-        self._adopt(Recipe.parse(kept.about["recipe"]) if kept is not None else run.recipe)
-        self._open(kept)
+        recipe = Recipe.parse(checkpoint.about["recipe"]) if checkpoint is not None else run.recipe
+        self._open(recipe, checkpoint)
         self._journal.tell(
             "started",
             job=run.job.model.name,
-            recipe=str(self._recipe),
-            steps=self._now.steps,
+            recipe=str(recipe),
+            steps=self._active.steps,
             samples=len(run.data.samples),
-            resumed_from=kept.step if kept else None,
+            resumed_from=checkpoint.step if checkpoint else None,
         )
         try:
-            with deaths_told():
-                return self._end(self._to_the_end())
+            with report_worker_death():
+                return self._end(self._run_to_the_end())
         finally:
-            if "_now" in vars(self):  # else it was not to be opened, and nothing is being written
-                self._now.wait()  # nobody writes here once the folder is given back
+            self._checkpoints.wait()  # nobody writes here once the folder is given back
 
-    def _adopt(self, recipe: Recipe) -> None:
-        """From here on under this recipe; what is foreseen of it is told."""
-        self._recipe = recipe
-        found = self._foresee(self._run.job, recipe)
-        self._foreseen = found if isinstance(found, Foreseen) else None
-        if found is not None:
-            figures = {"text": found} if isinstance(found, str) else found.to_json()
-            self._journal.tell("foreseen", recipe=str(recipe), **figures)
-
-    def _to_the_end(self) -> str:
-        while self._progress.step < self._now.steps:
-            poisoned = False
+    def _run_to_the_end(self) -> str:
+        while self._progress.step < self._active.steps:
+            wrong = False
             try:
-                ended = self._go_on()
+                ended = self._take_steps()
                 if not isinstance(ended, Exhausted):
                     return ended
                 self._recover(ended)
-            except Poisoned:
-                poisoned = True
-            if poisoned:  # out here, where no traceback holds what has to be given back
+            except WeightsNonFinite:
+                wrong = True
+            if wrong:  # out here, where no traceback holds what has to be given back
                 self._replay()
         return FINISHED
 
@@ -104,71 +96,97 @@ class Session:
         """Back to where the weights were right, and again up to the step that made them wrong, which then
         stops before its update."""
         step = self._progress.step
-        kept = self._now.newest()
-        text = f"Step {step}: a gradient was no number. The run goes back to step {kept.step if kept else 0}."
+        checkpoint = self._checkpoints.newest()
+        begin = checkpoint.step if checkpoint else 0
+        text = f"Step {step}: a gradient was no number. The run goes back to step {begin}."
         self._journal.tell("warning", text=text)
-        self._careful_to = step
-        del self._now
-        free_unused(self._run.device)
-        self._open(kept)
+        self._sync_to = step
+        self._close()
+        self._open(self._recipe, checkpoint)
 
-    def _open(self, kept: Checkpoint | None) -> None:
-        run = self._run
-        self._now = Opened(
+    def _close(self) -> None:
+        del self._active
+        release_unused_memory(self._run.device)
+
+    def _open(self, recipe: Recipe, checkpoint: Checkpoint | None) -> None:
+        run, self._recipe = self._run, recipe
+        self._logger.restart(run.job, recipe)
+        self._active = ActiveRun(
             run,
-            self._recipe,
-            kept,
-            store=self._store,
+            recipe,
+            checkpoint,
+            checkpoints=self._checkpoints,
             journal=self._journal,
+            logger=self._logger,
             spikes=self._spikes,
-            foreseen=self._foreseen,
-            careful_to=self._careful_to,
+            sync_to=self._sync_to,
         )
-        self._thrash: Thrash | None = Thrash(run.device)
-        self._reports.opens(self._now.running.model, self._progress.step, self._now.steps)
+        self._logger.watch_retries()
+        self._reports.open(self._active.state.model, self._progress.step, self._active.steps)
 
     @property
-    def _progress(self) -> Progress:
-        return self._now.progress
+    def _progress(self) -> RunProgress:
+        return self._active.progress
 
-    def _go_on(self) -> str | Exhausted:
+    def _take_steps(self) -> str | Exhausted:
         """Step after step, until the run's end, a stop, or the end of memory."""
-        now = self._now
-        with contextlib.closing(now.batches()) as batches:
-            ahead = Ahead(batches)
+        active = self._active
+        with contextlib.closing(active.batches()) as batches:
+            prefetcher = Prefetcher(batches)
             began = time.perf_counter()
-            while (pieces := self._next(ahead)) is not None:
-                rate = now.running.scheduler.get_last_lr()[0]
-                taken = now.take(pieces, lambda: self._meanwhile(ahead))
-                if isinstance(taken, Exhausted):
-                    return taken
-                self._last = taken
-                stalled = 0.0 if now.step.device_was_busy else ahead.fetching_seconds
-                seconds = time.perf_counter() - began
-                now.events.note(now.progress.step, taken, pieces, now.order, rate, seconds, stalled)
-                if not now.step.unread:
-                    now.events.tell(now.step.norm)
-                if outcome := self._border():
+            while (micro_batches := self._next(prefetcher)) is not None:
+                rate = active.state.scheduler.get_last_lr()[0]
+                result = active.take_step(micro_batches, lambda: self._meanwhile(prefetcher))
+                if isinstance(result, Exhausted):
+                    return result
+                self._last = result
+                stalled = 0.0 if active.step.device_was_busy else prefetcher.fetching_seconds
+                self._note(result, micro_batches, rate, time.perf_counter() - began, stalled)
+                if outcome := self._at_boundary():
                     return outcome
-                if self._thrash is not None and self._thrash.seen():
-                    return Exhausted(cause=CAUSE, phase=BORDER, message=f"{IN_A_ROW} steps in a row")
+                if self._logger.is_thrashing():
+                    return short_of_memory()
                 began = time.perf_counter()
         return FINISHED
 
-    def _next(self, ahead: Ahead) -> list[dict[str, Any]] | None:
+    def _note(
+        self,
+        result: StepResult,
+        micro_batches: list[dict[str, Any]],
+        learning_rate: float,
+        seconds: float,
+        stall_seconds: float,
+    ) -> None:
+        step, order = self._progress.step, self._active.order
+        self._logger.note(
+            step=step,
+            epoch=step / order.steps_per_epoch,
+            loss=result.loss,
+            learning_rate=learning_rate,
+            updated=result.updated,
+            seconds=seconds,
+            stall_seconds=stall_seconds,
+            samples=sum(len(indices) for indices in order.step(step - 1)),
+            tokens=sum(tokens_of(batch) for batch in micro_batches),
+        )
+        if not self._active.step.unread:
+            self._logger.write(self._active.step.norm)
+
+    def _next(self, prefetcher: Prefetcher) -> list[dict[str, Any]] | None:
         """The next step's micro-batches. Where the data breaks, what was trained is kept first."""
         try:
-            return ahead.take()
+            return prefetcher.take()
         except Exception:
             if self._progress.step and self._run.options.save_strategy != "no":
-                self._now.keep()
+                self._active.save()
             raise
 
-    def _meanwhile(self, ahead: Ahead) -> None:
-        self._now.events.tell(self._now.step.norm)
-        ahead.fetch()
+    def _meanwhile(self, prefetcher: Prefetcher) -> None:
+        """What the host does while the device is still at the backward pass."""
+        self._logger.write(self._active.step.norm)
+        prefetcher.fetch()
 
-    def _border(self) -> str | None:
+    def _at_boundary(self) -> str | None:
         """Between two steps: evaluate, keep, stop. Gives the outcome when the run ends here."""
         options = self._run.options
         better = self._is_due(options.eval_strategy, options.eval_steps or options.logging_steps)
@@ -176,10 +194,10 @@ class Session:
         asked = self._interrupts.wants_checkpoint()
         due = self._is_due(options.save_strategy, options.save_steps)
         if asked or due or (better and options.load_best_model_at_end):
-            self._now.keep()
+            self._active.save()
         outcome = self._outcome()
         if outcome:
-            self._now.settle()
+            self._active.check_weights()
         return outcome
 
     def _outcome(self) -> str | None:
@@ -188,36 +206,36 @@ class Session:
         patience = self._run.options.early_stopping_patience
         if patience is not None and self._progress.evaluations_without_gain >= patience:
             return EARLY
-        return FINISHED if self._progress.step == self._now.steps else None
+        return FINISHED if self._progress.step == self._active.steps else None
 
     def _is_due(self, strategy: str, every: int) -> bool:
         step = self._progress.step
         if strategy == "epoch":
-            return step % self._now.order.steps_per_epoch == 0 or step == self._now.steps
+            return step % self._active.order.steps_per_epoch == 0 or step == self._active.steps
         return strategy == "steps" and step % every == 0
 
     def _evaluate(self) -> bool:
         """Goes through the evaluation data; whether it was the best so far."""
         assert self._run.evaluation is not None
-        self._now.settle()
+        self._active.check_weights()
         options, progress = self._run.options, self._progress
-        micro_batch = self._run.job.batch_size // self._now.setup.micro_batches
-        found = evaluate(
-            self._now.running.model,
+        micro_batch = self._run.job.batch_size // self._active.setup.micro_batches
+        evaluated = evaluate(
+            self._active.state.model,
             self._run.job,
             in_order(
                 self._run.evaluation,
                 options.per_device_eval_batch_size or micro_batch,
                 self._run.job,
-                self._now.setup,
+                self._active.setup,
             ),
             self._run.device,
-            self._now.step.forward_context(),
+            self._active.step.forward_context(),
         )
-        self._evaluated = found
-        self._journal.tell("evaluated", step=progress.step, loss=found.loss, accuracy=found.accuracy)
+        self._evaluated = evaluated
+        self._journal.tell("evaluated", step=progress.step, loss=evaluated.loss, accuracy=evaluated.accuracy)
         return progress.judge(
-            found.metric(options.metric_for_best_model),
+            evaluated.metric(options.metric_for_best_model),
             higher_is_better=options.metric_for_best_model == "accuracy",
             threshold=options.early_stopping_threshold,
         )
@@ -225,66 +243,50 @@ class Session:
     def _recover(self, exhausted: Exhausted) -> None:
         """After memory ran out: the same step again, under another recipe of the same global batch. Where it
         is only short, the next step, if there is such a recipe."""
-        cause, before, step = exhausted.cause, self._recipe, self._progress.step
+        before, step = self._recipe, self._progress.step
         if exhausted.phase != "update":
-            self._now.settle()
-        chosen = self._replan(self._run.job, before, cause)
+            self._active.check_weights()
+        chosen = self._recovery.next_recipe(exhausted, before, step)
         if chosen is None:
-            self._go_on_short(exhausted)
+            self._logger.ignore_retries()
             return
-        kept = self._kept_for_replay(exhausted.phase)
-        if exhausted.phase == BORDER and (kept is None or kept.step != step):
-            self._thrash = None  # it could not be kept, which was told; to go back would cost more
+        checkpoint = self._checkpoint_to_go_on_from(exhausted.phase)
+        if exhausted.phase == STEP_BOUNDARY and (checkpoint is None or checkpoint.step != step):
+            self._logger.ignore_retries()  # it could not be kept, which was told; to go back would cost more
             return
-        del self._now
-        free_unused(self._run.device)
-        self._journal.tell("replanned", step=step + 1, cause=cause, before=str(before), recipe=str(chosen))
-        self._adopt(chosen)
+        self._close()
+        self._recovery.tell(exhausted, before, chosen, step + 1)
         try:
-            self._open(kept)
+            self._open(chosen, checkpoint)
         except (SnugfitError, RuntimeError, MemoryError) as fault:
-            text = f"Memory ran out in step {step + 1} ({cause}). '{chosen}' could not be begun: {fault}"
-            raise OutOfMemory(f"{text} {WHAT_TO_TRY}") from fault
+            text = f"Memory ran out in step {step + 1} ({exhausted.cause}). '{chosen}' could not be begun:"
+            raise OutOfMemory(f"{text} {fault} {WHAT_TO_TRY}") from fault
 
-    def _go_on_short(self, exhausted: Exhausted) -> None:
-        """No other recipe is left: a run whose memory is short goes on, one whose memory ran out cannot."""
-        before, cause, step = self._recipe, exhausted.cause, self._progress.step
-        if exhausted.phase != BORDER:
-            raise OutOfMemory(
-                f"Memory ran out in step {step + 1} ({exhausted.phase}, {cause}) under"
-                f" '{before}', and no other recipe is left. {exhausted.message.splitlines()[0]} {WHAT_TO_TRY}"
-            )
-        self._thrash = None
-        text = f"Step {step}: memory is short ({cause}, {exhausted.message}) under '{before}', and no other"
-        self._journal.tell("warning", text=f"{text} recipe is left; the run goes on, slower than it could.")
-
-    def _kept_for_replay(self, phase: str) -> Checkpoint | None:
-        """The border from which the run goes on: this one, where no weight has changed since; the last one
-        that was kept, or the beginning, when the update itself broke."""
-        if phase == BORDER:
-            self._now.keep()
+    def _checkpoint_to_go_on_from(self, phase: str) -> Checkpoint | None:
+        """This boundary, where no weight has changed since; the last one that was kept, or None for the
+        beginning, when the update itself broke."""
+        if phase == STEP_BOUNDARY:
+            self._active.save()
         elif phase != "update" and self._progress.step:
-            self._now.put_back()
-            self._now.keep()
-        return self._now.newest()
+            self._active.rewind_generators()
+            self._active.save()
+        return self._checkpoints.newest()
 
     def _end(self, outcome: str) -> Trained:
-        """Keeps the last border, and gives the result."""
+        """Keeps the last boundary, and gives the result."""
         options, progress = self._run.options, self._progress
         signal = self._interrupts.stopping
         if options.save_strategy != "no" or outcome == STOPPED:
-            self._now.keep()
-        self._now.wait(stop=lambda: self._interrupts.too_late)
-        self._journal.tell("ended", outcome=outcome, step=progress.step, **self._now.pace.in_all())
-        if self._now.failure is not None and outcome != STOPPED:
-            raise SnugfitError(f"The run is done, and its last checkpoint is not kept: {self._now.failure}")
-        self._reports.ends(self._now.running.model)
-        model = self._now.running.model
+            self._active.save()
+        self._checkpoints.wait(stop=lambda: self._interrupts.too_late)
+        self._logger.end(outcome, progress.step)
+        if outcome != STOPPED:
+            self._checkpoints.raise_if_last_failed()
+        self._reports.end(self._active.state.model)
+        model, root = self._active.state.model, self._checkpoints.store.root
         if options.load_best_model_at_end and progress.best_step not in (None, progress.step):
-            folder = self._store.root / f"checkpoint-{progress.best_step}"
-            model = open_run(
-                self._run, self._now.setup, self._now.steps, verify(folder, progress.best_step)
-            ).model
+            best = verify(root / f"checkpoint-{progress.best_step}", progress.best_step)
+            model = open_run(self._run, self._active.setup, self._active.steps, best).model
         return Trained(
             outcome=outcome,
             exit_code=EXIT_CODES[signal] if outcome == STOPPED and signal else 0,
@@ -292,6 +294,6 @@ class Session:
             recipe=self._recipe,
             loss=self._last.loss if self._last else math.nan,
             evaluated=self._evaluated,
-            folder=self._store.root,
+            folder=root,
             model=model,
         )

@@ -1,0 +1,102 @@
+"""When a fitted trainer's steps begin and end, and how long each has waited for data.
+
+A step begins when its micro-batches are asked for and ends at its boundary, before the Trainer logs,
+evaluates and saves. Most of them are made in the step before (`data.py`), which has waited for data when the
+device had nothing left to do when they came.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, final
+
+from snugfit.frontends.items import samples_in
+from snugfit.frontends.predicted import run_predictor
+from snugfit.frontends.trainer.setup import optimizer_is_theirs
+from snugfit.job.batch import token_count
+from snugfit.training.generators import preserve_generators
+from snugfit.training.predicted import PredictedRun, predict_nothing
+from snugfit.training.step_logger import StepLogger
+
+if TYPE_CHECKING:
+    import torch
+
+    from snugfit.frontends.trainer.step_state import StepState
+    from snugfit.job.job import Job
+    from snugfit.techniques.recipe import Recipe
+    from snugfit.training.journal import Journal
+
+
+def logger_for(trainer: Any, journal: Journal) -> StepLogger:
+    """The journal's lines of one call of `train()`."""
+    device = trainer.args.device
+    predict = predict_nothing if optimizer_is_theirs(trainer) else run_predictor(device)
+
+    def predict_run(job: Job, recipe: Recipe) -> PredictedRun | str | None:
+        with preserve_generators(device):
+            return predict(job, recipe)
+
+    every = round(trainer.args.logging_steps)  # below 1 it is a share of all steps
+    logger = StepLogger(journal, device, every=max(1, every), predict=predict_run)
+    logger.restart(trainer.snugfit.job, trainer.snugfit.recipe)
+    logger.watch_retries()
+    return logger
+
+
+@final
+class StepTimer:
+    """Times one step after the other, in seconds."""
+
+    def __init__(self, device: torch.device) -> None:
+        import torch
+
+        self._launched = torch.cuda.Event() if device.type == "cuda" else None
+        self._began = self._stalled = 0.0
+        self._samples = 0
+        self.tokens: torch.Tensor | int = 0
+        """Tokens of the step, and where they lie: they are read when its loss is (`finite_check.py`)."""
+        self._unwritten = False
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._began, self._stalled = time.perf_counter(), 0.0
+
+    def record_launched(self) -> None:
+        """All that a step computes before its update has been launched."""
+        if self._launched is not None:
+            self._launched.record()
+
+    @contextlib.contextmanager
+    def fetching(self) -> Iterator[None]:
+        """Within it micro-batches are made."""
+        began = time.perf_counter()
+        yield
+        if self._launched is None or self._launched.query():
+            self._stalled += time.perf_counter() - began
+
+    def count(self, batches: list[Any]) -> None:
+        """These are the micro-batches of the step."""
+        self._samples = sum(samples_in(batch) for batch in batches)
+        self.tokens = sum(token_count(batch) for batch in batches)
+        self._unwritten = bool(batches)
+
+    def write(self, trainer: Any, logger: StepLogger, step: StepState, learning_rate: float | None) -> bool:
+        """At a boundary: writes the line of the step that ends there; False where there is none."""
+        if not self._unwritten or step.figures is None or step.pending_micro_batches:
+            return False
+        self._unwritten = False
+        logger.note(
+            step=trainer.state.global_step,
+            epoch=trainer.state.epoch,
+            loss=step.figures.loss,
+            learning_rate=learning_rate,
+            updated=not trainer.accelerator.optimizer_step_was_skipped,
+            seconds=time.perf_counter() - self._began,
+            stall_seconds=self._stalled,
+            samples=self._samples,
+            tokens=step.figures.tokens,
+        )
+        logger.write(step.figures.norm)
+        return True

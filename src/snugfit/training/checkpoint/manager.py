@@ -1,0 +1,184 @@
+"""One run's checkpoints: copied between two steps, written while the next ones run, and found again.
+
+Training waits for the copy to the host, and for the save before this one when that is not done yet; never
+for a disk. A save that fails is told and the run goes on, for the next one may work; what the last one said
+counts when the run ends.
+
+Every front-end has one of these. What differs is what a snapshot holds, and what makes a checkpoint another
+run's.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from snugfit.errors import SnugfitError, UsageError
+from snugfit.training.checkpoint.lock import hold_folder
+from snugfit.training.checkpoint.manifest import Checkpoint, SaveStopped
+from snugfit.training.checkpoint.save_failed import SaveFailed
+from snugfit.training.checkpoint.staging import Staging
+from snugfit.training.checkpoint.state import Snapshot, TrainState, tensor_bytes
+from snugfit.training.checkpoint.store import Store
+
+if TYPE_CHECKING:
+    import torch
+
+    from snugfit.training.journal import Journal
+
+LONGEST_VALUE = 60
+"""Characters of a value in an error that lays two runs beside each other."""
+
+
+@contextmanager
+def open_store(folder: Path) -> Iterator[Store]:
+    """The store in this folder, for this process alone, cleared of what writers that died have left.
+
+    Raises `UsageError` where checkpoints cannot be kept, or another trainer writes.
+    """
+    store = Store(folder)
+    store.prepare()
+    with hold_folder(store.root):
+        store.sweep()
+        yield store
+
+
+@final
+class CheckpointManager:
+    """Saves snapshots into a store, one after the other, and finds what a run is resumed from."""
+
+    def __init__(self, store: Store, journal: Journal, device: torch.device, *, limit: int | None) -> None:
+        self.store, self._journal, self._limit = store, journal, limit
+        self._staging = Staging(device)
+        self._thread: threading.Thread | None = None
+        self._stop: Callable[[], bool] = lambda: False
+        self.about: dict[str, Any] = {}
+        """What every checkpoint says of its run; JSON can hold it."""
+        self.saved_step: int | None = None
+        """The step of the newest checkpoint, or of the one that the run was resumed from."""
+        self._failure: Exception | None = None
+
+    # ---- saving ------------------------------------------------------------------------------------------
+
+    def prepare(self, state: TrainState) -> None:
+        """Takes the memory that snapshots of this state are copied to, while the first steps run."""
+        self._staging.prepare(tensor_bytes(state))
+
+    def save(self, step: int, take: Callable[[Staging], Snapshot], *, best: int | None = None) -> None:
+        """Takes a snapshot of this boundary when the one before is written, and begins to write it; nothing
+        where there is one of this step. The checkpoint of step `best` stays."""
+        if step == self.saved_step:
+            return
+        begun = time.perf_counter()
+        self.wait()
+        snapshot = take(self._staging)
+        keep = frozenset(() if best is None else (best,))
+        work = (snapshot, dict(self.about), keep, time.perf_counter() - begun)
+        thread = threading.Thread(target=self._write, args=work, name="snugfit-save")
+        try:
+            thread.start()
+        except RuntimeError:  # a limit on memory or processes leaves none: then training waits
+            self._write(*work)
+        else:
+            self._thread = thread
+        self.saved_step = step
+
+    def _write(
+        self, snapshot: Snapshot, about: Mapping[str, Any], keep: frozenset[int], blocked: float
+    ) -> None:
+        begun = time.perf_counter()
+        self._failure = None
+        try:
+            checkpoint = self.store.save(
+                snapshot.step,
+                snapshot.write,
+                about,
+                stop=self._is_told_to_stop,
+                needed_bytes=snapshot.bytes,
+            )
+            self.store.retain(self._limit, keep)
+        except SaveStopped as stopped:
+            self._failure = stopped
+        except SaveFailed as failed:
+            self._failure = failed
+            self._journal.tell("warning", text=f"{failed} The run goes on.")
+        except Exception as fault:  # in a thread nobody else would hear of it
+            self._failure = fault
+            reason = str(fault) or type(fault).__name__
+            self._journal.tell("warning", text=f"A checkpoint was not kept: {reason}. The run goes on.")
+        else:
+            self._journal.tell(
+                "saved",
+                step=snapshot.step,
+                folder=str(checkpoint.folder),
+                bytes=snapshot.bytes,
+                blocked_seconds=blocked,
+                seconds=time.perf_counter() - begun,
+            )
+
+    def _is_told_to_stop(self) -> bool:
+        return self._stop()
+
+    def wait(self, stop: Callable[[], bool] = lambda: False) -> None:
+        """Until nothing is being written; gives up what is being written when `stop` says so."""
+        self._stop = stop
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self._stop = lambda: False
+
+    def raise_if_last_failed(self) -> None:
+        """Raises `SnugfitError` when the checkpoint that was saved last could not be kept."""
+        if self._failure is not None:
+            raise SnugfitError(f"The last checkpoint is not kept: {self._failure}")
+
+    # ---- resuming ----------------------------------------------------------------------------------------
+
+    def newest(self) -> Checkpoint | None:
+        """The newest checkpoint that is whole, when none is being written; None where there is none. Broken
+        ones that are newer are told."""
+        self.wait()
+        told = len(self.store.broken)
+        checkpoint = self.store.newest()
+        for broken in self.store.broken[told:]:
+            self._journal.tell("warning", text=f"ignored {broken}")
+        return checkpoint
+
+    def set_aside_earlier(self) -> None:
+        """For a run that begins anew: what stands in its folder gets other names."""
+        for moved in self.store.restart():
+            self._journal.tell("warning", text=f"An earlier run's checkpoint is kept as {moved.name}.")
+
+    def refuse_another_run(
+        self, checkpoint: Checkpoint, wrong: Sequence[str], changed: Sequence[str], *, cure: str = ""
+    ) -> None:
+        """Raises `UsageError` for what is `wrong` about resuming from this checkpoint; tells what has
+        `changed` and only keeps the numbers from being the same bit for bit."""
+        if wrong:
+            raise UsageError(
+                f"{checkpoint.folder} holds a checkpoint of another run: {'; '.join(wrong)}.{cure}"
+            )
+        for change in changed:
+            text = f"{change}: the run goes on correctly, and no longer bit for bit"
+            self._journal.tell("warning", text=text)
+
+
+def differences(
+    before: Mapping[str, Any], now: Mapping[str, Any], names: Sequence[str] = (), *, prefix: str = ""
+) -> list[str]:
+    """What is not the same in two descriptions, by its name; of all there is, or of these names."""
+
+    def short(value: Any) -> str:
+        text = json.dumps(value) if not isinstance(value, str) else repr(value)
+        return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 3]}..."
+
+    return [
+        f"{prefix}{name} was {short(before.get(name))} and is {short(now.get(name))}"
+        for name in names or dict.fromkeys((*now, *before))
+        if before.get(name) != now.get(name)
+    ]

@@ -1,0 +1,84 @@
+"""Memory ran out in a step, or is so short that steps crawl: with which recipe the run goes on.
+
+Every front-end asks here; how it then goes on is its own (our loop builds the run anew, a fitted trainer
+changes its live model, a hand-written loop is told and decides). No answer changes the global batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
+
+from snugfit.errors import OutOfMemory
+from snugfit.job.job import Job
+from snugfit.techniques.recipe import Recipe
+from snugfit.training.step_logger import RETRIES_IN_A_ROW, THRASHING
+
+if TYPE_CHECKING:
+    from snugfit.training.journal import Journal
+
+Replan = Callable[[Job, Recipe, str], Recipe | None]
+"""A job, the recipe that ran out of memory and the cause: the recipe to go on with, or None."""
+
+STEP_BOUNDARY = "step boundary"
+"""The phase of memory that was found to be short between two steps."""
+
+WHAT_TO_TRY = (
+    "Where more memory is free, the same run goes on from what was kept; a recipe that takes less, such as"
+    " snugfit plan --memory finds, begins in a folder of its own."
+)
+"""Advice when memory ran out for good."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exhausted:
+    """Memory ran out in a step. Gradients are dropped; weights have changed only if it was in the update."""
+
+    cause: str
+    """As `memory_cause` calls it, or `THRASHING`."""
+
+    phase: str
+    """Where in the step, or `STEP_BOUNDARY`."""
+
+    message: str
+    """What the exception said."""
+
+
+def short_of_memory() -> Exhausted:
+    """What a boundary finds when steps crawl."""
+    return Exhausted(cause=THRASHING, phase=STEP_BOUNDARY, message=f"{RETRIES_IN_A_ROW} steps in a row")
+
+
+def out_of_memory(exhausted: Exhausted, recipe: Recipe, step: int, advice: str) -> OutOfMemory:
+    """The error that ends a run, in the `step` that follows so many."""
+    return OutOfMemory(
+        f"Memory ran out in step {step + 1} ({exhausted.phase}, {exhausted.cause}) under '{recipe}'."
+        f" {advice} {exhausted.message.splitlines()[0]}"
+    )
+
+
+@final
+class Recovery:
+    """Finds the recipe that a run goes on with."""
+
+    def __init__(self, job: Job, journal: Journal, replan: Replan) -> None:
+        self._job, self._journal, self._replan = job, journal, replan
+
+    def next_recipe(self, exhausted: Exhausted, recipe: Recipe, step: int) -> Recipe | None:
+        """The recipe that follows this one, after so many steps. None, with a warning, where memory is only
+        short and no other recipe is left. Raises `OutOfMemory` where it ran out."""
+        chosen = self._replan(self._job, recipe, exhausted.cause)
+        if chosen is None and exhausted.phase != STEP_BOUNDARY:
+            raise out_of_memory(exhausted, recipe, step, f"No other recipe is left. {WHAT_TO_TRY}")
+        if chosen is None:
+            what = f"Step {step}: memory is short ({exhausted.cause}, {exhausted.message}) under '{recipe}'"
+            text = f"{what}, and no other recipe is left; the run goes on, slower than it could."
+            self._journal.tell("warning", text=text)
+        return chosen
+
+    def tell(self, exhausted: Exhausted, before: Recipe, after: Recipe, step: int, **text: str) -> None:
+        """Step `step` is made under another recipe."""
+        self._journal.tell(
+            "replanned", step=step, cause=exhausted.cause, before=str(before), recipe=str(after), **text
+        )

@@ -1,0 +1,212 @@
+"""The loader of our own loop: the host micro-batches of each step, from worker processes where there are any.
+
+torch's DataLoader over all steps of a run at once, so that workers are started once. A worker that dies is
+told as what it is; torch says no more of it than an error of Python's, from a signal handler, wherever the
+main thread is at that moment.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast, final
+
+from snugfit.errors import OutOfMemory, SnugfitError
+from snugfit.step.batches import cast_inputs, input_dtype
+from snugfit.training.run.order import SampleOrder
+
+if TYPE_CHECKING:
+    import torch
+
+    from snugfit.job.job import Job
+    from snugfit.techniques.setup import Setup
+
+Collate = Callable[[list[Any]], dict[str, Any]]
+
+_WORKER_DEATH = re.compile(r"DataLoader worker \(pid(?:\(s\))? [0-9, ]+\) (?:is killed by |exited )([^.]*)")
+"""The wording of torch/csrc/DataLoader.cpp and torch/utils/data/dataloader.py."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class CastingCollate:
+    """A picklable function from samples to a batch in this dtype."""
+
+    collate: Collate
+    """Makes the batch, in whatever dtype."""
+
+    dtype: str
+    """As torch calls it."""
+
+    def __call__(self, samples: Sequence[Any]) -> dict[str, Any]:
+        return cast_inputs(self.collate(list(samples)), self.dtype)
+
+
+def collate_for(job: Job, setup: Setup, collate: Collate) -> Collate:
+    """`collate`, and a cast to the weights' dtype where nothing else casts: pictures and sound are made in
+    fp32, and a model whose weights are all bfloat16 takes them only so."""
+    dtype = input_dtype(job, setup)
+    return collate if dtype is None else CastingCollate(collate=collate, dtype=dtype)
+
+
+def feed(
+    samples: Sequence[Mapping[str, Any]],
+    order: SampleOrder,
+    collate: Collate,
+    *,
+    start_step: int,
+    stop_step: int,
+    workers: int = 0,
+    pinned: bool = False,
+    prefetch_steps: int = 2,
+) -> Generator[list[dict[str, torch.Tensor]]]:
+    """The host micro-batches of steps `start_step` up to, not including, `stop_step`.
+
+    Through torch's DataLoader, over all of these steps at once: workers are started once, not at each epoch,
+    and make `prefetch_steps` steps ahead. Its random numbers are its own, so that a model's dropout is the
+    same however often and with however many workers a run was started.
+    """
+    import torch
+
+    ahead = max(2, -(-prefetch_steps * order.micro_batches // workers)) if workers else None
+    loader: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
+        cast("torch.utils.data.Dataset[Any]", _EpochDataset(samples, collate)),
+        batch_sampler=_EpochKeys(order, start_step, stop_step),
+        collate_fn=_identity,
+        num_workers=workers,
+        pin_memory=pinned,
+        prefetch_factor=ahead,
+        worker_init_fn=_ignore_signals_of_others if workers else None,
+        generator=torch.Generator().manual_seed(0),
+    )
+    batches = iter(loader)
+    try:
+        for step in range(start_step, stop_step):
+            yield [_next(batches) for _ in order.step(step)]
+    finally:
+        if workers:  # else an error's traceback keeps the iterator, which then waits 5 s for each of them
+            batches._shutdown_workers()  # type: ignore[attr-defined]
+
+
+@final
+class Prefetcher:
+    """Takes from a feed, and fetches what comes next while something else is going on."""
+
+    def __init__(self, batches: Iterator[list[dict[str, torch.Tensor]]]) -> None:
+        self._batches = batches
+        self._fetched: list[list[dict[str, torch.Tensor]] | None] = []
+        self._fault: Exception | None = None
+        self.fetching_seconds = 0.0
+        """How long the last fetch took."""
+
+    def fetch(self) -> None:
+        """Waits for the next step's micro-batches and keeps them. What goes wrong is told to who takes them:
+        it is no fault of what is going on meanwhile."""
+        began = time.perf_counter()
+        try:
+            self._fetched.append(next(self._batches, None))
+        except Exception as fault:
+            self._fault = fault
+        self.fetching_seconds = time.perf_counter() - began
+
+    def take(self) -> list[dict[str, torch.Tensor]] | None:
+        """The next step's micro-batches; None after the last."""
+        if not self._fetched and self._fault is None:
+            self.fetch()
+        if self._fault is not None:
+            raise self._fault
+        return self._fetched.pop(0)
+
+
+@final
+class _EpochKeys:
+    """For the loader: the (epoch, sample) pairs of one micro-batch after the other."""
+
+    def __init__(self, order: SampleOrder, start: int, stop: int) -> None:
+        self._order, self._steps = order, range(start, stop)
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        for step in self._steps:
+            epoch = self._order.epoch(step)
+            for piece in self._order.step(step):
+                yield [(epoch, index) for index in piece]
+
+
+@final
+class _EpochDataset:
+    """Batches of samples by epoch and index: masks differ between epochs, and workers live through all of
+    them. An error of ours, such as a picture that is broken, comes as it is in the batch's place: a worker
+    that raises it would have its traceback put into the message."""
+
+    def __init__(
+        self,
+        samples: Sequence[Mapping[str, Any]],
+        collate: Collate,
+    ) -> None:
+        self._samples, self._collate = samples, collate
+
+    def __getitems__(self, keys: Sequence[tuple[int, int]]) -> dict[str, torch.Tensor] | SnugfitError:
+        try:
+            return self._collate([self._sample(*key) for key in keys])
+        except SnugfitError as fault:
+            return fault
+
+    def _sample(self, epoch: int, index: int) -> Mapping[str, Any]:
+        if hasattr(self._samples, "sample"):
+            sample: Mapping[str, Any] = self._samples.sample(index, epoch=epoch)
+            return sample
+        return self._samples[index]
+
+
+def _identity(batch: Any) -> Any:
+    """What `_EpochDataset` has put together already."""
+    return batch
+
+
+def _next(batches: Iterator[Any]) -> dict[str, torch.Tensor]:
+    with report_worker_death():
+        batch = next(batches)
+    if isinstance(batch, SnugfitError):
+        raise batch
+    return cast("dict[str, torch.Tensor]", batch)
+
+
+@contextmanager
+def report_worker_death() -> Iterator[None]:
+    """Raises `SnugfitError` for a worker that died in here; `OutOfMemory` where it looks like that."""
+    try:
+        yield
+    except RuntimeError as fault:
+        death = _WORKER_DEATH.match(str(fault.__cause__ or fault))
+        if death is None:
+            raise
+        text = f"A process of the loader is gone ({death[1]}). Started again, the run goes on."
+        if "signal: Killed" not in death[1]:
+            raise SnugfitError(text) from None
+        raise OutOfMemory(
+            f"{text} The system kills so when the machine's memory runs out: fewer `workers` take less."
+        ) from None
+
+
+def _ignore_signals_of_others(worker: int) -> None:
+    """Signals to a whole process group (Ctrl-C, a scheduler's SIGTERM) are for the loop, which stops at a
+    step's end and needs this worker's batches until then. The worker ends when its parent says so, or when it
+    is gone, for which torch looks every few seconds."""
+    for name in ("SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    if hasattr(signal, "sigwaitinfo"):  # Linux: it tells who has sent the signal
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_exit_on_parents_sigterm, args=(os.getppid(),), daemon=True).start()
+
+
+def _exit_on_parents_sigterm(parent: int) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        pass
+    os._exit(0)
