@@ -17,14 +17,14 @@ from snugfit.comparison.compared_runs import ComparedRun
 from snugfit.errors import SnugfitError
 from snugfit.evaluation import learn as learning
 from snugfit.evaluation.learn import (
-    LARGEST_FACTOR,
+    MAX_FACTOR,
     Curve,
     LearnedFactors,
     curve_of,
-    factors,
+    fit_factors,
     learn,
-    mean_size,
-    sampled,
+    mean_log_error,
+    sample_curve,
     slower,
 )
 from snugfit.job.gpu import find_gpu
@@ -105,10 +105,10 @@ def test_a_slower_host_and_device_are_found(noise: float, within: float) -> None
     known = packaged_rates(GPU)
     true = slower(known, host=1.7, device=1.2)
     found = learn(runs_on(true, noise=noise), GPU, rates=known)
-    assert found.taken, found.why_not
+    assert found.changes_rates, found.why_not
     assert found.host == pytest.approx(1.7, rel=within)
     assert found.device == pytest.approx(1.2, rel=within)
-    assert mean_size(found.after) < max(noise, 0.01) < mean_size(found.before)
+    assert mean_log_error(found.after) < max(noise, 0.01) < mean_log_error(found.before)
 
 
 def test_everything_takes_so_many_times_as_long_on_slower_rates() -> None:
@@ -132,20 +132,20 @@ def test_the_curve_is_the_queue_s_own_seconds() -> None:
 def test_what_the_rates_say_already_changes_nothing() -> None:
     known = packaged_rates(GPU)
     found = learn(runs_on(known), GPU, rates=known)
-    assert not found.taken
+    assert not found.changes_rates
     assert "the rates stand" in found.why_not
 
 
 def test_where_the_device_bounds_every_run_nothing_is_learned_of_the_host() -> None:
     flat = [Curve((-5.0, 5.0), (height, height)) for height in (-3.0, -2.0, -1.0)]
-    host, device = factors(flat, [height + math.log(1.5) for height in (-3.0, -2.0, -1.0)])
+    host, device = fit_factors(flat, [height + math.log(1.5) for height in (-3.0, -2.0, -1.0)])
     assert math.exp(device) == pytest.approx(1.5, rel=0.01)
     assert abs(host) < 0.01
 
 
 def test_where_the_host_bounds_every_run_nothing_is_learned_of_the_device() -> None:
-    steep = [sampled(partial(operator.mul, height)) for height in (0.1, 0.2, 0.3)]
-    host, device = factors(steep, [math.log(1.5 * height) for height in (0.1, 0.2, 0.3)])
+    steep = [sample_curve(partial(operator.mul, height)) for height in (0.1, 0.2, 0.3)]
+    host, device = fit_factors(steep, [math.log(1.5 * height) for height in (0.1, 0.2, 0.3)])
     assert math.exp(host) == pytest.approx(1.5, rel=0.01)
     assert abs(device) < 0.01
 
@@ -162,8 +162,8 @@ def test_one_run_that_is_off_moves_nothing() -> None:
 
 def test_a_factor_beyond_belief_is_told_and_not_taken_in() -> None:
     known = packaged_rates(GPU)
-    found = learn(runs_on(slower(known, host=1.7 * LARGEST_FACTOR, device=1.0)), GPU, rates=known)
-    assert not found.taken
+    found = learn(runs_on(slower(known, host=1.7 * MAX_FACTOR, device=1.0)), GPU, rates=known)
+    assert not found.changes_rates
     assert "the host would have to be" in found.why_not
     assert remember(found, [], GPU) == found
     assert not calibration_file(GPU).exists()
@@ -181,7 +181,7 @@ def test_a_factor_beyond_belief_is_told_and_not_taken_in() -> None:
 def test_too_few_clean_runs_teach_nothing(spoilt: dict[str, object]) -> None:
     runs = runs_on(packaged_rates(GPU), recipes=RECIPES[:3])
     found = learn([*runs[:2], replace(runs[2], **spoilt)], GPU)  # type: ignore[arg-type]
-    assert (found.host, found.device, found.taken) == (1.0, 1.0, False)
+    assert (found.host, found.device, found.changes_rates) == (1.0, 1.0, False)
     assert "2 of 3 runs" in found.why_not
 
 

@@ -43,7 +43,7 @@ def write_calibration(gpu: Gpu, document: dict[str, Any]) -> Path:
 def remember(learned: LearnedFactors, runs: Sequence[ComparedRun], gpu: Gpu) -> LearnedFactors:
     """Writes the corrected rates of this GPU; gives what was learned with its file. What was not taken in
     changes nothing. Raises `SnugfitError` when the file cannot be written."""
-    if not learned.taken:
+    if not learned.changes_rates:
         return learned
     document = _read(gpu)
     entry = {

@@ -66,13 +66,13 @@ def usual_workers() -> int:
 def _learn(gpu: Gpu, verification: Verification, workers: int, tell: Callable[[str], None]) -> LearnedFactors:
     """What the calibration took in, or why nothing: the measurements are shown in any case."""
     from snugfit.cli.calibration import remember
-    from snugfit.evaluation.learn import learn, nothing
+    from snugfit.evaluation.learn import learn, nothing_learned
 
     runs = verification.runs
     try:
         return remember(learn(runs, gpu, workers=workers, tell=tell), runs, gpu)
     except SnugfitError as failure:
-        return nothing(str(failure))
+        return nothing_learned(str(failure))
 
 
 def planned_recipe(choice: Choice, memory_bytes: int | None = None) -> PlannedRecipe:

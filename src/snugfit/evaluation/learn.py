@@ -1,31 +1,33 @@
-"""Learn: two factors that lay the predicted seconds of verified recipes on the measured ones.
+"""Learns from verified recipes: fits one factor of the host's rates and one of the device's.
 
-How many times slower than its rates say is the host, and how many times the device? Nothing finer is asked:
-a handful of runs of one job cannot tell more apart, and what they cannot tell is left as it was.
+How many times slower than its rates say is the host, and how many times the device? Nothing finer is fitted:
+a handful of runs of one job cannot identify more, and what they do not identify is left as it was.
 
-The factors minimise the sum of |log(predicted / measured)|, so a run that is far off weighs no more than its
-distance, and a run that is twice too slow as much as one twice too fast. The predictions are those of the
-queue of host and device (`prediction/seconds.py`), played again and again, never a formula of ours. Two
-things make that cheap:
+The fit is a robust one, by least absolute deviations of log(predicted / measured): a run that is far off
+weighs no more than its distance, and a run that is twice too slow as much as one twice too fast. The
+predictions are those of the queue of host and device (`prediction/seconds.py`), simulated again and again;
+there is no second formula. Two things make that cheap:
 
 - A queue whose host *and* device take `c` times as long takes `c` times as long. So the seconds of a run for
-  any pair of factors follow from its seconds for each *ratio* of host to device: one curve a run, rehearsed
-  once (`Curve`).
-- For one ratio the best factor of the device is a median of what the runs ask for. So only the ratio is
-  searched, and it is searched whole, for the sum has several valleys.
+  any pair of factors follow from its seconds for each *ratio* of host to device: one curve a run, from one
+  rehearsal (`Curve`).
+- For one ratio the best factor of the device is a weighted median over the runs. So only the ratio is
+  searched, and on a grid, for the sum has several local minima.
 
-A pull towards 1, as strong as a tenth of a run (`PULL`), decides what the runs leave open: where the device
-bounds every run, nothing is learned about the host.
+A prior at 1, as strong as a tenth of a run (`PRIOR_WEIGHT`), decides what the runs leave open: where the
+device bounds every run, nothing is learned about the host.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from snugfit.prediction.device import policy_for
 from snugfit.prediction.profile import Software
@@ -38,49 +40,55 @@ if TYPE_CHECKING:
     from snugfit.comparison.compared_runs import ComparedRun
     from snugfit.job.gpu import Gpu
 
-FEWEST = 3
+MIN_RUNS = 3
 """Runs from which anything is learned: one more than there are factors."""
 
-WILDEST = 0.5
+MAX_SPREAD = 0.5
 """Spread of a run's steps beyond which their mean says little. Steps that the host bounds vary by a fifth on
 a shared machine, and the mean of eight of them by less than half of that."""
 
-LARGEST_FACTOR = 3.0
-"""A factor beyond it, either way, is not believed: something else went wrong."""
+MAX_FACTOR = 3.0
+"""A factor above it, or below 1 / it, is not believed: something else went wrong."""
 
-WORTH = 0.005
-"""What the mean |log| error must lose at least: each correction makes the plans that are remembered anew."""
+MIN_GAIN = 0.005
+"""By what the mean |log| error must fall at least: each correction invalidates the cached plans."""
 
-SEARCHED = 12.0
-"""How far factors are looked for, so that one beyond belief is seen for what it is."""
+SEARCH_LIMIT = 12.0
+"""Largest factor of the search. It lies beyond `MAX_FACTOR`, so that such a factor is recognised."""
 
-PULL = 0.1
+PRIOR_WEIGHT = 0.1
 """Weight of each factor's |log| beside the runs' |log| errors."""
 
-CLOSE = 0.002
-"""How far, in logarithms, a curve's chord may be from its middle before the middle is taken in."""
+CURVE_TOLERANCE = 0.002
+"""Largest distance, in logarithms, between a curve and its chord in the middle of an interval."""
 
-NARROW = 0.02
-"""Logarithm of the ratio between two points of a curve below which it is not divided further."""
+MIN_INTERVAL = 0.02
+"""Intervals of a curve, in logarithms of the ratio, that are not halved any more."""
 
 RATIOS = 4_000
-"""Ratios that are tried, evenly in logarithms: one every quarter of a per cent."""
+"""Size of the grid of ratios, even in logarithms: one every quarter of a per cent."""
+
+Floats = NDArray[np.float64]
 
 
 class Curve(NamedTuple):
-    """Seconds of one run's step by the ratio of its host's factor to its device's."""
+    """Seconds of one run's step by the ratio of its host's factor to its device's; all in logarithms."""
 
     ratios: tuple[float, ...]
-    """In logarithms, rising."""
+    """Ascending logarithms of the ratio."""
     seconds: tuple[float, ...]
-    """In logarithms, with the device as its rates say."""
+    """Logarithms of the seconds, with the device's factor at 1."""
 
-    def at(self, ratio: float) -> float:
-        """By the straight line between the two nearest points."""
-        place = min(max(1, bisect_left(self.ratios, ratio)), len(self.ratios) - 1)
-        left, right = self.ratios[place - 1], self.ratios[place]
-        share = (ratio - left) / (right - left)
-        return self.seconds[place - 1] * (1 - share) + self.seconds[place] * share
+    def at(self, ratio: Floats | float) -> Floats:
+        """Logarithms of the seconds at these logarithms of the ratio, in their shape.
+
+        Linear between the points; beyond the ends the last segment goes on.
+        """
+        ratios, seconds = np.array(self.ratios), np.array(self.seconds)
+        right = np.clip(np.searchsorted(ratios, ratio), 1, len(ratios) - 1)
+        share = (ratio - ratios[right - 1]) / (ratios[right] - ratios[right - 1])
+        log_seconds: Floats = seconds[right - 1] * (1 - share) + seconds[right] * share
+        return log_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,29 +97,24 @@ class LearnedFactors:
 
     host: float
     """How many times slower than its rates the host is."""
-
     device: float
     """How many times slower than its rates the device is."""
-
     before: tuple[float, ...]
-    """Errors of the seconds as they were foreseen, as shares of what was measured."""
-
+    """Relative errors of the predicted seconds, one for each run."""
     after: tuple[float, ...]
-    """The same with both factors taken in."""
-
+    """The same with both factors applied."""
     why_not: str = ""
-    """Why nothing is taken in; empty when the factors are."""
-
+    """Why the factors are not applied; empty when they are."""
     file: str | None = None
     """Where they were written."""
 
     @property
-    def taken(self) -> bool:
-        """Whether the factors change the rates."""
+    def changes_rates(self) -> bool:
+        """Whether the factors are applied to the rates."""
         return not self.why_not
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object."""
+        """The factors and errors as a JSON object."""
         return {
             "host": self.host,
             "device": self.device,
@@ -130,126 +133,134 @@ def learn(
     workers: int = 1,
     tell: Callable[[str], None] = lambda line: None,
 ) -> LearnedFactors:
-    """What these measured runs say about the host and the device, against `rates` (or those known today).
+    """The factors that these measured runs ask for, relative to `rates` (or those known today).
 
     Raises `SnugfitError` when one of them cannot be rehearsed.
     """
     rates = rates or rates_for(gpu)
-    good = [run for run in runs if _trusted(run)]
-    if len(good) < FEWEST:
-        return nothing(f"{len(good)} of {len(runs)} runs can be learned from, and it takes {FEWEST}")
+    usable = [run for run in runs if _is_usable(run)]
+    if len(usable) < MIN_RUNS:
+        return nothing_learned(
+            f"{len(usable)} of {len(runs)} runs can be learned from, and it takes {MIN_RUNS}"
+        )
     curves = []
-    for curve in map_in_processes(partial(curve_of, gpu, rates), good, workers=workers):
+    for curve in map_in_processes(partial(curve_of, gpu, rates), usable, workers=workers):
         curves.append(curve)
-        tell(f"learning from run {len(curves)} of {len(good)}")
-    measured = [math.log(run.step_seconds or 0.0) for run in good]
-    host, device = factors(curves, measured)
+        tell(f"learning from run {len(curves)} of {len(usable)}")
+    measured = [math.log(run.step_seconds or 0.0) for run in usable]
+    host, device = fit_factors(curves, measured)
     before, after = _errors(curves, measured), _errors(curves, measured, host, device)
-    why_not = _doubt(host, device, before, after)
+    why_not = _why_not(host, device, before, after)
     return LearnedFactors(
         host=math.exp(host), device=math.exp(device), before=before, after=after, why_not=why_not
     )
 
 
-def nothing(why: str) -> LearnedFactors:
-    """Nothing was learned, and why."""
+def nothing_learned(why: str) -> LearnedFactors:
+    """Factors of 1, and why nothing was learned."""
     return LearnedFactors(host=1.0, device=1.0, before=(), after=(), why_not=why.rstrip("."))
 
 
-def _trusted(run: ComparedRun) -> bool:
-    """Whether its seconds are the machine's own, and no wild ones."""
-    alone = run.contaminated is None and run.crowded is None
-    return run.seconds is not None and alone and (run.spread or 0.0) <= WILDEST
+def _is_usable(run: ComparedRun) -> bool:
+    """Whether its seconds are known, undisturbed by other processes, and steady."""
+    undisturbed = run.contaminated is None and run.crowded is None
+    return run.seconds is not None and undisturbed and (run.spread or 0.0) <= MAX_SPREAD
 
 
-def _doubt(host: float, device: float, before: Sequence[float], after: Sequence[float]) -> str:
-    """Why these factors are not to be taken in; empty when they are."""
-    far = [
+def _why_not(host: float, device: float, before: Sequence[float], after: Sequence[float]) -> str:
+    """Why these factors (logarithms) are not applied; empty when they are."""
+    too_large = [
         f"the {what} would have to be {math.exp(factor):.2f} times slower than its rates say"
         for what, factor in (("host", host), ("device", device))
-        if abs(factor) > math.log(LARGEST_FACTOR)
+        if abs(factor) > math.log(MAX_FACTOR)
     ]
-    if far:
-        return f"{' and '.join(far)}, and a factor beyond {LARGEST_FACTOR:g} is not believed"
-    if mean_size(after) > mean_size(before) - WORTH:
+    if too_large:
+        return f"{' and '.join(too_large)}, and a factor beyond {MAX_FACTOR:g} is not believed"
+    if mean_log_error(after) > mean_log_error(before) - MIN_GAIN:
         return "no factors make the predictions better by half a per cent: the rates stand"
     return ""
 
 
-def mean_size(errors: Sequence[float]) -> float:
-    """The mean of |log(predicted / measured)|, which is what is made small."""
+def mean_log_error(errors: Sequence[float]) -> float:
+    """The mean of |log(predicted / measured)|, which the fit minimises, of relative errors."""
     return sum(abs(math.log(1 + error)) for error in errors) / len(errors)
 
 
 def _errors(
     curves: Sequence[Curve], measured: Sequence[float], host: float = 0.0, device: float = 0.0
 ) -> tuple[float, ...]:
+    """Relative errors of the predicted seconds under these factors; all arguments are logarithms."""
     pairs = zip(curves, measured, strict=True)
-    return tuple(math.expm1(curve.at(host - device) + device - seen) for curve, seen in pairs)
+    return tuple(math.expm1(float(curve.at(host - device)) + device - seconds) for curve, seconds in pairs)
 
 
 # ---- the curves ------------------------------------------------------------------------------------------
 
 
 def curve_of(gpu: Gpu, rates: Rates, run: ComparedRun) -> Curve:
-    """How the seconds of this run follow the ratio of its host to its device."""
+    """The seconds of this run by the ratio of its host's factor to its device's."""
     setup = run.recipe.setup()
     trace = rehearse(run.job, setup, policy_for(gpu, Software()))
-    known = partial(step_seconds, trace, gpu, batch_size=run.job.batch_size, rates=rates)
+    simulate = partial(step_seconds, trace, gpu, batch_size=run.job.batch_size, rates=rates)
 
     def seconds(ratio: float) -> float:
-        return known(host=ratio, workers=setup.loader.workers).step_seconds
+        return simulate(host=ratio, workers=setup.loader.workers).step_seconds
 
-    return sampled(seconds)
+    return sample_curve(seconds)
 
 
-def sampled(seconds: Callable[[float], float]) -> Curve:
-    """The curve of a function of the ratio, divided until its chords are close to it."""
-    end = 2 * math.log(SEARCHED)
-    known: dict[float, float] = {}
+def sample_curve(seconds: Callable[[float], float]) -> Curve:
+    """The curve of a function of the ratio, with intervals halved until their chords are close to it."""
+    end = 2 * math.log(SEARCH_LIMIT)
+    samples: dict[float, float] = {}
 
-    def height(ratio: float) -> float:
-        if ratio not in known:
-            known[ratio] = math.log(seconds(math.exp(ratio)))
-        return known[ratio]
+    def log_seconds(ratio: float) -> float:
+        if ratio not in samples:
+            samples[ratio] = math.log(seconds(math.exp(ratio)))
+        return samples[ratio]
 
-    pieces = [(-end + end * place / 4, -end + end * (place + 1) / 4) for place in range(8)]
-    while pieces:
-        left, right = pieces.pop()
+    intervals = [(-end + end * quarter / 4, -end + end * (quarter + 1) / 4) for quarter in range(8)]
+    while intervals:
+        left, right = intervals.pop()
         middle = (left + right) / 2
-        off = height(middle) - (height(left) + height(right)) / 2
-        if abs(off) > CLOSE and right - left > NARROW:
-            pieces += [(left, middle), (middle, right)]
-    ratios = tuple(sorted(known))
-    return Curve(ratios, tuple(known[ratio] for ratio in ratios))
+        distance = log_seconds(middle) - (log_seconds(left) + log_seconds(right)) / 2
+        if abs(distance) > CURVE_TOLERANCE and right - left > MIN_INTERVAL:
+            intervals += [(left, middle), (middle, right)]
+    ratios = tuple(sorted(samples))
+    return Curve(ratios, tuple(samples[ratio] for ratio in ratios))
 
 
 # ---- the factors -----------------------------------------------------------------------------------------
 
 
-def factors(curves: Sequence[Curve], measured: Sequence[float]) -> tuple[float, float]:
-    """The host's and the device's factor that fit best, all in logarithms."""
-    end = 2 * math.log(SEARCHED)
-    ratios = [end * (2 * place / RATIOS - 1) for place in range(RATIOS + 1)]
-    _, device, ratio = min((*_best_device(curves, measured, ratio), ratio) for ratio in ratios)
-    return ratio + device, device
+class Factors(NamedTuple):
+    """Logarithms of how many times slower host and device are."""
+
+    host: float
+    device: float
 
 
-def _best_device(curves: Sequence[Curve], measured: Sequence[float], ratio: float) -> tuple[float, float]:
-    """The least sum of errors for this ratio, and the device's factor that gives it: the median of what each
-    run asks for, and of the pulls of both factors."""
-    asked = [seen - curve.at(ratio) for curve, seen in zip(curves, measured, strict=True)]
-    weighed = sorted([*((each, 1.0) for each in asked), (0.0, PULL), (-ratio, PULL)])
-    half, passed = (len(asked) + 2 * PULL) / 2, 0.0
-    device = 0.0
-    for value, weight in weighed:
-        passed += weight
-        if passed >= half:
-            device = value
-            break
-    bound = math.log(SEARCHED)
-    device = min(max(device, -bound, -bound - ratio), bound, bound - ratio)
-    return sum(weight * abs(value - device) for value, weight in weighed), device
+def fit_factors(curves: Sequence[Curve], measured: Sequence[float]) -> Factors:
+    """The factors with the smallest sum of absolute errors.
+
+    `measured` are logarithms of seconds, one for each curve. The arrays below have one column for each ratio
+    of the grid, and one row for each run and for the prior of either factor.
+    """
+    limit = math.log(SEARCH_LIMIT)
+    ratios = 2 * limit * (2 * np.arange(RATIOS + 1) / RATIOS - 1)
+    asked = [seconds - curve.at(ratios) for curve, seconds in zip(curves, measured, strict=True)]
+    values = np.stack([*asked, np.zeros_like(ratios), -ratios])
+    weights = np.array([1.0] * len(curves) + [PRIOR_WEIGHT] * 2)[:, None] + np.zeros_like(values)
+    order = np.lexsort((weights, values), axis=0)
+    values, weights = np.take_along_axis(values, order, 0), np.take_along_axis(weights, order, 0)
+    half = (len(curves) + 2 * PRIOR_WEIGHT) / 2
+    median = np.argmax(np.cumsum(weights, axis=0) >= half, axis=0)
+    device = np.take_along_axis(values, median[None], 0)[0]
+    lowest, highest = np.maximum(-limit, -limit - ratios), np.minimum(limit, limit - ratios)
+    device = np.minimum(np.maximum(device, lowest), highest)
+    errors = (weights * np.abs(values - device)).sum(axis=0)
+    best = np.lexsort((ratios, device, errors))[0]
+    return Factors(host=float(ratios[best] + device[best]), device=float(device[best]))
 
 
 def slower(rates: Rates, *, host: float, device: float) -> Rates:
@@ -259,7 +270,7 @@ def slower(rates: Rates, *, host: float, device: float) -> Rates:
         for name, rate in rates.products.items()
     }
     attention, patterns = (
-        {name: (pace / device, start * device) for name, (pace, start) in table.items()}
+        {name: (rate / device, start * device) for name, (rate, start) in table.items()}
         for table in (rates.attention, rates.patterns)
     )
     return replace(

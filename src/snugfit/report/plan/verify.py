@@ -50,7 +50,7 @@ def conclusions(verified: Verification) -> Iterator[str]:
 
 def learned_line(learned: LearnedFactors) -> str:
     """What the calibration took in, or why nothing."""
-    if not learned.taken:
+    if not learned.changes_rates:
         return f"Nothing was learned: {learned.why_not}."
     before, after = (100 * fmean(map(abs, errors)) for errors in (learned.before, learned.after))
     return (
