@@ -15,15 +15,21 @@ from snugfit.errors import UsageError
 from snugfit.job.gpu import Gpu, all_gpus, find_gpu
 from snugfit.job.job import Job
 from snugfit.planning.cost.parts import Bound, Figures, Parts
-from snugfit.planning.cost.timer import Alone, GpuClocks, Joining, seconds_of
+from snugfit.planning.cost.timer import (
+    ComposableTimer,
+    GpuTimers,
+    PerGpuTimers,
+    SingleGpuTimer,
+    TimersWithGaps,
+    seconds_of,
+)
 from snugfit.planning.fleet import search_gpus
 from snugfit.planning.fleet.gpu_plans import GpuPlans
-from snugfit.planning.fleet.many_timers import Each, Known
-from snugfit.planning.fleet.per_gpu import Seat
+from snugfit.planning.fleet.per_gpu import PerGpuSearch
 from snugfit.planning.fleet.search_gpus import plan_gpus
 from snugfit.planning.search.search import plan
 from snugfit.planning.search.space import Candidate, space_of
-from snugfit.planning.search.state import Searched
+from snugfit.planning.search.state import SearchState
 from snugfit.prediction.device import policy_for
 from snugfit.prediction.predict import predict
 from snugfit.prediction.profile import Software
@@ -78,7 +84,7 @@ def job() -> Job:
 def everything(job: Job) -> list[tuple[Recipe, Figures, Figures]]:
     """Every recipe that is as exact as the plain one, none left out: on a slow device and a fast. Those of
     one trace are judged together, which is what `test_plan_parts` holds to be the same."""
-    clock = Each((Invented(1e8), Invented(1e12)))
+    clock = PerGpuTimers((Invented(1e8), Invented(1e12)))
     parts = Parts(job, [H200, H200], clock, shallow=False)
     traces: dict[int, list[Candidate]] = defaultdict(list)
     for each in space_of(job, fidelity=Fidelity.SAME, capability=(9, 0)).candidates:
@@ -221,35 +227,38 @@ def test_gpus_that_run_other_kernels_are_searched_apart() -> None:
 
 def test_seconds_of_those_that_have_none_are_nothing(job: Job) -> None:
     trace = rehearse(job, Recipe().setup(), policy_for(H200, Software()))
-    clock, seconds = Known.on([replace(H200, key="no-rates", bandwidth=None), H200]), GpuClocks([H200])
+    clock, seconds = (
+        TimersWithGaps.on([replace(H200, key="no-rates", bandwidth=None), H200]),
+        GpuTimers([H200]),
+    )
     assert clock(trace) == (0.0, *seconds(trace))
     work = Work(trace.kernels, trace.waits)
     assert seconds_of(clock, [work, work]) == (0.0, *seconds_of(seconds, [work, work]))
-    assert isinstance(clock, Joining)
+    assert isinstance(clock, ComposableTimer)
 
 
 def test_an_answer_that_does_not_fit_after_all_makes_way(job: Job) -> None:
     space = space_of(job, fidelity=Fidelity.SAME)
     bounds = {number: Bound(needed_bytes=10, seconds=float(number)) for number in (1, 2, 3)}
     bounds[4] = Bound(needed_bytes=103, seconds=0.5)
-    seat = Seat(replace(H200, memory_bytes=100), 0, Searched(space, bounds), smallest=False)
-    assert list(seat.wants()) == [1, 2, 3]
+    seat = PerGpuSearch(replace(H200, memory_bytes=100), 0, SearchState(space, bounds), smallest=False)
+    assert list(seat.open_candidates()) == [1, 2, 3]
     for number in (1, 2):
-        seat.found.judge(number, figures(99 + number // 2, float(number)))
-        seat.found.judged[number] = figures(99, float(number))
-    assert list(seat.wants()) == [], "the third is slower"
+        seat.state.learn(number, figures(99 + number // 2, float(number)))
+        seat.state.judged[number] = figures(99, float(number))
+    assert list(seat.open_candidates()) == [], "the third is slower"
     assert seat.answer() == 1
-    seat.settle(1, figures(101, 1.0))
+    seat.set_own(1, figures(101, 1.0))
     assert seat.answer() == 2
-    seat.settle(2, figures(102, 2.0))
-    assert list(seat.wants()) == [3]
-    seat.leave_out([3])
-    assert (list(seat.wants()), seat.answer(), seat.fits(1)) == ([], 1, False), "the nearest miss"
+    seat.set_own(2, figures(102, 2.0))
+    assert list(seat.open_candidates()) == [3]
+    seat.exclude([3])
+    assert (list(seat.open_candidates()), seat.answer(), seat.fits(1)) == ([], 1, False), "the nearest miss"
 
 
 def test_an_answer_that_a_whole_rehearsal_does_not_give_says_so(job: Job) -> None:
     bounds = {1: Bound(needed_bytes=10, seconds=1.0)}
-    seat = Seat(H200, 0, Searched(space_of(job, fidelity=Fidelity.SAME), bounds), smallest=False)
+    seat = PerGpuSearch(H200, 0, SearchState(space_of(job, fidelity=Fidelity.SAME), bounds), smallest=False)
     known = figures(1000, 1.0)
     for whole, same in (
         (known, True),
@@ -257,9 +266,9 @@ def test_an_answer_that_a_whole_rehearsal_does_not_give_says_so(job: Job) -> Non
         (figures(1021, 1.0), False),
         (figures(1000, 1.0 + 1e-6), False),
     ):
-        seat.found.judge(1, known)
-        seat.settle(1, whole)
-        assert (seat.own[1], seat.found.judged[1]) == (same, whole)
+        seat.state.learn(1, known)
+        seat.set_own(1, whole)
+        assert (seat.own[1], seat.state.judged[1]) == (same, whole)
 
 
 def count_concavely(trace: Trace) -> float:
@@ -282,18 +291,20 @@ def test_layers_that_do_not_grow_evenly_are_rehearsed_whole_for_all_gpus() -> No
 
 def test_what_nearly_fits_may_fit_by_the_gpu_s_own_scratch(job: Job) -> None:
     bounds = {1: Bound(needed_bytes=10, seconds=1.0), 2: Bound(needed_bytes=103, seconds=0.5)}
-    seat = Seat(replace(H200, memory_bytes=100), 0, Searched(space_of(job), bounds), smallest=False)
-    assert list(seat.wants()) == [1], "the other is too large whatever its scratch"
-    seat.found.judge(1, figures(101, 1.0))
+    seat = PerGpuSearch(
+        replace(H200, memory_bytes=100), 0, SearchState(space_of(job), bounds), smallest=False
+    )
+    assert list(seat.open_candidates()) == [1], "the other is too large whatever its scratch"
+    seat.state.learn(1, figures(101, 1.0))
     assert (seat.answer(), seat.fits(1)) == (1, True)
-    seat.settle(1, figures(99, 1.0))
+    seat.set_own(1, figures(99, 1.0))
     assert seat.fits(1)
-    seat.settle(1, figures(101, 1.0))
+    seat.set_own(1, figures(101, 1.0))
     assert not seat.fits(1)
 
 
 def figures(needed: int, seconds: float) -> Figures:
-    return Figures(needed, needed, needed, 0, seconds, False)
+    return Figures(needed, needed, needed, 0, seconds)
 
 
 @pytest.mark.whole
@@ -324,5 +335,5 @@ def test_an_unknown_objective_is_refused_before_any_work(job: Job) -> None:
 
 def test_one_clock_is_one_of_several() -> None:
     trace = Trace((), (), (), (), (), ())
-    assert Alone(lambda _: 2.0)(trace) == (2.0,)
-    assert Each((lambda _: 2.0, lambda _: 3.0))(trace) == (2.0, 3.0)
+    assert SingleGpuTimer(lambda _: 2.0)(trace) == (2.0,)
+    assert PerGpuTimers((lambda _: 2.0, lambda _: 3.0))(trace) == (2.0, 3.0)

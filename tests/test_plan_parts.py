@@ -13,10 +13,10 @@ from snugfit.job.gpu import find_gpu
 from snugfit.planning.cost.batch_sizes import rehearse_sizes, update_of
 from snugfit.planning.cost.parts import Parts
 from snugfit.planning.cost.parts_pool import parts_pool
-from snugfit.planning.cost.periodic import FEW, MANY, settled
-from snugfit.planning.cost.same_trace import under
-from snugfit.planning.cost.timer import GpuClocks, seconds_of
-from snugfit.planning.search.state import SLACK
+from snugfit.planning.cost.periodic import FEW, MANY, replay_periodic
+from snugfit.planning.cost.same_trace import trace_under
+from snugfit.planning.cost.timer import GpuTimers, seconds_of
+from snugfit.planning.search.state import TIME_BOUND_MARGIN
 from snugfit.prediction.allocator import replay
 from snugfit.prediction.worker_pool import Question, WorkerPool
 from snugfit.rehearsal.device.policy import CudaPolicy
@@ -34,7 +34,7 @@ def test_pieces_of_a_step_take_as_long_as_the_step(recipe: str, pieces: int) -> 
     passes = rehearse_sizes(job, setup, CudaPolicy(), [1], whole=False)
     update = update_of(rehearse_update(job, setup, CudaPolicy(), passes.gradients))
     works = [passes.by_samples[1].first, *[passes.by_samples[1].further] * (pieces - 1), update.work]
-    clock = GpuClocks(GPUS)
+    clock = GpuTimers(GPUS)
     told = seconds_of(clock, works)
     assert told == pytest.approx(seconds_of(clock.__call__, works), rel=1e-12)
     assert len(told) == 2
@@ -42,7 +42,7 @@ def test_pieces_of_a_step_take_as_long_as_the_step(recipe: str, pieces: int) -> 
 
 
 def test_what_was_rehearsed_for_tf32_is_not_taken_for_ieee() -> None:
-    job, clock = small_job("bert", 2, batch_size=2), GpuClocks(GPUS[:1])
+    job, clock = small_job("bert", 2, batch_size=2), GpuTimers(GPUS[:1])
     setups = [Recipe.parse(text).setup() for text in ("tf32", "ieee")]
     together, alone = Parts(job, GPUS[:1], clock), [Parts(job, GPUS[:1], clock) for _ in setups]
     assert [together.judge([setup]) for setup in setups] == [
@@ -77,7 +77,7 @@ def answers(pool: WorkerPool, questions: list[Question]) -> dict[int, object]:
 
 @pytest.mark.whole
 def test_workers_answer_as_parts_do_and_a_killed_one_is_told() -> None:
-    job, clock = small_job("bert", 2, batch_size=2), GpuClocks(GPUS[:1])
+    job, clock = small_job("bert", 2, batch_size=2), GpuTimers(GPUS[:1])
     setups = [Recipe.parse(text).setup() for text in ("fp32", "bf16")]
     questions: list[Question] = [
         Question(0, "judge", ([setups[0]],)),
@@ -113,17 +113,17 @@ def test_workers_answer_as_parts_do_and_a_killed_one_is_told() -> None:
 def test_joined_pieces_of_few_layers_take_no_longer_than_the_step(recipe: str) -> None:
     pytest.importorskip("bitsandbytes")
     job, setup = small_job("bert", 13, batch_size=4), Recipe.parse(recipe).setup()
-    parts = Parts(job, GPUS, GpuClocks(GPUS))
+    parts = Parts(job, GPUS, GpuTimers(GPUS))
     for least, figures in zip(parts.screen([setup])[0], parts.judge([setup])[0], strict=True):
-        assert 0.99 * figures.seconds < least.seconds <= (1 + SLACK) * figures.seconds
+        assert 0.99 * figures.seconds < least.seconds <= (1 + TIME_BOUND_MARGIN) * figures.seconds
         assert least.needed_bytes <= figures.requested_bytes + figures.context_bytes
 
 
 def test_updates_are_rehearsed_once_whatever_is_recomputed() -> None:
-    parts = Parts(small_job("bert", 13, batch_size=2), GPUS, GpuClocks(GPUS))
+    parts = Parts(small_job("bert", 13, batch_size=2), GPUS, GpuTimers(GPUS))
     for recipe in ("fp32", "every_nth_layer(2)", "every_nth_layer(3)"):
         parts.screen([Recipe.parse(recipe).setup()])
-    assert len(parts.least._updates) == 2, "one for each of two depths"
+    assert len(parts.lower_bounds._updates) == 2, "one for each of two depths"
 
 
 @pytest.mark.parametrize("family", ["bert", "llama"])
@@ -132,30 +132,30 @@ def test_few_micro_batches_tell_what_many_take(family: str, recipe: str) -> None
     job = small_job(family, 2, batch_size=2 * MANY)
     for pieces in (MANY, 2 * MANY):
         setup = Recipe.parse(f"{recipe} + micro_batches({pieces})").setup()
-        parts = Parts(job, GPUS, GpuClocks(GPUS))
+        parts = Parts(job, GPUS, GpuTimers(GPUS))
         found = parts.judge([setup])[0]
         trace = parts.trace(setup)[0]
         after = replay(trace, expandable=setup.expandable_segments)
         assert found[0][:3] == (after.requested_peak, after.allocated_peak, after.reserved_peak)
-        seconds = GpuClocks(GPUS)(under(setup, trace))
+        seconds = GpuTimers(GPUS)(trace_under(setup, trace))
         assert [each.seconds for each in found] == pytest.approx(seconds, rel=1e-12)
 
 
 def test_what_comes_round_must_come_round_as_often() -> None:
     setup = Recipe.parse("micro_batches(16)").setup()
-    trace, _ = Parts(small_job("llama", 2, batch_size=16), GPUS, GpuClocks(GPUS)).trace(setup, most=FEW[0])
-    assert settled(trace, 16, expandable=False) is not None, "every second one begins alike"
-    assert settled(trace, 17, expandable=False) is None
+    trace, _ = Parts(small_job("llama", 2, batch_size=16), GPUS, GpuTimers(GPUS)).trace(setup, most=FEW[0])
+    assert replay_periodic(trace, 16, expandable=False) is not None, "every second one begins alike"
+    assert replay_periodic(trace, 17, expandable=False) is None
 
 
 def test_micro_batches_that_leave_something_behind_do_not_settle() -> None:
     setup = Recipe.parse("micro_batches(16)").setup()
-    trace, _ = Parts(small_job("llama", 2, batch_size=16), GPUS, GpuClocks(GPUS)).trace(setup, most=FEW[0])
-    assert settled(trace, 16, expandable=False) is not None
+    trace, _ = Parts(small_job("llama", 2, batch_size=16), GPUS, GpuTimers(GPUS)).trace(setup, most=FEW[0])
+    assert replay_periodic(trace, 16, expandable=False) is not None
     backward = [mark.event for mark in trace.marks if (mark.step, mark.phase) == (1, "backward")]
     dying = [next(n for n in range(event, 0, -1) if trace.events[n] < 0) for event in backward]
     kept = tuple(event for n, event in enumerate(trace.events) if n not in dying)
     marks = tuple(
         mark._replace(event=mark.event - sum(n < mark.event for n in dying)) for mark in trace.marks
     )
-    assert settled(replace(trace, events=kept, marks=marks), 16, expandable=False) is None
+    assert replay_periodic(replace(trace, events=kept, marks=marks), 16, expandable=False) is None

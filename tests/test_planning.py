@@ -17,10 +17,10 @@ from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
 from snugfit.planning.cost.figures import Bound, Figures
 from snugfit.planning.cost.parts import Parts
-from snugfit.planning.cost.timer import Alone
+from snugfit.planning.cost.timer import SingleGpuTimer
 from snugfit.planning.search.search import plan, search
 from snugfit.planning.search.space import Space, space_of
-from snugfit.planning.search.state import GRAIN
+from snugfit.planning.search.state import MEMORY_RESOLUTION
 from snugfit.planning.step_key import TOUCHES, as_rehearsed, passes_key, step_key, update_key
 from snugfit.prediction.worker_pool import WorkerPool
 from snugfit.rehearsal.device.policy import CudaPolicy
@@ -54,7 +54,7 @@ class Invented:
 
 
 def parts_of(job: Job, clock: object = None, *, shallow: bool = True) -> Parts:
-    return Parts(job, [H200], Alone(clock or Invented()), shallow=shallow)  # type: ignore[arg-type]
+    return Parts(job, [H200], SingleGpuTimer(clock or Invented()), shallow=shallow)  # type: ignore[arg-type]
 
 
 # ---- the space -------------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ def told_of(space: Space, rng: random.Random) -> Told:
             int(least.needed_bytes * rng.uniform(1, 1.1)),
             least.seconds + rng.choice((0, 0, 5)),
         )
-        after = Figures(reserved, reserved, reserved, 0, seconds, False)
+        after = Figures(reserved, reserved, reserved, 0, seconds)
         traces.setdefault(each.trace, (least, after if rng.random() < 0.95 else None))
     known = [traces[each.trace] for each in space.candidates]
     numbers = {id(each.setup): number for number, each in enumerate(space.candidates)}
@@ -177,7 +177,7 @@ def test_the_answer_is_that_of_brute_force_and_the_front_is_up_to_a_grain(seed: 
     assert len(told.judged) == len(set(told.judged)) < len(space.candidates) / 2
     front = [(found.judged[n].seconds, found.judged[n].needed_bytes) for n in found.front()]
     for seconds, size in everything:
-        assert any(fast <= seconds and small * (1 - GRAIN) <= size for fast, small in front)
+        assert any(fast <= seconds and small * (1 - MEMORY_RESOLUTION) <= size for fast, small in front)
     fitting = [each for each in everything if memory is None or each[1] <= memory]
     assert next((each for each in front if memory is None or each[1] <= memory), None) == min(
         fitting, default=None

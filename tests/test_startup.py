@@ -18,8 +18,8 @@ from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
 from snugfit.job.model import Model
 from snugfit.planning.cost.parts import Parts
-from snugfit.planning.cost.run import ENDLESS, Opening, Run
-from snugfit.planning.cost.timer import Alone
+from snugfit.planning.cost.startup_share import ENDLESS, PlannedRun, StartupShares
+from snugfit.planning.cost.timer import SingleGpuTimer
 from snugfit.planning.fleet import search_gpus
 from snugfit.planning.fleet.search_gpus import plan_gpus
 from snugfit.planning.search.search import plan
@@ -189,8 +189,10 @@ def test_a_short_run_has_another_best_recipe(job: Job) -> None:
 def test_the_best_of_a_run_is_what_brute_force_finds(job: Job) -> None:
     """Every recipe judged by itself: (once + steps x step) / steps, told apart from the steady step."""
     steps = 3
-    parts = Parts(job, [H200], Alone(SlowLoading()), shallow=False, run=Run(steps=steps, rate=DEAR))
-    steady = Parts(job, [H200], Alone(SlowLoading()), shallow=False)
+    parts = Parts(
+        job, [H200], SingleGpuTimer(SlowLoading()), shallow=False, run=PlannedRun(steps=steps, rates=DEAR)
+    )
+    steady = Parts(job, [H200], SingleGpuTimer(SlowLoading()), shallow=False)
     paces = {}
     space = space_of(job, fidelity=Fidelity.SAME, capability=(9, 0), settled=KEPT)
     for each in space.candidates:
@@ -220,14 +222,14 @@ def test_many_gpus_look_at_the_run_too(job: Job, monkeypatch: pytest.MonkeyPatch
 def test_few_layers_tell_what_many_pay_once(family: str) -> None:
     """The least share is never more than the share; here it is the same."""
     deep = small_job(family, 6, batch_size=2)
-    parts = Parts(deep, [H200], Alone(lambda trace: 0.0), run=Run(steps=1))
+    parts = Parts(deep, [H200], SingleGpuTimer(lambda trace: 0.0), run=PlannedRun(steps=1))
     setup = setup_of("bf16 + every_layer + micro_batches(2)")
     ((bound,),) = parts.screen([setup])
     assert bound.seconds == pytest.approx(parts.judge([setup])[0][0].once)
 
 
 def test_a_run_without_end_shares_nothing(job: Job) -> None:
-    opening, trace = Opening(job, ENDLESS), Trace((), (), (), (kernel(),), (), ())
+    opening, trace = StartupShares(job, ENDLESS), Trace((), (), (), (kernel(),), (), ())
     seconds, share = opening.of(Setup(), trace)
     assert seconds > STARTUP_RATES.imports
     assert (share, opening.least_share(Setup(), [])) == (0.0, 0.0)

@@ -10,11 +10,11 @@ import pytest
 from small_models import small_job
 from snugfit.job.gpu import find_gpu
 from snugfit.planning.cost.parts import Parts
-from snugfit.planning.cost.timer import Alone
-from snugfit.planning.search.ranking import best
+from snugfit.planning.cost.timer import SingleGpuTimer
+from snugfit.planning.search.ranking import rank_best
 from snugfit.planning.search.search import plan, search
 from snugfit.planning.search.space import space_of
-from snugfit.planning.search.state import Searched
+from snugfit.planning.search.state import SearchState
 from snugfit.prediction.seconds import step_seconds
 from snugfit.prediction.worker_pool import WorkerPool
 from snugfit.rehearsal.trace.trace import Trace
@@ -32,18 +32,18 @@ def seconds(trace: Trace) -> float:
 
 @pytest.fixture(scope="module")
 def parts() -> Parts:
-    return Parts(small_job("gpt2", 2, batch_size=1, sequence_length=32), [H200], Alone(seconds))
+    return Parts(small_job("gpt2", 2, batch_size=1, sequence_length=32), [H200], SingleGpuTimer(seconds))
 
 
 @pytest.fixture(scope="module")
-def found(parts: Parts) -> Searched:
+def found(parts: Parts) -> SearchState:
     """A search of a small space, each trace judged once whole to compare with."""
     space = space_of(parts.job, fidelity=Fidelity.SAME, capability=(9, 0), settled=SETTLED)
     return search(space, WorkerPool([parts]))
 
 
 @pytest.fixture(scope="module")
-def everything(parts: Parts, found: Searched) -> list[tuple[float, int]]:
+def everything(parts: Parts, found: SearchState) -> list[tuple[float, int]]:
     """Seconds and bytes of each candidate, judged by itself."""
     return [
         (figures.seconds, figures.needed_bytes)
@@ -53,7 +53,7 @@ def everything(parts: Parts, found: Searched) -> list[tuple[float, int]]:
 
 
 def test_the_best_are_those_of_brute_force(
-    parts: Parts, found: Searched, everything: list[tuple[float, int]]
+    parts: Parts, found: SearchState, everything: list[tuple[float, int]]
 ) -> None:
     """One test for all four questions: who asks another worker makes the whole space again."""
     for objective, count in itertools.product(("speed", "memory"), (1, 12)):
@@ -61,12 +61,12 @@ def test_the_best_are_those_of_brute_force(
 
 
 def hold_to_brute_force(
-    parts: Parts, found: Searched, everything: list[tuple[float, int]], objective: str, count: int
+    parts: Parts, found: SearchState, everything: list[tuple[float, int]], objective: str, count: int
 ) -> None:
     """The `count` best by this objective, within three quarters of the sizes that there are."""
     memory = sorted(size for _, size in everything)[len(everything) * 3 // 4]
     asked = replace(found, judged=dict(found.judged))
-    numbers = best(asked, WorkerPool([parts]), count, memory_bytes=memory, objective=objective)
+    numbers = rank_best(asked, WorkerPool([parts]), count, memory_bytes=memory, objective=objective)
     place = 1 if objective == "memory" else 0
     smallest: dict[float, int] = {}
     for length, size in everything:
@@ -82,8 +82,8 @@ def hold_to_brute_force(
         assert numbers[0] == fitting[0], "what is planned is what is listed first"
 
 
-def test_nothing_is_listed_where_nothing_fits(parts: Parts, found: Searched) -> None:
-    assert best(found, WorkerPool([parts]), 3, memory_bytes=1 << 20, objective="speed") == []
+def test_nothing_is_listed_where_nothing_fits(parts: Parts, found: SearchState) -> None:
+    assert rank_best(found, WorkerPool([parts]), 3, memory_bytes=1 << 20, objective="speed") == []
 
 
 @pytest.mark.whole

@@ -15,7 +15,7 @@ class Bound(NamedTuple):
     needed_bytes: int
     """Live bytes at the worst moment, and the context."""
     seconds: float
-    """A step's, with its share of what is paid once."""
+    """A step's, with its share of the start-up."""
 
 
 class Figures(NamedTuple):
@@ -26,17 +26,15 @@ class Figures(NamedTuple):
     reserved_bytes: int
     context_bytes: int
     seconds: float
-    """A step's, with its share of what is paid once: what recipes are compared by."""
-    whole: bool
-    """Whether the step was rehearsed whole, because its parts do not meet."""
+    """A step's, with its share of the start-up: what recipes are compared by."""
     once: float = 0.0
-    """What a run pays once."""
+    """Seconds of the run's start-up."""
     share: float = 0.0
-    """Of `seconds`, the share of that; 0 where the run's length was not said."""
+    """Of `seconds`, the share of the start-up; 0 where the run's length was not said."""
 
     @property
     def step_seconds(self) -> float:
-        """Of the steady step."""
+        """Seconds of the steady step."""
         return self.seconds - self.share
 
     @property

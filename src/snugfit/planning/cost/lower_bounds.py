@@ -1,13 +1,13 @@
-"""The least that Setups can take, from models of few layers.
+"""Lower bounds of what Setups take, from models of few layers.
 
 Passes are rehearsed on two of them, all sizes of micro-batch in one rehearsal, and so is each update; live
-bytes and seconds of two depths tell those of the whole depth, by the straight line through them. Every moment
+bytes and seconds of two depths give those of the whole depth, by the straight line through them. Every moment
 of a step grows evenly with the layers, and the worst moment is the largest of them: a convex figure, of which
 that line is never more than the truth.
 
 Passes and updates have depths of their own: passes that are recomputed in spans need deeper models, updates
-never do. Where a clock joins pieces of steps, their stretches meet at the whole depth, those of all
-optimizers at once; any other clock is asked about whole steps of few layers.
+never do. Where a timer composes pieces of steps, their segments are joined at the whole depth, those of all
+optimizers at once; any other timer is asked about whole steps of few layers.
 """
 
 from __future__ import annotations
@@ -24,74 +24,85 @@ from snugfit.planning.cost.batch_sizes import (
     rehearse_sizes,
     update_of,
 )
-from snugfit.planning.cost.queue import Stretch, joined, lined, side_by_side
+from snugfit.planning.cost.queue import QueueSegment, extrapolate_depth, join, stack
 from snugfit.planning.cost.same_trace import kernels_under
-from snugfit.planning.cost.shallow import Shallow, Shallows, along
+from snugfit.planning.cost.shallow import ShallowJob, ShallowJobs, linear_extrapolate
 from snugfit.planning.cost.short_passes import MICRO_BATCHES
-from snugfit.planning.cost.timer import Clock, Joining, seconds_of
+from snugfit.planning.cost.timer import ComposableTimer, Timer, seconds_of
 from snugfit.planning.step_key import adapters_key, as_rehearsed, timing_key, update_key
 from snugfit.rehearsal.splice import rehearse_update
 from snugfit.rehearsal.trace.trace import Work
 
 if TYPE_CHECKING:
-    from snugfit.planning.cost.run import Opening
+    from snugfit.planning.cost.startup_share import StartupShares
     from snugfit.rehearsal.device.policy import CudaPolicy
     from snugfit.techniques.setup import Setup
 
 
 @dataclass(frozen=True)
-class Lines:
-    """What rehearsals of some depths tell of the whole one."""
+class DepthFit:
+    """What rehearsals of some depths say of the whole one."""
 
-    depths: Sequence[Shallow]
+    depths: Sequence[ShallowJob]
     layers: int
     """Of the whole depth."""
 
-    def along(self, values: Sequence[Any]) -> Any:
-        """Of the whole depth, by the line through the values of these depths."""
-        return along([each.layers for each in self.depths], values, self.layers)
+    def extrapolate(self, values: Sequence[Any]) -> Any:
+        """The value at the whole depth, on the line through the values at these depths."""
+        return linear_extrapolate([shallow.layers for shallow in self.depths], values, self.layers)
 
 
-class Needs(NamedTuple):
-    """What some Setups take at least."""
+class StepBounds(NamedTuple):
+    """The least that a step takes."""
 
-    needs: Sequence[tuple[int, Sequence[float]]]
-    """Of each, live bytes at the worst moment, and the seconds of a step on each GPU."""
+    live_bytes: int
+    """At the worst moment."""
+    seconds: Sequence[float]
+    """On each GPU."""
+
+
+class Bounds(NamedTuple):
+    """The least that some Setups take."""
+
+    per_setup: Sequence[StepBounds]
     attention: tuple[str, ...]
     """Which attention kernels were chosen."""
 
 
-class Least:
+class LowerBounds:
     """The least that Setups of one job take."""
 
-    def __init__(self, shallows: Shallows, policy: CudaPolicy, clock: Clock, opening: Opening) -> None:
-        self.shallows, self.policy, self.clock, self.opening = shallows, policy, clock, opening
+    def __init__(
+        self, shallow_jobs: ShallowJobs, policy: CudaPolicy, timer: Timer, startup: StartupShares
+    ) -> None:
+        self.shallow_jobs, self.policy, self.timer, self.startup = shallow_jobs, policy, timer, startup
         self._updates: dict[Hashable, UpdateProfile] = {}
         self._gradients: dict[Hashable, tuple[int, ...]] = {}
-        self._lined: dict[Hashable, list[Stretch] | None] = {}
+        self._segments: dict[Hashable, list[QueueSegment] | None] = {}
 
-    def of(self, setups: Sequence[Setup]) -> Needs:
+    def of(self, setups: Sequence[Setup]) -> Bounds:
         """The least that each of these takes, which share their passes but for the size of a micro-batch.
         Raises `SnugfitError` where one of them cannot be rehearsed."""
-        passes = _Passes(self, setups)
+        passes = _PassesBounds(self, setups)
         groups: dict[Hashable, list[int]] = defaultdict(list)
         for number, setup in enumerate(setups):
             groups[setup.micro_batches, timing_key(setup)].append(number)
-        found: dict[int, tuple[int, Sequence[float]]] = {}
+        bounds: dict[int, StepBounds] = {}
         for numbers in groups.values():
-            different = {update_key(setups[number]): setups[number] for number in numbers}
-            told = dict(zip(different, passes.seconds(list(different.values())), strict=True))
-            live = {key: passes.live(setup) for key, setup in different.items()}
-            for number in numbers:
-                key = update_key(setups[number])
-                found[number] = live[key], told[key]
-        return Needs([found[number] for number in range(len(setups))], passes.seen[0].attention)
+            by_update = {update_key(setups[number]): setups[number] for number in numbers}
+            seconds = passes.seconds(list(by_update.values()))
+            by_key = {
+                key: StepBounds(passes.live(setup), one)
+                for (key, setup), one in zip(by_update.items(), seconds, strict=True)
+            }
+            bounds |= {number: by_key[update_key(setups[number])] for number in numbers}
+        return Bounds([bounds[number] for number in range(len(setups))], passes.by_depth[0].attention)
 
-    def lines(self, setup: Setup) -> Lines:
+    def depth_fit(self, setup: Setup) -> DepthFit:
         """The depths on which such a step is rehearsed."""
-        return Lines(self.shallows.of(setup), self.shallows.layers(setup))
+        return DepthFit(self.shallow_jobs.of(setup), self.shallow_jobs.layers(setup))
 
-    def update(self, setup: Setup, shallow: Shallow, passes: PassProfiles | None = None) -> UpdateProfile:
+    def update(self, setup: Setup, shallow: ShallowJob, passes: PassProfiles | None = None) -> UpdateProfile:
         """This Setup's update at this depth, at which these passes were rehearsed, if any were."""
         gradients = passes.gradients if passes else self._with_gradients(setup, shallow)
         key = (update_key(setup), shallow.layers, gradients)
@@ -100,17 +111,19 @@ class Least:
             self._updates[key] = update_of(rehearse_update(shallow.job, asked, self.policy, gradients))
         return self._updates[key]
 
-    def update_stretches(self, setup: Setup, lines: Lines, clock: Joining) -> list[Stretch] | None:
+    def update_segments(
+        self, setup: Setup, fit: DepthFit, timer: ComposableTimer
+    ) -> list[QueueSegment] | None:
         """Those of this Setup's update at the whole depth; None where it does not wait alike at every depth.
         Updates have depths of their own, so one answer serves all passes."""
-        key = update_key(setup), timing_key(setup), tuple(each.layers for each in lines.depths)
-        if key not in self._lined:
-            works = [self.update(setup, each).work for each in lines.depths]
+        key = update_key(setup), timing_key(setup), tuple(shallow.layers for shallow in fit.depths)
+        if key not in self._segments:
+            works = [self.update(setup, shallow).work for shallow in fit.depths]
             changed = [work._replace(kernels=kernels_under(setup, work.kernels)) for work in works]
-            self._lined[key] = lined([clock.stretches(work) for work in changed], lines.along)
-        return self._lined[key]
+            self._segments[key] = extrapolate_depth([timer.segments(w) for w in changed], fit.extrapolate)
+        return self._segments[key]
 
-    def _with_gradients(self, setup: Setup, shallow: Shallow) -> tuple[int, ...]:
+    def _with_gradients(self, setup: Setup, shallow: ShallowJob) -> tuple[int, ...]:
         """Which parameters have gradients: the model and its adapters decide, so one sample tells."""
         key = (adapters_key(setup), shallow.layers)
         if key not in self._gradients:
@@ -120,19 +133,19 @@ class Least:
         return self._gradients[key]
 
 
-class _Passes:
+class _PassesBounds:
     """The passes of some Setups on few layers, and the steps that they are a part of."""
 
-    def __init__(self, least: Least, setups: Sequence[Setup]) -> None:
-        job, first = least.shallows.job, setups[0]
+    def __init__(self, bounds: LowerBounds, setups: Sequence[Setup]) -> None:
+        job, first = bounds.shallow_jobs.job, setups[0]
         sizes = {job.batch_size // setup.micro_batches for setup in setups if setup.micro_batches > 1}
         whole = any(setup.micro_batches == 1 for setup in setups)
-        self.least, self.batch_size = least, job.batch_size
-        self.lines = least.lines(as_rehearsed(first))
-        self.updates = least.lines(replace(as_rehearsed(first), checkpoint=None))
-        self.seen = [
-            rehearse_sizes(each.job, each.setup, least.policy, sizes, whole=whole)
-            for each in self.lines.depths
+        self.bounds, self.batch_size = bounds, job.batch_size
+        self.fit = bounds.depth_fit(as_rehearsed(first))
+        self.update_fit = bounds.depth_fit(replace(as_rehearsed(first), checkpoint=None))
+        self.by_depth = [
+            rehearse_sizes(shallow.job, shallow.setup, bounds.policy, sizes, whole=whole)
+            for shallow in self.fit.depths
         ]
         self._rises: dict[int, float] = {}
         self._works: dict[Hashable, tuple[Work, Work]] = {}
@@ -141,79 +154,84 @@ class _Passes:
 
     def live(self, setup: Setup) -> int:
         """Live bytes at the worst moment of a step."""
-        updates = [self.least.update(setup, each) for each in self.updates.depths]
-        after = self.lines.along([once.residual_bytes for once in self._rounds(setup)])
-        after += self.updates.along([update.peak_increase for update in updates])
-        standing = self.lines.along([passes.baseline_bytes for passes in self.seen])
-        states = self.updates.along([update.state_bytes for update in updates])
+        updates = [self.bounds.update(setup, shallow) for shallow in self.update_fit.depths]
+        after = self.fit.extrapolate([profile.residual_bytes for profile in self._profiles(setup)])
+        after += self.update_fit.extrapolate([update.peak_increase for update in updates])
+        standing = self.fit.extrapolate([passes.baseline_bytes for passes in self.by_depth])
+        states = self.update_fit.extrapolate([update.state_bytes for update in updates])
         return int(standing + states + max(self._rise(setup), after))
 
-    def _rounds(self, setup: Setup) -> list[PassProfile]:
+    def _profiles(self, setup: Setup) -> list[PassProfile]:
         """Of each depth, the passes of such a step."""
-        samples, pieces = self.batch_size // setup.micro_batches, setup.micro_batches
-        found = [passes.by_samples[samples] if pieces > 1 else passes.whole for passes in self.seen]
-        return [once for once in found if once is not None]
+        samples, count = self.batch_size // setup.micro_batches, setup.micro_batches
+        profiles = [passes.by_samples[samples] if count > 1 else passes.whole for passes in self.by_depth]
+        return [profile for profile in profiles if profile is not None]
 
     def _rise(self, setup: Setup) -> float:
         """How far the live bytes rise at least in such passes: the largest of all modules' lines."""
         if setup.micro_batches not in self._rises:
-            rises = [once.peak_increase for once in self._rounds(setup)]
+            rises = [profile.peak_increase for profile in self._profiles(setup)]
             common = set(rises[0]).intersection(*rises)
-            largest = max(self.lines.along([each[where] for each in rises]) for where in common)
+            largest = max(self.fit.extrapolate([by_module[key] for by_module in rises]) for key in common)
             self._rises[setup.micro_batches] = largest
         return self._rises[setup.micro_batches]
 
     # ---- seconds -----------------------------------------------------------------------------------------
 
     def seconds(self, setups: Sequence[Setup]) -> Iterator[Sequence[float]]:
-        """Of steps that differ in their updates only, a step's share of what is paid once among them."""
-        clock = self.least.clock
-        told: Mapping[int, Sequence[float]] = {}
-        if isinstance(clock, Joining):
-            told = self._met(setups, clock)
+        """Of steps that differ in their updates only, on each GPU, a step's share of the start-up among
+        them."""
+        timer = self.bounds.timer
+        known: Mapping[int, Sequence[float]] = {}
+        if isinstance(timer, ComposableTimer):
+            known = self._by_segments(setups, timer)
         for number, setup in enumerate(setups):
-            share = self.least.opening.least_share(setup, self._works_of(setup))
-            each = told.get(number) or self._by_depth(setup)
-            yield [seconds + share for seconds in each]
+            works = self._works_of(setup, self._profiles(setup)[0], self.update_fit.depths[0])
+            share = self.bounds.startup.least_share(setup, works)
+            yield [seconds + share for seconds in known.get(number) or self._by_depth(setup)]
 
-    def _works_of(self, setup: Setup) -> list[Work]:
-        """What the shallowest model's step does."""
-        once = self._rounds(setup)[0]
-        update = self.least.update(setup, self.updates.depths[0])
-        return [self._under(setup, work) for work in (once.first, once.further, update.work)]
+    def _works_of(
+        self, setup: Setup, profile: PassProfile, shallow: ShallowJob, passes: PassProfiles | None = None
+    ) -> list[Work]:
+        """What a step of one depth does: its first micro-batch, each further one, and its update."""
+        update = self.bounds.update(setup, shallow, passes)
+        return [self._under(setup, work) for work in (profile.first, profile.further, update.work)]
 
-    def _met(self, setups: Sequence[Setup], clock: Joining) -> Mapping[int, Sequence[float]]:
-        """By the stretches of passes and updates at the whole depth; nothing of those that do not wait alike
+    def _by_segments(self, setups: Sequence[Setup], timer: ComposableTimer) -> Mapping[int, Sequence[float]]:
+        """By the segments of passes and updates at the whole depth; nothing of those that do not wait alike
         at every depth."""
         setup = setups[0]
 
-        def at_depth(works: Sequence[Work]) -> list[Stretch] | None:
-            return lined([clock.stretches(self._under(setup, work)) for work in works], self.lines.along)
+        def at_depth(works: Sequence[Work]) -> list[QueueSegment] | None:
+            by_depth = [timer.segments(self._under(setup, work)) for work in works]
+            return extrapolate_depth(by_depth, self.fit.extrapolate)
 
-        rounds = self._rounds(setup)
-        first = at_depth([once.first for once in rounds])
-        further = at_depth([once.further for once in rounds])
-        updates = [self.least.update_stretches(one, self.updates, clock) for one in setups]
-        told: dict[int, Sequence[float]] = {}
+        profiles = self._profiles(setup)
+        first = at_depth([profile.first for profile in profiles])
+        further = at_depth([profile.further for profile in profiles])
+        updates = [self.bounds.update_segments(one, self.update_fit, timer) for one in setups]
+        seconds: dict[int, Sequence[float]] = {}
         if first is None or further is None:
-            return told
-        pieces = few(setup.micro_batches)
+            return seconds
+        counts = few(setup.micro_batches)
         for same in _by_length(updates):
-            lasts = side_by_side(list(same.values()))
-            found = [clock.played(joined([first, *[further] * (n - 1), lasts])) for n in pieces]
-            told |= zip(same, along(pieces, found, setup.micro_batches).tolist(), strict=True)
-        return told
+            lasts = stack(list(same.values()))
+            by_count = [timer.simulate(join([first, *[further] * (n - 1), lasts])) for n in counts]
+            by_setup = linear_extrapolate(counts, by_count, setup.micro_batches)
+            seconds |= zip(same, by_setup.tolist(), strict=True)
+        return seconds
 
     def _by_depth(self, setup: Setup) -> Sequence[float]:
         """By the steps of each depth."""
-        pieces, depths = few(setup.micro_batches), []
-        for shallow, once, passes in zip(self.lines.depths, self._rounds(setup), self.seen, strict=True):
-            update = self.least.update(setup, shallow, passes)
-            works = [self._under(setup, work) for work in (once.first, once.further, update.work)]
-            first, further, last = works
-            found = [seconds_of(self.least.clock, [first, *[further] * (n - 1), last]) for n in pieces]
-            depths.append([along(pieces, each, setup.micro_batches) for each in zip(*found, strict=True)])
-        return [self.lines.along(each) for each in zip(*depths, strict=True)]
+        counts, depths = few(setup.micro_batches), []
+        for shallow, profile, passes in zip(
+            self.fit.depths, self._profiles(setup), self.by_depth, strict=True
+        ):
+            first, further, last = self._works_of(setup, profile, shallow, passes)
+            by_count = [seconds_of(self.bounds.timer, [first, *[further] * (n - 1), last]) for n in counts]
+            by_gpu = zip(*by_count, strict=True)
+            depths.append([linear_extrapolate(counts, seconds, setup.micro_batches) for seconds in by_gpu])
+        return [self.fit.extrapolate(seconds) for seconds in zip(*depths, strict=True)]
 
     def _under(self, setup: Setup, work: Work) -> Work:
         key = timing_key(setup), id(work)
@@ -224,15 +242,18 @@ class _Passes:
         return self._works[key][1]
 
 
-def few(pieces: int) -> tuple[int, ...]:
-    """Numbers of micro-batches that tell the seconds of this one."""
-    return (pieces,) if pieces <= MICRO_BATCHES + 1 else (MICRO_BATCHES, MICRO_BATCHES + 1)
+def few(micro_batches: int) -> tuple[int, ...]:
+    """Numbers of micro-batches from which the seconds of this one follow."""
+    few_are_enough = micro_batches > MICRO_BATCHES + 1
+    return (MICRO_BATCHES, MICRO_BATCHES + 1) if few_are_enough else (micro_batches,)
 
 
-def _by_length(updates: Sequence[Sequence[Stretch] | None]) -> list[dict[int, Sequence[Stretch]]]:
-    """Those of one number of stretches, together, by their numbers."""
-    groups: dict[int, dict[int, Sequence[Stretch]]] = defaultdict(dict)
-    for number, stretches in enumerate(updates):
-        if stretches is not None:
-            groups[len(stretches)][number] = stretches
+def _by_length(
+    updates: Sequence[Sequence[QueueSegment] | None],
+) -> list[dict[int, Sequence[QueueSegment]]]:
+    """Those of one number of segments, together, by their indices."""
+    groups: dict[int, dict[int, Sequence[QueueSegment]]] = defaultdict(dict)
+    for number, segments in enumerate(updates):
+        if segments is not None:
+            groups[len(segments)][number] = segments
     return list(groups.values())

@@ -12,31 +12,37 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from snugfit.planning.cost.figures import BelowLowerBound
-from snugfit.planning.cost.run import ENDLESS
+from snugfit.planning.cost.startup_share import ENDLESS
 from snugfit.prediction.worker_pool import WorkerPool, is_picklable, start_fork_server, worker_pool
 
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
     from snugfit.job.job import Job
     from snugfit.planning.cost.parts import Parts
-    from snugfit.planning.cost.run import Run
-    from snugfit.planning.cost.timer import Clock
+    from snugfit.planning.cost.startup_share import PlannedRun
+    from snugfit.planning.cost.timer import Timer
 
 _Result = TypeVar("_Result")
 
 
-def load_ahead(job: Job, gpus: Sequence[Gpu | None], clock: Clock, workers: int) -> None:
+def load_ahead(job: Job, gpus: Sequence[Gpu | None], timer: Timer, workers: int) -> None:
     """Has everything imported that the workers need, while this process does something else."""
-    if workers > 1 and _can_travel(job) and is_picklable((job, gpus, clock)):
+    if workers > 1 and _can_travel(job) and is_picklable((job, gpus, timer)):
         start_fork_server(_preload(job))
 
 
 @contextmanager
 def parts_pool(
-    job: Job, gpus: Sequence[Gpu | None], clock: Clock, *, workers: int, shallow: bool, run: Run = ENDLESS
+    job: Job,
+    gpus: Sequence[Gpu | None],
+    timer: Timer,
+    *,
+    workers: int,
+    shallow: bool,
+    run: PlannedRun = ENDLESS,
 ) -> Iterator[WorkerPool]:
     """So many workers with parts of this job in each."""
-    make = partial(_parts, job, gpus, clock, shallow=shallow, run=run)
+    make = partial(_parts, job, gpus, timer, shallow=shallow, run=run)
     with worker_pool(make, workers=workers if _can_travel(job) else 1, preload=_preload(job)) as pool:
         yield pool
 
@@ -45,16 +51,16 @@ def with_pool(
     search: Callable[[WorkerPool], _Result],
     job: Job,
     gpus: Sequence[Gpu | None],
-    clock: Clock,
+    timer: Timer,
     *,
     workers: int,
-    run: Run,
+    run: PlannedRun,
     tell: Callable[[str], None],
 ) -> _Result:
     """What `search` finds with models of few layers, where those tell about the whole one; else with whole
     models."""
     for shallow in (True, False):
-        with parts_pool(job, gpus, clock, workers=workers, shallow=shallow, run=run) as pool:
+        with parts_pool(job, gpus, timer, workers=workers, shallow=shallow, run=run) as pool:
             try:
                 return search(pool)
             except BelowLowerBound:
@@ -62,11 +68,11 @@ def with_pool(
     raise AssertionError("a whole rehearsal is never less than itself")
 
 
-def _parts(job: Job, gpus: Sequence[Gpu | None], clock: Clock, *, shallow: bool, run: Run) -> Parts:
+def _parts(job: Job, gpus: Sequence[Gpu | None], timer: Timer, *, shallow: bool, run: PlannedRun) -> Parts:
     """In the worker, so that the parent imports none of it."""
     from snugfit.planning.cost.parts import Parts
 
-    return Parts(job, gpus, clock, shallow=shallow, run=run)
+    return Parts(job, gpus, timer, shallow=shallow, run=run)
 
 
 def _can_travel(job: Job) -> bool:

@@ -1,11 +1,11 @@
 """A step of many micro-batches through the allocator, from one of few.
 
 All micro-batches of a step but its first and its last are one list of requests, over and over. Once one of
-them begins as an earlier one did, block by block and address by address, those between them come round: every
-so many further ones leave the allocator as they find it, and no peak moves any more. (Often it is each single
-one; where the blocks of one batch are still alive when those of the next are made, it is every second or
-third.) So a few are replayed, and where they come round in every step, they tell what a larger number takes,
-to the byte. Where they do not, all are replayed.
+them begins as an earlier one did, block by block and address by address, those between them are a period:
+every so many further ones leave the allocator as they find it, and no peak moves any more. (Often it is each
+single one; where the blocks of one batch are still alive when those of the next are made, it is every second
+or third.) So a few are replayed, and where every step has such a period, they tell what a larger number
+takes, to the byte. Where one has none, all are replayed.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.trace.trace import Trace
 
 FEW = (6, 7, 8)
-"""Micro-batches that are replayed for a number that is larger by a multiple of what comes round: any number
-is that to one of these, be it one, two or three that do."""
+"""Micro-batches that are replayed for a number that is larger by a multiple of the period: any number is that
+to one of these, be the period one, two or three."""
 
 MANY = 2 * max(FEW)
 """Micro-batches from which on that is less work."""
 
 
-def settled(trace: Trace, micro_batches: int, *, expandable: bool) -> Replay | None:
+def replay_periodic(trace: Trace, micro_batches: int, *, expandable: bool) -> Replay | None:
     """What the allocator shows after steps of so many micro-batches, from a trace with a few of them; None
     where those do not tell."""
-    beginnings = list(_beginnings(trace))
-    after = replay(trace, expandable=expandable, states={event for step in beginnings for event in step})
-    told = (
+    starts = list(_micro_batch_starts(trace))
+    after = replay(trace, expandable=expandable, states={event for step in starts for event in step})
+    is_periodic = (
         any(
             after.states[step[one]] == after.states[step[other]]
             for one, other in combinations(range(1, len(step)), 2)
             if (micro_batches - len(step)) % (other - one) == 0
         )
-        for step in beginnings
+        for step in starts
     )
-    return after if all(told) else None
+    return after if all(is_periodic) else None
 
 
-def _beginnings(trace: Trace) -> Iterator[list[int]]:
+def _micro_batch_starts(trace: Trace) -> Iterator[list[int]]:
     """Of each step, after how many events each of its micro-batches begins."""
     steps: dict[int, list[int]] = {}
     for mark, following in pairwise(trace.phases):
@@ -53,21 +53,21 @@ def _beginnings(trace: Trace) -> Iterator[list[int]]:
     yield from steps.values()
 
 
-def works_of(trace: Trace, micro_batches: int) -> list[Work]:
+def micro_batch_works(trace: Trace, micro_batches: int) -> list[Work]:
     """What the device does in each micro-batch of a steady step with so many, the update with the last one;
     the trace may have fewer, if it has more than two."""
     starts = [
-        place
-        for place, (before, kernel) in enumerate(pairwise(trace.kernels), start=1)
+        index
+        for index, (before, kernel) in enumerate(pairwise(trace.kernels), start=1)
         if kernel.phase == "load" != before.phase
     ]
-    pieces = [_between(trace, *ends) for ends in pairwise([0, *starts, len(trace.kernels)])]
-    if len(pieces) == micro_batches:
-        return pieces
-    return [pieces[0], *[pieces[1]] * (micro_batches - 2), pieces[-1]]
+    works = [_between(trace, *ends) for ends in pairwise([0, *starts, len(trace.kernels)])]
+    if len(works) == micro_batches:
+        return works
+    return [works[0], *[works[1]] * (micro_batches - 2), works[-1]]
 
 
 def _between(trace: Trace, start: int, end: int) -> Work:
     last = end == len(trace.kernels)
-    waits = (place - start for place in trace.waits if start <= place < end or (last and place == end))
+    waits = (index - start for index in trace.waits if start <= index < end or (last and index == end))
     return Work(trace.kernels[start:end], tuple(waits))

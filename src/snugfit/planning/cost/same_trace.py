@@ -18,28 +18,25 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 
-def under(setup: Setup, trace: Trace) -> Trace:
+def trace_under(setup: Setup, trace: Trace) -> Trace:
     """A trace that was rehearsed with plain products and loading, as it is under this Setup."""
-    changed = kernels_under(setup, trace.kernels)
-    return trace if changed is trace.kernels else replace(trace, kernels=changed)
+    kernels = kernels_under(setup, trace.kernels)
+    return trace if kernels is trace.kernels else replace(trace, kernels=kernels)
 
 
 def kernels_under(setup: Setup, kernels: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
-    """The same for kernels; the very same where nothing is to be changed."""
-    return _computed(setup.matmul, tuple(with_worker_batches(setup.loader.workers, kernels)))
-
-
-def _computed(matmul: str, kernels: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
+    """The same for kernels; the very same object where nothing is to be changed."""
     from snugfit.rehearsal.record.kernels import PRODUCTS, TF32
 
-    if matmul == "ieee":
+    kernels = tuple(with_worker_batches(setup.loader.workers, kernels))
+    if setup.matmul == "ieee":
         return kernels
-    if matmul != TF32:
-        raise SnugfitError(f"a plan knows no products in {matmul!r}")
-    found = [kernel.operator in PRODUCTS and kernel.dtype == "torch.float32" for kernel in kernels]
-    if not any(found):
+    if setup.matmul != TF32:
+        raise SnugfitError(f"a plan knows no products in {setup.matmul!r}")
+    is_product = [kernel.operator in PRODUCTS and kernel.dtype == "torch.float32" for kernel in kernels]
+    if not any(is_product):
         return kernels
     return tuple(
-        kernel._replace(dtype=TF32) if is_product else kernel
-        for kernel, is_product in zip(kernels, found, strict=True)
+        kernel._replace(dtype=TF32) if product else kernel
+        for kernel, product in zip(kernels, is_product, strict=True)
     )

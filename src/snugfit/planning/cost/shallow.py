@@ -1,6 +1,6 @@
 """Models of few layers that stand for a deep one.
 
-A deep model's figures are read off two shallower ones, whose layers come round as its own do, and whose
+A deep model's figures follow from two shallower ones, whose layers repeat as its own do, and whose
 checkpointing cuts them as it cuts the deep one. Where there are no two that are less work than the whole, the
 whole one stands for itself.
 """
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 FEWEST = 2
 """Layers of the shallowest model that is rehearsed."""
 
-TRIED_LAYERS = 2
-"""Periods of layers in the model on which something is tried before it is relied on."""
+SMOKE_TEST_PERIODS = 2
+"""Periods of layers in the model on which something is tested before it is relied on."""
 
 
 @dataclass(frozen=True)
-class Shallow:
+class ShallowJob:
     """A job with fewer layers."""
 
     job: Job
@@ -35,14 +35,14 @@ class Shallow:
     layers: int
 
 
-class Shallows:
+class ShallowJobs:
     """The shallow models of one job. `few` is whether there may be any."""
 
     def __init__(self, job: Job, *, few: bool) -> None:
         self.job, self.few = job, few
         self._depths: dict[Hashable, Depth | None] = {}
 
-    def of(self, setup: Setup) -> list[Shallow]:
+    def of(self, setup: Setup) -> list[ShallowJob]:
         """Two models of few layers that are less work than the whole one; else the whole one."""
         depth = self.depth(setup)
         if depth is not None and self.few:
@@ -53,16 +53,16 @@ class Shallows:
             if 2 * least + period < depth.layers:
                 asked = replace(setup, checkpoint=checkpoint)
                 return [
-                    Shallow(depth.shallower(self.job, layers), asked, layers)
+                    ShallowJob(depth.shallower(self.job, layers), asked, layers)
                     for layers in (least, least + period)
                 ]
-        return [Shallow(self.job, setup, self.layers(setup))]
+        return [ShallowJob(self.job, setup, self.layers(setup))]
 
-    def tried(self, setup: Setup, samples: int) -> Job | None:
-        """The job on a model of so few layers that anything may be tried on it, with so large a batch; None
+    def smoke_test_job(self, setup: Setup, samples: int) -> Job | None:
+        """The job on a model of so few layers that anything can be tested on it, with so large a batch; None
         where the whole model is not deeper."""
         depth = self.depth(setup)
-        layers = TRIED_LAYERS * depth.period if depth else 0
+        layers = SMOKE_TEST_PERIODS * depth.period if depth else 0
         if depth is None or layers >= depth.layers:
             return None
         return replace(depth.shallower(self.job, layers), batch_size=samples)
@@ -79,8 +79,9 @@ class Shallows:
         return depth.layers if depth else 1
 
 
-def along(places: Sequence[int], values: Sequence[Any], at: int) -> Any:
-    """The straight line through one or two points, numbers or arrays of them."""
-    if len(places) == 1:
+def linear_extrapolate(points: Sequence[int], values: Sequence[Any], at: int) -> Any:
+    """The value at `at` on the straight line through one or two points; values are numbers, or arrays of one
+    shape."""
+    if len(points) == 1:
         return values[0]
-    return values[0] + (values[1] - values[0]) * (at - places[0]) / (places[1] - places[0])
+    return values[0] + (values[1] - values[0]) * (at - points[0]) / (points[1] - points[0])

@@ -1,9 +1,9 @@
-"""The clock of a plan: the seconds of a trace on each of some GPUs, kernel by kernel remembered.
+"""The timers of a plan: seconds of a trace on each of some GPUs, kernel by kernel remembered.
 
 The seconds are `prediction/seconds.py`'s: the same rates, the same queue. A plan asks about thousands of
 traces of the same few kernels, and only for the length of the step, so what one kernel takes is looked up.
 
-Between two waits the queue has a closed form (`queue.py`), so a step is a few stretches for each GPU, and
+Between two waits the queue has a closed form (`queue.py`), so a step is a few segments for each GPU, and
 the steps of `simulate_queue` need no more than those.
 """
 
@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
 import numpy as np
 
-from snugfit.planning.cost.queue import Stretch, cut, joined, played, shortened
+from snugfit.errors import GpuError
+from snugfit.planning.cost.queue import QueueSegment, cut_at_waits, join, merge_inner, simulate
 from snugfit.prediction.kernel_seconds import KernelClock
 from snugfit.prediction.rates import Rates, rates_for
 from snugfit.prediction.seconds import launch_seconds, loader_seconds, sync_points
@@ -25,112 +26,172 @@ if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
     from snugfit.rehearsal.trace.trace import Kernel, Work
 
-Clock = Callable[[Trace], Sequence[float]]
+Timer = Callable[[Trace], Sequence[float]]
 """Seconds of a trace's steady step on each GPU, from its kernels and waits."""
 
 REMEMBERED_WORKS = 1_000
-"""Pieces of steps whose stretches are kept."""
-
+"""Pieces of steps whose segments are kept."""
 
 REMEMBERED_KERNELS = 100_000
 """Kernels that are known again by their identity."""
 
 
 @runtime_checkable
-class Joining(Protocol):
-    """A clock that knows what a step takes from what its pieces do."""
+class ComposableTimer(Protocol):
+    """A timer that knows what a step takes from what its pieces do."""
 
-    def stretches(self, work: Work) -> Sequence[Stretch]:
+    def segments(self, work: Work) -> Sequence[QueueSegment]:
         """What this does between the waits; all between the first and the last is one."""
 
-    def played(self, stretches: Sequence[Stretch]) -> Any:
-        """Seconds of a steady step of these stretches, on each GPU."""
+    def simulate(self, segments: Sequence[QueueSegment]) -> Any:
+        """Seconds (..., GPUs) of a steady step of these segments."""
 
 
-def seconds_of(clock: Clock, works: Sequence[Work]) -> Sequence[float]:
-    """Seconds of a steady step that does these one after the other, on each GPU; a clock that does not join
+def seconds_of(timer: Timer, works: Sequence[Work]) -> Sequence[float]:
+    """Seconds on each GPU of a steady step that does these one after the other; a timer that does not compose
     is given a trace."""
-    if isinstance(clock, Joining):
-        return tuple(clock.played(joined(map(clock.stretches, works))).tolist())
+    if isinstance(timer, ComposableTimer):
+        return tuple(timer.simulate(join(map(timer.segments, works))).tolist())
     kernels = tuple(kernel for work in works for kernel in work.kernels)
-    return clock(Trace((), (), (), kernels, tuple(waits_of(works)), ()))
+    return timer(Trace((), (), (), kernels, tuple(_waits_of(works)), ()))
 
 
-def waits_of(works: Iterable[Work]) -> Iterator[int]:
-    """Where the host waits, when these are done one after the other."""
+def _waits_of(works: Iterable[Work]) -> Iterator[int]:
+    """Before which kernels the host waits, when these are done one after the other."""
     before = 0
     for work in works:
-        yield from (before + place for place in work.waits)
+        yield from (before + index for index in work.waits)
         before += len(work.kernels)
 
 
 @dataclass(frozen=True)
-class Alone:
-    """A clock of one GPU, as one of several would answer."""
+class SingleGpuTimer:
+    """A function of a trace, as a timer of several GPUs would answer."""
 
-    clock: Callable[[Trace], float]
+    seconds: Callable[[Trace], float]
 
     def __call__(self, trace: Trace) -> tuple[float]:
         """Seconds of the trace's steady step."""
-        return (self.clock(trace),)
+        return (self.seconds(trace),)
 
 
-class GpuClocks:
-    """Seconds of a step on each of these GPUs; it travels between processes. Raises `GpuError` when the table
-    does not say how fast one of them is."""
+@dataclass(frozen=True)
+class PerGpuTimers:
+    """A function of a trace for each GPU, asked one after the other."""
+
+    timers: tuple[Callable[[Trace], float], ...]
+
+    def __call__(self, trace: Trace) -> tuple[float, ...]:
+        """Seconds of the trace's steady step on each GPU."""
+        return tuple(timer(trace) for timer in self.timers)
+
+
+class GpuTimers:
+    """Seconds of a step on each of these GPUs, by their rates; it can be pickled. Raises `GpuError` when the
+    table does not say how fast one of them is."""
 
     def __init__(self, gpus: Iterable[Gpu]) -> None:
         self.rates: tuple[Rates, ...] = tuple(rates_for(gpu) for gpu in gpus)
         self._clocks = [KernelClock(rates) for rates in self.rates]
-        self._waiting = np.array([rates.host.wait for rates in self.rates])
-        self._beginning = np.array([rates.host.step for rates in self.rates])
-        self._places: dict[Kernel, int] = {}
-        self._met: dict[int, tuple[Kernel, int]] = {}  # by id: a kernel that hashes slowly comes often
-        self._works: dict[int, tuple[Work, list[Stretch]]] = {}  # by id, with the work that it is the id of
-        self._known: Any = np.empty((3, 0, len(self.rates)))  # device, asked, made, by kernel and GPU
+        self._wait_s = np.array([rates.host.wait for rates in self.rates])
+        self._begin_s = np.array([rates.host.step for rates in self.rates])
+        self._numbers: dict[Kernel, int] = {}
+        self._by_id: dict[int, tuple[Kernel, int]] = {}  # a kernel that hashes slowly comes often
+        self._works: dict[int, tuple[Work, list[QueueSegment]]] = {}  # by the id of the work beside
+        self._table: Any = np.empty((3, 0, len(self.rates)))  # device, launch, loader; kernel; GPU
 
     def __call__(self, trace: Trace) -> tuple[float, ...]:
         """Seconds of the trace's steady step on each GPU."""
-        return tuple(self.played(self._stretches(trace.kernels, trace.waits)).tolist())
+        return tuple(self.simulate(self._segments(trace.kernels, trace.waits)).tolist())
 
-    def stretches(self, work: Work) -> Sequence[Stretch]:
+    def segments(self, work: Work) -> Sequence[QueueSegment]:
         """What this does between the waits, remembered."""
         known = self._works.get(id(work))
         if known is None:
             if len(self._works) >= REMEMBERED_WORKS:
                 self._works.clear()
-            known = self._works[id(work)] = work, self._stretches(work.kernels, work.waits)
+            known = self._works[id(work)] = work, self._segments(work.kernels, work.waits)
         return known[1]
 
-    def played(self, stretches: Sequence[Stretch]) -> Any:
-        """Seconds of a steady step of these stretches on each GPU; making its batches may take longer."""
-        length = played(stretches, self._beginning, self._waiting)
-        return np.maximum(length, sum(stretch.makes for stretch in stretches))
+    def simulate(self, segments: Sequence[QueueSegment]) -> Any:
+        """Seconds (..., GPUs) of a steady step of these segments; making its batches may take longer."""
+        length = simulate(segments, self._begin_s, self._wait_s)
+        return np.maximum(length, sum(segment.loader_s for segment in segments))
 
-    def _stretches(self, kernels: Sequence[Kernel], waits: Sequence[int]) -> list[Stretch]:
-        if len(self._met) > REMEMBERED_KERNELS:
-            self._met.clear()
-        met = [self._met.get(id(kernel)) for kernel in kernels]
-        places = [
-            self._place(kernel) if found is None else found[1]
-            for kernel, found in zip(kernels, met, strict=True)
+    def _segments(self, kernels: Sequence[Kernel], waits: Sequence[int]) -> list[QueueSegment]:
+        if len(self._by_id) > REMEMBERED_KERNELS:
+            self._by_id.clear()
+        known = [self._by_id.get(id(kernel)) for kernel in kernels]
+        numbers = [
+            self._number(kernel) if entry is None else entry[1]
+            for kernel, entry in zip(kernels, known, strict=True)
         ]
-        device, asked, made = self._known[:, places]
-        return shortened([*cut(device, asked, made, sync_points(kernels, waits))], self._waiting)
+        device, launches, loading = self._table[:, numbers]
+        segments = cut_at_waits(device, launches, loading, sync_points(kernels, waits))
+        return merge_inner([*segments], self._wait_s)
 
-    def _place(self, kernel: Kernel) -> int:
-        place = self._places.get(kernel)
-        if place is None:
-            place = self._places[kernel] = len(self._places)
-            self._learn(place, kernel)
-        self._met[id(kernel)] = kernel, place
-        return place
+    def _number(self, kernel: Kernel) -> int:
+        """The kernel's row in the table."""
+        number = self._numbers.get(kernel)
+        if number is None:
+            number = self._numbers[kernel] = len(self._numbers)
+            self._add_row(number, kernel)
+        self._by_id[id(kernel)] = kernel, number
+        return number
 
-    def _learn(self, place: int, kernel: Kernel) -> None:
-        if place >= self._known.shape[1]:
-            larger = np.empty((3, 2 * place + 64, len(self.rates)))
-            larger[:, :place] = self._known[:, :place]
-            self._known = larger
-        self._known[0, place] = [clock.seconds(kernel) for clock in self._clocks]
-        self._known[1, place] = [launch_seconds(kernel, rates.host) for rates in self.rates]
-        self._known[2, place] = [loader_seconds(kernel, rates.host) for rates in self.rates]
+    def _add_row(self, number: int, kernel: Kernel) -> None:
+        if number >= self._table.shape[1]:
+            larger = np.empty((3, 2 * number + 64, len(self.rates)))
+            larger[:, :number] = self._table[:, :number]
+            self._table = larger
+        self._table[0, number] = [clock.seconds(kernel) for clock in self._clocks]
+        self._table[1, number] = [launch_seconds(kernel, rates.host) for rates in self.rates]
+        self._table[2, number] = [loader_seconds(kernel, rates.host) for rates in self.rates]
+
+
+@dataclass(frozen=True)
+class TimersWithGaps:
+    """The seconds of those GPUs whose rates are known, and 0 for the others."""
+
+    timers: GpuTimers
+    """Of those whose rates are known."""
+    indices: tuple[int | None, ...]
+    """Of each GPU, which of the timers is its; None where its rates are not known."""
+
+    @classmethod
+    def on(cls, gpus: Sequence[Gpu]) -> Self:
+        """The timers of these GPUs."""
+        known: list[Gpu] = []
+        indices: list[int | None] = []
+        for gpu in gpus:
+            if why_unknown(gpu):
+                indices.append(None)
+            else:
+                indices.append(len(known))
+                known.append(gpu)
+        return cls(GpuTimers(known), tuple(indices))
+
+    def __call__(self, trace: Trace) -> tuple[float, ...]:
+        """Seconds of the trace's steady step on each GPU."""
+        seconds = self.timers(trace)
+        return tuple(0.0 if index is None else seconds[index] for index in self.indices)
+
+    def segments(self, work: Work) -> Sequence[QueueSegment]:
+        """What this does between the waits, on those that are known."""
+        return self.timers.segments(work)
+
+    def simulate(self, segments: Sequence[QueueSegment]) -> Any:
+        """Seconds (..., GPUs) of a steady step of these segments."""
+        known = self.timers.simulate(segments)
+        unknown = np.zeros((*known.shape[:-1], 1))
+        every = np.concatenate([known, unknown], axis=-1)
+        return every[..., [-1 if index is None else index for index in self.indices]]
+
+
+def why_unknown(gpu: Gpu) -> str:
+    """Why this GPU's seconds are not known; nothing where they are."""
+    try:
+        rates_for(gpu)
+    except GpuError as unknown:
+        return str(unknown)
+    return ""

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from snugfit.planning.search.state import SLACK, Searched
+from snugfit.planning.search.state import TIME_BOUND_MARGIN, SearchState
 
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
@@ -31,22 +31,22 @@ OWN_SHARE = 0.02
 was seen between GPUs of 28 and of 188 multiprocessors (BERT-large, batch 32: 112 MiB of 9.9 GiB reserved)."""
 
 
-class Seat:
-    """One GPU at a shared search."""
+class PerGpuSearch:
+    """What one GPU has to know in a search that several share; `index` is its own among them."""
 
-    def __init__(self, gpu: Gpu, place: int, found: Searched, *, smallest: bool) -> None:
-        self.gpu, self.place, self.found, self.smallest = gpu, place, found, smallest
+    def __init__(self, gpu: Gpu, index: int, state: SearchState, *, smallest: bool) -> None:
+        self.gpu, self.index, self.state, self.smallest = gpu, index, state, smallest
         self.own: dict[int, bool] = {}
         """Candidates that were rehearsed whole by this GPU's own policy, and whether that took what they had
         been judged to take."""
-        self._by_seconds = sorted(found.bounds, key=lambda number: found.bounds[number][::-1])
-        self._by_bytes = sorted(found.bounds, key=lambda number: found.bounds[number])
+        self._by_seconds = sorted(state.bounds, key=lambda number: state.bounds[number][::-1])
+        self._by_bytes = sorted(state.bounds, key=lambda number: state.bounds[number])
 
-    def wants(self) -> Iterator[int]:
+    def open_candidates(self) -> Iterator[int]:
         """What could be better than the answer of now and was not judged, the most hopeful first."""
-        wanted = [] if self.smallest else list(self._faster())
-        yield from wanted
-        if self.smallest or not (wanted or self._fitting()):
+        faster = [] if self.smallest else list(self._faster())
+        yield from faster
+        if self.smallest or not (faster or self._fitting()):
             yield from self._smaller()
 
     def answer(self) -> int:
@@ -54,54 +54,54 @@ class Seat:
         fitting = self._fitting()
         if fitting and not self.smallest:
             return self._first(fitting, lambda figures: (figures.seconds, figures.needed_bytes))
-        judged = list(self.found.judged)
+        judged = list(self.state.judged)
         return self._first(judged, lambda figures: (figures.needed_bytes, figures.seconds))
 
-    def settle(self, number: int, figures: Figures) -> None:
+    def set_own(self, number: int, figures: Figures) -> None:
         """What this GPU itself takes."""
-        known = self.found.judged[number]
+        known = self.state.judged[number]
         more = figures.reserved_bytes - known.reserved_bytes
         as_long = math.isclose(figures.seconds, known.seconds, rel_tol=SAME_SECONDS)
         self.own[number] = as_long and abs(more) <= OWN_SHARE * known.reserved_bytes
-        self.found.judged[number] = figures
+        self.state.judged[number] = figures
 
-    def leave_out(self, numbers: Collection[int]) -> None:
+    def exclude(self, numbers: Collection[int]) -> None:
         """These cannot be judged."""
         for number in numbers:
-            self.found.bounds.pop(number, None)
+            self.state.bounds.pop(number, None)
         self._by_seconds = [number for number in self._by_seconds if number not in numbers]
         self._by_bytes = [number for number in self._by_bytes if number not in numbers]
 
     def fits(self, number: int) -> bool:
         """Whether a candidate that was judged fits, or may do so by this GPU's own policy."""
-        needed = self.found.judged[number].needed_bytes
+        needed = self.state.judged[number].needed_bytes
         return needed <= (self.gpu.memory_bytes or 0) if number in self.own else self._may_fit(needed)
 
     def _may_fit(self, needed: int) -> bool:
         return needed * (1 - OWN_SHARE) <= (self.gpu.memory_bytes or 0)
 
     def _fitting(self) -> list[int]:
-        return [number for number in self.found.judged if self.fits(number)]
+        return [number for number in self.state.judged if self.fits(number)]
 
     def _first(self, numbers: Sequence[int], order: Callable[[Figures], tuple[float, float]]) -> int:
         """The first in this order, and among equals the one that any plan would take."""
-        judged = self.found.judged
+        judged = self.state.judged
         best = min(order(judged[number]) for number in numbers)
-        return min((number for number in numbers if order(judged[number]) == best), key=self.found.rank)
+        return min((number for number in numbers if order(judged[number]) == best), key=self.state.rank)
 
     def _faster(self) -> Iterator[int]:
-        enough = min((self.found.judged[number].seconds for number in self._fitting()), default=None)
+        enough = min((self.state.judged[number].seconds for number in self._fitting()), default=None)
         for number in self._by_seconds:
-            least = self.found.bounds[number]
-            if enough is not None and least.seconds * (1 - SLACK) > enough:
+            least = self.state.bounds[number]
+            if enough is not None and least.seconds * (1 - TIME_BOUND_MARGIN) > enough:
                 return
-            if number not in self.found.judged and self._may_fit(least.needed_bytes):
+            if number not in self.state.judged and self._may_fit(least.needed_bytes):
                 yield number
 
     def _smaller(self) -> Iterator[int]:
-        least = min((figures.needed_bytes for figures in self.found.judged.values()), default=None)
+        least = min((figures.needed_bytes for figures in self.state.judged.values()), default=None)
         for number in self._by_bytes:
-            if least is not None and self.found.bounds[number].needed_bytes > least:
+            if least is not None and self.state.bounds[number].needed_bytes > least:
                 return
-            if number not in self.found.judged:
+            if number not in self.state.judged:
                 yield number

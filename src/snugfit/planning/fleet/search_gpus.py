@@ -11,22 +11,22 @@ from __future__ import annotations
 
 import os
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from snugfit.errors import GpuError, SnugfitError, UsageError
 from snugfit.job.gpu import all_gpus, find_gpu
 from snugfit.job.job import refuse_what_is_no_job
-from snugfit.planning.cost.run import Run
+from snugfit.planning.cost.startup_share import PlannedRun
+from snugfit.planning.cost.timer import PerGpuTimers, TimersWithGaps, why_unknown
 from snugfit.planning.fleet.gpu_plans import GpuPlans, OnGpu
-from snugfit.planning.fleet.many_timers import Each, Known, why_unknown
-from snugfit.planning.fleet.per_gpu import Seat
+from snugfit.planning.fleet.per_gpu import PerGpuSearch
 from snugfit.planning.plan import Counts
-from snugfit.planning.search.screening import Progress, Tell, exclusion, screened
+from snugfit.planning.search.screening import Progress, Tell, screen
 from snugfit.planning.search.search import refuse
 from snugfit.planning.search.space import Space, fidelity_of, space_of
-from snugfit.planning.search.state import Searched
+from snugfit.planning.search.state import SearchState, exclusion
 from snugfit.prediction.device import policy_for
 from snugfit.prediction.profile import Software, installed_versions
 from snugfit.prediction.rates import rates_for
@@ -38,7 +38,7 @@ from snugfit.techniques.technique import Fidelity
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
     from snugfit.job.job import Job
-    from snugfit.planning.cost.timer import Clock
+    from snugfit.planning.cost.timer import Timer
     from snugfit.rehearsal.trace.trace import Trace
 
 ClockOf = Callable[["Gpu"], Callable[["Trace"], float]]
@@ -65,9 +65,9 @@ def plan_gpus(
     cannot be, and `SnugfitError` when no recipe of a space can be rehearsed.
     """
     refuse_what_is_no_job(job)
-    gpus, fidelity = _found(gpus), fidelity_of(fidelity)
+    gpus, fidelity = _gpus_of(gpus), fidelity_of(fidelity)
     refuse(objective, None, workers)
-    run = Run(steps=steps, rate=once)
+    run = PlannedRun(steps=steps, rates=once)
     workers = min(2, os.cpu_count() or 1) if workers is None else workers
     answers: dict[str, OnGpu] = {}
     groups: dict[Hashable, list[Gpu]] = defaultdict(list)
@@ -79,10 +79,10 @@ def plan_gpus(
     counts = []
     began = time.monotonic()
     for number, group in enumerate(groups.values()):
-        told = _telling(tell, number, len(groups), len(group), began)
-        found, looked = _group(job, group, fidelity, objective, clock_of, workers, run, told)
-        answers |= {answer.key: answer for answer in found}
-        counts.append(looked)
+        tell_group = _tell_for_group(tell, number, len(groups), len(group), began)
+        answer = _plan_group(job, group, fidelity, objective, clock_of, workers, run, tell_group)
+        answers |= {on_gpu.key: on_gpu for on_gpu in answer.on_gpus}
+        counts.append(answer.counts)
     return GpuPlans(
         job=job,
         fidelity=fidelity.value,
@@ -94,7 +94,7 @@ def plan_gpus(
     )
 
 
-def _found(gpus: Iterable[Gpu | str] | None) -> list[Gpu]:
+def _gpus_of(gpus: Iterable[Gpu | str] | None) -> list[Gpu]:
     """Each GPU once, in the order in which they were named. Raises `UsageError` where none is."""
     named = all_gpus() if gpus is None else gpus
     if isinstance(named, str) or not isinstance(named, Iterable) or not (named := [*named]):
@@ -108,61 +108,70 @@ def _kind(gpu: Gpu) -> Hashable:
     if gpu.memory_bytes is None:
         raise GpuError(f"{gpu.name}: how much memory processes can use is not in the table.")
     allowed = tuple(
-        found.name
-        for found in roster.techniques()
-        if found.least_capability is None or policy.capability >= found.least_capability
+        technique.name
+        for technique in roster.techniques()
+        if technique.least_capability is None or policy.capability >= technique.least_capability
     )
     return policy.decisions, allowed
 
 
-def _telling(tell: Tell, number: int, groups: int, gpus: int, began: float) -> Tell:
-    """Tells which kind of GPUs is being looked pool, and from the second on how long the others may take."""
-    each = (time.monotonic() - began) / number if number else 0.0
-    rest = f", then about {each * (groups - number - 1):.0f} s more" if number + 1 < groups and number else ""
+def _tell_for_group(tell: Tell, number: int, groups: int, gpus: int, began: float) -> Tell:
+    """Says which kind of GPUs is being searched, and from the second on how long the rest may take."""
+    seconds = (time.monotonic() - began) / number if number else 0.0
+    rest = (
+        f", then about {seconds * (groups - number - 1):.0f} s more" if number + 1 < groups and number else ""
+    )
     head = f"GPUs of kind {number + 1} of {groups} ({gpus} of them): "
     return lambda what: tell(f"{head}{what}{rest}")
 
 
-def _group(
+class _GroupAnswer(NamedTuple):
+    on_gpus: list[OnGpu]
+    counts: Counts
+
+
+def _plan_group(
     job: Job,
     gpus: Sequence[Gpu],
     fidelity: Fidelity,
     objective: str,
     clock_of: ClockOf | None,
     workers: int,
-    run: Run,
+    run: PlannedRun,
     tell: Tell,
-) -> tuple[list[OnGpu], Counts]:
-    """The answers for GPUs of one kind. The one that takes least goes first, and the rehearsal is its."""
+) -> _GroupAnswer:
+    """The answers for GPUs of one kind. The one that takes the least scratch goes first: the rehearsals are
+    by its policy."""
     from snugfit.planning.cost.parts_pool import with_pool
 
     gpus = sorted(gpus, key=lambda gpu: policy_for(gpu, Software()).scratch_size)
-    clock = Each(tuple(map(clock_of, gpus))) if clock_of else Known.on(gpus)
+    timer = PerGpuTimers(tuple(map(clock_of, gpus))) if clock_of else TimersWithGaps.on(gpus)
     space = space_of(job, fidelity=fidelity, capability=gpus[0].compute_capability)
 
-    def answers(pool: WorkerPool) -> tuple[list[OnGpu], Counts]:
-        seats = _search(space, pool, gpus, _smallest(objective, clock, len(gpus)), tell)
-        return [_on_gpu(seat, job, timed=clock_of is None) for seat in seats], seats[0].found.counts()
+    def answer(pool: WorkerPool) -> _GroupAnswer:
+        searches = _search(space, pool, gpus, _smallest(objective, timer, len(gpus)), tell)
+        answers = [_on_gpu(search, job, timed=clock_of is None) for search in searches]
+        return _GroupAnswer(answers, searches[0].state.counts())
 
-    return with_pool(answers, job, gpus, clock, workers=workers, run=run, tell=tell)
+    return with_pool(answer, job, gpus, timer, workers=workers, run=run, tell=tell)
 
 
-def _smallest(objective: str, clock: Clock, gpus: int) -> list[bool]:
+def _smallest(objective: str, timer: Timer, gpus: int) -> list[bool]:
     """Of each GPU whether its smallest recipe is asked for: by the user, or because its seconds are not
     known."""
-    known = clock.places if isinstance(clock, Known) else range(gpus)
-    return [objective == "memory" or place is None for place in known]
+    indices = timer.indices if isinstance(timer, TimersWithGaps) else range(gpus)
+    return [objective == "memory" or index is None for index in indices]
 
 
-def _on_gpu(seat: Seat, job: Job, *, timed: bool) -> OnGpu:
-    number = seat.answer()
-    why = why_unknown(seat.gpu) if timed else ""
-    rates = rates_for(seat.gpu) if timed and not why else None
+def _on_gpu(search: PerGpuSearch, job: Job, *, timed: bool) -> OnGpu:
+    number = search.answer()
+    why = why_unknown(search.gpu) if timed else ""
+    rates = rates_for(search.gpu) if timed and not why else None
     return OnGpu(
-        gpu=seat.gpu,
-        fits=seat.fits(number),
-        choice=seat.found.choice(number, job.batch_size),
-        verified=seat.own[number],
+        gpu=search.gpu,
+        fits=search.fits(number),
+        choice=search.state.choice(number, job.batch_size),
+        verified=search.own[number],
         rates=rates.source if rates else "",
         measured_rates=rates.measured if rates else None,
         why=why,
@@ -174,74 +183,76 @@ def _on_gpu(seat: Seat, job: Job, *, timed: bool) -> OnGpu:
 
 def _search(
     space: Space, pool: WorkerPool, gpus: Sequence[Gpu], smallest: Sequence[bool], tell: Tell
-) -> list[Seat]:
-    """Every GPU's seat, each with an answer of its own."""
-    seen = screened(space, pool, tell)
-    seats = []
-    for place, gpu in enumerate(gpus):
-        bounds = {number: each[place] for number, each in seen.bounds.items()}
-        found = Searched(space, bounds, excluded=seen.excluded, kinds=seen.kinds)
-        seats.append(Seat(gpu, place, found, smallest=smallest[place]))
+) -> list[PerGpuSearch]:
+    """The search of each GPU, with an answer of its own."""
+    first = screen(space, pool, tell)
+    searches = []
+    for index, gpu in enumerate(gpus):
+        bounds = {number: by_gpu[index] for number, by_gpu in first.bounds.items()}
+        state = SearchState(space, bounds, excluded=first.excluded, kinds=first.kinds)
+        searches.append(PerGpuSearch(gpu, index, state, smallest=smallest[index]))
     while True:
-        _judge(space, pool, seats, tell)
-        if not seats[0].found.judged:
-            raise SnugfitError(f"No recipe could be simulated: {seen.excluded[0].why}")
-        if all(seat.answer() in seat.own for seat in seats):
-            return seats
-        _settle(space, pool, seats, tell)
+        _judge(space, pool, searches, tell)
+        if not searches[0].state.judged:
+            raise SnugfitError(f"No recipe could be simulated: {first.excluded[0].why}")
+        if all(search.answer() in search.own for search in searches):
+            return searches
+        _simulate_answers(space, pool, searches, tell)
 
 
-def _judge(space: Space, pool: WorkerPool, seats: Sequence[Seat], tell: Tell) -> None:
-    """Judges whatever a seat wants, until none wants anything: traces that share their passes in one place,
-    and Setups of one trace together."""
+def _judge(space: Space, pool: WorkerPool, searches: Sequence[PerGpuSearch], tell: Tell) -> None:
+    """Judges whatever a GPU still has to know, until none has to: traces that share their passes in one
+    worker, and Setups of one trace together."""
     asked: dict[int, list[int]] = {}
-    homes: dict[int, int] = {}
+    worker_of: dict[int, int] = {}
 
     def ask(worker: int) -> Question | None:
         busy = {number for group in asked.values() for number in group}
-        wanted = {number: None for seat in seats for number in seat.wants() if number not in busy}
-        for number in wanted:
-            this = space.candidates[number]
-            if homes.setdefault(this.sized, worker) == worker:
-                asked[number] = [each for each in wanted if space.candidates[each].trace == this.trace]
-                return Question(number, "judge", ([space.candidates[each].setup for each in asked[number]],))
+        open_candidates = {
+            number: space.candidates[number]
+            for search in searches
+            for number in search.open_candidates()
+            if number not in busy
+        }
+        for number, candidate in open_candidates.items():
+            if worker_of.setdefault(candidate.sized, worker) == worker:
+                group = [n for n, other in open_candidates.items() if other.trace == candidate.trace]
+                asked[number] = group
+                return Question(number, "judge", ([space.candidates[n].setup for n in group],))
         return None
 
     for number, answer in pool.answers(ask):
         group = asked.pop(number)
         if isinstance(answer, SnugfitError):
-            seats[0].found.excluded.append(exclusion([space.candidates[each] for each in group], answer))
-        for seat in seats:
-            if isinstance(answer, SnugfitError):
-                seat.leave_out(group)
-                continue
-            for each, figures in zip(group, answer, strict=True):
-                seat.found.judge(each, figures[seat.place])
-        left = sum(next(seat.wants(), None) is not None for seat in seats)
-        tell(f"{len(seats[0].found.judged)} recipes judged, {left} GPUs left")
+            searches[0].state.excluded.append(exclusion(space, group, answer))
+            for search in searches:
+                search.exclude(group)
+        else:
+            for candidate, figures in zip(group, answer, strict=True):
+                for search in searches:
+                    search.state.learn(candidate, figures[search.index])
+        undecided = sum(next(search.open_candidates(), None) is not None for search in searches)
+        tell(f"{len(searches[0].state.judged)} recipes judged, {undecided} GPUs still looking")
 
 
-def _settle(space: Space, pool: WorkerPool, seats: Sequence[Seat], tell: Tell) -> None:
-    """Rehearses each seat's answer whole by its GPU's own policy, once for GPUs whose policy is the same:
-    they have one trace. Those are the figures that are stated."""
-    alike: dict[Hashable, list[Seat]] = defaultdict(list)
-    for seat in seats:
-        if seat.answer() not in seat.own:
-            alike[seat.answer(), policy_for(seat.gpu, Software())].append(seat)
-    groups = list(alike.values())
-    todo = deque(enumerate(groups))
-    progress = Progress("simulating the answers in full", len(groups), tell)
-
-    def ask(worker: int) -> Question | None:
-        if not todo:
-            return None
-        index, group = todo.popleft()
-        setup = space.candidates[group[0].answer()].setup
-        return Question(index, "whole", (setup, [seat.place for seat in group]))
-
-    for index, answer in pool.answers(ask):
+def _simulate_answers(space: Space, pool: WorkerPool, searches: Sequence[PerGpuSearch], tell: Tell) -> None:
+    """Simulates each GPU's answer in full by its own policy, once for GPUs whose policy is the same: they
+    have one trace. Those are the figures that are stated."""
+    groups: dict[Hashable, list[PerGpuSearch]] = defaultdict(list)
+    for search in searches:
+        if search.answer() not in search.own:
+            groups[search.answer(), policy_for(search.gpu, Software())].append(search)
+    by_number = list(groups.values())
+    questions = (
+        Question(number, "whole", (space.candidates[group[0].answer()].setup, [one.index for one in group]))
+        for number, group in enumerate(by_number)
+    )
+    what = "simulating the answers in full"
+    tell(what)
+    progress = Progress(what, len(groups), tell)
+    for number, answer in pool.answers_to(questions):
         progress.step()
         if isinstance(answer, SnugfitError):
             raise answer
-        for seat, figures in zip(groups[index], answer, strict=True):
-            seat.settle(seat.answer(), figures)
+        for search, figures in zip(by_number[number], answer, strict=True):
+            search.set_own(search.answer(), figures)

@@ -1,36 +1,36 @@
-"""The search: every lawful recipe, as few whole rehearsals as that takes, and nothing left to chance.
+"""The search: every valid recipe, as few full rehearsals as that takes, and nothing left to chance.
 
-Each Setup is first given the least that it can take (`Parts.screen`). Then Setups are judged in the order of
-their least seconds: put together whole, timed, and sent through the allocator. A Setup that cannot be better
-than one that was judged, neither in seconds nor by a grain in bytes, is left out, unless it may fit where
-that one does not. So what remains is the Pareto front of the space, up to that grain, and the fastest that
+Each Setup first gets its lower bounds (`Parts.screen`). Then Setups are judged in the order of their least
+seconds: put together in full, timed, and sent through the allocator. A Setup that is dominated by one that
+was judged, by its lower bounds and up to a resolution of memory, is left out, unless it may fit where that
+one does not. So what remains is the Pareto front of the space, up to that resolution, and the fastest that
 fits, exactly: less memory can never give a faster plan. Where the smallest is asked for, or nothing fits,
 whatever could be smaller yet is judged too.
 
-What is judged must never be less than what was screened. Where it is, the model's layers do not grow as they
-seemed to, and the search begins again without shortcuts.
+What is judged must never be less than its lower bound. Where it is, the model's layers do not grow as they
+seemed to, and the search starts again without shortcuts.
 
-At the end the best recipe is rehearsed whole, by `predict`, and the plan says whether that gave the same.
+At the end the best recipe is simulated in full, by `predict`, and the plan says whether that gave the same.
 """
 
 from __future__ import annotations
 
 import os
-from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from snugfit.errors import SnugfitError, UsageError, did_you_mean
-from snugfit.planning.cost.run import Run
+from snugfit.errors import UsageError, did_you_mean
+from snugfit.planning.cost.startup_share import PlannedRun
 from snugfit.planning.plan import OBJECTIVES, Plan
-from snugfit.planning.search.from_recipe import compared
-from snugfit.planning.search.screening import Progress, Tell, exclusion, screened
+from snugfit.planning.search.screening import Progress, Tell, screen
 from snugfit.planning.search.space import Space, fidelity_of, space_of
-from snugfit.planning.search.state import Searched
+from snugfit.planning.search.state import SearchState
+from snugfit.prediction.device import doubts_about
+from snugfit.prediction.profile import installed_versions
 from snugfit.prediction.startup import STARTUP_RATES, StartupRates
-from snugfit.prediction.worker_pool import Question, WorkerPool
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Fidelity, Slot
 
@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
     from snugfit.job.job import Job
     from snugfit.planning.cost.figures import Bound
-    from snugfit.planning.cost.timer import Clock
+    from snugfit.planning.cost.timer import Timer
+    from snugfit.prediction.worker_pool import WorkerPool
     from snugfit.rehearsal.trace.trace import Trace
     from snugfit.techniques.technique import Technique
 
@@ -61,45 +62,94 @@ def plan(
 ) -> Plan:
     """The recipe that `objective` asks for among those that fit `gpu`, or `memory_bytes` of it.
 
-    `fidelity` is the least exact that is allowed. `clock` tells the seconds of a trace; by default it is this
+    `fidelity` is the least exact that is allowed. `clock` gives the seconds of a trace; by default it is this
     GPU's. `workers` processes rehearse side by side, by default two where there are as many cores. The plan
     lists the `ranked` best that fit, and says what it would change in the recipe to `start` from, which may
-    be text. `steps` is how long the run is: what a recipe pays once, at the rate of `once`, is then spread
-    over it. Slots that are `settled` are not searched. `tell` hears what is being done. Raises `UsageError`
-    for what cannot be, and `SnugfitError` when no recipe of the space can be rehearsed. When nothing fits,
-    the plan says so and holds the nearest miss.
+    be text. `steps` is how long the run is: a recipe's start-up, at the rates of `once`, is then spread over
+    it. Slots that are `settled` are not searched. `tell` hears what is being done. Raises `UsageError` for
+    what cannot be, and `SnugfitError` when no recipe of the space can be rehearsed. When nothing fits, the
+    plan says so and holds the nearest miss.
     """
     from snugfit.job.gpu import find_gpu
     from snugfit.job.job import refuse_what_is_no_job
     from snugfit.planning.cost.parts_pool import load_ahead, with_pool
-    from snugfit.planning.cost.timer import Alone
-    from snugfit.planning.search.reasons import explained
+    from snugfit.planning.cost.timer import SingleGpuTimer
 
     refuse_what_is_no_job(job)
     gpu = None if gpu is None else find_gpu(gpu)
     fidelity = fidelity_of(fidelity)
     refuse(objective, memory_bytes, workers)
     start = _start_of(start, ranked)
-    run = Run(steps=steps, rate=once)
-    clocks = Alone(clock) if clock else _clock_of(gpu)
+    run = PlannedRun(steps=steps, rates=once)
+    timer = SingleGpuTimer(clock) if clock else _timer_of(gpu)
     if memory_bytes is None and gpu is not None:
         memory_bytes = gpu.memory_bytes
     workers = min(2, os.cpu_count() or 1) if workers is None else workers
-    load_ahead(job, [gpu], clocks, workers)
+    load_ahead(job, [gpu], timer, workers)
     capability = gpu.compute_capability if gpu else None
     space = space_of(job, fidelity=fidelity, capability=capability, settled=settled)
+    request = _Request(job, gpu, memory_bytes, fidelity, objective, steps, ranked, start, tell)
+    answer = partial(_answer, request, space)
+    return with_pool(answer, job, [gpu], timer, workers=workers, run=run, tell=tell)
 
-    def made(pool: WorkerPool) -> Plan:
-        searched = search(space, pool, tell, memory_bytes=memory_bytes, smallest=objective == "memory")
-        made = explained(
-            searched, pool, job=job, gpu=gpu, memory_bytes=memory_bytes, fidelity=fidelity,
-            objective=objective, tell=tell,
-        )  # fmt: skip
-        made = replace(made, steps=steps)
-        made = _with_ranked(made, searched, pool, ranked, tell) if ranked else made
-        return _with_start(made, start, pool) if start else made
 
-    return with_pool(made, job, [gpu], clocks, workers=workers, run=run, tell=tell)
+@dataclass(frozen=True)
+class _Request:
+    """What is asked of a plan, checked."""
+
+    job: Job
+    gpu: Gpu | None
+    memory_bytes: int | None
+    fidelity: Fidelity
+    objective: str
+    steps: int | None
+    ranked: int
+    start: Recipe | None
+    tell: Tell
+
+
+def _answer(asked: _Request, space: Space, pool: WorkerPool) -> Plan:
+    """The plan that a search of this space gives."""
+    from snugfit.planning.search.ranking import rank_best
+    from snugfit.planning.search.reasons import compare_with_start, cures, explain
+
+    memory, smallest = asked.memory_bytes, asked.objective == "memory"
+    state = search(space, pool, asked.tell, memory_bytes=memory, smallest=smallest)
+    front = state.front()
+    fitting = [n for n in front if memory is None or state.judged[n].needed_bytes <= memory]
+    best = fitting[-1 if smallest else 0] if fitting else None
+    shown = front[-1] if best is None else best
+    recipe, needed_bytes = space.candidates[shown].recipe, state.judged[shown].needed_bytes
+    asked.tell("simulating the answer in full and comparing it slot by slot")
+    explanation = explain(state, pool, shown)
+    counts, excluded = state.counts(), (*space.excluded, *state.excluded)
+    ranked: list[int] = []
+    if asked.ranked:
+        ranked = rank_best(
+            state, pool, asked.ranked, memory_bytes=memory, objective=asked.objective, tell=asked.tell
+        )
+    start = compare_with_start(asked.start, recipe, pool, asked.job, asked.gpu) if asked.start else None
+    if best is None:
+        nearest = tuple(cures(recipe, needed_bytes, asked.job, memory or 0, asked.fidelity))
+    return Plan(
+        job=asked.job,
+        gpu=asked.gpu,
+        memory_bytes=memory,
+        fidelity=asked.fidelity.value,
+        objective=asked.objective,
+        steps=asked.steps,
+        front=tuple(state.choice(number, asked.job.batch_size) for number in front),
+        best=None if best is None else state.choice(best, asked.job.batch_size),
+        ranked=tuple(state.choice(number, asked.job.batch_size) for number in ranked),
+        reasons=explanation.reasons,
+        start=start,
+        cures=() if best is not None else nearest,
+        refused=excluded,
+        counts=counts,
+        verified=explanation.verified,
+        versions=installed_versions(),
+        doubts=tuple(dict.fromkeys((*explanation.doubts, *doubts_about(asked.gpu)))),
+    )
 
 
 def search(
@@ -109,31 +159,32 @@ def search(
     *,
     memory_bytes: int | None = None,
     smallest: bool = False,
-) -> Searched:
+) -> SearchState:
     """The space's Pareto front, with the fastest recipe that fits so much memory on it; and with the smallest
     there is, where that is asked for or nothing fits. Raises `BelowLowerBound`, and `SnugfitError` when
     nothing can be rehearsed."""
-    seen = screened(space, pool, tell)
-    bounds = {number: each for number, (each,) in seen.bounds.items()}
-    found = Searched(space, bounds, excluded=seen.excluded, kinds=seen.kinds, memory_bytes=memory_bytes)
-    _judge_all(found, pool, found.beaten, _least_seconds, tell)
-    if smallest or (memory_bytes is not None and found.smallest > memory_bytes):
-        _judge_all(found, pool, found.too_large, _least_bytes, tell)
-    return found
+    first = screen(space, pool, tell)
+    bounds = {number: bound for number, (bound,) in first.bounds.items()}
+    state = SearchState(space, bounds, excluded=first.excluded, kinds=first.kinds, memory_bytes=memory_bytes)
+    _judge_all(state, pool, state.is_dominated, lambda bound: (bound.seconds, bound.needed_bytes), tell)
+    if smallest or (memory_bytes is not None and state.smallest > memory_bytes):
+        _judge_all(state, pool, state.cannot_be_smallest, lambda bound: bound, tell)
+    return state
 
 
-def _with_ranked(made: Plan, searched: Searched, pool: WorkerPool, count: int, tell: Tell) -> Plan:
-    """The plan with its best recipes listed."""
-    from snugfit.planning.search.ranking import best
-
-    numbers = best(searched, pool, count, memory_bytes=made.memory_bytes, objective=made.objective, tell=tell)
-    return replace(made, ranked=tuple(searched.choice(each, made.job.batch_size) for each in numbers))
-
-
-def _with_start(made: Plan, start: Recipe, pool: WorkerPool) -> Plan:
-    """The plan beside the recipe that the user started from."""
-    ours = Recipe.parse(made.shown.recipe)
-    return replace(made, start=compared(start, ours, pool, job=made.job, gpu=made.gpu))
+def _judge_all(
+    state: SearchState,
+    pool: WorkerPool,
+    skip: Callable[[int], bool],
+    order: Callable[[Bound], tuple[float, float]],
+    tell: Tell,
+) -> None:
+    """Judges every trace, the least by this order first, but for what is to be skipped when its turn
+    comes."""
+    groups = state.traces(state.bounds)
+    groups.sort(key=lambda group: min(order(state.bounds[number]) for number in group))
+    tell("judging")
+    state.judge(groups, pool, skip=skip, step=Progress("judging", len(groups), tell).step)
 
 
 def _start_of(start: Recipe | str | None, ranked: int) -> Recipe | None:
@@ -161,60 +212,9 @@ def refuse(objective: str, memory_bytes: int | None, workers: int | None = None)
         raise UsageError(f"workers is {workers!r}; it is a whole number of processes from 1, or None.")
 
 
-def _clock_of(gpu: Gpu | None) -> Clock:
-    from snugfit.planning.cost.timer import GpuClocks
+def _timer_of(gpu: Gpu | None) -> Timer:
+    from snugfit.planning.cost.timer import GpuTimers
 
     if gpu is None:
         raise UsageError("A plan weighs seconds, which need a GPU: add --gpu NAME; --memory may go with it.")
-    return GpuClocks([gpu])
-
-
-def _judge_all(
-    found: Searched,
-    pool: WorkerPool,
-    left_out: Callable[[int], bool],
-    order: Callable[[Bound], tuple[float, float]],
-    tell: Tell,
-) -> None:
-    """Judges whatever is not left out when its turn comes, in this order; Setups of one trace together."""
-    traces: dict[int, list[int]] = defaultdict(list)
-    for number in found.bounds:
-        traces[found.space.candidates[number].trace].append(number)
-    waiting = deque(sorted(traces.values(), key=lambda group: min(order(found.bounds[n]) for n in group)))
-    homes: dict[int, int] = {}  # all that share their passes are judged in one place
-    asked: dict[int, list[int]] = {}
-    progress = Progress("judging", len(waiting), tell)
-
-    def ask(worker: int) -> Question | None:
-        others: list[list[int]] = []
-        question: Question | None = None
-        while waiting and question is None:
-            group = [number for number in waiting.popleft() if not left_out(number)]
-            if group and homes.setdefault(found.space.candidates[group[0]].sized, worker) != worker:
-                others.append(group)
-                continue
-            progress.step()
-            if group:
-                asked[group[0]] = group
-                setups = [found.space.candidates[number].setup for number in group]
-                question = Question(group[0], "judge", (setups,))
-        waiting.extendleft(reversed(others))
-        return question
-
-    for number, answer in pool.answers(ask):
-        group = asked.pop(number)
-        if isinstance(answer, SnugfitError):
-            found.excluded.append(exclusion([found.space.candidates[each] for each in group], answer))
-            for each in group:
-                del found.bounds[each]
-            continue
-        for each, (figures,) in zip(group, answer, strict=True):
-            found.judge(each, figures)
-
-
-def _least_seconds(least: Bound) -> tuple[float, float]:
-    return least.seconds, least.needed_bytes
-
-
-def _least_bytes(least: Bound) -> tuple[float, float]:
-    return least.needed_bytes, least.seconds
+    return GpuTimers([gpu])

@@ -12,7 +12,7 @@ share is worked out once and has a number: which passes a step has, of which siz
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
@@ -43,6 +43,8 @@ class Candidate:
     recipe: Recipe
     setup: Setup
     """What the recipe asks of the loop."""
+    update: Hashable
+    """All that its update depends on."""
     passes: int
     """Which kind of passes its step has, whatever the size of a micro-batch."""
     sized: int
@@ -121,6 +123,7 @@ def space_of(
             Candidate(
                 recipe=recipe,
                 setup=setup,
+                update=key.update,
                 passes=passes.setdefault(key[:1], len(passes)),
                 sized=sized.setdefault(key[:2], len(sized)),
                 trace=traces.setdefault(key[:3], len(traces)),

@@ -1,67 +1,155 @@
-"""What a search has found so far: the least that each candidate takes, and what it takes.
+"""What a search knows: the lower bounds of each candidate, and what those cost that were judged.
 
-The least bytes of a candidate are the live ones. What the allocator loses between blocks, some per cent,
-shows only when the step is put together whole; so of the candidates that are as large as a faster one but for
-that loss, each would have to be, to find out which of them is a hair smaller. Nobody asks for that: what
-cannot be smaller than a faster one by a `GRAIN` is not looked for. The answer does not depend on it, for what
-may fit where nothing faster does is always judged.
+A candidate's lower bound in bytes is its live bytes. What the allocator loses between blocks, some per cent,
+shows only when the step is put together in full; so of the candidates that are as large as a faster one but
+for that loss, each would have to be, to find out which of them is a little smaller. Nobody asks for that:
+what cannot be smaller than a faster one by `MEMORY_RESOLUTION` is not judged. The answer does not depend on
+it, for what may fit where nothing faster does is always judged.
 """
 
 from __future__ import annotations
 
 import bisect
 import math
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from snugfit.errors import SnugfitError
 from snugfit.planning.cost.figures import BelowLowerBound, Bound, Figures
 from snugfit.planning.plan import Choice, Counts, Exclusion
 from snugfit.planning.search.space import Space, not_plain
+from snugfit.prediction.worker_pool import Question, WorkerPool
 
-SLACK = 0.001
-"""Of its least seconds, how much less a step may take than was screened: the line through two depths is the
-convex figure's, and a queue of host and device is convex but for what happens at its ends."""
+TIME_BOUND_MARGIN = 0.001
+"""Of its lower bound in seconds, how much less a step may take: the line through two depths bounds a convex
+figure, and a queue of host and device is convex but for what happens at its ends."""
 
-GRAIN = 0.03
-"""Of a recipe's bytes, by how much a slower one must be smaller to be worth telling: about what the allocator
+MEMORY_RESOLUTION = 0.03
+"""Of a recipe's bytes, by how much a slower one must be smaller to be worth listing: about what the allocator
 loses between the blocks of a step."""
 
 
 @dataclass
-class Searched:
-    """A space, screened and judged."""
+class SearchState:
+    """A space of candidates, each known by its number: bounded, and some of them judged."""
 
     space: Space
     bounds: dict[int, Bound] = field(default_factory=dict)
-    """The least that a candidate takes, by its number."""
+    """The least that a candidate can take; none of those that cannot be rehearsed."""
     judged: dict[int, Figures] = field(default_factory=dict)
-    """What it takes."""
+    """What a candidate takes."""
     excluded: list[Exclusion] = field(default_factory=list)
     """What could not be rehearsed."""
     kinds: int = 0
-    """Of passes."""
+    """How many kinds of passes were rehearsed for the bounds."""
     memory_bytes: int | None = None
     """What the answer has to fit; None where nothing is asked to."""
     _best: list[tuple[float, int]] = field(default_factory=list)
-    """Seconds and bytes of those judged that no other beats, the fastest first."""
+    """Seconds and bytes of the judged ones that no other dominates, the fastest first."""
+    _worker_of: dict[int, int] = field(default_factory=dict, init=False)
+    """By the kind and size of passes, which worker has rehearsed them."""
 
-    def judge(self, number: int, figures: Figures) -> None:
-        """This is what it takes. Raises `BelowLowerBound` where that is less than the least."""
-        least = self.bounds[number]
-        if figures.needed_bytes < least.needed_bytes or figures.seconds < least.seconds * (1 - SLACK):
+    # ---- judging -----------------------------------------------------------------------------------------
+
+    def judge(
+        self,
+        groups: Iterable[list[int]],
+        pool: WorkerPool,
+        *,
+        skip: Callable[[int], bool] = lambda number: False,
+        step: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Judges these groups of one trace each, in this order, but for candidates of which `skip` holds when
+        their turn comes; `step` hears of each group. All that share their passes go to one worker. Raises
+        `BelowLowerBound`."""
+        waiting = deque(groups)
+        asked: dict[int, list[int]] = {}
+
+        def ask(worker: int) -> Question | None:
+            others: list[list[int]] = []
+            question: Question | None = None
+            while waiting and question is None:
+                group = [number for number in waiting.popleft() if not skip(number)]
+                if group and self._worker_for(group, worker) != worker:
+                    others.append(group)
+                    continue
+                step()
+                if group:
+                    asked[group[0]] = group
+                    setups = [self.space.candidates[number].setup for number in group]
+                    question = Question(group[0], "judge", (setups,))
+            waiting.extendleft(reversed(others))
+            return question
+
+        for first, answer in pool.answers(ask):
+            group = asked.pop(first)
+            if isinstance(answer, SnugfitError):
+                self.exclude(group, answer)
+                continue
+            for number, (figures,) in zip(group, answer, strict=True):
+                self.learn(number, figures)
+
+    def _worker_for(self, group: list[int], worker: int) -> int:
+        return self._worker_of.setdefault(self.space.candidates[group[0]].sized, worker)
+
+    def learn(self, number: int, figures: Figures) -> None:
+        """This is what a candidate takes. Raises `BelowLowerBound` where that is less than it can take."""
+        least, seconds, needed = self.bounds[number], figures.seconds, figures.needed_bytes
+        if needed < least.needed_bytes or seconds < least.seconds * (1 - TIME_BOUND_MARGIN):
             raise BelowLowerBound
         self.judged[number] = figures
-        self._learn(figures.seconds, figures.needed_bytes)
+        start = bisect.bisect_right(self._best, (seconds, needed))
+        if start and self._best[start - 1][1] <= needed:
+            return
+        end = start
+        while end < len(self._best) and self._best[end][1] >= needed:
+            end += 1
+        self._best[start:end] = [(seconds, needed)]
+
+    def exclude(self, group: list[int], error: SnugfitError) -> None:
+        """These cannot be rehearsed."""
+        self.excluded.append(exclusion(self.space, group, error))
+        for number in group:
+            self.bounds.pop(number, None)
+
+    # ---- what is worth judging ---------------------------------------------------------------------------
+
+    def traces(self, numbers: Iterable[int]) -> list[list[int]]:
+        """These candidates, those of one trace together where the first of them stands."""
+        groups: dict[int, list[int]] = defaultdict(list)
+        for number in numbers:
+            groups[self.space.candidates[number].trace].append(number)
+        return list(groups.values())
+
+    def is_dominated(self, number: int) -> bool:
+        """Whether some judged recipe is as fast as this one can be, and this one can be neither smaller by
+        `MEMORY_RESOLUTION` nor fit where that one does not."""
+        least = self.bounds[number]
+        faster = bisect.bisect_right(self._best, (least.seconds * (1 - TIME_BOUND_MARGIN), math.inf))
+        if not faster:
+            return False
+        smallest = self._best[faster - 1][1]
+        if self.memory_bytes is not None and least.needed_bytes <= self.memory_bytes < smallest:
+            return False
+        return smallest * (1 - MEMORY_RESOLUTION) <= least.needed_bytes
+
+    def cannot_be_smallest(self, number: int) -> bool:
+        """Whether a judged one is smaller than this can be, or this was judged."""
+        return number in self.judged or self.bounds[number].needed_bytes > self.smallest
+
+    # ---- the answer --------------------------------------------------------------------------------------
 
     def front(self) -> list[int]:
-        """Of those judged, which no other is both as fast and as small as; the fastest first."""
-        best, found = None, []
+        """The judged ones than which no other is both as fast and as small, the fastest first."""
+        smallest, front = math.inf, []
         for number in sorted(self.judged, key=self.rank):
-            figures = self.judged[number]
-            if best is None or figures.needed_bytes < best:
-                best = figures.needed_bytes
-                found.append(number)
-        return found
+            needed = self.judged[number].needed_bytes
+            if needed < smallest:
+                smallest = needed
+                front.append(number)
+        return front
 
     @property
     def smallest(self) -> float:
@@ -69,37 +157,12 @@ class Searched:
         return min((figures.needed_bytes for figures in self.judged.values()), default=math.inf)
 
     def rank(self, number: int) -> tuple[Any, ...]:
-        """Sorts those judged: the fastest first, then the smallest, then the plainest."""
+        """Sorts the judged ones: the fastest first, then the smallest, then the plainest."""
         figures, recipe = self.judged[number], self.space.candidates[number].recipe
         return figures.seconds, figures.needed_bytes, not_plain(recipe), str(recipe)
 
-    def beaten(self, number: int) -> bool:
-        """Whether some recipe that was judged is as fast as this one can be, and this one cannot be smaller
-        by a grain, nor fit where that one does not."""
-        least = self.bounds[number]
-        place = bisect.bisect_right(self._best, (least.seconds * (1 - SLACK), math.inf))
-        if not place:
-            return False
-        smallest = self._best[place - 1][1]
-        if self.memory_bytes is not None and least.needed_bytes <= self.memory_bytes < smallest:
-            return False
-        return smallest * (1 - GRAIN) <= least.needed_bytes
-
-    def too_large(self, number: int) -> bool:
-        """Whether this one cannot be the smallest."""
-        return number in self.judged or self.bounds[number].needed_bytes > self.smallest
-
-    def _learn(self, seconds: float, needed_bytes: int) -> None:
-        place = bisect.bisect_right(self._best, (seconds, needed_bytes))
-        if place and self._best[place - 1][1] <= needed_bytes:
-            return
-        end = place
-        while end < len(self._best) and self._best[end][1] >= needed_bytes:
-            end += 1
-        self._best[place:end] = [(seconds, needed_bytes)]
-
     def choice(self, number: int, batch_size: int) -> Choice:
-        """This one, as a plan states it."""
+        """A judged candidate, as a plan states it."""
         candidate, figures = self.space.candidates[number], self.judged[number]
         return Choice(
             recipe=str(candidate.recipe),
@@ -113,7 +176,7 @@ class Searched:
         )
 
     def counts(self) -> Counts:
-        """How much was looked at."""
+        """How much was searched."""
         return Counts(
             recipes=len(self.space.candidates),
             tapes=len({candidate.trace for candidate in self.space.candidates}),
@@ -121,3 +184,9 @@ class Searched:
             passes=self.kinds,
             replayed=len(self.judged),
         )
+
+
+def exclusion(space: Space, group: list[int], error: SnugfitError) -> Exclusion:
+    """That these candidates cannot be rehearsed."""
+    recipe = space.candidates[group[0]].recipe
+    return Exclusion(what=str(recipe), why=str(error).splitlines()[0], recipes=len(group))
