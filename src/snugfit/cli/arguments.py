@@ -96,18 +96,18 @@ def about_a_job(command: Callable[..., int]) -> Callable[..., int]:
     `Request` that all of them make as its first."""
     _, *own = inspect.signature(command, eval_str=True).parameters.values()
 
-    def asked(**given: Any) -> int:
-        return command(read_request(given), **{each.name: given[each.name] for each in own})
+    def with_job(**given: Any) -> int:
+        return command(read_request(given), **{parameter.name: given[parameter.name] for parameter in own})
 
-    asked.__name__, asked.__doc__ = command.__name__, command.__doc__
-    asked.__signature__ = inspect.Signature([*job_parameters(), *own])  # type: ignore[attr-defined]
-    return asked
+    with_job.__name__, with_job.__doc__ = command.__name__, command.__doc__
+    with_job.__signature__ = inspect.Signature([*job_parameters(), *own])  # type: ignore[attr-defined]
+    return with_job
 
 
 def job_parameters(*, without: Collection[str] = ()) -> list[inspect.Parameter]:
     """The arguments of a question about a job, in the order of its help."""
     shared = inspect.signature(_job_arguments, eval_str=True).parameters.values()
-    return [each for each in shared if each.name not in without]
+    return [parameter for parameter in shared if parameter.name not in without]
 
 
 def read_request(given: Mapping[str, Any]) -> Request:

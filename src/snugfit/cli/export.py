@@ -50,21 +50,21 @@ def export(
     if output is None and force:
         raise UsageError("--force is about the files in the folder of --output, and none was named.")
     request = Request.read(flags)
-    made = write(request.job, request.recipe, to)
+    exported = write(request.job, request.recipe, to)
     if output is not None:
         from snugfit.report.text.files import write_new
 
-        files = {output / name: text for name, text in made.files.items()}
+        files = {output / name: text for name, text in exported.files.items()}
         write_new(files, force=force)
         for path in files:
             typer.echo(f"Written: {path}", err=True)
     if as_json:
-        show_json(made.to_json())
+        show_json(exported.to_json())
     elif output is None:
-        typer.echo("\n".join(_shown(made.files)), nl=False)
+        typer.echo("\n".join(_with_names(exported.files)), nl=False)
     return 0
 
 
-def _shown(files: Any) -> list[str]:
+def _with_names(files: Any) -> list[str]:
     """Each file behind a line with its name, when there are several."""
     return [f"# ---- {name}\n{text}" for name, text in files.items()]

@@ -37,8 +37,7 @@ For = Annotated[
 Objective = Annotated[
     Literal["speed", "memory", "cost"],
     given.option(
-        given.HOW,
-        "Best on each GPU, and the order: the fastest that fits, the smallest, or the cheapest.",
+        given.HOW, "Best on each GPU, and the order: the fastest that fits, the smallest, or the cheapest."
     ),
 ]
 PriceFile = Annotated[Path | None, given.option(MONEY, "YAML or JSON of USD an hour, by GPU.", "--prices")]

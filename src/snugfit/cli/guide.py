@@ -44,10 +44,10 @@ def guide(
     from snugfit.report.text.files import writable_folder
 
     form = "json" if as_json else form
-    here = None if gpu and not measure else gpu_here()
-    if measure and here is None:
+    name = None if gpu and not measure else gpu_here()
+    if measure and name is None:
         raise GpuError("--measure: there is no GPU here to run the suite on. Leave it out to predict.")
-    wanted = find_gpu(gpu or here or _guides_gpu())
+    target = find_gpu(gpu or name or _guides_gpu())
     folder = writable_folder(output)
 
     from snugfit.evaluation.guide import run
@@ -55,7 +55,7 @@ def guide(
 
     with show_progress() as tell:
         result = run(
-            wanted, measure=measure, ledger=folder / "runs", workers=workers or os.cpu_count() or 1, tell=tell
+            target, measure=measure, ledger=folder / "runs", workers=workers or os.cpu_count() or 1, tell=tell
         )
     paths = write(result, folder)
     _print(result, form)

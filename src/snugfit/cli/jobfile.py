@@ -72,17 +72,17 @@ def kinds() -> dict[str, type]:
 def training_keys() -> dict[str, type]:
     """The keys that only `snugfit train` reads. Arguments of a schedule are no plain value; they are given
     from Python."""
-    found = _kinds_of(TrainOptions)
-    del found["lr_scheduler_kwargs"]
-    return found | _DATA
+    key_types = _kinds_of(TrainOptions)
+    del key_types["lr_scheduler_kwargs"]
+    return key_types | _DATA
 
 
 def _kinds_of(owner: type) -> dict[str, type]:
-    found: dict[str, type] = {}
+    key_types: dict[str, type] = {}
     for name, hint in typing.get_type_hints(owner).items():
         plain = typing.get_args(hint)[0] if isinstance(hint, types.UnionType) else hint
-        found[name] = plain if plain in (int, float, bool) else str
-    return found
+        key_types[name] = plain if plain in (int, float, bool) else str
+    return key_types
 
 
 def settings_from(document: dict[Any, Any], where: str) -> dict[str, Any]:
@@ -108,9 +108,9 @@ def _of_kind(kind: type, key: str, value: Any, where: str) -> Any:
             return float(value)
     elif kind in (int, bool) and type(value) is kind:
         return value
-    wanted = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}[kind]
+    takes = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}[kind]
     shown = f"{value!r}" if isinstance(value, str | int | float) else _kind_of(value)
-    raise UsageError(f"{where}: {key} is {shown[:80]}; it takes {wanted}.")
+    raise UsageError(f"{where}: {key} is {shown[:80]}; it takes {takes}.")
 
 
 def _may_be_none(key: str) -> bool:

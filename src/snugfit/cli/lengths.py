@@ -30,11 +30,7 @@ File = Annotated[
 ]
 Planned = Annotated[
     Path | None,
-    given.option(
-        given.JOB,
-        "Tokens of each sample: plan for the longest, and say how to pad.",
-        "--lengths",
-    ),
+    given.option(given.JOB, "Tokens of each sample: plan for the longest, and say how to pad.", "--lengths"),
 ]
 Column = Annotated[
     str | None, given.option(given.JOB, "The column or key that holds the lengths. \\[length]")

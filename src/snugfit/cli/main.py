@@ -2,8 +2,8 @@
 
 Commands return by themselves (exit 0) or raise. What they raise becomes one message on stderr and the exit
 code that `errors.py` documents; a typing mistake is 2, Ctrl-C is 130, and a reader that goes away (`| head`)
-ends the command without a word (`streams.py`). A traceback is shown only for what nobody foresaw, because
-there it is the report that somebody needs.
+ends the command without a word (`streams.py`). A traceback is shown only for unexpected errors, because
+there it is what a report needs.
 
 Two things are done here for speed, both about torch's and transformers' many Python objects:
 
@@ -66,8 +66,8 @@ for command in COMMANDS:
     app.command()(command)
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(asked: bool) -> None:
+    if asked:
         from snugfit.versions import __version__
 
         typer.echo(f"snugfit {__version__}")
@@ -84,7 +84,7 @@ def options(
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Runs one command line and gives its exit code; every foreseen error is told on stderr."""
+    """Runs one command line and gives its exit code; every expected error becomes a message on stderr."""
     code: object = 0
     try:
         code = app(args=list(arguments), prog_name="snugfit", standalone_mode=False)

@@ -43,8 +43,8 @@ def measure(
     from snugfit.measurement.measure import measure as run
 
     # Whatever is wrong with the prediction is said before minutes are spent on the run.
-    foreseen = _foresee(request, device) if predict else None
-    seen = run(
+    predicted = _predict(request, device) if predict else None
+    measured = run(
         request.job,
         request.recipe,
         loop=request.loop,
@@ -54,38 +54,38 @@ def measure(
         deadline_seconds=deadline,
         ledger=ledger,
     )
-    _print(seen, foreseen, as_json=as_json)
-    if seen.ok:
+    _print(measured, predicted, as_json=as_json)
+    if measured.ok:
         return 0
-    return OutOfMemory.exit_code if seen.outcome.startswith("oom") else 1
+    return OutOfMemory.exit_code if measured.outcome.startswith("oom") else 1
 
 
-def _foresee(request: Request, device: str | None) -> Prediction:
+def _predict(request: Request, device: str | None) -> Prediction:
     """The prediction for the GPU that was named, or for the one that will be measured on."""
     from snugfit.job.gpu import find_gpu
     from snugfit.prediction.predict import predict
 
     gpu = request.gpu
     if gpu is None:
-        here = gpu_here(device)
-        if here is None:
+        name = gpu_here(device)
+        if name is None:
             raise UsageError("--predict: this runs on the CPU. Name a GPU to predict for with --gpu.")
-        gpu = find_gpu(here)
+        gpu = find_gpu(name)
     return predict(request.job, request.recipe, gpu=gpu, loop=request.loop)
 
 
-def _print(seen: Measurement, foreseen: Prediction | None, *, as_json: bool) -> None:
+def _print(measured: Measurement, predicted: Prediction | None, *, as_json: bool) -> None:
     from snugfit.comparison.compare import compare
     from snugfit.report import measurement, prediction
     from snugfit.report.compare import beside
     from snugfit.report.text.terminal import show, show_json
 
-    comparison = compare(foreseen, seen) if foreseen and seen.footprint else None
+    comparison = compare(predicted, measured) if predicted and measured.footprint else None
     if as_json:
-        show_json(comparison.to_json() if comparison else seen.to_json())
+        show_json(comparison.to_json() if comparison else measured.to_json())
         return
-    show(measurement.render(seen))
-    if seen.ok and comparison and comparison.lines:
+    show(measurement.render(measured))
+    if measured.ok and comparison and comparison.lines:
         show(beside(comparison))
-    elif foreseen:  # a run on the CPU, or one that died, has no figures of a GPU to lay beside
-        show(prediction.render(foreseen))
+    elif predicted:  # a run on the CPU, or one that died, has no figures of a GPU to lay beside
+        show(prediction.render(predicted))

@@ -26,10 +26,7 @@ Fidelity = Annotated[
 ]
 Objective = Annotated[
     Literal["speed", "memory", "cost"],
-    given.option(
-        given.HOW,
-        "The fastest that fits, the smallest, or the cheapest (on one GPU the fastest).",
-    ),
+    given.option(given.HOW, "The fastest that fits, the smallest, or the cheapest (on one GPU the fastest)."),
 ]
 Samples = Annotated[
     int | None, given.option(RUN, "Length of the run, in samples: start-up then counts too.", min=1)

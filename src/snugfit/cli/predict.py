@@ -42,16 +42,18 @@ def predict(
     """Predict the memory of a training step, without a GPU."""
     if largest and compare:
         raise UsageError("--largest and --compare are two questions. Ask one at a time.")
-    found = [_largest(request, largest, quiet=as_json)] if largest else _predict_all(request, compare or [])
-    _print(found, operators=operators, as_json=as_json)
-    return NothingFits.exit_code if all(one.fits is False for one in found) else 0
+    predictions = (
+        [_largest(request, largest, quiet=as_json)] if largest else _predict_all(request, compare or [])
+    )
+    _print(predictions, operators=operators, as_json=as_json)
+    return NothingFits.exit_code if all(one.fits is False for one in predictions) else 0
 
 
-def _predict_all(request: Request, others: list[str]) -> list[Prediction]:
+def _predict_all(request: Request, compared: list[str]) -> list[Prediction]:
     from snugfit.prediction.predict import predict as foresee
     from snugfit.techniques.recipe import Recipe
 
-    recipes = [request.recipe, *(Recipe.parse(text) for text in others)]
+    recipes = [request.recipe, *(Recipe.parse(text) for text in compared)]
     return [
         foresee(
             request.job,
@@ -85,13 +87,13 @@ def _largest(request: Request, of: str, *, quiet: bool) -> Prediction:
     return prediction
 
 
-def _print(found: list[Prediction], *, operators: bool, as_json: bool) -> None:
+def _print(predictions: list[Prediction], *, operators: bool, as_json: bool) -> None:
     from snugfit.report import compare, prediction
     from snugfit.report.text.terminal import show, show_json
 
     if as_json:
-        show_json(found[0].to_json() if len(found) == 1 else compare.document(found))
-    elif len(found) == 1:
-        show(prediction.render(found[0], operators=operators))
+        show_json(predictions[0].to_json() if len(predictions) == 1 else compare.document(predictions))
+    elif len(predictions) == 1:
+        show(prediction.render(predictions[0], operators=operators))
     else:
-        show(compare.render(found))
+        show(compare.render(predictions))

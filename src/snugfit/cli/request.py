@@ -1,9 +1,8 @@
-"""What `predict` and `measure` are asked: flags, `--set`, a job file and a user's own configuration, put
+"""What a command is asked: flags, `--set`, a job file and a user's own configuration, put
 together and checked.
 
-The nearer to the user's hand, the stronger: another library's configuration is where one starts, a job file
-says what holds in general, `--set` changes one key of it, a flag changes it too. What none of them says is
-the job's own default.
+The later overrides the earlier: another library's configuration, then a job file, then `--set` for one of its
+keys, then a flag. What none of them gives is the job's own default.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class Request:
     """What must be trained."""
 
     recipe: Recipe
-    """How."""
+    """How it is trained."""
 
     gpu: Gpu | None
     """The GPU that was named."""
@@ -40,10 +39,10 @@ class Request:
     """The memory that was named; it goes before the GPU's own."""
 
     loop: str
-    """Which training loop."""
+    """The training loop, by name."""
 
     software: str
-    """Which software profile."""
+    """The software profile, by name; `installed` for what is here."""
 
     reading: Reading | None = None
     """What was found in the user's own configuration, when one was given."""
@@ -56,7 +55,7 @@ class Request:
 
     @classmethod
     def read(cls, flags: Mapping[str, Any]) -> Self:
-        """The request in a command's parameters; every mistake in it raises a `UsageError`."""
+        """The request in a command's parameters; raises `UsageError` for every mistake in it."""
         from snugfit.cli.jobfile import training_keys
         from snugfit.job.gpu import find_gpu
         from snugfit.techniques.recipe import Recipe
@@ -95,7 +94,8 @@ def _settings(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _reading(flags: Mapping[str, Any], settings: Mapping[str, Any]) -> Reading | None:
-    """The user's own configuration; what it asks for and cannot be foreseen raises, unless said otherwise."""
+    """The user's own configuration; raises `UsageError` for what it asks and cannot be predicted, unless a
+    flag or the job file overrides it."""
     if not flags.get("arguments_file"):
         return None
     from snugfit.exchange.read import read_arguments
@@ -106,7 +106,7 @@ def _reading(flags: Mapping[str, Any], settings: Mapping[str, Any]) -> Reading |
 
 
 def _lengths(flags: Mapping[str, Any], settings: Mapping[str, Any]) -> Lengths | None:
-    """A dataset's lengths; what they say must not be said otherwise on the command line."""
+    """A dataset's lengths; raises `UsageError` for a flag that contradicts them."""
     if flags.get("lengths") is None:
         return None
     from snugfit.data.lengths import Lengths
@@ -148,7 +148,7 @@ def _job(settings: Mapping[str, Any], *, online: bool) -> Job:
 
 
 def _refuse_unused(settings: Mapping[str, Any], job: Job) -> None:
-    """What was asked for and would change nothing was meant otherwise: pictures have no sequence length."""
+    """Raises `UsageError` for settings that the task has no use for: pictures have no sequence length."""
     from snugfit.job.limits import NO_SEQUENCE, WITH_TARGET
     from snugfit.job.model import CLASSIFICATION
 

@@ -1,10 +1,10 @@
-"""What a command does when nobody hears it any more: a terminal that is gone, a log on a full disk.
+"""stdout and stderr that survive a reader who has gone: a closed terminal, a log on a full disk.
 
-stderr tells how things go. A training of days does not end because its last reader did: what cannot be
-written there is lost, and everything that matters stands in files. stdout holds what was asked for, so there
-the command says that it could not be given, unless its reader went away by itself (`| head`).
+stderr holds progress and messages. A training of days does not end because nobody reads them: what cannot be
+written there is lost, and everything that matters stands in files. stdout holds the answer, so there the
+command fails when it cannot be written, unless its reader went away by itself (`| head`).
 
-A descriptor that was closed before we began (`2>&-`) is opened on nothing: the next file that the process
+A descriptor that was closed before we began (`2>&-`) is opened on /dev/null: the next file that the process
 opens would get its number, and messages would be written into it.
 """
 
@@ -18,59 +18,48 @@ from typing import TextIO
 from snugfit.errors import SnugfitError
 
 
-class Heard(io.TextIOWrapper):
+class StandardOutput(io.TextIOWrapper):
     """stdout. Raises `BrokenPipeError` when its reader is gone, `SnugfitError` when it takes nothing."""
 
     def write(self, text: str) -> int:
-        """All of it, or an error."""
+        """Writes all of `text`; gives its length."""
         try:
             return super().write(text)
         except OSError as refusal:
-            raise self._told(refusal) from None
-
-    def flush(self) -> None:
-        """The same."""
-        try:
-            super().flush()
-        except OSError as refusal:
-            raise self._told(refusal) from None
-
-    def _told(self, refusal: OSError) -> Exception:
-        forget(self)
-        if isinstance(refusal, BrokenPipeError):
-            return refusal
-        return SnugfitError(f"What was asked for cannot be written: {refusal.strerror}.")
-
-
-class Unheard(io.TextIOWrapper):
-    """stderr, which goes on without a reader."""
-
-    def write(self, text: str) -> int:
-        """As far as anybody takes it."""
-        try:
-            return super().write(text)
-        except OSError:
-            forget(self)
+            self._give_up(refusal)
             return len(text)
 
     def flush(self) -> None:
-        """The same."""
+        """Writes what is buffered."""
         try:
             super().flush()
-        except OSError:
-            forget(self)
+        except OSError as refusal:
+            self._give_up(refusal)
+
+    def _give_up(self, refusal: OSError) -> None:
+        forget(self)
+        if isinstance(refusal, BrokenPipeError):
+            raise refusal from None
+        raise SnugfitError(f"What was asked for cannot be written: {refusal.strerror}.") from None
+
+
+class StandardError(StandardOutput):
+    """stderr, which goes on without a reader: what cannot be written there is lost."""
+
+    def _give_up(self, refusal: OSError) -> None:
+        forget(self)
 
 
 def forget(stream: TextIO) -> None:
-    """Points it at nothing, so that no later flush complains."""
+    """Points the stream at /dev/null, so that no later flush fails."""
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, stream.fileno())
     os.close(nothing)
 
 
 def say_last(text: str) -> None:
-    """Says on stdout how a command ended whose exit code tells it too, and which is not undone by a stdout
-    that takes nothing."""
+    """Prints how a command ended; a stdout that takes nothing is ignored, because the exit code says it
+    too."""
     try:
         print(text, flush=True)
     except (BrokenPipeError, SnugfitError):
@@ -78,17 +67,19 @@ def say_last(text: str) -> None:
 
 
 def open_all() -> None:
-    """Makes the process's streams ones that can be written to, whatever they were given as."""
+    """Replaces the process's streams by ones that can be written to, whatever they were opened on."""
     for number, mode in ((0, os.O_RDONLY), (1, os.O_WRONLY), (2, os.O_WRONLY)):
         try:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, mode)  # gets the lowest number that is free: this one
-    sys.stdout = _as(Heard, 1, sys.stdout, "strict")
-    sys.stderr = _as(Unheard, 2, sys.stderr, "backslashreplace")
+    sys.stdout = _reopen(StandardOutput, 1, sys.stdout, "strict")
+    sys.stderr = _reopen(StandardError, 2, sys.stderr, "backslashreplace")
 
 
-def _as(kind: type[io.TextIOWrapper], number: int, before: TextIO | None, errors: str) -> io.TextIOWrapper:
+def _reopen(
+    kind: type[io.TextIOWrapper], number: int, before: TextIO | None, errors: str
+) -> io.TextIOWrapper:
     raw = io.FileIO(number, "w", closefd=False)
     return kind(
         io.BufferedWriter(raw),

@@ -78,8 +78,8 @@ def train(
         trained = run(
             request.job,
             request.recipe,
-            _needed(asked, "dataset"),
-            output_dir=_needed(asked, "output_dir"),
+            _require(asked, "dataset"),
+            output_dir=_require(asked, "output_dir"),
             evaluation=asked.get("eval_dataset"),
             tokenizer=asked.get("tokenizer") or _own_folder(request),
             processor=asked.get("processor"),
@@ -105,7 +105,7 @@ def _refuse(request: Request) -> None:
         raise UsageError("A run uses the installed software. Leave the software profile out.")
 
 
-def _needed(asked: Mapping[str, Any], key: str) -> str:
+def _require(asked: Mapping[str, Any], key: str) -> str:
     if not asked.get(key):
         option = f"--{key.replace('_', '-')}"
         what = {"dataset": "Nothing to train on", "output_dir": "No folder for checkpoints and journal"}[key]
@@ -117,12 +117,12 @@ def _own_folder(request: Request) -> str | None:
     """The model's folder, when it came from one that holds a tokenizer."""
     folder = Path(request.job.model.name).expanduser()
     folder = folder if folder.is_dir() else folder.parent
-    there = request.job.model.origin == "path" and any(folder.glob("tokenizer*"))
-    return str(folder) if there else None
+    has_tokenizer = request.job.model.origin == "path" and any(folder.glob("tokenizer*"))
+    return str(folder) if has_tokenizer else None
 
 
 def _columns(text: str | None) -> dict[str, str] | None:
-    """`text=review, label=stars`."""
+    """The columns by role in `text=review, label=stars`."""
     if text is None:
         return None
     pairs = [part.partition("=") for part in text.split(",") if part.strip()]

@@ -165,8 +165,8 @@ class _Reader:
             if unsure:
                 yield Line(key=name, value=str(value), says=_COMPUTED, instead="recipe")
                 continue
-            others = [other for other in blamed if other != key]
-            together = f" together with {', '.join(others)}" if others else ""
+            rest = [other for other in blamed if other != key]
+            together = f" together with {', '.join(rest)}" if rest else ""
             names = ", ".join(one.name for one in roster.techniques() if one.slot is slot.slot)
             says = f"no {slot.slot} here does this{together}. There are {names}"
             hint = advice(value) if isinstance(value, str) else None

@@ -13,11 +13,7 @@ from snugfit.report.text.job import job_line
 from snugfit.report.text.page import Page, Sentence
 from snugfit.units import GIB, show_bytes
 
-ORDERS = {
-    "fixed": "one length",
-    "random": "at random",
-    "grouped": "grouped",
-}
+ORDERS = {"fixed": "one length", "random": "at random", "grouped": "grouped"}
 """How each order pads a batch, in a few words."""
 
 ASSUMPTION = (

@@ -18,9 +18,7 @@ from snugfit.report.text.page import Page, Sentence
 def render(verified: Verification) -> Page:
     """Each recipe predicted and measured, and what follows from it."""
     return Page(
-        [grid(verified)],
-        conclusions(verified),
-        (Sentence(text, "fault") for text in _complaints(verified)),
+        [grid(verified)], conclusions(verified), (Sentence(text, "fault") for text in _complaints(verified))
     )
 
 
