@@ -11,7 +11,7 @@ import torch
 from fitted import classified, copy_of, losses_of, model_of, spoken, trainer_of
 from snugfit import fit
 from snugfit.errors import OutOfMemory
-from snugfit.frontends.next_recipe import goes_on_live
+from snugfit.frontends.next_recipe import suits_live_model
 from snugfit.frontends.trainer import fit_run
 from snugfit.techniques.recipe import Recipe
 from snugfit.training import step_logger
@@ -175,7 +175,7 @@ def test_short_memory_leads_to_the_next_recipe_at_a_border(
     ],
 )  # fmt: skip
 def test_what_a_live_model_can_go_on_under(following: str, suits: bool) -> None:
-    assert goes_on_live(Recipe.parse(following), Recipe.parse("micro_batches(2)")) is suits
+    assert suits_live_model(Recipe.parse(following), Recipe.parse("micro_batches(2)")) is suits
 
 
 def test_single_samples_are_the_end(tmp_path: Path) -> None:

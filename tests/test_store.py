@@ -117,8 +117,8 @@ def test_a_damaged_file_is_told_and_the_one_before_is_taken(out: Path, damage: s
     named = [each for each in (*NAMES, MANIFEST) if each in broken.fault]
     assert name in named or damage == "swapped with another"
     assert named
-    assert broken.kept == out / "checkpoint-20.broken"
-    assert broken.kept.is_dir()
+    assert broken.moved_to == out / "checkpoint-20.broken"
+    assert broken.moved_to.is_dir()
     assert visible(out) == ["checkpoint-10", "checkpoint-20.broken"]
 
 
@@ -319,7 +319,7 @@ def test_in_a_folder_that_can_only_be_read_a_broken_one_is_told(
     store = Store(out)
     assert_whole(store.newest(), 10)
     assert str(store.broken[0]).startswith("checkpoint-20: model.safetensors has 3 bytes")
-    assert store.broken[0].kept == store.broken[0].folder
+    assert store.broken[0].moved_to == store.broken[0].folder
     with pytest.raises(SnugfitError, match="Read-only file system"):
         store.restart()
 

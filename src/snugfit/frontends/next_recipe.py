@@ -1,8 +1,8 @@
 """What a run goes on with when memory ran out: the same training in less memory.
 
-The plan for this GPU is asked once more, with less memory than the broken recipe is foreseen to need, at the
+The plan for this GPU is asked once more, with less memory than the broken recipe is predicted to need, at the
 recipe's own fidelity. What the states of a run depend on stays: the same optimizer, the same precision, the
-same adapters; so whatever the plan gives can be gone on with. Where nothing can be foreseen (on the CPU, for
+same adapters; so whatever the plan gives can be gone on with. Where nothing can be predicted (on the CPU, for
 a GPU that is not in the table, when the search finds nothing) the batch is cut into more micro-batches.
 
 No answer changes the global batch, and none is less exact than what was asked for.
@@ -23,16 +23,16 @@ from snugfit.techniques.technique import Fidelity, Slot
 if TYPE_CHECKING:
     import torch
 
-LESS = 0.9
-"""Of the memory that the broken recipe is foreseen to need, what the next may: a tenth is beyond any error of
-a prediction (docs/accuracy.md), and less than most techniques save."""
+MEMORY_FACTOR = 0.9
+"""Of the memory that the broken recipe is predicted to need, what the next may: a tenth is beyond any error
+of a prediction (docs/accuracy.md), and less than most techniques save."""
 
 CHANGING = frozenset({Slot.ATTENTION, Slot.CHECKPOINTING, Slot.BATCHING, Slot.ALLOCATOR})
-"""Slots that may be filled otherwise when a run is built once more: its states know nothing of them."""
+"""Slots that may be filled otherwise when a run is built once more: its states do not depend on them."""
 
 RANKED = 32
 """Recipes of a plan that are looked through for one that a live model can follow: each costs a replay, and
-only those that join micro-batches are passed by."""
+only those that join micro-batches are skipped."""
 
 
 def next_recipe(
@@ -44,17 +44,17 @@ def next_recipe(
     def following(job: Job, recipe: Recipe, cause: str) -> Recipe | None:
         if device.type == "cuda":
             try:
-                found = _planned(job, recipe, device, live, changing)
-            except SnugfitError:  # a GPU or a model that cannot be foreseen
-                found = None
-            if found is not None:
-                return found
+                smaller = _plan_smaller(job, recipe, device, live, changing)
+            except SnugfitError:  # a GPU or a model that cannot be predicted
+                smaller = None
+            if smaller is not None:
+                return smaller
         return cut_smaller(job, recipe)
 
     return following
 
 
-def _planned(
+def _plan_smaller(
     job: Job, recipe: Recipe, device: torch.device, live: bool, changing: Collection[Slot]
 ) -> Recipe | None:
     import torch
@@ -65,27 +65,28 @@ def _planned(
     gpu = torch.cuda.get_device_name(device)
     needed = predict(job, recipe, gpu=gpu).needed_bytes
     fidelity = max((technique.fidelity for technique in recipe), key=list(Fidelity).index)
-    found = plan(
+    smaller = plan(
         job,
         gpu=gpu,
-        memory_bytes=int(needed * LESS),
+        memory_bytes=int(needed * MEMORY_FACTOR),
         fidelity=fidelity,
         settled={slot: recipe[slot] for slot in Slot if slot not in changing},
         ranked=RANKED if live else 0,
         workers=1,  # none beside this process, which would import the user's script once more
     )
-    if found.best is None:
+    if smaller.best is None:
         return None
-    candidates = [Recipe.parse(choice.recipe) for choice in (found.ranked if live else (found.best,))]
-    return next((each for each in candidates if not live or goes_on_live(each, recipe)), None)
+    choices = smaller.ranked if live else (smaller.best,)
+    candidates = (Recipe.parse(choice.recipe) for choice in choices)
+    return next((other for other in candidates if not live or suits_live_model(other, recipe)), None)
 
 
-def goes_on_live(following: Recipe, before: Recipe) -> bool:
+def suits_live_model(following: Recipe, before: Recipe) -> bool:
     """Whether a model that stands and trains can go on so: its layers may be recomputed, and its loader's
     micro-batches cut, but not joined."""
-    ours, theirs = following.setup(), before.setup()
-    alike = replace(ours, checkpoint=theirs.checkpoint, micro_batches=theirs.micro_batches) == theirs
-    return alike and ours.micro_batches >= theirs.micro_batches
+    new, old = following.setup(), before.setup()
+    alike = replace(new, checkpoint=old.checkpoint, micro_batches=old.micro_batches) == old
+    return alike and new.micro_batches >= old.micro_batches
 
 
 def cut_smaller(job: Job, recipe: Recipe) -> Recipe | None:

@@ -76,7 +76,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
         "numpy": (
             kind,
             [int(word) for word in words],
-            *(each.item() if hasattr(each, "item") else each for each in rest),
+            *(value.item() if hasattr(value, "item") else value for value in rest),
         ),
         "python": random.getstate(),
     }

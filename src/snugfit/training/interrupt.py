@@ -1,9 +1,9 @@
-"""Signals while a run goes on: it ends on a step's border, with a checkpoint, and can be resumed.
+"""Signals while a run goes on: it ends on a step's boundary, with a checkpoint, and can be resumed.
 
-    SIGTERM once     checkpoint at the next border, exit 75 (a scheduler that takes its machine back)
+    SIGTERM once     checkpoint at the next boundary, exit 75 (a scheduler that takes its machine back)
     SIGINT once      the same, exit 130 (Ctrl-C)
     either again     at once, exit 143 or 130; the last whole checkpoint stays what it is
-    SIGUSR1          a checkpoint at the next border, and training goes on
+    SIGUSR1          a checkpoint at the next boundary, and training goes on
     a trigger file   the same, for who cannot send signals: `touch FOLDER/checkpoint-now`
 
 A signal handler only notes what came: saving happens in the loop, where nothing is half done. Handlers are
@@ -25,11 +25,11 @@ TRIGGER = "checkpoint-now"
 EXIT_CODES = {signal.SIGTERM: 75, signal.SIGINT: 130}
 """Of a run that was stopped once and can be resumed."""
 AT_ONCE = {signal.SIGTERM: 143, signal.SIGINT: 130}
-"""Of a run that was told twice."""
+"""Of a run that was told to stop twice."""
 
 
 class Interrupts:
-    """What came while the context is entered."""
+    """What was asked of the run while the context is entered."""
 
     def __init__(
         self, folder: Path, *, stop_seconds: float | None = None, at_once: Callable[[int], Any] = os._exit
@@ -42,16 +42,16 @@ class Interrupts:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            for each in (signal.SIGTERM, signal.SIGINT):
-                self._before[each] = signal.signal(each, self._stop)
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._before[number] = signal.signal(number, self._stop)
             self._before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._note)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for each, handler in self._before.items():
-            signal.signal(each, handler)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
         self._before.clear()
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
@@ -66,7 +66,7 @@ class Interrupts:
 
     @property
     def stopping(self) -> signal.Signals | None:
-        """The signal that ends the run at the next border, or None."""
+        """The signal that ends the run at the next boundary, or None."""
         return self._stopping
 
     @property

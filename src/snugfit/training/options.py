@@ -163,7 +163,7 @@ class TrainOptions:
     def _refuse_what_is_no_name(self) -> None:
         """Which trackers there are is asked when a run begins (`reporting.py`)."""
         given = self.report_to
-        if not isinstance(given, str | list | tuple) or not all(isinstance(each, str) for each in given):
+        if not isinstance(given, str | list | tuple) or not all(isinstance(name, str) for name in given):
             raise UsageError(f"report_to is {given!r}; it takes names of trackers, all, or none.")
         if self.run_name is not None and not isinstance(self.run_name, str):
             raise UsageError(f"run_name is {self.run_name!r}; it takes text.")
@@ -188,7 +188,7 @@ class TrainOptions:
     def reports(self) -> tuple[str, ...]:
         """The trackers that `report_to` names, none of them twice."""
         given = self.report_to.split(",") if isinstance(self.report_to, str) else self.report_to
-        named = dict.fromkeys(name for each in given if (name := each.strip()))
+        named = dict.fromkeys(name for part in given if (name := part.strip()))
         return () if tuple(named) == ("none",) else tuple(named)
 
     def to_json(self) -> dict[str, Any]:

@@ -84,7 +84,7 @@ class TrainerCheckpoints:
         if not resume_from:
             self._manager.set_aside_earlier()
         else:
-            self.resumed = self._newest() if resume_from is True else _named(Path(str(resume_from)))
+            self.resumed = self._newest() if resume_from is True else _checkpoint_in(Path(str(resume_from)))
             self._refuse_another_run(self.resumed)
             about = self.resumed.about
             self._seed = about["order_seed"]
@@ -178,7 +178,7 @@ def _order_seed(trainer: Any) -> int:
     return int(torch.random.initial_seed() if given is None else given)
 
 
-def _named(folder: Path) -> Checkpoint:
+def _checkpoint_in(folder: Path) -> Checkpoint:
     mark = re.fullmatch(r"checkpoint-([0-9]+)", folder.name)
     if mark is None or not folder.is_dir():
         raise UsageError(f"resume_from_checkpoint is {str(folder)!r}; it is True or a folder checkpoint-N.")

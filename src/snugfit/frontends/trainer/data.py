@@ -70,7 +70,7 @@ class DataRng:
     def watch(self, collate: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """The collator, with its generators' states noted before each batch."""
 
-        def watched(samples: Any) -> Any:
+        def collate_watched(samples: Any) -> Any:
             if self._resume_with is not None:
                 set_host_states(self._resume_with)
                 self._resume_with = None
@@ -78,7 +78,7 @@ class DataRng:
             self._collated += 1
             return collate(samples)
 
-        return watched
+        return collate_watched
 
     def to_json(self) -> dict[str, Any]:
         """What a checkpoint keeps of it."""

@@ -41,11 +41,12 @@ class LossTraits:
     """Whether it was said what transformers would do wrong with it."""
 
 
-def share_of(trainer: Any, step: StepState, piece: Mapping[str, Any], place: int) -> float:
-    """What a piece of this micro-batch of the step counts for. A batch that is not cut is all that there is:
-    nothing is counted in it, for to read that from a GPU is to wait until it has done the step before."""
+def share_of(trainer: Any, step: StepState, piece: Mapping[str, Any], index: int) -> float:
+    """What a piece of the micro-batch of this index in the step counts for. A batch that is not cut is all
+    that there is: nothing is counted in it, for to read that from a GPU is to wait until it has done the step
+    before."""
     traits: LossTraits = trainer.snugfit.loss
-    whole = piece is step.batches[place]
+    whole = piece is step.batches[index]
     if whole and len(step.batches) == 1:
         return 1.0
     if traits.shifts_labels is None:
@@ -53,11 +54,11 @@ def share_of(trainer: Any, step: StepState, piece: Mapping[str, Any], place: int
         traits.shifts_labels = bool(trainer._loss_shifts_labels) or shifts_labels(model)
     if not step.item_counts:
         step.item_counts = items_in_each(step.batches, shifts=traits.shifts_labels)
-    items: int = step.item_counts[place] if whole else items_in(piece, shifts=traits.shifts_labels)
+    items: int = step.item_counts[index] if whole else items_in(piece, shifts=traits.shifts_labels)
     return items / sum(step.item_counts) if items else 0.0
 
 
-def is_the_users(trainer: Any) -> bool:
+def is_users_own(trainer: Any) -> bool:
     """Whether the loss comes from the user's own code: a function, or a method of their subclass."""
     if trainer.compute_loss_func is not None:
         return True
@@ -72,11 +73,11 @@ def _is_ours(kind: type[Any]) -> bool:
 
 
 @cache
-def _noticing() -> type[Any]:
+def _tracked_tensor() -> type[Any]:
     import torch
 
-    class Noticing(torch.Tensor):
-        """A number that notices when something is computed with it; the results are plain tensors."""
+    class TrackedTensor(torch.Tensor):
+        """A number that records when something is computed with it; the results are plain tensors."""
 
         used: list[bool]
 
@@ -84,38 +85,38 @@ def _noticing() -> type[Any]:
         def __torch_function__(
             cls, function: Any, types: Any, arguments: Any = (), keywords: Any = None
         ) -> Any:
-            for each in (*arguments, *(keywords or {}).values()):
-                if isinstance(each, cls):
-                    each.used.append(True)
+            for value in (*arguments, *(keywords or {}).values()):
+                if isinstance(value, cls):
+                    value.used.append(True)
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*arguments, **(keywords or {}))
 
-    return Noticing
+    return TrackedTensor
 
 
-def noticing(items: torch.Tensor) -> Any:
-    """The same number; its `used` is empty until something is computed with it."""
-    made = items.detach().as_subclass(_noticing())
-    made.used = []
-    return made
+def track_use(items: torch.Tensor) -> Any:
+    """The same number, (); its `used` is empty until something is computed with it."""
+    tracked = items.detach().as_subclass(_tracked_tensor())
+    tracked.used = []
+    return tracked
 
 
-def divides(trainer: Any, model: Any, inputs: Mapping[str, Any], items: Any) -> bool:
+def depends_on_item_count(trainer: Any, model: Any, inputs: Mapping[str, Any], items: Any) -> bool:
     """Whether this model's loss depends on `num_items_in_batch`. Runs it once without gradients; random
     generators and buffers are afterwards what they were."""
     import torch
 
-    seen = noticing(torch.as_tensor(items))
+    tracked = track_use(torch.as_tensor(items))
     buffers = {name: value.clone() for name, value in model.named_buffers()}
     with preserve_generators(trainer.args.device), torch.no_grad():
-        model(**inputs, num_items_in_batch=seen)
+        model(**inputs, num_items_in_batch=tracked)
         for name, value in model.named_buffers():
             if name in buffers:
                 value.copy_(buffers[name])
-    return bool(seen.used)
+    return bool(tracked.used)
 
 
-def wrong_of_the_model(
+def problem_of_model_loss(
     trainer: Any, step: StepState, model: Any, inputs: Mapping[str, Any], items: Any
 ) -> str:
     """What transformers would do wrong with this model's loss and is corrected, in words; or nothing. The
@@ -123,16 +124,16 @@ def wrong_of_the_model(
     traits: LossTraits = trainer.snugfit.loss
     if trainer.label_smoother is not None:
         return ""  # it divides by num_items_in_batch itself
-    by_the_piece = not trainer.model_accepts_loss_kwargs or items is None
-    if not by_the_piece and traits.uses_item_count is None:
-        traits.uses_item_count = divides(trainer, model, inputs, items)
-    if _even(step) if by_the_piece else traits.uses_item_count:
+    per_micro_batch = not trainer.model_accepts_loss_kwargs or items is None
+    if not per_micro_batch and traits.uses_item_count is None:
+        traits.uses_item_count = depends_on_item_count(trainer, model, inputs, items)
+    if _counts_evenly(step) if per_micro_batch else traits.uses_item_count:
         return ""
     name = type(trainer.accelerator.unwrap_model(model)).__name__
-    return _ALIKE.format(name=name) if by_the_piece else _SUMMED.format(who=name, n=len(step.batches))
+    return _ALIKE.format(name=name) if per_micro_batch else _SUMMED.format(who=name, n=len(step.batches))
 
 
-def wrong_of_theirs(trainer: Any, step: StepState, items: Any) -> str:
+def problem_of_users_loss(trainer: Any, step: StepState, items: Any) -> str:
     """The same for a loss of the user's own, which did not use the number that it was given."""
     who = "compute_loss_func" if trainer.compute_loss_func is not None else "compute_loss"
     assumed = trainer.compute_loss_func is not None or (
@@ -140,10 +141,10 @@ def wrong_of_theirs(trainer: Any, step: StepState, items: Any) -> str:
     )
     if assumed and getattr(trainer, "loss_is_scaled_for_ga", None) is None:
         return _SUMMED.format(who=who, n=len(step.batches))
-    return "" if _even(step) else _ALIKE.format(name=who)
+    return "" if _counts_evenly(step) else _ALIKE.format(name=who)
 
 
-def _even(step: StepState) -> bool:
+def _counts_evenly(step: StepState) -> bool:
     return abs((step.share or 0) * len(step.batches) - 1) < 1e-9
 
 

@@ -60,7 +60,7 @@ class StepTimer:
         self._unwritten = False
 
     def begin(self) -> None:
-        """A step begins."""
+        """Starts the clock of a step, when its micro-batches are asked for."""
         self._began, self._stalled = time.perf_counter(), 0.0
 
     def record_launched(self) -> None:

@@ -17,11 +17,11 @@ from snugfit.frontends.trainer.finite_check import begin_step, raise_if_non_fini
 from snugfit.frontends.trainer.fit_plan import FitPlan
 from snugfit.frontends.trainer.fit_run import FitRun, open_run
 from snugfit.frontends.trainer.loss import (
-    is_the_users,
-    noticing,
+    is_users_own,
+    problem_of_model_loss,
+    problem_of_users_loss,
     share_of,
-    wrong_of_the_model,
-    wrong_of_theirs,
+    track_use,
 )
 from snugfit.frontends.trainer.out_of_memory import go_on_with_less, retry_step, update_broke
 from snugfit.frontends.trainer.setup import optimizer_is_theirs, users_numbers
@@ -170,15 +170,17 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
         step, share, plan = self.snugfit_run.step, self.snugfit_run.step.share, self.snugfit
         items = keywords.pop("num_items_in_batch", None)
         scaled = getattr(self, "loss_is_scaled_for_ga", None)
-        theirs = is_the_users(self)
-        given = noticing(items) if theirs and items is not None else None
+        theirs = is_users_own(self)
+        given = track_use(items) if theirs and items is not None else None
         if not theirs and len(step.batches) > 1 and not plan.loss.corrected:
-            plan.loss.corrected = plan.notices.warn_once(wrong_of_the_model(self, step, model, inputs, items))
+            plan.loss.corrected = plan.notices.warn_once(
+                problem_of_model_loss(self, step, model, inputs, items)
+            )
         with forward_context(plan.recipe.setup(), self.args.device, in_accelerate=True):
             made = super().compute_loss(model, inputs, *arguments, num_items_in_batch=given, **keywords)
         used = bool(given.used) if given is not None and scaled is None else bool(scaled)
         if theirs and len(step.batches) > 1 and not used:
-            plan.notices.warn_once(wrong_of_theirs(self, step, items))
+            plan.notices.warn_once(problem_of_users_loss(self, step, items))
         if used or share == 1:
             return made
         return (made[0] * share, *made[1:]) if isinstance(made, tuple) else made * share

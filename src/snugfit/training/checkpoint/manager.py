@@ -143,9 +143,9 @@ class CheckpointManager:
         """The newest checkpoint that is whole, when none is being written; None where there is none. Broken
         ones that are newer are told."""
         self.wait()
-        told = len(self.store.broken)
+        known = len(self.store.broken)
         checkpoint = self.store.newest()
-        for broken in self.store.broken[told:]:
+        for broken in self.store.broken[known:]:
             self._journal.tell("warning", text=f"ignored {broken}")
         return checkpoint
 

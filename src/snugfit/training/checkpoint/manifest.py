@@ -56,13 +56,13 @@ class SaveStopped(SnugfitError):
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """What a file holds."""
+    """The size and the checksum of a file."""
 
     bytes: int
-    """How many."""
+    """The size of the file."""
 
     sha256: str
-    """Their checksum, in hexadecimal digits."""
+    """The checksum of its bytes, in hexadecimal digits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class Checkpoint:
     """A checkpoint that was found whole."""
 
     folder: Path
-    """Where it stands."""
+    """The folder that it is."""
 
     step: int
     """The steps that were done when it was taken."""
@@ -97,14 +97,14 @@ def seal(folder: Path, step: int, about: Mapping[str, Any], stop: Callable[[], b
         raise SnugfitError(f"{MANIFEST} is the name of a checkpoint's manifest: nothing else may be kept so.")
     files = {name: _contents(folder, name, stop=stop, sync=True) for name in sorted(names)}
     _write_manifest(folder / MANIFEST, step, files, about)
-    for each in reversed(folders):
-        sync(each)
+    for inner in reversed(folders):
+        sync(inner)
     return files
 
 
 def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
-    with os.scandir(folder) as found:
-        for entry in found:
+    with os.scandir(folder) as entries:
+        for entry in entries:
             yield entry
             if entry.is_dir(follow_symlinks=False):
                 yield from _entries(Path(entry.path))
@@ -121,7 +121,7 @@ def _write_manifest(path: Path, step: int, files: Mapping[str, Contents], about:
         "files": {name: vars(contents) for name, contents in files.items()},
         "about": about,
     }
-    with _named(path):
+    with _naming(path):
         write_document(path, {**document, "sha256": checksum(document)})
         if path.stat().st_size > LARGEST_DOCUMENT:
             raise SnugfitError(f"{path.name} would have more than {LARGEST_DOCUMENT} bytes: tell less of it.")
@@ -136,7 +136,7 @@ def checksum(document: Mapping[str, Any]) -> str:
 def sync(path: Path) -> None:
     """Brings a file or a folder's entries to the disk. A file system that cannot do so for folders says that
     it does not know the request, and keeps them in its own way."""
-    with _named(path):
+    with _naming(path):
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -148,7 +148,7 @@ def sync(path: Path) -> None:
 
 
 @contextmanager
-def _named(path: Path) -> Iterator[None]:
+def _naming(path: Path) -> Iterator[None]:
     """Whatever the system refuses inside is told with this file's name."""
     try:
         yield
@@ -161,7 +161,7 @@ def _contents(folder: Path, name: str, *, stop: Callable[[], bool], sync: bool) 
     """Reads a plain file from its beginning to its end, and asks between pieces whether to stop."""
     path = folder / name
     digest, total, piece = hashlib.sha256(), 0, memoryview(bytearray(CHUNK_BYTES))
-    with _named(path):
+    with _naming(path):
         _plain(folder, name)
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(descriptor, "rb", buffering=0) as file:
@@ -179,15 +179,15 @@ def _contents(folder: Path, name: str, *, stop: Callable[[], bool], sync: bool) 
 
 def _plain(folder: Path, name: str) -> os.stat_result:
     """The file's state. Raises `BrokenCheckpoint` when it, or a folder on its way, is something else."""
-    here = folder
+    parent = folder
     for part in name.split("/")[:-1]:
-        here /= part
-        if not stat.S_ISDIR(os.lstat(here).st_mode):
-            raise BrokenCheckpoint(f"{name} lies behind {part}, which is {_kind(os.lstat(here).st_mode)}")
-    found = os.lstat(folder / name)
-    if not stat.S_ISREG(found.st_mode):
-        raise BrokenCheckpoint(f"{name} is {_kind(found.st_mode)}, not a plain file")
-    return found
+        parent /= part
+        if not stat.S_ISDIR(os.lstat(parent).st_mode):
+            raise BrokenCheckpoint(f"{name} lies behind {part}, which is {_kind(os.lstat(parent).st_mode)}")
+    state = os.lstat(folder / name)
+    if not stat.S_ISREG(state.st_mode):
+        raise BrokenCheckpoint(f"{name} is {_kind(state.st_mode)}, not a plain file")
+    return state
 
 
 def _kind(mode: int) -> str:
@@ -196,7 +196,7 @@ def _kind(mode: int) -> str:
     return "a folder" if stat.S_ISDIR(mode) else "a file" if stat.S_ISREG(mode) else "a special file"
 
 
-def glance(folder: Path, step: int) -> Checkpoint:
+def check_sizes(folder: Path, step: int) -> Checkpoint:
     """The checkpoint, when its manifest is right and every file is there with its size; no file is read.
 
     Raises as `verify` does.
@@ -207,14 +207,14 @@ def glance(folder: Path, step: int) -> Checkpoint:
             raise BrokenCheckpoint(f"it is {_kind(mode)}, not a folder")
         _plain(folder, MANIFEST)
         os.close(os.open(folder / MANIFEST, os.O_RDONLY))
-        found = _read_manifest(folder, step)
-        for name, due in found.files.items():
+        checkpoint = _read_manifest(folder, step)
+        for name, due in checkpoint.files.items():
             size = _plain(folder, name).st_size
             if size != due.bytes:
                 raise BrokenCheckpoint(f"{name} has {size} bytes, {due.bytes} are due")
     except OSError as refusal:
-        raise _meaning(refusal, folder) from None
-    return found
+        raise _error_of(refusal, folder) from None
+    return checkpoint
 
 
 def verify(folder: Path, step: int) -> Checkpoint:
@@ -222,18 +222,18 @@ def verify(folder: Path, step: int) -> Checkpoint:
 
     Raises `BrokenCheckpoint`; `NewerCheckpoint`; and `SnugfitError` when it cannot be read by us, now.
     """
-    found = glance(folder, step)
-    for name, due in found.files.items():
+    checkpoint = check_sizes(folder, step)
+    for name, due in checkpoint.files.items():
         try:
-            seen = _contents(folder, name, stop=lambda: False, sync=False)
+            contents = _contents(folder, name, stop=lambda: False, sync=False)
         except OSError as refusal:
-            raise _meaning(refusal, folder) from None
-        if seen != due:
+            raise _error_of(refusal, folder) from None
+        if contents != due:
             raise BrokenCheckpoint(f"{name} does not have the checksum that its manifest names")
-    return found
+    return checkpoint
 
 
-def _meaning(refusal: OSError, folder: Path) -> SnugfitError:
+def _error_of(refusal: OSError, folder: Path) -> SnugfitError:
     name = os.path.relpath(refusal.filename, folder) if refusal.filename else "a file"
     if refusal.errno == errno.ENOENT:
         another = " (a checkpoint that was not written by snugfit has none)" if name == MANIFEST else ""
@@ -267,11 +267,11 @@ def _read_manifest(folder: Path, step: int) -> Checkpoint:
         raise BrokenCheckpoint(f"{MANIFEST} is not one of snugfit's")
     if document.get("step") != step:
         raise BrokenCheckpoint(f"{MANIFEST} is of step {document.get('step')}")
-    contents = {name: _checked(name, fields) for name, fields in files.items()}
+    contents = {name: _contents_of(name, fields) for name, fields in files.items()}
     return Checkpoint(folder=folder, step=step, files=contents, about=about)
 
 
-def _checked(name: str, fields: object) -> Contents:
+def _contents_of(name: str, fields: object) -> Contents:
     if not _is_inside(name):
         raise BrokenCheckpoint(f"{MANIFEST} names {name!r}, which is no file inside the checkpoint")
     match fields:

@@ -41,7 +41,7 @@ class _Packer:
         self._names: dict[int, str] = {}
         self._seen: list[torch.Tensor] = []
 
-    def _named(self, tensor: torch.Tensor) -> str:
+    def _name_of(self, tensor: torch.Tensor) -> str:
         if id(tensor) not in self._names:
             self._seen.append(tensor)  # alive, so that no other tensor takes its id
             self._names[id(tensor)] = str(len(self.tensors))
@@ -52,18 +52,18 @@ class _Packer:
         import torch
 
         if isinstance(value, torch.Tensor):
-            return {TENSOR: self._named(value), "on": value.device.type}
+            return {TENSOR: self._name_of(value), "on": value.device.type}
         if isinstance(value, tuple):
             return {TUPLE: self._each(value)}
         if isinstance(value, list):
             return self._each(value)
         if isinstance(value, Mapping):
-            return {PAIRS: [[self.tree(key), self.tree(each)] for key, each in value.items()]}
+            return {PAIRS: [[self.tree(key), self.tree(item)] for key, item in value.items()]}
         return _plain(value)
 
     def _each(self, values: Sequence[Any]) -> list[Any]:
         """Generators' states are hundreds of numbers each, and training waits for this."""
-        return list(values) if set(map(type, values)) == {int} else [self.tree(each) for each in values]
+        return list(values) if set(map(type, values)) == {int} else [self.tree(value) for value in values]
 
 
 def _plain(value: Any) -> Any:
@@ -98,13 +98,13 @@ class _Unpacker:
         if name not in self._tensors:
             raise SnugfitError(f"A kept state names the tensor {name}, which is not there.")
         if name not in self._placed:
-            place = torch.device("cpu") if on == "cpu" else self._device
-            self._placed[name] = self._tensors[name].to(place, copy=True)
+            device = torch.device("cpu") if on == "cpu" else self._device
+            self._placed[name] = self._tensors[name].to(device, copy=True)
         return self._placed[name]
 
     def value(self, tree: Any) -> Any:
         if isinstance(tree, list):
-            return [self.value(each) for each in tree]
+            return [self.value(branch) for branch in tree]
         if not isinstance(tree, dict):
             return tree
         if TENSOR in tree:
@@ -112,7 +112,7 @@ class _Unpacker:
         if FLOAT in tree:
             return float(tree[FLOAT])
         if TUPLE in tree:
-            return tuple(self.value(each) for each in tree[TUPLE])
+            return tuple(self.value(branch) for branch in tree[TUPLE])
         if PAIRS in tree:
-            return {self.value(key): self.value(each) for key, each in tree[PAIRS]}
+            return {self.value(key): self.value(branch) for key, branch in tree[PAIRS]}
         raise SnugfitError(f"A kept state holds an object with the keys {', '.join(sorted(tree))}.")

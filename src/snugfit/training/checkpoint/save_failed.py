@@ -1,6 +1,6 @@
-"""What is said when the system refuses a save: which file, why, and how much room was needed and is left.
+"""The error when the system refuses a save: which file, why, and how much room was needed and is left.
 
-A library that is not Python's tells a refusal in words of its own: safetensors raises an error that is no
+A library that is not Python's words a refusal in its own way: safetensors raises an error that is no
 `OSError` and ends in `(os error 28)`. That number is the system's, so it is taken for what it is.
 """
 
@@ -32,7 +32,7 @@ class SaveFailed(SnugfitError):
 
 def why(fault: BaseException, draft: Path) -> str | None:
     """The file and the reason, when the system (or a file that is no plain one) is to blame; None when it is
-    not. Asked while the draft still stands."""
+    not. Called while the draft still stands."""
     if isinstance(fault, BrokenCheckpoint):
         return str(fault)
     refusal = _refusal(fault)
@@ -44,7 +44,7 @@ def why(fault: BaseException, draft: Path) -> str | None:
 
 
 def save_failed(final: Path, fault: BaseException, reason: str, needed_bytes: int | None) -> SaveFailed:
-    """The error that tells it. Asked when the draft is gone: what is free is then free indeed."""
+    """The error for it. Called when the draft is gone: what is free is then free indeed."""
     free = None
     with suppress(OSError):
         free = shutil.disk_usage(final.parent).free
@@ -52,9 +52,9 @@ def save_failed(final: Path, fault: BaseException, reason: str, needed_bytes: in
     if (refusal := _refusal(fault)) and refusal.errno in _NO_ROOM:
         room += [f"{show_bytes(needed_bytes)} are needed"] if needed_bytes is not None else []
         room += [f"{show_bytes(free)} are free"] if free is not None else []
-    told = f" ({', '.join(room)})" if room else ""
+    figures = f" ({', '.join(room)})" if room else ""
     return SaveFailed(
-        f"{final} could not be saved: {reason}{told}. What was saved before stands.",
+        f"{final} could not be saved: {reason}{figures}. What was saved before stands.",
         needed_bytes=needed_bytes,
         free_bytes=free,
     )

@@ -1,4 +1,4 @@
-"""Where a snapshot goes on the host: page-locked memory, taken once and used for each.
+"""Where a snapshot goes on the host: page-locked memory, taken once and used for every snapshot.
 
 What is copied to ordinary memory goes through a buffer of the driver's own; to page-locked memory the device
 writes by itself. But locking pages takes time too, so it is done once, in a thread, while the first steps
@@ -36,8 +36,8 @@ class Staging:
     def prepare(self, sizes: Iterable[int]) -> None:
         """Takes memory for tensors of so many bytes each, in a thread."""
         if self._locks:
-            wanted = list(sizes)
-            self._preparing = threading.Thread(target=self._take_all, args=(wanted,), name="snugfit-staging")
+            thread = threading.Thread(target=self._take_all, args=(list(sizes),), name="snugfit-staging")
+            self._preparing = thread
             self._preparing.start()
 
     def begin(self) -> None:

@@ -34,7 +34,7 @@ from snugfit.training.checkpoint.manifest import (
     BrokenCheckpoint,
     Checkpoint,
     SaveStopped,
-    glance,
+    check_sizes,
     seal,
     sync,
     verify,
@@ -52,7 +52,7 @@ class AllBroken(SnugfitError):
 
 @dataclass(frozen=True, kw_only=True)
 class Broken:
-    """A checkpoint that was passed over."""
+    """A checkpoint that was ignored, for it is damaged."""
 
     step: int
     """The one in its name."""
@@ -63,11 +63,11 @@ class Broken:
     fault: str
     """The file, and what is wrong with it."""
 
-    kept: Path
-    """Where it stands now: beside, unless the folder can only be read."""
+    moved_to: Path
+    """Where it stands now: under another name, unless the folder can only be read."""
 
     def __str__(self) -> str:
-        beside = f" (kept as {self.kept.name})" if self.kept != self.folder else ""
+        beside = f" (kept as {self.moved_to.name})" if self.moved_to != self.folder else ""
         return f"{self.folder.name}: {self.fault}{beside}"
 
 
@@ -77,12 +77,12 @@ class Store:
     def __init__(self, root: Path) -> None:
         self.root = root.absolute()
         self.broken: list[Broken] = []
-        """What `newest` passed over."""
+        """The checkpoints that `newest` ignored."""
 
     def prepare(self) -> None:
         """Makes the folder, and does once what every save does, so that a place that cannot hold checkpoints
         is refused before the first step. Raises `UsageError`."""
-        draft, shown = self._hidden("draft", 0), self._hidden("gone", 0)
+        draft, shown = self._hidden_name("draft", 0), self._hidden_name("gone", 0)
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             draft.mkdir()
@@ -130,12 +130,12 @@ class Store:
 
         Raises `SaveFailed` when the system refuses, and `SaveStopped` soon after `stop` says so.
         """
-        told = json.loads(json.dumps(dict(about), allow_nan=False))
-        draft = self._hidden("draft", step)
+        about = json.loads(json.dumps(dict(about), allow_nan=False))
+        draft = self._hidden_name("draft", step)
         try:
             draft.mkdir()
             fill(draft)
-            files = seal(draft, step, told, stop)
+            files = seal(draft, step, about, stop)
             if stop():
                 raise SaveStopped(f"The save of step {step} was stopped.")
             self._show(draft, step)
@@ -145,11 +145,11 @@ class Store:
             if reason is None:
                 raise
             raise save_failed(self._folder(step), fault, reason, needed_bytes) from fault
-        return Checkpoint(folder=self._folder(step), step=step, files=files, about=told)
+        return Checkpoint(folder=self._folder(step), step=step, files=files, about=about)
 
     def _show(self, draft: Path, step: int) -> None:
         """Gives a finished draft its name. Until it has it, what stood there is the store's still."""
-        final, before = self._folder(step), self._hidden("replaced", step)
+        final, before = self._folder(step), self._hidden_name("replaced", step)
         if os.path.lexists(final):
             final.rename(before)
         try:
@@ -165,31 +165,31 @@ class Store:
 
     def newest(self) -> Checkpoint | None:
         """The newest checkpoint that is whole, or None when there is none at all. Newer ones that are broken
-        are told in `broken` and kept aside under another name.
+        are listed in `broken` and kept under another name.
 
         Raises `AllBroken`, and then leaves everything as it is, so that the next start is refused as well;
         `NewerCheckpoint`; `SnugfitError` for a folder that cannot be read.
         """
-        passed: list[Broken] = []
-        for step, folder in self._standing():
+        ignored: list[Broken] = []
+        for step, folder in self._checkpoints():
             try:
-                found = verify(folder, step)
+                checkpoint = verify(folder, step)
             except BrokenCheckpoint as fault:
-                passed.append(Broken(step=step, folder=folder, fault=str(fault), kept=folder))
+                ignored.append(Broken(step=step, folder=folder, fault=str(fault), moved_to=folder))
                 continue
-            self.broken += [self._kept_aside(each) for each in passed]
-            return found
-        if not passed:
+            self.broken += [self._set_aside(broken) for broken in ignored]
+            return checkpoint
+        if not ignored:
             return None
-        self.broken += passed
+        self.broken += ignored
         raise AllBroken(
-            f"{self.root} holds checkpoints, and none of them is whole. {'; '.join(map(str, passed))}. Put a"
+            f"{self.root} holds checkpoints, and none of them is whole. {'; '.join(map(str, ignored))}. Put a"
             " whole one there, or begin anew with --restart, which keeps these under other names."
         )
 
-    def _kept_aside(self, broken: Broken) -> Broken:
+    def _set_aside(self, broken: Broken) -> Broken:
         try:
-            return replace(broken, kept=self._aside(broken.step, broken.folder, "broken"))
+            return replace(broken, moved_to=self._rename_aside(broken.step, broken.folder, "broken"))
         except OSError:  # a folder that can only be read
             return broken
 
@@ -200,7 +200,10 @@ class Store:
         Raises `SnugfitError` when the system refuses: the next start would go on from one of them.
         """
         try:
-            return [self._aside(*each, "before-restart") for each in reversed(self._standing())]
+            return [
+                self._rename_aside(step, folder, "before-restart")
+                for step, folder in reversed(self._checkpoints())
+            ]
         except OSError as refusal:
             raise SnugfitError(
                 f"{self.root}: the checkpoints there cannot be renamed ({refusal.strerror}), and a run that"
@@ -214,11 +217,15 @@ class Store:
 
         Raises `SnugfitError` when the system refuses.
         """
-        standing = [each for each in self._standing() if _NAME.fullmatch(each[1].name)]
-        whole = [(step, folder) for step, folder in standing if _looks_whole(folder, step)]
+        whole = [
+            (step, folder)
+            for step, folder in self._checkpoints()
+            if _NAME.fullmatch(folder.name) and _looks_whole(folder, step)
+        ]
         surplus = len(whole) - limit if limit is not None and limit > 0 else 0
-        spare = [each for each in reversed(whole[1:]) if each[0] not in keep][: max(0, surplus)]
-        gone = [self._hidden("gone", step) for step, _ in spare]
+        spare = [(step, folder) for step, folder in reversed(whole[1:]) if step not in keep]
+        spare = spare[: max(0, surplus)]
+        gone = [self._hidden_name("gone", step) for step, _ in spare]
         try:
             for (_, folder), hidden in zip(spare, gone):
                 folder.rename(hidden)
@@ -232,7 +239,7 @@ class Store:
             _remove(hidden)
         return [step for step, _ in spare]
 
-    def _standing(self) -> list[tuple[int, Path]]:
+    def _checkpoints(self) -> list[tuple[int, Path]]:
         """All that is called a checkpoint, newest first. One that was being replaced when its writer died
         comes after what stands in its place."""
         try:
@@ -243,33 +250,33 @@ class Store:
             raise SnugfitError(
                 f"{self.root} cannot be read: {refusal.strerror}. Name another folder."
             ) from None
-        found = [(int(mark[1]), True, path) for path in paths if (mark := _NAME.fullmatch(path.name))]
+        by_age = [(int(mark[1]), True, path) for path in paths if (mark := _NAME.fullmatch(path.name))]
         for path in paths:
             if (mark := _HIDDEN.fullmatch(path.name)) and mark[1] == "replaced":
-                found.append((int(mark[2]), False, path))
-        return [(step, path) for step, _, path in sorted(found, reverse=True)]
+                by_age.append((int(mark[2]), False, path))
+        return [(step, path) for step, _, path in sorted(by_age, reverse=True)]
 
-    def _aside(self, step: int, folder: Path, why: str) -> Path:
-        """Renames a checkpoint out of the way; gives its new place."""
-        kept = self.root / f"checkpoint-{step}.{why}"
+    def _rename_aside(self, step: int, folder: Path, why: str) -> Path:
+        """Renames a checkpoint out of the way; gives its new path."""
+        path = self.root / f"checkpoint-{step}.{why}"
         for number in itertools.count(2):
-            if not os.path.lexists(kept):
+            if not os.path.lexists(path):
                 break
-            kept = self.root / f"checkpoint-{step}.{why}-{number}"
-        folder.rename(kept)
+            path = self.root / f"checkpoint-{step}.{why}-{number}"
+        folder.rename(path)
         sync(self.root)
-        return kept
+        return path
 
     def _folder(self, step: int) -> Path:
         return self.root / f"checkpoint-{step}"
 
-    def _hidden(self, kind: str, step: int) -> Path:
+    def _hidden_name(self, kind: str, step: int) -> Path:
         return self.root / f".{kind}-{step}-{secrets.token_hex(4)}"
 
 
 def _looks_whole(folder: Path, step: int) -> bool:
     try:
-        return bool(glance(folder, step))
+        return bool(check_sizes(folder, step))
     except SnugfitError:
         return False
 
