@@ -187,15 +187,11 @@ def test_a_batch_is_padded_to_its_longest() -> None:
 
 
 @pytest.mark.parametrize(
-    ("longest", "multiple", "dynamic", "length"),
-    [
-        (3, None, True, 3), (3, 8, True, 8), (8, 8, True, 8), (9, 8, True, 12), (3, 5, True, 5),
-        (3, None, False, 12), (3, 8, False, 12),
-    ],
-)  # fmt: skip
-def test_lengths_of_batches(longest: int, multiple: int | None, dynamic: bool, length: int) -> None:
+    ("longest", "multiple", "length"), [(3, None, 3), (3, 8, 8), (8, 8, 8), (9, 8, 12), (3, 5, 5)]
+)
+def test_lengths_of_batches(longest: int, multiple: int | None, length: int) -> None:
     """Rounded up, and never beyond what the job was planned for."""
-    collate = Collate(job_of(Task.CAUSAL_LM), 0, pad_to_multiple_of=multiple, dynamic=dynamic)
+    collate = Collate(job_of(Task.CAUSAL_LM), 0, pad_to_multiple_of=multiple)
     batch = collate([{"input_ids": [7] * longest, "labels": [7] * longest}])
     assert batch["input_ids"].shape == batch["labels"].shape == (1, length)
     assert ("attention_mask" in batch) is (length > longest)
@@ -218,8 +214,6 @@ def test_labels_of_each_task() -> None:
     batch = target([{"input_ids": [7] * 9, "labels": [8]}, {"input_ids": [7], "labels": [8] * 5}])
     assert (batch["input_ids"].shape, batch["labels"].shape) == ((2, 12), (2, 8))
     assert batch["labels"][0].tolist() == [8] + [-100] * 7
-    whole = Collate(job_of(Task.SEQ2SEQ_LM), 0, dynamic=False)
-    assert whole([{"input_ids": [7], "labels": [8]}])["labels"].shape == (1, 8)
 
 
 @pytest.mark.parametrize("multiple", [None, 4])

@@ -90,16 +90,18 @@ def test_arrow_says_the_same(write: Callable[[Path], Path], tmp_path: Path) -> N
     assert rows.columns == ("text", "label")
 
 
-def test_a_split_is_chosen(tmp_path: Path) -> None:
+def test_a_split_is_chosen_by_its_folder(tmp_path: Path) -> None:
     path = _splits(tmp_path)
-    assert list(read_rows(path, split="test")) == ROWS[:1]
-    with pytest.raises(UsageError, match=r"no split 'tests'. Did you mean 'test'\? It has test, train"):
-        read_rows(path, split="tests")
-    with pytest.raises(UsageError, match=r"has no splits. Leave split='test' out"):
-        read_rows(_saved(tmp_path), split="test")
-    (tmp_path / "lines.txt").write_text("one")
-    with pytest.raises(UsageError, match="a file has no splits"):
-        read_rows(tmp_path / "lines.txt", split="train")
+    assert list(read_rows(path / "test")) == ROWS[:1]
+    import datasets
+
+    parts = {name: datasets.Dataset.from_list(ROWS[:1]) for name in ("dev", "test")}
+    datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "parts"))
+    with pytest.raises(
+        UsageError, match=r"which split\? It has dev, test. Give the folder of one: .*parts/dev"
+    ):
+        read_rows(tmp_path / "parts")
+    assert list(read_rows(tmp_path / "parts" / "dev")) == ROWS[:1]
 
 
 def test_a_saved_dataset_knows_its_classes() -> None:

@@ -20,7 +20,7 @@ from typing import Any, final
 
 from snugfit.data.rows import Row, Rows
 from snugfit.data.text_rows import LARGEST_IN_MEMORY
-from snugfit.errors import UsageError, did_you_mean, one_line
+from snugfit.errors import UsageError, one_line
 from snugfit.units import show_bytes
 
 
@@ -145,8 +145,8 @@ def is_saved_dataset(folder: Path) -> bool:
     return (folder / "dataset_info.json").exists() or (folder / "dataset_dict.json").exists()
 
 
-def load_saved(folder: Path, split: str | None) -> Rows:
-    """The dataset in this folder; of several splits `train`, unless another is named."""
+def load_saved(folder: Path) -> Rows:
+    """The dataset in this folder; of several splits `train`. Each split is a folder of its own in there."""
     import datasets
 
     try:
@@ -154,12 +154,10 @@ def load_saved(folder: Path, split: str | None) -> Rows:
     except Exception as error:  # json, arrow and the file system each have their own
         raise UsageError(f"{folder}: datasets cannot load this ({one_line(error)}).") from None
     if not isinstance(loaded, datasets.DatasetDict):
-        if split is not None:
-            raise UsageError(f"{folder}: this dataset has no splits. Leave split={split!r} out.")
         return DatasetRows(loaded, str(folder))
     names = [str(name) for name in loaded]
-    chosen = split or (names[0] if len(names) == 1 else "train")
+    chosen = names[0] if len(names) == 1 else "train"
     if chosen not in names:
-        said = f"no split {chosen!r}.{did_you_mean(chosen, names)}" if split else "which split?"
-        raise UsageError(f"{folder}: {said} It has {', '.join(names) or 'none'}: split='NAME'.")
+        cure = f" Give the folder of one: {folder / names[0]}." if names else ""
+        raise UsageError(f"{folder}: which split? It has {', '.join(names) or 'none'}.{cure}")
     return DatasetRows(loaded[chosen], f"{folder} ({chosen})")

@@ -45,9 +45,6 @@ class Collate:
     pad_to_multiple_of: int | None = field(default=None, kw_only=True)
     """Lengths are rounded up to multiples of it."""
 
-    dynamic: bool = field(default=True, kw_only=True)
-    """False pads every batch to the job's lengths."""
-
     def __post_init__(self) -> None:
         multiple = self.pad_to_multiple_of
         if multiple is not None and (not isinstance(multiple, int) or multiple < 1):
@@ -87,7 +84,7 @@ class Collate:
         if longest > most:
             raise UsageError(f"A sample of {longest} tokens, where the job was planned for {most} at most.")
         multiple = self.pad_to_multiple_of or 1
-        return min(-(-longest // multiple) * multiple, most) if self.dynamic else most
+        return min(-(-longest // multiple) * multiple, most)
 
 
 def _pad(lists: Sequence[Sequence[int]], length: int, fill: int) -> np.ndarray:

@@ -13,7 +13,7 @@ Nothing is downloaded.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,3 +84,8 @@ class MediaEntry:
             begins = f"a relative path begins at the dataset's file, in {self.folder}"
             return f" There is one where you are; {begins}."
         return ""
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """A shape for an error message: `3 x 224 x 224`."""
+    return " x ".join(map(str, shape))

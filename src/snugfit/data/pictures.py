@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
-from snugfit.data.media_files import MediaEntry
+from snugfit.data.media_files import MediaEntry, shape_text
 from snugfit.errors import UsageError, one_line
 
 if TYPE_CHECKING:
@@ -56,8 +56,8 @@ class PicturePreprocessor:
             raise UsageError(f"{entry.name}: the image processor refuses it ({one_line(error)}).") from error
         if tuple(pixels.shape) != self.shape:
             raise UsageError(
-                f"{entry.name}: the image processor makes {_sides(pixels.shape)} of it, and the job was"
-                f" planned for {_sides(self.shape)}. Set the processor's size (and do_center_crop, where"
+                f"{entry.name}: the image processor makes {shape_text(pixels.shape)} of it, and the job was"
+                f" planned for {shape_text(self.shape)}. Set the processor's size (and do_center_crop, where"
                 ' pictures come out in several), or "image_size" in the model\'s config.json.'
             )
         return pixels
@@ -135,7 +135,3 @@ def _kind(value: Any, pixels: np.ndarray) -> str:
     if pixels.ndim and pixels.dtype.kind != "O":
         return f"one of {pixels.dtype} and the shape {pixels.shape}"
     return "nothing (null)" if value is None else f"of type {type(value).__name__}"
-
-
-def _sides(shape: tuple[int, ...] | torch.Size) -> str:
-    return " x ".join(map(str, shape))

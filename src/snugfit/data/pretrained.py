@@ -1,7 +1,7 @@
 """What transformers' `from_pretrained` loads from a folder or the hub's cache, with one clear error when it
 cannot.
 
-The hub itself is asked only when `online` is; code that comes with a tokenizer or a processor is never run.
+The hub itself is never asked, and code that comes with a tokenizer or a processor is never run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ def load_pretrained(
     word: str,
     patterns: Sequence[str],
     file: str,
-    online: bool,
 ) -> Any:
     """What `load` makes of the name or folder. Raises `UsageError`.
 
@@ -38,13 +37,13 @@ def load_pretrained(
     if not folder.is_dir() and (folder.exists() or name.startswith((".", "/"))):
         raise UsageError(f"{folder}: the {word} is a folder with a {file}, or a name on the hub.")
     try:
-        return load(name, trust_remote_code=False, local_files_only=not online)
+        return load(name, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # OSError, ValueError, and whatever a broken file makes of it
         cure = f"Give a folder with a {file}"
-        if not folder.is_dir() and not online:
+        if not folder.is_dir():
             raise UsageError(
-                f"No folder {name!r}, and no {what} of that name in the hub's cache; the hub is not asked"
-                f" offline. {cure}, or add --online."
+                f"No folder {name!r}, and no {what} of that name in the hub's cache; the hub is not asked."
+                f" {cure}."
             ) from None
         raise UsageError(
             f"{name}: transformers cannot load its {what} ({one_line(error, 300)}). {cure}."

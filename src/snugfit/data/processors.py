@@ -20,7 +20,7 @@ from snugfit.job.job import Job, Task
 FILES = ("preprocessor_config.json", "processor_config.json")
 
 
-def load_processor(given: Any, job: Job, *, online: bool = False) -> Any:
+def load_processor(given: Any, job: Job) -> Any:
     """The image processor or feature extractor of this name, in this folder, or in this object of
     transformers. Raises `UsageError`."""
     inner, what = _KINDS[job.task]
@@ -32,7 +32,6 @@ def load_processor(given: Any, job: Job, *, online: bool = False) -> Any:
             word="processor",
             patterns=FILES,
             file=FILES[0],
-            online=online,
         )
     processor = getattr(given, inner, given)
     inputs = getattr(processor, "model_input_names", None)

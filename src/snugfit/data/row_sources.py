@@ -35,16 +35,14 @@ def read_rows(
     source: str | os.PathLike[str] | Sequence[Row],
     *,
     columns: Mapping[str, str] | None = None,
-    split: str | None = None,
 ) -> Rows:
     """The rows of a file, of several (a folder, or a pattern such as `data/*.jsonl`), of a folder that
     `save_to_disk` wrote, of a folder of pictures, or of a sequence of mappings. Raises `UsageError`.
 
-    `columns` names the column of a role where it is not called as usual: `{"text": "review"}`. `split` is the
-    part of a saved dataset that has several; `train` unless another is named.
+    `columns` names the column of a role where it is not called as usual: `{"text": "review"}`.
     """
     if isinstance(source, str | os.PathLike):
-        rows = _rows_at(Path(source).expanduser(), split)
+        rows = _rows_at(Path(source).expanduser())
     else:
         rows = _rows_in_memory(source)
     if columns is not None and not isinstance(columns, Mapping):
@@ -69,14 +67,10 @@ def _rows_in_memory(rows: object) -> Rows:
     return MemoryRows(cast("Sequence[Row]", rows))
 
 
-def _rows_at(path: Path, split: str | None) -> Rows:
+def _rows_at(path: Path) -> Rows:
     try:
         if is_saved_dataset(path):
-            return load_saved(path, split)
-        if split is not None:
-            raise UsageError(
-                f"{path}: a file has no splits. Leave split={split!r} out, or give the split's file."
-            )
+            return load_saved(path)
         if path.is_dir():
             return _folder(path)
         if not path.exists() and glob.has_magic(str(path)):

@@ -44,9 +44,6 @@ class Samples(IndexedSamples):
     inputs: Ragged
     """The token ids of each sample."""
 
-    rows: np.ndarray
-    """The row that each sample was made of, (N); of a packed one, the row that it begins with."""
-
     labels: Ragged | None = None
     """A label to each token, or the target's tokens. None where the tokens themselves are predicted."""
 
@@ -103,7 +100,6 @@ class Samples(IndexedSamples):
         return replace(
             self,
             inputs=self.inputs.filter(keep),
-            rows=self.rows[keep],
             labels=self.labels and self.labels.filter(keep),
             label=None if self.label is None else self.label[keep],
             types=self.types and self.types.filter(keep),
@@ -113,9 +109,7 @@ class Samples(IndexedSamples):
     def pack(self, length: int) -> Samples:
         """The tokens of all samples, one behind the other, in samples of this length."""
         inputs = self.inputs.recut(length)
-        begins = self.inputs.lists_of(inputs.starts[:-1])
-        lost = len(self.inputs.values) - len(inputs.values)
-        return replace(self, inputs=inputs, rows=self.rows[begins], cut_tokens=lost)
+        return replace(self, inputs=inputs, cut_tokens=len(self.inputs.values) - len(inputs.values))
 
 
 def samples_of(
@@ -124,20 +118,18 @@ def samples_of(
     tokenizer: Any | None,
     *,
     pack: bool = False,
-    max_length: int | None = None,
     label_names: Sequence[str] = (),
     seed: int = 0,
 ) -> Samples:
     """The rows as samples of the job. Raises `UsageError` that names the row.
 
-    Cut at `max_length` tokens, at most the job's sequence length. `pack` (causal-lm) joins texts by the end
+    They are cut at the job's sequence length. `pack` (causal-lm) joins texts by the end
     token and cuts the whole into samples of that length, so that nothing is padded; attention then reaches
     across the texts within a sample, as in GPT-2's own training. What is left over at the end is dropped.
     `label_names` is the order of classes in the split that is trained on, for one that is evaluated. `seed`
     decides which tokens a masked language model predicts. `tokenizer` may be None for rows that have
     `input_ids`.
     """
-    length = _length(job, max_length)
     columns = columns_of(rows, job)
     if pack and (job.task is not Task.CAUSAL_LM or set(columns) & {"prompt", "messages", "label"}):
         what = job.task if job.task is not Task.CAUSAL_LM else "a prompt, messages or labels of one's own"
@@ -145,7 +137,7 @@ def samples_of(
     words = None if tokenizer is None else Tokenizer(tokenizer)
     if pack and (words is None or words.end is None):
         raise UsageError("Packing joins texts by the end token, and this tokenizer has none. Leave it out.")
-    encoder = Encoder(rows, columns, job, words, limit=None if pack else length)
+    encoder = Encoder(rows, columns, job, words, limit=None if pack else job.sequence_length)
     samples, row_labels = _gather(encoder)
     names = one_order(label_names, rows.class_names(columns.get("label", "")), rows.source)
     samples = _with_label_numbers(samples, row_labels, job, names, rows.where)
@@ -158,20 +150,7 @@ def samples_of(
         samples = replace(samples, notes=(note, *((NO_TOOLS,) if "tools" in rows.columns else ())))
     if job.task is Task.MASKED_LM and samples.labels is None:
         samples = replace(samples, masking=Masking.of(tokenizer, vocabulary, seed=seed))
-    return samples.pack(length) if pack else _without_untrainable(samples, job, rows.where)
-
-
-def _length(job: Job, max_length: int | None) -> int:
-    if max_length is None:
-        return job.sequence_length
-    if isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 1:
-        raise UsageError(f"max_length is {max_length!r}; it is a number of tokens, from 1 up.")
-    if max_length > job.sequence_length:
-        raise UsageError(
-            f"max_length is {max_length}, and the job was planned for sequences of {job.sequence_length}"
-            " tokens: set the job's sequence length."
-        )
-    return max_length
+    return samples.pack(job.sequence_length) if pack else _without_untrainable(samples, job, rows.where)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,8 +167,6 @@ class _RowLabels:
 
 def _gather(encoded: Iterable[Encoded]) -> tuple[Samples, _RowLabels]:
     """Every row's tokens in arrays, and the labels that are yet to become numbers."""
-    import numpy as np
-
     inputs, labels, types = RaggedBuilder(), RaggedBuilder(), RaggedBuilder()
     row_labels = _RowLabels(values=[], rows=array("q"))
     cut, lost, labelled, typed = 0, 0, False, False
@@ -202,10 +179,8 @@ def _gather(encoded: Iterable[Encoded]) -> tuple[Samples, _RowLabels]:
         row_labels.rows.extend([number] * len(row.row_labels))
         labelled, typed = labelled or row.labels is not None, typed or row.types is not None
         cut, lost = cut + (row.cut > 0), lost + row.cut
-    ids = inputs.build()
     samples = Samples(
-        inputs=ids,
-        rows=np.arange(len(ids), dtype=np.int64),
+        inputs=inputs.build(),
         labels=labels.build() if labelled else None,
         types=types.build() if typed else None,
         cut=cut,

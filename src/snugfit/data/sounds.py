@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
-from snugfit.data.media_files import MediaEntry
+from snugfit.data.media_files import MediaEntry, shape_text
 from snugfit.errors import UsageError, one_line
 
 if TYPE_CHECKING:
@@ -64,8 +64,8 @@ class SoundPreprocessor:
             ) from error
         if self.shape is not None and features.shape != self.shape:
             raise UsageError(
-                f"{entry.name}: the feature extractor makes {_sides(features.shape)} of it, and the model"
-                f" hears {_sides(self.shape)}. Is it another model's?"
+                f"{entry.name}: the feature extractor makes {shape_text(features.shape)} of it, and the model"
+                f" hears {shape_text(self.shape)}. Is it another model's?"
             )
         return features.astype("float32", copy=False)
 
@@ -192,7 +192,3 @@ def _by_soundfile(content: bytes, entry: MediaEntry, said: str) -> Sound:
     except Exception as error:  # libsndfile's
         raise UsageError(f"{entry.name}: this is no sound that can be read ({one_line(error)}).") from None
     return Sound(sound.mean(axis=1), int(rate))
-
-
-def _sides(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape))

@@ -13,7 +13,7 @@ from snugfit.errors import UsageError, one_line
 from snugfit.job.job import Job
 
 
-def load_tokenizer(name_or_folder: str | os.PathLike[str], *, online: bool = False) -> Any:
+def load_tokenizer(name_or_folder: str | os.PathLike[str]) -> Any:
     """transformers' tokenizer of this name, or in this folder. Raises `UsageError`."""
     from transformers import AutoTokenizer
 
@@ -24,7 +24,6 @@ def load_tokenizer(name_or_folder: str | os.PathLike[str], *, online: bool = Fal
         word="tokenizer",
         patterns=("*token*", "*vocab*"),
         file="tokenizer.json",
-        online=online,
     )
 
 
