@@ -254,7 +254,7 @@ def test_a_run_that_cannot_be_measured_keeps_its_place(
         raise UsageError("the GPU is somebody's")
 
     monkeypatch.setattr("snugfit.measurement.measure.measure", measure)
-    run, device = room.see(a_run(outcome=None, measured=None))
+    run, device = room.measure_run(a_run(outcome=None, measured=None))
     assert (run.outcome, run.message, device) == ("refused", "the GPU is somebody's", None)
     assert run.complaint
 

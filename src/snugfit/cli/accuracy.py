@@ -174,10 +174,10 @@ def _draw(
     with show_progress() as tell:
         how: Any = {"file": file, "measured": measured, "tell": tell}
         if kind == "within-job":
-            result = draws.within_jobs(seed, named or count, recipes, gpu, workers=workers, **how)
+            result = draws.accuracy_within_jobs(seed, named or count, recipes, gpu, workers=workers, **how)
         elif kind == "top":
-            jobs, rank = named or draws.drawn_jobs(seed, count), _ranking(gpu, recipes, workers, tell)
-            result = draws.best_of(jobs, recipes, rank, gpu, seed=None if named else seed, **how)
+            jobs, rank = named or draws.draw_jobs(seed, count), _ranking(gpu, recipes, workers, tell)
+            result = draws.accuracy_of_best(jobs, recipes, rank, gpu, seed=None if named else seed, **how)
         else:
             result = draws.accuracy(seed, count, gpu, workers=workers, **how)
     return result, file

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
@@ -216,6 +215,8 @@ _PLAIN = ("seed", "gpu", "device", "kind", "rates", "rescored")
 
 
 def error_quantiles(errors: list[float], shares: Iterable[float] = (0.5, 0.9, 1.0)) -> Iterator[float | None]:
-    """The smallest error that is not exceeded by each share of the runs; None without runs."""
+    """For each share the smallest error that this share of the runs does not exceed; None without runs."""
+    import numpy as np
+
     for share in shares:
-        yield errors[max(0, math.ceil(round(share * len(errors), 6)) - 1)] if errors else None
+        yield float(np.quantile(errors, share, method="inverted_cdf")) if errors else None

@@ -1,10 +1,10 @@
-"""How good predictions are on jobs that nobody chose: drawn, predicted, measured, and laid side by side.
+"""Scores predictions on jobs that nobody chose: drawn at random, predicted, measured, and compared.
 
 Predictions are made in worker processes and measurements one after the other in processes of their own, so
 a run is measured while later ones are still being predicted. Nothing drawn is left out of the result: a draw
-that could not be predicted, or whose run died, keeps its place and says why. The document is written again
-after every run, whole each time, so that an interrupted session leaves what it has; `measure_rest` goes on
-where one stopped, or measures on one machine what was predicted on another.
+that could not be predicted, or whose run died, stays in it and says why. The whole document is written again
+after every run, so that an interrupted session leaves what it has; `measure_rest` continues one, or measures
+on one machine what was predicted on another.
 
 Three kinds of draws: a job and a recipe each (how large are errors?), several recipes of each job (is their
 order right?), and the best recipes of each job's plan (is its first choice the best?).
@@ -18,18 +18,18 @@ from datetime import UTC, datetime
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from snugfit.comparison.compared_runs import Accuracy, ComparedRun
 from snugfit.errors import GpuError, SnugfitError
-from snugfit.evaluation.accuracy_files import keep
-from snugfit.evaluation.draw import job_for
+from snugfit.evaluation.accuracy_files import write
+from snugfit.evaluation.draw import draw_training_job
 from snugfit.evaluation.predict_runs import (
     PlannedRecipe,
     predict_again,
     predict_draw,
     predict_drawn_job,
-    recipes_of,
+    predict_recipes,
 )
 from snugfit.measurement.stopwatch import WARMUP, steady_steps
 from snugfit.prediction.profile import installed_versions
@@ -46,8 +46,8 @@ DEADLINE_SECONDS = 240.0
 
 Tell = Callable[[str], None]
 Ranked = Callable[["Job"], Sequence[PlannedRecipe]]
-"""A job's best recipes by its plan, the best first. Planning stands beside this room, so whoever knows both
-hands it in."""
+"""A job's best recipes by its plan, the best first. Planning is on the same floor as this room, so a caller
+above both passes it in."""
 
 
 def accuracy(
@@ -60,17 +60,18 @@ def accuracy(
     workers: int = 1,
     tell: Tell = lambda line: None,
 ) -> Accuracy:
-    """Draws `count` runs from `seed`, predicts each for `gpu`, measures it here, and keeps all in `file`.
+    """Draws `count` runs from `seed`, predicts each for `gpu`, measures it here, and writes all to `file`.
 
-    `tell` hears what is being done. Raises `SnugfitError` when `file` cannot be written.
+    `tell` is called with what is being done. Raises `SnugfitError` when `file` cannot be written.
     """
     tell("predicting the first draw")
-    foreseen = map_in_processes(partial(predict_draw, seed, gpu), range(count), workers=workers)
-    begun = _begun(gpu, seed, "drawn")
-    return _gathered(begun, foreseen, file=file, measured=measured, total=count, tell=tell)
+    runs = map_in_processes(partial(predict_draw, seed, gpu), range(count), workers=workers)
+    return _measure_all(
+        _empty(gpu, seed, "drawn"), runs, file=file, measured=measured, total=count, tell=tell
+    )
 
 
-def within_jobs(
+def accuracy_within_jobs(
     seed: int,
     jobs: int | Sequence[Job],
     recipes: int,
@@ -81,30 +82,31 @@ def within_jobs(
     workers: int = 1,
     tell: Tell = lambda line: None,
 ) -> Accuracy:
-    """The same with several drawn recipes of each job; `jobs` are so many drawn ones, or these."""
+    """`accuracy` with several drawn recipes of each job; `jobs` are so many drawn ones, or these."""
     tell("predicting the first job")
     if isinstance(jobs, int):
         groups = map_in_processes(
             partial(predict_drawn_job, seed, gpu, recipes), range(jobs), workers=workers
         )
     else:
-        asked = partial(_recipes_of, gpu, recipes, seed)
-        groups = map_in_processes(asked, list(enumerate(jobs)), workers=workers)
+        predict = partial(_predict_numbered, gpu, recipes, seed)
+        groups = map_in_processes(predict, list(enumerate(jobs)), workers=workers)
     total = recipes * (jobs if isinstance(jobs, int) else len(jobs))
-    begun = _begun(gpu, seed, "within-job")
-    return _gathered(begun, chain.from_iterable(groups), file=file, measured=measured, total=total, tell=tell)
+    result, runs = _empty(gpu, seed, "within-job"), chain.from_iterable(groups)
+    return _measure_all(result, runs, file=file, measured=measured, total=total, tell=tell)
 
 
-def _recipes_of(gpu: Gpu, recipes: int, seed: int, job: tuple[int, Job]) -> list[ComparedRun]:
-    return recipes_of(job[1], gpu, recipes, seed=seed, number=job[0])
+def _predict_numbered(gpu: Gpu, recipes: int, seed: int, numbered: tuple[int, Job]) -> list[ComparedRun]:
+    number, job = numbered
+    return predict_recipes(job, gpu, recipes, seed=seed, number=number)
 
 
-def drawn_jobs(seed: int, count: int) -> list[Job]:
+def draw_jobs(seed: int, count: int) -> list[Job]:
     """So many drawn jobs that train."""
-    return [job_for(seed, number).job for number in range(count)]
+    return [draw_training_job(seed, number).job for number in range(count)]
 
 
-def best_of(
+def accuracy_of_best(
     jobs: Sequence[Job],
     count: int,
     ranked: Ranked,
@@ -115,14 +117,14 @@ def best_of(
     measured: bool = True,
     tell: Tell = lambda line: None,
 ) -> Accuracy:
-    """The same with the best `count` recipes of each job's plan. A plan that fails keeps its job's place."""
+    """`accuracy` with the best `count` recipes of each job's plan. A plan that fails is one refused run."""
 
-    def planned() -> Iterator[ComparedRun]:
-        for place, job in enumerate(jobs):
-            tell(f"planning job {place + 1} of {len(jobs)}: {job.model.name}")
-            first = place * count
+    def plan_all() -> Iterator[ComparedRun]:
+        for number, job in enumerate(jobs):
+            tell(f"planning job {number + 1} of {len(jobs)}: {job.model.name}")
+            first = number * count
             try:
-                found = ranked(job)[:count]
+                planned = ranked(job)[:count]
             except SnugfitError as failure:
                 yield ComparedRun(
                     number=first,
@@ -132,22 +134,21 @@ def best_of(
                     refused=str(failure),
                 )
                 continue
-            yield from (each.run(job, first + rank) for rank, each in enumerate(found))
+            yield from (recipe.run(job, first + rank) for rank, recipe in enumerate(planned))
 
-    total = count * len(jobs)
-    begun = _begun(gpu, seed, "top")
-    return _gathered(begun, planned(), file=file, measured=measured, total=total, tell=tell)
+    result, total = _empty(gpu, seed, "top"), count * len(jobs)
+    return _measure_all(result, plan_all(), file=file, measured=measured, total=total, tell=tell)
 
 
 def measure_rest(result: Accuracy, *, file: Path, tell: Tell = lambda line: None) -> Accuracy:
-    """The draw with what was not measured yet measured here; `file` always holds all of its runs."""
+    """The draw with the runs measured here that were not yet; `file` always holds all of its runs."""
     runs = list(result.runs)
-    waiting = [place for place, run in enumerate(runs) if run.outcome is None]
-    for done, place in enumerate(waiting):
-        tell(f"measuring {done + 1} of {len(waiting)}: {runs[place].job.model.name} · {runs[place].recipe}")
-        runs[place], device = see(runs[place])
+    unmeasured = [index for index, run in enumerate(runs) if run.outcome is None]
+    for done, index in enumerate(unmeasured):
+        tell(f"measuring {done + 1} of {len(unmeasured)}: {_describe(runs[index])}")
+        runs[index], device = measure_run(runs[index])
         result = replace(result, device=result.device or device, runs=tuple(runs))
-        keep(result, file)
+        write(result, file)
     return result
 
 
@@ -160,28 +161,33 @@ def rescore(
     workers: int = 1,
     tell: Tell = lambda line: None,
 ) -> Accuracy:
-    """The draw predicted again with today's code, and these rates or today's. What was measured stands, what
-    was foreseen at first is kept, and the document says that its predictions are no forecasts."""
-    source = rates.source if rates else _source(gpu)
+    """The draw predicted again with today's code, and these rates or today's.
+
+    The measurements stay, the first predictions are kept beside the new ones, and the document says that its
+    predictions are no forecasts.
+    """
     runs: list[ComparedRun] = []
     for run in map_in_processes(partial(predict_again, gpu, rates), result.runs, workers=workers):
         runs.append(run)
         tell(f"predicted {len(runs)} of {len(result.runs)} again")
     versions = installed_versions()
-    told = f"{datetime.now(UTC):%Y-%m-%d}, with snugfit {versions['snugfit']} and torch {versions['torch']}"
+    rescored = (
+        f"{datetime.now(UTC):%Y-%m-%d}, with snugfit {versions['snugfit']} and torch {versions['torch']}"
+    )
     again = replace(
         result,
         runs=tuple(runs),
         versions=versions,
         original_versions=result.original_versions or result.versions,
-        rates=source,
-        rescored=told,
+        rates=rates.source if rates else _rates_source(gpu),
+        rescored=rescored,
     )
-    keep(again, file)
+    write(again, file)
     return again
 
 
-def _begun(gpu: Gpu, seed: int | None, kind: str) -> Accuracy:
+def _empty(gpu: Gpu, seed: int | None, kind: str) -> Accuracy:
+    """A result without runs."""
     return Accuracy(
         seed=seed,
         gpu=gpu.name,
@@ -189,40 +195,51 @@ def _begun(gpu: Gpu, seed: int | None, kind: str) -> Accuracy:
         versions=installed_versions(),
         runs=(),
         kind=kind,
-        rates=_source(gpu),
+        rates=_rates_source(gpu),
     )
 
 
-def _source(gpu: Gpu) -> str:
-    """Where this GPU's rates come from; nothing where none are known."""
+def _rates_source(gpu: Gpu) -> str:
+    """The source of this GPU's rates; empty where none are known."""
     try:
         return rates_for(gpu).source
     except GpuError:
         return ""
 
 
-def _gathered(
-    result: Accuracy, foreseen: Iterable[ComparedRun], *, file: Path, measured: bool, total: int, tell: Tell
+def _measure_all(
+    result: Accuracy, predicted: Iterable[ComparedRun], *, file: Path, measured: bool, total: int, tell: Tell
 ) -> Accuracy:
-    """The runs, measured as they come; `file` always holds those that are done."""
-    for place, each in enumerate(foreseen):
-        run, device = each, None
+    """The runs, measured as they come (if `measured`); `file` always holds those that are done."""
+    for number, predicted_run in enumerate(predicted, 1):
+        run, device = predicted_run, None
         if measured:
-            tell(f"measuring {place + 1} of {total}: {run.job.model.name} · {run.recipe}")
-            run, device = see(run)
+            tell(f"measuring {number} of {total}: {_describe(run)}")
+            run, device = measure_run(run)
         result = replace(result, device=device or result.device, runs=(*result.runs, run))
-        keep(result, file)
-        if place + 1 < total:
-            tell(f"predicting {place + 2} of {total}")
+        write(result, file)
+        if number < total:
+            tell(f"predicting {number + 1} of {total}")
     return result
 
 
-def see(run: ComparedRun) -> tuple[ComparedRun, str | None]:
-    """The run measured here, in a process of its own; and on what."""
+def _describe(run: ComparedRun) -> str:
+    return f"{run.job.model.name} · {run.recipe}"
+
+
+class MeasuredRun(NamedTuple):
+    """A run after its measurement, and the device that it ran on (None when it was refused)."""
+
+    run: ComparedRun
+    device: str | None
+
+
+def measure_run(run: ComparedRun) -> MeasuredRun:
+    """Measures the run here, in a process of its own."""
     from snugfit.measurement.measure import measure
 
     try:
-        seen = measure(
+        measurement = measure(
             run.job,
             run.recipe,
             warmup=WARMUP,
@@ -231,19 +248,20 @@ def see(run: ComparedRun) -> tuple[ComparedRun, str | None]:
             ledger=None,
         )
     except SnugfitError as refusal:
-        return replace(run, outcome="refused", message=str(refusal)), None
-    done = replace(
+        return MeasuredRun(replace(run, outcome="refused", message=str(refusal)), None)
+    timing = measurement.timing
+    measured = replace(
         run,
-        outcome=seen.outcome,
-        measured=seen.footprint,
-        step_seconds=seen.timing.step_seconds if seen.timing else None,
-        every_step_seconds=seen.timing.every_seconds if seen.timing else None,
-        spread=seen.timing.spread if seen.timing else None,
-        contaminated=seen.contaminated,
-        crowded=seen.crowded,
-        disturbed=seen.disturbed,
-        message=seen.message,
-        when=seen.when,
-        versions=seen.versions,
+        outcome=measurement.outcome,
+        measured=measurement.footprint,
+        step_seconds=timing.step_seconds if timing else None,
+        every_step_seconds=timing.every_seconds if timing else None,
+        spread=timing.spread if timing else None,
+        contaminated=measurement.contaminated,
+        crowded=measurement.crowded,
+        disturbed=measurement.disturbed,
+        message=measurement.message,
+        when=measurement.when,
+        versions=measurement.versions,
     )
-    return done, seen.device.name
+    return MeasuredRun(measured, measurement.device.name)

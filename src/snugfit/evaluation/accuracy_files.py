@@ -1,4 +1,5 @@
-"""Draws as files: written whole or not at all, and read with suspicion."""
+"""Reads and writes results of `snugfit accuracy`, and the rates that rescore them; every fault is one
+error."""
 
 from __future__ import annotations
 
@@ -10,13 +11,14 @@ from snugfit.errors import SnugfitError, UsageError
 from snugfit.job.gpu import Gpu
 from snugfit.prediction.rates import Rates
 
-LARGEST_FILE = 64 << 20
+MAX_BYTES = 64 << 20
+"""Of a result that is read."""
 
 
 def read(file: Path) -> Accuracy:
-    """The draw in a file. Raises `UsageError` when it is none of ours."""
+    """The result in a file. Raises `UsageError` when it holds none."""
     try:
-        document = read_document(file, limit=LARGEST_FILE)
+        document = read_document(file, limit=MAX_BYTES)
     except FileNotFoundError:
         raise UsageError(f"{file}: no such file.") from None
     except BadDocument as fault:
@@ -37,8 +39,8 @@ def read(file: Path) -> Accuracy:
         raise _no_result(file, f"it is damaged ({fault})") from None
 
 
-def keep(result: Accuracy, file: Path) -> None:
-    """Writes the draw. Raises `SnugfitError` when it cannot be written."""
+def write(result: Accuracy, file: Path) -> None:
+    """Writes the result, all or nothing. Raises `SnugfitError` when it cannot be written."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_document(file, result.to_json())
@@ -47,7 +49,7 @@ def keep(result: Accuracy, file: Path) -> None:
 
 
 def read_rates(file: Path, gpu: Gpu) -> Rates:
-    """The rates in a calibration's file. Raises `UsageError` when they are none, or another GPU's."""
+    """The rates in a calibration's file. Raises `UsageError` when it holds none, or another GPU's."""
     try:
         document = read_document(file)
         rates = Rates.from_json(document["rates"])

@@ -1,16 +1,15 @@
-"""Jobs and recipes that nobody chose: drawn from a seed, the same on every machine.
+"""Draws jobs and recipes at random from a seed, the same on every machine.
 
-A draw goes round the families in an order that the seed shuffles, so that a dozen draws meet a dozen
-families. Each number has a random stream of its own, made of the seed and the number: what happens to one
-draw moves no other. A stream gives proposals one after the other; those that are too small to tell an error
-from the grain of the allocator (segments of 20 MiB), too large, or whose recipe cannot go with the job, are
-passed over. All of that is decided by arithmetic here and by the techniques' own objections, never by a
-prediction or by the machine.
+Draws cycle through the families in an order that the seed shuffles, so that a dozen draws cover a dozen
+families. Each number has a random stream of its own, seeded by the seed and the number: one draw influences
+no other. A stream yields proposals; those that are too small to tell an error from the granularity of the
+allocator (segments of 20 MiB), too large, or whose recipe is not valid for the job, are skipped. All of that
+is decided by arithmetic here and by the techniques' own objections, never by a prediction or by the machine.
 
-A recipe may still turn out unlawful when the model is built (peft knows no targets for it, a layer hands on
-more than its hidden state). Then `proposals` goes on to the next, and whoever draws says what was passed by.
+A recipe may still turn out invalid when the model is built (peft knows no targets for it, a layer returns
+more than its hidden state). Then `proposals` yields the next, and the caller records what was skipped.
 
-`recipes_for` draws recipes for one job, so that their order can be told: across jobs it tells nothing.
+`draw_recipes` draws recipes for one job, so that they can be ranked: across jobs a rank means nothing.
 """
 
 from __future__ import annotations
@@ -33,50 +32,45 @@ from snugfit.techniques.technique import Slot
 from snugfit.units import GIB
 
 PLAIN_SHARE = 0.6
-"""How often a slot stays plain; else each of its other techniques is as likely."""
+"""Probability that a slot stays plain; else each of its other techniques is as likely."""
 
-SMALLEST, LARGEST = 2 * GIB, 48 * GIB
-"""Between them lies the rough size of a drawn job, done the plainest way."""
+MIN_BYTES, MAX_BYTES = 2 * GIB, 48 * GIB
+"""Bounds on the rough size of a drawn job under the plain recipe."""
 
-MOST_FLOPS = 3e13
+MAX_FLOPS = 3e13
 """Of one optimizer step: half a second to a second in fp32 on an H200."""
 
-MOST_PROPOSALS = 2_000
+MAX_PROPOSALS = 2_000
 """Of one number, before something must be wrong with the ranges."""
 
-EVALUATIONS = 0.08
+EVALUATION_SHARE = 0.08
 """Share of jobs that only evaluate."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrawnJob:
-    """One job with one recipe."""
+    """A drawn job with a drawn recipe."""
 
     number: int
-    """From 0."""
-
+    """Of the draw, from 0."""
     family: str
-    """Its model's."""
-
+    """Of the model, as `families.py` names it."""
     job: Job
-    """What must be trained."""
-
     recipe: Recipe
-    """How."""
 
 
 def proposals(seed: int, number: int) -> Iterator[DrawnJob]:
-    """Lawful draws for this number, best taken in order; the first is the draw unless it cannot be built."""
+    """Valid draws for this number, in order; the first is the draw unless its model cannot be built."""
     family = _family(seed, number)
     rng = random.Random(f"snugfit {seed} {number}")
-    for _ in range(MOST_PROPOSALS):
+    for _ in range(MAX_PROPOSALS):
         job = _draw_job(family, rng)
         recipe = _draw_recipe(job, rng) if job else None
         if job and recipe:
             yield DrawnJob(number=number, family=family.name, job=job, recipe=recipe)
 
 
-def job_for(seed: int, number: int) -> DrawnJob:
+def draw_training_job(seed: int, number: int) -> DrawnJob:
     """The first job of this number that trains, and the recipe that was drawn with it."""
     for drawn in proposals(seed, number):
         if drawn.job.trains:
@@ -84,16 +78,16 @@ def job_for(seed: int, number: int) -> DrawnJob:
     raise SnugfitError(f"Draw {number} of seed {seed} gave no job that trains.")
 
 
-def recipes_for(job: Job, seed: int) -> Iterator[Recipe]:
-    """Different lawful recipes for this job, the plain one first; the seed and the job choose them."""
+def draw_recipes(job: Job, seed: int) -> Iterator[Recipe]:
+    """Distinct valid recipes for this job, the plain one first; the seed and the job determine them."""
     rng = random.Random(f"snugfit recipes {seed} {json.dumps(job.to_json(), sort_keys=True)}")
     plain = Recipe()
-    given = {plain}
+    yielded = {plain}
     yield plain
-    for _ in range(MOST_PROPOSALS):
+    for _ in range(MAX_PROPOSALS):
         recipe = _draw_recipe(job, rng)
-        if recipe is not None and recipe not in given:
-            given.add(recipe)
+        if recipe is not None and recipe not in yielded:
+            yielded.add(recipe)
             yield recipe
 
 
@@ -110,13 +104,13 @@ def _draw_job(family: Family, rng: random.Random) -> Job | None:
     batch = round(2 ** rng.uniform(0, 6))
     sequence, target = _draw_length(family.longest, rng), _draw_length(min(family.longest, 448), rng)
     padded = rng.random() < 0.25 and task is not Task.IMAGE_CLASSIFICATION
-    if not _worth_it(sizes, task, batch, sequence, target):
+    if not _is_size_allowed(sizes, task, batch, sequence, target):
         return None
     name = f"{family.name}-{sizes.depth}x{sizes.width}"
     return Job(
         model=Model.from_config(check_facts(config, where=name), name=name, origin="drawn"),
         task=task,
-        phase=Phase.EVALUATE if rng.random() < EVALUATIONS else Phase.TRAIN,
+        phase=Phase.EVALUATE if rng.random() < EVALUATION_SHARE else Phase.TRAIN,
         batch_size=batch,
         sequence_length=sequence,
         target_length=target,
@@ -129,43 +123,45 @@ def _draw_job(family: Family, rng: random.Random) -> Job | None:
 
 
 def _draw_length(longest: int, rng: random.Random) -> int:
-    """A power of two half of the time, else any length."""
+    """A number of tokens: a power of two half of the time, else any."""
     if rng.random() < 0.5:
         return int(2 ** rng.randint(6, int(math.log2(longest))))
     return rng.randint(32, longest)
 
 
-def _worth_it(sizes: ModelSizes, task: Task, batch: int, sequence: int, target: int) -> bool:
-    """Whether the job is neither too small nor too large, roughly and done the plainest way.
+def _is_size_allowed(sizes: ModelSizes, task: Task, batch: int, sequence: int, target: int) -> bool:
+    """Whether bytes and FLOPs of the plain recipe, roughly estimated, are within the bounds.
 
     Weights, gradients and two moments: 16 bytes a parameter, and a temporary copy. Activations after
     Korthikanti et al. (arXiv 2205.05198, equation 1: 34 s b h + 5 a s^2 b bytes in 16 bits), twice that in
     32 bits, with the feed-forward part's own width; logits count three times.
     """
-    tokens = batch * (sizes.image_positions or sequence)
-    width, matrices = sizes.width, sizes.inner * 3 * sizes.experts
-    twice = 2 if task in (Task.SEQ2SEQ_LM, Task.SPEECH_TO_TEXT) else 1
-    parameters = twice * sizes.depth * width * (4 * width + matrices) + 2 * sizes.vocabulary * width
     length = sizes.image_positions or sequence
-    activations = 4 * twice * sizes.depth * tokens * (14 * width + 4 * sizes.inner + 4 * sizes.heads * length)
+    tokens = batch * length
+    width, matrices = sizes.width, sizes.inner * 3 * sizes.experts
+    stacks = 2 if task in (Task.SEQ2SEQ_LM, Task.SPEECH_TO_TEXT) else 1
+    parameters = stacks * sizes.depth * width * (4 * width + matrices) + 2 * sizes.vocabulary * width
+    activations = (
+        4 * stacks * sizes.depth * tokens * (14 * width + 4 * sizes.inner + 4 * sizes.heads * length)
+    )
     with_logits = task in (Task.CAUSAL_LM, Task.MASKED_LM, Task.SEQ2SEQ_LM, Task.SPEECH_TO_TEXT)
-    predicted = batch * (target if twice == 2 else sequence)
+    predicted = batch * (target if stacks == 2 else sequence)
     logits = 3 * 4 * predicted * sizes.vocabulary if with_logits else 0
-    flops = 6 * tokens * twice * sizes.depth * width * (4 * width + 3 * sizes.inner * min(2, sizes.experts))
-    return SMALLEST <= 20 * parameters + activations + logits <= LARGEST and flops <= MOST_FLOPS
+    flops = 6 * tokens * stacks * sizes.depth * width * (4 * width + 3 * sizes.inner * min(2, sizes.experts))
+    return MIN_BYTES <= 20 * parameters + activations + logits <= MAX_BYTES and flops <= MAX_FLOPS
 
 
 def _draw_recipe(job: Job, rng: random.Random) -> Recipe | None:
-    """A technique in each slot, with a setting that it proposes for the job; None when they do not go
-    together. What is installed here does not count: a missing package is a failure, and is shown."""
-    chosen = []
+    """A technique in each slot, with a setting that it proposes for the job; None when they are not valid
+    together. Whether packages are installed here does not count: a missing one fails, and that is shown."""
+    drawn = []
     for slot in Slot:
-        found = [technique for technique in roster.techniques() if technique.slot is slot]
-        others = [technique for technique in found if not technique.plain]
-        kind = rng.choice(others) if others and rng.random() >= PLAIN_SHARE else found[0]
-        settings = list(kind.settings(job)) or [found[0]()]
-        chosen.append(rng.choice(settings))
-    recipe = Recipe(tuple(chosen))
+        candidates = [technique for technique in roster.techniques() if technique.slot is slot]
+        active = [technique for technique in candidates if not technique.plain]
+        technique = rng.choice(active) if active and rng.random() >= PLAIN_SHARE else candidates[0]
+        settings = list(technique.settings(job)) or [candidates[0]()]
+        drawn.append(rng.choice(settings))
+    recipe = Recipe(tuple(drawn))
     try:
         recipe.check(job, installed=False)
     except SnugfitError:

@@ -1,7 +1,7 @@
-"""Model families that jobs are drawn from: a bundled preset each, and which of its sizes may be drawn.
+"""Model families that jobs are drawn from: for each a bundled preset, and which of its sizes may be drawn.
 
-Everything that a draw does not touch (activation, norms, biases, dropout, soft caps, sliding windows, ties)
-stays as the preset has it, so a drawn model is one that its makers might have trained in another size.
+Everything else (activation, norms, biases, dropout, soft caps, sliding windows, tied weights) stays as the
+preset has it, so a drawn model is one that its authors might have trained in another size.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ FAMILIES = (
         width=(256, 1280), longest=448, keys=_SPEECH, choices=(("num_mel_bins", (80, 128)),),
     ),
 )  # fmt: skip
-"""In the order in which a draw goes round, after shuffling."""
+"""Draws cycle through them, in an order that the seed shuffles."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,23 +137,17 @@ class ModelSizes:
     """The drawn sizes of one model."""
 
     depth: int
-    """Layers, of the encoder and of the decoder each."""
-
+    """Number of layers, of the encoder and of the decoder each."""
     width: int
     """Of the hidden state."""
-
     heads: int
-    """Of queries."""
-
+    """Number of query heads."""
     inner: int
-    """Width of the feed-forward part."""
-
+    """Width of the feed-forward layer."""
     vocabulary: int
     """Rows of the embedding table; 0 without one."""
-
     experts: int
-    """Feed-forward parts of a layer."""
-
+    """Number of feed-forward layers side by side."""
     image_positions: int
     """Patches of a picture, or frames of sound; 0 for text."""
 
@@ -161,7 +155,7 @@ class ModelSizes:
 def draw_config(
     family: Family, facts: dict[str, Any], rng: random.Random
 ) -> tuple[dict[str, Any], ModelSizes]:
-    """The preset's `facts` in another size, and that size."""
+    """The preset's config `facts` in a drawn size, and that size."""
     low, high = family.width
     head = rng.choice(family.head_widths)
     heads = rng.randint(-(-low // head), high // head)
@@ -190,7 +184,7 @@ def draw_config(
 
 
 def _cut_vocabulary(config: dict[str, Any], key: str, size: int) -> None:
-    """Another vocabulary, with the special tokens inside it."""
+    """Sets the size of the vocabulary, and maps the special tokens into it."""
     config[key] = size
     for name, value in config.items():
         if name.endswith("_token_id") and isinstance(value, int):

@@ -1,7 +1,7 @@
-"""Predicted runs: what a draw, or a plan, says about a job and a recipe before anybody measures it.
+"""Predicts drawn jobs and recipes, and turns them and planned ones into runs that can be measured.
 
-A draw that cannot be predicted is a run too, and says why. So is a recipe that the model turns out not to
-take: it is passed over, and named.
+A draw that cannot be predicted is a run too, and says why. A recipe that the model turns out not to take is
+skipped, and the next run names it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from snugfit.comparison.compared_runs import ComparedRun
 from snugfit.errors import RecipeError, SnugfitError
-from snugfit.evaluation.draw import DrawnJob, job_for, proposals, recipes_for
+from snugfit.evaluation.draw import DrawnJob, draw_recipes, draw_training_job, proposals
 from snugfit.prediction.predict import predict
 from snugfit.results.footprint import Footprint
 from snugfit.techniques.recipe import Recipe
@@ -23,31 +23,26 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
     from snugfit.prediction.rates import Rates
 
-MOST_TRIED = 6
-"""Recipes that are predicted for each that is wanted of a job, before the job has no more."""
+MAX_PREDICTED = 6
+"""Recipes that are predicted for each requested one of a job, before the job counts as exhausted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRecipe:
-    """A recipe as a plan states it."""
+    """A recipe with the figures that a plan predicts for it."""
 
     recipe: Recipe
-    """The recipe."""
-
     footprint: Footprint
-    """Its bytes."""
-
     step_seconds: float
-    """Its steady step."""
-
+    """Of a steady step."""
     fits: bool = True
-    """Whether that fits what may be used."""
+    """Whether the bytes fit the memory that may be used."""
 
-    def run(self, job: Job, number: int, family: str | None = None) -> ComparedRun:
+    def run(self, job: Job, number: int) -> ComparedRun:
         """The run of this recipe before it is measured."""
         return ComparedRun(
             number=number,
-            family=family or job.model.architecture,
+            family=job.model.architecture,
             job=job,
             recipe=self.recipe,
             predicted=self.footprint,
@@ -57,42 +52,41 @@ class PlannedRecipe:
 
 
 def predict_draw(seed: int, gpu: Gpu, number: int) -> ComparedRun:
-    """The draw of this number, predicted. A recipe that the model turns out not to take is passed over."""
-    found = next(_predicted(proposals(seed, number), gpu), None)
-    if found is None:
-        raise SnugfitError(f"Draw {number} of seed {seed} gave no lawful job and recipe.")
-    return found
+    """The draw of this number, predicted. A recipe that the model turns out not to take is skipped."""
+    run = next(_predict_each(proposals(seed, number), gpu), None)
+    if run is None:
+        raise SnugfitError(f"Draw {number} of seed {seed} gave no valid job and recipe.")
+    return run
 
 
 def predict_drawn_job(seed: int, gpu: Gpu, recipes: int, number: int) -> list[ComparedRun]:
     """The drawn job of this number under so many drawn recipes, which all take different bytes; fewer where
     the job has no more."""
-    drawn = job_for(seed, number)
-    return recipes_of(drawn.job, gpu, recipes, seed=seed, number=number, family=drawn.family)
+    drawn = draw_training_job(seed, number)
+    return predict_recipes(drawn.job, gpu, recipes, seed=seed, number=number, family=drawn.family)
 
 
-def recipes_of(
+def predict_recipes(
     job: Job, gpu: Gpu, recipes: int, *, seed: int, number: int = 0, family: str | None = None
 ) -> list[ComparedRun]:
-    """A job under so many drawn recipes; `number` is the job's place among the jobs."""
-    first, kept, seen = number * recipes, list[ComparedRun](), set[int | None]()
-    offered = (
+    """A job under so many drawn recipes; `number` is the job's, from 0."""
+    first, runs, sizes = number * recipes, list[ComparedRun](), set[int | None]()
+    candidates = (
         DrawnJob(number=first, family=family or job.model.architecture, job=job, recipe=recipe)
-        for recipe, _ in zip(recipes_for(job, seed), range(MOST_TRIED * recipes), strict=False)
+        for recipe, _ in zip(draw_recipes(job, seed), range(MAX_PREDICTED * recipes), strict=False)
     )
-    for run in _predicted(offered, gpu):
+    for run in _predict_each(candidates, gpu):
         size = run.predicted.requested_bytes if run.predicted else None
-        if size is None or size not in seen:
-            seen.add(size)
-            kept.append(replace(run, number=first + len(kept)))
-        if len(kept) == recipes:
+        if size is None or size not in sizes:
+            sizes.add(size)
+            runs.append(replace(run, number=first + len(runs)))
+        if len(runs) == recipes:
             break
-    return kept
+    return runs
 
 
 def predict_again(gpu: Gpu, rates: Rates | None, run: ComparedRun) -> ComparedRun:
-    """A run as it is foreseen today; what was foreseen at first is kept beside it, and what was measured
-    stands."""
+    """The run with today's prediction; the first prediction is kept beside it, and the measurement stays."""
     blank = replace(
         run,
         predicted=None,
@@ -105,15 +99,15 @@ def predict_again(gpu: Gpu, rates: Rates | None, run: ComparedRun) -> ComparedRu
         original_step_seconds=run.original_step_seconds or run.predicted_step_seconds,
     )
     try:
-        return _filled(blank, gpu, rates)
+        return _predict(blank, gpu, rates)
     except Exception as failure:  # a run that can no longer be predicted is a result
         return replace(blank, refused=_one_line(failure))
 
 
-def _predicted(offered: Iterable[DrawnJob], gpu: Gpu) -> Iterator[ComparedRun]:
-    """The offers as runs; those whose recipe the model does not take are named by the next that it does."""
+def _predict_each(candidates: Iterable[DrawnJob], gpu: Gpu) -> Iterator[ComparedRun]:
+    """The candidates as runs. Recipes that the model does not take are skipped; the next run names them."""
     passed_over: list[str] = []
-    for drawn in offered:
+    for drawn in candidates:
         run = ComparedRun(
             number=drawn.number,
             family=drawn.family,
@@ -122,7 +116,7 @@ def _predicted(offered: Iterable[DrawnJob], gpu: Gpu) -> Iterator[ComparedRun]:
             passed_over=tuple(passed_over),
         )
         try:
-            yield _filled(run, gpu)
+            yield _predict(run, gpu)
         except RecipeError as refusal:
             passed_over.append(f"{drawn.job.model.name}, {drawn.recipe}: {refusal}")
             continue
@@ -131,17 +125,17 @@ def _predicted(offered: Iterable[DrawnJob], gpu: Gpu) -> Iterator[ComparedRun]:
         passed_over.clear()
 
 
-def _filled(run: ComparedRun, gpu: Gpu, rates: Rates | None = None) -> ComparedRun:
+def _predict(run: ComparedRun, gpu: Gpu, rates: Rates | None = None) -> ComparedRun:
     """The run with its prediction."""
     began = time.monotonic()
-    seen = predict(run.job, run.recipe, gpu=gpu, rates=rates)
+    prediction = predict(run.job, run.recipe, gpu=gpu, rates=rates)
     return replace(
         run,
-        predicted=seen.footprint,
-        fits=seen.fits,
-        predicted_step_seconds=seen.timing.step_seconds if seen.timing else None,
-        bound=seen.timing.bound if seen.timing else None,
-        doubts=seen.doubts,
+        predicted=prediction.footprint,
+        fits=prediction.fits,
+        predicted_step_seconds=prediction.timing.step_seconds if prediction.timing else None,
+        bound=prediction.timing.bound if prediction.timing else None,
+        doubts=prediction.doubts,
         prediction_seconds=round(time.monotonic() - began, 2),
     )
 

@@ -1,7 +1,7 @@
-"""Verify: a plan's best recipes, measured here one after the other, each in a process of its own.
+"""Verifies a plan: measures its best recipes here one after the other, each in a process of its own.
 
-What comes out are runs as `snugfit accuracy` draws them, of one job: foreseen beside seen, whether the order
-held, and how far the plan's first choice is from the best that was seen. A run that died is a run too.
+The result holds runs of one job, like those of `snugfit accuracy`: predicted and measured, whether they rank
+alike, and how far the plan's first choice is from the fastest measured one. A run that died is a run too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from snugfit.comparison.compared_runs import ComparedRun
 from snugfit.comparison.ranking import RankAgreement, gap, rank_agreement
-from snugfit.evaluation.accuracy import see
+from snugfit.evaluation.accuracy import measure_run
 from snugfit.evaluation.learn import LearnedFactors
 from snugfit.evaluation.predict_runs import PlannedRecipe
 from snugfit.job.job import Job
@@ -25,31 +25,27 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Verification:
-    """A plan's best recipes, foreseen and seen."""
+    """A plan's best recipes, predicted and measured."""
 
     gpu: str
-    """Planned for."""
-
+    """The GPU of the plan."""
     device: str | None
-    """Measured on; None when nothing could be."""
-
+    """The device that was measured; None when every run was refused."""
     runs: tuple[ComparedRun, ...]
     """In the plan's order, its first choice first."""
-
     versions: Mapping[str, str]
     """Of the packages that planned."""
-
     learned: LearnedFactors | None = None
-    """What the calibration learned; None when it was kept out."""
+    """What the calibration learned; None when it was left out."""
 
     @property
     def order(self) -> RankAgreement:
-        """Whether the order of seconds held."""
+        """How the predicted seconds rank beside the measured ones."""
         return rank_agreement(self.runs)
 
     @property
     def gap(self) -> float | None:
-        """The share by which the fastest foreseen is slower than the fastest seen."""
+        """The share by which the predicted fastest is slower than the measured fastest."""
         return gap(self.runs)
 
     @property
@@ -58,7 +54,7 @@ class Verification:
         return tuple(run for run in self.runs if run.complaint)
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object."""
+        """The document of `snugfit plan --verify --json`."""
         return {
             "schema": SCHEMA,
             "what": "verification",
@@ -80,17 +76,14 @@ def verify(
     versions: Mapping[str, str],
     tell: Tell = lambda line: None,
 ) -> Verification:
-    """Measures these recipes of a plan for `gpu` here."""
+    """Measures these recipes of a plan for `gpu` here; `tell` is called with what is being done."""
     runs: list[ComparedRun] = []
     device, began = None, time.monotonic()
-    for number, foreseen in enumerate(recipes):
-        left = f", about {_left(began, number, len(recipes)):.0f} s left" if number else ""
-        tell(f"measuring {number + 1} of {len(recipes)}{left}: {foreseen.recipe}")
-        run, where = see(foreseen.run(job, number))
+    for number, planned in enumerate(recipes):
+        remaining = (time.monotonic() - began) / number * (len(recipes) - number) if number else None
+        left = f", about {remaining:.0f} s left" if remaining is not None else ""
+        tell(f"measuring {number + 1} of {len(recipes)}{left}: {planned.recipe}")
+        run, run_device = measure_run(planned.run(job, number))
         runs.append(run)
-        device = device or where
+        device = device or run_device
     return Verification(gpu=gpu, device=device, runs=tuple(runs), versions=versions)
-
-
-def _left(began: float, done: int, total: int) -> float:
-    return (time.monotonic() - began) / done * (total - done)
