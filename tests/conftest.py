@@ -1,14 +1,14 @@
-"""For every test: one thread, and what the user of this machine has calibrated stays out.
+"""For every test: one thread, no calibration of the user's, and short garbage collections.
 
 Models in tests are tiny; threads would only wait for each other, and for those of the other worker.
 
-The cyclic garbage collector comes as seldom as in the command (`cli/main.py`), and leaves out what the
-tests' modules have made when they were imported: it walked through torch and transformers again and again,
-for a fifteenth of all the time. After each module the garbage is collected and what is left is left out too:
-a collection that a run asks for is short however many tests were before it, and so is a fork.
+The cyclic garbage collector runs as seldom as in the command (`cli/main.py`), and leaves out the objects that
+the tests' modules made when they were imported: walking through torch and transformers again and again took a
+fifteenth of all the time. After each module the garbage is collected and what remains is frozen too, so that
+a collection that a run asks for is short however many tests ran before it, and so is a fork.
 
 A test that starts a process, trains or searches for a plan is no unit test. It says so with the marker
-`whole`, and what says nothing is held to it here (`NOT_OF_A_UNIT`).
+`whole` or `slow`, and a test without either fails here when it does so (`NOT_OF_A_UNIT`).
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, he
 gc.set_threshold(FEW_COLLECTIONS, 50, 50)
 
 NOT_OF_A_UNIT: set[str] = set()
-"""What the test that runs has done of what no unit test does."""
+"""What the running test has done that no unit test does."""
 
 
 def pytest_collection_finish() -> None:
     """All modules of tests are imported."""
     gc.collect()
     gc.freeze()
-    _listen()
+    _watch()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -58,43 +58,43 @@ def pytest_runtest_setup() -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
     yield
-    if NOT_OF_A_UNIT and not item.get_closest_marker("whole"):
+    if NOT_OF_A_UNIT and not (item.get_closest_marker("whole") or item.get_closest_marker("slow")):
         pytest.fail(f"This test {' and '.join(sorted(NOT_OF_A_UNIT))}: mark it with pytest.mark.whole.")
 
 
-def _listen() -> None:
-    """Once, when the modules of tests are imported, and so as a rule torch with them."""
+def _watch() -> None:
+    """Notes what no unit test does; installed once, when the modules of tests have imported torch."""
     os.register_at_fork(before=lambda: NOT_OF_A_UNIT.add("starts a process"))
-    _told(subprocess.Popen, "__init__", "starts a process", _is_python)
-    _told(multiprocessing.process.BaseProcess, "start", "starts a process")
+    _note_calls(subprocess.Popen, "__init__", "starts a process", _is_python)
+    _note_calls(multiprocessing.process.BaseProcess, "start", "starts a process")
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     from snugfit.planning.cost import parts_pool
 
-    _told(parts_pool, "with_pool", "searches for a plan")
-    register_optimizer_step_post_hook(_stepped)
+    _note_calls(parts_pool, "with_pool", "searches for a plan")
+    register_optimizer_step_post_hook(_note_training)
 
 
-def _told(place: Any, name: str, what: str, when: Callable[..., bool] = lambda *_, **__: True) -> None:
-    real: Callable[..., Any] = getattr(place, name)
+def _note_calls(owner: Any, name: str, what: str, when: Callable[..., bool] = lambda *_, **__: True) -> None:
+    real: Callable[..., Any] = getattr(owner, name)
 
     @functools.wraps(real)
-    def telling(*arguments: Any, **keywords: Any) -> Any:
+    def noted(*arguments: Any, **keywords: Any) -> Any:
         if when(*arguments, **keywords):
             NOT_OF_A_UNIT.add(what)
         return real(*arguments, **keywords)
 
-    setattr(place, name, telling)
+    setattr(owner, name, noted)
 
 
-def _is_python(this: Any, words: Any, *_: Any, **__: Any) -> bool:
+def _is_python(_process: Any, command: Any, *_: Any, **__: Any) -> bool:
     """Libraries that are imported ask small programs of the system for what machine this is."""
-    return not isinstance(words, str) and sys.executable in words
+    return not isinstance(command, str) and sys.executable in command
 
 
-def _stepped(optimizer: Any, *_: Any) -> None:
+def _note_training(optimizer: Any, *_: Any) -> None:
     """A rehearsal's parameters are on `meta`."""
-    if any(each.device.type != "meta" for each in optimizer.param_groups[0]["params"]):
+    if any(parameter.device.type != "meta" for parameter in optimizer.param_groups[0]["params"]):
         NOT_OF_A_UNIT.add("trains")
 
 
@@ -109,6 +109,6 @@ def no_own_rates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def forks() -> Iterator[Forks]:
-    """Of a process that knows how to train; it takes its time to come up, so there is one."""
-    with Forks("test_train_faults") as made:
-        yield made
+    """Forks of one process that has imported what training needs, because starting it takes seconds."""
+    with Forks("test_train_faults") as server:
+        yield server

@@ -29,6 +29,7 @@ from snugfit.frontends.custom_loop.step import CustomStep
 from snugfit.techniques import roster
 from snugfit.techniques.technique import Slot
 from snugfit.training.generators import random_state
+from tiers import slow_but
 
 pytestmark = pytest.mark.whole
 
@@ -193,7 +194,10 @@ STOPS = {kind: (5, 9) if kind == "workers" else (1, 5, 6, 9) for kind in LOADERS
 """Steps after which a run is left; an epoch is six."""
 
 
-@pytest.mark.parametrize(("kind", "stop"), [(kind, stop) for kind, stops in STOPS.items() for stop in stops])
+@pytest.mark.parametrize(
+    ("kind", "stop"),
+    slow_but([(kind, stop) for kind, stops in STOPS.items() for stop in stops], lambda case: case[1] == 5),
+)
 def test_a_resumed_run_sees_the_batches_that_were_to_come(kind: str, stop: int, tmp_path: Path) -> None:
     """Dropout, order and samples draw from generators."""
     whole = whole_of(kind)
@@ -212,7 +216,9 @@ def test_a_resumed_run_sees_the_batches_that_were_to_come(kind: str, stop: int, 
     assert go(again) == {step: seen for step, seen in whole.items() if step > stop}
 
 
-@pytest.mark.parametrize("recipe", ["bf16 + micro_batches(2)", "fp16", "adamw_8bit", "every_layer"])
+@pytest.mark.parametrize(
+    "recipe", slow_but(["bf16 + micro_batches(2)", "fp16", "adamw_8bit", "every_layer"], 2)
+)
 def test_each_recipe_resumes(recipe: str, tmp_path: Path) -> None:
     def schedule(optimizer: Any) -> Any:
         return torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, 12)

@@ -13,6 +13,7 @@ differ in numbers, and each of them is laid beside the plain recipe in `test_law
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from functools import cache
 from tempfile import TemporaryDirectory
 
@@ -24,6 +25,7 @@ from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Fidelity, Technique
 from snugfit.training.digits import digits, digits_job
+from tiers import slow_but
 
 pytestmark = pytest.mark.whole
 
@@ -94,21 +96,26 @@ def _goes(recipe: Recipe) -> bool:
     return True
 
 
+def _is(text: str) -> Callable[[Recipe | Technique], bool]:
+    """Which case `make test` runs: one of each fidelity; `test_law_fidelity.py` has every technique there."""
+    return lambda case: str(case) == text
+
+
 def tried(fidelity: Fidelity) -> list[Recipe]:
     return [*(Recipe((each,)) for each in candidates(fidelity)), *combinations(fidelity)]
 
 
-@pytest.mark.parametrize("recipe", tried(Fidelity.SAME), ids=str)
+@pytest.mark.parametrize("recipe", slow_but(tried(Fidelity.SAME), _is("micro_batches(2)")), ids=str)
 def test_same_reaches_the_very_accuracy(recipe: Recipe) -> None:
     assert accuracy(recipe) == accuracy(Recipe()) > LEARNED
 
 
-@pytest.mark.parametrize("recipe", tried(Fidelity.ROUNDS), ids=str)
+@pytest.mark.parametrize("recipe", slow_but(tried(Fidelity.ROUNDS), _is("bf16")), ids=str)
 def test_rounds_comes_within_one_point(recipe: Recipe) -> None:
     assert accuracy(recipe) == pytest.approx(accuracy(Recipe()), abs=POINT)
 
 
-@pytest.mark.parametrize("technique", candidates(Fidelity.LEARNS), ids=str)
+@pytest.mark.parametrize("technique", slow_but(candidates(Fidelity.LEARNS), _is("sgd")), ids=str)
 def test_learns_does_learn(technique: Technique) -> None:
     reached: dict[float, float] = {}
     for rate in RATES:

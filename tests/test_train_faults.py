@@ -46,6 +46,7 @@ from snugfit.training.checkpoint.store import Store
 from snugfit.training.journal import JOURNAL, Event
 from snugfit.training.run.train import train
 from test_training_kills import steps_told, until
+from tiers import slow_but
 
 pytestmark = [pytest.mark.whole, pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")]
 
@@ -84,10 +85,10 @@ def full() -> int:
     return os.open("/dev/full", os.O_WRONLY)
 
 
-@pytest.mark.parametrize("streams", [(STDOUT,), (STDERR,), (STDOUT, STDERR)], ids=str)
+@pytest.mark.parametrize("streams", slow_but([[STDOUT, STDERR], [STDOUT], [STDERR]], 1), ids=str)
 @pytest.mark.parametrize("how", [read_by_nobody, full, lambda: None], ids=["no reader", "full", "closed"])
 def test_a_run_does_not_end_with_its_readers(
-    at_home: Path, forks: Forks, how: Callable[[], int | None], streams: tuple[int, ...]
+    at_home: Path, forks: Forks, how: Callable[[], int | None], streams: list[int]
 ) -> None:
     """F38: a pipe that nobody reads any more, a log on a full disk, no stream at all."""
     child = forks.start(command, "train", "job.yaml", streams={stream: how() for stream in streams})

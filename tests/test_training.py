@@ -21,6 +21,7 @@ from snugfit.job.job import Job
 from snugfit.techniques.recipe import Recipe
 from snugfit.training.run.loop import TrainingStep
 from snugfit.training.run.train import train
+from tiers import slow_but
 
 pytestmark = pytest.mark.whole
 
@@ -52,7 +53,7 @@ def untouched(recipe: str = "plain", *, clip: float | None = 1.0, dropout: bool 
         return Untouched(done.model, losses(Path(folder)))
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", slow_but(RECIPES, 2))
 def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path, recipe: str) -> None:
     """Promise 3, with dropout on: losses, norms, learning rates and weights."""
     whole = untouched(recipe)
@@ -64,7 +65,7 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path, recipe: str) -> None:
     assert_same_weights(resumed.model, whole.model)
 
 
-@pytest.mark.parametrize("step", range(1, 12))
+@pytest.mark.parametrize("step", slow_but(range(1, 12), lambda step: step in (1, 7, 11)))
 def test_from_any_step(tmp_path: Path, step: int) -> None:
     with pytest.raises(Killed):
         train(small_run(tmp_path, save_steps=1), watch=killed_after(step))

@@ -23,6 +23,7 @@ from snugfit.training.checkpoint.manifest import verify
 from snugfit.training.checkpoint.store import Store
 from snugfit.training.interrupt import TRIGGER
 from snugfit.training.run.train import train
+from tiers import slow_but
 
 pytestmark = [pytest.mark.whole, pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")]
 
@@ -85,7 +86,7 @@ def steps_told(folder: Path) -> int:
         return 0
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", slow_but(range(4), 1))
 def test_killed_at_any_moment_it_goes_on(tmp_path: Path, forks: Forks, seed: int) -> None:
     """Promise 4, F1, F2: SIGKILL at seeded moments; each run that gets to its end has the very numbers of one
     that nobody touched."""
