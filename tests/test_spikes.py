@@ -1,4 +1,4 @@
-"""F20: a loss that jumps is told, stops the run before the update, or is left out."""
+"""A loss that jumps is told, stops the run before the update, or is left out."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_many_jumps_are_told_a_few_times(tmp_path: Path, monkeypatch: pytest.Mon
     train(small_run(tmp_path, max_steps=24))
     told = warnings(tmp_path)
     assert len(told) == 3
-    assert told[-1].endswith("More such steps are not told.")
+    assert told[-1].endswith("More such steps are not reported.")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""The store of checkpoints: what is kept is found again, what is damaged is told and never taken (F4 to F8,
-F10, W1, W2, W8, W10)."""
+"""The store of checkpoints: what is kept is found again, what is damaged is reported and never resumed
+from."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_what_is_said_of_a_checkpoint_must_be_something_that_json_can_hold(out: 
     assert not hidden(out)
 
 
-# Damages (F4): each to a file of the newest checkpoint, each found, told by the file's name, and passed over.
+# Damages: each to a file of the newest checkpoint, each found, reported by the file's name, and ignored.
 
 
 def _linked(path: Path, _: Path) -> None:
@@ -212,7 +212,7 @@ def test_a_checkpoint_of_another_program_is_told_as_one(tmp_path: Path) -> None:
 
 
 def test_bits_that_flip(two_steps: Path, tmp_path: Path) -> None:
-    """F5: one bit at a time, anywhere in weights, state or manifest."""
+    """One bit at a time, anywhere in weights, state or manifest."""
     draw = random.Random(20261122)
     for turn in range(50):
         out = Path(shutil.copytree(two_steps, tmp_path / str(turn)))
@@ -226,7 +226,7 @@ def test_bits_that_flip(two_steps: Path, tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_a_newer_snugfit_is_not_broken(out: Path) -> None:
-    """F6, W8."""
+    """It is refused by its version, and nothing of it is renamed or removed."""
     resealed(out, schema=2, snugfit="9.1.0", files="whatever it may mean then")
     store = Store(out)
     with pytest.raises(NewerCheckpoint, match=r"snugfit 9\.1\.0 \(schema 2\).*Upgrade"):
@@ -237,7 +237,7 @@ def test_a_checkpoint_of_a_newer_snugfit_is_not_broken(out: Path) -> None:
 
 
 def test_all_broken_is_no_fresh_start_and_stays_so(out: Path) -> None:
-    """F7: a second start is refused as the first was, until the user says how to go on."""
+    """A second start is refused as the first was, until the user says how to go on."""
     for step in (10, 20):
         os.truncate(out / f"checkpoint-{step}" / MODEL, 3)
     for _ in range(2):
@@ -369,7 +369,7 @@ def test_a_removal_that_the_system_refuses_is_told(out: Path, monkeypatch: pytes
     assert visible(out) == ["checkpoint-10", "checkpoint-20"]
 
 
-# Places that cannot hold checkpoints (F10), before the first step.
+# Places that cannot hold checkpoints, before the first step.
 
 
 def test_a_place_that_can_is_left_as_it_was(tmp_path: Path) -> None:

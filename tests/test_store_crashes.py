@@ -1,5 +1,5 @@
-"""A whole checkpoint stands at every instant: death at every call to the file system (F2, F3), a
-refusal of every call (F9, F11, F12), a full disk, and kill -9."""
+"""A whole checkpoint stands at every instant: death at every call to the file system, a refusal
+of every call, a full disk, and kill -9."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def goes_on(root: Path) -> None:
 
 @pytest.mark.whole
 def test_kill_9_in_the_middle_of_a_file(tmp_path: Path) -> None:
-    """F2, with the real signal."""
+    """Death as it comes in earnest: the real signal, in the middle of a file."""
     store = stored(tmp_path, 10)
     ready, tell = os.pipe()
 
@@ -248,7 +248,7 @@ def test_everything_is_on_the_disk_before_it_is_seen(tmp_path: Path, monkeypatch
     ids=["no space, once", "no space, for good", "a bad disk, for good", "a bad disk, once"],
 )
 def test_a_refusal_of_any_call(tmp_path: Path, number: int, lasting: bool, run: int) -> None:
-    """F9, F11: the save (of a new step, or of one that stands there) is told to have failed, nothing of it is
+    """The save (of a new step, or of one that stands there) is told to have failed, nothing of it is
     seen, what was kept stands, and the next save succeeds."""
     store = stored(tmp_path, 10, 20)
     step = 20 if run else 30
@@ -287,7 +287,7 @@ def test_a_refusal_of_any_call(tmp_path: Path, number: int, lasting: bool, run: 
 
 
 def test_a_failing_fsync_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F11: each file's own, the manifest's, the folders'."""
+    """Each file's own, the manifest's, the folders'."""
     store = stored(tmp_path, 10)
     named = []
     for at in range(1, 8):
@@ -320,7 +320,7 @@ def test_a_failing_fsync_names_the_file(tmp_path: Path, monkeypatch: pytest.Monk
 def test_other_refusals_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, call: str
 ) -> None:
-    """F12 among them: a rename to another file system cannot happen to siblings, but to overlays it does."""
+    """A rename among them: one to another file system cannot happen to siblings, but to overlays it does."""
     store = stored(tmp_path, 10)
 
     def refuse(*_: object) -> None:
@@ -335,7 +335,7 @@ def test_other_refusals_are_told(
     goes_on(tmp_path)
 
 
-# A disk that is full (F9), for real: a small one of our own where the kernel grants it, else files that may
+# A disk that is full, for real: a small one of our own where the kernel grants it, else files that may
 # not grow. Either way the refusal is the kernel's, in the middle of a file.
 
 LARGE = 3 << 20

@@ -90,7 +90,7 @@ def full() -> int:
 def test_a_run_does_not_end_with_its_readers(
     at_home: Path, forks: Forks, how: Callable[[], int | None], streams: list[int]
 ) -> None:
-    """F38: a pipe that nobody reads any more, a log on a full disk, no stream at all."""
+    """A pipe that nobody reads any more, a log on a full disk, no stream at all."""
     child = forks.start(command, "train", "job.yaml", streams={stream: how() for stream in streams})
     assert forks.ended(child) == 0
     assert steps_told(at_home / "out") == 12
@@ -122,7 +122,7 @@ def test_what_was_asked_for_and_cannot_be_written_is_told(forks: Forks) -> None:
 
 
 def test_a_terminal_that_changes_its_size(at_home: Path, forks: Forks) -> None:
-    """F38: also to none at all."""
+    """Also to none at all."""
     ours, theirs = pty.openpty()
     words = ("train", "job.yaml", "--max-steps", "40")
     child = forks.start(command, *words, streams={STDOUT: theirs, STDERR: theirs})
@@ -141,7 +141,7 @@ def test_a_terminal_that_changes_its_size(at_home: Path, forks: Forks) -> None:
 
 
 def test_without_a_home(at_home: Path) -> None:
-    """F38: none in the environment, and one where nothing can be written."""
+    """None in the environment, and one where nothing can be written."""
     words = [sys.executable, "-m", "snugfit", "train", "job.yaml"]
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("HOME", "XDG", "HF_"))}
     nowhere = {**kept, "HOME": "/proc/none"}
@@ -150,7 +150,7 @@ def test_without_a_home(at_home: Path) -> None:
 
 
 def test_a_clock_that_jumps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F38: numbers, speeds and which checkpoint is the newest know nothing of the date."""
+    """Numbers, speeds and which checkpoint is the newest know nothing of the date."""
     whole = train(small_run(tmp_path / "whole"))
     real, by = time.time, [0.0]
     monkeypatch.setattr(time, "time", lambda: real() + by[0])
@@ -172,7 +172,7 @@ def test_a_clock_that_jumps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_journal_on_a_full_disk(tmp_path: Path) -> None:
-    """F38: told once; nothing else changes."""
+    """Told once; nothing else changes."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / JOURNAL).symlink_to("/dev/full")
     told: list[Event] = []
@@ -193,7 +193,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_journal_loses_no_run(tmp_path: Path, damage: bytes) -> None:
-    """F37: what a run goes on from are its checkpoints; the journal is written on, on a line of its own."""
+    """What a run goes on from are its checkpoints; the journal is written on, on a line of its own."""
     with pytest.raises(Killed):
         train(small_run(tmp_path, save_steps=4), watch=killed_after(6))
     (tmp_path / JOURNAL).write_bytes(damage)
@@ -204,7 +204,7 @@ def test_a_damaged_journal_loses_no_run(tmp_path: Path, damage: bytes) -> None:
 
 
 def test_several_runs_that_were_interrupted_go_on_where_they_stopped(tmp_path: Path) -> None:
-    """F36: started again, those that are done take no step, the broken one the rest of its steps."""
+    """Started again, those that are done take no step, the broken one the rest of its steps."""
     recipes = ("plain", "micro_batches(2)", "sgd")
 
     def all_of_them(breaks_at: int) -> None:
@@ -222,7 +222,7 @@ def test_several_runs_that_were_interrupted_go_on_where_they_stopped(tmp_path: P
 
 @pytest.mark.parametrize("enough", [2, 0])
 def test_memory_of_the_host_runs_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, enough: int) -> None:
-    """F25: the system refuses what a forward pass asks for. The step is taken again in finer pieces, and if
+    """The system refuses what a forward pass asks for. The step is taken again in finer pieces, and if
     these do not fit either, the run ends as one that ran out of memory."""
     plain = plain_loop._loss
 
@@ -259,7 +259,7 @@ def test_without_another_thread_a_checkpoint_is_written_all_the_same(
 
 
 def test_a_worker_that_the_system_kills(tmp_path: Path) -> None:
-    """F25: told as what it most often is, and the next start goes on."""
+    """Told as what it most often is, and the next start goes on."""
     before = psutil.Process().children()
 
     def watch(event: Event) -> None:

@@ -216,7 +216,7 @@ def _spoilt(out: Any, value: float) -> Any:
 def test_a_loss_that_is_no_number_stops_before_the_update(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float
 ) -> None:
-    """F18: weights finite and as they were, the batch's samples written down, a checkpoint to go on from."""
+    """Weights finite and as they were, the batch's samples written down, a checkpoint to go on from."""
     with pytest.raises(Killed):
         train(small_run(tmp_path / "before"), watch=killed_after(4))
     _poison(monkeypatch, 5, value)
@@ -340,7 +340,7 @@ def test_such_a_step_can_be_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_too_many_skipped_steps_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F19: a scaler that finds an overflow in every step."""
+    """A scaler that finds an overflow in every step."""
     plain = TrainingStep._accumulate
 
     def overflowing(self: TrainingStep, built: Any) -> Any:
@@ -382,7 +382,7 @@ def _exhaust(monkeypatch: pytest.MonkeyPatch, step: int, phase: str) -> None:
 def test_memory_runs_out_and_the_step_is_taken_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, phase: str
 ) -> None:
-    """F21, F22: another cut of the same global batch, from the very border, nothing restarted."""
+    """Another cut of the same global batch, from the very boundary, nothing restarted."""
     job, whole = _without_dropout(bert_job(clip=1.0)), untouched("sgd", dropout=False)
     _exhaust(monkeypatch, step, phase)
     asked: list[tuple[str, str]] = []

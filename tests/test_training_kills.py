@@ -88,7 +88,7 @@ def steps_told(folder: Path) -> int:
 
 @pytest.mark.parametrize("seed", slow_but(range(4), 1))
 def test_killed_at_any_moment_it_goes_on(tmp_path: Path, forks: Forks, seed: int) -> None:
-    """Promise 4, F1, F2: SIGKILL at seeded moments; each run that gets to its end has the very numbers of one
+    """SIGKILL at seeded moments; each run that gets to its end has the very numbers of one
     that nobody touched."""
     draw, kills, finished = random.Random(seed), 0, 0
     whole = train(small_run(tmp_path / "whole", job=SHALLOW))
@@ -111,7 +111,7 @@ def test_killed_at_any_moment_it_goes_on(tmp_path: Path, forks: Forks, seed: int
 
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 75), ("SIGINT", 130)])
 def test_one_signal_keeps_and_ends(tmp_path: Path, forks: Forks, name: str, code: int) -> None:
-    """F14: a checkpoint at the next border, an exit code that says so, and a resume bit for bit."""
+    """A checkpoint at the next boundary, an exit code that says so, and a resume bit for bit."""
     whole = train(small_run(tmp_path / "whole", max_steps=60))
     child = forks.start(trains, str(tmp_path / "run"), {"max_steps": 60})
     until(lambda: steps_told(tmp_path / "run") >= 3)
@@ -128,7 +128,7 @@ def test_one_signal_keeps_and_ends(tmp_path: Path, forks: Forks, name: str, code
 
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
 def test_two_signals_end_at_once(tmp_path: Path, forks: Forks, name: str, code: int) -> None:
-    """F15: also while a checkpoint is being written; the one before stays whole."""
+    """Also while a checkpoint is being written; the one before stays whole."""
     child = forks.start(saves_slowly, str(tmp_path))
     until(lambda: steps_told(tmp_path) >= 3)
     os.kill(child, getattr(signal, name))
@@ -141,7 +141,7 @@ def test_two_signals_end_at_once(tmp_path: Path, forks: Forks, name: str, code: 
 
 
 def test_a_deadline_is_kept(tmp_path: Path, forks: Forks) -> None:
-    """F16: a save that would take longer than the scheduler gives is given up, and leaves nothing behind."""
+    """A save that would take longer than the scheduler gives is given up, and leaves nothing behind."""
     child = forks.start(reads_slowly, str(tmp_path))
     until(lambda: steps_told(tmp_path) >= 2)
     os.kill(child, signal.SIGTERM)
@@ -151,7 +151,7 @@ def test_a_deadline_is_kept(tmp_path: Path, forks: Forks) -> None:
 
 @pytest.mark.parametrize("means", ["signal", "file"])
 def test_a_checkpoint_on_demand_changes_nothing(tmp_path: Path, forks: Forks, means: str) -> None:
-    """F17."""
+    """A signal or a file asks for it while the run goes on."""
     whole = train(small_run(tmp_path / "whole", max_steps=40))
     child = forks.start(trains, str(tmp_path / "run"), {"max_steps": 40})
     until(lambda: steps_told(tmp_path / "run") >= 2)
@@ -169,7 +169,7 @@ def test_a_checkpoint_on_demand_changes_nothing(tmp_path: Path, forks: Forks, me
 
 
 def test_two_trainers_on_one_folder(tmp_path: Path, forks: Forks) -> None:
-    """F13."""
+    """The second one is refused, by the number of the first; a dead one holds nothing."""
     child = forks.start(trains, str(tmp_path), {"max_steps": 4000})
     until(lambda: steps_told(tmp_path) >= 1)
     with pytest.raises(UsageError, match=str(child)):
@@ -180,7 +180,7 @@ def test_two_trainers_on_one_folder(tmp_path: Path, forks: Forks) -> None:
 
 
 def test_workers_end_with_the_run(tmp_path: Path, forks: Forks) -> None:
-    """F30: the loader's processes go when the run is killed."""
+    """The loader's processes go when the run is killed."""
     child = forks.start(trains, str(tmp_path), {"recipe": "workers", "max_steps": 4000})
     until(lambda: steps_told(tmp_path) >= 1)
     workers = psutil.Process(child).children(recursive=True)

@@ -1,7 +1,7 @@
 """The prediction of a run that begins here, for the GPU that it trains on.
 
 It is made once for each recipe that a run goes on under, before anything is built, and costs some seconds. On
-the CPU, where only bytes of the host could be told, nothing is predicted.
+the CPU, where only bytes of the host could be predicted, nothing is.
 """
 
 from __future__ import annotations

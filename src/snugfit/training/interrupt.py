@@ -23,9 +23,9 @@ from typing import Any, Self
 
 TRIGGER = "checkpoint-now"
 EXIT_CODES = {signal.SIGTERM: 75, signal.SIGINT: 130}
-"""Of a run that was stopped once and can be resumed."""
+"""Exit codes of a run that was stopped once and can be resumed."""
 AT_ONCE = {signal.SIGTERM: 143, signal.SIGINT: 130}
-"""Of a run that was told to stop twice."""
+"""Exit codes of a run that was stopped twice."""
 
 
 class Interrupts:

@@ -5,8 +5,8 @@
 A run that was resumed goes on in the same file: steps that were lost and taken again stand there twice, and
 the later line counts. Whoever watches the run (a progress bar, a test) hears the same events.
 
-Training does not end because its journal cannot be written: a full disk is told once, and what came after it
-is missing.
+Training does not end because its journal cannot be written: a full disk is one warning, and what came after
+it is missing.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ class TrainOptions:
     """Steps between two lines on the terminal; the file holds every step."""
 
     report_to: str | Sequence[str] = "none"
-    """Trackers that are told the same: `tensorboard`, `wandb`, ... as the Trainer has them, several with
+    """Trackers that get the figures: `tensorboard`, `wandb`, ... as the Trainer has them, several with
     commas between; `all` that are installed; or `none`."""
 
     run_name: str | None = None

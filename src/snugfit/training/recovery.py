@@ -1,7 +1,7 @@
 """Memory ran out in a step, or is so short that steps crawl: with which recipe the run goes on.
 
 Every front-end asks here; how it then goes on is its own (our loop builds the run anew, a fitted trainer
-changes its live model, a hand-written loop is told and decides). No answer changes the global batch.
+changes its live model, a hand-written loop gets an error and decides). No answer changes the global batch.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
     ended       outcome, step, step_seconds, the peaks
 
 Where nobody waits for a step's norm it comes to the host one step later (`finite_check.py`), so a step is
-noted when it is done and written when it is known to be sound; one that has turned out to be wrong is not
-written at all.
+noted when it is done and written when its norm is known; one that has turned out to be wrong is not written
+at all.
 
 **Thrashing.** Where the driver has nothing left for a request, torch's allocator gives back all that it keeps
 unused and asks again, and the step goes on. That waits for the device and lays the memory out anew, and a run
@@ -70,7 +70,7 @@ class StepLogger:
         self._seconds: deque[float] = deque(maxlen=REMEMBERED_STEPS)
 
     def restart(self, job: Job, recipe: Recipe) -> None:
-        """From here on under this recipe: what is predicted of it is told once, and figures begin anew."""
+        """From here on under this recipe: its prediction is written once, and figures begin anew."""
         if recipe != self._recipe:
             self._recipe = recipe
             answer = self._predict(job, recipe)
@@ -108,8 +108,8 @@ class StepLogger:
         }
 
     def write(self, norm: float | None) -> None:
-        """The step that was noted last is sound, and its gradients had this norm; nothing where it was
-        written already."""
+        """Writes the step that was noted last, whose gradients had this norm; nothing where that is done
+        already."""
         if self._noted:
             self._journal.tell("step", **self._noted, norm=norm)
             self._noted = {}

@@ -1,8 +1,8 @@
 """One run's checkpoints: copied between two steps, written while the next ones run, and found again.
 
-Training waits for the copy to the host, and for the save before this one when that is not done yet; never
-for a disk. A save that fails is told and the run goes on, for the next one may work; what the last one said
-counts when the run ends.
+Training waits for the copy to the host, and for the save before this one when that is not done yet; never for
+a disk. A save that fails is a warning and the run goes on, for the next one may work; whether the last one
+failed counts when the run ends.
 
 Every front-end has one of these. What differs is what a snapshot holds, and what makes a checkpoint another
 run's.
@@ -141,7 +141,7 @@ class CheckpointManager:
 
     def newest(self) -> Checkpoint | None:
         """The newest checkpoint that is whole, when none is being written; None where there is none. Broken
-        ones that are newer are told."""
+        ones that are newer are reported."""
         self.wait()
         known = len(self.store.broken)
         checkpoint = self.store.newest()
@@ -157,7 +157,7 @@ class CheckpointManager:
     def refuse_another_run(
         self, checkpoint: Checkpoint, wrong: Sequence[str], changed: Sequence[str], *, cure: str = ""
     ) -> None:
-        """Raises `UsageError` for what is `wrong` about resuming from this checkpoint; tells what has
+        """Raises `UsageError` for what is `wrong` about resuming from this checkpoint; warns of what has
         `changed` and only keeps the numbers from being the same bit for bit."""
         if wrong:
             raise UsageError(

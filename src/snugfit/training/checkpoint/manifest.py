@@ -51,7 +51,7 @@ class NewerCheckpoint(SnugfitError):
 
 
 class SaveStopped(SnugfitError):
-    """A save was told to stop, and left nothing behind."""
+    """A save was asked to stop, and left nothing behind."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +149,7 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Whatever the system refuses inside is told with this file's name."""
+    """Puts this file's name into whatever the system refuses inside."""
     try:
         yield
     except OSError as refusal:

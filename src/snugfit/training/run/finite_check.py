@@ -15,7 +15,7 @@ results/h200-2026-11-22):
     neither              a gradient that is no number makes weights that are none, these make the next loss
                          none, and before weights are kept or used elsewhere they are checked
 
-A run whose update turns out to have been wrong is taken up again from where it was right (`session.py`).
+A run whose update turns out to have been wrong is resumed from where it was right (`session.py`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The loader of our own loop: the host micro-batches of each step, from worker processes where there are any.
 
-torch's DataLoader over all steps of a run at once, so that workers are started once. A worker that dies is
-told as what it is; torch says no more of it than an error of Python's, from a signal handler, wherever the
-main thread is at that moment.
+torch's DataLoader over all steps of a run at once, so that workers are started once. For a worker that dies
+torch raises a `RuntimeError` from a signal handler, wherever the main thread is at that moment; here it
+becomes an error that says what happened.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ class Prefetcher:
         """How long the last fetch took."""
 
     def fetch(self) -> None:
-        """Waits for the next step's micro-batches and keeps them. What goes wrong is told to who takes them:
-        it is no fault of what is going on meanwhile."""
+        """Waits for the next step's micro-batches and keeps them. What goes wrong is raised when they are
+        taken: it is no fault of what is going on meanwhile."""
         began = time.perf_counter()
         try:
             self._fetched.append(next(self._batches, None))

@@ -6,12 +6,12 @@ the Trainer works here (accelerate's trackers are fewer), and the names are thos
 the mean since the last line, every `logging_steps`.
 
 A run that is resumed goes on in the same log. Steps that were lost and are taken again would stand there
-twice, so TensorBoard is told from which step on it must forget what it has (`purge_step`, its own word);
+twice, so TensorBoard drops what it has from that step on (its own `purge_step`);
 other trackers are resumed in their own way (W&B: WANDB_RUN_ID and WANDB_RESUME), and within one process no
 step is sent to them twice.
 
-A tracker that fails while the run goes on is told once and left out: training does not end because nobody
-can watch it.
+A tracker that fails while the run goes on is warned of once and left out: training does not end because
+nobody can watch it.
 """
 
 from __future__ import annotations

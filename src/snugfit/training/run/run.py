@@ -1,9 +1,9 @@
 """What a run is asked to do, and what its checkpoints say of it so that it is only ever resumed as itself.
 
-A run is its job, its recipe, its options and its data; and the software and the machine that it began on.
-Its checkpoints carry all of that. A resumed run must be the same run: what would change a number in it is
-refused by name, what only changes how it is watched or kept may be changed, and other software or another GPU
-is told, for then it goes on correctly and no longer bit for bit. A run that ran out of memory goes on under
+A run is its job, its recipe, its options and its data; and the software and the machine that it began on. Its
+checkpoints carry all of that. A resumed run must be the same run: what would change a number in it is refused
+by name, what only changes how it is watched or kept may be changed, and other software or another GPU is a
+warning, for then it goes on correctly and no longer bit for bit. A run that ran out of memory goes on under
 another recipe than the one that was asked for; its checkpoints name both.
 """
 
@@ -59,7 +59,7 @@ class Data:
     """Tokens of each sample, for `group_by_length`."""
 
     notes: tuple[str, ...] = ()
-    """What somebody who trains on this should be told."""
+    """What somebody who trains on this should know."""
 
     def fingerprint(self) -> str:
         """A checksum of how many samples there are and of some of them."""

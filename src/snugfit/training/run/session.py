@@ -252,7 +252,7 @@ class Session:
             return
         checkpoint = self._checkpoint_to_go_on_from(exhausted.phase)
         if exhausted.phase == STEP_BOUNDARY and (checkpoint is None or checkpoint.step != step):
-            self._logger.ignore_retries()  # it could not be kept, which was told; to go back would cost more
+            self._logger.ignore_retries()  # it could not be kept, as a warning says; to go back costs more
             return
         self._close()
         self._recovery.tell(exhausted, before, chosen, step + 1)

@@ -1,6 +1,6 @@
 """Training: a recipe over a dataset, to its end, whatever happens on the way.
 
-    open        the folder is this run's alone (`lock.py`); its newest whole checkpoint is taken up, or the
+    open        the folder is this run's alone (`lock.py`); its newest whole checkpoint is resumed, or the
                 run begins
     step        a global batch in micro-batches, a check of loss and gradients, the update (`loop.py`)
     boundary    between two steps nothing is half done: here it is logged, evaluated, kept, and stopped
