@@ -16,6 +16,7 @@ import transformers
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
+import snugfit
 from fitted import classified, model_of, trainer_of
 from snugfit.step import transformers_internals as internals
 
@@ -101,6 +102,18 @@ def test_every_override_and_every_private_field_stands_in_these_tables() -> None
         and ast.unparse(node.value) in ("trainer", "super()")
     }
     assert private | set(internals.LOGGED.values()) <= METHODS.keys() | FIELDS.keys()
+
+
+def test_nothing_private_of_a_trainer_is_used_elsewhere() -> None:
+    root = Path(snugfit.__file__).parent
+    for path in [*(root / "frontends").rglob("*.py"), *(root / "step").rglob("*.py")]:
+        if path == Path(internals.__file__):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and node.attr.startswith("_"):
+                holder = ast.unparse(node.value)
+                private = holder.split(".")[-1].lstrip("_") in ("trainer", "accelerator", "AcceleratorState")
+                assert not private, f"{path.name}:{node.lineno} {holder}.{node.attr}"
 
 
 def test_accelerates_state_is_where_we_substitute_it(tmp_path: Path) -> None:

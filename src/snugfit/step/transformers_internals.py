@@ -204,13 +204,12 @@ def restore_logged_losses(trainer: Any, kept: Mapping[str, Any]) -> None:
     trainer._globalstep_last_logged = kept["last_logged"]
 
 
-def loss_since_log(trainer: Any) -> torch.Tensor:
+def loss_since_log(trainer: Any) -> Any:
     """The sum of the losses since the last log, () on the device: the trainer's own tensor."""
-    loss: torch.Tensor = trainer._tr_loss
-    return loss
+    return trainer._tr_loss
 
 
-def shifts_labels(trainer: Any) -> bool:
+def trainer_shifts_labels(trainer: Any) -> bool:
     """Whether the trainer counts labels as those of a model that shifts them by one."""
     return bool(trainer._loss_shifts_labels)
 

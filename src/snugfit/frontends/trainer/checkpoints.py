@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import UsageError
 from snugfit.frontends.trainer.setup import change_recipe
+from snugfit.step.transformers_internals import logged_losses, restore_logged_losses
 from snugfit.techniques.recipe import Recipe
 from snugfit.training.checkpoint.manager import CheckpointManager, differences
 from snugfit.training.checkpoint.manifest import Checkpoint, verify
@@ -137,12 +138,7 @@ class TrainerCheckpoints:
         trainer = self._trainer
         processing = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
         state = json.dumps(asdict(trainer.state), indent=2, sort_keys=True) + "\n"
-        extra = {
-            "loss": trainer._tr_loss.item(),
-            "total_loss": trainer._total_loss_scalar,
-            "last_logged": trainer._globalstep_last_logged,
-            "data": self._rng.to_json(),
-        }
+        extra = {**logged_losses(trainer), "data": self._rng.to_json()}
         return snapshot(
             train_state_of(trainer),
             staging,
@@ -153,11 +149,8 @@ class TrainerCheckpoints:
     def restore_extra_state(self, *, within: bool) -> None:
         """After a resume, what the Trainer's own state does not hold; `within` an epoch or at its end."""
         assert self.resumed is not None
-        trainer = self._trainer
         extra = json.loads((self.resumed.folder / EXTRA_STATE).read_text(encoding="utf-8"))
-        trainer._tr_loss += extra["loss"]
-        trainer._total_loss_scalar = extra["total_loss"]
-        trainer._globalstep_last_logged = extra["last_logged"]
+        restore_logged_losses(self._trainer, extra)
         self._rng.resume(extra["data"], within=within)
 
     def wait(self) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from snugfit.errors import SnugfitError
 from snugfit.frontends.items import write_batch
 from snugfit.frontends.trainer.step_state import StepFigures
+from snugfit.step.transformers_internals import loss_since_log
 from snugfit.training.generators import generators, set_generators
 from snugfit.training.run.loop import NonFinite
 
@@ -34,12 +35,12 @@ def begin_step(trainer: Any, step: StepState) -> None:
     to no update (an iterable dataset's end) goes."""
     if step.pending_micro_batches:
         trainer.model.zero_grad(set_to_none=True)
-        trainer._tr_loss.copy_(step.logged_loss_at_start)
+        loss_since_log(trainer).copy_(step.logged_loss_at_start)
         count = trainer.args.gradient_accumulation_steps
         trainer.snugfit.notices.warn_once(LEFT_OVER.format(n=step.pending_micro_batches, count=count))
     step.pending_micro_batches = len(step.batches)
     step.rng_at_step_start = generators(trainer.args.device)
-    step.logged_loss_at_start = trainer._tr_loss.clone()
+    step.logged_loss_at_start = loss_since_log(trainer).clone()
 
 
 def raise_if_non_finite(trainer: Any, run: FitRun, norm: Any) -> None:
@@ -62,7 +63,7 @@ def raise_if_non_finite(trainer: Any, run: FitRun, norm: Any) -> None:
     number = trainer.state.global_step + 1
     file = write_batch(run.checkpoints.root, number, step.batches)
     set_generators(step.rng_at_step_start, trainer.args.device)
-    trainer._tr_loss.copy_(step.logged_loss_at_start)
+    loss_since_log(trainer).copy_(step.logged_loss_at_start)
     run.rng.unuse(len(step.batches))
     run.checkpoints.save()
     run.checkpoints.wait()

@@ -6,18 +6,15 @@ forgotten again.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from snugfit.errors import UsageError
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
 from snugfit.step.checkpointing import stop_own_checkpointing
+from snugfit.step.transformers_internals import bare_model, without_loader_record
 from snugfit.training.generators import preserve_generators
-
-_ACCELERATES = ("forward", "_original_forward", "_is_accelerate_prepared")
-"""What `Accelerator.prepare` leaves on a model."""
 
 
 def job_of(trainer: Any) -> Job:
@@ -44,14 +41,8 @@ def likeness(trainer: Any) -> Any:
     if (plan := getattr(trainer, "snugfit", None)) is not None:
         return plan.job.model.module
     model = trainer.model
-    put = {name: model.__dict__.pop(name) for name in _ACCELERATES if name in model.__dict__}
-    if put and "_original_forward" not in put and "forward" in put:  # the user's own
-        model.__dict__["forward"] = put["forward"]
-    try:
-        with torch.device("meta"):
-            alike = clone_to_device(model)
-    finally:
-        model.__dict__.update(put)
+    with bare_model(model), torch.device("meta"):
+        alike = clone_to_device(model)
     stop_own_checkpointing(alike)
     return alike
 
@@ -62,7 +53,7 @@ def example_of(trainer: Any) -> dict[str, Any]:
 
     if trainer.train_dataset is None:
         raise UsageError("The trainer has no train_dataset, so there is nothing to train on.")
-    with preserve_generators(trainer.args.device), _no_trace(trainer):
+    with preserve_generators(trainer.args.device), without_loader_record(trainer):
         first = next(iter(trainer.get_train_dataloader()), None)
     if not isinstance(first, Mapping) or not first:
         raise UsageError(
@@ -72,20 +63,3 @@ def example_of(trainer: Any) -> dict[str, Any]:
         name: value.detach().cpu() if isinstance(value, torch.Tensor) else value
         for name, value in first.items()
     }
-
-
-@contextlib.contextmanager
-def _no_trace(trainer: Any) -> Iterator[None]:
-    """A loader without workers, which accelerate does not remember."""
-    args, accelerator = trainer.args, trainer.accelerator
-    names = ("dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_persistent_workers")
-    before = {name: getattr(args, name) for name in names}
-    known = list(accelerator._dataloaders)
-    for name, value in zip(names, (0, None, False), strict=True):
-        setattr(args, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(args, name, value)
-        accelerator._dataloaders[:] = known

@@ -19,6 +19,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from snugfit.frontends.items import items_in, items_in_each, shifts_labels
+from snugfit.step.transformers_internals import trainer_shifts_labels
 from snugfit.training.generators import preserve_generators
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def share_of(trainer: Any, step: StepState, piece: Mapping[str, Any], index: int
         return 1.0
     if traits.shifts_labels is None:
         model = trainer.accelerator.unwrap_model(trainer.model)
-        traits.shifts_labels = bool(trainer._loss_shifts_labels) or shifts_labels(model)
+        traits.shifts_labels = trainer_shifts_labels(trainer) or shifts_labels(model)
     if not step.item_counts:
         step.item_counts = items_in_each(step.batches, shifts=traits.shifts_labels)
     items: int = step.item_counts[index] if whole else items_in(piece, shifts=traits.shifts_labels)

@@ -14,6 +14,7 @@ from snugfit.errors import UsageError
 from snugfit.frontends.own import capability_of
 from snugfit.step.applier import change_live, objections, refuse, training_arguments
 from snugfit.step.checkpointing import NAMES
+from snugfit.step.transformers_internals import made_by_accelerate, replace_model, set_arguments
 from snugfit.step.wishes.handler import LiveTraining
 from snugfit.step.wishes.optimizer import accepted_numbers
 from snugfit.techniques.technique import Slot
@@ -61,7 +62,7 @@ def apply(trainer: Any, job: Job, recipe: Recipe, user_slots: frozenset[Slot] = 
     changes = training_arguments(setup, job, args.device, kept)
     shown = [name for name in (*changes, *NAMES) if hasattr(args, name)]
     before = {name: _shown(args, name) for name in shown}
-    _set_arguments(trainer, changes)
+    set_arguments(trainer, changes)
     live.model = trainer.model
     _change(trainer, live, setup, user_slots)
     return [
@@ -102,8 +103,7 @@ def _change(trainer: Any, live: LiveTraining, setup: Setup, skip: Any) -> None:
     before = live.model
     change_live(live, setup, skip)
     if live.model is not before:
-        trainer.model = trainer.model_wrapped = trainer.callback_handler.model = live.model
-        trainer._signature_columns = None
+        replace_model(trainer, live.model)
     trainer.snugfit_own_forwards = live.own_forwards
 
 
@@ -120,7 +120,7 @@ def optimizer_is_theirs(trainer: Any) -> bool:
         and issubclass(kind, transformers.Trainer)
     )
     # Once train() has run, the optimizer is there because the Trainer made it.
-    made = trainer.optimizer is not None and not hasattr(trainer.optimizer, "accelerator_state")
+    made = trainer.optimizer is not None and not made_by_accelerate(trainer.optimizer)
     return made or trainer.optimizer_cls_and_kwargs is not None or written
 
 
@@ -140,32 +140,6 @@ def _objections(trainer: Any, live: LiveTraining, setup: Setup) -> Iterator[tupl
 def _shown(args: Any, name: str) -> Any:
     value = getattr(args, name)
     return getattr(value, "value", value)
-
-
-def _set_arguments(trainer: Any, changes: dict[str, Any]) -> None:
-    """Sets `TrainingArguments` of a trainer that stands, with what it has made of them."""
-    args = trainer.args
-    if "bf16" in changes:
-        _set_precision(trainer, "bf16" if changes["bf16"] else "fp16" if changes["fp16"] else "no")
-    for name, value in changes.items():
-        if name not in ("bf16", "fp16"):
-            setattr(args, name, type(args.optim)(value) if name == "optim" else value)
-    trainer._train_batch_size = args.train_batch_size
-
-
-def _set_precision(trainer: Any, mixed: str) -> None:
-    """Its accelerator's, which autocasts and scales gradients. accelerate keeps one state for the process,
-    which is made anew."""
-    from accelerate.state import AcceleratorState
-
-    args = trainer.args
-    if trainer.accelerator.mixed_precision == mixed:
-        return
-    trainer.model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
-    trainer.model_wrapped = trainer.model
-    args.bf16, args.fp16, args.mixed_precision = mixed == "bf16", mixed == "fp16", mixed
-    AcceleratorState._reset_state()
-    trainer.create_accelerator_and_postprocess()
 
 
 def users_numbers(trainer: Any, wish: OptimizerWish) -> dict[str, Any]:

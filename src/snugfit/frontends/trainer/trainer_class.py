@@ -1,15 +1,16 @@
 """The one class between a trainer and its own: it reads what `TrainingArguments` have no word for.
 
 `injected(type(trainer))` is a class of the same name whose methods come first, then the user's own
-subclass's, then transformers'. Each does a little and calls what it stands before.
+subclass's, then transformers'. Each does a little and calls what it stands before. What transformers keeps
+private comes by the plain names of `TrainerHooks`.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from snugfit.errors import SnugfitError
 from snugfit.frontends.items import pieces_of
@@ -28,6 +29,7 @@ from snugfit.frontends.trainer.setup import optimizer_is_theirs, users_numbers
 from snugfit.frontends.trainer.step_state import StepState
 from snugfit.step.applier import forward_context, run_context, set_process
 from snugfit.step.memory_errors import memory_cause
+from snugfit.step.transformers_internals import TrainerHooks, weigh_losses_ourselves
 from snugfit.step.wishes.optimizer import make_optimizer
 from snugfit.techniques.technique import Slot
 from snugfit.training.checkpoint.state import restore_generators
@@ -35,18 +37,13 @@ from snugfit.training.checkpoint.weights import load_weights
 from snugfit.training.interrupt import EXIT_CODES
 from snugfit.training.run.trained import FINISHED, STOPPED
 
-if TYPE_CHECKING:
-    from transformers import Trainer
-else:
-    Trainer = object  # the real one stands behind it, in the class that `injected` makes
-
 
 def injected(own: type[Any]) -> type[Any]:
     """A subclass of a trainer's class that trains as it was fitted."""
     return type(own.__name__, (FittedTrainer, own), {"__module__": __name__, "__doc__": own.__doc__})
 
 
-class FittedTrainer(Trainer):  # type: ignore[misc]
+class FittedTrainer(TrainerHooks):
     """What `fit` puts before a trainer's own class."""
 
     snugfit: FitPlan
@@ -155,7 +152,7 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
 
         step = self._fit_run.step
         total = torch.zeros((), device=self.args.device)
-        self.current_gradient_accumulation_steps = 1  # transformers divides by it what is weighed already
+        weigh_losses_ourselves(self)
         for place, batch in enumerate(batches, start=step.micro_batch_index - len(batches)):
             for piece in pieces_of(batch, self.snugfit.max_rows):
                 if share := share_of(self, step, piece, place):
@@ -185,62 +182,56 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
             return made
         return (made[0] * share, *made[1:]) if isinstance(made, tuple) else made * share
 
-    def _get_grad_norm(self, *arguments: Any, **keywords: Any) -> Any:
-        """The last moment before the update: a loss or a gradient that is no number ends the run here. Until
-        the device has them the host makes the next batch."""
-        norm = super()._get_grad_norm(*arguments, **keywords)
+    def snugfit_before_update(self, norm: Any) -> None:
+        """A loss or a gradient that is no number ends the run here. Until the device has them the host makes
+        the next batch."""
+        run = self._fit_run
         last = self.state.global_step + 1 >= self.state.max_steps
         if not last and not self.accelerator.gradient_state.end_of_dataloader:
-            self._fit_run.timer.record_launched()
-            self._fit_run.prefetcher.fetch()
-        raise_if_non_finite(self, self._fit_run, norm)
-        return norm
+            run.timer.record_launched()
+            run.prefetcher.fetch()
+        raise_if_non_finite(self, run, norm)
 
-    def _run_epoch(self, *arguments: Any, **keywords: Any) -> Any:
-        """An epoch; a resumed one draws its order from the generators that it had."""
+    def snugfit_epoch_begins(self, skipped: int) -> None:
+        """A resumed epoch draws its order from the generators that it had."""
         checkpoints = self._fit_run.checkpoints
-        skipped = int(keywords.get("steps_trained_in_current_epoch") or 0)
         resumed = checkpoints.resumed is not None and self.state.global_step == checkpoints.resumed.step
-        skipped = skipped if resumed else 0
         if resumed:
             checkpoints.restore_extra_state(within=skipped > 0)
-        self._fit_run.rng.begin_epoch(skipped)
-        return super()._run_epoch(*arguments, **keywords)
+        self._fit_run.rng.begin_epoch(skipped if resumed else 0)
 
-    def _maybe_log_save_evaluate(self, *arguments: Any, **keywords: Any) -> None:
-        """The boundary between two steps: what was asked for meanwhile is done here."""
+    def snugfit_border(self, learning_rate: float | None, go_on: Callable[[], None]) -> None:
+        """What was asked for during the step is done here: a checkpoint, an end, less memory."""
         run, interrupts = self._fit_run, self._fit_run.checkpoints.interrupts
-        ended = run.timer.write(self, run.logger, run.step, keywords.get("learning_rate"))
+        ended = run.timer.write(self, run.logger, run.step, learning_rate)
         stopping = interrupts.stopping is not None
         if interrupts.wants_checkpoint() or stopping:
             self.control.should_save = True
         if stopping:
             self.control.should_training_stop = True
-        super()._maybe_log_save_evaluate(*arguments, **keywords)
+        go_on()
         if ended and not self.control.should_training_stop and run.logger.is_thrashing():
             go_on_with_less(self, run)
 
-    def _save_checkpoint(self, *arguments: Any, **keywords: Any) -> None:
-        self.store_flos()
+    def snugfit_save(self) -> None:
+        """By the run's own checkpoints."""
         self._fit_run.checkpoints.save()
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        load_weights(self.model if model is None else model, Path(resume_from_checkpoint))
+    def snugfit_load_weights(self, model: Any, folder: Path) -> None:
+        """Every weight, or an error."""
+        load_weights(model, folder)
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        self._fit_run.checkpoints.begin(checkpoint)
+    def snugfit_load_optimizer(self, folder: Path | None) -> None:
+        """With the schedule and the scaler; a new run begins its checkpoints here too."""
+        self._fit_run.checkpoints.begin(None if folder is None else str(folder))
 
-    def _load_scaler(self, checkpoint: str | None) -> None:
-        """It came with the optimizer."""
+    def snugfit_load_generators(self, folder: Path) -> None:
+        """Those that the model draws from."""
+        restore_generators(folder, self.args.device)
 
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        if checkpoint is not None:
-            restore_generators(Path(checkpoint), self.args.device)
-
-    def _finalize_training(self, *arguments: Any, **keywords: Any) -> Any:
+    def snugfit_before_finish(self) -> None:
         """The best model is read from a checkpoint, which may be being written."""
         self._fit_run.checkpoints.wait()
-        return super()._finalize_training(*arguments, **keywords)
 
 
 @contextlib.contextmanager
