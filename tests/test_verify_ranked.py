@@ -11,7 +11,6 @@ from small_models import small_job
 from snugfit.job.gpu import find_gpu
 from snugfit.planning.cost.parts import Parts
 from snugfit.planning.cost.timer import SingleGpuTimer
-from snugfit.planning.search.ranking import rank_best
 from snugfit.planning.search.search import plan, search
 from snugfit.planning.search.space import space_of
 from snugfit.planning.search.state import SearchState
@@ -65,8 +64,8 @@ def hold_to_brute_force(
 ) -> None:
     """The `count` best by this objective, within three quarters of the sizes that there are."""
     memory = sorted(size for _, size in everything)[len(everything) * 3 // 4]
-    asked = replace(found, judged=dict(found.judged))
-    numbers = rank_best(asked, WorkerPool([parts]), count, memory_bytes=memory, objective=objective)
+    asked = replace(found, judged=dict(found.judged), memory_bytes=memory)
+    numbers = asked.best(count, WorkerPool([parts]), objective)
     place = 1 if objective == "memory" else 0
     smallest: dict[float, int] = {}
     for length, size in everything:
@@ -83,7 +82,7 @@ def hold_to_brute_force(
 
 
 def test_nothing_is_listed_where_nothing_fits(parts: Parts, found: SearchState) -> None:
-    assert rank_best(found, WorkerPool([parts]), 3, memory_bytes=1 << 20, objective="speed") == []
+    assert replace(found, memory_bytes=1 << 20).best(3, WorkerPool([parts]), "speed") == []
 
 
 @pytest.mark.whole

@@ -163,10 +163,12 @@ def worker_pool(
             worker.end()
 
 
-def start_fork_server(preload: Sequence[str]) -> None:
-    """Begins to import these modules for workers to come, while this process does something else."""
-    _context(preload)
-    forkserver.ensure_running()
+def start_fork_server(preload: Sequence[str], *, for_what: Any) -> None:
+    """Begins to import these modules for workers to come, while this process does something else; not where
+    what they will be sent cannot be pickled, for then there will be none."""
+    if is_picklable(for_what):
+        _context(preload)
+        forkserver.ensure_running()
 
 
 def map_in_processes(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from snugfit.planning.cost.figures import BelowLowerBound
 from snugfit.planning.cost.startup_share import ENDLESS
-from snugfit.prediction.worker_pool import WorkerPool, is_picklable, start_fork_server, worker_pool
+from snugfit.prediction.worker_pool import WorkerPool, start_fork_server, worker_pool
 
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
@@ -27,8 +27,9 @@ _Result = TypeVar("_Result")
 
 def load_ahead(job: Job, gpus: Sequence[Gpu | None], timer: Timer, workers: int) -> None:
     """Has everything imported that the workers need, while this process does something else."""
-    if workers > 1 and _can_travel(job) and is_picklable((job, gpus, timer)):
-        start_fork_server(_preload(job))
+    modules = _preload(job)
+    if workers > 1 and _can_travel(job):
+        start_fork_server(modules, for_what=(job, gpus, timer))
 
 
 @contextmanager
@@ -42,8 +43,8 @@ def parts_pool(
     run: PlannedRun = ENDLESS,
 ) -> Iterator[WorkerPool]:
     """So many workers with parts of this job in each."""
-    make = partial(_parts, job, gpus, timer, shallow=shallow, run=run)
-    with worker_pool(make, workers=workers if _can_travel(job) else 1, preload=_preload(job)) as pool:
+    make, modules = partial(_parts, job, gpus, timer, shallow=shallow, run=run), _preload(job)
+    with worker_pool(make, workers=workers if _can_travel(job) else 1, preload=modules) as pool:
         yield pool
 
 

@@ -23,10 +23,10 @@ from snugfit.planning.cost.timer import PerGpuTimers, TimersWithGaps, why_unknow
 from snugfit.planning.fleet.gpu_plans import GpuPlans, OnGpu
 from snugfit.planning.fleet.per_gpu import PerGpuSearch
 from snugfit.planning.plan import Counts
-from snugfit.planning.search.screening import Progress, Tell, screen
+from snugfit.planning.search.screening import screen
 from snugfit.planning.search.search import refuse
 from snugfit.planning.search.space import Space, fidelity_of, space_of
-from snugfit.planning.search.state import SearchState, exclusion
+from snugfit.planning.search.state import Progress, SearchState, Tell, exclusion
 from snugfit.prediction.device import policy_for
 from snugfit.prediction.profile import Software, installed_versions
 from snugfit.prediction.rates import rates_for

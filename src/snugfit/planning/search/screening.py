@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict, deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from snugfit.errors import SnugfitError
-from snugfit.planning.search.state import exclusion
+from snugfit.planning.search.state import Progress, Tell, exclusion
 from snugfit.prediction.worker_pool import Question, WorkerPool
 
 if TYPE_CHECKING:
     from snugfit.planning.cost.figures import Bound
     from snugfit.planning.plan import Exclusion
     from snugfit.planning.search.space import Space
-
-Tell = Callable[[str], None]
 
 
 @dataclass
@@ -61,17 +57,3 @@ def screen(space: Space, pool: WorkerPool, tell: Tell = lambda what: None) -> Sc
         why = screening.excluded[0].why if screening.excluded else "there is none"
         raise SnugfitError(f"No recipe could be simulated: {why}")
     return screening
-
-
-class Progress:
-    """Says how far a part of the search is, and how long it may still take."""
-
-    def __init__(self, what: str, total: int, tell: Tell) -> None:
-        self.what, self.total, self.tell = what, total, tell
-        self.done, self.began = 0, time.monotonic()
-
-    def step(self) -> None:
-        """One more is done."""
-        self.done += 1
-        rest = (time.monotonic() - self.began) / self.done * (self.total - self.done)
-        self.tell(f"{self.what} {self.done} of {self.total}, about {rest:.0f} s left")

@@ -18,16 +18,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from snugfit.errors import UsageError, did_you_mean
 from snugfit.planning.cost.startup_share import PlannedRun
 from snugfit.planning.plan import OBJECTIVES, Plan
-from snugfit.planning.search.screening import Progress, Tell, screen
+from snugfit.planning.search.screening import screen
 from snugfit.planning.search.space import Space, fidelity_of, space_of
-from snugfit.planning.search.state import SearchState
+from snugfit.planning.search.state import SearchState, Tell
 from snugfit.prediction.device import doubts_about
 from snugfit.prediction.profile import installed_versions
 from snugfit.prediction.startup import STARTUP_RATES, StartupRates
@@ -37,7 +36,6 @@ from snugfit.techniques.technique import Fidelity, Slot
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
     from snugfit.job.job import Job
-    from snugfit.planning.cost.figures import Bound
     from snugfit.planning.cost.timer import Timer
     from snugfit.prediction.worker_pool import WorkerPool
     from snugfit.rehearsal.trace.trace import Trace
@@ -88,13 +86,16 @@ def plan(
     load_ahead(job, [gpu], timer, workers)
     capability = gpu.compute_capability if gpu else None
     space = space_of(job, fidelity=fidelity, capability=capability, settled=settled)
-    request = _Request(job, gpu, memory_bytes, fidelity, objective, steps, ranked, start, tell)
-    answer = partial(_answer, request, space)
+    request = _PlanRequest(job, gpu, memory_bytes, fidelity, objective, steps, ranked, start, tell)
+
+    def answer(pool: WorkerPool) -> Plan:
+        return _answer(request, space, pool)
+
     return with_pool(answer, job, [gpu], timer, workers=workers, run=run, tell=tell)
 
 
 @dataclass(frozen=True)
-class _Request:
+class _PlanRequest:
     """What is asked of a plan, checked."""
 
     job: Job
@@ -108,12 +109,11 @@ class _Request:
     tell: Tell
 
 
-def _answer(asked: _Request, space: Space, pool: WorkerPool) -> Plan:
+def _answer(asked: _PlanRequest, space: Space, pool: WorkerPool) -> Plan:
     """The plan that a search of this space gives."""
-    from snugfit.planning.search.ranking import rank_best
     from snugfit.planning.search.reasons import compare_with_start, cures, explain
 
-    memory, smallest = asked.memory_bytes, asked.objective == "memory"
+    job, memory, smallest = asked.job, asked.memory_bytes, asked.objective == "memory"
     state = search(space, pool, asked.tell, memory_bytes=memory, smallest=smallest)
     front = state.front()
     fitting = [n for n in front if memory is None or state.judged[n].needed_bytes <= memory]
@@ -122,28 +122,23 @@ def _answer(asked: _Request, space: Space, pool: WorkerPool) -> Plan:
     recipe, needed_bytes = space.candidates[shown].recipe, state.judged[shown].needed_bytes
     asked.tell("simulating the answer in full and comparing it slot by slot")
     explanation = explain(state, pool, shown)
+    start = compare_with_start(asked.start, recipe, pool, job, asked.gpu) if asked.start else None
+    suggestions = () if fitting else tuple(cures(recipe, needed_bytes, job, memory or 0, asked.fidelity))
     counts, excluded = state.counts(), (*space.excluded, *state.excluded)
-    ranked: list[int] = []
-    if asked.ranked:
-        ranked = rank_best(
-            state, pool, asked.ranked, memory_bytes=memory, objective=asked.objective, tell=asked.tell
-        )
-    start = compare_with_start(asked.start, recipe, pool, asked.job, asked.gpu) if asked.start else None
-    if best is None:
-        nearest = tuple(cures(recipe, needed_bytes, asked.job, memory or 0, asked.fidelity))
+    ranked = state.best(asked.ranked, pool, asked.objective, asked.tell) if asked.ranked else []
     return Plan(
-        job=asked.job,
+        job=job,
         gpu=asked.gpu,
         memory_bytes=memory,
         fidelity=asked.fidelity.value,
         objective=asked.objective,
         steps=asked.steps,
-        front=tuple(state.choice(number, asked.job.batch_size) for number in front),
-        best=None if best is None else state.choice(best, asked.job.batch_size),
-        ranked=tuple(state.choice(number, asked.job.batch_size) for number in ranked),
+        front=tuple(state.choice(number, job.batch_size) for number in front),
+        best=None if best is None else state.choice(best, job.batch_size),
+        ranked=tuple(state.choice(number, job.batch_size) for number in ranked),
         reasons=explanation.reasons,
         start=start,
-        cures=() if best is not None else nearest,
+        cures=suggestions,
         refused=excluded,
         counts=counts,
         verified=explanation.verified,
@@ -166,25 +161,10 @@ def search(
     first = screen(space, pool, tell)
     bounds = {number: bound for number, (bound,) in first.bounds.items()}
     state = SearchState(space, bounds, excluded=first.excluded, kinds=first.kinds, memory_bytes=memory_bytes)
-    _judge_all(state, pool, state.is_dominated, lambda bound: (bound.seconds, bound.needed_bytes), tell)
+    state.judge_all(pool, tell)
     if smallest or (memory_bytes is not None and state.smallest > memory_bytes):
-        _judge_all(state, pool, state.cannot_be_smallest, lambda bound: bound, tell)
+        state.judge_all(pool, tell, smallest=True)
     return state
-
-
-def _judge_all(
-    state: SearchState,
-    pool: WorkerPool,
-    skip: Callable[[int], bool],
-    order: Callable[[Bound], tuple[float, float]],
-    tell: Tell,
-) -> None:
-    """Judges every trace, the least by this order first, but for what is to be skipped when its turn
-    comes."""
-    groups = state.traces(state.bounds)
-    groups.sort(key=lambda group: min(order(state.bounds[number]) for number in group))
-    tell("judging")
-    state.judge(groups, pool, skip=skip, step=Progress("judging", len(groups), tell).step)
 
 
 def _start_of(start: Recipe | str | None, ranked: int) -> Recipe | None:

@@ -5,12 +5,17 @@ shows only when the step is put together in full; so of the candidates that are 
 for that loss, each would have to be, to find out which of them is a little smaller. Nobody asks for that:
 what cannot be smaller than a faster one by `MEMORY_RESOLUTION` is not judged. The answer does not depend on
 it, for what may fit where nothing faster does is always judged.
+
+The front holds what no other recipe dominates in speed and bytes, so the second fastest is mostly not on it.
+Where the best few are asked for (`--verify` measures them), recipes are judged further, in the order of their
+lower bounds, until no recipe that was not judged can be among them.
 """
 
 from __future__ import annotations
 
 import bisect
 import math
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -22,6 +27,8 @@ from snugfit.planning.plan import Choice, Counts, Exclusion
 from snugfit.planning.search.space import Space, not_plain
 from snugfit.prediction.worker_pool import Question, WorkerPool
 
+Tell = Callable[[str], None]
+
 TIME_BOUND_MARGIN = 0.001
 """Of its lower bound in seconds, how much less a step may take: the line through two depths bounds a convex
 figure, and a queue of host and device is convex but for what happens at its ends."""
@@ -29,6 +36,9 @@ figure, and a queue of host and device is convex but for what happens at its end
 MEMORY_RESOLUTION = 0.03
 """Of a recipe's bytes, by how much a slower one must be smaller to be worth listing: about what the allocator
 loses between the blocks of a step."""
+
+TOGETHER = 4
+"""Traces for each worker that are judged before it is asked again whether the best are known."""
 
 
 @dataclass
@@ -68,19 +78,19 @@ class SearchState:
         asked: dict[int, list[int]] = {}
 
         def ask(worker: int) -> Question | None:
-            others: list[list[int]] = []
+            set_aside: list[list[int]] = []
             question: Question | None = None
             while waiting and question is None:
                 group = [number for number in waiting.popleft() if not skip(number)]
                 if group and self._worker_for(group, worker) != worker:
-                    others.append(group)
+                    set_aside.append(group)
                     continue
                 step()
                 if group:
                     asked[group[0]] = group
                     setups = [self.space.candidates[number].setup for number in group]
                     question = Question(group[0], "judge", (setups,))
-            waiting.extendleft(reversed(others))
+            waiting.extendleft(reversed(set_aside))
             return question
 
         for first, answer in pool.answers(ask):
@@ -114,9 +124,23 @@ class SearchState:
         for number in group:
             self.bounds.pop(number, None)
 
+    def judge_all(self, pool: WorkerPool, tell: Tell, *, smallest: bool = False) -> None:
+        """Judges every trace, the fastest bound first, but for what is dominated when its turn comes; with
+        `smallest` the smallest bound first, but for what cannot be the smallest."""
+        skip = self.cannot_be_smallest if smallest else self.is_dominated
+
+        def order(number: int) -> tuple[float, float]:
+            needed_bytes, seconds = self.bounds[number]
+            return (needed_bytes, seconds) if smallest else (seconds, needed_bytes)
+
+        groups = self._traces(self.bounds)
+        groups.sort(key=lambda group: min(map(order, group)))
+        tell("judging")
+        self.judge(groups, pool, skip=skip, step=Progress("judging", len(groups), tell).step)
+
     # ---- what is worth judging ---------------------------------------------------------------------------
 
-    def traces(self, numbers: Iterable[int]) -> list[list[int]]:
+    def _traces(self, numbers: Iterable[int]) -> list[list[int]]:
         """These candidates, those of one trace together where the first of them stands."""
         groups: dict[int, list[int]] = defaultdict(list)
         for number in numbers:
@@ -151,6 +175,45 @@ class SearchState:
                 front.append(number)
         return front
 
+    def best(self, count: int, pool: WorkerPool, objective: str, tell: Tell = lambda what: None) -> list[int]:
+        """The best `count` recipes that fit, the best first; fewer where there are no more. Those that differ
+        in nothing that a clock sees (the allocator's segments, the precision of products that there are none
+        of) take the same seconds and count once. Raises `BelowLowerBound`."""
+
+        def least(number: int) -> float:
+            bound = self.bounds[number]
+            return bound.needed_bytes if objective == "memory" else bound.seconds * (1 - TIME_BOUND_MARGIN)
+
+        def may_be_listed(number: int) -> bool:
+            return number not in self.judged and self._fits(self.bounds[number].needed_bytes)
+
+        waiting = deque(self._traces(filter(may_be_listed, sorted(self.bounds, key=least))))
+        while True:
+            ranked = self._ranked(objective)[:count]
+            worst = self._value(ranked[-1], objective) if len(ranked) == count else math.inf
+            tell(f"judging the best {count}: {len(ranked)} found")
+            todo: list[list[int]] = []
+            while waiting and len(todo) < TOGETHER * len(pool.workers) and least(waiting[0][0]) < worst:
+                todo.append(waiting.popleft())
+            if not todo:
+                return ranked
+            self.judge(todo, pool)
+
+    def _ranked(self, objective: str) -> list[int]:
+        """Of those judged that fit, one for each length of a step, the best first."""
+        fitting = [number for number, figures in self.judged.items() if self._fits(figures.needed_bytes)]
+        by_seconds: dict[float, int] = {}
+        for number in sorted(fitting, key=lambda one: (self._value(one, objective), *self.rank(one))):
+            by_seconds.setdefault(self.judged[number].seconds, number)
+        return list(by_seconds.values())
+
+    def _value(self, number: int, objective: str) -> float:
+        figures = self.judged[number]
+        return figures.needed_bytes if objective == "memory" else figures.seconds
+
+    def _fits(self, needed_bytes: int) -> bool:
+        return self.memory_bytes is None or needed_bytes <= self.memory_bytes
+
     @property
     def smallest(self) -> float:
         """Bytes of the smallest that was judged; infinite while there is none."""
@@ -184,6 +247,20 @@ class SearchState:
             passes=self.kinds,
             replayed=len(self.judged),
         )
+
+
+class Progress:
+    """Says how far a part of the search is, and how long it may still take."""
+
+    def __init__(self, what: str, total: int, tell: Tell) -> None:
+        self.what, self.total, self.tell = what, total, tell
+        self.done, self.began = 0, time.monotonic()
+
+    def step(self) -> None:
+        """One more is done."""
+        self.done += 1
+        rest = (time.monotonic() - self.began) / self.done * (self.total - self.done)
+        self.tell(f"{self.what} {self.done} of {self.total}, about {rest:.0f} s left")
 
 
 def exclusion(space: Space, group: list[int], error: SnugfitError) -> Exclusion:
