@@ -1,4 +1,4 @@
-"""Every death has a cause (promise 8; F23 to F28)."""
+"""Every death of a measured process has a cause: out of memory by type, a signal, a timeout, no result."""
 
 from __future__ import annotations
 

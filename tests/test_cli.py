@@ -75,26 +75,26 @@ TYPED = {
     "largest of nothing": (["predict", *BERT, "--largest", "batch"], "--memory"),
     "largest of what": (["predict", *BERT, *V100, "--largest", "bach"], "batch"),
     "two questions": (["predict", *BERT, *V100, "--largest", "batch", "--compare", "bf16"], "one at a time"),
-    "J8 two precisions": (["predict", *BERT, "--recipe", "bf16 + fp16"], "fp16"),
-    "J9 batch 0": (["predict", *BERT, "--batch-size", "0"], "batch size is 0"),
-    "J9 batch -1": (["predict", *BERT, "--batch-size", "-1"], "batch size is -1"),
-    "J9 batch 10^12": (["predict", *BERT, "--batch-size", "1000000000000"], "batch size is 1000000000000"),
+    "two precisions": (["predict", *BERT, "--recipe", "bf16 + fp16"], "fp16"),
+    "batch 0": (["predict", *BERT, "--batch-size", "0"], "batch size is 0"),
+    "batch -1": (["predict", *BERT, "--batch-size", "-1"], "batch size is -1"),
+    "batch 10^12": (["predict", *BERT, "--batch-size", "1000000000000"], "batch size is 1000000000000"),
     "batch a word": (["predict", *BERT, "--batch-size", "four"], "valid integer"),
     "padding nan": (["predict", *BERT, "--padding", "nan"], "padding"),
     "padding whole": (["predict", *BERT, "--padding", "1"], "padding"),
-    "J12 licence": (["predict", *BERT, "--recipe", "apollo_adamw"], "licence"),
-    "J12 misspelt": (["predict", *BERT, "--recipe", "adamw_8bits"], "adamw_8bit"),
-    "J13 too long": (["predict", *BERT, "--sequence-length", "513"], "512"),
-    "H1": (["predict", *BERT, "--gpu", "RTX 9999"], "RTX"),
-    "H2 zero": (["predict", *BERT, "--memory", "0"], "'0' is not a positive amount"),
-    "H2 no unit": (["predict", *BERT, "--memory", "16"], "16GiB"),
-    "H2 negative": (["predict", *BERT, "--memory", "-1"], "'-1' is not a positive amount"),
-    "H2 negative with a unit": (["predict", *BERT, "--memory", "-1GiB"], "not a positive amount"),
-    "H2 less than a byte": (["predict", *BERT, "--memory", "0.5B"], "less than a byte"),
-    "H2 too much": (["predict", *BERT, "--memory", "1e99GB"], "1e99GB"),
+    "a technique left out for its licence": (["predict", *BERT, "--recipe", "apollo_adamw"], "licence"),
+    "a misspelt technique": (["predict", *BERT, "--recipe", "adamw_8bits"], "adamw_8bit"),
+    "a sequence too long": (["predict", *BERT, "--sequence-length", "513"], "512"),
+    "an unknown GPU": (["predict", *BERT, "--gpu", "RTX 9999"], "RTX"),
+    "no memory": (["predict", *BERT, "--memory", "0"], "'0' is not a positive amount"),
+    "memory without a unit": (["predict", *BERT, "--memory", "16"], "16GiB"),
+    "negative memory": (["predict", *BERT, "--memory", "-1"], "'-1' is not a positive amount"),
+    "negative memory with a unit": (["predict", *BERT, "--memory", "-1GiB"], "not a positive amount"),
+    "less than a byte": (["predict", *BERT, "--memory", "0.5B"], "less than a byte"),
+    "too much memory": (["predict", *BERT, "--memory", "1e99GB"], "1e99GB"),
     "unknown gpu": (["gpus", "RTX 9999"], "RTX"),
     "set nothing": (["predict", *BERT, "--set", "padding"], "key=value"),
-    "J14": (["predict", *BERT, "--set", "padding.b.c=1"], "single value"),
+    "a key inside a single value": (["predict", *BERT, "--set", "padding.b.c=1"], "single value"),
     "set a list": (["predict", *BERT, "--set", "batch_size=[1, 2]"], "a list"),
     "no job file": (["predict", "--job", "missing.yaml"], "no such job file"),
     "output is a file": (["guide", *V100, "--output", sys.executable], "file"),
@@ -129,7 +129,7 @@ def test_a_mistake_is_one_message_and_exit_2(
 def test_what_the_recipe_refuses_is_told(
     recipe: str, gpu: str, told: str, capsys: pytest.CaptureFixture[str], empty_folder: Path
 ) -> None:
-    """J10 and H4: 16 samples do not make 3 equal pieces; a V100 has no tf32."""
+    """16 samples do not make 3 equal pieces; a V100 has no tf32."""
     arguments = ["predict", *BERT, "--batch-size", "16", "--recipe", recipe, "--gpu", gpu]
     assert told in refused(arguments, capsys, empty_folder)
 
@@ -138,7 +138,7 @@ def test_what_the_recipe_refuses_is_told(
 def test_memory_takes_the_unit_that_was_written(
     memory: str, capsys: pytest.CaptureFixture[str], asked: list[Any]
 ) -> None:
-    """H2."""
+    """GB is 10**9 bytes and GiB 2**30."""
     assert run(["predict", *BERT, "--memory", memory]) == 0
     sizes = {"16GB": 16 * 10**9, "16GiB": 16 * GIB, "16000MB": 16 * 10**9, "1.5e1 GiB": 15 * GIB}
     assert asked[0][2]["memory_bytes"] == sizes[memory]
@@ -147,7 +147,7 @@ def test_memory_takes_the_unit_that_was_written(
 def test_too_little_memory_is_exit_3_and_says_by_how_much(
     capsys: pytest.CaptureFixture[str], asked: list[Any]
 ) -> None:
-    """H6."""
+    """Nothing fits in 512 MiB: an answer with a code of its own, and no failure."""
     assert run(["predict", *BERT, "--memory", "512MiB"]) == 3
     assert "Does not fit: short by 7.09 GiB" in capsys.readouterr().out
 
@@ -274,7 +274,7 @@ gpu: rtx 4090\r
 def test_a_job_file_says_what_flags_say_and_flags_are_stronger(
     capsys: pytest.CaptureFixture[str], asked: list[Any], empty_folder: Path
 ) -> None:
-    """J1 (a YAML 1.1 string must be a number), a byte order mark, CRLF."""
+    """`1e-5`, a string in YAML 1.1, is a number; a byte order mark and CRLF are read."""
     (empty_folder / "job.yaml").write_text(FILE, encoding="utf-8", newline="")
     assert run(["predict", "--job", "job.yaml"]) == 0
     job, recipe, how = asked[0]
@@ -287,22 +287,22 @@ def test_a_job_file_says_what_flags_say_and_flags_are_stronger(
 
 
 WRITTEN = {
-    "J2": ("sequence_length: 010", "octal"),
-    "J3": ("batch_size: 4\nbatch_size: 8", "twice"),
-    "J4": ("model: gpt2\n\ttask: causal-lm", "tab"),
-    "J5": ("model: !!python/object/apply:os.system ['touch owned']", "not allowed"),
-    "J6": ("a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]", "anchors"),
-    "J7": ("per_device_trian_batch_size: 4", "batch_size"),
-    "J7 ours": ("batch_sise: 4", "'batch_size'"),
-    "J8": ("bf16: true\nfp16: true", "recipe"),
-    "J9": ("model: gpt2\ntask: causal-lm\nbatch_size: 0", "batch size is 0"),
-    "J9 huge": ("model: gpt2\ntask: causal-lm\nbatch_size: 1000000000000", "allowed are"),
-    "J10": ("gradient_accumulation_steps: 3", "micro_batches"),
-    "J11 strategy": ("evaluation_strategy: steps", "write eval_strategy"),
-    "J11 warmup": ("warmup_ratio: 0.1", "write warmup_steps"),
-    "J11 cuda": ("no_cuda: true", "write device: cpu"),
-    "J11 optim": ("optim: adamw_hf", "recipe"),
-    "J12": ("optim: apollo_adamw", "licence"),
+    "octal": ("sequence_length: 010", "octal"),
+    "a key twice": ("batch_size: 4\nbatch_size: 8", "twice"),
+    "a tab": ("model: gpt2\n\ttask: causal-lm", "tab"),
+    "a Python object": ("model: !!python/object/apply:os.system ['touch owned']", "not allowed"),
+    "aliases that multiply": ("a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]", "anchors"),
+    "another trainer's key, misspelt": ("per_device_trian_batch_size: 4", "batch_size"),
+    "a key of ours, misspelt": ("batch_sise: 4", "'batch_size'"),
+    "two precisions": ("bf16: true\nfp16: true", "recipe"),
+    "batch 0": ("model: gpt2\ntask: causal-lm\nbatch_size: 0", "batch size is 0"),
+    "a huge batch": ("model: gpt2\ntask: causal-lm\nbatch_size: 1000000000000", "allowed are"),
+    "accumulation": ("gradient_accumulation_steps: 3", "micro_batches"),
+    "a strategy under its removed name": ("evaluation_strategy: steps", "write eval_strategy"),
+    "a warm-up under its removed name": ("warmup_ratio: 0.1", "write warmup_steps"),
+    "a device under its removed name": ("no_cuda: true", "write device: cpu"),
+    "an optimizer under its removed name": ("optim: adamw_hf", "recipe"),
+    "an optimizer left out for its licence": ("optim: apollo_adamw", "licence"),
     "empty": ("", "empty"),
     "a list": ("- a\n- b", "a list"),
     "a word": ("hello", "key: value"),

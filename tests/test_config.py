@@ -1,4 +1,5 @@
-"""Bad configs (M1 to M18, and config bombs): one `ModelError`, nothing run, no prompt, no socket."""
+"""Bad configs, from broken JSON to remote code and config bombs: one `ModelError`, nothing run, no prompt, no
+socket."""
 
 from __future__ import annotations
 
@@ -36,56 +37,56 @@ def changed(**keys: Any) -> bytes:
 
 
 BAD_CONTENT = {
-    "M1 empty file": (b"", "not a config.json: it is empty"),
-    "M1 blank file": (b" \n", "not a config.json: it is empty"),
-    "M1 empty object": (b"{}", "model_type"),
-    "M2 half an object": (b"{", "not a config.json"),
-    "M3 a list": (b"[]", "a list"),
-    "M4 null": (b"null", "null"),
-    "M5 UTF-16": ('{"model_type": "bert"}'.encode("utf-16"), "UTF-8"),
-    "M6 nested without end": (b"[" * 100_000, "nested"),
-    "M6 nested objects": (b'{"model_type": "bert", "a": ' + b'{"a":' * 40 + b"1" + b"}" * 41, "nested"),
-    "M7 a key twice": (b'{"model_type": "bert", "model_type": "gpt2"}', "'model_type' stands in it twice"),
-    "M8 unknown architecture": (changed(model_type="brt"), "Did you mean 'bert'"),
-    "M9 no architecture": (json.dumps({"hidden_size": 768}).encode(), "model_type"),
-    "M9 architecture is a number": (changed(model_type=3), '3 is no "model_type"'),
-    "M9 architecture is a list": (changed(model_type=["bert"]), '["bert"] is no "model_type"'),
-    "M10 remote code": (changed(auto_map={"AutoModel": "modeling.Evil"}), "auto_map"),
-    "M10 remote code, nested": (changed(text_config={"trust_remote_code": True}), "auto_map"),
-    "M11 kernels from the hub": (changed(_attn_implementation="evil/repo"), "_attn_implementation"),
-    "M11 kernels for a part": (changed(attn_implementation={"": "evil/repo"}), "attn_implementation"),
-    "M12 internal key": (changed(_attn_implementation_internal="evil/repo"), "_attn_implementation_internal"),
-    "M12 nested": (changed(text_config={"_attn_implementation_internal": "evil/repo"}), "evil/repo"),
-    "M12 experts": (changed(_experts_implementation="kernels-community/x"), "_experts_implementation"),
-    "M13 no heads": (changed(num_attention_heads=0), "num_attention_heads"),
-    "M13 shared heads": (
+    "empty file": (b"", "not a config.json: it is empty"),
+    "blank file": (b" \n", "not a config.json: it is empty"),
+    "empty object": (b"{}", "model_type"),
+    "half an object": (b"{", "not a config.json"),
+    "a list": (b"[]", "a list"),
+    "null": (b"null", "null"),
+    "UTF-16": ('{"model_type": "bert"}'.encode("utf-16"), "UTF-8"),
+    "nested without end": (b"[" * 100_000, "nested"),
+    "nested objects": (b'{"model_type": "bert", "a": ' + b'{"a":' * 40 + b"1" + b"}" * 41, "nested"),
+    "a key twice": (b'{"model_type": "bert", "model_type": "gpt2"}', "'model_type' stands in it twice"),
+    "unknown architecture": (changed(model_type="brt"), "Did you mean 'bert'"),
+    "no architecture": (json.dumps({"hidden_size": 768}).encode(), "model_type"),
+    "architecture is a number": (changed(model_type=3), '3 is no "model_type"'),
+    "architecture is a list": (changed(model_type=["bert"]), '["bert"] is no "model_type"'),
+    "remote code": (changed(auto_map={"AutoModel": "modeling.Evil"}), "auto_map"),
+    "remote code, nested": (changed(text_config={"trust_remote_code": True}), "auto_map"),
+    "kernels from the hub": (changed(_attn_implementation="evil/repo"), "_attn_implementation"),
+    "kernels for a part": (changed(attn_implementation={"": "evil/repo"}), "attn_implementation"),
+    "internal key": (changed(_attn_implementation_internal="evil/repo"), "_attn_implementation_internal"),
+    "nested": (changed(text_config={"_attn_implementation_internal": "evil/repo"}), "evil/repo"),
+    "experts": (changed(_experts_implementation="kernels-community/x"), "_experts_implementation"),
+    "no heads": (changed(num_attention_heads=0), "num_attention_heads"),
+    "shared heads": (
         changed(num_key_value_heads=5),
         '"num_key_value_heads" is 5, which does not divide "num_attention_heads", 12',
     ),
-    "M13 no shared heads": (changed(num_key_value_heads=0), '"num_key_value_heads" is 0'),
+    "no shared heads": (changed(num_key_value_heads=0), '"num_key_value_heads" is 0'),
     "more experts asked than there are": (
         changed(num_local_experts=2, num_experts_per_tok=4),
         '"num_experts_per_tok" is 4, and "num_local_experts" is 2',
     ),
-    "M13 uneven heads": (changed(num_attention_heads=7), 'does not divide "hidden_size", 768'),
-    "M14 negative layers": (changed(num_hidden_layers=-1), "num_hidden_layers"),
-    "M14 no layers": (changed(num_hidden_layers=0), "num_hidden_layers"),
-    "M14 a million layers": (changed(num_hidden_layers=10**6), "from 1 to 10,000"),
-    "M15 vocabulary": (changed(vocab_size=10**12), "vocab_size"),
-    "M15 width": (changed(hidden_size=10**9), "hidden_size"),
-    "M15 nested width": (changed(text_config={"hidden_size": 10**9}), "hidden_size"),
-    "M15 in a list": (changed(image_size=[224, 10**9]), "image_size"),
-    "M16 text": (changed(hidden_size="32"), '"hidden_size" is "32"'),
-    "M16 fraction": (changed(hidden_size=32.5), "32.5"),
-    "M16 true": (changed(hidden_size=True), "true"),
-    "M16 NaN": (b'{"model_type": "bert", "hidden_size": NaN}', "NaN"),
-    "M16 infinite": (b'{"model_type": "bert", "hidden_size": 1e999}', "infinite"),
-    "M16 endless number": (
+    "uneven heads": (changed(num_attention_heads=7), 'does not divide "hidden_size", 768'),
+    "negative layers": (changed(num_hidden_layers=-1), "num_hidden_layers"),
+    "no layers": (changed(num_hidden_layers=0), "num_hidden_layers"),
+    "a million layers": (changed(num_hidden_layers=10**6), "from 1 to 10,000"),
+    "vocabulary": (changed(vocab_size=10**12), "vocab_size"),
+    "width": (changed(hidden_size=10**9), "hidden_size"),
+    "nested width": (changed(text_config={"hidden_size": 10**9}), "hidden_size"),
+    "in a list": (changed(image_size=[224, 10**9]), "image_size"),
+    "text": (changed(hidden_size="32"), '"hidden_size" is "32"'),
+    "fraction": (changed(hidden_size=32.5), "32.5"),
+    "true": (changed(hidden_size=True), "true"),
+    "NaN": (b'{"model_type": "bert", "hidden_size": NaN}', "NaN"),
+    "infinite": (b'{"model_type": "bert", "hidden_size": 1e999}', "infinite"),
+    "endless number": (
         b'{"model_type": "bert", "hidden_size": ' + b"9" * 5000 + b"}",
         "not a config.json",
     ),
-    "M17 dtype": (changed(dtype="float99"), "float99"),
-    "M17 old key": (changed(torch_dtype="int8"), "torch_dtype"),
+    "dtype": (changed(dtype="float99"), "float99"),
+    "old key": (changed(torch_dtype="int8"), "torch_dtype"),
     "quantized": (changed(quantization_config={"quant_method": "gptq"}), "unquantized"),
     "weights by network": (changed(use_pretrained_backbone=True), "download"),
     "too large": (b'{"model_type": "bert", "x": "' + b"x" * LARGEST_FILE + b'"}', "4 MiB"),
@@ -130,7 +131,7 @@ def a_device(path: Path) -> None:
 
 @pytest.mark.parametrize("make", [a_fifo, a_dangling_link, a_folder, a_device])
 @pytest.mark.parametrize("what", ["config.json", "the model"])
-def test_m18_what_is_no_file_is_refused_without_waiting(make: Any, what: str, tmp_path: Path) -> None:
+def test_what_is_no_file_is_refused_without_waiting(make: Any, what: str, tmp_path: Path) -> None:
     path = tmp_path / what
     make(path)
     asked = tmp_path if what == "config.json" else path
@@ -138,14 +139,14 @@ def test_m18_what_is_no_file_is_refused_without_waiting(make: Any, what: str, tm
         Model.find(str(asked))
 
 
-def test_m18_a_model_folder_that_is_another_file_is_refused(tmp_path: Path) -> None:
+def test_a_model_folder_that_is_another_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "model"
     path.write_bytes(b"\x80weights")
     with pytest.raises(ModelError, match="UTF-8"):
         Model.find(str(path))
 
 
-def test_m18_an_unreadable_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By injection: whoever runs as root can read everything."""
     (tmp_path / "config.json").write_bytes(changed())
 

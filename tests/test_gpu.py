@@ -1,4 +1,4 @@
-"""The table of GPUs: names that forgive, names that are refused (H1), entries that agree with themselves."""
+"""The table of GPUs: names that forgive, names that are refused, entries that agree with themselves."""
 
 from __future__ import annotations
 

@@ -655,7 +655,7 @@ def test_one_that_takes_too_long_is_ended_and_kept(tmp_path: Path) -> None:
 
 @pytest.mark.whole
 def test_too_little_memory_on_the_host(tmp_path: Path) -> None:
-    """A model of 16 GB in a process that may have 8: refused by the kernel, told as such (F25)."""
+    """A model of 16 GB in a process that may have 8: refused by the kernel, and the message says so."""
     job = tiny_job(config={"vocab_size": 4_000_000, "hidden_size": 1024})
     request = measure_room._request_document(experiment_of(job), Target(type="cpu"), None)
     write_document(tmp_path / "request.json", request)

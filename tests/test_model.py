@@ -222,14 +222,14 @@ def test_the_tables_read_from_source_are_the_imported_ones() -> None:
         ("gpt2", Task.CAUSAL_LM, 1024, "n_positions"),
     ],
 )
-def test_j13_positions_that_end_limit_the_sequence(name: str, task: Task, longest: int, key: str) -> None:
+def test_positions_that_end_limit_the_sequence(name: str, task: Task, longest: int, key: str) -> None:
     model = Model.find(name)
     job_of(model, task, sequence_length=longest)
     with pytest.raises(JobError, match=rf"{longest + 1} is more than its {longest} .*{key}"):
         job_of(model, task, sequence_length=longest + 1)
 
 
-def test_j13_the_target_has_a_limit_of_its_own() -> None:
+def test_the_target_has_a_limit_of_its_own() -> None:
     model = Model.find("whisper-medium")
     job_of(model, Task.SPEECH_TO_TEXT, target_length=448, sequence_length=9999)
     with pytest.raises(JobError, match=r"target length 449 .*max_target_positions"):

@@ -1,4 +1,5 @@
-"""NVML and CUDA's numbering of GPUs, on made-up machines (F31 to F34, H5)."""
+"""NVML and CUDA's numbering of GPUs, on made-up machines: memory that is not released, other processes,
+garbage, reordered GPUs."""
 
 from __future__ import annotations
 

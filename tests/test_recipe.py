@@ -152,7 +152,7 @@ def test_technique_refuses_nonsense_at_birth() -> None:
     ],
 )
 def test_pieces_must_divide_the_batch(recipe: str, batch: int, tries: str) -> None:
-    """J10 of the bad-input corpus."""
+    """Three micro-batches of a batch of sixteen would not be equal."""
     with pytest.raises(RecipeError, match=tries):
         Recipe.parse(recipe).check(job(batch_size=batch))
 
@@ -162,7 +162,7 @@ def test_pieces_that_divide_the_batch_pass() -> None:
 
 
 def test_tf32_before_ampere_is_refused() -> None:
-    """H4 of the bad-input corpus."""
+    """tf32 before Ampere, which the HF Trainer refuses too."""
     recipe = Recipe.parse("tf32")
     with pytest.raises(RecipeError, match=r"compute capability 8\.0.* 7\.0.*'ieee'"):
         recipe.check(job(), (7, 0))
@@ -172,7 +172,7 @@ def test_tf32_before_ampere_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["bf16", "bf16_pure"])
 def test_bf16_before_ampere_is_warned_of(name: str) -> None:
-    """H3 of the bad-input corpus."""
+    """bf16 on a V100 or T4, which have none of their own."""
     recipe = Recipe.parse(name)
     assert any("emulates" in warning for warning in recipe.check(job(), (7, 5)))
     assert recipe.check(job(), (8, 6)) == ()

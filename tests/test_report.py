@@ -60,7 +60,7 @@ def test_without_memory_the_verdict_says_what_to_name() -> None:
 
 @pytest.mark.parametrize("render", [as_text, as_html])
 def test_foreign_words_stay_words(render: object) -> None:
-    """U1 to U3: markup, HTML and control characters in a model's name."""
+    """Markup, HTML and control characters in a model's name."""
     assert callable(render)
     shown = render(prediction_report.render(prediction(name=EVIL), operators=True))
     assert "[a/path]" in shown
@@ -194,7 +194,7 @@ def test_markdown_rows_have_as_many_cells_as_heads() -> None:
 
 
 def test_markdown_and_csv_make_foreign_words_inert() -> None:
-    """U3 and U5: pipes, links, HTML; and formulas, but not numbers."""
+    """Pipes, links, HTML; and formulas, but not numbers."""
     cell = grid.escape("[a](javascript:x)|<b>`c`")
     assert cell == r"\[a\](javascript:x)\|&lt;b&gt;\`c\`"
     assert grid.escape("a\r\nb\x1b[2J\x07 \u202ec") == "a b\ufffd\\[2J\ufffd \ufffdc"
@@ -236,7 +236,7 @@ def test_plans_for_gpus_say_whether_full_simulations_agreed(
 
 
 def test_the_plot_is_the_same_twice_and_reads_any_name() -> None:
-    """U4: `$\\bad{$` is no formula. Deterministic, so that a committed plot changes only with its figures."""
+    """`$\\bad{$` is no formula. Deterministic, so that a committed plot changes only with its figures."""
     from dataclasses import replace
 
     result = guide_result(measured=True)

@@ -276,7 +276,7 @@ def test_broken_ones_are_kept_aside_under_names_of_their_own(out: Path) -> None:
 
 
 def test_names_that_are_no_checkpoint_are_left_alone(out: Path) -> None:
-    """W10."""
+    """Folders that are named almost like checkpoints are none."""
     names = ["checkpoint-٣٠", "checkpoint-007", "checkpoint-5.bak", "checkpoint--1", "checkpoint-1e3"]
     names += [
         "Checkpoint-99",

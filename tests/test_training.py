@@ -55,7 +55,7 @@ def untouched(recipe: str = "plain", *, clip: float | None = 1.0, dropout: bool 
 
 @pytest.mark.parametrize("recipe", slow_but(RECIPES, 2))
 def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path, recipe: str) -> None:
-    """Promise 3, with dropout on: losses, norms, learning rates and weights."""
+    """Resumed bit for bit, with dropout on: losses, norms, learning rates and weights."""
     whole = untouched(recipe)
     with pytest.raises(Killed):
         train(small_run(tmp_path / "killed", recipe, save_steps=5), watch=killed_after(8))
