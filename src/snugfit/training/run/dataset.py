@@ -71,7 +71,7 @@ def _with_collate(
     samples: Samples | MediaSamples, job: Job, tokenizer: Any | None, options: TrainOptions
 ) -> Data:
     """The samples with the collate for their kind."""
-    multiple, notes = options.pad_to_multiple_of, (*samples.notes, *_loss_notes(samples))
+    multiple, notes = options.pad_to_multiple_of, (*samples.notes, *_notes_on_cuts(samples))
     if isinstance(samples, Samples):
         tokens = Collate(job, padding_token(job, _tokenizer(tokenizer)), pad_to_multiple_of=multiple)
         return Data(samples=samples, collate=tokens, lengths=samples.lengths.tolist(), notes=notes)
@@ -114,7 +114,7 @@ def _tokenizer(given: Any | None) -> Any | None:
     return load_tokenizer(given) if isinstance(given, str | os.PathLike) else given
 
 
-def _loss_notes(samples: Samples | MediaSamples) -> Iterator[str]:
+def _notes_on_cuts(samples: Samples | MediaSamples) -> Iterator[str]:
     """What the samples have lost of their rows, for who trains on them."""
     if samples.cut:
         yield f"{samples.cut:,} samples were too long: {samples.cut_tokens:,} tokens of them were cut off."
