@@ -1,5 +1,4 @@
-"""Reads and writes results of `snugfit accuracy`, and the rates that rescore them; every fault is one
-error."""
+"""Reads and writes results of `snugfit accuracy`, and reads the rates that rescore them."""
 
 from __future__ import annotations
 

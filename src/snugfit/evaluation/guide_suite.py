@@ -37,7 +37,7 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """One published result."""
+    """One published result of an experiment."""
 
     machine: str
     mib: int
@@ -54,7 +54,7 @@ class GuideExperiment:
     name: str
     """As the guide calls it."""
     recipe: str
-    """In today's notation."""
+    """In the notation of today's recipes."""
     loop: str = "plain"
     changes: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the job that differ from the guide's own."""

@@ -36,7 +36,7 @@ class PerParameter:
     optimizer: str
     """The technique's name, or `inference`."""
     weights: float = 0.0
-    """Without autocast's copies."""
+    """Without the copies that autocast makes."""
     copies: float = 0.0
     """Autocast's 16-bit copies that are there at the peak."""
     gradients: float = 0.0
@@ -48,7 +48,7 @@ class PerParameter:
     rule_states: float | None = None
     """The guide's bytes for these states; None where it has no rule."""
     rule_total: float | None = None
-    """The guide's total."""
+    """The guide's bytes in total."""
     refused: str = ""
     """Why there is no prediction."""
 
