@@ -28,7 +28,7 @@ from snugfit.frontends.custom_loop.run import HandRun, Stopped
 from snugfit.frontends.custom_loop.step import CustomStep
 from snugfit.techniques import roster
 from snugfit.techniques.technique import Slot
-from snugfit.training.generators import random_state
+from snugfit.training.rng import all_rng_states
 from tiers import slow_but
 
 pytestmark = pytest.mark.whole
@@ -137,9 +137,9 @@ def test_a_loss_of_ones_own_counts_by_its_items() -> None:
 def test_nothing_random_is_drawn_before_the_first_batch() -> None:
     own = torch.Generator().manual_seed(3)
     model, loader = model_of("bert"), loader_of(generator=own)
-    before, states = own.get_state(), random_state(torch.device("cpu"))
+    before, states = own.get_state(), all_rng_states(torch.device("cpu"))
     loop_of(None, model=model, loader=loader)
-    assert json.dumps(_listed(random_state(torch.device("cpu")))) == json.dumps(_listed(states))
+    assert json.dumps(_listed(all_rng_states(torch.device("cpu")))) == json.dumps(_listed(states))
     assert torch.equal(own.get_state(), before)
 
 

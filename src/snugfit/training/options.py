@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
 
 from snugfit.errors import UsageError, did_you_mean
@@ -226,8 +226,4 @@ _NUMBERS = {
 }
 """Fields that are numbers, and whether they must be above 0."""
 
-_MAY_BE_NONE = frozenset({
-    "max_steps", "data_seed", "pad_to_multiple_of", "save_total_limit", "eval_steps",
-    "per_device_eval_batch_size", "early_stopping_patience", "weight_decay", "stop_seconds",
-    "loss_spike_rtol",
-})  # fmt: skip
+_MAY_BE_NONE = {field.name for field in fields(TrainOptions) if "None" in str(field.type)}

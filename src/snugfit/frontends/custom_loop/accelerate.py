@@ -41,8 +41,8 @@ from snugfit.step.applier import make_scaler, set_process
 from snugfit.step.checkpointing import stop_own_checkpointing
 from snugfit.techniques.recipe import Recipe
 from snugfit.training.checkpoint.state import TrainState
-from snugfit.training.generators import preserve_generators
 from snugfit.training.journal import Journal
+from snugfit.training.rng import preserve_rng
 
 if TYPE_CHECKING:
     import torch
@@ -151,7 +151,7 @@ def job_of(
         getattr(loader, "batch_sampler", None), "batch_size", None
     )
     return Job(
-        model=Model.from_module(_likeness(model, loss), example),
+        model=Model.from_module(_meta_copy(model, loss), example),
         task=Task.CUSTOM,
         batch_size=int(size or samples_in(example)),
         clip=clip,
@@ -171,7 +171,7 @@ def example_of(loader: Any, device: torch.device) -> dict[str, Any]:
         )
     own = own_generators(loader)
     before = [each.get_state() for each in own]
-    with preserve_generators(device):
+    with preserve_rng(device):
         first = next(iter(made_like(loader, num_workers=0) if is_plain(loader) else loader), None)
     for generator, state in zip(own, before, strict=True):
         generator.set_state(state)
@@ -186,7 +186,7 @@ def example_of(loader: Any, device: torch.device) -> dict[str, Any]:
     }
 
 
-def _likeness(model: Any, loss: LossOf | None) -> Any:
+def _meta_copy(model: Any, loss: LossOf | None) -> Any:
     """The model without data; with the user's loss, a module that gives it."""
     import torch
 

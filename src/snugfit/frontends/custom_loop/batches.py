@@ -17,7 +17,13 @@ from collections.abc import Callable, Iterable, Iterator, Sized
 from itertools import islice
 from typing import TYPE_CHECKING, Any, final
 
-from snugfit.training.generators import HostStates, host_states, set_host_states, states_from, states_to_json
+from snugfit.training.rng import (
+    HostRngStates,
+    host_rng_states,
+    rng_states_from_json,
+    rng_states_to_json,
+    set_host_rng_states,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -157,36 +163,38 @@ class Batches:
     # ---- generators --------------------------------------------------------------------------------------
 
     def _states(self) -> _States:
-        return host_states(), tuple(each.get_state() for each in self._own)
+        return host_rng_states(), tuple(each.get_state() for each in self._own)
 
     def _set(self, states: _States) -> None:
-        set_host_states(states[0])
+        set_host_rng_states(states[0])
         for generator, state in zip(self._own, states[1], strict=True):
             generator.set_state(state)
 
     @contextlib.contextmanager
     def _drawing(self, states: _States) -> Iterator[None]:
         """Within it the generators are the loader's."""
-        models = host_states()
+        models = host_rng_states()
         self._set(states)
         try:
             yield
         finally:
             self._now = self._states()
-            set_host_states(models)
+            set_host_rng_states(models)
 
 
-_States = tuple[HostStates, tuple["torch.Tensor", ...]]
+_States = tuple[HostRngStates, tuple["torch.Tensor", ...]]
 
 
 def _to_json(states: _States) -> list[Any]:
-    return [states_to_json(states[0]), [each.tolist() for each in states[1]]]
+    return [rng_states_to_json(states[0]), [each.tolist() for each in states[1]]]
 
 
 def _from_json(document: Any) -> _States:
     import torch
 
-    return states_from(document[0]), tuple(torch.tensor(each, dtype=torch.uint8) for each in document[1])
+    return rng_states_from_json(document[0]), tuple(
+        torch.tensor(each, dtype=torch.uint8) for each in document[1]
+    )
 
 
 def own_generators(loader: Any) -> list[torch.Generator]:

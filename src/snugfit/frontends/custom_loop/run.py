@@ -23,10 +23,10 @@ from snugfit.frontends.predicted import run_predictor
 from snugfit.job.batch import tokens_of
 from snugfit.step.applier import run_context
 from snugfit.training.checkpoint.state import TrainState
-from snugfit.training.generators import generators, set_generators
 from snugfit.training.interrupt import EXIT_CODES
 from snugfit.training.journal import Journal
 from snugfit.training.recovery import Exhausted, out_of_memory
+from snugfit.training.rng import rng_states, set_rng_states
 from snugfit.training.run.loop import NonFinite, StepResult
 from snugfit.training.step_logger import StepLogger
 
@@ -127,14 +127,14 @@ class HandRun:
         pieces = self._cut(batch)
         if not self._begun:
             self._begin()
-        began, before = time.perf_counter(), generators(self._state.device)
+        began, before = time.perf_counter(), rng_states(self._state.device)
         with run_context(self.recipe.setup()):
             try:
                 result = self._step.attempt(self._state, pieces, self._batches.fetch)
             except NonFinite as fault:
                 self._stop(fault, batch, before)
         if isinstance(result, Exhausted):
-            set_generators(before, self._state.device)
+            set_rng_states(before, self._state.device)
             raise self._out_of_memory(result)
         self._state.progress.count(result.updated, most_skipped=MOST_SKIPPED)
         self._batches.used()
@@ -199,7 +199,7 @@ class HandRun:
 
     def _stop(self, fault: NonFinite, batch: Mapping[str, Any], before: Any) -> NoReturn:
         """After a step that has no number: its batch is written down, the boundary before it is kept."""
-        set_generators(before, self._state.device)
+        set_rng_states(before, self._state.device)
         where = ""
         if self._checkpoints is not None:
             file = write_batch(self._checkpoints.root, self.steps + 1, [batch])

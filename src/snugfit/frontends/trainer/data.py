@@ -19,12 +19,12 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, final
 
-from snugfit.training.generators import (
-    HostStates,
-    host_states,
-    set_host_states,
-    states_from,
-    states_to_json,
+from snugfit.training.rng import (
+    HostRngStates,
+    host_rng_states,
+    rng_states_from_json,
+    rng_states_to_json,
+    set_host_rng_states,
 )
 
 
@@ -33,9 +33,9 @@ class DataRng:
     """The random generators that the data draws from."""
 
     def __init__(self) -> None:
-        self._now = self._at_epoch_start = host_states()
-        self._before_batch: dict[int, HostStates] = {}
-        self._resume_with: HostStates | None = None
+        self._now = self._at_epoch_start = host_rng_states()
+        self._before_batch: dict[int, HostRngStates] = {}
+        self._resume_with: HostRngStates | None = None
         self._collated = self._used = 0
 
     def begin_epoch(self, skipped: int) -> None:
@@ -48,13 +48,13 @@ class DataRng:
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:
         """Within it the process's generators are the data's."""
-        models = host_states()
-        set_host_states(self._now)
+        models = host_rng_states()
+        set_host_rng_states(self._now)
         try:
             yield
         finally:
-            self._now = host_states()
-            set_host_states(models)
+            self._now = host_rng_states()
+            set_host_rng_states(models)
 
     def use(self, batches: int) -> None:
         """So many batches go into a step."""
@@ -72,9 +72,9 @@ class DataRng:
 
         def collate_watched(samples: Any) -> Any:
             if self._resume_with is not None:
-                set_host_states(self._resume_with)
+                set_host_rng_states(self._resume_with)
                 self._resume_with = None
-            self._before_batch[self._collated] = host_states()
+            self._before_batch[self._collated] = host_rng_states()
             self._collated += 1
             return collate(samples)
 
@@ -84,16 +84,16 @@ class DataRng:
         """What a checkpoint keeps of it."""
         following = self._before_batch.get(self._used)
         return {
-            "began": states_to_json(self._at_epoch_start),
-            "now": states_to_json(self._now),
-            "next": states_to_json(following) if following else None,
+            "began": rng_states_to_json(self._at_epoch_start),
+            "now": rng_states_to_json(self._now),
+            "next": rng_states_to_json(following) if following else None,
         }
 
     def resume(self, saved: dict[str, Any], *, within: bool) -> None:
         """As it was when the checkpoint was taken; `within` an epoch its order is drawn again first."""
-        self._at_epoch_start = states_from(saved["began"])
-        self._now = self._at_epoch_start if within else states_from(saved["now"])
-        self._resume_with = states_from(saved["next"]) if within and saved["next"] else None
+        self._at_epoch_start = rng_states_from_json(saved["began"])
+        self._now = self._at_epoch_start if within else rng_states_from_json(saved["now"])
+        self._resume_with = rng_states_from_json(saved["next"]) if within and saved["next"] else None
 
 
 Fetched = tuple[list[Any], Any]

@@ -16,7 +16,7 @@ from snugfit.errors import SnugfitError
 from snugfit.frontends.items import write_batch
 from snugfit.frontends.trainer.step_state import StepFigures
 from snugfit.step.transformers_internals import loss_since_log
-from snugfit.training.generators import generators, set_generators
+from snugfit.training.rng import rng_states, set_rng_states
 from snugfit.training.run.loop import NonFinite
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def begin_step(trainer: Any, step: StepState) -> None:
         count = trainer.args.gradient_accumulation_steps
         trainer.snugfit.notices.warn_once(LEFT_OVER.format(n=step.pending_micro_batches, count=count))
     step.pending_micro_batches = len(step.batches)
-    step.rng_at_step_start = generators(trainer.args.device)
+    step.rng_at_step_start = rng_states(trainer.args.device)
     step.logged_loss_at_start = loss_since_log(trainer).clone()
 
 
@@ -62,7 +62,7 @@ def raise_if_non_finite(trainer: Any, run: FitRun, norm: Any) -> None:
     trainer.model.zero_grad(set_to_none=True)
     number = trainer.state.global_step + 1
     file = write_batch(run.checkpoints.root, number, step.batches)
-    set_generators(step.rng_at_step_start, trainer.args.device)
+    set_rng_states(step.rng_at_step_start, trainer.args.device)
     loss_since_log(trainer).copy_(step.logged_loss_at_start)
     run.rng.unuse(len(step.batches))
     run.checkpoints.save()

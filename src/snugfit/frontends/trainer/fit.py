@@ -26,7 +26,7 @@ from snugfit.frontends.trainer.trainer_class import FittedTrainer, injected
 from snugfit.planning.search.space import fidelity_of
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Fidelity, Slot
-from snugfit.training.generators import preserve_generators
+from snugfit.training.rng import preserve_rng
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
@@ -92,7 +92,7 @@ def _chosen(
     if gpu is None and device.type == "cuda":
         gpu = torch.cuda.get_device_name(device)
     if gpu is not None:
-        with preserve_generators(device):
+        with preserve_rng(device):
             return planned(trainer, job, gpu, degree)
     own = as_it_is(trainer).recipe
     says = f"there is no GPU to plan for, and gpu= names none: the trainer keeps what it asks for, '{own}'"

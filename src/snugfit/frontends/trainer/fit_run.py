@@ -15,10 +15,10 @@ from snugfit.frontends.trainer.step_state import StepState
 from snugfit.frontends.trainer.step_timer import StepTimer, logger_for
 from snugfit.techniques.technique import Slot
 from snugfit.training.checkpoint.manager import open_store
-from snugfit.training.generators import preserve_generators
 from snugfit.training.interrupt import Interrupts
 from snugfit.training.journal import Journal
 from snugfit.training.recovery import Recovery
+from snugfit.training.rng import preserve_rng
 from snugfit.training.step_logger import StepLogger
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def _recovery(trainer: Any, journal: Journal) -> Recovery:
     changing = {Slot.BATCHING, Slot.CHECKPOINTING} - (plan.user_slots - {Slot.BATCHING})
 
     def replan(job: Job, recipe: Recipe, cause: str) -> Recipe | None:
-        with preserve_generators(device):
+        with preserve_rng(device):
             return next_recipe(device, live=True, changing=changing)(job, recipe, cause)
 
     return Recovery(plan.job, journal, replan)

@@ -14,14 +14,14 @@ from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
 from snugfit.step.checkpointing import stop_own_checkpointing
 from snugfit.step.transformers_internals import bare_model, without_loader_record
-from snugfit.training.generators import preserve_generators
+from snugfit.training.rng import preserve_rng
 
 
 def job_of(trainer: Any) -> Job:
     """What this trainer trains. Raises `UsageError` when there is nothing to look at."""
     args = trainer.args
     return Job(
-        model=Model.from_module(likeness(trainer), example_of(trainer)),
+        model=Model.from_module(meta_copy(trainer), example_of(trainer)),
         task=Task.CUSTOM,
         batch_size=args.per_device_train_batch_size * args.gradient_accumulation_steps,
         clip=float(args.max_grad_norm),
@@ -31,7 +31,7 @@ def job_of(trainer: Any) -> Job:
     )
 
 
-def likeness(trainer: Any) -> Any:
+def meta_copy(trainer: Any) -> Any:
     """The trainer's model without data, as it was before anything was done to train it: what a fit has made
     of it, and what accelerate puts around its forward pass when it has been trained, are left out."""
     import torch
@@ -53,7 +53,7 @@ def example_of(trainer: Any) -> dict[str, Any]:
 
     if trainer.train_dataset is None:
         raise UsageError("The trainer has no train_dataset, so there is nothing to train on.")
-    with preserve_generators(trainer.args.device), without_loader_record(trainer):
+    with preserve_rng(trainer.args.device), without_loader_record(trainer):
         first = next(iter(trainer.get_train_dataloader()), None)
     if not isinstance(first, Mapping) or not first:
         raise UsageError(

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.frontends.items import items_in, items_in_each, shifts_labels
 from snugfit.step.transformers_internals import trainer_shifts_labels
-from snugfit.training.generators import preserve_generators
+from snugfit.training.rng import preserve_rng
 
 if TYPE_CHECKING:
     import torch
@@ -109,7 +109,7 @@ def depends_on_item_count(trainer: Any, model: Any, inputs: Mapping[str, Any], i
 
     tracked = track_use(torch.as_tensor(items))
     buffers = {name: value.clone() for name, value in model.named_buffers()}
-    with preserve_generators(trainer.args.device), torch.no_grad():
+    with preserve_rng(trainer.args.device), torch.no_grad():
         model(**inputs, num_items_in_batch=tracked)
         for name, value in model.named_buffers():
             if name in buffers:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from snugfit.frontends.next_recipe import cut_smaller
 from snugfit.frontends.trainer.setup import change_recipe
 from snugfit.training.checkpoint.state import release_unused_memory
-from snugfit.training.generators import set_generators
 from snugfit.training.recovery import Exhausted, out_of_memory, short_of_memory
+from snugfit.training.rng import set_rng_states
 
 if TYPE_CHECKING:
     from snugfit.errors import OutOfMemory
@@ -31,7 +31,7 @@ def retry_step(trainer: Any, run: FitRun, cause: str, message: str) -> None:
     exhausted = Exhausted(cause=cause, phase="gradients", message=message)
     what = f"Memory ran out in step {number} ({cause}): it is taken again under"
     _go_on(trainer, run, exhausted, number, what)
-    set_generators(run.step.rng_at_step_start, trainer.args.device)
+    set_rng_states(run.step.rng_at_step_start, trainer.args.device)
 
 
 def go_on_with_less(trainer: Any, run: FitRun) -> None:

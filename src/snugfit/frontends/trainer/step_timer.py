@@ -16,8 +16,8 @@ from snugfit.frontends.items import samples_in
 from snugfit.frontends.predicted import run_predictor
 from snugfit.frontends.trainer.setup import optimizer_is_theirs
 from snugfit.job.batch import token_count
-from snugfit.training.generators import preserve_generators
 from snugfit.training.predicted import PredictedRun, predict_nothing
+from snugfit.training.rng import preserve_rng
 from snugfit.training.step_logger import StepLogger
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def logger_for(trainer: Any, journal: Journal) -> StepLogger:
     predict = predict_nothing if optimizer_is_theirs(trainer) else run_predictor(device)
 
     def predict_run(job: Job, recipe: Recipe) -> PredictedRun | str | None:
-        with preserve_generators(device):
+        with preserve_rng(device):
             return predict(job, recipe)
 
     every = round(trainer.args.logging_steps)  # below 1 it is a share of all steps

@@ -32,7 +32,7 @@ from snugfit.step.memory_errors import memory_cause
 from snugfit.step.transformers_internals import TrainerHooks, weigh_losses_ourselves
 from snugfit.step.wishes.optimizer import make_optimizer
 from snugfit.techniques.technique import Slot
-from snugfit.training.checkpoint.state import restore_generators
+from snugfit.training.checkpoint.state import restore_rng
 from snugfit.training.checkpoint.weights import load_weights
 from snugfit.training.interrupt import EXIT_CODES
 from snugfit.training.run.trained import FINISHED, STOPPED
@@ -227,7 +227,7 @@ class FittedTrainer(TrainerHooks):
 
     def snugfit_load_generators(self, folder: Path) -> None:
         """Those that the model draws from."""
-        restore_generators(folder, self.args.device)
+        restore_rng(folder, self.args.device)
 
     def snugfit_before_finish(self) -> None:
         """The best model is read from a checkpoint, which may be being written."""

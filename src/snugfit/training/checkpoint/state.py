@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from snugfit.errors import SnugfitError
 from snugfit.training.checkpoint.packed_state import pack, unpack
 from snugfit.training.checkpoint.weights import trained_weights, write_weights
-from snugfit.training.generators import random_state, restore_random_state
+from snugfit.training.rng import all_rng_states, restore_all_rng_states
 
 if TYPE_CHECKING:
     import torch
@@ -210,7 +210,7 @@ def _state_of(state: TrainState) -> dict[str, Any]:
         "optimizer": _optimizer_state(state.optimizer),
         "scheduler": state.scheduler.state_dict(),
         "scaler": state.scaler.state_dict() if state.scaler else None,
-        "random": random_state(state.device),
+        "random": all_rng_states(state.device),
         "progress": asdict(state.progress),
     }
 
@@ -239,12 +239,12 @@ def restore(state: TrainState, folder: Path) -> None:
     if state.scaler is not None and saved["scaler"] is not None:
         state.scaler.load_state_dict(saved["scaler"])
     state.progress = RunProgress(**saved["progress"])
-    restore_random_state(saved["random"], state.device)
+    restore_all_rng_states(saved["random"], state.device)
 
 
-def restore_generators(folder: Path, device: torch.device) -> None:
+def restore_rng(folder: Path, device: torch.device) -> None:
     """The random generators alone, as they were when the checkpoint was taken."""
-    restore_random_state(_read(folder, device)["random"], device)
+    restore_all_rng_states(_read(folder, device)["random"], device)
 
 
 def _read(folder: Path, device: torch.device) -> Any:

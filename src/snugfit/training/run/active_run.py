@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, final
 
 from snugfit.errors import SnugfitError
 from snugfit.training.checkpoint.state import RunProgress, TrainState, snapshot
-from snugfit.training.generators import generators, set_generators
 from snugfit.training.recovery import Exhausted
+from snugfit.training.rng import rng_states, set_rng_states
 from snugfit.training.run.loader import collate_for, feed
 from snugfit.training.run.loop import StepRejected, StepResult, TrainingStep
 from snugfit.training.run.opening import open_run
@@ -83,7 +83,7 @@ class ActiveRun:
         self, micro_batches: list[dict[str, Any]], meanwhile: Callable[[], None]
     ) -> StepResult | Exhausted:
         """One step; where it must not be made, what the options say of it."""
-        self._rng_at_step_start = generators(self._run.device)
+        self._rng_at_step_start = rng_states(self._run.device)
         self.step.sync_before_update |= self.progress.step < self._sync_to
         most = self._run.options.most_skipped_in_a_row
         try:
@@ -106,7 +106,7 @@ class ActiveRun:
         if getattr(self._run.options, fault.option) == "skip":
             self._journal.tell("warning", text=f"Step {step + 1}: {fault} It was skipped; see {file.name}.")
             return
-        self.rewind_generators()
+        self.rewind_rng()
         self.save()
         self._checkpoints.wait()
         raise SnugfitError(
@@ -114,9 +114,9 @@ class ActiveRun:
             f" learning rate or another precision, or go on without such steps: {fault.option}='skip'."
         )
 
-    def rewind_generators(self) -> None:
+    def rewind_rng(self) -> None:
         """Sets the random generators to what they were before the last step."""
-        set_generators(self._rng_at_step_start, self._run.device)
+        set_rng_states(self._rng_at_step_start, self._run.device)
 
     def check_weights(self) -> None:
         """Before what the last step has made is used. Raises `WeightsNonFinite`."""

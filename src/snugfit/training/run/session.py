@@ -268,7 +268,7 @@ class Session:
         if phase == STEP_BOUNDARY:
             self._active.save()
         elif phase != "update" and self._progress.step:
-            self._active.rewind_generators()
+            self._active.rewind_rng()
             self._active.save()
         return self._checkpoints.newest()
 

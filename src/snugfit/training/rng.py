@@ -1,0 +1,108 @@
+"""The random generators that a step may draw from, and their states."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+
+def rng_states(device: torch.device) -> tuple[torch.Tensor, ...]:
+    """The states of the generators that a forward pass draws from: torch's of the host, and of the GPU, each
+    (bytes,) of uint8."""
+    import torch
+
+    on_device = (torch.cuda.get_rng_state(device),) if device.type == "cuda" else ()
+    return (torch.get_rng_state(), *on_device)
+
+
+def set_rng_states(states: tuple[torch.Tensor, ...], device: torch.device) -> None:
+    """Sets them to what `rng_states` gave."""
+    import torch
+
+    torch.set_rng_state(states[0].cpu())
+    for state in states[1:]:
+        torch.cuda.set_rng_state(state.cpu(), device)
+
+
+class HostRngStates(NamedTuple):
+    """States of the generators on the host."""
+
+    torch: torch.Tensor
+    python: Any
+    numpy: Any
+
+
+def host_rng_states() -> HostRngStates:
+    """The states of the host's generators, as they are."""
+    import numpy
+    import torch
+
+    return HostRngStates(torch.get_rng_state(), random.getstate(), numpy.random.get_state())
+
+
+def set_host_rng_states(states: HostRngStates) -> None:
+    """Sets them to what `host_rng_states` gave."""
+    import numpy
+    import torch
+
+    torch.set_rng_state(states.torch)
+    random.setstate(states.python)
+    numpy.random.set_state(states.numpy)
+
+
+def rng_states_to_json(states: HostRngStates) -> list[Any]:
+    """JSON values; `rng_states_from_json` reads them back."""
+    kind, words, *rest = states.numpy
+    return [states.torch.tolist(), list(states.python), [kind, words.tolist(), *rest]]
+
+
+def rng_states_from_json(document: list[Any]) -> HostRngStates:
+    """The states that `rng_states_to_json` wrote."""
+    import torch
+
+    words, (version, internal, gauss), numpys = document
+    python = (version, tuple(internal), gauss)
+    return HostRngStates(torch.tensor(words, dtype=torch.uint8), python, _numpy_state(numpys))
+
+
+def _numpy_state(parts: Any) -> tuple[Any, ...]:
+    import numpy
+
+    kind, words, *rest = parts
+    return (kind, numpy.array(words, dtype=numpy.uint32), *rest)
+
+
+def all_rng_states(device: torch.device) -> dict[str, Any]:
+    """Every random generator that a step may draw from: torch's of host and device, numpy's, Python's; as
+    checkpoints hold them."""
+    host = host_rng_states()
+    kind, words, *rest = host.numpy
+    return {
+        "torch": rng_states(device),
+        "numpy": (kind, words.tolist(), *rest),
+        "python": host.python,
+    }
+
+
+def restore_all_rng_states(states: Mapping[str, Any], device: torch.device) -> None:
+    """Sets them to what `all_rng_states` gave."""
+    import numpy
+
+    set_rng_states(states["torch"], device)
+    numpy.random.set_state(_numpy_state(states["numpy"]))
+    random.setstate(states["python"])
+
+
+@contextlib.contextmanager
+def preserve_rng(device: torch.device) -> Iterator[None]:
+    """Whatever is drawn within it, every random generator is afterwards as it was."""
+    before = all_rng_states(device)
+    try:
+        yield
+    finally:
+        restore_all_rng_states(before, device)
