@@ -36,7 +36,7 @@ class Walk:
         self.begins: list[float] = []
         self.paces: list[float] = []
 
-    def built(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    def build_ends(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         """Nothing to note."""
 
     def phase(self, name: str) -> None:

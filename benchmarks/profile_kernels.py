@@ -91,7 +91,7 @@ class Watch:
         self.core = None if device else QuietCore()
         self._pace = 0.0
 
-    def built(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    def build_ends(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         """Nothing to note."""
 
     def phase(self, name: str) -> None:

@@ -78,7 +78,7 @@ class Clock:
         self._last, self._began, self.seconds = last, 0.0, 0.0
         self.core = QuietCore()
 
-    def built(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    def build_ends(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         self.core.rebalance()
 
     def step_begins(self, index: int) -> None: ...
@@ -135,7 +135,7 @@ class Borders(transformers.TrainerCallback):
         self._clock = clock
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        self._clock.built(more["model"], None)
+        self._clock.build_ends(more["model"], None)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         self._clock.step_ends(state.global_step - 1)
@@ -166,7 +166,7 @@ def by_hand(job: Job, recipe: Recipe, steps: int) -> float:
         batch_size=job.batch_size,
         collate_fn=collate,
     )
-    clock.built(model, None)
+    clock.build_ends(model, None)
     optimizer = build_optimizer(job, plain, model)
     with (
         tempfile.TemporaryDirectory() as folder,

@@ -92,7 +92,7 @@ def rehearsed(case: str, policy: Policy, *, a_mask_too_many: bool = False) -> Tr
             enable = getattr(model, "activation_checkpointing_enable", None)
             (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        recorder.built(model, optimizer)
+        recorder.build_ends(model, optimizer)
         for index in range(STEPS):
             recorder.step_begins(index)
             recorder.phase("forward")

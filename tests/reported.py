@@ -49,7 +49,7 @@ class _Marks:
     def phase(self, name: str) -> None:
         self._write(name)
 
-    def built(self, model: Any, optimizer: Any) -> None: ...
+    def build_ends(self, model: Any, optimizer: Any) -> None: ...
 
 
 def reports(job: Job, setup: Setup, *, loop: str = "plain", steps: int = 3) -> list[Event]:

@@ -433,7 +433,7 @@ def test_the_stages_of_a_start(
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     watch = Stopwatch(torch.device(device), warmup)
     now[0] += 2
-    watch.built(torch.nn.Linear(1, 1), None)
+    watch.build_ends(torch.nn.Linear(1, 1), None)
     for index in range(4):
         now[0] += 0.5
         watch.step_begins(index)

@@ -109,7 +109,7 @@ class Stopwatch:
         if self._core and self._first_step_ended:
             self._core.rebalance()
 
-    def built(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    def build_ends(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         """Marks the end of building."""
         self._starting.append(self._mark())
 

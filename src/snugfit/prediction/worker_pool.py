@@ -65,10 +65,10 @@ class _Worker:
     """A process with an object of its own, which answers one question at a time."""
 
     def __init__(self, context: Any, make: Callable[[], Any]) -> None:
-        self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, make), daemon=True)
+        self.connection, child_end = context.Pipe()
+        self.process = context.Process(target=_serve, args=(child_end, make), daemon=True)
         self.process.start()
-        theirs.close()
+        child_end.close()
 
     def send(self, question: Question) -> None:
         """Asks, and does not wait. Raises `SnugfitError` when the process is no more."""

@@ -49,7 +49,7 @@ class AccelerateStep(Step):
         model, optimizer, batches = accelerator.prepare(
             model, optimizer, loader(self.job, self.setup, self.device)
         )
-        observer.built(model, optimizer)
+        observer.build_ends(model, optimizer)
         pieces = self.setup.micro_batches
         losses: list[torch.Tensor] = []
         following = _without_end(batches)

@@ -65,7 +65,7 @@ class OptimizerLoop(Step):
         model = build_model(self.job, self.setup, self.device)
         optimizer = build_optimizer(self.job, self.setup, model)
         scaler = make_scaler(self.setup, self.device)
-        observer.built(model, optimizer)
+        observer.build_ends(model, optimizer)
         losses: list[torch.Tensor] = []
         with contextlib.closing(self._batches()) as batches:
             built = Built(model, optimizer, scaler, batches, observer)
@@ -149,7 +149,7 @@ class PlainStep(OptimizerLoop):
 
         observer.phase("build")
         model = build_model(self.job, self.setup, self.device)
-        observer.built(model, None)
+        observer.build_ends(model, None)
         with contextlib.closing(self._batches()) as batches:
             for index in range(steps):
                 observer.step_begins(index)

@@ -37,7 +37,7 @@ class Observer(Protocol):
     def phase(self, name: str) -> None:
         """From here on everything belongs to this phase, one of `PHASES`."""
 
-    def built(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    def build_ends(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         """Model and optimizer stand, before the first step."""
 
 

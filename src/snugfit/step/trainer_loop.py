@@ -126,7 +126,7 @@ def _callback(observer: Observer) -> Any:
     class _Telling(transformers.TrainerCallback):  # type: ignore[misc]
         def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
             optimizer = more.get("optimizer")
-            observer.built(more["model"], getattr(optimizer, "optimizer", optimizer))
+            observer.build_ends(more["model"], getattr(optimizer, "optimizer", optimizer))
 
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
             observer.phase("update")

@@ -220,9 +220,7 @@ def weigh_losses_ourselves(trainer: Any) -> None:
 
 
 def replace_model(trainer: Any, model: Any) -> None:
-    """Another model takes the place of the trainer's, where it is another."""
-    if trainer.model is model:
-        return
+    """Another model takes the place of the trainer's."""
     trainer.model = trainer.model_wrapped = trainer.callback_handler.model = model
     trainer._signature_columns = None
 
@@ -235,8 +233,7 @@ def set_arguments(trainer: Any, changes: Mapping[str, Any]) -> None:
     for name, value in changes.items():
         if name not in ("bf16", "fp16"):
             setattr(args, name, type(args.optim)(value) if name == "optim" else value)
-    if "per_device_train_batch_size" in changes:
-        trainer._train_batch_size = args.train_batch_size
+    trainer._train_batch_size = args.train_batch_size
 
 
 def _set_precision(trainer: Any, mixed: str) -> None:

@@ -37,7 +37,7 @@ class Call:
     """Keyword arguments, JSON values only."""
 
     def resolve(self) -> Callable[..., Any]:
-        """The callable itself."""
+        """The callable that `path` names, imported now."""
         module, _, name = self.path.partition(":")
         function: Callable[..., Any] = getattr(importlib.import_module(module), name)
         return function

@@ -25,7 +25,7 @@ from snugfit.frontends.trainer.loss import (
     track_use,
 )
 from snugfit.frontends.trainer.out_of_memory import go_on_with_less, retry_step, update_broke
-from snugfit.frontends.trainer.setup import brings_optimizer, users_numbers
+from snugfit.frontends.trainer.setup import optimizer_is_theirs, users_numbers
 from snugfit.frontends.trainer.step_state import StepState
 from snugfit.step.applier import forward_context, run_context, set_process
 from snugfit.step.memory_errors import memory_cause
@@ -86,7 +86,7 @@ class FittedTrainer(TrainerHooks):
     def create_optimizer(self, *arguments: Any, **keywords: Any) -> Any:
         """The recipe's, in the Trainer's two groups, with the user's numbers; or the one they brought."""
         plan = self.snugfit
-        if self.optimizer is not None or Slot.OPTIMIZER in plan.user_slots or brings_optimizer(self):
+        if self.optimizer is not None or Slot.OPTIMIZER in plan.user_slots or optimizer_is_theirs(self):
             return super().create_optimizer(*arguments, **keywords)
         model, wish = self.model, plan.recipe.setup().optimizer
         groups: list[dict[str, Any]] = [{"params": []}, {"params": []}]

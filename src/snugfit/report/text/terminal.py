@@ -12,7 +12,6 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from io import StringIO
-from textwrap import wrap
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -22,9 +21,6 @@ from rich.text import Text
 
 PIPE_WIDTH = 120
 """Columns where no terminal says how many it has: a pipe, a file, a notebook."""
-
-NARROWEST_HEAD = 8
-"""Columns that the head of a column of numbers may take in any case."""
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
@@ -40,24 +36,17 @@ def harmless(text: str) -> str:
 
 
 def table(columns: Iterable[str], rows: Iterable[Sequence[object]], *, title: str = "") -> Table:
-    """A plain table; a column whose head ends in `>` holds numbers: it is set flush right, never broken, and
-    its head is broken where it is wider than they are."""
+    """A plain table; a column whose head ends in `>` is set flush right."""
     shown = Table(
         box=SIMPLE_HEAD, title=words(title, "bold") if title else None, title_justify="left", pad_edge=False
     )
-    cells = [[cell if isinstance(cell, Text) else words(cell) for cell in row] for row in rows]
-    for number, head in enumerate(columns):
-        is_number = head.endswith(">")
-        longest = max((row[number].cell_len for row in cells), default=0)
-        narrow = wrap(head.rstrip(">"), max(longest, NARROWEST_HEAD), break_long_words=False)
+    for head in columns:
+        right = head.endswith(">")
         shown.add_column(
-            "\n".join(narrow) if is_number else head,
-            justify="right" if is_number else "left",
-            no_wrap=is_number,
-            overflow="fold",
+            head.rstrip(">"), justify="right" if right else "left", no_wrap=right, overflow="fold"
         )
-    for row in cells:
-        shown.add_row(*row)
+    for row in rows:
+        shown.add_row(*(cell if isinstance(cell, Text) else words(cell) for cell in row))
     return shown
 
 

@@ -102,7 +102,7 @@ class PhaseTracker:
         """The step is in this phase from here on."""
         self.now = name
 
-    def built(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    def build_ends(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         """Does nothing: only phases are remembered."""
 
 
