@@ -242,8 +242,8 @@ def main() -> None:
     parser.add_argument("--loops", default="bare,snugfit,trainer", help=f"of {', '.join(LOOPS)}")
     parser.add_argument("--no-checkpoints", action="store_true")
     asked = parser.parse_intermixed_args()
-    for door in (hand_run, step_timer):  # it takes seconds, and is no part of a step
-        door.foresees = lambda device: predict_nothing
+    for front_end in (hand_run, step_timer):  # it takes seconds, and is no part of a step
+        front_end.run_predictor = lambda device: predict_nothing
     job = Job(
         model=Model.find("bert-large-uncased"), task="sequence-classification", batch_size=4,
         sequence_length=512, clip=asked.clip,
