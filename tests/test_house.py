@@ -71,7 +71,7 @@ INNER = {
     "planning": ("", "cost", "search", "lengths fleet"),
     "training": ("", "checkpoint", "run"),
     "report": ("text", "evaluation", "plan", ""),
-    "frontends": ("", "trainer", "custom_loop"),
+    "frontends": ("", "trainer custom_loop"),
 }
 """The folders of a room, the lowest first; those of one line never meet. Empty: the files beside them."""
 
