@@ -104,7 +104,7 @@ def _media(
 
 
 def _tokenizer_of(processor: Any) -> Any | None:
-    """The tokenizer that lies in the processor's folder, or is a part of it."""
+    """The tokenizer that is in the processor's folder, or is a part of it."""
     if isinstance(processor, str | os.PathLike):
         return processor
     return getattr(processor, "tokenizer", None)
