@@ -1,7 +1,7 @@
 """The lengths of a dataset's sequences: how many samples have how many tokens.
 
 A batch is as long as its longest sample, so what a run takes follows from the lengths of all of them and not
-from their mean. They are read from a file that somebody else wrote, in one of these forms, which its name says:
+from their mean. They are read from a file that somebody else wrote. Its name says in which form:
 
 | name            | what stands in it                                                              |
 |-----------------|--------------------------------------------------------------------------------|
