@@ -285,7 +285,7 @@ def test_layers_that_do_not_grow_evenly_are_rehearsed_whole_for_all_gpus() -> No
         job, gpus, fidelity="same", objective="memory", clock_of=lambda _: count_concavely, workers=1,
         tell=told.append,
     )  # fmt: skip
-    assert any("beginning again" in line for line in told)
+    assert any("starting again" in line for line in told)
     assert [answer.verified for answer in found.answers] == [True, True]
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from snugfit.data.lengths import Lengths
 from snugfit.errors import JobError
-from snugfit.planning.lengths.batches import MULTIPLES, ORDERS, draw, grouped
+from snugfit.planning.lengths.batches import MULTIPLES, ORDERS, draw, group_by_length
 
 LONG_TAIL = Lengths.of(
     np.clip(np.random.default_rng(3).lognormal(4.2, 0.8, 1500).astype(int), 3, 500).tolist()
@@ -25,14 +25,14 @@ def test_grouping_is_that_of_transformers(samples: int, batch: int) -> None:
     together = min(samples // (batch * 4), 50) or 1
     order = torch.randperm(samples, generator=torch.Generator().manual_seed(7))
     theirs = get_length_grouped_indices(lengths.tolist(), batch, generator=torch.Generator().manual_seed(7))
-    ours = grouped(lengths[order.numpy()], batch, together)
+    ours = group_by_length(lengths[order.numpy()], batch, together)
     assert ours.tolist() == lengths[theirs].tolist()
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_one_length_is_one_batch_whatever_the_order(order: str) -> None:
     drawn = draw(Lengths.of({64: 100}), batch_size=8, micro_batches=2, order=order)
-    assert set(drawn.padded(1).ravel()) == set(drawn.padded(64).ravel()) == {64}
+    assert set(drawn.padded_to(1).ravel()) == set(drawn.padded_to(64).ravel()) == {64}
     assert [drawn.padding(multiple) for multiple in MULTIPLES] == [0, 0, 0]
     assert (drawn.shortest == 64).all()
 
@@ -41,12 +41,12 @@ def test_one_length_is_one_batch_whatever_the_order(order: str) -> None:
 def test_rounding_up_never_takes_tokens_away_and_grouping_never_adds_any(pieces: int) -> None:
     drawn = {order: draw(LONG_TAIL, batch_size=16, micro_batches=pieces, order=order) for order in ORDERS}
     for each in drawn.values():
-        padded = [each.padded(multiple) for multiple in MULTIPLES]
+        padded = [each.padded_to(multiple) for multiple in MULTIPLES]
         assert (padded[0] >= each.longest).all()
         assert (padded[1] >= padded[0]).all()
         assert (padded[2] >= padded[1]).all()
     for multiple in MULTIPLES:
-        tokens = [drawn[order].padded(multiple).mean() for order in ("grouped", "random", "fixed")]
+        tokens = [drawn[order].padded_to(multiple).mean() for order in ("grouped", "random", "fixed")]
         assert tokens[0] < tokens[1] < tokens[2]
 
 

@@ -10,8 +10,8 @@ from small_models import small_job
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
 from snugfit.planning.lengths import length_profile as pacing
-from snugfit.planning.lengths.kernel_interpolation import Irregular, Sight, Stretched
-from snugfit.planning.lengths.length_profile import SOME_PADDING, TOLERANCE, Pace
+from snugfit.planning.lengths.kernel_interpolation import KernelInterpolator, LengthSample, NotInterpolable
+from snugfit.planning.lengths.length_profile import SOME_PADDING, TOLERANCE, LengthProfiler
 from snugfit.prediction.predict import predict
 from snugfit.prediction.seconds import step_seconds
 from snugfit.rehearsal.trace.trace import MATRIX_PRODUCTS, Trace
@@ -20,8 +20,8 @@ from snugfit.techniques.recipe import Recipe
 H200 = find_gpu("h200")
 
 
-def pace(job: Job, recipe: str = "bf16", gpu: str = "h200") -> Pace:
-    return Pace(job, Recipe.parse(recipe), find_gpu(gpu))
+def pace(job: Job, recipe: str = "bf16", gpu: str = "h200") -> LengthProfiler:
+    return LengthProfiler(job, Recipe.parse(recipe), find_gpu(gpu))
 
 
 @pytest.mark.parametrize(
@@ -38,9 +38,9 @@ def pace(job: Job, recipe: str = "bf16", gpu: str = "h200") -> Pace:
 def test_kernels_of_a_length_follow_from_those_of_three(family: str, recipe: str, gpu: str) -> None:
     """Every product exactly, and the seconds of the step to a thousandth."""
     known = pace(small_job(family, layers=2, batch_size=3), recipe, gpu)
-    stretched = Stretched([known.sight(length, True) for length in (3, 14, 31)])
+    stretched = KernelInterpolator([known.sample(length, True) for length in (3, 14, 31)])
     for length in (9, 26):
-        real = known.sight(length, True)
+        real = known.sample(length, True)
         for kernel, ours in zip(real.kernels, stretched.at(length).kernels, strict=True):
             assert ours.operator == kernel.operator
             if kernel.operator in MATRIX_PRODUCTS:
@@ -52,15 +52,15 @@ def test_kernels_of_a_length_follow_from_those_of_three(family: str, recipe: str
 def test_lengths_that_run_other_kernels_do_not_stretch() -> None:
     """A mask whose rows are no multiple of eight is copied, on a GPU that attends with masks so."""
     known = pace(small_job("bert", layers=2), "fp16", "v100-16gb")
-    with pytest.raises(Irregular):
-        Stretched([known.sight(length, True) for length in (9, 16, 31)])
+    with pytest.raises(NotInterpolable):
+        KernelInterpolator([known.sample(length, True) for length in (9, 16, 31)])
 
 
 @pytest.mark.parametrize(("recipe", "gpu"), [("bf16 + workers", "h200"), ("fp16", "v100-16gb")])
 def test_seconds_of_every_length_are_those_of_its_rehearsal(recipe: str, gpu: str) -> None:
     known = pace(small_job("gpt2", layers=2), recipe, gpu)
     found = known.seconds(range(1, 33), True)
-    rehearsed = known.rehearsed
+    rehearsed = known.rehearsal_count
     assert rehearsed <= 9
     assert known.off <= TOLERANCE
     assert not known.lines
@@ -73,7 +73,7 @@ def test_seconds_of_every_length_are_those_of_its_rehearsal(recipe: str, gpu: st
 def test_few_lengths_are_each_rehearsed() -> None:
     known = pace(small_job("gpt2", layers=2))
     found = known.seconds([5, 9, 30], False)
-    assert known.rehearsed == 3
+    assert known.rehearsal_count == 3
     assert {length: each.step for length, each in found.items()} == {
         length: known.timing(length, False).step_seconds for length in (5, 9, 30)
     }
@@ -82,13 +82,13 @@ def test_few_lengths_are_each_rehearsed() -> None:
 def test_where_nothing_stretches_seconds_lie_on_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     """And are near those of the rehearsals between them: within 2 % on this model."""
 
-    class Never(Stretched):
+    class Never(KernelInterpolator):
         def __init__(self, seen: object) -> None:
-            raise Irregular
+            raise NotInterpolable
 
     known = pace(small_job("gpt2", layers=2), "plain")
     exact = known.seconds(range(1, 33), True)
-    monkeypatch.setattr(pacing, "Stretched", Never)
+    monkeypatch.setattr(pacing, "KernelInterpolator", Never)
     found = known.seconds(range(1, 33), True)
     assert known.lines
     for length, seconds in found.items():
@@ -98,7 +98,7 @@ def test_where_nothing_stretches_seconds_lie_on_lines(monkeypatch: pytest.Monkey
 def test_seconds_between_many_lengths_lie_on_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     known = pace(small_job("gpt2", layers=2))
     exact = known.seconds(range(1, 33), True)
-    monkeypatch.setattr(pacing, "STAIRS", 4)
+    monkeypatch.setattr(pacing, "TIMED_PER_CLASS", 4)
     for length, seconds in known.seconds(range(1, 33), True).items():
         assert seconds.step == pytest.approx(exact[length].step, rel=0.01)
 
@@ -129,7 +129,7 @@ def test_a_step_of_two_lengths_takes_their_mean() -> None:
     """A first micro-batch of one length and a second of another, played as one step: exactly the mean while
     the device sets the pace, and within 1 % where the host does."""
     known = pace(small_job("gpt2", layers=2, batch_size=8), "bf16 + micro_batches(2)")
-    mixed = Trace((), (), (), (*_piece(known, 8, 0), *_piece(known, 31, 1)), known.sight(31, True).waits, ())
+    mixed = Trace((), (), (), (*_piece(known, 8, 0), *_piece(known, 31, 1)), known.sample(31, True).waits, ())
     mean = (known.timing(8, True).step_seconds + known.timing(31, True).step_seconds) / 2
     assert step_seconds(mixed, H200, batch_size=8).step_seconds == pytest.approx(mean, rel=0.01)
     slow = replace(known.rates, bandwidth=known.rates.bandwidth / 1e4, patterns={})
@@ -139,9 +139,9 @@ def test_a_step_of_two_lengths_takes_their_mean() -> None:
     assert played == pytest.approx(mean, rel=1e-3)
 
 
-def _piece(known: Pace, length: int, number: int) -> tuple[object, ...]:
+def _piece(known: LengthProfiler, length: int, number: int) -> tuple[object, ...]:
     """The kernels of one micro-batch of a step of two; the update belongs to the second."""
-    sight: Sight = known.sight(length, True)
+    sight: LengthSample = known.sample(length, True)
     phases = [kernel.phase for kernel in sight.kernels]
     begins = phases.index("backward")
     second = next(place for place in range(begins, len(phases)) if phases[place] in ("load", "forward"))

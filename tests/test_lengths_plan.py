@@ -160,10 +160,10 @@ def test_a_gain_by_the_assumed_price_of_alignment_says_so(mixed: LengthPlan) -> 
         )
         return replace(mixed, ways=ways, gpu=find_gpu("h100-sxm"))
 
-    assert priced(1.2, 1.0).assumed
-    assert not priced(1.2, 1.2).assumed
-    assert not priced(1.0, 1.0).assumed
-    assert not replace(priced(1.2, 1.0), gpu=find_gpu("h200")).assumed, "there it was measured"
+    assert priced(1.2, 1.0).is_assumed
+    assert not priced(1.2, 1.2).is_assumed
+    assert not priced(1.0, 1.0).is_assumed
+    assert not replace(priced(1.2, 1.0), gpu=find_gpu("h200")).is_assumed, "there it was measured"
 
 
 @pytest.mark.parametrize(

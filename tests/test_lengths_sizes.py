@@ -13,7 +13,7 @@ import pytest
 from small_models import small_job
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
-from snugfit.planning.lengths.length_profile import Pace, aligned
+from snugfit.planning.lengths.length_profile import LengthProfiler, without_alignment_cost
 from snugfit.planning.lengths.sizes import WORTH, Size, sizes_of
 from snugfit.prediction.predict import predict
 from snugfit.prediction.rates import HostLaunchCosts, calibration_file, rates_for
@@ -42,7 +42,7 @@ def found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict
         }
         invented = replace(rates, host=host, products=products, multiprocessors=multiprocessors)
         calibration_file(OTHER).write_text(json.dumps({"rates": invented.to_json()}))
-        pace = Pace(job, Recipe.parse(recipe), OTHER)
+        pace = LengthProfiler(job, Recipe.parse(recipe), OTHER)
         return {
             f"{size.what} {'up' if (size.instead or 0) > size.given else 'down'}": size
             for size in sizes_of(pace, job.sequence_length, job.padding > 0)
@@ -129,12 +129,12 @@ def test_a_width_of_the_model_is_told_and_has_no_other(found: Callable[..., dict
 
 def test_where_the_host_bounds_the_step_no_size_is_told() -> None:
     job = gpt2(facts={"vocab_size": 1021})
-    pace = Pace(job, Recipe.parse("bf16"), OTHER)
+    pace = LengthProfiler(job, Recipe.parse("bf16"), OTHER)
     assert pace.timing(job.sequence_length, False).bound == "host"
     assert sizes_of(pace, job.sequence_length, False) == ()
 
 
 def test_rates_without_the_assumption() -> None:
-    rates = aligned(rates_for(OTHER))
+    rates = without_alignment_cost(rates_for(OTHER))
     assert {rate.unaligned for rate in rates.products.values()} == {(1.0, 1.0, 1.0)}
     assert replace(rates, products=rates_for(OTHER).products) == rates_for(OTHER)

@@ -92,7 +92,7 @@ def show_planned(
     if form != "json":
         show_plan(plan, form)
         typer.echo()
-    best = Recipe.parse(plan.shown.recipe)
+    best = Recipe.parse(plan.best_or_nearest.recipe)
     padding = plan_of(replace(request, recipe=best, loop="plain"), fresh=fresh)
     if form == "json":
         show_json({**plan.to_json(), "lengths": padding.to_json()})

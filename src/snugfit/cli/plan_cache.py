@@ -14,11 +14,11 @@ import contextlib
 import hashlib
 import json
 import os
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from snugfit.cli.progress import show_progress
+from snugfit.documents import BadDocument, read_document, write_document
 from snugfit.errors import GpuError, SnugfitError
 from snugfit.prediction.profile import installed_versions
 from snugfit.prediction.rates import rates_for
@@ -71,13 +71,9 @@ def key_of(job: Job, *gpus: Gpu | None, **asked: Any) -> str | None:
 def recall(key: str, read: Callable[[dict[str, Any]], _Answer]) -> _Answer | None:
     """What was remembered under this key, as `read` makes it of its document; None when there is none that
     can be read."""
-    path = folder() / f"{key}.json"
     try:
-        if path.stat().st_size > LARGEST_FILE:
-            return None
-        document = json.loads(path.read_text(encoding="utf-8"))
-        return read(document) if isinstance(document, dict) else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SnugfitError):
+        return read(read_document(folder() / f"{key}.json", limit=LARGEST_FILE))
+    except (OSError, BadDocument, ValueError, KeyError, TypeError, AttributeError, SnugfitError):
         return None
 
 
@@ -101,17 +97,9 @@ def answer(
 
 def remember(key: str, answer: Rememberable) -> None:
     """Writes the answer down, whole or not at all."""
-    path = folder() / f"{key}.json"
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, beside = tempfile.mkstemp(dir=path.parent, prefix=".plan-")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(answer.to_json(), file)
-            os.replace(beside, path)
-        except BaseException:
-            Path(beside).unlink(missing_ok=True)
-            raise
+    with contextlib.suppress(OSError, ValueError):
+        folder().mkdir(parents=True, exist_ok=True)
+        write_document(folder() / f"{key}.json", answer.to_json())
 
 
 def _rates(gpu: Gpu) -> Any:

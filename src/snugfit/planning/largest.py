@@ -56,26 +56,26 @@ def largest(
             f"Not even a {of.replace('-', ' ')} of {sizes.size(low)} fits: {show_bytes(-sizes.spare(low))} "
             f"are missing under {recipe}. Try checkpointing, a smaller optimizer state, or a larger GPU."
         )
-    turns = 0
+    rounds = 0
     while high - low > 1:
-        middle = sizes.guess(low, high, halve=turns % 4 == 3)
+        middle = sizes.guess(low, high, halve=rounds % 4 == 3)
         if sizes.spare(middle) >= 0:
             low = middle
         else:
             high = middle
-        turns += 1
+        rounds += 1
     return sizes.size(low), sizes.asked[low]
 
 
 class _Sizes:
     """Predictions of one job at its sizes, each asked once. Sizes count in units that the recipe can cut."""
 
-    def __init__(self, job: Job, recipe: Recipe, of: str, place: dict[str, Any]) -> None:
-        self.job, self.recipe, self.place = job, recipe, place
+    def __init__(self, job: Job, recipe: Recipe, of: str, options: dict[str, Any]) -> None:
+        self.job, self.recipe, self.options = job, recipe, options
         self.field, most = FIELDS[of]
         self.unit = recipe.setup().micro_batches if of == "batch" else 1
         self.asked: dict[int, Prediction] = {}
-        self.limit = self._last_lawful(most // self.unit)
+        self.limit = self._largest_valid(most // self.unit)
 
     def size(self, count: int) -> int:
         """The size of `count` units."""
@@ -84,30 +84,30 @@ class _Sizes:
     def spare(self, count: int) -> int:
         """Bytes that are left at `count` units; negative when it does not fit."""
         if count not in self.asked:
-            self.asked[count] = predict(self._job(count), self.recipe, **self.place)
+            self.asked[count] = predict(self._job(count), self.recipe, **self.options)
         return self.asked[count].spare_bytes or 0
 
     def guess(self, low: int, high: int, *, halve: bool) -> int:
-        """A size between `low`, which fits, and `high`, which does not or is unlawful."""
+        """A size between `low`, which fits, and `high`, which does not or is not valid."""
         if high not in self.asked:
-            return min(high - 1, self._along_the_line(low))
+            return min(high - 1, self._extrapolate(low))
         if halve:
             return (low + high) // 2
         fits, misses = self.spare(low), -self.spare(high)
         return min(max(low + int((high - low) * fits / (fits + misses)), low + 1), high - 1)
 
-    def _along_the_line(self, low: int) -> int:
+    def _extrapolate(self, low: int) -> int:
         below = max((count for count in self.asked if count < low), default=None)
         if below is None or self.spare(below) <= self.spare(low):
             return 4 * low
-        each = (self.spare(below) - self.spare(low)) / (low - below)
-        return low + max(1, int(self.spare(low) / each) + 1)
+        unit_bytes = (self.spare(below) - self.spare(low)) / (low - below)
+        return low + max(1, int(self.spare(low) / unit_bytes) + 1)
 
     def _job(self, count: int) -> Job:
         changed: dict[str, Any] = {self.field: self.size(count)}
         return replace(self.job, **changed)
 
-    def _last_lawful(self, most: int) -> int:
+    def _largest_valid(self, most: int) -> int:
         """The most units of which a job can be made (a model's positions end somewhere)."""
         low, high = 1, most + 1
         while high - low > 1:

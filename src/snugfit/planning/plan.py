@@ -20,28 +20,28 @@ class Choice:
     """A recipe, and what it takes."""
 
     recipe: str
-    """As text."""
+    """In the notation of recipes."""
 
     requested_bytes: int
-    """What tensors and kernels ask for."""
+    """Most bytes that tensors and kernels ask for."""
 
     allocated_bytes: int
-    """What they are handed."""
+    """The same, as the allocator rounds it."""
 
     reserved_bytes: int
-    """What the allocator takes from the device."""
+    """Most bytes that the allocator takes from the device."""
 
     context_bytes: int
     """CUDA's context and libraries, beside it."""
 
     step_seconds: float
-    """Of the steady step."""
+    """Seconds of the steady step."""
 
     samples_per_second: float
     """Global batch over `step_seconds`."""
 
     once_seconds: float = 0.0
-    """What a run pays once, from the process's beginning to steady steps."""
+    """Seconds of start-up, from the process's beginning to steady steps."""
 
     @property
     def needed_bytes(self) -> int:
@@ -49,7 +49,7 @@ class Choice:
         return self.reserved_bytes + self.context_bytes
 
     def pace(self, steps: int | None) -> float:
-        """Seconds a step, with its share of what a run of so many steps pays once; of the steady step where
+        """Seconds a step, with its share of the start-up of a run of so many steps; of the steady step where
         the run's length is not known."""
         return self.step_seconds + (self.once_seconds / steps if steps else 0.0)
 
@@ -73,7 +73,7 @@ class Change:
     """A slot that the plan fills otherwise."""
 
     slot: str
-    """The slot."""
+    """The slot's own name."""
 
     theirs: str
     """What the user has in it."""
@@ -93,13 +93,13 @@ class Start:
     """The user's recipe, and what the plan would change in it."""
 
     recipe: str
-    """As text."""
+    """In the notation of recipes."""
 
     needed_bytes: int | None = None
     """What must be free on the device; None where the recipe cannot run."""
 
     step_seconds: float | None = None
-    """Of the steady step."""
+    """Seconds of the steady step."""
 
     why_not: str = ""
     """Why it cannot run."""
@@ -113,7 +113,7 @@ class Reason:
     """Why one slot of the best recipe is filled as it is."""
 
     slot: str
-    """The slot."""
+    """The slot's own name."""
 
     chosen: str
     """What stands in it."""
@@ -125,10 +125,10 @@ class Reason:
     """What the recipe would take with that other; None when that cannot be."""
 
     step_seconds: float | None = None
-    """How long its step would be."""
+    """Seconds of its step."""
 
     once_seconds: float | None = None
-    """What it would pay once."""
+    """Seconds of its start-up."""
 
     why_not: str = ""
     """Why that cannot be."""
@@ -136,12 +136,12 @@ class Reason:
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """How much was looked at."""
+    """How much was searched."""
 
     recipes: int
-    """Lawful recipes."""
+    """Valid recipes of the space."""
 
-    tapes: int
+    tapes: int  # the key of the JSON document keeps this name
     """Different traces among them; the allocator, what products are computed in and who makes the batches
     change none."""
 
@@ -152,7 +152,7 @@ class Counts:
     """Kinds of passes that were rehearsed, on few layers where the model allows it."""
 
     replayed: int
-    """Recipes whose step was put together whole, timed, and sent through the allocator."""
+    """Recipes whose step was put together in full, timed, and sent through the allocator."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +163,7 @@ class Plan:
     """What must be trained."""
 
     gpu: Gpu | None
-    """On what."""
+    """The GPU that it is planned for."""
 
     memory_bytes: int | None
     """What may be used; None sets no bound."""
@@ -175,11 +175,11 @@ class Plan:
     """`speed`, `memory` or `cost`."""
 
     steps: int | None = None
-    """The run's length, over which what is paid once was spread; None where it was not said."""
+    """The run's length, over which the start-up was spread; None where it was not said."""
 
     front: tuple[Choice, ...]
     """Recipes than which no other is both as fast and as small, the fastest first. One that would be smaller
-    than a faster one by less than `searched.GRAIN` may be missing, the answer never."""
+    than a faster one by less than `MEMORY_RESOLUTION` may be missing, the answer never."""
 
     best: Choice | None
     """Of those that fit, the one that the objective asks for; None when nothing fits."""
@@ -200,10 +200,10 @@ class Plan:
     """What was not considered."""
 
     counts: Counts
-    """How much was looked at."""
+    """How much was searched."""
 
     verified: bool | None = None
-    """Whether the whole rehearsal of the best recipe (or the nearest miss) gave the same figures."""
+    """Whether simulating the best recipe (or the nearest miss) in full gave the same figures."""
 
     versions: Mapping[str, str] = field(default_factory=dict)
     """Packages that it was made with."""
@@ -213,7 +213,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether anything does."""
+        """Whether any recipe fits the memory."""
         return self.best is not None
 
     @property
@@ -222,7 +222,7 @@ class Plan:
         return self.front[-1]
 
     @property
-    def shown(self) -> Choice:
+    def best_or_nearest(self) -> Choice:
         """The best, or the nearest miss."""
         return self.best or self.nearest
 
@@ -263,13 +263,13 @@ class Plan:
                 fidelity=document["fidelity"],
                 objective=document["objective"],
                 steps=document["steps"],
-                front=tuple(choice_from(each) for each in document["front"]),
-                ranked=tuple(choice_from(each) for each in document["ranked"]),
+                front=tuple(map(choice_from, document["front"])),
+                ranked=tuple(map(choice_from, document["ranked"])),
                 best=choice_from(document["best"]) if document["best"] else None,
-                reasons=tuple(Reason(**each) for each in document["reasons"]),
+                reasons=tuple(Reason(**reason) for reason in document["reasons"]),
                 start=start_from(document["start"]) if document["start"] else None,
                 cures=tuple(document["cures"]),
-                refused=tuple(Exclusion(**each) for each in document["refused"]),
+                refused=tuple(Exclusion(**exclusion) for exclusion in document["refused"]),
                 counts=Counts(**document["counts"]),
                 verified=document["verified"],
                 versions=dict(document["versions"]),
@@ -288,4 +288,4 @@ def choice_from(document: Mapping[str, Any]) -> Choice:
 
 def start_from(document: Mapping[str, Any]) -> Start:
     """The start that a plan's document holds."""
-    return Start(**{**document, "changes": tuple(Change(**each) for each in document["changes"])})
+    return Start(**{**document, "changes": tuple(Change(**change) for change in document["changes"])})

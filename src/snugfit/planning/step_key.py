@@ -89,7 +89,7 @@ def timing_key(setup: Setup) -> Hashable:
 
 def adapters_key(setup: Setup) -> Hashable:
     """All of a Setup that decides which parameters train."""
-    return setup.adapt and _frozen(setup.adapt)
+    return setup.adapt and _hashable(setup.adapt)
 
 
 def as_rehearsed(setup: Setup) -> Setup:
@@ -101,7 +101,7 @@ def as_rehearsed(setup: Setup) -> Setup:
 
 def _values(setup: Setup, part: str) -> tuple[Hashable, ...]:
     values = [getattr(setup, name) for name in _names_by_part(setup)[part]]
-    return tuple([value if value.__class__ in SIMPLE else _frozen(value) for value in values])
+    return tuple([value if value.__class__ in SIMPLE else _hashable(value) for value in values])
 
 
 def _names_by_part(setup: Any) -> Mapping[str, tuple[str, ...]]:
@@ -117,7 +117,7 @@ def _sorted_fields(kind: Any) -> Mapping[str, tuple[str, ...]]:
     }
 
 
-def _frozen(value: Any) -> Hashable:
+def _hashable(value: Any) -> Hashable:
     """A wish as something that can be hashed. Recipes share wishes, so each is looked into once."""
     known = _WISHES.get(id(value))
     if known is None:

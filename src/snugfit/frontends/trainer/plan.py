@@ -66,7 +66,7 @@ def planned(trainer: Any, job: Job, gpu: str, fidelity: Fidelity) -> Chosen:
     left = frozenset({*THEIRS, *start.left, *less_exact})
     settled: Mapping[Slot, Technique] = {slot: start.recipe[slot] for slot in left}
     found = plan(job, gpu=gpu, fidelity=fidelity, settled=settled)
-    chosen = found.shown
+    chosen = found.best_or_nearest
     if not found.fits:
         raise NothingFits(
             f"Nothing that trains this as it is asked for fits a {gpu}; the nearest is '{chosen.recipe}'."

@@ -58,7 +58,7 @@ class StepBounds(NamedTuple):
     live_bytes: int
     """At the worst moment."""
     seconds: Sequence[float]
-    """On each GPU."""
+    """Of the step, on each GPU."""
 
 
 class Bounds(NamedTuple):

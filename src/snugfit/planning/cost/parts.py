@@ -67,7 +67,7 @@ class _Replays(NamedTuple):
     """What the allocator shows, with expandable segments and without."""
 
 
-class Verification(NamedTuple):
+class FullCheck(NamedTuple):
     """What simulating a recipe in full said."""
 
     is_same: bool
@@ -173,7 +173,7 @@ class Parts:
             for gpu, context in zip(gpus, contexts, strict=True)
         ]
 
-    def verify(self, recipe: Recipe, figures: Figures, gpu: int = 0) -> Verification:
+    def verify(self, recipe: Recipe, figures: Figures, gpu: int = 0) -> FullCheck:
         """Whether simulating this recipe in full on this one of the GPUs gives these figures, and the doubts
         it has."""
         prediction = predict(self.job, recipe, gpu=self.gpus[gpu])
@@ -184,7 +184,7 @@ class Parts:
             footprint.reserved_bytes,
             footprint.context_bytes,
         ) == figures[:4]
-        return Verification(same, prediction.doubts)
+        return FullCheck(same, prediction.doubts)
 
     def trace(self, setup: Setup, *, most: int | None = None) -> StepTrace:
         """The trace of the step under this Setup, with so many micro-batches at most."""

@@ -55,9 +55,9 @@ class QueueSegment(NamedTuple):
 
 def join(pieces: Iterable[Sequence[QueueSegment]]) -> list[QueueSegment]:
     """These pieces of a step one after the other, without waits between them."""
-    first, *others = pieces
+    first, *rest = pieces
     segments = list(first)
-    for piece in others:
+    for piece in rest:
         segments[-1:] = segments[-1].then(piece[0]), *piece[1:]
     return segments
 

@@ -23,7 +23,7 @@ class OnGpu:
     """The answer for one GPU."""
 
     gpu: Gpu
-    """The GPU."""
+    """The GPU that was asked about."""
 
     fits: bool | None
     """Whether anything does; None where that cannot be told."""
@@ -32,8 +32,9 @@ class OnGpu:
     """The best recipe, or where nothing fits the nearest miss. Its seconds are 0 where they are not known."""
 
     verified: bool | None = None
-    """Whether the whole rehearsal, whose figures these are, took what the search had found: the same seconds,
-    and the same bytes but for the GPU's own workspaces and scratch. None where there is no recipe."""
+    """Whether simulating it in full, whose figures these are, took what the search had found: the same
+    seconds, and the same bytes but for the GPU's own workspaces and scratch. None where there is no
+    recipe."""
 
     rates: str = ""
     """Where the seconds come from."""
@@ -75,20 +76,20 @@ class GpuPlans:
     """What is best on each GPU: `speed`, `memory` or `cost` (which on one GPU is `speed`)."""
 
     steps: int | None = None
-    """The run's length, over which what is paid once was spread; None where it was not said."""
+    """The run's length, over which the start-up was spread; None where it was not said."""
 
     answers: tuple[OnGpu, ...]
     """In the order in which the GPUs were asked about."""
 
     counts: tuple[Counts, ...] = ()
-    """How much each of the searches looked at; GPUs that run the same kernels share one."""
+    """How much each of the searches searched; GPUs that run the same kernels share one."""
 
     versions: Mapping[str, str] = field(default_factory=dict)
     """Packages that it was made with."""
 
     @property
     def fitting(self) -> tuple[OnGpu, ...]:
-        """Where something fits."""
+        """The answers for GPUs that something fits."""
         return tuple(answer for answer in self.answers if answer.fits)
 
     @property
@@ -96,15 +97,15 @@ class GpuPlans:
         """The GPU of the least memory that trains this; of several the fastest."""
         return min(
             self.fitting,
-            key=lambda each: (each.gpu.memory_bytes or 0, each.pace(self.steps) or 0.0, each.key),
+            key=lambda on_gpu: (on_gpu.gpu.memory_bytes or 0, on_gpu.pace(self.steps) or 0.0, on_gpu.key),
             default=None,
         )
 
     @property
     def fastest(self) -> OnGpu | None:
         """The GPU with the shortest step, or where its length is known the shortest run."""
-        timed = (each for each in self.fitting if each.pace(self.steps))
-        return min(timed, key=lambda each: (each.pace(self.steps) or 0.0, each.key), default=None)
+        timed = (on_gpu for on_gpu in self.fitting if on_gpu.pace(self.steps))
+        return min(timed, key=lambda on_gpu: (on_gpu.pace(self.steps) or 0.0, on_gpu.key), default=None)
 
     def to_json(self) -> dict[str, Any]:
         """The document that `snugfit gpus --for MODEL --json` prints; `GpuPlans.from_json` reads it back."""
@@ -133,8 +134,8 @@ class GpuPlans:
                 fidelity=document["fidelity"],
                 objective=document["objective"],
                 steps=document["steps"],
-                answers=tuple(_answer(each) for each in document["answers"]),
-                counts=tuple(Counts(**each) for each in document["counts"]),
+                answers=tuple(map(_answer, document["answers"])),
+                counts=tuple(Counts(**counts) for counts in document["counts"]),
                 versions=dict(document["versions"]),
             )
         except (KeyError, TypeError) as damaged:

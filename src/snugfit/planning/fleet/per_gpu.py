@@ -6,8 +6,8 @@ above those of the best that is known to fit. Where nothing can fit, the smalles
 
 GPUs that share a search run the same kernels, and take workspaces and scratch of their own. The search judges
 by the one that takes least, and what comes near enough to fitting counts as if it did; the answer is then
-rehearsed whole, by the GPU's own policy (`Parts.whole`). Where that shows that it does not fit, the next one
-is looked for.
+simulated in full, by the GPU's own policy (`Parts.whole`). Where that shows that it does not fit, the next
+one is looked for.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Prices differ by a factor of five between vendors, change by the week, and count different things (the host,
 the disk, an hour begun), so none are shipped: the user says what an hour costs, and gets
 
-    cost of a run = price of an hour x (seconds paid once + steps x seconds of a step) / 3600
+    cost of a run = price of an hour x (seconds of start-up + steps x seconds of a step) / 3600
 
 which leaves out renting the machine, fetching weights and data, and what a vendor rounds up.
 """
@@ -40,17 +40,17 @@ class Prices:
     def of(cls, given: Iterable[tuple[object, object]], where: str) -> Self:
         """Pairs of a GPU's name and its price. Raises `UsageError` that begins with `where`, and `GpuError`
         for a name that means no GPU, or several."""
-        found: dict[str, float] = {}
+        per_hour: dict[str, float] = {}
         for name, price in given:
             key = find_gpu(str(name)).key
-            if key in found:
-                raise UsageError(f"{where}: {key} has two prices, {found[key]:g} and {price!r}. Keep one.")
-            found[key] = _price(price, f"{where}: {name}")
-        return cls(found)
+            if key in per_hour:
+                raise UsageError(f"{where}: {key} has two prices, {per_hour[key]:g} and {price!r}. Keep one.")
+            per_hour[key] = _price(price, f"{where}: {name}")
+        return cls(per_hour)
 
-    def with_(self, others: Prices) -> Prices:
-        """These prices, and the others, which are stronger."""
-        return Prices({**self.per_hour, **others.per_hour})
+    def with_(self, stronger: Prices) -> Prices:
+        """These prices, but for GPUs of which the stronger ones have another."""
+        return Prices({**self.per_hour, **stronger.per_hour})
 
 
 def _price(value: object, what: str) -> float:
@@ -64,7 +64,7 @@ class Cost:
     """What one GPU costs."""
 
     key: str
-    """Of the GPU."""
+    """The GPU's key in the table."""
 
     per_hour: float | None
     """USD; None where the user gave no price."""
@@ -73,7 +73,7 @@ class Cost:
     """USD for a thousand samples of the run, or where its length was not said, of steady steps."""
 
     run_seconds: float | None
-    """Of the run, with what it pays once; None where its length was not said."""
+    """Seconds of the run with its start-up; None where its length was not said."""
 
     run: float | None
     """USD for the run."""
@@ -83,23 +83,23 @@ def cost(answer: OnGpu, prices: Prices, steps: int | None) -> Cost:
     """What this GPU costs, for a thousand samples and for a run of so many steps."""
     price, pace = prices.per_hour.get(answer.key), answer.pace(steps)
     per_second = None if price is None else price / HOUR
-    each = None
+    seconds = None
     if (choice := answer.choice) and pace:
-        each = SAMPLES / choice.samples_per_second * pace / choice.step_seconds
+        seconds = SAMPLES / choice.samples_per_second * pace / choice.step_seconds
     run = steps * pace if steps and pace else None
     return Cost(
         key=answer.key,
         per_hour=price,
-        per_1000_samples=None if per_second is None or each is None else per_second * each,
+        per_1000_samples=None if per_second is None or seconds is None else per_second * seconds,
         run_seconds=run,
         run=None if per_second is None or run is None else per_second * run,
     )
 
 
-def cheapest(found: GpuPlans, prices: Prices) -> OnGpu | None:
+def cheapest(plans: GpuPlans, prices: Prices) -> OnGpu | None:
     """The GPU on which a sample costs least; None where no price is known for one that trains this."""
-    costs = {answer.key: cost(answer, prices, found.steps).per_1000_samples for answer in found.fitting}
-    priced = [answer for answer in found.fitting if costs[answer.key] is not None]
+    costs = {answer.key: cost(answer, prices, plans.steps).per_1000_samples for answer in plans.fitting}
+    priced = [answer for answer in plans.fitting if costs[answer.key] is not None]
     return min(priced, key=lambda answer: (costs[answer.key] or 0.0, answer.key), default=None)
 
 
@@ -110,14 +110,14 @@ def steps_of(samples: int | None, steps: int | None, batch_size: int) -> int | N
     return math.ceil(samples / batch_size) if samples is not None else steps
 
 
-def document(found: GpuPlans, prices: Prices) -> dict[str, Any]:
+def document(plans: GpuPlans, prices: Prices) -> dict[str, Any]:
     """What `snugfit gpus --for MODEL --json` prints beside the plans: the run, and what it costs where prices
     are known."""
-    costs = [cost(answer, prices, found.steps) for answer in found.fitting]
-    best = cheapest(found, prices)
+    costs = [cost(answer, prices, plans.steps) for answer in plans.fitting]
+    best = cheapest(plans, prices)
     return {
         "currency": "USD",
-        "steps": found.steps,
+        "steps": plans.steps,
         "cheapest": best.key if best else None,
-        "costs": [asdict(each) for each in costs],
+        "costs": list(map(asdict, costs)),
     }

@@ -45,7 +45,7 @@ MEGABATCHES = 50
 
 
 @dataclass(frozen=True)
-class Drawn:
+class DrawnBatches:
     """Micro-batches of many global batches, as the order made them: arrays of (global batches, micro-batches
     in each)."""
 
@@ -59,18 +59,18 @@ class Drawn:
     """Of all samples: those that are not padding."""
 
     samples: int
-    """Of one micro-batch."""
+    """Samples of one micro-batch."""
 
-    def padded(self, multiple: int) -> Integers:
-        """The length of each micro-batch, rounded up to a multiple."""
+    def padded_to(self, multiple: int) -> Integers:
+        """The length of each micro-batch, rounded up to a multiple: (global batches, micro-batches)."""
         return -(-self.longest // multiple) * multiple
 
     def padding(self, multiple: int) -> float:
         """The share of all tokens that is padding."""
-        return 1 - float(self.tokens.sum()) / float((self.padded(multiple) * self.samples).sum())
+        return 1 - float(self.tokens.sum()) / float((self.padded_to(multiple) * self.samples).sum())
 
 
-def draw(lengths: Lengths, *, batch_size: int, micro_batches: int, order: str, seed: int = 0) -> Drawn:
+def draw(lengths: Lengths, *, batch_size: int, micro_batches: int, order: str, seed: int = 0) -> DrawnBatches:
     """Global batches of the dataset in this order, at least `FEWEST_STEPS` of them. Raises `JobError` for a
     dataset that has fewer samples than a global batch."""
     import numpy as np
@@ -81,47 +81,48 @@ def draw(lengths: Lengths, *, batch_size: int, micro_batches: int, order: str, s
             "Give the lengths of a whole dataset, or a smaller --batch-size."
         )
     random = np.random.default_rng(seed)
-    dataset = _dataset(lengths, batch_size, random)
+    dataset = _sample_lengths(lengths, batch_size, random)
     epochs = -(-FEWEST_STEPS // (len(dataset) // batch_size))
     pieces = []
     for _ in range(epochs):
         epoch = random.permutation(dataset)
         if order == "grouped":
-            epoch = grouped(epoch, batch_size, _together(lengths.samples, batch_size))
+            epoch = group_by_length(epoch, batch_size, _together(lengths.samples, batch_size))
         pieces.append(epoch[: len(epoch) // batch_size * batch_size])
     cut = np.concatenate(pieces).reshape(-1, micro_batches, batch_size // micro_batches)
     longest = cut.max(axis=2)
     if order == "fixed":
         longest = np.full_like(longest, lengths.longest)
-    return Drawn(longest, cut.min(axis=2), cut.sum(axis=2), cut.shape[2])
+    return DrawnBatches(longest, cut.min(axis=2), cut.sum(axis=2), cut.shape[2])
 
 
-def grouped(order: Integers, batch_size: int, together: int) -> Integers:
-    """The lengths of a random order, as `get_length_grouped_indices` puts them: sorted within pieces of
-    `together` global batches, the longest of all exchanged with the first."""
+def group_by_length(order: Integers, batch_size: int, together: int) -> Integers:
+    """The lengths (samples,) of a random order, as `get_length_grouped_indices` puts them: sorted within
+    pieces of `together` global batches, the longest of all exchanged with the first."""
     import numpy as np
 
     size = together * batch_size
     pieces = [np.sort(order[start : start + size])[::-1] for start in range(0, len(order), size)]
     largest = int(np.argmax([piece[0] for piece in pieces]))
-    found: Integers = np.concatenate(pieces)
-    found[[0, largest * size]] = found[[largest * size, 0]]
-    return found
+    lengths: Integers = np.concatenate(pieces)
+    lengths[[0, largest * size]] = lengths[[largest * size, 0]]
+    return lengths
 
 
 def _together(samples: int, batch_size: int) -> int:
     return max(1, min(samples // (batch_size * 4), MEGABATCHES))
 
 
-def _dataset(lengths: Lengths, batch_size: int, random: np.random.Generator) -> Integers:
-    """Every sample's length; of a dataset too large for that, a random part that holds the longest."""
+def _sample_lengths(lengths: Lengths, batch_size: int, random: np.random.Generator) -> Integers:
+    """Every sample's length (samples,); of a dataset too large for that, a random part that holds the
+    longest."""
     import numpy as np
 
     tokens, samples = np.array(lengths.counts, dtype=np.int64).T
     most = max(MOST_SAMPLES, batch_size)
     if lengths.samples <= most:
-        found: Integers = np.repeat(tokens, samples)
-        return found
+        all_of_them: Integers = np.repeat(tokens, samples)
+        return all_of_them
     part: Integers = random.choice(tokens, size=most, p=samples / samples.sum())
     part[0] = lengths.longest
     return part

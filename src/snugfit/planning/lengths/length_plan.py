@@ -50,19 +50,19 @@ class LengthPlan:
     """With the longest sequence."""
 
     recipe: Recipe
-    """How."""
+    """How it is trained."""
 
     gpu: Gpu
-    """On what."""
+    """The GPU that it is trained on."""
 
     loop: str
-    """In which loop."""
+    """Which loop trains it."""
 
     memory_bytes: int | None
     """What may be used."""
 
     lengths: Lengths
-    """The dataset's."""
+    """How long the dataset's samples are."""
 
     ways: tuple[Way, ...]
     """Each way of padding; empty when the model does not take the longest sequence."""
@@ -103,7 +103,7 @@ class LengthPlan:
         return _best([way for way in self.ways if self.fits(way) is not False])
 
     @property
-    def assumed(self) -> bool:
+    def is_assumed(self) -> bool:
         """Whether the best is better than less rounding of lengths only by a price of unaligned rows that is
         assumed."""
         best = self.best
@@ -127,7 +127,7 @@ class LengthPlan:
             **{name: getattr(self, name) for name in PLAIN},
             "lengths": self.lengths.to_json(),
             "best": asdict(self.best) if self.best else None,
-            "assumed": self.assumed,
+            "assumed": self.is_assumed,
             "ways": [{**asdict(way), "fits": self.fits(way)} for way in self.ways],
             "cut": {**asdict(self.cut), "ways": list(map(asdict, self.cut.ways))} if self.cut else None,
             "sizes": [size.to_json() for size in self.sizes],
@@ -160,7 +160,9 @@ class LengthPlan:
 
 
 def _ways(documents: Sequence[Mapping[str, Any]]) -> tuple[Way, ...]:
-    return tuple(Way(**{name: value for name, value in each.items() if name != "fits"}) for each in documents)
+    return tuple(
+        Way(**{name: value for name, value in document.items() if name != "fits"}) for document in documents
+    )
 
 
 def _best(ways: Sequence[Way]) -> Way | None:

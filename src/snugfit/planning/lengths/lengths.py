@@ -20,7 +20,7 @@ from snugfit.job.gpu import Gpu, find_gpu
 from snugfit.job.job import Job, refuse_what_is_no_job
 from snugfit.job.limits import NO_SEQUENCE, WITH_TARGET
 from snugfit.planning.lengths.length_plan import Cut, LengthPlan
-from snugfit.planning.lengths.length_profile import Pace
+from snugfit.planning.lengths.length_profile import LengthProfiler
 from snugfit.planning.lengths.padding import Way, Ways, seconds_of
 from snugfit.planning.lengths.sizes import sizes_of
 from snugfit.planning.search.search import refuse
@@ -70,10 +70,10 @@ def plan_lengths(
     shorter = _shorter(lengths, cut)
     longest = job_of(job, lengths if shorter is None or _takes(job, lengths.longest) else shorter)
     warnings = recipe.check(longest, gpu.compute_capability)
-    pace = Pace(longest, recipe, gpu, loop, tell)
-    of_all = Ways(pace, lengths, seed)
-    of_cut = Ways(pace, shorter, seed) if shorter else None
-    seconds = seconds_of(pace, [each for each in (of_all, of_cut) if each])
+    profiler = LengthProfiler(longest, recipe, gpu, loop, tell)
+    of_all = Ways(profiler, lengths, seed)
+    of_cut = Ways(profiler, shorter, seed) if shorter else None
+    seconds = seconds_of(profiler, [ways for ways in (of_all, of_cut) if ways])
     ways = of_all.ways(seconds)
     where = (longest.sequence_length, longest.padding > 0)
     return LengthPlan(
@@ -85,13 +85,13 @@ def plan_lengths(
         lengths=lengths,
         ways=ways if any(way.needed_bytes for way in ways) else (),
         cut=_cut(lengths, shorter, of_cut.ways(seconds)) if shorter and of_cut else None,
-        sizes=sizes_of(pace, *where),
-        bound=pace.timing(*where).bound,
+        sizes=sizes_of(profiler, *where),
+        bound=profiler.timing(*where).bound,
         steps=of_all.steps,
-        rehearsed=pace.rehearsed,
-        off=pace.off,
+        rehearsed=profiler.rehearsal_count,
+        off=profiler.off,
         versions=installed_versions(),
-        doubts=(*warnings, *pace.bytes(*where).doubts, *doubts_about(gpu), *_doubts(pace, lengths)),
+        doubts=(*warnings, *profiler.bytes(*where).doubts, *doubts_about(gpu), *_doubts(profiler, lengths)),
     )
 
 
@@ -125,18 +125,18 @@ def _cut(lengths: Lengths, shorter: Lengths, ways: tuple[Way, ...]) -> Cut:
     )
 
 
-def _doubts(pace: Pace, lengths: Lengths) -> Iterable[str]:
-    if not pace.rates.measured:
-        yield f"Seconds: no rates were measured on this GPU; {pace.rates.source}."
-    if pace.lines:
+def _doubts(profiler: LengthProfiler, lengths: Lengths) -> Iterable[str]:
+    if not profiler.rates.measured:
+        yield f"Seconds: no rates were measured on this GPU; {profiler.rates.source}."
+    if profiler.lines:
         yield (
             "Seconds: this model's kernels at one length do not follow from those at another, so seconds "
             "between the simulated lengths are interpolated linearly."
         )
-    if lengths.shortest < lengths.longest and not pace.recipe.setup().expandable_segments:
+    if lengths.shortest < lengths.longest and not profiler.recipe.setup().expandable_segments:
         yield (
             "Bytes are those of a run whose every batch is the longest. Batches of many lengths leave pieces "
             "of freed memory that suit no other, so a run can reserve more; expandable segments keep it low."
         )
-    if pace.job.task in WITH_TARGET:
-        yield f"The lengths are those of the inputs; every target has {pace.job.target_length} tokens."
+    if profiler.job.task in WITH_TARGET:
+        yield f"The lengths are those of the inputs; every target has {profiler.job.target_length} tokens."

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import filterfalse
 from typing import TYPE_CHECKING
 
 from snugfit.errors import JobError
-from snugfit.planning.lengths.batches import MULTIPLES, ORDERS, Drawn, draw
-from snugfit.planning.lengths.length_profile import Pace, Seconds
+from snugfit.planning.lengths.batches import MULTIPLES, ORDERS, DrawnBatches, draw
+from snugfit.planning.lengths.length_profile import LengthProfiler, LengthSeconds
 
 if TYPE_CHECKING:
     from snugfit.data.lengths import Lengths
@@ -43,7 +44,7 @@ class Way:
     """Share of all tokens that is padding."""
 
     step_seconds: float | None = None
-    """Of a step, on average."""
+    """The average over the steps."""
 
     aligned_step_seconds: float | None = None
     """The same, were rows that are no multiple of 16 bytes to cost nothing."""
@@ -52,10 +53,10 @@ class Way:
     """Of the longest step that was drawn."""
 
     samples_per_second: float | None = None
-    """On average."""
+    """The average over the steps."""
 
     tokens_per_second: float | None = None
-    """Without padding, on average."""
+    """The same for tokens that are not padding."""
 
     why_not: str = ""
     """Why it cannot be."""
@@ -64,11 +65,11 @@ class Way:
 class Ways:
     """Every way of padding one dataset's batches."""
 
-    def __init__(self, pace: Pace, lengths: Lengths, seed: int) -> None:
-        self.pace, self.lengths = pace, lengths
-        self.micro_batches = pace.recipe.setup().micro_batches
-        job = pace.job
-        self.drawn: dict[str, Drawn] = {
+    def __init__(self, profiler: LengthProfiler, lengths: Lengths, seed: int) -> None:
+        self.profiler, self.lengths = profiler, lengths
+        self.micro_batches = profiler.recipe.setup().micro_batches
+        job = profiler.job
+        self.drawn: dict[str, DrawnBatches] = {
             order: draw(
                 lengths,
                 batch_size=job.batch_size,
@@ -85,24 +86,24 @@ class Ways:
         """Tokens of the longest batch that can occur."""
         return -(-self.lengths.longest // multiple) * multiple
 
-    def wanted(self) -> Iterable[tuple[int, bool]]:
+    def shapes(self) -> Iterable[tuple[int, bool]]:
         """The batches that were drawn: each length, and whether something in it is padded."""
         for drawn in self.drawn.values():
-            for multiple in (each for each in MULTIPLES if not self.why_not[each]):
+            for multiple in filterfalse(self.why_not.get, MULTIPLES):
                 yield from _shapes(drawn, multiple)
 
-    def ways(self, seconds: Mapping[tuple[int, bool], Seconds]) -> tuple[Way, ...]:
-        """What each takes."""
+    def ways(self, seconds: Mapping[tuple[int, bool], LengthSeconds]) -> tuple[Way, ...]:
+        """What each way of padding takes, from the seconds of each drawn shape."""
         return tuple(self._way(order, multiple, seconds) for order in ORDERS for multiple in MULTIPLES)
 
-    def _way(self, order: str, multiple: int, seconds: Mapping[tuple[int, bool], Seconds]) -> Way:
+    def _way(self, order: str, multiple: int, seconds: Mapping[tuple[int, bool], LengthSeconds]) -> Way:
         length, drawn = self.longest(multiple), self.drawn[order]
         if self.why_not[multiple]:
             return Way(order=order, multiple=multiple, length=length, why_not=self.why_not[multiple])
-        bytes = self.pace.bytes(length, self._may_be_padded(length, multiple, order))
+        bytes = self.profiler.bytes(length, self._may_be_padded(length, multiple, order))
         steps = _steps(drawn, multiple, seconds)
         mean = _mean(steps)
-        samples = self.pace.job.batch_size
+        samples = self.profiler.job.batch_size
         tokens = float(drawn.tokens.sum()) / len(steps)
         return Way(
             order=order,
@@ -113,14 +114,14 @@ class Ways:
             padding=drawn.padding(multiple),
             step_seconds=mean.step,
             aligned_step_seconds=mean.aligned,
-            longest_step_seconds=max(each.step for each in steps),
+            longest_step_seconds=max(step.step for step in steps),
             samples_per_second=samples / mean.step,
             tokens_per_second=tokens / mean.step,
         )
 
     def _refusal(self, multiple: int) -> str:
         try:
-            self.pace.at(self.longest(multiple), padded=True)
+            self.profiler.at(self.longest(multiple), padded=True)
         except JobError as error:
             return str(error)
         return ""
@@ -128,19 +129,21 @@ class Ways:
     def _may_be_padded(self, length: int, multiple: int, order: str) -> bool:
         """Whether something can be padded in the longest batch: whatever meets the longest sample in it, or
         the sample itself, rounded up."""
-        alone = self.pace.job.batch_size == self.micro_batches and order != "fixed"
+        alone = self.profiler.job.batch_size == self.micro_batches and order != "fixed"
         within = length - multiple if alone else 0
         return any(within < tokens < length for tokens, _ in self.lengths.counts)
 
 
-def _shapes(drawn: Drawn, multiple: int) -> set[tuple[int, bool]]:
-    padded = drawn.padded(multiple)
+def _shapes(drawn: DrawnBatches, multiple: int) -> set[tuple[int, bool]]:
+    padded = drawn.padded_to(multiple)
     return set(zip(padded.ravel().tolist(), (drawn.shortest < padded).ravel().tolist(), strict=True))
 
 
-def _steps(drawn: Drawn, multiple: int, seconds: Mapping[tuple[int, bool], Seconds]) -> list[Seconds]:
+def _steps(
+    drawn: DrawnBatches, multiple: int, seconds: Mapping[tuple[int, bool], LengthSeconds]
+) -> list[LengthSeconds]:
     """Of each step: the mean of what steps of its micro-batches' lengths take."""
-    padded = drawn.padded(multiple)
+    padded = drawn.padded_to(multiple)
     partly = drawn.shortest < padded
     return [
         _mean([seconds[shape] for shape in zip(lengths, masked, strict=True)])
@@ -148,15 +151,16 @@ def _steps(drawn: Drawn, multiple: int, seconds: Mapping[tuple[int, bool], Secon
     ]
 
 
-def _mean(of: Sequence[Seconds]) -> Seconds:
-    return Seconds(*(sum(each) / len(of) for each in zip(*of, strict=True)))
+def _mean(of: Sequence[LengthSeconds]) -> LengthSeconds:
+    return LengthSeconds(*(sum(values) / len(of) for values in zip(*of, strict=True)))
 
 
-def seconds_of(pace: Pace, of: Sequence[Ways]) -> dict[tuple[int, bool], Seconds]:
-    """Seconds of a step at every length that was drawn."""
-    wanted = {shape for ways in of for shape in ways.wanted()}
-    found: dict[tuple[int, bool], Seconds] = {}
+def seconds_of(profiler: LengthProfiler, of: Sequence[Ways]) -> dict[tuple[int, bool], LengthSeconds]:
+    """LengthSeconds of a step at every length that was drawn."""
+    shapes = {shape for ways in of for shape in ways.shapes()}
+    seconds: dict[tuple[int, bool], LengthSeconds] = {}
     for padded in (True, False):
-        lengths = {length for length, masked in wanted if masked is padded}
-        found |= {(length, padded): each for length, each in pace.seconds(lengths, padded).items()}
-    return found
+        lengths = {length for length, masked in shapes if masked is padded}
+        by_length = profiler.seconds(lengths, padded)
+        seconds |= {(length, padded): one for length, one in by_length.items()}
+    return seconds

@@ -23,8 +23,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError
-from snugfit.planning.lengths.kernel_interpolation import Irregular, Stretched
-from snugfit.planning.lengths.length_profile import Pace, aligned
+from snugfit.planning.lengths.kernel_interpolation import KernelInterpolator, NotInterpolable
+from snugfit.planning.lengths.length_profile import LengthProfiler, without_alignment_cost
 from snugfit.prediction.kernel_seconds import KernelClock
 from snugfit.prediction.rates import ALIGNMENT, Rates, knows_alignment
 from snugfit.rehearsal.trace.trace import MATRIX_PRODUCTS
@@ -55,7 +55,7 @@ class Size:
     """`vocabulary`, `sequence length`, `batch` or `width`."""
 
     given: int
-    """As it is."""
+    """The size as it is."""
 
     instead: int | None
     """What would be better; None for a width, which is the model's own."""
@@ -79,16 +79,16 @@ class Size:
     """Of a width: a module that has it."""
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object."""
+        """This size as a JSON object."""
         return asdict(self)
 
 
-def sizes_of(pace: Pace, length: int, padded: bool) -> tuple[Size, ...]:
+def sizes_of(profiler: LengthProfiler, length: int, padded: bool) -> tuple[Size, ...]:
     """What could gain by another size in the step of this length. Nothing when the host bounds the step, or
     the making of its batches: no product is waited for."""
-    if pace.timing(length, padded).bound in ("host", "loading"):
+    if profiler.timing(length, padded).bound in ("host", "loading"):
         return ()
-    at = _At(pace, length, padded)
+    at = _At(profiler, length, padded)
     return (*_vocabulary(at), *_length(at), *_batch(at), *_widths(at))
 
 
@@ -96,31 +96,31 @@ def sizes_of(pace: Pace, length: int, padded: bool) -> tuple[Size, ...]:
 class _At:
     """The step that sizes are compared with."""
 
-    pace: Pace
+    profiler: LengthProfiler
     length: int
     padded: bool
 
     def instead(self, what: str, given: int, other: _At, size: int, *, tokens: bool = False) -> Size:
         """Another step beside this one, by samples or by tokens."""
-        needed = other.pace.bytes(other.length, other.padded).needed_bytes
+        needed = other.profiler.bytes(other.length, other.padded).needed_bytes
         return Size(
             what=what,
             given=given,
             instead=size,
             gain=self.gain(other, tokens=tokens),
-            more_bytes=needed - self.pace.bytes(self.length, self.padded).needed_bytes,
+            more_bytes=needed - self.profiler.bytes(self.length, self.padded).needed_bytes,
             step_seconds=other.seconds(),
-            assumed=not knows_alignment(self.pace.gpu)
-            and self.gain(other, tokens=tokens, rates=aligned(self.pace.rates)) < WORTH,
+            assumed=not knows_alignment(self.profiler.gpu)
+            and self.gain(other, tokens=tokens, rates=without_alignment_cost(self.profiler.rates)) < WORTH,
         )
 
     def seconds(self, rates: Rates | None = None) -> float:
-        """Of the step."""
-        return self.pace.timing(self.length, self.padded, rates=rates).step_seconds
+        """Seconds of the step."""
+        return self.profiler.timing(self.length, self.padded, rates=rates).step_seconds
 
     def gain(self, other: _At, *, tokens: bool = False, rates: Rates | None = None) -> float:
         """Share of samples (or tokens) per second that the other step has more than this one."""
-        work = other.pace.job.batch_size / self.pace.job.batch_size
+        work = other.profiler.job.batch_size / self.profiler.job.batch_size
         if tokens:
             work *= other.length / self.length
         return work * self.seconds(rates) / other.seconds(rates) - 1
@@ -129,11 +129,13 @@ class _At:
         """Whether the other step, which leaves out a share of this one's work, saves far more than that."""
         return 1 - other.seconds() / self.seconds() > STEEP * share
 
-    def resized(self, **changes: Any) -> _At:
+    def with_changes(self, **changes: Any) -> _At:
         """The same length of a job that is changed."""
-        pace = self.pace
-        job = replace(pace.job, **changes)
-        return replace(self, pace=Pace(job, pace.recipe, pace.gpu, pace.loop, pace.tell))
+        profiler = self.profiler
+        job = replace(profiler.job, **changes)
+        return replace(
+            self, profiler=LengthProfiler(job, profiler.recipe, profiler.gpu, profiler.loop, profiler.tell)
+        )
 
 
 def up(size: int, multiple: int) -> int:
@@ -146,13 +148,13 @@ def up(size: int, multiple: int) -> int:
 
 def _vocabulary(at: _At) -> Iterator[Size]:
     """Rows added to the embedding, as `resize_token_embeddings(pad_to_multiple_of=64)` adds them."""
-    rows = _rows(at.pace.job.model)
+    rows = _rows(at.profiler.job.model)
     best: Size | None = None
     for size in sorted({up(rows, multiple) for multiple in MULTIPLES} - {rows}) if rows else ():
-        other = at.resized(model=_with_rows(at.pace.job.model, size))
-        found = replace(at.instead("vocabulary", rows, other, size), proposed=True)
-        if best is None or found.gain > best.gain + WORTH:
-            best = found
+        other = at.with_changes(model=_with_rows(at.profiler.job.model, size))
+        candidate = replace(at.instead("vocabulary", rows, other, size), proposed=True)
+        if best is None or candidate.gain > best.gain + WORTH:
+            best = candidate
     if best is not None and best.gain > WORTH:
         yield best
 
@@ -180,7 +182,7 @@ def _length(at: _At) -> Iterator[Size]:
     length = at.length
     longer = sorted({up(length, multiple) for multiple in MULTIPLES} - {length})
     shorter = sorted({length // multiple * multiple for multiple in MULTIPLES} - {length, 0})
-    found = []
+    candidates = []
     for size in (*longer, *shorter):
         try:
             other = replace(at, length=size, padded=at.padded or size > length)
@@ -188,9 +190,9 @@ def _length(at: _At) -> Iterator[Size]:
         except SnugfitError:  # past the model's last position
             continue
         if size > length or at.steep(other, 1 - size / length):
-            found.append(replace(one, proposed=size > length))
+            candidates.append(replace(one, proposed=size > length))
     for proposed in (True, False):
-        known = [one for one in found if one.proposed is proposed and one.gain > WORTH]
+        known = [one for one in candidates if one.proposed is proposed and one.gain > WORTH]
         if known:
             yield max(known, key=lambda one: one.gain)
 
@@ -201,34 +203,34 @@ def _length(at: _At) -> Iterator[Size]:
 def _batch(at: _At) -> Iterator[Size]:
     """A smaller batch with more samples per second, and the largest that takes no longer: both stand at the
     end of a wave."""
-    pieces = at.pace.recipe.setup().micro_batches
-    samples = at.pace.job.batch_size // pieces
+    pieces = at.profiler.recipe.setup().micro_batches
+    samples = at.profiler.job.batch_size // pieces
     low, high = samples - samples // NEAR, samples + -(-samples // NEAR)
-    steps = {size: at.resized(batch_size=size * pieces) for size in {low, high} - {samples}}
+    steps = {size: at.with_changes(batch_size=size * pieces) for size in {low, high} - {samples}}
     seconds = {size: other.seconds() for size, other in (*steps.items(), (samples, at))}
     if len(steps) == 2 and high - low > 2:
         seconds |= _between(at, steps, samples)
     smaller = max((size for size in seconds if size <= samples), key=lambda size: size / seconds[size])
     free = max(size for size in seconds if seconds[size] <= seconds[samples] * (1 + FREE))
     for size in sorted({smaller, free} - {samples}):
-        other = steps.get(size) or at.resized(batch_size=size * pieces)
-        one = at.instead("batch", at.pace.job.batch_size, other, size * pieces)
+        other = steps.get(size) or at.with_changes(batch_size=size * pieces)
+        one = at.instead("batch", at.profiler.job.batch_size, other, size * pieces)
         if one.gain > WORTH:
             yield one
 
 
 def _between(at: _At, steps: dict[int, _At], samples: int) -> dict[int, float]:
-    """Seconds of every batch between these, from their kernels; nothing where they do not stretch."""
+    """Seconds of every batch between these, from their kernels; nothing where they cannot be interpolated."""
     low, high = sorted(steps)
-    sights = {
-        size: step.pace.sight(at.length, at.padded)._replace(length=size)
+    by_size = {
+        size: step.profiler.sample(at.length, at.padded)._replace(length=size)
         for size, step in (*steps.items(), (samples, at))
     }
     try:
-        stretched = Stretched([sights[size] for size in sorted(sights)])
-    except Irregular:
+        interpolator = KernelInterpolator([by_size[size] for size in sorted(by_size)])
+    except NotInterpolable:
         return {}
-    return {size: at.pace.seconds_of(stretched.at(size)).step for size in range(low, high + 1)}
+    return {size: at.profiler.seconds_of(interpolator.at(size)).step for size in range(low, high + 1)}
 
 
 # ---- widths ---------------------------------------------------------------------------------------------
@@ -236,14 +238,14 @@ def _between(at: _At, steps: dict[int, _At], samples: int) -> dict[int, float]:
 
 def _widths(at: _At) -> Iterator[Size]:
     """Widths of the model whose rows are no multiple of 16 bytes: what they cost if the assumption holds."""
-    job = at.pace.job
-    samples = job.batch_size // at.pace.recipe.setup().micro_batches
+    job = at.profiler.job
+    samples = job.batch_size // at.profiler.recipe.setup().micro_batches
     of_the_job = {at.length, job.target_length, samples, samples * at.length, samples * job.target_length}
     of_the_job |= {_rows(job.model), job.labels}
-    slow, fast = KernelClock(at.pace.rates), KernelClock(aligned(at.pace.rates))
+    slow, fast = KernelClock(at.profiler.rates), KernelClock(without_alignment_cost(at.profiler.rates))
     lost: dict[int, float] = defaultdict(float)
     where: dict[int, str] = {}
-    for kernel in at.pace.sight(at.length, at.padded).kernels:
+    for kernel in at.profiler.sample(at.length, at.padded).kernels:
         if kernel.operator not in MATRIX_PRODUCTS:
             continue
         extra = slow.seconds(kernel) - fast.seconds(kernel)
@@ -260,6 +262,6 @@ def _widths(at: _At) -> Iterator[Size]:
                 given=width,
                 instead=None,
                 gain=gain,
-                assumed=not knows_alignment(at.pace.gpu),
+                assumed=not knows_alignment(at.profiler.gpu),
                 where=where[width],
             )

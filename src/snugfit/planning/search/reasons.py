@@ -73,12 +73,12 @@ def _alternative(state: SearchState, recipe: Recipe, slot: Slot) -> Recipe | Non
     plain = roster.plain(slot)
     if recipe[slot] != plain:
         return recipe.with_(plain)
-    others = [
+    bounds = [
         (state.bounds[number].seconds, number)
         for number in state.space.others(recipe, slot)
         if number in state.bounds
     ]
-    return state.space.candidates[min(others)[1]].recipe if others else None
+    return state.space.candidates[min(bounds)[1]].recipe if bounds else None
 
 
 def _reason(slot: Slot, recipe: Recipe, other: Recipe, figures: Figures | None) -> Reason:
@@ -124,18 +124,18 @@ def compare_with_start(start: Recipe, chosen: Recipe, pool: WorkerPool, job: Job
     changes = []
     for number, slot in enumerate(slots, start=1):
         change = Change(
-            slot=slot.value, theirs=str(start[slot]), ours=str(chosen[slot]), **_taken(figures[number])
+            slot=slot.value, theirs=str(start[slot]), ours=str(chosen[slot]), **_cost_of(figures[number])
         )
         changes.append(change)
     return Start(
         recipe=str(start),
-        **_taken(at_start),
+        **_cost_of(at_start),
         why_not="" if is_known else str(at_start).splitlines()[-1],
         changes=tuple(changes),
     )
 
 
-def _taken(figures: Figures | SnugfitError) -> dict[str, Any]:
+def _cost_of(figures: Figures | SnugfitError) -> dict[str, Any]:
     if isinstance(figures, SnugfitError):
         return {}
     return {"needed_bytes": figures.needed_bytes, "step_seconds": figures.step_seconds}

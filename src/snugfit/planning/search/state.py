@@ -189,7 +189,7 @@ class SearchState:
 
         waiting = deque(self._traces(filter(may_be_listed, sorted(self.bounds, key=least))))
         while True:
-            ranked = self._ranked(objective)[:count]
+            ranked = self._ranking(objective)[:count]
             worst = self._value(ranked[-1], objective) if len(ranked) == count else math.inf
             tell(f"judging the best {count}: {len(ranked)} found")
             todo: list[list[int]] = []
@@ -199,7 +199,7 @@ class SearchState:
                 return ranked
             self.judge(todo, pool)
 
-    def _ranked(self, objective: str) -> list[int]:
+    def _ranking(self, objective: str) -> list[int]:
         """Of those judged that fit, one for each length of a step, the best first."""
         fitting = [number for number, figures in self.judged.items() if self._fits(figures.needed_bytes)]
         by_seconds: dict[float, int] = {}

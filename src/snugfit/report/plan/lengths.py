@@ -140,9 +140,9 @@ def remarks(plan: LengthPlan) -> Iterator[str]:
         )
     if plan.best and plan.best.order == "grouped":
         yield ("Grouping by length shuffles less: the same samples, in an order that is only partly random.")
-    if plan.assumed:
+    if plan.is_assumed:
         yield "Rounding lengths up gains only what unaligned rows are assumed to cost."
-    if plan.assumed or any(size.assumed for size in plan.sizes):
+    if plan.is_assumed or any(size.assumed for size in plan.sizes):
         yield ASSUMPTION
     yield how_known(plan)
 

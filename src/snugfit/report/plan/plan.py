@@ -38,7 +38,7 @@ def question(plan: Plan) -> str:
 
 def answer(plan: Plan) -> str:
     """The best recipe with its figures, in one line."""
-    shown = plan.shown
+    shown = plan.best_or_nearest
     figures = f"{show_bytes(shown.needed_bytes)}, {show_seconds(shown.step_seconds)} a step, " + (
         f"{shown.samples_per_second:,.1f} samples/s"
     )
@@ -51,7 +51,7 @@ def answer(plan: Plan) -> str:
 def because(plan: Plan) -> Iterator[str]:
     """A sentence for each slot, with its bytes and per cents."""
     for reason in plan.reasons:
-        yield _sentence(plan.shown, reason)
+        yield _sentence(plan.best_or_nearest, reason)
 
 
 def _sentence(shown: Choice, reason: Reason) -> str:
@@ -71,9 +71,9 @@ def _sentence(shown: Choice, reason: Reason) -> str:
 
 def about_run(plan: Plan) -> Iterator[str]:
     """How long the start-up takes, and whether it was counted."""
-    once, steps = plan.shown.once_seconds, plan.steps
+    once, steps = plan.best_or_nearest.once_seconds, plan.steps
     if steps:
-        stepping = plan.shown.step_seconds * steps
+        stepping = plan.best_or_nearest.step_seconds * steps
         yield (
             f"Ranked for a run of {steps:,} steps, {steps * plan.job.batch_size:,} samples: about "
             f"{show_seconds(once)} of start-up, as on an H200's host, and {show_seconds(stepping)} of steps."
@@ -104,7 +104,7 @@ def changes(plan: Plan) -> list[Grid]:
         (change.slot, change.theirs, change.ours, *_figures(change.needed_bytes, change.step_seconds))
         for change in start.changes
     ]
-    shown = plan.shown
+    shown = plan.best_or_nearest
     rows += [("all of them", "", shown.recipe, *_figures(shown.needed_bytes, shown.step_seconds))]
     what = "What it changes in your recipe, each change alone" if start.changes else "Yours is the best"
     note = f"Yours cannot run: {start.why_not} " if start.why_not else ""
