@@ -104,33 +104,23 @@ def _boot_id() -> str:
 
 
 @contextmanager
-def hold_folder(root: Path) -> Iterator[str]:
-    """Holds the folder for this process alone; gives a note about a holder that was killed, or an empty text.
+def hold_folder(root: Path) -> Iterator[None]:
+    """Holds the folder for this process alone.
 
     Raises `UsageError` when another trainer writes there, or the folder cannot be locked.
     """
     path, current = root.absolute() / LOCK, Holder.current()
     lock = FileLock(path, poll_interval=POLL_SECONDS, thread_local=False, fallback_to_soft=False)
     try:
-        path.parent.stat()  # filelock would make the folder
-        if path.is_symlink():  # and write to the target of a link
-            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
-        try:
-            previous = _take(lock, path, current)
-        except OSError as refusal:
-            if refusal.errno not in _NO_FLOCK:
-                raise
-            previous = _take_by_line(path, current)
-    except OSError as refusal:
+        _take(lock, path, current)
+    except BaseException as fault:
         lock.release(force=True)
-        raise UsageError(
-            f"{path} cannot be locked: {refusal.strerror or refusal}. Name another folder."
-        ) from None
-    except BaseException:
-        lock.release(force=True)
+        if isinstance(fault, OSError):
+            reason = fault.strerror or fault
+            raise UsageError(f"{path} cannot be locked: {reason}. Name another folder.") from None
         raise
     try:
-        yield f"The trainer that wrote here before did not end by itself: {previous}." if previous else ""
+        yield
     finally:
         if os.getpid() == current.pid:  # a forked child that leaves this block has nothing to give back
             with suppress(OSError):
@@ -139,35 +129,33 @@ def hold_folder(root: Path) -> Iterator[str]:
             lock.release(force=True)
 
 
-def _take(lock: FileLock, path: Path, current: Holder) -> Holder | None:
-    """Takes the kernel's lock; gives the holder before, if that was killed."""
+def _take(lock: FileLock, path: Path, current: Holder) -> None:
+    """Takes the kernel's lock; where the file system has none, the line decides."""
 
     def holder_lives() -> bool:
         holder = _read(path)
         return holder is not None and holder.alive is not False
 
+    path.parent.stat()  # filelock would make the folder
+    if path.is_symlink():  # and write to the target of a link
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
     try:
         lock.acquire(timeout=GRACE_SECONDS, cancel_check=holder_lives)
     except Timeout:
-        holder = _read(path)
-        if holder is not None and holder.alive is not False:
-            raise _held_by(path, holder) from None
-        raise _left_behind(path, holder) from None
-    previous = _read(path)
-    if previous is not None and previous.alive and previous.pid != current.pid:
-        raise _held_by(path, previous)  # it holds the folder by its line, without the kernel's lock
+        raise _held_by(path, _read(path)) from None
+    except OSError as refusal:
+        if refusal.errno not in _NO_FLOCK:
+            raise
+        with SoftFileLock(path.with_name(GUARD), timeout=GRACE_SECONDS, poll_interval=POLL_SECONDS):
+            if holder_lives():
+                raise _held_by(path, _read(path)) from None
+            _write(path, current)
+        return
+    holder = _read(path)
+    if holder is not None and holder.alive and holder.pid != current.pid:
+        raise _held_by(path, holder)  # it holds the folder by its line, without the kernel's lock
     with suppress(OSError):  # a full disk: the lock holds without its line
         _write(path, current)
-    return previous
-
-
-def _take_by_line(path: Path, current: Holder) -> Holder | None:
-    with SoftFileLock(path.with_name(GUARD), timeout=GRACE_SECONDS, poll_interval=POLL_SECONDS):
-        previous = _read(path)
-        if previous is not None and previous.alive is not False:
-            raise _held_by(path, previous)
-        _write(path, current)
-    return previous
 
 
 def _read(path: Path) -> Holder | None:
@@ -187,14 +175,12 @@ def _write(path: Path, holder: Holder | None) -> None:
         file.write(json.dumps(asdict(holder)) + "\n" if holder else "")
 
 
-def _held_by(path: Path, holder: Holder) -> UsageError:
-    cure = f" If it runs there no more, delete {path}." if holder.alive is None else ""
-    return UsageError(
-        f"{path.parent}: another trainer writes there, {holder}. End it, or name another folder.{cure}"
-    )
-
-
-def _left_behind(path: Path, holder: Holder | None) -> UsageError:
+def _held_by(path: Path, holder: Holder | None) -> UsageError:
+    cure = "End it, or name another folder."
+    if holder is not None and holder.alive is None:
+        cure += f" If it runs there no more, delete {path}."
+    if holder is not None and holder.alive is not False:
+        return UsageError(f"{path.parent}: another trainer writes there, {holder}. {cure}")
     who = f"{holder} is dead, but a process that it left behind" if holder else "a process without a name"
     return UsageError(
         f"{path.parent}: {who} still holds {path}. End it (`fuser {path}` shows it), or name another folder."

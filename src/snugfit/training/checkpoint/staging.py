@@ -34,7 +34,8 @@ class Staging:
         self._preparing: threading.Thread | None = None
 
     def prepare(self, sizes: Iterable[int]) -> None:
-        """Takes memory for tensors of so many bytes each, in a thread."""
+        """Takes memory for tensors of so many bytes each, in a thread. Not while copies are being read."""
+        self.begin()
         if self._locks:
             thread = threading.Thread(target=self._take_all, args=(list(sizes),), name="snugfit-staging")
             self._preparing = thread
