@@ -46,7 +46,7 @@ BAD_CONTENT = {
     "UTF-16": ('{"model_type": "bert"}'.encode("utf-16"), "UTF-8"),
     "nested without end": (b"[" * 100_000, "nested"),
     "nested objects": (b'{"model_type": "bert", "a": ' + b'{"a":' * 40 + b"1" + b"}" * 41, "nested"),
-    "a key twice": (b'{"model_type": "bert", "model_type": "gpt2"}', "'model_type' stands in it twice"),
+    "a key twice": (b'{"model_type": "bert", "model_type": "gpt2"}', "'model_type' stands twice"),
     "unknown architecture": (changed(model_type="brt"), "Did you mean 'bert'"),
     "no architecture": (json.dumps({"hidden_size": 768}).encode(), "model_type"),
     "architecture is a number": (changed(model_type=3), '3 is no "model_type"'),

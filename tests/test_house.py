@@ -48,7 +48,7 @@ BELOW: dict[str, set[str]] = {
     "units": {"errors"},
     "documents": set(),
     "versions": set(),
-    "user_files": {"errors"},
+    "user_files": {"errors", "documents"},
     "job": GROUND,
     "techniques": GROUND | {"job"},
 }

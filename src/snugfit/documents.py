@@ -19,6 +19,9 @@ from typing import Any
 LARGEST_DOCUMENT = 8 << 20
 """Bytes; a real one has a few kilobytes, with a thousand timed steps fifty."""
 
+_READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+"""Opening a pipe must not wait. Windows has neither of the two."""
+
 
 class BadDocument(Exception):
     """The file is not a document of snugfit's; the message says what is wrong with it."""
@@ -45,20 +48,11 @@ def write_whole(path: Path, content: str | bytes) -> None:
 def read_document(path: Path, *, limit: int = LARGEST_DOCUMENT) -> dict[str, Any]:
     """The object in the file. Raises `FileNotFoundError`, or `BadDocument` for anything but an object."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a FIFO must not block us
+        document = parse_json(read_limited(path, limit))
     except FileNotFoundError:
         raise
     except OSError as refusal:
         raise BadDocument(f"{path.name} cannot be read: {refusal.strerror}") from None
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise BadDocument(f"{path.name} is not a plain file")
-    with open(descriptor, "rb") as file:
-        text = file.read(limit + 1)
-    if len(text) > limit:
-        raise BadDocument(f"{path.name} is larger than {limit} bytes")
-    try:
-        document = json.loads(text, parse_constant=_no_constant, parse_float=_finite)
     except (ValueError, RecursionError) as fault:
         raise BadDocument(f"{path.name} is not strict JSON: {fault}") from None
     if not isinstance(document, dict):
@@ -66,14 +60,52 @@ def read_document(path: Path, *, limit: int = LARGEST_DOCUMENT) -> dict[str, Any
     return document
 
 
-def _no_constant(word: str) -> float:
-    raise ValueError(f"{word} is no number")
+def read_limited(path: Path, limit: int) -> bytes:
+    """The content of a regular file of at most `limit` bytes; never waits on a pipe or a device.
+
+    Raises `OSError`, or `BadDocument` for another kind of file or a larger one.
+    """
+    descriptor = os.open(path, _READ)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise BadDocument(f"{path.name} is not a regular file")
+        with open(descriptor, "rb", closefd=False) as file:
+            content = file.read(limit + 1)
+    finally:
+        os.close(descriptor)
+    if len(content) > limit:
+        raise BadDocument(f"{path.name} is larger than {limit:,} bytes")
+    return content
+
+
+def parse_json(text: str | bytes, *, constants: bool = False) -> Any:
+    """Strict JSON: raises `ValueError` for a key that stands twice, NaN, Infinity, and what is no double.
+
+    With `constants`, NaN and infinite numbers are read, as Python writes them.
+    """
+    if constants:
+        return json.loads(text, object_pairs_hook=_without_repeats)
+    return json.loads(
+        text, object_pairs_hook=_without_repeats, parse_constant=_refuse_constant, parse_float=_finite
+    )
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    document = dict(pairs)
+    if len(document) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} stands twice")
+    return document
+
+
+def _refuse_constant(word: str) -> float:
+    raise ValueError(f"{word} is no number that JSON knows")
 
 
 def _finite(digits: str) -> float:
     number = float(digits)
     if not math.isfinite(number):
-        raise ValueError(f"{digits} is no finite number")
+        raise ValueError(f"{digits} is infinite")
     return number
 
 

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import yaml
 
+from snugfit.documents import parse_json
 from snugfit.errors import UsageError, one_line
 
 LARGEST_FILE = 1 << 20
@@ -98,9 +99,8 @@ def load_yaml(text: str, where: str, loader: type[LimitedLoader] = LimitedLoader
 def load_json(text: str, where: str, *, constants: bool = False) -> Any:
     """The JSON in `text`; raises `UsageError` that begins with `where`. With `constants`, NaN and Infinity
     are numbers, as Python writes them."""
-    constant = None if constants else _refuse_constant
     try:
-        return json.loads(text, object_pairs_hook=_without_repeats, parse_constant=constant)
+        return parse_json(text, constants=constants)
     except RecursionError:
         raise UsageError(f"{where}: nested too deep.") from None
     except json.JSONDecodeError as error:
@@ -108,18 +108,6 @@ def load_json(text: str, where: str, *, constants: bool = False) -> Any:
         raise UsageError(f"{where}{line}: not JSON: {error.msg}.") from None
     except ValueError as error:  # a key twice, a constant, or a number of thousands of digits
         raise UsageError(f"{where}: {error}.") from None
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    document = dict(pairs)
-    if len(document) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} stands twice")
-    return document
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number that JSON knows")
 
 
 def _in_words(error: yaml.MarkedYAMLError) -> str:

@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from snugfit.errors import ModelError, RecipeError, SnugfitError
+from snugfit.errors import ModelError, RecipeError, SnugfitError, one_line
 from snugfit.job.architectures import HEADS, transformers_version
 from snugfit.job.clone import clone_to_device
 from snugfit.job.job import Job, refuse_lengths
-from snugfit.job.model import Model, one_line
+from snugfit.job.model import Model
 from snugfit.job.weights import freeze_as
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def instantiate(job: Job, *, dtype: str, attention: str, weights: Path | None = 
         if "attn_implementation" not in str(error):
             _blame_config(job.model, error)
         if attention != "sdpa":
-            message = f"{job.model.name} cannot use the attention {attention!r}: {one_line(error)}"
+            message = f"{job.model.name} cannot use the attention {attention!r}: {one_line(error, 1000)}"
             raise RecipeError(message) from None
     # As transformers itself chooses when nothing is asked for: some architectures (Gemma 2) have no
     # scaled_dot_product_attention. The model says which it has: `model.config._attn_implementation`.
@@ -86,7 +86,9 @@ def _blame_config(model: Model, error: Exception) -> NoReturn:
         says = f'"{key}" is {json.dumps(error.args[0])}, which transformers {transformers_version()}'
         raise ModelError(f"{model.name}: {says} does not know.") from error
     kind = type(error).__name__
-    raise ModelError(f"{model.name}: transformers cannot build it ({kind}): {one_line(error)}") from error
+    raise ModelError(
+        f"{model.name}: transformers cannot build it ({kind}): {one_line(error, 1000)}"
+    ) from error
 
 
 def _is_from_snugfit(error: Exception) -> bool:

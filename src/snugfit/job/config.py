@@ -16,13 +16,12 @@ config switched remote code on).
 from __future__ import annotations
 
 import json
-import math
 import os
-import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from snugfit.documents import BadDocument, parse_json, read_limited
 from snugfit.errors import ModelError, did_you_mean
 from snugfit.job.architectures import model_types, transformers_version
 
@@ -76,41 +75,22 @@ NAMES_ONLY = frozenset({
 
 Facts = dict[str, Any]
 
-_READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
-"""Windows has neither of the two."""
-
 
 def read_config(path: Path) -> Facts:
     """The facts of the config.json at `path`. Raises `ModelError`, whatever the file is."""
-    return parse_config(read_limited(path), where=str(path))
-
-
-def read_limited(path: Path) -> bytes:
-    """The bytes of a regular file of at most 4 MiB; never waits on a pipe or a device."""
     try:
-        descriptor = os.open(path, _READ)
+        content = read_limited(path, LARGEST_FILE)
     except OSError as error:
         raise ModelError(f"{path}: cannot be read ({_cause(path, error)}).") from None
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ModelError(f"{path}: not a regular file. A model is a config.json or its folder.")
-        with open(descriptor, "rb", closefd=False) as file:
-            content = file.read(LARGEST_FILE + 1)
-    finally:
-        os.close(descriptor)
-    if len(content) > LARGEST_FILE:
-        raise ModelError(f"{path}: larger than 4 MiB, so not a config.json.")
-    return content
+    except BadDocument as fault:
+        raise ModelError(f"{path}: {fault}. A config.json has at most 4 MiB.") from None
+    return parse_config(content, where=str(path))
 
 
 def parse_config(content: bytes, *, where: str) -> Facts:
     """The facts in `content`; `where` begins every error message."""
     try:
-        document = json.loads(
-            content.decode("utf-8"),
-            object_pairs_hook=_object_without_repeats,
-            parse_constant=_refuse_constant,
-        )
+        document = parse_json(content.decode("utf-8"))
     except UnicodeDecodeError:
         raise ModelError(f"{where}: not UTF-8 text. A config.json is JSON in UTF-8.") from None
     except RecursionError:
@@ -227,21 +207,6 @@ def _sizes_of(config: Mapping[str, Any]) -> Facts:
 
 def _chooses_kernels(key: str) -> bool:
     return key.startswith(("_attn", "_experts")) or key in ("attn_implementation", "experts_implementation")
-
-
-def _object_without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    document: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in document:
-            raise ValueError(f"the key {key!r} stands in it twice")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{key!r} is infinite")
-        document[key] = value
-    return document
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
 
 
 def _depth(value: Any) -> int:

@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
-from snugfit.errors import JobError, ModelError
+from snugfit.errors import JobError, ModelError, one_line
 from snugfit.job.config import check_facts
 from snugfit.job.find import find_facts
 
@@ -128,7 +128,7 @@ class Model:
             config = AutoConfig.for_model(facts.pop("model_type"), **facts, **head)
         except Exception as error:
             raise ModelError(
-                f"{self.name}: transformers cannot use this config: {one_line(error)}"
+                f"{self.name}: transformers cannot use this config: {one_line(error, 1000)}"
             ) from error
         # Where an architecture has two heads for one task (DeiT), from_config looks here for the choice.
         config.architectures = config.architectures or []
@@ -152,11 +152,6 @@ class Model:
                 f'{self.name}: "eos_token_id" is {json.dumps(end)}. The classifier of {self.architecture} '
                 "reads each sequence at its end token, so one of the vocabulary is needed."
             )
-
-
-def one_line(error: Exception) -> str:
-    """The message of another library's error, on one line."""
-    return " ".join(str(error).split())
 
 
 def first_end_token(config: Any) -> int | None:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from importlib import metadata, resources
+from importlib import resources
 
 from snugfit.errors import UsageError, did_you_mean
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Call, Setup
-from snugfit.versions import __version__
+from snugfit.versions import __version__, version_of
 
 INSTALLED = "installed"
 
@@ -80,10 +80,6 @@ def find_software(name: str) -> Software:
 
 def installed_versions() -> dict[str, str]:
     """Versions of the packages that a rehearsal runs on."""
-    versions = {}
-    for package in ("torch", "transformers", "accelerate", "peft", "bitsandbytes"):
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return {"snugfit": __version__, **versions}
+    packages = ("torch", "transformers", "accelerate", "peft", "bitsandbytes")
+    installed = {package: version for package in packages if (version := version_of(package))}
+    return {"snugfit": __version__, **installed}

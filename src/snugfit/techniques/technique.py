@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol, Self
 from snugfit.errors import RecipeError
 from snugfit.techniques.counterpart import Counterpart
 from snugfit.techniques.setting import check_setting, setting_types, show_setting
+from snugfit.versions import version_of
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
@@ -119,16 +120,13 @@ class Technique(ABC):
     def missing_package(cls) -> str | None:
         """`adamw_8bit needs bitsandbytes>=0.50, which is not installed. Try: ...`; None when all of `needs`
         is installed. No package is imported to find out."""
-        from importlib.metadata import PackageNotFoundError, version
-
         from packaging.requirements import Requirement
 
         for text in cls.needs:
             requirement = Requirement(text)
             cure = f'Try: pip install "snugfit[{cls.extra}]"'
-            try:
-                installed = version(requirement.name)
-            except PackageNotFoundError:
+            installed = version_of(requirement.name)
+            if installed is None:
                 return f"{cls.name} needs {text}, which is not installed. {cure}"
             if not requirement.specifier.contains(installed, prereleases=True):
                 return f"{cls.name} needs {text}; installed is {installed}. {cure}"
