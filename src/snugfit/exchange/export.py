@@ -36,13 +36,13 @@ class Export:
     """What was written for a target."""
 
     to: str
-    """The target."""
+    """The target, one of `TARGETS`."""
 
     files: Mapping[str, str]
     """Text by file name."""
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object."""
+        """A JSON object, as the command prints it."""
         return {"schema": 1, "what": "export", "to": self.to, "files": dict(self.files)}
 
 

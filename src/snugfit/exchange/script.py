@@ -33,7 +33,7 @@ class Script:
     """As a recipe is written."""
 
     task: str
-    """The job's."""
+    """What the job trains for, by its name."""
 
     writer: str
     """snugfit and transformers, with their versions."""
@@ -42,10 +42,10 @@ class Script:
     """What `from_pretrained` is given."""
 
     auto: str
-    """transformers' auto class."""
+    """The auto class of transformers that builds the model."""
 
     model_arguments: Mapping[str, str]
-    """`from_pretrained`'s other arguments."""
+    """Other arguments of `from_pretrained`, as Python text by name."""
 
     environment: Mapping[str, str]
     """Variables of the process."""
@@ -60,10 +60,10 @@ class Script:
     """A method of the model with its arguments; empty without checkpointing."""
 
     optimizer: CallText
-    """Over `parameters`."""
+    """The call that makes the optimizer over `parameters`."""
 
     matmul: str
-    """torch's `fp32_precision`."""
+    """What torch's `fp32_precision` is set to."""
 
     autocast: str
     """A dtype; empty without autocast."""
@@ -78,31 +78,31 @@ class Script:
     """accelerate's word for the precision."""
 
     pieces: int
-    """Micro-batches."""
+    """Micro-batches that the global batch is cut into."""
 
     shifted: bool
     """Whether the first token of a sequence is not predicted."""
 
     batch_size: int
-    """The job's."""
+    """Samples of a global batch."""
 
     learning_rate: float
-    """The job's."""
+    """The rate that the optimizer begins with."""
 
     clip: float | None
     """The job's; the scripts clip only when it is more than 0."""
 
     decay_groups: bool
-    """The job's."""
+    """Whether biases and normalisations do not decay."""
 
     workers: int
-    """Of the loader."""
+    """Processes of the loader that prepare batches."""
 
     pinned: bool
-    """Of the loader."""
+    """Whether the loader's batches lie in page-locked memory."""
 
     training_arguments: Mapping[str, Any] = field(default_factory=dict)
-    """For the Trainer."""
+    """What `TrainingArguments` is called with, for the Trainer."""
 
     @classmethod
     def of(

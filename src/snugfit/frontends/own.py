@@ -70,41 +70,41 @@ def train(
     `cpu`, `cuda` or `cuda:1`. `options` are those of `TrainOptions`.
 
     What stands in `output_dir` is resumed when it is this very run; `restart` begins anew. On a GPU that is
-    known memory and seconds are foreseen first, unless `foresee` is False. `watch` hears every event of the
+    known memory and seconds are predicted first, unless `foresee` is False. `watch` hears every event of the
     journal.
 
     Raises `UsageError` for what cannot be run or resumed, `OutOfMemory` when no recipe is left that needs
     less memory, and `SnugfitError` when a loss is no number.
     """
-    wanted, place = options_of(options), device_of(device)
-    recipe = _checked(job, recipe, place)
-    if evaluation is None and wanted.eval_strategy != "no":
-        raise UsageError(f"eval_strategy is {wanted.eval_strategy!r}, and there is no evaluation data.")
-    callbacks_for(wanted)  # what is not installed is told before any data is read
+    chosen, target = options_of(options), device_of(device)
+    recipe = _recipe_for(job, recipe, target)
+    if evaluation is None and chosen.eval_strategy != "no":
+        raise UsageError(f"eval_strategy is {chosen.eval_strategy!r}, and there is no evaluation data.")
+    callbacks_for(chosen)  # what is not installed is told before any data is read
     how: dict[str, Any] = {"tokenizer": tokenizer, "processor": processor, "columns": columns, "pack": pack}
-    read: Callable[..., Data] = functools.partial(data_of, job=job, collate=collate, options=wanted, **how)
+    read: Callable[..., Data] = functools.partial(data_of, job=job, collate=collate, options=chosen, **how)
     data = read(dataset)
     run = Run(
         job=job,
         recipe=recipe,
-        options=wanted,
+        options=chosen,
         data=data,
         evaluation=None if evaluation is None else read(evaluation, like=data),
         folder=folder_of(output_dir),
         weights=weights_of(job, weights),
-        device=place,
+        device=target,
     )
-    predict = run_predictor(place) if foresee else predict_nothing
-    return run_to_its_end(run, restart=restart, replan=next_recipe(place), predict=predict, watch=watch)
+    predict = run_predictor(target) if foresee else predict_nothing
+    return run_to_its_end(run, restart=restart, replan=next_recipe(target), predict=predict, watch=watch)
 
 
-def _checked(job: Job, recipe: Recipe | str, place: torch.device) -> Recipe:
+def _recipe_for(job: Job, recipe: Recipe | str, target: torch.device) -> Recipe:
     """The recipe, when it can train this job there."""
     refuse_what_is_no_job(job)
     if not job.trains:
         raise JobError("The job's phase is 'evaluate', and this trains. Leave the phase out.")
     recipe = recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe)
-    recipe.check(job, capability_of(place))
+    recipe.check(job, capability_of(target))
     refuse_unsupported("plain", recipe.setup())
     return recipe
 
@@ -124,16 +124,16 @@ def device_of(name: str | None) -> torch.device:
     """The device of this name; without one a GPU if there is one, else the CPU."""
     import torch
 
-    there = torch.cuda.device_count()
+    count = torch.cuda.device_count()
     if name is None:
-        return torch.device("cuda", torch.cuda.current_device()) if there else torch.device("cpu")
+        return torch.device("cuda", torch.cuda.current_device()) if count else torch.device("cpu")
     kind, _, number = str(name).partition(":")
     if kind == "cpu" and not number:
         return torch.device("cpu")
     if kind != "cuda" or (number and not number.isdecimal()):
         raise UsageError(f"device is {name!r}; it is cpu, cuda or cuda:1.")
-    if int(number or 0) >= there:
-        raise UsageError(f"device is {name!r}; this machine has {there} GPUs that torch can use.")
+    if int(number or 0) >= count:
+        raise UsageError(f"device is {name!r}; this machine has {count} GPUs that torch can use.")
     return torch.device("cuda", int(number or 0))
 
 

@@ -86,7 +86,7 @@ def import_code(setup: Setup) -> None:
 
 def model_arguments(setup: Setup) -> dict[str, Any]:
     """Arguments of the model's constructor."""
-    return _merged(handler.model_arguments(value) for handler, value in _wishes(setup))
+    return _merge(handler.model_arguments(value) for handler, value in _wishes(setup))
 
 
 def adapt_model(setup: Setup, model: torch.nn.Module) -> torch.nn.Module:
@@ -110,7 +110,7 @@ def make_scaler(setup: Setup, device: torch.device) -> torch.amp.GradScaler | No
 
 def loader_arguments(setup: Setup, device: torch.device) -> dict[str, Any]:
     """Arguments of torch's `DataLoader`."""
-    return _merged(handler.loader_arguments(value, device) for handler, value in _wishes(setup))
+    return _merge(handler.loader_arguments(value, device) for handler, value in _wishes(setup))
 
 
 # ---- a step, a process -----------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ def forward_context(
     setup: Setup, device: torch.device, *, in_accelerate: bool = False
 ) -> contextlib.AbstractContextManager[Any]:
     """What a forward pass and its loss run in; with `in_accelerate` without what accelerate does itself."""
-    return _entered(
+    return _join(
         handler.around_forward(value, device)
         for handler, value in _wishes(setup)
         if not (in_accelerate and handler.accelerate_does_it)
@@ -135,15 +135,15 @@ def forward_context(
 
 def run_context(setup: Setup, skip: Collection[Slot] = ()) -> contextlib.AbstractContextManager[Any]:
     """What all of a run's steps run in."""
-    return _entered(handler.around_run(value) for handler, value in _wishes(setup, skip))
+    return _join(handler.around_run(value) for handler, value in _wishes(setup, skip))
 
 
 def rehearsal_context(setup: Setup) -> contextlib.AbstractContextManager[Any]:
     """What a rehearsal runs in beside that, where real code has no shapes to give."""
-    return _entered(handler.around_rehearsal(value) for handler, value in _wishes(setup))
+    return _join(handler.around_rehearsal(value) for handler, value in _wishes(setup))
 
 
-def _entered(contexts: Iterable[Context | None]) -> contextlib.AbstractContextManager[Any]:
+def _join(contexts: Iterable[Context | None]) -> contextlib.AbstractContextManager[Any]:
     """One context manager for all of these, the first outermost."""
     present = [context for context in contexts if context is not None]
     if len(present) == 1:
@@ -172,8 +172,9 @@ def objections(live: LiveTraining, setup: Setup, skip: Collection[Slot] = ()) ->
 
 def refuse(live: LiveTraining, what: str, reasons: Iterable[str]) -> None:
     """Raises `RecipeError` when there is a reason."""
-    if found := list(reasons):
-        raise RecipeError("\n".join([f"{live.recipe} cannot be given to this {what}:", *found]))
+    lines = list(reasons)
+    if lines:
+        raise RecipeError("\n".join([f"{live.recipe} cannot be given to this {what}:", *lines]))
 
 
 def change_live(live: LiveTraining, setup: Setup, skip: Collection[Slot] = ()) -> list[str]:
@@ -188,7 +189,7 @@ def training_arguments(
     setup: Setup, job: Job, device: torch.device, skip: Collection[Slot] = ()
 ) -> dict[str, Any]:
     """The `TrainingArguments` that say these wishes."""
-    return _merged(handler.training_arguments(value, job, device) for handler, value in _wishes(setup, skip))
+    return _merge(handler.training_arguments(value, job, device) for handler, value in _wishes(setup, skip))
 
 
 def script_fields(context: ScriptContext) -> dict[str, Any]:
@@ -196,10 +197,10 @@ def script_fields(context: ScriptContext) -> dict[str, Any]:
     for handler, value in _wishes(context.setup):
         if ("script", handler.wish) in REFUSED and value != getattr(_PLAIN, handler.wish):
             raise context.refusal(handler.slot, REFUSED["script", handler.wish])
-    return _merged(handler.script(value, context) for handler, value in _wishes(context.setup))
+    return _merge(handler.script(value, context) for handler, value in _wishes(context.setup))
 
 
-def _merged(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def _merge(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """One dictionary of all; values of one name that are dictionaries themselves become one."""
     merged: dict[str, Any] = {}
     for part in parts:

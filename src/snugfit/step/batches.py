@@ -65,16 +65,16 @@ def collator(device: torch.device, collate: Callable[[list[Any]], Any]) -> Calla
     if device.type != "meta":
         return collate
 
-    def repeated(samples: list[Any]) -> Any:
+    def repeat_first(samples: list[Any]) -> Any:
         one = collate(samples[:1])
         if not all(hasattr(value, "expand") for value in one.values()):
             return collate(samples)
         return {name: value.expand(len(samples), *value.shape[1:]) for name, value in one.items()}
 
-    return repeated
+    return repeat_first
 
 
-class _Cast(SyntheticDataset):
+class _CastSamples(SyntheticDataset):
     """A dataset's samples with their floating-point inputs in the weights' dtype; labels stay as they are."""
 
     def __init__(self, of: SyntheticDataset, dtype: str) -> None:
@@ -106,10 +106,10 @@ def input_dtype(job: Job, setup: Setup) -> str | None:
 
 def dataset(job: Job, setup: Setup, device: torch.device, steps: int = 1) -> SyntheticDataset:
     """Synthetic samples as the model of this Setup takes them. A user's own example is left as it is."""
-    made = SyntheticDataset(job, dataset_size(job, device, steps))
+    samples = SyntheticDataset(job, dataset_size(job, device, steps))
     if (dtype := input_dtype(job, setup)) is not None:
-        made = _Cast(made, dtype)
-    return _OneSample(made) if device.type == "meta" else made
+        samples = _CastSamples(samples, dtype)
+    return _OneSample(samples) if device.type == "meta" else samples
 
 
 def loader(job: Job, setup: Setup, device: torch.device) -> torch.utils.data.DataLoader[Any]:
@@ -117,7 +117,7 @@ def loader(job: Job, setup: Setup, device: torch.device) -> torch.utils.data.Dat
     import torch
 
     rehearsed = device.type == "meta"
-    made: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
+    batches: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
         cast("torch.utils.data.Dataset[Any]", dataset(job, setup, device, 1 if rehearsed else EPOCH)),
         batch_size=job.batch_size // setup.micro_batches,
         drop_last=True,
@@ -125,7 +125,7 @@ def loader(job: Job, setup: Setup, device: torch.device) -> torch.utils.data.Dat
         persistent_workers=False,
         **loader_arguments(setup, device),
     )
-    return made
+    return batches
 
 
 def micro_batches(

@@ -60,7 +60,7 @@ def layer_stacks(model: torch.nn.Module) -> list[list[torch.nn.Module]]:
     these the ones that hold a worthwhile share (a tenth) of the largest stack's parameters."""
     import torch
 
-    found: list[tuple[int, list[torch.nn.Module]]] = []
+    stacks: list[tuple[int, list[torch.nn.Module]]] = []
     inside: set[int] = set()
     for module in model.modules():
         if id(module) in inside or not isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential)):
@@ -69,9 +69,9 @@ def layer_stacks(model: torch.nn.Module) -> list[list[torch.nn.Module]]:
         if len(layers) < 2 or len({type(layer) for layer in layers}) != 1:
             continue
         inside.update(id(child) for layer in layers for child in layer.modules())
-        found.append((sum(parameter.numel() for parameter in module.parameters()), layers))
-    largest = max((size for size, _ in found), default=0)
-    return [layers for size, layers in found if size and size * 10 >= largest]
+        stacks.append((sum(parameter.numel() for parameter in module.parameters()), layers))
+    largest = max((size for size, _ in stacks), default=0)
+    return [layers for size, layers in stacks if size and size * 10 >= largest]
 
 
 def _checkpoint_single(model: torch.nn.Module, layers: list[torch.nn.Module]) -> None:
@@ -93,10 +93,10 @@ def _checkpoint_single(model: torch.nn.Module, layers: list[torch.nn.Module]) ->
                 module.gradient_checkpointing = False  # type: ignore[assignment]
         return
     for layer in layers:
-        layer.forward = _checkpointed(layer.forward)
+        layer.forward = _recompute(layer.forward)
 
 
-def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _recompute(forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(*arguments: Any, **keywords: Any) -> Any:
         import torch
         from torch.utils.checkpoint import checkpoint

@@ -5,7 +5,7 @@ are trusted only in exceptions of the kinds that torch and its libraries raise (
 children), and only from the beginning of a line: a text that merely speaks of memory, such as a file name or
 a user's ValueError, is no cause.
 
-Where each message was seen stands beside it: `binary` in the installed library, `log` in published logs or
+Where each message was visited stands beside it: `binary` in the installed library, `log` in published logs or
 issues, `met` raised in a test here, `unseen` written from memory and still to be met.
 """
 
@@ -59,16 +59,16 @@ def memory_cause(error: BaseException) -> str | None:
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
     """The exception, then what it was raised from, grouped or wrapped, outermost first."""
-    waiting, seen = [error], set[int]()
+    waiting, visited = [error], set[int]()
     while waiting:
         link = waiting.pop(0)
-        if id(link) in seen:
+        if id(link) in visited:
             continue
-        seen.add(id(link))
+        visited.add(id(link))
         yield link
         inner = [link.__cause__, link.__context__, getattr(link, "inner_exception", None)]
         grouped = link.exceptions if isinstance(link, BaseExceptionGroup) else ()
-        waiting += [each for each in (*inner, *grouped) if isinstance(each, BaseException)]
+        waiting += [error for error in (*inner, *grouped) if isinstance(error, BaseException)]
 
 
 def _by_type(error: BaseException) -> str | None:

@@ -43,13 +43,13 @@ class Built:
     """Over the parameters that train."""
 
     scaler: torch.amp.GradScaler | None
-    """For fp16."""
+    """Scales the loss of fp16 training; None for any other."""
 
     batches: Iterator[list[dict[str, Any]]]
     """On the host: the micro-batches of one step after the other."""
 
     observer: Observer
-    """Who watches."""
+    """Hears of each phase and step."""
 
 
 class OptimizerLoop(Step):
@@ -109,7 +109,7 @@ class PlainStep(OptimizerLoop):
         """How many items the loss of a host micro-batch is a mean over."""
         self.loss_of: Callable[[Any, Mapping[str, Any]], torch.Tensor] = _loss
         """Of a model, and a micro-batch that is on the device."""
-        self.computed: Callable[[torch.Tensor], None] = _nothing
+        self.computed: Callable[[torch.Tensor], None] = _ignore_loss
         """Hears what the step's losses come to so far, before the backward pass of the last of them, where
         losses are kept."""
 
@@ -173,5 +173,5 @@ def _loss(model: Any, batch: Mapping[str, Any]) -> torch.Tensor:
     return loss_of(model(**batch))
 
 
-def _nothing(total: torch.Tensor) -> None:
-    """Nobody listens."""
+def _ignore_loss(total: torch.Tensor) -> None:
+    """Stands where nobody reads the loss while a step runs."""

@@ -49,7 +49,7 @@ class TrainerStep(Step):
         optimizer = None
         if self.setup.optimizer.trainer_name is None:
             optimizer = build_optimizer(self.job, self.setup, model)
-        trainer_class = watched(self.trainer_class or transformers.Trainer)
+        trainer_class = observe(self.trainer_class or transformers.Trainer)
         trainer = trainer_class(
             model=model,
             args=arguments_class(self.device)(**self._training_arguments(folder, steps)),
@@ -88,10 +88,10 @@ class TrainerStep(Step):
         }
 
 
-def watched(trainer_class: type[Any]) -> type[Any]:
+def observe(trainer_class: type[Any]) -> type[Any]:
     """A subclass of `trainer_class` that tells an observer where it is, and changes nothing."""
 
-    class _Watched(trainer_class):  # type: ignore[misc]
+    class _ObservedTrainer(trainer_class):  # type: ignore[misc]
         observer: Observer
         losses: list[torch.Tensor] | None
         setup: Setup
@@ -116,14 +116,14 @@ def watched(trainer_class: type[Any]) -> type[Any]:
             self.observer.phase("backward")
             return loss
 
-    _Watched.__name__ = trainer_class.__name__
-    return _Watched
+    _ObservedTrainer.__name__ = trainer_class.__name__
+    return _ObservedTrainer
 
 
 def _callback(observer: Observer) -> Any:
     import transformers
 
-    class _Telling(transformers.TrainerCallback):  # type: ignore[misc]
+    class _ObserverCallback(transformers.TrainerCallback):  # type: ignore[misc]
         def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
             optimizer = more.get("optimizer")
             observer.build_ends(more["model"], getattr(optimizer, "optimizer", optimizer))
@@ -134,4 +134,4 @@ def _callback(observer: Observer) -> Any:
         def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
             observer.step_ends(state.global_step - 1)
 
-    return _Telling()
+    return _ObserverCallback()

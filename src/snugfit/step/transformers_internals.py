@@ -197,11 +197,11 @@ def logged_losses(trainer: Any) -> dict[str, Any]:
     return {**values, "loss": values["loss"].item()}
 
 
-def restore_logged_losses(trainer: Any, kept: Mapping[str, Any]) -> None:
+def restore_logged_losses(trainer: Any, losses: Mapping[str, Any]) -> None:
     """Sets what `logged_losses` gave; to the losses since the last log they are added."""
-    trainer._tr_loss += kept["loss"]
-    trainer._total_loss_scalar = kept["total_loss"]
-    trainer._globalstep_last_logged = kept["last_logged"]
+    trainer._tr_loss += losses["loss"]
+    trainer._total_loss_scalar = losses["total_loss"]
+    trainer._globalstep_last_logged = losses["last_logged"]
 
 
 def loss_since_log(trainer: Any) -> Any:
@@ -220,7 +220,9 @@ def weigh_losses_ourselves(trainer: Any) -> None:
 
 
 def replace_model(trainer: Any, model: Any) -> None:
-    """Another model takes the place of the trainer's."""
+    """Another model takes the place of the trainer's, where it is another."""
+    if trainer.model is model:
+        return
     trainer.model = trainer.model_wrapped = trainer.callback_handler.model = model
     trainer._signature_columns = None
 
@@ -233,7 +235,8 @@ def set_arguments(trainer: Any, changes: Mapping[str, Any]) -> None:
     for name, value in changes.items():
         if name not in ("bf16", "fp16"):
             setattr(args, name, type(args.optim)(value) if name == "optim" else value)
-    trainer._train_batch_size = args.train_batch_size
+    if "per_device_train_batch_size" in changes:
+        trainer._train_batch_size = args.train_batch_size
 
 
 def _set_precision(trainer: Any, mixed: str) -> None:

@@ -120,15 +120,15 @@ def _refuse_what_cannot_be_called(**given: Any) -> None:
 def _train_state(live: LiveTraining, optimizer: Any, scheduler: Any) -> tuple[TrainState, list[str]]:
     """The model and what belongs to it, as the recipe asks; with a line for each thing that is another."""
     setup, notes = live.recipe.setup(), apply(live)
-    made = optimizer_for(live.model, optimizer, live.recipe)
-    if made is not optimizer:
-        notes.append(f"the optimizer was {_name(optimizer)} and is {_name(made)}: run.optimizer")
-    made.zero_grad(set_to_none=True)
+    recipes = optimizer_for(live.model, optimizer, live.recipe)
+    if recipes is not optimizer:
+        notes.append(f"the optimizer was {_name(optimizer)} and is {_name(recipes)}: run.optimizer")
+    recipes.zero_grad(set_to_none=True)
     set_process(setup, live.device)
     state = TrainState(
         model=live.model,
-        optimizer=made,
-        scheduler=_schedule(scheduler, made),
+        optimizer=recipes,
+        scheduler=_schedule(scheduler, recipes),
         scaler=make_scaler(setup, live.device),
         device=live.device,
     )
@@ -170,7 +170,7 @@ def example_of(loader: Any, device: torch.device) -> dict[str, Any]:
             f" {type(loader).__name__}. A torch DataLoader is one."
         )
     own = own_generators(loader)
-    before = [each.get_state() for each in own]
+    before = [generator.get_state() for generator in own]
     with preserve_rng(device):
         first = next(iter(made_like(loader, num_workers=0) if is_plain(loader) else loader), None)
     for generator, state in zip(own, before, strict=True):
@@ -193,9 +193,9 @@ def _meta_copy(model: Any, loss: LossOf | None) -> Any:
     from snugfit.job.clone import clone_to_device
 
     with torch.device("meta"):
-        alike = clone_to_device(model)
-    stop_own_checkpointing(alike)
-    return alike if loss is None else _with_loss(alike, loss)
+        copy = clone_to_device(model)
+    stop_own_checkpointing(copy)
+    return copy if loss is None else _with_loss(copy, loss)
 
 
 def _with_loss(model: Any, loss: LossOf) -> Any:
@@ -209,7 +209,7 @@ def _with_loss(model: Any, loss: LossOf) -> Any:
             self.model = model
 
         def forward(self, **batch: Any) -> Any:
-            """The loss."""
+            """The user's loss of this batch, ()."""
             return loss(self.model, batch)
 
     return WithLoss()
@@ -238,13 +238,13 @@ def recipe_of(plan: Any, job: Job) -> Recipe:
     return Recipe.parse(plan.best.recipe)
 
 
-def _schedule(given: Any, made: Any) -> Any:
+def _schedule(given: Any, optimizer: Any) -> Any:
     """The user's schedule, or none."""
     if given is None:
         return _NoSchedule()
     if hasattr(given, "state_dict") and hasattr(given, "step"):
         return given
-    return given(made)
+    return given(optimizer)
 
 
 @final
@@ -252,11 +252,11 @@ class _NoSchedule:
     """Where the loop sets the learning rate itself, or leaves it."""
 
     def step(self) -> None:
-        """Nothing changes."""
+        """Leaves the learning rate as it is."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing is kept."""
+        """There is nothing to keep."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing was."""
+        """There is nothing to restore."""

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @final
 class Batches:
-    """One loader's."""
+    """The batches of one loader, epoch after epoch, with their own random generators."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self._loader = loader
@@ -46,7 +46,7 @@ class Batches:
         self.epoch = 0
         """Epochs that are done."""
 
-        self.place = 0
+        self.position = 0
         """Batches of this epoch that have gone into a step."""
 
         self.fetching_seconds = 0.0
@@ -63,7 +63,7 @@ class Batches:
                 raise fault
             if not self._fetched:
                 break
-            self._passed()
+            self._count_lent()
             self._next, batch = self._fetched.pop(0)
             self._lent = True
             yield batch
@@ -75,25 +75,25 @@ class Batches:
             return False
         self._iterator, self._next, self._lent = None, None, False
         self._fetched.clear()
-        self.epoch, self.place = self.epoch + 1, 0
+        self.epoch, self.position = self.epoch + 1, 0
         return True
 
     def _open(self) -> None:
         self.leave()
         if not self._within:
             self._began = self._now
-            self.place = 0
+            self.position = 0
         with self._drawing(self._began):
-            self._iterator = self._from(self.place)
+            self._iterator = self._from(self.position)
         self._within = False
 
-    def _from(self, place: int) -> Iterator[Any]:
+    def _from(self, position: int) -> Iterator[Any]:
         """An epoch's batches from this one on."""
-        passed = passing_over(self._loader, place, then=self._draw_what_came_next) if place else None
-        if passed is not None:
-            return iter(passed)
+        rest = without_first(self._loader, position, then=self._draw_what_came_next) if position else None
+        if rest is not None:
+            return iter(rest)
         batches = iter(self._loader)
-        for _ in range(place):
+        for _ in range(position):
             next(batches, None)
         return batches
 
@@ -102,11 +102,11 @@ class Batches:
         self._before = self._next
         self._set(self._next)
 
-    def _passed(self) -> None:
+    def _count_lent(self) -> None:
         """The batch that was lent last is behind us."""
         if self._lent:
             self._lent = False
-            self.place += 1
+            self.position += 1
 
     def fetch(self) -> None:
         """Has the loader make the next batch, where an epoch goes on and none waits. What goes wrong is told
@@ -125,7 +125,7 @@ class Batches:
         """The batch that was lent last has gone into a step. One that was not comes again in a resumed
         run."""
         if self._lent:
-            self._passed()
+            self._count_lent()
             self._next = self._fetched[0][0] if self._fetched else self._now
 
     @property
@@ -138,32 +138,32 @@ class Batches:
     def epochs_passed(self) -> float:
         """Epochs that are done, with the part of this one, where the loader knows how long it is."""
         count = len(self._loader) if isinstance(self._loader, Sized) else 0
-        return self.epoch + self.place / count if count else float(self.epoch)
+        return self.epoch + self.position / count if count else float(self.epoch)
 
     # ---- kept --------------------------------------------------------------------------------------------
 
     def to_json(self) -> dict[str, Any]:
         """Where the run is in its data."""
         began = self._now if self._iterator is None else self._began
-        following = self._next if self.place and self._next is not None else began
+        following = self._next if self.position and self._next is not None else began
         return {
             "epoch": self.epoch,
-            "place": self.place,
+            "place": self.position,
             "began": _to_json(began),
             "next": _to_json(following),
         }
 
-    def resume(self, kept: dict[str, Any]) -> None:
+    def resume(self, state: dict[str, Any]) -> None:
         """As it was when `to_json` was asked."""
-        self.epoch, self.place = kept["epoch"], kept["place"]
-        self._within = self.place > 0
-        self._began, self._next = _from_json(kept["began"]), _from_json(kept["next"])
+        self.epoch, self.position = state["epoch"], state["place"]
+        self._within = self.position > 0
+        self._began, self._next = _from_json(state["began"]), _from_json(state["next"])
         self._now = self._next
 
     # ---- generators --------------------------------------------------------------------------------------
 
     def _states(self) -> _States:
-        return host_rng_states(), tuple(each.get_state() for each in self._own)
+        return host_rng_states(), tuple(generator.get_state() for generator in self._own)
 
     def _set(self, states: _States) -> None:
         set_host_rng_states(states[0])
@@ -186,14 +186,14 @@ _States = tuple[HostRngStates, tuple["torch.Tensor", ...]]
 
 
 def _to_json(states: _States) -> list[Any]:
-    return [rng_states_to_json(states[0]), [each.tolist() for each in states[1]]]
+    return [rng_states_to_json(states[0]), [state.tolist() for state in states[1]]]
 
 
 def _from_json(document: Any) -> _States:
     import torch
 
     return rng_states_from_json(document[0]), tuple(
-        torch.tensor(each, dtype=torch.uint8) for each in document[1]
+        torch.tensor(state, dtype=torch.uint8) for state in document[1]
     )
 
 
@@ -206,8 +206,8 @@ def own_generators(loader: Any) -> list[torch.Generator]:
         batch_sampler,
         getattr(batch_sampler, "sampler", None),
     )
-    found = {id(each): each for holder in holders if (each := getattr(holder, "generator", None)) is not None}
-    return list(found.values())
+    generators = [getattr(holder, "generator", None) for holder in holders]
+    return list({id(own): own for own in generators if own is not None}.values())
 
 
 def made_like(loader: Any, **changed: Any) -> Any:
@@ -232,16 +232,16 @@ def is_plain(loader: Any) -> bool:
     )
 
 
-def passing_over(loader: Any, batches: int, then: Callable[[], None]) -> Any:
+def without_first(loader: Any, batches: int, then: Callable[[], None]) -> Any:
     """A loader without an epoch's first batches, which are not made; `then` is called when they are passed.
     None where that cannot be had."""
     if not is_plain(loader) or loader.num_workers:
         return None
-    return made_like(loader, batch_sampler=_PassingOver(loader.batch_sampler, batches, then))
+    return made_like(loader, batch_sampler=_WithoutFirst(loader.batch_sampler, batches, then))
 
 
 @final
-class _PassingOver:
+class _WithoutFirst:
     def __init__(self, real: Iterable[Any], batches: int, then: Callable[[], None]) -> None:
         self._real, self._batches, self._then = real, batches, then
 

@@ -39,25 +39,26 @@ def device_of_model(model: Any, optimizer: Any) -> torch.device:
         raise UsageError(f"accelerate takes a model, an nn.Module, first, and not {_kind(model)}.")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(f"accelerate takes a torch optimizer second, and not {_kind(optimizer)}.")
-    if any(each.__name__ in WRAPPED for each in type(model).__mro__):
+    if any(kind.__name__ in WRAPPED for kind in type(model).__mro__):
         raise UsageError(
             f"The model is wrapped in {type(model).__name__}; accelerate trains one model on one device. Give"
             " the model itself."
         )
-    places = sorted({str(each.device) for each in model.parameters()})
-    if len(places) != 1 or places == ["meta"]:
-        where = "has no parameters" if not places else f"is on {', '.join(places)}"
+    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    if len(devices) != 1 or devices == ["meta"]:
+        where = "has no parameters" if not devices else f"is on {', '.join(devices)}"
         raise UsageError(
             f"The model {where}; accelerate trains a model on one device. Move it: model.to(...)."
         )
-    own = {id(each) for each in model.parameters()}
-    strange = [each for group in optimizer.param_groups for each in group["params"] if id(each) not in own]
+    own = {id(parameter) for parameter in model.parameters()}
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    strange = [parameter for parameter in held if id(parameter) not in own]
     if strange:
         raise UsageError(
             f"The optimizer holds {len(strange)} parameters that are not this model's. Make it from"
             " model.parameters() after the last change of the model (adapters, tied weights)."
         )
-    return torch.device(places[0])
+    return torch.device(devices[0])
 
 
 def _kind(given: Any) -> str:

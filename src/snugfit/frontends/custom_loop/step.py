@@ -47,21 +47,21 @@ class CustomStep(TrainingStep):
 def _loss(given: LossOf | None, model: Any, batch: Mapping[str, Any]) -> torch.Tensor:
     import torch
 
-    found = model(**batch) if given is None else given(model, dict(batch))
+    output = model(**batch) if given is None else given(model, dict(batch))
     try:
-        loss = loss_of(found)
+        loss = loss_of(output)
     except (KeyError, IndexError, TypeError):
         loss = None
     if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.requires_grad:
         what = "the function loss" if given else f"{type(model).__name__}"
         raise UsageError(
             f"A step needs one number that the model's parameters have made, and {what} gave"
-            f" {_told(loss)}. Put labels into the batch, or give loss=lambda model, batch: ..."
+            f" {_describe(loss)}. Put labels into the batch, or give loss=lambda model, batch: ..."
         )
     return loss
 
 
-def _told(loss: Any) -> str:
+def _describe(loss: Any) -> str:
     if loss is None:
         return "none"
     if not hasattr(loss, "shape"):

@@ -17,24 +17,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from snugfit.errors import UsageError
 from snugfit.frontends.trainer.fit_plan import FitPlan, Notices
 from snugfit.frontends.trainer.job import job_of
-from snugfit.frontends.trainer.plan import Chosen, as_it_is, planned
+from snugfit.frontends.trainer.plan import choose
 from snugfit.frontends.trainer.setup import apply, refuse_what_cannot_be_fitted
-from snugfit.frontends.trainer.trainer_class import FittedTrainer, injected
-from snugfit.planning.search.space import fidelity_of
+from snugfit.frontends.trainer.trainer_class import FittedTrainer, fitted_class
 from snugfit.techniques.recipe import Recipe
-from snugfit.techniques.technique import Fidelity, Slot
-from snugfit.training.rng import preserve_rng
+from snugfit.techniques.technique import Fidelity
 
 if TYPE_CHECKING:
-    from snugfit.job.job import Job
     from snugfit.training.journal import Event
 
 
 def say(event: Event) -> None:
-    """What is told without a `watch` of one's own: warnings and changes of plan, one line each."""
+    """Prints warnings and changes of plan, a line each, where the user gives no `watch`."""
     if text := event.get("text"):
         print(f"snugfit: {text}", flush=True)
 
@@ -59,41 +55,14 @@ def fit(
     """
     refuse_what_cannot_be_fitted(trainer)
     job = job_of(trainer)
-    chosen = _chosen(trainer, job, recipe, gpu, fidelity)
+    chosen = choose(trainer, job, recipe, gpu, fidelity)
     notices = Notices(watch)
     if chosen.says:
         notices.tell("planned", text=chosen.says)
-    for line in apply(trainer, job, chosen.recipe, chosen.left):
+    for line in apply(trainer, job, chosen.recipe, chosen.user_slots):
         notices.tell("changed", text=line)
     if not isinstance(trainer, FittedTrainer):
-        trainer.__class__ = injected(type(trainer))
-    trainer.snugfit = FitPlan(job=job, recipe=chosen.recipe, user_slots=chosen.left, notices=notices)
+        trainer.__class__ = fitted_class(type(trainer))
+    trainer.snugfit = FitPlan(job=job, recipe=chosen.recipe, user_slots=chosen.user_slots, notices=notices)
     trainer.snugfit_run = None
     return trainer
-
-
-def _chosen(
-    trainer: Any,
-    job: Job,
-    recipe: Recipe | str | None,
-    gpu: str | None,
-    fidelity: Fidelity | str,
-) -> Chosen:
-    """The recipe that was named, or a plan's, or the trainer's own."""
-    import torch
-
-    if recipe is not None:
-        if gpu is not None:
-            raise UsageError("gpu is for a plan, and a recipe is named. Give one of them.")
-        named = recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe)
-        return Chosen(recipe=named, left=frozenset(), says="")
-    degree = fidelity_of(fidelity)
-    device = trainer.args.device
-    if gpu is None and device.type == "cuda":
-        gpu = torch.cuda.get_device_name(device)
-    if gpu is not None:
-        with preserve_rng(device):
-            return planned(trainer, job, gpu, degree)
-    own = as_it_is(trainer).recipe
-    says = f"there is no GPU to plan for, and gpu= names none: the trainer keeps what it asks for, '{own}'"
-    return Chosen(recipe=own, left=frozenset(Slot), says=says)

@@ -54,7 +54,7 @@ class FitPlan:
     """Slots that stay as the user has them."""
 
     notices: Notices
-    """Hears every event."""
+    """Takes events to whoever listens."""
 
     loss: LossTraits = field(default_factory=LossTraits)
     """What is known of the model's loss."""

@@ -20,8 +20,9 @@ from snugfit.training.rng import preserve_rng
 def job_of(trainer: Any) -> Job:
     """What this trainer trains. Raises `UsageError` when there is nothing to look at."""
     args = trainer.args
+    module, example = meta_copy(trainer), example_of(trainer)
     return Job(
-        model=Model.from_module(meta_copy(trainer), example_of(trainer)),
+        model=Model.from_module(module, example),
         task=Task.CUSTOM,
         batch_size=args.per_device_train_batch_size * args.gradient_accumulation_steps,
         clip=float(args.max_grad_norm),
@@ -42,9 +43,9 @@ def meta_copy(trainer: Any) -> Any:
         return plan.job.model.module
     model = trainer.model
     with bare_model(model), torch.device("meta"):
-        alike = clone_to_device(model)
-    stop_own_checkpointing(alike)
-    return alike
+        copy = clone_to_device(model)
+    stop_own_checkpointing(copy)
+    return copy
 
 
 def example_of(trainer: Any) -> dict[str, Any]:

@@ -13,19 +13,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from snugfit.errors import NothingFits
-from snugfit.frontends.trainer.setup import optimizer_is_theirs
+from snugfit.errors import NothingFits, UsageError
+from snugfit.frontends.trainer.setup import brings_optimizer
+from snugfit.planning.search.space import fidelity_of
 from snugfit.step.checkpointing import NAMES
 from snugfit.step.wishes.model import dtype_of
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Fidelity, Slot, Technique
 from snugfit.techniques.translate import read_slots
+from snugfit.training.rng import preserve_rng
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
 
-THEIRS = (Slot.ADAPTERS, Slot.ATTENTION, Slot.ALLOCATOR, Slot.LOADING)
+KEPT = (Slot.ADAPTERS, Slot.ATTENTION, Slot.ALLOCATOR, Slot.LOADING)
 """Slots that no plan for a live trainer changes: its model has its adapters and its attention, the process
 has allocated, and whether the user's dataset bears workers is not known."""
 
@@ -37,50 +39,70 @@ class Chosen:
     recipe: Recipe
     """As far as a recipe can say it."""
 
-    left: frozenset[Slot]
+    user_slots: frozenset[Slot] = frozenset()
     """Slots that stay as the user has them, whether the recipe can say it or not."""
 
-    says: str
+    says: str = ""
     """Why, in a line."""
 
 
-def as_it_is(trainer: Any) -> Chosen:
+def choose(
+    trainer: Any, job: Job, recipe: Recipe | str | None, gpu: str | None, fidelity: Fidelity | str
+) -> Chosen:
+    """The recipe that was named, or a plan's for this GPU or the one here, or the trainer's own."""
+    import torch
+
+    if recipe is not None:
+        if gpu is not None:
+            raise UsageError("gpu is for a plan, and a recipe is named. Give one of them.")
+        return Chosen(recipe=recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe))
+    degree, device = fidelity_of(fidelity), trainer.args.device
+    own = recipe_of(trainer)
+    if gpu is None and device.type == "cuda":
+        gpu = torch.cuda.get_device_name(device)
+    if gpu is not None:
+        with preserve_rng(device):
+            return _plan_from(own, job, gpu, degree)
+    why = "there is no GPU to plan for, and gpu= names none"
+    says = f"{why}: the trainer keeps what it asks for, '{own.recipe}'"
+    return Chosen(recipe=own.recipe, user_slots=frozenset(Slot), says=says)
+
+
+def recipe_of(trainer: Any) -> Chosen:
     """What the trainer asks for today."""
-    found = {each.slot: each.technique for each in read_slots(arguments_of(trainer))}
-    techniques = tuple(found[slot] or roster.plain(slot) for slot in Slot)
-    unsaid = frozenset(slot for slot, technique in found.items() if technique is None)
-    if optimizer_is_theirs(trainer):
+    by_slot = {read.slot: read.technique for read in read_slots(arguments_of(trainer))}
+    techniques = tuple(by_slot[slot] or roster.plain(slot) for slot in Slot)
+    unsaid = frozenset(slot for slot, technique in by_slot.items() if technique is None)
+    if brings_optimizer(trainer):
         unsaid |= {Slot.OPTIMIZER}
-    return Chosen(recipe=Recipe(techniques), left=unsaid, says="")
+    return Chosen(recipe=Recipe(techniques), user_slots=unsaid)
 
 
-def planned(trainer: Any, job: Job, gpu: str, fidelity: Fidelity) -> Chosen:
+def _plan_from(own: Chosen, job: Job, gpu: str, fidelity: Fidelity) -> Chosen:
     """The fastest recipe that fits, with what stays. Raises `NothingFits`, with the nearest miss."""
     from snugfit.planning.search.search import plan
 
-    start = as_it_is(trainer)
     degrees = list(Fidelity)
-    less_exact = {
-        each.slot for each in start.recipe if degrees.index(each.fidelity) > degrees.index(fidelity)
-    }
-    left = frozenset({*THEIRS, *start.left, *less_exact})
-    settled: Mapping[Slot, Technique] = {slot: start.recipe[slot] for slot in left}
-    found = plan(job, gpu=gpu, fidelity=fidelity, settled=settled)
-    chosen = found.best_or_nearest
-    if not found.fits:
+    most = degrees.index(fidelity)
+    less_exact = {technique.slot for technique in own.recipe if degrees.index(technique.fidelity) > most}
+    unchanged = frozenset({*KEPT, *own.user_slots, *less_exact})
+    settled: Mapping[Slot, Technique] = {slot: own.recipe[slot] for slot in unchanged}
+    best = plan(job, gpu=gpu, fidelity=fidelity, settled=settled)
+    shown = best.best_or_nearest.recipe
+    if not best.fits:
         raise NothingFits(
-            f"Nothing that trains this as it is asked for fits a {gpu}; the nearest is '{chosen.recipe}'."
+            f"Nothing that trains this as it is asked for fits a {gpu}; the nearest is '{shown}'."
             " Take a smaller global batch, or allow more with fidelity='rounds' or 'learns'."
         )
-    says = f"planned for a {gpu}: '{chosen.recipe}' (it was '{start.recipe}')"
-    return Chosen(recipe=Recipe.parse(chosen.recipe), left=left, says=says)
+    says = f"planned for a {gpu}: '{shown}' (it was '{own.recipe}')"
+    return Chosen(recipe=Recipe.parse(shown), user_slots=unchanged, says=says)
 
 
 def arguments_of(trainer: Any) -> dict[str, Any]:
     """The trainer's arguments and its model, by the names that techniques know (`counterpart.py`)."""
     args, model = trainer.args, trainer.model
     name = next(name for name in NAMES if hasattr(args, name))
-    recomputed = any(getattr(each, "gradient_checkpointing", False) for each in model.modules())
+    recomputed = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     parts = dict(getattr(args, f"{name}_kwargs") or {})
     new = NAMES[0]
     known = {

@@ -22,7 +22,7 @@ from snugfit.techniques.technique import Slot
 if TYPE_CHECKING:
     from snugfit.job.job import Job
     from snugfit.techniques.recipe import Recipe
-    from snugfit.techniques.setup import OptimizerWish, Setup
+    from snugfit.techniques.setup import OptimizerWish
 
 
 def refuse_what_cannot_be_fitted(trainer: Any) -> None:
@@ -43,9 +43,9 @@ def refuse_what_cannot_be_fitted(trainer: Any) -> None:
         "auto_find_batch_size, which changes the global batch": args.auto_find_batch_size,
         "use_liger_kernel": args.use_liger_kernel,
     }
-    if found := [name for name, there in unsaid.items() if there]:
+    if used := [name for name, is_used in unsaid.items() if is_used]:
         raise UsageError(
-            f"The trainer uses {', '.join(found)}; fit trains one model on one device, in a batch that stays"
+            f"The trainer uses {', '.join(used)}; fit trains one model on one device, in a batch that stays"
             " what it is. Take it out, or leave fit out. (CUDA_VISIBLE_DEVICES=0 shows a process one GPU.)"
         )
 
@@ -55,20 +55,22 @@ def apply(trainer: Any, job: Job, recipe: Recipe, user_slots: frozenset[Slot] = 
     that is another one now. Raises `RecipeError` for wishes that this trainer cannot be given."""
     setup, args = recipe.setup(), trainer.args
     recipe.check(job, capability_of(args.device))
-    live = live_of(trainer, recipe)
-    reasons = [text for slot, text in _objections(trainer, live, setup) if slot not in user_slots]
+    live, brings = live_of(trainer, recipe), brings_optimizer(trainer)
+    reasons = [text for slot, text in _objections(trainer, live, brings) if slot not in user_slots]
+    unchanged = user_slots | {Slot.OPTIMIZER} if brings else user_slots
     refuse(live, "trainer", [*reasons, *objections(live, setup, user_slots)])
-    kept = user_slots | {Slot.OPTIMIZER} if optimizer_is_theirs(trainer) else user_slots
-    changes = training_arguments(setup, job, args.device, kept)
-    shown = [name for name in (*changes, *NAMES) if hasattr(args, name)]
-    before = {name: _shown(args, name) for name in shown}
+    changes = training_arguments(setup, job, args.device, unchanged)
+    if Slot.CHECKPOINTING not in user_slots:
+        changes |= _own_switch_off(args)
+    before = {name: _value_of(args, name) for name in changes}
     set_arguments(trainer, changes)
     live.model = trainer.model
-    _change(trainer, live, setup, user_slots)
+    change_live(live, setup, user_slots)
+    replace_model(trainer, live.model)
+    trainer.snugfit_own_forwards = live.own_forwards
+    after = {name: _value_of(args, name) for name in changes}
     return [
-        f"{name} was {value} and is {_shown(args, name)}"
-        for name, value in before.items()
-        if value != _shown(args, name)
+        f"{name} was {before[name]} and is {after[name]}" for name in changes if before[name] != after[name]
     ]
 
 
@@ -92,41 +94,37 @@ def change_recipe(trainer: Any, recipe: Recipe) -> None:
 
 def rewrap(trainer: Any, recipe: Recipe) -> None:
     """Wraps the layers of a model that trains as this recipe asks, and changes nothing else."""
-    _change(trainer, live_of(trainer, recipe), recipe.setup(), set(Slot) - {Slot.CHECKPOINTING})
-
-
-def _change(trainer: Any, live: LiveTraining, setup: Setup, skip: Any) -> None:
-    if Slot.CHECKPOINTING not in skip:  # the Trainer's own switch knows no spans
-        for name in NAMES:
-            if hasattr(trainer.args, name):
-                setattr(trainer.args, name, False)
-    before = live.model
-    change_live(live, setup, skip)
-    if live.model is not before:
-        replace_model(trainer, live.model)
+    live = live_of(trainer, recipe)
+    set_arguments(trainer, _own_switch_off(trainer.args))
+    change_live(live, recipe.setup(), set(Slot) - {Slot.CHECKPOINTING})
     trainer.snugfit_own_forwards = live.own_forwards
 
 
-def optimizer_is_theirs(trainer: Any) -> bool:
+def _own_switch_off(args: Any) -> dict[str, Any]:
+    """The Trainer's own switch, which knows no spans, off: layers are wrapped here, as everywhere."""
+    return {name: False for name in NAMES if hasattr(args, name)}
+
+
+def brings_optimizer(trainer: Any) -> bool:
     """Whether the user brings the optimizer: made already, as a class with its arguments, or by a method."""
     import transformers
 
-    ours = ("create_optimizer", "get_optimizer_cls_and_kwargs")
+    makers = ("create_optimizer", "get_optimizer_cls_and_kwargs")
     written = any(
         name in vars(kind)
         for kind in type(trainer).__mro__
-        for name in ours
+        for name in makers
         if not kind.__module__.startswith(("transformers.", "snugfit."))
         and issubclass(kind, transformers.Trainer)
     )
     # Once train() has run, the optimizer is there because the Trainer made it.
-    made = trainer.optimizer is not None and not made_by_accelerate(trainer.optimizer)
-    return made or trainer.optimizer_cls_and_kwargs is not None or written
+    is_made = trainer.optimizer is not None and not made_by_accelerate(trainer.optimizer)
+    return is_made or trainer.optimizer_cls_and_kwargs is not None or written
 
 
-def _objections(trainer: Any, live: LiveTraining, setup: Setup) -> Iterator[tuple[Slot, str]]:
+def _objections(trainer: Any, live: LiveTraining, brings: bool) -> Iterator[tuple[Slot, str]]:
     """What this trainer brings that a recipe's wish would clash with."""
-    if not live.is_plain(Slot.OPTIMIZER) and optimizer_is_theirs(trainer):
+    if not live.is_plain(Slot.OPTIMIZER) and brings:
         optimizer = live.technique(Slot.OPTIMIZER)
         says = "the trainer brings an optimizer of its own. Leave one of them out."
         yield Slot.OPTIMIZER, f"{optimizer}: {says}"
@@ -137,7 +135,7 @@ def _objections(trainer: Any, live: LiveTraining, setup: Setup) -> Iterator[tupl
         yield Slot.ADAPTERS, f"{live.technique(Slot.ADAPTERS)}: {says}"
 
 
-def _shown(args: Any, name: str) -> Any:
+def _value_of(args: Any, name: str) -> Any:
     value = getattr(args, name)
     return getattr(value, "value", value)
 

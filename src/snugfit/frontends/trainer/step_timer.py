@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from snugfit.frontends.items import samples_in
 from snugfit.frontends.predicted import run_predictor
-from snugfit.frontends.trainer.setup import optimizer_is_theirs
+from snugfit.frontends.trainer.setup import brings_optimizer
 from snugfit.job.batch import token_count
 from snugfit.training.predicted import PredictedRun, predict_nothing
 from snugfit.training.rng import preserve_rng
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 def logger_for(trainer: Any, journal: Journal) -> StepLogger:
     """The journal's lines of one call of `train()`."""
     device = trainer.args.device
-    predict = predict_nothing if optimizer_is_theirs(trainer) else run_predictor(device)
+    predict = predict_nothing if brings_optimizer(trainer) else run_predictor(device)
 
     def predict_run(job: Job, recipe: Recipe) -> PredictedRun | str | None:
         with preserve_rng(device):

@@ -1,6 +1,6 @@
 """The one class between a trainer and its own: it reads what `TrainingArguments` have no word for.
 
-`injected(type(trainer))` is a class of the same name whose methods come first, then the user's own
+`fitted_class(type(trainer))` is a class of the same name whose methods come first, then the user's own
 subclass's, then transformers'. Each does a little and calls what it stands before. What transformers keeps
 private comes by the plain names of `TrainerHooks`.
 """
@@ -25,7 +25,7 @@ from snugfit.frontends.trainer.loss import (
     track_use,
 )
 from snugfit.frontends.trainer.out_of_memory import go_on_with_less, retry_step, update_broke
-from snugfit.frontends.trainer.setup import optimizer_is_theirs, users_numbers
+from snugfit.frontends.trainer.setup import brings_optimizer, users_numbers
 from snugfit.frontends.trainer.step_state import StepState
 from snugfit.step.applier import forward_context, run_context, set_process
 from snugfit.step.memory_errors import memory_cause
@@ -38,7 +38,7 @@ from snugfit.training.interrupt import EXIT_CODES
 from snugfit.training.run.trained import FINISHED, STOPPED
 
 
-def injected(own: type[Any]) -> type[Any]:
+def fitted_class(own: type[Any]) -> type[Any]:
     """A subclass of a trainer's class that trains as it was fitted."""
     return type(own.__name__, (FittedTrainer, own), {"__module__": __name__, "__doc__": own.__doc__})
 
@@ -67,12 +67,12 @@ class FittedTrainer(TrainerHooks):
         set_process(setup, self.args.device)
         with (
             run_context(setup, self.snugfit.user_slots),
-            _changed(self.args, logging_nan_inf_filter=False, restore_callback_states_from_checkpoint=True),
-            _changed(self.accelerator.dataloader_config, non_blocking=_is_page_locked(self.args)),
+            _set_while(self.args, logging_nan_inf_filter=False, restore_callback_states_from_checkpoint=True),
+            _set_while(self.accelerator.dataloader_config, non_blocking=_is_page_locked(self.args)),
             open_run(self, resume_from_checkpoint) as run,
         ):
             resumed = run.checkpoints.resumed
-            with _memory_told(self):
+            with _name_memory_errors(self):
                 done = super().train(str(resumed.folder) if resumed else None, *arguments, **keywords)
             stopped = run.checkpoints.interrupts.stopping
             outcome = FINISHED if stopped is None else STOPPED
@@ -86,7 +86,7 @@ class FittedTrainer(TrainerHooks):
     def create_optimizer(self, *arguments: Any, **keywords: Any) -> Any:
         """The recipe's, in the Trainer's two groups, with the user's numbers; or the one they brought."""
         plan = self.snugfit
-        if self.optimizer is not None or Slot.OPTIMIZER in plan.user_slots or optimizer_is_theirs(self):
+        if self.optimizer is not None or Slot.OPTIMIZER in plan.user_slots or brings_optimizer(self):
             return super().create_optimizer(*arguments, **keywords)
         model, wish = self.model, plan.recipe.setup().optimizer
         groups: list[dict[str, Any]] = [{"params": []}, {"params": []}]
@@ -109,11 +109,11 @@ class FittedTrainer(TrainerHooks):
 
     def get_batch_samples(self, epoch_iterator: Any, *arguments: Any, **keywords: Any) -> Any:
         """The micro-batches of one step."""
-        run, theirs = self._fit_run, super().get_batch_samples
+        run, get_batch_samples = self._fit_run, super().get_batch_samples
 
         def fetch() -> Any:
             with run.timer.fetching(), run.rng.drawing():
-                return theirs(epoch_iterator, *arguments, **keywords)
+                return get_batch_samples(epoch_iterator, *arguments, **keywords)
 
         run.timer.begin()
         samples, items = run.prefetcher.take(epoch_iterator, fetch)
@@ -133,7 +133,7 @@ class FittedTrainer(TrainerHooks):
         while True:
             exhausted = None
             try:
-                found = self._losses(model, todo, *arguments, **keywords)
+                losses = self._losses(model, todo, *arguments, **keywords)
             except Exception as error:
                 exhausted = memory_cause(error), str(error)
                 if exhausted[0] is None:
@@ -142,8 +142,8 @@ class FittedTrainer(TrainerHooks):
                 break
             retry_step(self, run, str(exhausted[0]), exhausted[1])
             step.loss_sum, todo = None, step.batches[: step.micro_batch_index]
-        before, step.loss_sum = step.loss_sum, found if step.loss_sum is None else step.loss_sum + found
-        return found if before is not None or given is None else found - given
+        before, step.loss_sum = step.loss_sum, losses if step.loss_sum is None else step.loss_sum + losses
+        return losses if before is not None or given is None else losses - given
 
     def _losses(self, model: Any, batches: list[Any], *arguments: Any, **keywords: Any) -> Any:
         """Adds the gradients of these micro-batches, each in its pieces, and gives their weighed losses. One
@@ -153,9 +153,9 @@ class FittedTrainer(TrainerHooks):
         step = self._fit_run.step
         total = torch.zeros((), device=self.args.device)
         weigh_losses_ourselves(self)
-        for place, batch in enumerate(batches, start=step.micro_batch_index - len(batches)):
+        for index, batch in enumerate(batches, start=step.micro_batch_index - len(batches)):
             for piece in pieces_of(batch, self.snugfit.max_rows):
-                if share := share_of(self, step, piece, place):
+                if share := share_of(self, step, piece, index):
                     with _counting(step, share):
                         total = total + super().training_step(model, piece, *arguments, **keywords)
         return total
@@ -167,20 +167,20 @@ class FittedTrainer(TrainerHooks):
         step, share, plan = self.snugfit_run.step, self.snugfit_run.step.share, self.snugfit
         items = keywords.pop("num_items_in_batch", None)
         scaled = getattr(self, "loss_is_scaled_for_ga", None)
-        theirs = is_users_own(self)
-        given = track_use(items) if theirs and items is not None else None
-        if not theirs and len(step.batches) > 1 and not plan.loss.corrected:
+        users_own = is_users_own(self)
+        given = track_use(items) if users_own and items is not None else None
+        if not users_own and len(step.batches) > 1 and not plan.loss.corrected:
             plan.loss.corrected = plan.notices.warn_once(
                 problem_of_model_loss(self, step, model, inputs, items)
             )
         with forward_context(plan.recipe.setup(), self.args.device, in_accelerate=True):
-            made = super().compute_loss(model, inputs, *arguments, num_items_in_batch=given, **keywords)
+            loss = super().compute_loss(model, inputs, *arguments, num_items_in_batch=given, **keywords)
         used = bool(given.used) if given is not None and scaled is None else bool(scaled)
-        if theirs and len(step.batches) > 1 and not used:
+        if users_own and len(step.batches) > 1 and not used:
             plan.notices.warn_once(problem_of_users_loss(self, step, items))
         if used or share == 1:
-            return made
-        return (made[0] * share, *made[1:]) if isinstance(made, tuple) else made * share
+            return loss
+        return (loss[0] * share, *loss[1:]) if isinstance(loss, tuple) else loss * share
 
     def snugfit_before_update(self, norm: Any) -> None:
         """A loss or a gradient that is no number ends the run here. Until the device has them the host makes
@@ -235,7 +235,7 @@ class FittedTrainer(TrainerHooks):
 
 
 @contextlib.contextmanager
-def _memory_told(trainer: Any) -> Iterator[None]:
+def _name_memory_errors(trainer: Any) -> Iterator[None]:
     try:
         yield
     except Exception as error:
@@ -246,7 +246,7 @@ def _memory_told(trainer: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _changed(args: Any, **values: Any) -> Iterator[None]:
+def _set_while(args: Any, **values: Any) -> Iterator[None]:
     """Arguments that are others while it trains."""
     before = {name: getattr(args, name) for name in values}
     vars(args).update(values)

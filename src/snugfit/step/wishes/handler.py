@@ -34,7 +34,7 @@ class LiveTraining:
     """A model that stands and is to be trained otherwise, as a front-end hands it to the applier."""
 
     front_end: str
-    """One of `applier.FRONT_ENDS`."""
+    """Its name, one of `applier.FRONT_ENDS`."""
 
     recipe: Recipe
     """What it is to be trained under."""
@@ -43,7 +43,7 @@ class LiveTraining:
     """The model; a handler may put another one here."""
 
     device: torch.device
-    """Where it is."""
+    """The device that all of the model is on."""
 
     own_forwards: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
     """Modules whose forward pass was wrapped for a wish, each with what stood there before."""

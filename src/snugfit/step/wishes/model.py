@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class AttentionHandler(Handler):
-    """transformers' `attn_implementation`."""
+    """Which attention code runs, by transformers' name for it (`attn_implementation`)."""
 
     wish, slot = "attention", Slot.ATTENTION
 

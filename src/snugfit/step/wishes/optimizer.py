@@ -47,8 +47,8 @@ def make_optimizer(wish: OptimizerWish, model: Any, groups: Any, **numbers: Any)
     """The optimizer over these parameters or groups; numbers that the recipe has chosen win over these."""
     if wish.prepare:
         wish.prepare.run(model)
-    made: torch.optim.Optimizer = wish.factory.run(groups, **numbers)
-    return made
+    optimizer: torch.optim.Optimizer = wish.factory.run(groups, **numbers)
+    return optimizer
 
 
 def accepted_numbers(wish: OptimizerWish) -> frozenset[str]:

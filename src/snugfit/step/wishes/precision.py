@@ -31,7 +31,7 @@ class AutocastHandler(Handler):
             yield f"{live.technique(self.slot)}: accelerate has no fp16 on the CPU. Try 'bf16'."
 
     def around_forward(self, value: str | None, device: torch.device) -> Context | None:
-        """torch's own region."""
+        """torch's own autocast region, on this device."""
         import torch
 
         return partial(torch.autocast, device.type, dtype=getattr(torch, value)) if value else None
