@@ -208,6 +208,21 @@ def test_markdown_and_csv_make_foreign_words_inert() -> None:
     assert float(rows[1]["predicted_change"]) < 0
 
 
+@pytest.mark.parametrize("width", [80, 100, 160])
+def test_a_narrow_terminal_loses_no_name_and_breaks_no_number(width: int) -> None:
+    text = as_text(gpus.render([find_gpu("v100-16gb"), find_gpu("h200")]), width=width)
+    assert max(map(len, text.splitlines())) <= width
+    assert "V100-SXM2-16" in text
+    assert "125.0" in text
+    assert ("Volta" in text) is (width >= gpus.WIDE)
+    recipe = "fp16 + every_nth_layer(n=4) + adamw_fused + expandable + workers"
+    made = as_text(
+        grid.Grid(title="", heads=("Recipe", "GiB on the GPU>"), rows=((recipe, "1,234.56"),)), width=40
+    )
+    assert "1,234.56" in made
+    assert "GiB on the GPU" not in made, "the head is broken instead"
+
+
 def test_a_report_s_folder_is_made(tmp_path: Path) -> None:
     """What took an hour is not lost because a plot was asked for in a folder that is not there."""
     assert files.write_atomically(tmp_path / "a" / "b" / "plot.svg", b"drawn").read_bytes() == b"drawn"

@@ -4,33 +4,49 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 
 from snugfit.job.gpu import Gpu
 from snugfit.report.text.terminal import table, words
-from snugfit.units import show_bytes
+from snugfit.units import GIB, show_bytes
 
 TERA = 10**12
 
+WIDE = 103
+"""Columns that the whole table needs."""
+
+
+class _GpuTable:
+    """One line a GPU; a terminal that is too narrow gets it without architecture and year."""
+
+    def __init__(self, gpus: Sequence[Gpu]) -> None:
+        self._gpus = gpus
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        heads = ["GPU", "Architecture", "Year>", "CC>", "GiB>", "GB/s>", "fp32>", "tf32>", "fp16>", "bf16>"]
+        first = 1 if options.max_width >= WIDE else 3
+        rows = ((gpu.key, *_cells(gpu)[first - 1 :]) for gpu in self._gpus)
+        yield table([heads[0], *heads[first:]], rows)
+
 
 def render(gpus: Sequence[Gpu]) -> RenderableType:
-    """One line a GPU; what is not known is an empty cell."""
-    rows = [
-        (
-            gpu.key,
-            gpu.architecture,
-            gpu.release_year or "",
-            _capability(gpu),
-            show_bytes(gpu.memory_bytes) if gpu.memory_bytes else "",
-            f"{gpu.bandwidth / 1e9:,.0f}" if gpu.bandwidth else "",
-            *(_tera(gpu, kind) for kind in ("fp32", "tf32", "fp16", "bf16")),
-        )
-        for gpu in gpus
-    ]
-    heads: tuple[str, ...] = ("GPU", "Architecture", "Year>", "CC>", "For processes>", "GB/s>")
-    heads += ("fp32>", "tf32>", "fp16>", "bf16>")
-    note = "fp32 to bf16: dense TFLOP/s of the data sheet. One GPU with its sources: snugfit gpus NAME"
-    return Group(table(heads, rows), words(note))
+    """The table of these GPUs; what is not known is an empty cell."""
+    note = (
+        "GiB: what processes may use. fp32 to bf16: dense TFLOP/s of the data sheet. One GPU with its "
+        "sources: snugfit gpus NAME"
+    )
+    return Group(_GpuTable(gpus), words(note))
+
+
+def _cells(gpu: Gpu) -> tuple[object, ...]:
+    return (
+        gpu.architecture,
+        gpu.release_year or "",
+        _capability(gpu),
+        f"{gpu.memory_bytes / GIB:.2f}" if gpu.memory_bytes else "",
+        f"{gpu.bandwidth / 1e9:,.0f}" if gpu.bandwidth else "",
+        *(_tera(gpu, kind) for kind in ("fp32", "tf32", "fp16", "bf16")),
+    )
 
 
 def render_one(gpu: Gpu) -> RenderableType:

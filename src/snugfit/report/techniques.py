@@ -14,7 +14,7 @@ from snugfit.techniques.technique import Technique
 
 def render(roster: Sequence[type[Technique]]) -> RenderableType:
     """One line a technique; the plain one of each slot, which a recipe need not name, is marked."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     slot = None
     for technique in roster:
         name = f"{technique.name}{_settings(technique)}{' *' if technique.plain else ''}"
@@ -26,9 +26,10 @@ def render(roster: Sequence[type[Technique]]) -> RenderableType:
         "* the slot's plain technique. Fidelity to the plain recipe: the same sums, the same formula rounded "
         "otherwise, or another algorithm that also learns."
     )
-    return Group(
-        table(("Slot", "Technique", "Fidelity", "What it does", "Missing here"), rows), words(legend)
-    )
+    heads: tuple[str, ...] = ("Slot", "Technique", "Fidelity", "What it does", "Missing here")
+    if not any(row[-1] for row in rows):  # a narrow terminal has no room for an empty column
+        heads, rows = heads[:-1], [row[:-1] for row in rows]
+    return Group(table(heads, rows), words(legend))
 
 
 def _settings(technique: type[Technique]) -> str:

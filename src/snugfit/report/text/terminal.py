@@ -12,15 +12,22 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from io import StringIO
+from textwrap import wrap
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
 PIPE_WIDTH = 120
 """Columns where no terminal says how many it has: a pipe, a file, a notebook."""
+
+NARROWEST_HEAD = 8
+"""Columns that the head of a column of numbers may take in any case."""
+
+LONGEST_WORD = 12
+"""Longer words are broken where a column of texts has no more room."""
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
@@ -35,18 +42,37 @@ def harmless(text: str) -> str:
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
-def table(columns: Iterable[str], rows: Iterable[Sequence[object]], *, title: str = "") -> Table:
-    """A plain table; a column whose head ends in `>` is set flush right."""
-    shown = Table(
+class PlainTable(Table):
+    """A table that sets its columns closer where the terminal is narrower than `needed` columns."""
+
+    needed = 0
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        self.padding = (0, 1) if options.max_width >= self.needed else (0, 0)
+        return super().__rich_console__(console, options)
+
+
+def table(columns: Iterable[str], rows: Iterable[Sequence[object]], *, title: str = "") -> PlainTable:
+    """A plain table; a column whose head ends in `>` holds numbers: it is set flush right, never broken, and
+    its head is broken where it is wider than they are. Texts are broken last within their words."""
+    shown = PlainTable(
         box=SIMPLE_HEAD, title=words(title, "bold") if title else None, title_justify="left", pad_edge=False
     )
-    for head in columns:
-        right = head.endswith(">")
-        shown.add_column(
-            head.rstrip(">"), justify="right" if right else "left", no_wrap=right, overflow="fold"
-        )
-    for row in rows:
-        shown.add_row(*(cell if isinstance(cell, Text) else words(cell) for cell in row))
+    cells = [[cell if isinstance(cell, Text) else words(cell) for cell in row] for row in rows]
+    for number, head in enumerate(columns):
+        texts = [row[number] for row in cells]
+        if head.endswith(">"):
+            longest = max((text.cell_len for text in texts), default=0)
+            lines = wrap(head.rstrip(">"), max(longest, NARROWEST_HEAD), break_long_words=False)
+            shown.add_column("\n".join(lines), justify="right", no_wrap=True)
+            shown.needed += max([longest, *map(len, lines)]) + 3
+        else:
+            longest = max((len(word) for text in [head, *texts] for word in str(text).split()), default=0)
+            narrowest = min(longest, LONGEST_WORD)
+            shown.add_column(head, overflow="fold", min_width=narrowest)
+            shown.needed += narrowest + 3
+    for row in cells:
+        shown.add_row(*row)
     return shown
 
 
