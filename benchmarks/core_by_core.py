@@ -1,11 +1,11 @@
-"""One and the same step on each core of the host, one after the other, twice: how much a neighbour takes.
+"""The same step on each core of the host, one after the other, twice: how much other guests take of a core.
 
     python benchmarks/core_by_core.py OUT.json
 
 A small BERT that gives the GPU next to nothing to do runs steady steps; every `STEPS` of them all threads of
-the process move to the next core. After each round they may go where the system likes. Beside each stay stand
-its steps' seconds and those of a loop of pure Python on that core. It is what `measurement/quiet_core.py`
-rests on.
+the process move to the next core. After each round they may run where the system puts them. Beside each stay
+stand its steps' seconds and those of a loop of pure Python on that core. It is what
+`measurement/quiet_core.py` rests on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from profile_kernels import FAMILIES, pace, small, write
+from profile_kernels import FAMILIES, small_job, time_loop, write
 
 from snugfit.step.open_step import open_step
 from snugfit.techniques.recipe import Recipe
@@ -29,34 +29,37 @@ WARMUP, STEPS, ROUNDS = 20, 30, 2
 
 
 class Walk:
-    """Moves on at borders of steps, and notes when each step began."""
+    """Moves to the next core at step boundaries, and records when each step began."""
 
     def __init__(self, stays: list[set[int]]) -> None:
         self.stays = stays
+        """The cores of each stay."""
         self.begins: list[float] = []
-        self.paces: list[float] = []
+        """By the clock, in seconds."""
+        self.loop_seconds: list[float] = []
+        """Of a loop of pure Python, at the beginning of each stay."""
 
     def build_ends(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        """Nothing to note."""
+        """Does nothing: only beginnings of steps count."""
 
     def phase(self, name: str) -> None:
-        """Nothing to note."""
+        """Does nothing: only beginnings of steps count."""
 
     def step_begins(self, index: int) -> None:
-        """Every so many steps all threads go to the next core."""
+        """Moves all threads to the next core, every `STEPS` steps."""
         stay, turn = divmod(index - WARMUP, STEPS)
         if stay >= 0 and turn == 0 and stay < len(self.stays):
             for thread in os.listdir("/proc/self/task"):
                 with suppress(OSError):
                     os.sched_setaffinity(int(thread), self.stays[stay])
-            self.paces.append(pace())
+            self.loop_seconds.append(time_loop())
         self.begins.append(time.perf_counter())
 
     def step_ends(self, index: int) -> None:
-        """Nothing to note."""
+        """Does nothing: only beginnings of steps count."""
 
     def seconds(self, stay: int) -> list[float]:
-        """Of the steps of one stay."""
+        """Seconds of the steps of one stay."""
         first = WARMUP + stay * STEPS
         marks = self.begins[first : first + STEPS]
         return [end - begin for begin, end in pairwise(marks)]
@@ -67,13 +70,13 @@ def main() -> None:
     cores = sorted(os.sched_getaffinity(0))
     stays = [*({core} for core in cores), set(cores)] * ROUNDS
     walk = Walk(stays)
-    job = small(next(family for family in FAMILIES if family.name == "bert"), depth=12)
+    job = small_job(next(family for family in FAMILIES if family.name == "bert"), depth=12)
     step = open_step(job, Recipe.parse("bf16").setup(), "plain", torch.device("cuda"))
     step.run(WARMUP + STEPS * len(stays) + 1, walk)
     runs: list[dict[str, Any]] = []
     for number, stay in enumerate(stays):
         seconds = walk.seconds(number)
-        runs.append({"cores": sorted(stay), "seconds": seconds, "pace": walk.paces[number]})
+        runs.append({"cores": sorted(stay), "seconds": seconds, "pace": walk.loop_seconds[number]})
         print(f"{runs[-1]['cores']}: {1e3 * statistics.median(seconds):.1f} ms")
     write(Path(sys.argv[1]), "core-by-core", runs)
 

@@ -1,4 +1,4 @@
-"""Fit the host's constants of `prediction/rates.json` to what drained hosts took.
+"""Fits the host's constants of `prediction/rates.json` to the seconds of hosts with a drained device.
 
     python benchmarks/fit_host.py OUT.json PROFILED.json [PROFILED.json ...]
 
@@ -38,42 +38,42 @@ from snugfit.techniques.recipe import Recipe
 GPU = "h200"
 NAMES = tuple(field.name for field in fields(HostLaunchCosts))
 FREE = tuple(name for name in NAMES if name != "wait")
-ROUNDS, LEAST_SHARE = 60, 0.01
-"""Of reweighting, and the error below which a row weighs no more."""
+ROUNDS, MIN_ERROR = 60, 0.01
+"""Of reweighting, and the relative error below which an equation gains no more weight."""
 
 
 @dataclass(frozen=True)
 class Steps:
-    """One profiled run."""
+    """One profiled run as equations of the fit."""
 
     family: str
     name: str
     counts: dict[str, Any]
-    """By phase, how often each of `FREE` is paid."""
-    took: dict[str, float]
-    """By phase, the drained host's seconds."""
+    """By phase, how often each constant of `FREE` is paid: an array of (constants,)."""
+    seconds: dict[str, float]
+    """By phase, of the host with a drained device."""
 
     def rows(self) -> tuple[list[Any], list[float]]:
-        """Equations: each phase, and the whole step."""
-        phases = [phase for phase in self.took if phase in self.counts]
-        whole = sum(self.took[phase] for phase in phases)
-        sides: list[Any] = []
-        found: list[float] = []
+        """Left and right sides of the equations: one of each phase, and one of the whole step."""
+        phases = [phase for phase in self.seconds if phase in self.counts]
+        whole = sum(self.seconds[phase] for phase in phases)
+        left: list[Any] = []
+        right: list[float] = []
         for phase in phases:
-            against = self.took[phase] if phase == "load" else whole
-            sides.append(self.counts[phase] / against)
-            found.append(self.took[phase] / against)
-        return [*sides, sum(self.counts[phase] for phase in phases) / whole], [*found, 1.0]
+            unit = self.seconds[phase] if phase == "load" else whole
+            left.append(self.counts[phase] / unit)
+            right.append(self.seconds[phase] / unit)
+        return [*left, sum(self.counts[phase] for phase in phases) / whole], [*right, 1.0]
 
     def error(self, host: Any) -> float:
-        """Of the whole step: foreseen / measured - 1."""
-        sides, _ = self.rows()
-        return float(sides[-1] @ host) - 1
+        """Relative error of the whole step under these constants: predicted / measured - 1."""
+        left, _ = self.rows()
+        return float(left[-1] @ host) - 1
 
 
-def prepared(given: tuple[dict[str, Any], float]) -> Steps | str:
-    """This run rehearsed, and its quiet drained steps; why not, where it cannot be."""
-    run, slowest = given
+def equations_of(task: tuple[dict[str, Any], float]) -> Steps | str:
+    """A run's equations from its rehearsal and its undisturbed drained steps; or why there are none."""
+    run, slowest = task
     job, recipe = Job.from_json(run["job"]), Recipe.parse(run["recipe"])
     drained = [spent for pace, spent in run["drained"] if pace <= slowest]
     if not drained:
@@ -96,54 +96,54 @@ def prepared(given: tuple[dict[str, Any], float]) -> Steps | str:
         family=job.model.name,
         name=f"{job.model.name}, {recipe}",
         counts=counts,
-        took={phase: statistics.median(spent[phase] for spent in drained) for phase in drained[0]},
+        seconds={phase: statistics.median(spent[phase] for spent in drained) for phase in drained[0]},
     )
 
 
-def fitted(runs: list[Steps]) -> Any:
-    """The constants of `FREE` that leave the least absolute errors, by least squares weighted again and
-    again; one that would be negative is 0."""
+def fit(runs: list[Steps]) -> Any:
+    """The constants of `FREE` with the least absolute errors, an array of (constants,), by iteratively
+    reweighted least squares; one that would be negative is 0."""
     equations = [run.rows() for run in runs]
-    sides = np.array([side for rows, _ in equations for side in rows])
+    left = np.array([side for rows, _ in equations for side in rows])
     right = np.array([value for _, values in equations for value in values])
-    kept = np.flatnonzero(sides.any(axis=0))
+    positive = np.flatnonzero(left.any(axis=0))
     while True:
         weight = np.ones(len(right))
         for _ in range(ROUNDS):
-            found = np.linalg.lstsq(sides[:, kept] * weight[:, None], right * weight, rcond=None)[0]
-            weight = 1 / np.sqrt(np.maximum(np.abs(sides[:, kept] @ found - right), LEAST_SHARE))
-        if (found >= 0).all():
+            solution = np.linalg.lstsq(left[:, positive] * weight[:, None], right * weight, rcond=None)[0]
+            weight = 1 / np.sqrt(np.maximum(np.abs(left[:, positive] @ solution - right), MIN_ERROR))
+        if (solution >= 0).all():
             break
-        kept = np.delete(kept, found.argmin())
+        positive = np.delete(positive, solution.argmin())
     host = np.zeros(len(FREE))
-    host[kept] = found
+    host[positive] = solution
     return host
 
 
 def quantiles(errors: Any) -> dict[str, float]:
-    """Median and 90th percentile of their sizes."""
+    """Median and 90th percentile of the absolute errors."""
     sizes = np.abs(errors)
     return {"median": float(np.median(sizes)), "p90": float(np.quantile(sizes, 0.9))}
 
 
 def main() -> None:
-    """Prints what was found, and writes it."""
+    """Fits the constants, prints them and writes them."""
     out, files = Path(sys.argv[1]), [Path(name) for name in sys.argv[2:]]
     measured = [run for file in files for run in json.loads(file.read_text())["runs"]]
     slowest = DISTURBED_RATIO * min(pace for run in measured for pace, _ in run["drained"])
     runs: list[Steps] = []
     with ProcessPoolExecutor(2) as pool:
-        for found in pool.map(prepared, ((run, slowest) for run in measured)):
-            if isinstance(found, str):
-                print(found, file=sys.stderr)
+        for result in pool.map(equations_of, ((run, slowest) for run in measured)):
+            if isinstance(result, str):
+                print(result, file=sys.stderr)
             else:
-                runs.append(found)
-    host = fitted(runs)
+                runs.append(result)
+    host = fit(runs)
     families = sorted({run.family for run in runs})
     errors = {family: [run.error(host) for run in runs if run.family == family] for family in families}
     left_out: list[float] = []
     for family in families:
-        without = fitted([run for run in runs if run.family != family])
+        without = fit([run for run in runs if run.family != family])
         left_out += [run.error(without) for run in runs if run.family == family]
     result = {
         "schema": 1,
@@ -154,9 +154,9 @@ def main() -> None:
         "host": HostLaunchCosts(
             **dict(zip(FREE, map(float, host), strict=True)), wait=packaged_rates(find_gpu(GPU)).host.wait
         ).to_json(),
-        "error": quantiles([error for each in errors.values() for error in each]),
+        "error": quantiles([error for of_family in errors.values() for error in of_family]),
         "error_left_out": quantiles(left_out),
-        "bias": {family: statistics.median(each) for family, each in errors.items()},
+        "bias": {family: statistics.median(of_family) for family, of_family in errors.items()},
     }
     out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))

@@ -3,12 +3,12 @@
     python benchmarks/plan_time.py [MODEL ...]
 
 Each command runs as a user starts it, with a cache of its own: first cold, then once more, when the answer is
-remembered. The processes that rehearse are children of a fork server, whose CPU time no `wait` of ours would
-tell, so all of the command's descendants are looked at while they live. What one used in its last moments is
-missing (`EVERY` seconds at most each).
+cached. The processes that rehearse are children of a fork server, whose CPU time is in no `wait` here, so all
+of the command's descendants are sampled by psutil while they run. What one used in its last moments is
+missing (`INTERVAL` seconds at most each).
 
-Wall time is worth something only where the machine does nothing else: the load before and after stands
-beside it. CPU seconds suffer less, yet they too grow when the cores are shared.
+Wall time means something only where the machine does nothing else: the load before and after stands beside
+it. CPU seconds suffer less, yet they too grow when the cores are shared.
 
 Writes results/plan-time-DATE.json, whole or not at all.
 """
@@ -33,14 +33,14 @@ from snugfit.report.text.files import write_atomically
 from snugfit.versions import versions
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
-EVERY = 0.1
-"""Seconds between two looks."""
+INTERVAL = 0.1
+"""Seconds between two samples."""
 
 COUNTED = re.compile(
     r"([\d,]+) valid recipes, ([\d,]+) of them distinct, with ([\d,]+) distinct footprints; "
     r"([\d,]+) kinds of passes simulated, ([\d,]+) recipes"
 )
-"""What a plan says of its search."""
+"""The line in which a plan reports its search."""
 
 LLAMA = "plan Llama-3.1-8B --task causal-lm --gpu h200"
 BERT = "plan bert-large-uncased --task sequence-classification --gpu h200"
@@ -63,8 +63,8 @@ def cost(command: str, cache: Path) -> dict[str, Any]:
         seconds: dict[tuple[int, float], float] = {}
         peak = 0
         while child.poll() is None:
-            peak = max(peak, _look(child, seconds))
-            time.sleep(EVERY)
+            peak = max(peak, _sample(child, seconds))
+            time.sleep(INTERVAL)
         wall = time.perf_counter() - began
         said.seek(0)
         answer = " ".join(said.read().split())
@@ -79,8 +79,8 @@ def cost(command: str, cache: Path) -> dict[str, Any]:
     }
 
 
-def _look(child: psutil.Process, seconds: dict[tuple[int, float], float]) -> int:
-    """Notes the CPU seconds of all that live; gives their resident bytes together."""
+def _sample(child: psutil.Process, seconds: dict[tuple[int, float], float]) -> int:
+    """Records the CPU seconds of all living descendants, and returns the sum of their resident bytes."""
     resident = 0
     try:
         living = [child, *child.children(recursive=True)]
@@ -97,16 +97,16 @@ def _look(child: psutil.Process, seconds: dict[tuple[int, float], float]) -> int
 
 
 def _counts(answer: str) -> dict[str, Any]:
-    found = COUNTED.search(answer)
-    if not found:
+    match = COUNTED.search(answer)
+    if not match:
         return {}
     names = ("recipes", "tapes", "footprints", "passes", "replayed")
-    counted = {name: int(text.replace(",", "")) for name, text in zip(names, found.groups(), strict=True)}
-    return {**counted, "verified": "came out the same to the byte" in answer}
+    counted = {name: int(text.replace(",", "")) for name, text in zip(names, match.groups(), strict=True)}
+    return {**counted, "verified": "the answer takes the same bytes" in answer}
 
 
 def line(name: str) -> dict[str, Any]:
-    """One command, cold and warm."""
+    """The costs of one command, cold and warm."""
     with tempfile.TemporaryDirectory() as cache:
         cold, warm = (cost(COMMANDS[name], Path(cache)) for _ in range(2))
     print(f"{name}: cold {cold}, warm {warm['wall_seconds']} s", file=sys.stderr)
@@ -118,7 +118,7 @@ def main() -> None:
     names = sys.argv[1:] or list(COMMANDS)
     now = datetime.datetime.now(datetime.UTC)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    found = {
+    document = {
         "schema": 1,
         "what": "plan-time",
         "date": now.isoformat(timespec="seconds"),
@@ -126,8 +126,8 @@ def main() -> None:
         "versions": versions(),
         "commands": [line(name) for name in names],
     }
-    path = RESULTS / f"plan-time-{found['date'][:10]}.json"
-    print(write_atomically(path, json.dumps(found, indent=1).encode() + b"\n"))
+    path = RESULTS / f"plan-time-{document['date'][:10]}.json"
+    print(write_atomically(path, json.dumps(document, indent=1).encode() + b"\n"))
 
 
 if __name__ == "__main__":

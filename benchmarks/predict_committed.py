@@ -28,12 +28,12 @@ SENTENCES = ("doubts",)
 
 def committed_runs() -> list[str]:
     """Each different run under results/ once, as the JSON text of what `predict` needs of it."""
-    found = {
+    runs = {
         json.dumps(run, sort_keys=True)
         for path in sorted((ROOT / "results").rglob("*.json"))
         for run in _runs_in(json.loads(path.read_text(encoding="utf-8")))
     }
-    return sorted(found)
+    return sorted(runs)
 
 
 def _runs_in(value: Any) -> Iterator[dict[str, Any]]:
@@ -57,7 +57,7 @@ def _run(job: dict[str, Any], recipe: str, loop: str, gpu: str | None) -> dict[s
     return {"job": job, "recipe": recipe, "loop": loop, "gpu": gpu}
 
 
-def predicted(text: str) -> dict[str, Any]:
+def predict_run(text: str) -> dict[str, Any]:
     """The prediction of one run, or the error that says why there is none."""
     from snugfit import Job, SnugfitError, predict
 
@@ -75,12 +75,12 @@ def write(path: Path) -> None:
     """Predicts all committed runs and writes them to `path`."""
     runs = committed_runs()
     with multiprocessing.get_context("spawn").Pool(2, maxtasksperchild=50) as pool:
-        found = {}
-        for number, (text, prediction) in enumerate(zip(runs, pool.imap(predicted, runs), strict=True), 1):
-            found[text] = prediction
+        predictions = {}
+        for number, (text, prediction) in enumerate(zip(runs, pool.imap(predict_run, runs), strict=True), 1):
+            predictions[text] = prediction
             print(f"\r{number} of {len(runs)}", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
-    path.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(predictions, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def compare(old_path: Path, new_path: Path) -> int:
@@ -122,7 +122,7 @@ def _differences(old: Any, new: Any, at: str = "") -> Iterator[str]:
 
 
 def main() -> None:
-    """The command line."""
+    """Runs the command that the command line names."""
     match sys.argv[1:]:
         case ["write", path]:
             write(Path(path))

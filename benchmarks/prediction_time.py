@@ -21,13 +21,13 @@ import datetime
 import json
 import os
 import shlex
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from snugfit.measurement.host import cpu_name, peak_resident_bytes
@@ -66,7 +66,7 @@ class Cost:
     cpu_seconds: float
     """User and system time, its own children's included."""
     peak_bytes: int
-    """Largest resident memory."""
+    """Largest resident memory of the process."""
 
 
 def cost(command: str) -> Cost:
@@ -95,16 +95,16 @@ def rounds(repeats: int) -> dict[str, list[Cost]]:
     costs: dict[str, list[Cost]] = {name: [] for name in COMMANDS}
     for number in range(repeats + 1):
         for name, command in COMMANDS.items():
-            found = cost(command)
-            print(f"round {number}: {name}: {found}", file=sys.stderr)
+            taken = cost(command)
+            print(f"round {number}: {name}: {taken}", file=sys.stderr)
             if number:
-                costs[name].append(found)
+                costs[name].append(taken)
     return costs
 
 
 def line(name: str, costs: Sequence[Cost], imports: Sequence[Cost]) -> dict[str, Any]:
     """One command's figures, and how many times the imports' they are."""
-    wall, cpu = middle(one.wall_seconds for one in costs), middle(one.cpu_seconds for one in costs)
+    wall, cpu = median(one.wall_seconds for one in costs), median(one.cpu_seconds for one in costs)
     walls = sorted(one.wall_seconds for one in costs)
     return {
         "name": name,
@@ -113,15 +113,10 @@ def line(name: str, costs: Sequence[Cost], imports: Sequence[Cost]) -> dict[str,
         "wall_seconds_least": round(walls[0], 3),
         "wall_seconds_most": round(walls[-1], 3),
         "cpu_seconds": round(cpu, 3),
-        "peak_bytes": round(middle(one.peak_bytes for one in costs)),
-        "wall_of_imports": round(wall / middle(one.wall_seconds for one in imports), 3),
-        "cpu_of_imports": round(cpu / middle(one.cpu_seconds for one in imports), 3),
+        "peak_bytes": round(median(one.peak_bytes for one in costs)),
+        "wall_of_imports": round(wall / median(one.wall_seconds for one in imports), 3),
+        "cpu_of_imports": round(cpu / median(one.cpu_seconds for one in imports), 3),
     }
-
-
-def middle(values: Iterable[float]) -> float:
-    """The median."""
-    return statistics.median(values)
 
 
 def record(repeats: int) -> dict[str, Any]:
@@ -135,21 +130,21 @@ def record(repeats: int) -> dict[str, Any]:
         "machine": {
             "cpu": cpu_name(),
             "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-            "load_before": [round(each, 2) for each in load],
-            "load_after": [round(each, 2) for each in os.getloadavg()],
+            "load_before": [round(average, 2) for average in load],
+            "load_after": [round(average, 2) for average in os.getloadavg()],
         },
         "versions": versions(),
         "repeats": repeats,
-        "commands": [line(name, each, costs[IMPORTS]) for name, each in costs.items()],
+        "commands": [line(name, taken, costs[IMPORTS]) for name, taken in costs.items()],
     }
 
 
 def main() -> None:
     """Measures, and writes the day's file."""
     repeats = int(sys.argv[1]) if len(sys.argv) > 1 else REPEATS
-    found = record(repeats)
-    path = RESULTS / f"prediction-time-{found['date'][:10]}.json"
-    print(write_atomically(path, json.dumps(found, indent=1).encode() + b"\n"))
+    document = record(repeats)
+    path = RESULTS / f"prediction-time-{document['date'][:10]}.json"
+    print(write_atomically(path, json.dumps(document, indent=1).encode() + b"\n"))
 
 
 if __name__ == "__main__":

@@ -10,11 +10,11 @@ runs under `torch.profiler` with its operands' shapes, and what is kept is every
 dtypes and kernel, how often it ran and how long it took in all (`device_seconds`, their sum); two with the
 device drained show the host alone (`host_seconds_drained`, by phase). The rates of a device are fitted to
 such a file (`prediction/rates.json`). With a result of `snugfit accuracy` it runs those of its runs instead
-whose step was foreseen wrongly, beyond `OFF`, though their steps were steady.
+whose predicted seconds are off by more than `OFF`, though their steps were steady.
 
 `host` runs families in a small size under recipes, in a mixed order until the seconds are over: the device
 has next to nothing to do. Steady steps are timed one after the other; then some with the device drained
-before each, and the clock is read at the borders of phases. Its thread keeps to quiet cores
+before each, and the clock is read at the boundaries of phases. Its thread keeps to quiet cores
 (`measurement/quiet_core.py`). Beside each drained step stands how long a loop of pure Python took.
 """
 
@@ -52,8 +52,8 @@ from snugfit.versions import versions
 
 WARMUP, TIMED, DRAINED = 4, 14, 4
 OFF = 0.08
-PACE = 1_500
-"""Turns of the loop of pure Python."""
+LOOP_ITERATIONS = 1_500
+"""Of the loop of pure Python."""
 
 NAMED = (
     ("openai-community/gpt2", "causal-lm", 16, 1024, ("bf16", "fp16 + adamw_fused", "plain")),
@@ -76,10 +76,10 @@ RECIPES = (
 
 
 class Watch:
-    """Times the borders of steps, profiles one, and reads the clock at the phases of drained ones."""
+    """Times steps at their boundaries, profiles one, and reads the clock at the phases of drained ones."""
 
     def __init__(self, *, device: bool) -> None:
-        self.borders: list[torch.cuda.Event] = []
+        self.boundaries: list[torch.cuda.Event] = []
         self.marks: list[tuple[str, float]] = []
         self.drained: list[tuple[float, dict[str, float]]] = []
         self.profiler: Any = None
@@ -89,17 +89,18 @@ class Watch:
         self.quiet = self.last + 1
         """From here on the device is drained."""
         self.core = None if device else QuietCore()
-        self._pace = 0.0
+        self._loop_seconds = 0.0
 
     def build_ends(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        """Nothing to note."""
+        """Does nothing: building is not timed."""
 
     def phase(self, name: str) -> None:
-        """A phase begins."""
+        """Records when a phase begins."""
         self.marks.append((name, time.perf_counter()))
 
     def step_begins(self, index: int) -> None:
-        """A border; the profiled step begins with its profiler, the last ones with a drained device."""
+        """Marks a boundary; the profiled step begins with its profiler, the last ones with a drained
+        device."""
         if self.core and index:
             self.core.rebalance()
         if index == self.profiled or index >= self.quiet:
@@ -109,15 +110,15 @@ class Watch:
             self.profiler = profile(activities=activities, record_shapes=True)
             self.profiler.__enter__()
         if WARMUP <= index <= self.last:
-            border = torch.cuda.Event(enable_timing=True)
-            border.record()
-            self.borders.append(border)
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.boundaries.append(event)
         if index >= self.quiet:
-            self._pace = pace()
+            self._loop_seconds = time_loop()
         self.marks = []
 
     def step_ends(self, index: int) -> None:
-        """The profiler stops when the device has ended its work; a drained step is written down."""
+        """Stops the profiler when the device has ended its work; records a drained step."""
         self.phase("end")
         if index == self.profiled:
             torch.cuda.synchronize()
@@ -126,52 +127,54 @@ class Watch:
             spent: dict[str, float] = defaultdict(float)
             for (name, begin), (_, end) in zip(self.marks, self.marks[1:], strict=False):
                 spent[name] += end - begin
-            self.drained.append(((self._pace + pace()) / 2, dict(spent)))
+            self.drained.append(((self._loop_seconds + time_loop()) / 2, dict(spent)))
 
 
-def pace() -> float:
+def time_loop() -> float:
     """Seconds of a loop of pure Python."""
     begin = time.perf_counter()
-    for _ in range(PACE):
+    for _ in range(LOOP_ITERATIONS):
         pass
     return time.perf_counter() - begin
 
 
 def kernels(profiler: Any) -> list[list[Any]]:
-    """Of the profiled step: operator, sizes of its tensors, dtypes, kernel, how often, microseconds."""
+    """Lines of the profiled step: operator, sizes of its tensors, dtypes, kernel, count, microseconds."""
     with tempfile.TemporaryDirectory() as room:
         file = Path(room) / "trace.json"
         profiler.export_chrome_trace(str(file))
         events = json.loads(file.read_text())["traceEvents"]
-    asked = {event["args"].get("External id"): event for event in events if event.get("cat") == "cpu_op"}
-    found: dict[str, list[Any]] = {}
+    operators = {event["args"].get("External id"): event for event in events if event.get("cat") == "cpu_op"}
+    lines: dict[str, list[Any]] = {}
     for event in events:
         if event.get("cat") not in ("kernel", "gpu_memcpy", "gpu_memset"):
             continue
-        operator = asked.get(event["args"].get("External id"))
-        given = operator["args"] if operator else {}
+        operator = operators.get(event["args"].get("External id"))
+        arguments = operator["args"] if operator else {}
         what = [
             operator["name"] if operator else "?",
-            [size for size in given.get("Input Dims", []) if size and not isinstance(size[0], list)][:3],
-            given.get("Input type", [])[:3],
+            [size for size in arguments.get("Input Dims", []) if size and not isinstance(size[0], list)][:3],
+            arguments.get("Input type", [])[:3],
             event["name"][:40],
         ]
-        line = found.setdefault(json.dumps(what), [*what, 0, 0.0])
+        line = lines.setdefault(json.dumps(what), [*what, 0, 0.0])
         line[4] += 1
         line[5] = round(line[5] + event["dur"], 2)
-    return list(found.values())
+    return list(lines.values())
 
 
 def off_jobs(file: Path) -> Iterator[tuple[Job, Recipe]]:
-    """The steady runs of this result whose seconds were foreseen wrongly."""
+    """The steady runs of this result whose predicted seconds are off."""
     for run in json.loads(file.read_text())["runs"]:
-        foreseen, seen = run["predicted_step_seconds"], run["step_seconds"]
-        if foreseen and seen and run["spread"] < MAX_STABLE_SPREAD and abs(foreseen / seen - 1) > OFF:
+        predicted, measured = run["predicted_step_seconds"], run["step_seconds"]
+        if not predicted or not measured or run["spread"] >= MAX_STABLE_SPREAD:
+            continue
+        if abs(predicted / measured - 1) > OFF:
             yield Job.from_json(run["job"]), Recipe.parse(run["recipe"])
 
 
 def device_jobs(seed: int, draws: int) -> Iterator[tuple[Job, Recipe]]:
-    """The named ones, and the drawn ones."""
+    """The jobs of `NAMED`, and drawn ones."""
     for name, task, batch, length, recipes in NAMED:
         for recipe in recipes:
             job = Job(model=Model.find(name), task=Task.parse(task), batch_size=batch, sequence_length=length)
@@ -182,13 +185,13 @@ def device_jobs(seed: int, draws: int) -> Iterator[tuple[Job, Recipe]]:
 
 
 def host_jobs() -> Iterator[tuple[Job, Recipe]]:
-    """Every family in a small size, in an order that no state of the host goes along with."""
-    pairs = [(small(family), Recipe.parse(recipe)) for family in FAMILIES for recipe in RECIPES]
+    """Every family in a small size, in an order that no state of the host correlates with."""
+    pairs = [(small_job(family), Recipe.parse(recipe)) for family in FAMILIES for recipe in RECIPES]
     random.Random(5).shuffle(pairs)
     yield from pairs
 
 
-def small(family: Family, depth: int = 6, heads: int = 6) -> Job:
+def small_job(family: Family, depth: int = 6, heads: int = 6) -> Job:
     """A job of this family that gives a device next to nothing to do."""
     facts, head = dict(read_preset(family.preset)), family.head_widths[0]
     sizes = {"depth": depth, "width": heads * head, "heads": heads, "inner": 2 * heads * head}
@@ -208,13 +211,13 @@ def small(family: Family, depth: int = 6, heads: int = 6) -> Job:
     return Job(model=model, task=family.tasks[-1], batch_size=4, sequence_length=64, target_length=64)
 
 
-def observed(job: Job, recipe: Recipe, *, device: bool) -> dict[str, Any]:
-    """One run."""
+def run_profiled(job: Job, recipe: Recipe, *, device: bool) -> dict[str, Any]:
+    """Runs one job under the watch and returns its row."""
     watch = Watch(device=device)
     step = open_step(job, recipe.setup(), "plain", torch.device("cuda"))
     step.run(watch.quiet + DRAINED, watch)
     torch.cuda.synchronize()
-    pairs = zip(watch.borders, watch.borders[1:], strict=False)
+    pairs = zip(watch.boundaries, watch.boundaries[1:], strict=False)
     seconds = [begin.elapsed_time(end) / 1000 for begin, end in pairs]
     row: dict[str, Any] = {
         "job": job.to_json(),
@@ -234,12 +237,12 @@ def observed(job: Job, recipe: Recipe, *, device: bool) -> dict[str, Any]:
 
 
 def by_phase(drained: list[tuple[float, dict[str, float]]]) -> dict[str, float]:
-    """Seconds of each phase, the mean of the drained steps."""
+    """Seconds of each phase, as the mean of the drained steps."""
     return {name: statistics.mean(spent[name] for _, spent in drained) for name in drained[0][1]}
 
 
 def write(out: Path, what: str, runs: list[dict[str, Any]]) -> None:
-    """A result of this day, on this GPU."""
+    """Writes the rows with the GPU, the date and the versions."""
     document = {
         "schema": 1,
         "what": what,
@@ -268,7 +271,7 @@ def main() -> None:
             break
         try:
             recipe.check(job)
-            runs.append(observed(job, recipe, device=device))
+            runs.append(run_profiled(job, recipe, device=device))
         except (SnugfitError, torch.cuda.OutOfMemoryError) as refused:
             print(f"{job.model.name}, {recipe}: {refused}", file=sys.stderr)
         gc.collect()

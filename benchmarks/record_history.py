@@ -18,18 +18,22 @@ from pathlib import Path
 
 import snugfit
 
-KEPT = ("alloc", "free_requested", "segment_alloc", "segment_free")
+ACTIONS = ("alloc", "free_requested", "segment_alloc", "segment_free")
 
 
 def record(job: snugfit.Job, recipe: str, loop: str = "plain") -> dict[str, object]:
-    """The run's events and what it took."""
+    """The run's allocator events and its measurement."""
     with tempfile.TemporaryDirectory() as room:
         history = Path(room) / "history.pickle"
-        seen = snugfit.measure(job, recipe, loop=loop, warmup=2, steps=1, ledger=None, record_history=history)
+        measurement = snugfit.measure(
+            job, recipe, loop=loop, warmup=2, steps=1, ledger=None, record_history=history
+        )
         with history.open("rb") as file:
-            traced = pickle.load(file)["device_traces"][0]  # our own child wrote it a moment ago
-    events = [[each["action"], each["addr"], each["size"]] for each in traced if each["action"] in KEPT]
-    return {"measurement": seen.to_json(), "events": compact(events)}
+            entries = pickle.load(file)["device_traces"][0]  # our own child wrote it a moment ago
+    events = [
+        [entry["action"], entry["addr"], entry["size"]] for entry in entries if entry["action"] in ACTIONS
+    ]
+    return {"measurement": measurement.to_json(), "events": compact(events)}
 
 
 def compact(events: list[list[object]]) -> list[list[object]]:

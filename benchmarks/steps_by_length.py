@@ -1,4 +1,4 @@
-"""Steps of three models at many lengths of sequence, aligned and not: what `snugfit lengths` foretells.
+"""Measures steps of three models at many sequence lengths, aligned and not: what `snugfit lengths` predicts.
 
     python benchmarks/steps_by_length.py OUT.json
 
@@ -35,8 +35,8 @@ MODELS = (
 )  # fmt: skip
 
 
-def observed(job: Job, recipe: Recipe) -> dict[str, Any]:
-    """One length."""
+def measure_length(job: Job, recipe: Recipe) -> dict[str, Any]:
+    """Runs one job and returns its row."""
     core, device = QuietCore(), torch.device("cuda")
     stopwatch = Stopwatch(device, WARMUP, core=core)
     open_step(job, recipe.setup(), "plain", device).run(WARMUP + TIMED, stopwatch)
@@ -57,7 +57,7 @@ def main() -> None:
     for name, task, batch, recipe, lengths in MODELS:
         for length in lengths:
             job = Job(model=Model.find(name), task=Task.parse(task), batch_size=batch, sequence_length=length)
-            runs.append(observed(job, Recipe.parse(recipe)))
+            runs.append(measure_length(job, Recipe.parse(recipe)))
             print(f"{name}, {length}: {1e3 * runs[-1]['step_seconds']:.1f} ms", flush=True)
             gc.collect()
             torch.cuda.empty_cache()

@@ -1,9 +1,9 @@
-"""Time single kernels on a GPU: products whose rows are aligned and not, convolutions, attention, copies.
+"""Times single kernels on a GPU: products whose rows are aligned and not, convolutions, attention, copies.
 
     python benchmarks/time_kernels.py OUT.json
 
-Each is queued behind a sleeping device and timed by events, the median of three times ten. What it found on
-an H200 is in `results/`, and the rates follow it where no profiled step shows enough
+Each is queued behind a sleeping device and timed by events, the median of three times ten. The figures of an
+H200 are in `results/`, and the rates follow it where no profiled step shows enough
 (`prediction/rates.json`, `MatmulRate.unaligned`, convolutions in `prediction/kernel_seconds.py`,
 `LARGEST_SMALL_COPY`).
 """
@@ -36,10 +36,10 @@ LONG_SLEEP = 20_000_000
 
 
 def seconds(run: Callable[[], object], times: int = 10) -> float:
-    """Of one kernel, the host's part hidden behind a sleeping device."""
+    """Seconds of one kernel, with the host's part hidden behind a sleeping device."""
     for _ in range(3):
         run()
-    found = []
+    rounds = []
     for _ in range(3):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(SLEEP)
@@ -48,12 +48,13 @@ def seconds(run: Callable[[], object], times: int = 10) -> float:
             run()
         end.record()
         torch.cuda.synchronize()
-        found.append(begin.elapsed_time(end) / times / 1000)
-    return statistics.median(found)
+        rounds.append(begin.elapsed_time(end) / times / 1000)
+    return statistics.median(rounds)
 
 
 def product(precision: str, rows: int, inner: int, columns: int, form: str) -> dict[str, Any]:
-    """`form` tells of each operand whether it lies transposed, as BLAS writes it: `NT TN NN`."""
+    """One product of (rows, inner) and (inner, columns); `form` says which operand is transposed in memory,
+    as BLAS writes it: `NT TN NN`."""
     torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
     make = {"device": "cuda", "dtype": DTYPES[precision]}
     first = torch.randn(rows, inner, **make) if form[0] == "N" else torch.randn(inner, rows, **make).t()
@@ -99,15 +100,15 @@ def convolutions() -> Iterator[dict[str, Any]]:
             given = torch.randn(batch, channels, *size, **make)
             weights = torch.randn(out, channels, *[width] * len(size), **make)
             convolve = F.conv1d if flat else F.conv2d
-            made = convolve(given, weights, stride=stride)
-            upstream = torch.randn_like(made)
+            output = convolve(given, weights, stride=stride)
+            upstream = torch.randn_like(output)
             yield {
                 "what": "convolution",
                 "precision": precision,
                 "shape": [batch, channels, length, out, width, stride],
                 "forward": seconds(partial(convolve, given, weights, stride=stride), 5),
                 "backward": seconds(
-                    partial(torch.autograd.grad, made, (given, weights), upstream, retain_graph=True), 5
+                    partial(torch.autograd.grad, output, (given, weights), upstream, retain_graph=True), 5
                 ),
             }
 
@@ -126,8 +127,8 @@ def attention() -> Iterator[dict[str, Any]]:
 
                 attend = partial(F.scaled_dot_product_attention, query, key, value, is_causal=causal)
                 with sdpa_kernel(kernel):
-                    made = attend()
-                    upstream, leaves = torch.randn_like(made), (query, key, value)
+                    output = attend()
+                    upstream, leaves = torch.randn_like(output), (query, key, value)
                     yield {
                         "what": "attention",
                         "kernel": kernel.name,
@@ -136,7 +137,7 @@ def attention() -> Iterator[dict[str, Any]]:
                         "causal": causal,
                         "forward": seconds(attend, 5),
                         "backward": seconds(
-                            partial(torch.autograd.grad, made, leaves, upstream, retain_graph=True), 5
+                            partial(torch.autograd.grad, output, leaves, upstream, retain_graph=True), 5
                         ),
                     }
 
@@ -155,8 +156,8 @@ def copies() -> Iterator[dict[str, Any]]:
                 returned = time.perf_counter() - begin
                 torch.cuda.synchronize()
                 whole = time.perf_counter() - begin
-                told = {"nbytes": nbytes, "pinned": pinned, "busy": bool(busy)}
-                yield {"what": "copy", **told, "returned": returned, "seconds": whole}
+                setting = {"nbytes": nbytes, "pinned": pinned, "busy": bool(busy)}
+                yield {"what": "copy", **setting, "returned": returned, "seconds": whole}
 
 
 def main() -> None:

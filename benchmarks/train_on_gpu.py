@@ -1,19 +1,19 @@
-"""What training promises, on the GPU here: the same numbers after a kill, through each door, and when memory
+"""Checks on a GPU what training promises: the same numbers after a kill, in each front-end, and when memory
 runs out.
 
     python benchmarks/train_on_gpu.py OUT.json [--model bert-large-uncased] [--only resumed,doors,...]
 
-    resumed     a run that is killed in step 8 and taken up from step 5: which of 12 steps have the same loss
+    resumed     a run that is killed in step 8 and resumed from step 5: which of 12 steps have the same loss
                 and norm, bit for bit, as those of a run that was not killed
     elsewhere   the same through `fit` and `accelerate`
-    poisoned    a gradient that is infinite in step 6, which nobody waits for: what the run says, and whether
-                the run that is taken up after it gives the numbers of one that met none
-    doors       `train`, `fit` and `accelerate` over the same samples in the same order, fp32, no dropout:
-                their losses, and the seconds of a step in each and in a plain Trainer
-    samples     16 x 512 of which each takes 2 ms to be made, by no worker: the seconds of a step in a plain
-                Trainer, through `fit` and through `accelerate`
+    poisoned    a gradient that is infinite in step 6, which nobody waits for: what the run reports, and
+                whether the run that is resumed after it gives the numbers of one without it
+    doors       the front-ends `train`, `fit` and `accelerate` over the same samples in the same order, fp32,
+                no dropout: their losses, and the seconds of a step in each and in a plain Trainer
+    samples     16 x 512 samples that take 2 ms each to make, without workers: the seconds of a step in a
+                plain Trainer, through `fit` and through `accelerate`
     exhausted   32 x 512 under a recipe that does not fit into 20 GiB, through `train` and `fit`: the recipe
-                that the run goes on with, its losses beside those of a run that had all memory
+                that the run continues with, its losses beside those of a run that had all memory
 
 The weights are random and the samples synthetic.
 """
@@ -53,31 +53,33 @@ LIMIT_BYTES = 20 << 30
 RESUMED = ("bf16 + adamw_fused", "fp16 + micro_batches(2) + workers", "adamw_8bit")
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
-Seen = dict[int, tuple[float, float | None]]
+Steps = dict[int, tuple[float, float | None]]
+"""Loss and norm by step."""
 
 
 class Killed(BaseException):
-    """The end of a process, as far as one can have it in this one."""
+    """Stands in for the death of the process."""
 
 
-def cleared() -> None:
+def free_memory() -> None:
+    """Collects garbage and empties the allocator's cache."""
     gc.collect()
     if CUDA:
         torch.cuda.empty_cache()
 
 
-def ran(
+def run_training(
     job: Job, recipe: str, folder: Path, steps: int, *, kill: int | None = None, **options: Any
-) -> tuple[Seen, list[dict[str, Any]]]:
+) -> tuple[Steps, list[dict[str, Any]]]:
     """Loss and norm of each step, and the other events."""
-    seen: Seen = {}
-    others: list[dict[str, Any]] = []
+    logged: Steps = {}
+    events: list[dict[str, Any]] = []
 
     def watch(event: dict[str, Any]) -> None:
         if event["event"] != "step":
-            others.append(event)
+            events.append(event)
             return
-        seen[event["step"]] = event["loss"], event["norm"]
+        logged[event["step"]] = event["loss"], event["norm"]
         if event["step"] == kill:
             raise Killed
 
@@ -88,18 +90,19 @@ def ran(
         )  # fmt: skip
     except Killed:
         pass
-    except SnugfitError as said:
-        others.append({"event": "error", "text": str(said)})
-    cleared()
-    return seen, others
+    except SnugfitError as error:
+        events.append({"event": "error", "text": str(error)})
+    free_memory()
+    return logged, events
 
 
-def resumed(job: Job, folder: Path) -> list[dict[str, Any]]:
+def check_resume(job: Job, folder: Path) -> list[dict[str, Any]]:
+    """Which steps of a killed and resumed run are those of a whole one, for each recipe."""
     rows = []
     for number, recipe in enumerate(RESUMED):
-        whole, _ = ran(job, recipe, folder / f"{number}-whole", 12, save_strategy="no")
-        killed, _ = ran(job, recipe, folder / f"{number}", 12, kill=8, save_steps=5)
-        again, _ = ran(job, recipe, folder / f"{number}", 12, save_steps=5)
+        whole, _ = run_training(job, recipe, folder / f"{number}-whole", 12, save_strategy="no")
+        killed, _ = run_training(job, recipe, folder / f"{number}", 12, kill=8, save_steps=5)
+        again, _ = run_training(job, recipe, folder / f"{number}", 12, save_steps=5)
         same = [step for step in whole if (killed | again)[step] == whole[step]]
         rows.append({"recipe": recipe, "taken_up_from": min(again) - 1, "same": same})
         print(rows[-1], flush=True)
@@ -117,12 +120,13 @@ class Killing(transformers.TrainerCallback):
             raise Killed
 
 
-def elsewhere(job: Job, folder: Path) -> dict[str, Any]:
+def check_resume_in_front_ends(job: Job, folder: Path) -> dict[str, Any]:
+    """Which steps of a killed and resumed run are those of a whole one, for `fit` and `accelerate`."""
     recipe = "bf16 + micro_batches(2)"
 
-    def by_trainer(place: str, kill: int | None = None, resume: bool = False) -> Seen:
+    def by_trainer(name: str, kill: int | None = None, resume: bool = False) -> Steps:
         trainer = trainer_of(
-            job, folder / place, model_of(job), 12, logging_steps=1, save_strategy="steps", save_steps=5
+            job, folder / name, model_of(job), 12, logging_steps=1, save_strategy="steps", save_steps=5
         )
         trainer = snugfit.fit(trainer, recipe, watch=lambda event: None)
         trainer.add_callback(Killing(kill))
@@ -131,26 +135,27 @@ def elsewhere(job: Job, folder: Path) -> dict[str, Any]:
         lines = [line for line in trainer.state.log_history if "loss" in line]
         return {line["step"]: (line["loss"], float(line["grad_norm"])) for line in lines}
 
-    def by_hand(place: str, kill: int = 0, resume: bool = False) -> Seen:
-        seen: Seen = {}
-        hand(job, 12, recipe, folder=folder / place, kill=kill, resume=resume, seen=seen)
-        return seen
+    def by_custom_loop(name: str, kill: int = 0, resume: bool = False) -> Steps:
+        logged: Steps = {}
+        custom_loop(job, 12, recipe, folder=folder / name, kill=kill, resume=resume, logged=logged)
+        return logged
 
-    found = {}
-    for name, door in {"fit": by_trainer, "accelerate": by_hand}.items():
-        whole = door(f"{name}-whole")
-        cleared()
-        killed = door(name, kill=8)
-        cleared()
-        again = door(name, resume=True)
-        cleared()
-        found[name] = [step for step in whole if {**killed, **again}[step] == whole[step]]
-    print(found, flush=True)
-    return found
+    same = {}
+    for name, run in {"fit": by_trainer, "accelerate": by_custom_loop}.items():
+        whole = run(f"{name}-whole")
+        free_memory()
+        killed = run(name, kill=8)
+        free_memory()
+        again = run(name, resume=True)
+        free_memory()
+        same[name] = [step for step in whole if {**killed, **again}[step] == whole[step]]
+    print(same, flush=True)
+    return same
 
 
 @contextmanager
-def infinite_in(step: int) -> Iterator[None]:
+def infinite_gradient(step: int) -> Iterator[None]:
+    """One gradient becomes infinite in that step of `train`."""
     plain = TrainingStep._accumulate
 
     def accumulate(self: TrainingStep, built: Any) -> Any:
@@ -171,17 +176,18 @@ def infinite_in(step: int) -> Iterator[None]:
         TrainingStep._accumulate = plain  # type: ignore[method-assign]
 
 
-def poisoned(job: Job, folder: Path) -> list[dict[str, Any]]:
+def check_infinite_gradient(job: Job, folder: Path) -> list[dict[str, Any]]:
+    """What a run reports of an infinite gradient, and which steps are those of a run without one."""
     rows = []
     for number, clip in enumerate((None, 1.0)):
         clipped = replace(job, clip=clip)
-        whole, _ = ran(clipped, "bf16", folder / f"{number}-whole", 10, save_strategy="no")
-        with infinite_in(6):
-            before, others = ran(clipped, "bf16", folder / f"{number}", 10, save_steps=3)
-        after, _ = ran(clipped, "bf16", folder / f"{number}", 10, save_steps=3)
+        whole, _ = run_training(clipped, "bf16", folder / f"{number}-whole", 10, save_strategy="no")
+        with infinite_gradient(6):
+            before, events = run_training(clipped, "bf16", folder / f"{number}", 10, save_steps=3)
+        after, _ = run_training(clipped, "bf16", folder / f"{number}", 10, save_steps=3)
         rows.append({
             "clip": clip,
-            "says": [event["text"] for event in others if event["event"] in ("warning", "error")],
+            "says": [event["text"] for event in events if event["event"] in ("warning", "error")],
             "taken_up_from": min(after) - 1,
             "same": [step for step in whole if {**before, **after}[step] == whole[step]],
         })  # fmt: skip
@@ -190,25 +196,26 @@ def poisoned(job: Job, folder: Path) -> list[dict[str, Any]]:
 
 
 def model_of(job: Job) -> Any:
+    """The job's model on the device, with the weights that `train` begins with."""
     torch.manual_seed(TrainOptions().seed)
     with torch.device(DEVICE):
         return instantiate(job, dtype="float32", attention="sdpa").train()
 
 
 def trainer_of(job: Job, folder: Path, model: Any, steps: int, *, data: Any = None, **arguments: Any) -> Any:
-    wanted: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "output_dir": str(folder), "max_steps": steps, "per_device_train_batch_size": job.batch_size,
         "learning_rate": job.learning_rate, "logging_steps": 10_000, "save_strategy": "no",
         "report_to": "none", "lr_scheduler_type": "constant", "disable_tqdm": True, "use_cpu": not CUDA,
         "weight_decay": 0.0, "train_sampling_strategy": "sequential", "remove_unused_columns": False,
     }  # fmt: skip
-    args = transformers.TrainingArguments(**{**wanted, **arguments})
-    made = transformers.Trainer(
+    args = transformers.TrainingArguments(**{**defaults, **arguments})
+    trainer = transformers.Trainer(
         model=model, args=args, data_collator=collate,
         train_dataset=SyntheticDataset(job, 512) if data is None else data,
     )  # fmt: skip
-    made.remove_callback(transformers.PrinterCallback)
-    return made
+    trainer.remove_callback(transformers.PrinterCallback)
+    return trainer
 
 
 class Clock(transformers.TrainerCallback):
@@ -227,16 +234,17 @@ class Clock(transformers.TrainerCallback):
             self._began = now
 
 
-def timed(trainer: Any, steps: int) -> float:
+def seconds_of_a_step(trainer: Any, steps: int) -> float:
+    """Mean from the fifth step to the last but one."""
     clock = Clock(5, steps - 1)
     trainer.add_callback(clock)
     trainer.train()
     return clock.seconds
 
 
-def doors(job: Job, folder: Path) -> dict[str, Any]:
-    """The losses of eight steps through each door; then the seconds of a step in two turns."""
-    own, _ = ran(
+def compare_front_ends(job: Job, folder: Path) -> dict[str, Any]:
+    """The losses of eight steps in each front-end; then the seconds of a step, twice by turns."""
+    own, _ = run_training(
         job, "plain", folder / "own", 8, save_strategy="no", weight_decay=0.0, lr_scheduler_type="constant",
         train_sampling_strategy="sequential",
     )  # fmt: skip
@@ -246,29 +254,29 @@ def doors(job: Job, folder: Path) -> dict[str, Any]:
     fitted.train()
     through_fit = [line["loss"] for line in fitted.state.log_history if "loss" in line]
     del fitted
-    cleared()
-    by_hand, _ = hand(job, 8)
-    losses = {"train": [loss for loss, _ in own.values()], "fit": through_fit, "accelerate": by_hand}
+    free_memory()
+    by_custom_loop, _ = custom_loop(job, 8)
+    losses = {"train": [loss for loss, _ in own.values()], "fit": through_fit, "accelerate": by_custom_loop}
     print(losses, flush=True)
     seconds: dict[str, list[float]] = {}
     for recipe, arguments in (("plain", {}), ("bf16", {"bf16": True})):
         for _ in range(2):
             trainer = trainer_of(job, folder / "plain", model_of(job), 25, **arguments)
-            seconds.setdefault(f"trainer, {recipe}", []).append(timed(trainer, 25))
+            seconds.setdefault(f"trainer, {recipe}", []).append(seconds_of_a_step(trainer, 25))
             del trainer
-            cleared()
+            free_memory()
             trainer = snugfit.fit(
                 trainer_of(job, folder / "timed", model_of(job), 25), recipe, watch=lambda event: None
             )
-            seconds.setdefault(f"fit, {recipe}", []).append(timed(trainer, 25))
+            seconds.setdefault(f"fit, {recipe}", []).append(seconds_of_a_step(trainer, 25))
             del trainer
-            cleared()
-            seconds.setdefault(f"accelerate, {recipe}", []).append(hand(job, 25, recipe)[1])
-    print({name: round(min(each) * 1e3, 1) for name, each in seconds.items()}, flush=True)
+            free_memory()
+            seconds.setdefault(f"accelerate, {recipe}", []).append(custom_loop(job, 25, recipe)[1])
+    print({name: round(min(taken) * 1e3, 1) for name, taken in seconds.items()}, flush=True)
     return {"losses": losses, "seconds": seconds}
 
 
-def hand(
+def custom_loop(
     job: Job,
     steps: int,
     recipe: str = "plain",
@@ -276,10 +284,11 @@ def hand(
     folder: Path | None = None,
     kill: int = 0,
     resume: bool = False,
-    seen: Seen | None = None,
+    logged: Steps | None = None,
     data: Any = None,
 ) -> tuple[list[float], float]:
-    """The losses, and the seconds of a step between the fifth and the last but one."""
+    """The losses through `snugfit.accelerate`, and the seconds of a step between the fifth and the last but
+    one."""
     model = model_of(job)
     optimizer = torch.optim.AdamW(model.parameters(), lr=job.learning_rate, weight_decay=0.0, foreach=True)
     loader: Any = torch.utils.data.DataLoader(
@@ -288,9 +297,9 @@ def hand(
         collate_fn=collate,
     )
     losses, began, seconds = [], 0.0, 0.0
-    told: list[Any] = []
+    events: list[Any] = []
     with snugfit.accelerate(
-        model, optimizer, loader, recipe, clip=job.clip, watch=told.append, output_dir=folder
+        model, optimizer, loader, recipe, clip=job.clip, watch=events.append, output_dir=folder
     ) as run:
         if resume:
             run.resume()
@@ -305,23 +314,23 @@ def hand(
                 began, seconds = now, (now - began) / (steps - 6)
             if run.steps in (steps, kill):
                 break
-    if seen is not None:
-        seen.update({event["step"]: (event["loss"], event["norm"]) for event in told if "loss" in event})
+    if logged is not None:
+        logged.update({event["step"]: (event["loss"], event["norm"]) for event in events if "loss" in event})
     del run, model, optimizer
-    cleared()
+    free_memory()
     return losses, seconds
 
 
 class Slow(SyntheticDataset):
-    """Samples that have to be tokenized, or read."""
+    """Samples that take time, as if they were tokenized or read."""
 
     def __getitem__(self, index: int) -> Any:
         time.sleep(0.002)
         return super().__getitem__(index)
 
 
-def samples(job: Job, folder: Path) -> dict[str, list[float]]:
-    """Two turns."""
+def time_slow_samples(job: Job, folder: Path) -> dict[str, list[float]]:
+    """Seconds of a step over slow samples, in a plain Trainer, `fit` and `accelerate`; twice by turns."""
     seconds: dict[str, list[float]] = {}
     recipe, data = "bf16 + adamw_fused", Slow(job, 512)
     for _ in range(2):
@@ -331,57 +340,64 @@ def samples(job: Job, folder: Path) -> dict[str, list[float]]:
             )
             if name == "fit":
                 trainer = snugfit.fit(trainer, recipe, watch=lambda event: None)
-            seconds.setdefault(name, []).append(timed(trainer, 25))
+            seconds.setdefault(name, []).append(seconds_of_a_step(trainer, 25))
             del trainer
-            cleared()
-        seconds.setdefault("accelerate", []).append(hand(job, 25, recipe, data=data)[1])
-    print({name: round(min(each) * 1e3, 1) for name, each in seconds.items()}, flush=True)
+            free_memory()
+        seconds.setdefault("accelerate", []).append(custom_loop(job, 25, recipe, data=data)[1])
+    print({name: round(min(taken) * 1e3, 1) for name, taken in seconds.items()}, flush=True)
     return seconds
 
 
-def exhausted(job: Job, folder: Path) -> dict[str, Any]:
-    whole, _ = ran(job, "bf16", folder / "whole", 6, save_strategy="no")
-    with_less(LIMIT_BYTES)
-    seen, others = ran(job, "bf16", folder / "train", 6, save_steps=3)
-    told = [event for event in others if event["event"] in ("replanned", "error")]
-    print(told, flush=True)
-    fit_told: list[dict[str, Any]] = []
+def check_out_of_memory(job: Job, folder: Path) -> dict[str, Any]:
+    """How `train` and `fit` continue when memory runs out, and their losses."""
+    whole, _ = run_training(job, "bf16", folder / "whole", 6, save_strategy="no")
+    limit_memory(LIMIT_BYTES)
+    limited, events = run_training(job, "bf16", folder / "train", 6, save_steps=3)
+    replans = [event for event in events if event["event"] in ("replanned", "error")]
+    print(replans, flush=True)
+    fit_events: list[dict[str, Any]] = []
     trainer = trainer_of(job, folder / "fit", model_of(job), 6, bf16=True, logging_steps=1)
-    trainer = snugfit.fit(trainer, "bf16", watch=fit_told.append)
+    trainer = snugfit.fit(trainer, "bf16", watch=fit_events.append)
     trainer.train()
-    with_less(None)
+    limit_memory(None)
     return {
         "limit_bytes": LIMIT_BYTES,
-        "train": [{key: str(value) for key, value in event.items()} for event in told],
-        "losses": {"all memory": list(whole.values()), "limited": list(seen.values())},
-        "fit": [str(event.get("text")) for event in fit_told if event["event"] in ("replanned", "warning")],
+        "train": [{key: str(value) for key, value in event.items()} for event in replans],
+        "losses": {"all memory": list(whole.values()), "limited": list(limited.values())},
+        "fit": [str(event.get("text")) for event in fit_events if event["event"] in ("replanned", "warning")],
         "fit_losses": [line["loss"] for line in trainer.state.log_history if "loss" in line],
     }
 
 
-def with_less(limit: int | None) -> None:
-    cleared()
+def limit_memory(limit: int | None) -> None:
+    """Lets this process use so many bytes of the GPU, or all."""
+    free_memory()
     if CUDA:
         whole = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(1.0 if limit is None else limit / whole)
 
 
 def main() -> None:
+    """Runs the parts that the command line names, and writes the file after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--model", default="bert-large-uncased")
     parser.add_argument("--only", default="resumed,elsewhere,poisoned,doors,samples,exhausted")
-    asked = parser.parse_args()
-    model = Model.find(asked.model)
+    arguments = parser.parse_args()
+    model = Model.find(arguments.model)
     job = Job(model=model, task="sequence-classification", batch_size=8, sequence_length=128, clip=1.0)  # type: ignore[arg-type]
-    still = Model.from_config({**model.config, **NO_DROPOUT}, name=model.name, origin=model.origin)
+    no_dropout = Model.from_config({**model.config, **NO_DROPOUT}, name=model.name, origin=model.origin)
     parts: dict[str, Callable[[Path], Any]] = {
-        "resumed": lambda folder: resumed(job, folder),
-        "elsewhere": lambda folder: elsewhere(job, folder),
-        "poisoned": lambda folder: poisoned(job, folder),
-        "doors": lambda folder: doors(replace(job, model=still, batch_size=4, sequence_length=512), folder),
-        "samples": lambda folder: samples(replace(job, batch_size=16, sequence_length=512), folder),
-        "exhausted": lambda folder: exhausted(replace(job, batch_size=32, sequence_length=512), folder),
+        "resumed": lambda folder: check_resume(job, folder),
+        "elsewhere": lambda folder: check_resume_in_front_ends(job, folder),
+        "poisoned": lambda folder: check_infinite_gradient(job, folder),
+        "doors": lambda folder: compare_front_ends(
+            replace(job, model=no_dropout, batch_size=4, sequence_length=512), folder
+        ),
+        "samples": lambda folder: time_slow_samples(replace(job, batch_size=16, sequence_length=512), folder),
+        "exhausted": lambda folder: check_out_of_memory(
+            replace(job, batch_size=32, sequence_length=512), folder
+        ),
     }
     document: dict[str, Any] = {
         "what": "training on the GPU",
@@ -389,10 +405,10 @@ def main() -> None:
         "when": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": versions(),
     }
-    for name in asked.only.split(","):
+    for name in arguments.only.split(","):
         with tempfile.TemporaryDirectory() as folder:
             document[name] = parts[name](Path(folder))
-        write_document(asked.out, document)
+        write_document(arguments.out, document)
 
 
 if __name__ == "__main__":

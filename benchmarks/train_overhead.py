@@ -1,4 +1,4 @@
-"""What training costs over the bare loop, and beside the HF Trainer: the same steps, side by side in one run.
+"""Measures what training costs over the bare loop and beside the HF Trainer: the same steps in one process.
 
     python benchmarks/train_overhead.py OUT.json [--steps 40] [--turns 4] [--clip 1.0] [--loops bare,fit]
                                         [--no-checkpoints] [RECIPE ...]
@@ -6,14 +6,14 @@
 BERT-large, 4 x 512, as in Hugging Face's single-GPU guide, under the guide's recipes. For each recipe these
 loops take the same number of steps over the same synthetic samples, by turns, in one process:
 
-    bare        the plain loop: no look at loss or gradients, no schedule, no journal, no checkpoint
-    snugfit     `training/session.py`: all of that, checkpoints apart (they are timed below)
+    bare        the plain loop: no check of loss or gradients, no schedule, no journal, no checkpoint
+    snugfit     `training/run/session.py`: all of that without checkpoints (they are timed below)
     trainer     the installed transformers.Trainer with the flags of the recipe (`step/trainer_loop.py`)
-    fit         the Trainer, given the recipe by `snugfit.fit`
-    accelerate  a loop by hand, given it by `snugfit.accelerate`
+    fit         the Trainer with the recipe, by `snugfit.fit`
+    accelerate  a custom loop with the recipe, by `snugfit.accelerate`
 
-Seconds are those of the wall clock between two steps, the device waited for at both. Of the turns the
-fastest counts: a neighbour of a rented host only ever slows one down.
+Seconds are those of the wall clock between two steps, after synchronising the device at both. Of the turns
+the fastest counts: other guests of a rented host can only slow one down.
 
 Then checkpoints: how long training waits for one of BERT-large with AdamW, and how long writing takes
 beside it. `--no-checkpoints` leaves that out.
@@ -36,7 +36,7 @@ import transformers
 
 import snugfit
 from snugfit.documents import write_document
-from snugfit.frontends.custom_loop import run as hand_run
+from snugfit.frontends.custom_loop import run as custom_loop
 from snugfit.frontends.trainer import step_timer
 from snugfit.job.batch import SyntheticDataset
 from snugfit.job.job import Job
@@ -72,7 +72,7 @@ Watch = Callable[[dict[str, Any]], None]
 
 
 class Clock:
-    """An observer that reads the wall clock at two borders."""
+    """An observer that reads the wall clock at two step boundaries."""
 
     def __init__(self, last: int) -> None:
         self._last, self._began, self.seconds = last, 0.0, 0.0
@@ -93,15 +93,15 @@ class Clock:
             self._began, self.seconds = now, (now - self._began) / (self._last + 1 - WARMUP)
 
 
-def looped(job: Job, recipe: Recipe, loop: str, steps: int) -> float:
+def run_loop(job: Job, recipe: Recipe, loop: str, steps: int) -> float:
     clock = Clock(steps - 1)
     open_step(job, recipe.setup(), loop, torch.device("cuda")).run(steps, clock)
     return clock.seconds
 
 
-def trained(job: Job, recipe: Recipe, steps: int) -> float:
-    """Between the events of two steps, the last one not among them: an event may be told within the next
-    step, and the last is not."""
+def run_snugfit(job: Job, recipe: Recipe, steps: int) -> float:
+    """Seconds of a step between the events of two steps. The last step is not one of them: its event is the
+    only one that cannot come within the next step."""
     began, seconds = 0.0, 0.0
     core = QuietCore()
 
@@ -114,22 +114,22 @@ def trained(job: Job, recipe: Recipe, steps: int) -> float:
             began, seconds = now, (now - began) / (steps - 1 - WARMUP)
 
     with tempfile.TemporaryDirectory() as folder:
-        run_of(job, recipe, steps, Path(folder), watch, save_strategy="no")
+        train_with(job, recipe, steps, Path(folder), watch, save_strategy="no")
     return seconds
 
 
-def run_of(job: Job, recipe: Recipe, steps: int, folder: Path, watch: Watch, **options: Any) -> None:
+def train_with(job: Job, recipe: Recipe, steps: int, folder: Path, watch: Watch, **options: Any) -> None:
     data = Data(samples=SyntheticDataset(job, max(512, 4 * steps)), collate=collate)
-    wanted = TrainOptions(max_steps=steps, lr_scheduler_type="constant", **options)
+    all_options = TrainOptions(max_steps=steps, lr_scheduler_type="constant", **options)
     run = Run(
-        job=job, recipe=recipe, options=wanted, data=data, evaluation=None, folder=folder, weights=None,
+        job=job, recipe=recipe, options=all_options, data=data, evaluation=None, folder=folder, weights=None,
         device=torch.device("cuda", 0),
     )  # fmt: skip
     train(run, watch=watch)
 
 
-class Borders(transformers.TrainerCallback):
-    """Tells a clock of a Trainer's steps."""
+class StepEnds(transformers.TrainerCallback):
+    """Passes a Trainer's steps to a clock."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -141,7 +141,7 @@ class Borders(transformers.TrainerCallback):
         self._clock.step_ends(state.global_step - 1)
 
 
-def fitted(job: Job, recipe: Recipe, steps: int, watch: Watch = lambda event: None, **options: Any) -> float:
+def run_fit(job: Job, recipe: Recipe, steps: int, watch: Watch = lambda event: None, **options: Any) -> float:
     clock, plain, device = Clock(steps - 1), Recipe.parse("plain").setup(), torch.device("cuda")
     with tempfile.TemporaryDirectory() as folder:
         args = transformers.TrainingArguments(
@@ -151,14 +151,14 @@ def fitted(job: Job, recipe: Recipe, steps: int, watch: Watch = lambda event: No
         )  # fmt: skip
         trainer = transformers.Trainer(
             build_model(job, plain, device), args, transformers.default_data_collator,
-            dataset(job, plain, device, steps), callbacks=[Borders(clock)],
+            dataset(job, plain, device, steps), callbacks=[StepEnds(clock)],
         )  # fmt: skip
         trainer.remove_callback(transformers.PrinterCallback)
         snugfit.fit(trainer, recipe, watch=watch).train()
     return clock.seconds
 
 
-def by_hand(job: Job, recipe: Recipe, steps: int) -> float:
+def run_accelerate(job: Job, recipe: Recipe, steps: int) -> float:
     clock, plain, device = Clock(steps - 1), Recipe.parse("plain").setup(), torch.device("cuda")
     model = build_model(job, plain, device)
     loader: Any = torch.utils.data.DataLoader(
@@ -183,32 +183,34 @@ def by_hand(job: Job, recipe: Recipe, steps: int) -> float:
 
 
 LOOPS: dict[str, Callable[[Job, Recipe, int], float]] = {
-    "bare": lambda job, recipe, steps: looped(job, recipe, "plain", steps),
-    "snugfit": trained,
-    "trainer": lambda job, recipe, steps: looped(job, recipe, "trainer", steps),
-    "fit": fitted,
-    "accelerate": by_hand,
+    "bare": lambda job, recipe, steps: run_loop(job, recipe, "plain", steps),
+    "snugfit": run_snugfit,
+    "trainer": lambda job, recipe, steps: run_loop(job, recipe, "trainer", steps),
+    "fit": run_fit,
+    "accelerate": run_accelerate,
 }
 
 
-def cleared() -> None:
+def free_memory() -> None:
+    """Collects garbage and empties the allocator's cache."""
     gc.collect()
     torch.cuda.empty_cache()
 
 
-def row(job: Job, text: str, loops: Sequence[str], steps: int, turns: int) -> dict[str, Any]:
+def measure_recipe(job: Job, text: str, loops: Sequence[str], steps: int, turns: int) -> dict[str, Any]:
     recipe = Recipe.parse(text)
     seconds: dict[str, list[float]] = {name: [] for name in loops}
     for _ in range(turns):
         for name in loops:
             seconds[name].append(LOOPS[name](job, recipe, steps))
-            cleared()
-    best = {name: min(each) for name, each in seconds.items()}
-    print(f"{text:40} " + "  ".join(f"{name} {each * 1e3:.2f} ms" for name, each in best.items()), flush=True)
-    told = {"recipe": text, "clip": job.clip, "seconds": seconds}
+            free_memory()
+    best = {name: min(taken) for name, taken in seconds.items()}
+    shown = (f"{name} {fastest * 1e3:.2f} ms" for name, fastest in best.items())
+    print(f"{text:40} " + "  ".join(shown), flush=True)
+    row: dict[str, Any] = {"recipe": text, "clip": job.clip, "seconds": seconds}
     for beside in {"bare", "trainer"} & {*loops}:
-        told[f"over_{beside}"] = {name: best[name] / best[beside] - 1 for name in loops if name != beside}
-    return told
+        row[f"over_{beside}"] = {name: best[name] / best[beside] - 1 for name in loops if name != beside}
+    return row
 
 
 def checkpoints(job: Job) -> dict[str, list[dict[str, Any]]]:
@@ -216,7 +218,7 @@ def checkpoints(job: Job) -> dict[str, list[dict[str, Any]]]:
     saved: dict[str, list[dict[str, Any]]] = {"snugfit": [], "fit": []}
     keys = ("step", "bytes", "blocked_seconds", "seconds")
 
-    def heard(loop: str) -> Watch:
+    def saves_of(loop: str) -> Watch:
         def watch(event: dict[str, Any]) -> None:
             if event["event"] == "saved":
                 saved[loop].append({key: event[key] for key in keys})
@@ -225,14 +227,15 @@ def checkpoints(job: Job) -> dict[str, list[dict[str, Any]]]:
 
     recipe = Recipe.parse("bf16")
     with tempfile.TemporaryDirectory() as folder:
-        run_of(job, recipe, 120, Path(folder), heard("snugfit"), save_steps=60)
-    cleared()
-    fitted(job, recipe, 120, heard("fit"), save_strategy="steps", save_steps=60)
+        train_with(job, recipe, 120, Path(folder), saves_of("snugfit"), save_steps=60)
+    free_memory()
+    run_fit(job, recipe, 120, saves_of("fit"), save_strategy="steps", save_steps=60)
     print(json.dumps(saved), flush=True)
     return saved
 
 
 def main() -> None:
+    """Measures the recipes of the command line, and writes the file after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("recipes", nargs="*", default=RECIPES)
@@ -241,12 +244,12 @@ def main() -> None:
     parser.add_argument("--clip", type=float, default=1.0, help="the Trainer's default; 0 never clips")
     parser.add_argument("--loops", default="bare,snugfit,trainer", help=f"of {', '.join(LOOPS)}")
     parser.add_argument("--no-checkpoints", action="store_true")
-    asked = parser.parse_intermixed_args()
-    for front_end in (hand_run, step_timer):  # it takes seconds, and is no part of a step
+    arguments = parser.parse_intermixed_args()
+    for front_end in (custom_loop, step_timer):  # a prediction takes seconds, and is no part of a step
         front_end.run_predictor = lambda device: predict_nothing
     job = Job(
         model=Model.find("bert-large-uncased"), task="sequence-classification", batch_size=4,
-        sequence_length=512, clip=asked.clip,
+        sequence_length=512, clip=arguments.clip,
     )  # fmt: skip
     document: dict[str, Any] = {
         "what": "train overhead",
@@ -254,15 +257,17 @@ def main() -> None:
         "when": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": versions(),
         "job": job.to_json(),
-        "steps": asked.steps - WARMUP,
+        "steps": arguments.steps - WARMUP,
         "rows": [],
     }
-    for text in asked.recipes:
-        document["rows"].append(row(job, text, asked.loops.split(","), asked.steps, asked.turns))
-        write_document(asked.out, document)
-    if not asked.no_checkpoints:
+    for text in arguments.recipes:
+        document["rows"].append(
+            measure_recipe(job, text, arguments.loops.split(","), arguments.steps, arguments.turns)
+        )
+        write_document(arguments.out, document)
+    if not arguments.no_checkpoints:
         document["checkpoints"] = checkpoints(job)
-        write_document(asked.out, document)
+        write_document(arguments.out, document)
 
 
 if __name__ == "__main__":
