@@ -1,1 +1,1 @@
-"""Job and recipe become one runnable step: the hinge between what is foreseen and what is seen."""
+"""Job and recipe become one runnable step: the hinge between predicting and measuring."""

@@ -27,7 +27,7 @@ class Bf16Pure(Technique):
         Counterpart(
             arguments={"bf16": True, "fp16": False, "model.dtype": "bfloat16"},
             note="autocast around weights that are bfloat16 already changes little: it computes some "
-            "normalisations and the loss in 32 bits, which is not foreseen",
+            "normalisations and the loss in 32 bits, which is not predicted",
         ),
     )
 
