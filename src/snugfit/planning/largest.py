@@ -9,7 +9,7 @@ fits, whose next larger one does not.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from snugfit.errors import JobError, NothingFits, UsageError
 from snugfit.job.job import LARGEST_BATCH, LARGEST_LENGTH, refuse_what_is_no_job
@@ -26,6 +26,13 @@ if TYPE_CHECKING:
 FIELDS = {"batch": ("batch_size", LARGEST_BATCH), "sequence-length": ("sequence_length", LARGEST_LENGTH)}
 
 
+class LargestFit(NamedTuple):
+    """The largest batch or sequence length that fits."""
+
+    size: int
+    prediction: Prediction
+
+
 def largest(
     job: Job,
     recipe: Recipe | str = "plain",
@@ -34,7 +41,7 @@ def largest(
     memory_bytes: int | None = None,
     loop: str = "plain",
     of: str = "batch",
-) -> tuple[int, Prediction]:
+) -> LargestFit:
     """The largest global batch (a multiple of the recipe's micro-batches) or sequence length that fits, and
     its prediction. Recipe and GPU may be given as text.
 
@@ -64,7 +71,7 @@ def largest(
         else:
             high = middle
         rounds += 1
-    return sizes.size(low), sizes.asked[low]
+    return LargestFit(sizes.size(low), sizes.asked[low])
 
 
 class _Sizes:

@@ -1,8 +1,8 @@
 """Processes that predict side by side.
 
 Each worker holds an object of its own and calls its methods, one at a time; the object remembers what it has
-worked out, so whoever asks decides which worker a question goes to. Where the object cannot be pickled, or
-one process is enough, it stays in this process and every answer is there at once.
+worked out, so the caller decides which worker a question goes to. Where the object cannot be pickled, or
+one process is enough, it stays in this process and every answer comes at once.
 
 The processes come from a fork server, which has imported torch once and never computed anything: a copy of a
 process that has is not safe. A pipe is all that joins a worker to its parent, so nothing is left of it when
@@ -165,7 +165,7 @@ def worker_pool(
 
 def start_fork_server(preload: Sequence[str], *, for_what: Any) -> None:
     """Begins to import these modules for workers to come, while this process does something else; not where
-    what they will be sent cannot be pickled, for then there will be none."""
+    what they will be sent cannot be pickled, for then no worker will be started."""
     if is_picklable(for_what):
         _context(preload)
         forkserver.ensure_running()
@@ -174,7 +174,7 @@ def start_fork_server(preload: Sequence[str], *, for_what: Any) -> None:
 def map_in_processes(
     function: Callable[[_Item], _Result], items: Sequence[_Item], *, workers: int
 ) -> Iterator[_Result]:
-    """What `function` gives for each item, in order, each as soon as it and those before it are there. Raises
+    """What `function` gives for each item, in order, each as soon as it and those before it are done. Raises
     the `SnugfitError` of an item at its turn. Function, items and results have to be picklable."""
     if workers <= 1 or len(items) <= 1:
         yield from map(function, items)

@@ -2,10 +2,10 @@
 
 Two questions are asked of a Setup. What is the *least* it can take (`screen`)? Its passes are rehearsed on
 models of few layers, all sizes of micro-batch in one rehearsal, and so is its update; `lower_bounds.py` gives
-what the whole depth takes at least. Models whose layers do not repeat are rehearsed whole.
+what the whole depth takes at least. Models whose layers do not repeat are rehearsed in full.
 
-And what does it *really* take (`judge`)? Passes and update are rehearsed whole and spliced (law 5), and the
-trace goes through the timer and the allocator. Whatever a plan states comes from there.
+And what does it *really* take (`judge`)? Passes and update are rehearsed at the whole depth and spliced, and
+the trace goes through the timer and the allocator. Whatever a plan states comes from there.
 
 Rehearsing is what costs, and GPUs that decide alike share it: of each Setup there is one answer for each GPU,
 with a context and seconds of its own.
@@ -58,7 +58,7 @@ class StepTrace(NamedTuple):
 
     trace: Trace
     is_whole: bool
-    """Whether it was rehearsed whole, with all its micro-batches, because its parts cannot be spliced."""
+    """Whether it was rehearsed in full, with all its micro-batches, because its parts cannot be spliced."""
 
 
 class _Replays(NamedTuple):
@@ -162,7 +162,7 @@ class Parts:
         return self.timer(trace)
 
     def whole(self, setup: Setup, gpus: Sequence[int]) -> list[Figures]:
-        """What this Setup takes on each of these of the GPUs, whose policy is one, rehearsed whole by that:
+        """What this Setup takes on each of these of the GPUs, whose policy is one, rehearsed in full by that:
         GPUs that run the same kernels may yet differ in the workspaces and the scratch of those."""
         trace = trace_under(setup, self._whole_trace(setup, policy_for(self.gpus[gpus[0]], Software())))
         after = replay(trace, expandable=setup.expandable_segments)

@@ -1,7 +1,7 @@
 """The same plan on many GPUs: which of them trains a job, with what recipe, how fast.
 
 What a run costs is no part of it: prices are the user's, and change by the day (`prices.py` lays them beside
-this answer). A GPU whose bytes or seconds cannot be told stands in the list with the reason.
+this answer). A GPU whose bytes or seconds are not known stands in the list with the reason.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class OnGpu:
     """The GPU that was asked about."""
 
     fits: bool | None
-    """Whether anything does; None where that cannot be told."""
+    """Whether any recipe fits it; None where that is not known."""
 
     choice: Choice | None = None
     """The best recipe, or where nothing fits the nearest miss. Its seconds are 0 where they are not known."""
@@ -44,7 +44,7 @@ class OnGpu:
     where there are no seconds."""
 
     why: str = ""
-    """Why bytes or seconds cannot be told."""
+    """Why bytes or seconds are not known."""
 
     @property
     def key(self) -> str:

@@ -37,8 +37,8 @@ class PerGpuSearch:
     def __init__(self, gpu: Gpu, index: int, state: SearchState, *, smallest: bool) -> None:
         self.gpu, self.index, self.state, self.smallest = gpu, index, state, smallest
         self.own: dict[int, bool] = {}
-        """Candidates that were rehearsed whole by this GPU's own policy, and whether that took what they had
-        been judged to take."""
+        """Candidates that were simulated in full by this GPU's own policy, and whether that took what they
+        had been judged to take."""
         self._by_seconds = sorted(state.bounds, key=lambda number: state.bounds[number][::-1])
         self._by_bytes = sorted(state.bounds, key=lambda number: state.bounds[number])
 

@@ -59,10 +59,10 @@ def plan_gpus(
     """On each of these GPUs, by default all of the table, the recipe that `objective` asks for among those
     that fit it.
 
-    `clock_of` gives a GPU's clock, the seconds of a trace on it; by default its rates tell. `fidelity`,
-    `workers`, `steps`, `once` and `tell` are as for a plan. A GPU whose seconds are not known gets its
-    smallest recipe, and one that is not CUDA's no answer, each with the reason. Raises `UsageError` for what
-    cannot be, and `SnugfitError` when no recipe of a space can be rehearsed.
+    `clock_of` gives a GPU's clock, the seconds of a trace on it; by default they follow from its rates.
+    `fidelity`, `workers`, `steps`, `once` and `tell` are as for a plan. A GPU whose seconds are not known
+    gets its smallest recipe, and one that is not CUDA's no answer, each with the reason. Raises `UsageError`
+    for what cannot be, and `SnugfitError` when no recipe of a space can be rehearsed.
     """
     refuse_what_is_no_job(job)
     gpus, fidelity = _gpus_of(gpus), fidelity_of(fidelity)

@@ -71,7 +71,7 @@ class LengthPlan:
     """When a truncation was asked for."""
 
     sizes: tuple[Size, ...] = ()
-    """Sizes that the device dislikes."""
+    """Sizes that are slow on the device."""
 
     bound: str = ""
     """What bounds the step of the longest batch."""

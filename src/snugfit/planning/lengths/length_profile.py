@@ -78,6 +78,16 @@ class Bytes:
         return self.reserved_bytes + self.context_bytes
 
 
+class BatchShape(NamedTuple):
+    """What decides which kernels a batch runs, and on what sizes."""
+
+    length: int
+    """Tokens of each sequence."""
+
+    padded: bool
+    """Whether something in it is padding."""
+
+
 class LengthSeconds(NamedTuple):
     """Seconds of a step at one length."""
 
@@ -117,8 +127,8 @@ class LengthProfiler:
     """Whether some seconds lie on a line between rehearsed lengths, because the kernels cannot be
     interpolated."""
 
-    _samples: dict[tuple[int, bool], LengthSample] = field(default_factory=dict)
-    _bytes: dict[tuple[int, bool], Bytes] = field(default_factory=dict)
+    _samples: dict[BatchShape, LengthSample] = field(default_factory=dict)
+    _bytes: dict[BatchShape, Bytes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.rates = rates_for(self.gpu)
@@ -135,11 +145,11 @@ class LengthProfiler:
     def bytes(self, length: int, padded: bool) -> Bytes:
         """What the step takes when every sequence has this length."""
         self.sample(length, padded)
-        return self._bytes[length, padded]
+        return self._bytes[BatchShape(length, padded)]
 
     def sample(self, length: int, padded: bool) -> LengthSample:
         """The steady step at this length, rehearsed."""
-        key = (length, padded)
+        key = BatchShape(length, padded)
         if key not in self._samples:
             self.tell(f"simulating {length} tokens{'' if padded else ', unpadded'}")
             software, setup = Software(), self.recipe.setup()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from snugfit.errors import JobError
 from snugfit.planning.lengths.batches import MULTIPLES, ORDERS, DrawnBatches, draw
-from snugfit.planning.lengths.length_profile import LengthProfiler, LengthSeconds
+from snugfit.planning.lengths.length_profile import BatchShape, LengthProfiler, LengthSeconds
 
 if TYPE_CHECKING:
     from snugfit.data.lengths import Lengths
@@ -86,17 +86,17 @@ class Ways:
         """Tokens of the longest batch that can occur."""
         return -(-self.lengths.longest // multiple) * multiple
 
-    def shapes(self) -> Iterable[tuple[int, bool]]:
+    def shapes(self) -> Iterable[BatchShape]:
         """The batches that were drawn: each length, and whether something in it is padded."""
         for drawn in self.drawn.values():
             for multiple in filterfalse(self.why_not.get, MULTIPLES):
                 yield from _shapes(drawn, multiple)
 
-    def ways(self, seconds: Mapping[tuple[int, bool], LengthSeconds]) -> tuple[Way, ...]:
+    def ways(self, seconds: Mapping[BatchShape, LengthSeconds]) -> tuple[Way, ...]:
         """What each way of padding takes, from the seconds of each drawn shape."""
         return tuple(self._way(order, multiple, seconds) for order in ORDERS for multiple in MULTIPLES)
 
-    def _way(self, order: str, multiple: int, seconds: Mapping[tuple[int, bool], LengthSeconds]) -> Way:
+    def _way(self, order: str, multiple: int, seconds: Mapping[BatchShape, LengthSeconds]) -> Way:
         length, drawn = self.longest(multiple), self.drawn[order]
         if self.why_not[multiple]:
             return Way(order=order, multiple=multiple, length=length, why_not=self.why_not[multiple])
@@ -134,19 +134,20 @@ class Ways:
         return any(within < tokens < length for tokens, _ in self.lengths.counts)
 
 
-def _shapes(drawn: DrawnBatches, multiple: int) -> set[tuple[int, bool]]:
+def _shapes(drawn: DrawnBatches, multiple: int) -> set[BatchShape]:
     padded = drawn.padded_to(multiple)
-    return set(zip(padded.ravel().tolist(), (drawn.shortest < padded).ravel().tolist(), strict=True))
+    partly = drawn.shortest < padded
+    return set(map(BatchShape, padded.ravel().tolist(), partly.ravel().tolist()))
 
 
 def _steps(
-    drawn: DrawnBatches, multiple: int, seconds: Mapping[tuple[int, bool], LengthSeconds]
+    drawn: DrawnBatches, multiple: int, seconds: Mapping[BatchShape, LengthSeconds]
 ) -> list[LengthSeconds]:
     """Of each step: the mean of what steps of its micro-batches' lengths take."""
     padded = drawn.padded_to(multiple)
     partly = drawn.shortest < padded
     return [
-        _mean([seconds[shape] for shape in zip(lengths, masked, strict=True)])
+        _mean([seconds[shape] for shape in map(BatchShape, lengths, masked)])
         for lengths, masked in zip(padded.tolist(), partly.tolist(), strict=True)
     ]
 
@@ -155,12 +156,12 @@ def _mean(of: Sequence[LengthSeconds]) -> LengthSeconds:
     return LengthSeconds(*(sum(values) / len(of) for values in zip(*of, strict=True)))
 
 
-def seconds_of(profiler: LengthProfiler, of: Sequence[Ways]) -> dict[tuple[int, bool], LengthSeconds]:
+def seconds_of(profiler: LengthProfiler, of: Sequence[Ways]) -> dict[BatchShape, LengthSeconds]:
     """LengthSeconds of a step at every length that was drawn."""
     shapes = {shape for ways in of for shape in ways.shapes()}
-    seconds: dict[tuple[int, bool], LengthSeconds] = {}
+    seconds: dict[BatchShape, LengthSeconds] = {}
     for padded in (True, False):
         lengths = {length for length, masked in shapes if masked is padded}
         by_length = profiler.seconds(lengths, padded)
-        seconds |= {(length, padded): one for length, one in by_length.items()}
+        seconds |= {BatchShape(length, padded): one for length, one in by_length.items()}
     return seconds

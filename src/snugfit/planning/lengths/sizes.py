@@ -1,13 +1,13 @@
-"""Sizes that a device dislikes: which ones cost, what they cost, and what would be better.
+"""Sizes that are slow on a device: which ones, what they cost, and what would be better.
 
 Products of matrices are worked off in tiles, and tiles in waves (`prediction/kernel_seconds.py`; NVIDIA,
 "Matrix Multiplication Background User's Guide", sections 2.2 and 3). So a size just past the end of a tile
 or a wave costs as much as a much larger one, and tensor cores want rows that are multiples of 16 bytes. Each
 size is found by predicting: the job with another size beside the job as it is, bytes and seconds of both.
-What gains less than `WORTH` is not told.
+What gains less than `WORTH` is not listed.
 
 Only the vocabulary is *proposed* to be changed, and a length to be padded: neither changes what is learned.
-Another batch is another job, and the widths belong to the model, so those are told.
+Another batch is another job, and the widths belong to the model, so those are only listed.
 
 How much unaligned rows cost (`MatmulRate.unaligned`) was measured on an H200, and is assumed on other GPUs.
 Until cuBLAS 11 they kept products off the tensor cores; since then they are only slower there, by an amount
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from snugfit.job.model import Model
 
 WORTH = 0.01
-"""Of the samples per second: what gains less is not told."""
+"""Of the samples per second: what gains less is not listed."""
 
 FREE = 0.005
 """Of a step's seconds: a larger batch that takes no more than this longer costs nothing."""

@@ -1,4 +1,4 @@
-"""The search: every valid recipe, as few full rehearsals as that takes, and nothing left to chance.
+"""The search: every valid recipe, as few full rehearsals as that takes, and still an exact answer.
 
 Each Setup first gets its lower bounds (`Parts.screen`). Then Setups are judged in the order of their least
 seconds: put together in full, timed, and sent through the allocator. A Setup that is dominated by one that
@@ -170,7 +170,9 @@ def search(
 def _start_of(start: Recipe | str | None, ranked: int) -> Recipe | None:
     """The recipe to start from; raises `UsageError` for what is none, and for what cannot be listed."""
     if not (type(ranked) is int and ranked >= 0):
-        raise UsageError(f"ranked is {ranked!r}; it is how many of the best are told, a whole number from 0.")
+        raise UsageError(
+            f"ranked is {ranked!r}; it is how many of the best are listed, a whole number from 0."
+        )
     if start is None or isinstance(start, Recipe):
         return start
     if not isinstance(start, str):
