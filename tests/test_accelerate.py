@@ -426,7 +426,7 @@ def test_wishes_that_cannot_be_honoured_are_refused_by_name() -> None:
 
     with pytest.raises(RecipeError, match=r"(?s)lora.*get_peft_model"):
         loop_of(None, "lora(targets=all-linear)", model=model)
-    with pytest.raises(RecipeError, match=r"(?s)eager.*Module lets nobody choose"):
+    with pytest.raises(RecipeError, match=r"(?s)eager.*Module has an attention that cannot be chosen"):
         loop_of(None, "eager", model=Module(), loader=[{"inputs": torch.ones(2, 4)}])
     with pytest.raises(RecipeError, match=r"(?s)workers.*Shuffled"):
         loop_of(None, "workers(2)", model=model, loader=Shuffled())

@@ -73,7 +73,7 @@ class Recovery:
             raise out_of_memory(exhausted, recipe, step, f"No other recipe is left. {WHAT_TO_TRY}")
         if chosen is None:
             what = f"Step {step}: memory is short ({exhausted.cause}, {exhausted.message}) under '{recipe}'"
-            text = f"{what}, and no other recipe is left; the run goes on, slower than it could."
+            text = f"{what}, and no other recipe is left; the run continues, slower than it could."
             self._journal.tell("warning", text=text)
         return chosen
 

@@ -33,7 +33,7 @@ class AttentionHandler(Handler):
         """A model of the user's own may have no switch for it."""
         if not live.is_plain(self.slot) and not hasattr(live.model, "set_attn_implementation"):
             name = type(live.model).__name__
-            yield f"{live.technique(self.slot)}: {name} lets nobody choose its attention."
+            yield f"{live.technique(self.slot)}: {name} has an attention that cannot be chosen."
 
     def change(self, value: str, live: LiveTraining) -> Iterator[str]:
         """By the model's own switch. One that has no attention of torch's keeps what it has, as when it is
