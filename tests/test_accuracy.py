@@ -19,7 +19,7 @@ from snugfit.comparison.compare import compare
 from snugfit.comparison.compared_runs import BAND, Accuracy, ComparedRun, error_quantiles
 from snugfit.errors import RecipeError, RehearsalError, UsageError
 from snugfit.evaluation import accuracy as room
-from snugfit.evaluation import predict_runs as foreseeing
+from snugfit.evaluation import predict_runs
 from snugfit.evaluation.accuracy_files import read
 from snugfit.evaluation.draw import DrawnJob, proposals
 from snugfit.evaluation.families import FAMILIES
@@ -188,7 +188,7 @@ def answered(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         asked.append((job, recipe))
         return replace(prediction(), job=job, recipe=recipe, gpu=how["gpu"], memory_bytes=140 * GIB)
 
-    monkeypatch.setattr(foreseeing, "predict", predict)
+    monkeypatch.setattr(predict_runs, "predict", predict)
     monkeypatch.setattr(
         "snugfit.measurement.measure.measure",
         lambda job, recipe, **how: measurement(job=job, recipe=recipe),
@@ -224,8 +224,8 @@ def test_a_recipe_that_the_model_refuses_is_passed_over_and_told(monkeypatch: py
             raise RecipeError("peft knows no targets")
         return replace(prediction(), job=job, recipe=recipe)
 
-    monkeypatch.setattr(foreseeing, "predict", predict)
-    run = foreseeing.predict_draw(1, H200, 2)
+    monkeypatch.setattr(predict_runs, "predict", predict)
+    run = predict_runs.predict_draw(1, H200, 2)
     following = proposals(1, 2)
     next(following)
     assert run.recipe == next(following).recipe
@@ -240,7 +240,7 @@ def test_what_cannot_be_predicted_keeps_its_place(
     def predict(*_: Any, **__: Any) -> Any:
         raise failure
 
-    monkeypatch.setattr(foreseeing, "predict", predict)
+    monkeypatch.setattr(predict_runs, "predict", predict)
     result = room.accuracy(1, 2, H200, file=tmp_path / "a.json", measured=False)
     assert [run.number for run in result.outside] == [0, 1]
     assert "\n" not in result.runs[0].refused

@@ -15,7 +15,7 @@ from snugfit.comparison.compared_runs import Accuracy, ComparedRun
 from snugfit.comparison.ranking import gap, group_by_job, pooled_agreement
 from snugfit.errors import SnugfitError, UsageError
 from snugfit.evaluation import accuracy as room
-from snugfit.evaluation import predict_runs as foreseeing
+from snugfit.evaluation import predict_runs
 from snugfit.evaluation.accuracy_files import read, read_rates, write
 from snugfit.evaluation.draw import draw_recipes, draw_training_job
 from snugfit.evaluation.predict_runs import PlannedRecipe
@@ -58,7 +58,7 @@ def answered(monkeypatch: pytest.MonkeyPatch) -> list[Recipe]:
         pace = replace(timing(), step_seconds=1.1 * length / 1000)
         return measurement(GIB + length * MIB, job=job, recipe=recipe, timing=pace)
 
-    monkeypatch.setattr(foreseeing, "predict", predict)
+    monkeypatch.setattr(predict_runs, "predict", predict)
     monkeypatch.setattr("snugfit.measurement.measure.measure", measure)
     return asked
 
@@ -176,7 +176,7 @@ def test_a_run_that_can_no_longer_be_predicted_says_so(
     def predict(*_: Any, **__: Any) -> Any:
         raise KeyError("lost")
 
-    monkeypatch.setattr(foreseeing, "predict", predict)
+    monkeypatch.setattr(predict_runs, "predict", predict)
     again = room.rescore(first, H200, file=tmp_path / "b.json")
     assert [run.complaint for run in again.runs] == ["not predicted: KeyError: 'lost'"] * 2
 

@@ -682,10 +682,10 @@ def test_what_the_child_raises_becomes_a_cause(tmp_path: Path) -> None:
 FAKE_CHILD = """
 import json, sys, time
 from pathlib import Path
-findings = json.loads({findings!r})
+reported = json.loads({reported!r})
 while not Path({go!r}).exists():
     time.sleep(0.01)
-Path(sys.argv[2]).write_text(json.dumps(findings))
+Path(sys.argv[2]).write_text(json.dumps(reported))
 sys.exit({code})
 """
 
@@ -698,14 +698,14 @@ class TestOnAGpu:
         monkeypatch: pytest.MonkeyPatch,
         tmp_path: Path,
         gpu: FakeGpu,
-        findings: ChildResult,
+        reported: ChildResult,
         *,
         code: int = 0,
         meanwhile: Any = lambda: None,
     ) -> Measurement:
         """The device's bytes rise while the child lives and fall when it has ended."""
         go, library = tmp_path / "go", FakeNvml(gpu)
-        body = FAKE_CHILD.format(findings=json.dumps(findings.to_json()), go=str(go), code=code)
+        body = FAKE_CHILD.format(reported=json.dumps(reported.to_json()), go=str(go), code=code)
         monkeypatch.setattr(
             measure_room,
             "child_command",
@@ -727,7 +727,7 @@ class TestOnAGpu:
 
         monkeypatch.setattr(Child, "wait", waited)
         with open_nvml(library) as nvml:
-            place = Target(type="cuda", card=nvml.cards()[0], driver=nvml.driver())
+            target = Target(type="cuda", card=nvml.cards()[0], driver=nvml.driver())
             experiment = MeasurementRequest(
                 job=tiny_job(),
                 recipe=Recipe(),
@@ -737,9 +737,9 @@ class TestOnAGpu:
                 deadline_seconds=60,
                 history=None,
             )
-            return run_experiment(experiment, place)[0]
+            return run_experiment(experiment, target)[0]
 
-    FINDINGS = ChildResult(
+    REPORTED = ChildResult(
         outcome="ok",
         seconds=(0.1, 0.1, 0.1),
         requested_bytes=6575 * MIB,
@@ -754,7 +754,7 @@ class TestOnAGpu:
 
     @pytest.mark.whole
     def test_nvml_is_what_the_device_grew_by(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        seen = self.perform(monkeypatch, tmp_path, FakeGpu(processes=None), self.FINDINGS)
+        seen = self.perform(monkeypatch, tmp_path, FakeGpu(processes=None), self.REPORTED)
         assert (seen.outcome, seen.contaminated) == ("ok", None)
         assert seen.footprint is not None
         assert seen.footprint.nvml_bytes == 7661 * MIB
@@ -770,19 +770,19 @@ class TestOnAGpu:
         def come() -> None:
             gpu.used += 3000 * MIB
 
-        seen = self.perform(monkeypatch, tmp_path, gpu, self.FINDINGS, meanwhile=come)
+        seen = self.perform(monkeypatch, tmp_path, gpu, self.REPORTED, meanwhile=come)
         assert seen.contaminated is not None
         assert "3,146 MiB beyond" in seen.contaminated
 
     @pytest.mark.whole
     def test_somebody_else_before_is_told(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        seen = self.perform(monkeypatch, tmp_path, FakeGpu(processes=[(17, 40 * MIB)]), self.FINDINGS)
+        seen = self.perform(monkeypatch, tmp_path, FakeGpu(processes=[(17, 40 * MIB)]), self.REPORTED)
         assert "before the run process 17 (40 MiB)" in str(seen.contaminated)
 
     @pytest.mark.whole
     def test_one_out_of_memory_keeps_its_peaks(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         died = replace(
-            self.FINDINGS, outcome="oom:torch", seconds=(), message="OutOfMemoryError: CUDA out of memory."
+            self.REPORTED, outcome="oom:torch", seconds=(), message="OutOfMemoryError: CUDA out of memory."
         )
         seen = self.perform(monkeypatch, tmp_path, FakeGpu(processes=None), died, code=1)
         assert (seen.outcome, seen.timing) == ("oom:torch", None)

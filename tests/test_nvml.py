@@ -21,7 +21,7 @@ from snugfit.measurement.visible_devices import card_at, hides_all, visible_card
 from snugfit.units import MIB
 
 A, B, C = (f"GPU-{digit * 8}-aaaa-bbbb-cccc-000000000000" for digit in "123")
-GROUND = GpuBaseline(used_bytes=3 * MIB, pids=frozenset(), reason=None)
+BASELINE = GpuBaseline(used_bytes=3 * MIB, pids=frozenset(), reason=None)
 
 
 def card_of(library: FakeNvml) -> Card:
@@ -236,8 +236,8 @@ def test_asking_a_cpu_build_for_a_gpu_is_an_error(monkeypatch: pytest.MonkeyPatc
 
 
 def test_clean_before() -> None:
-    ground = contamination.before(card_of(FakeNvml(FakeGpu())), patience=0)
-    assert (ground.used_bytes, ground.reason) == (3 * MIB, None)
+    baseline = contamination.before(card_of(FakeNvml(FakeGpu())), patience=0)
+    assert (baseline.used_bytes, baseline.reason) == (3 * MIB, None)
 
 
 @pytest.mark.parametrize(
@@ -271,20 +271,20 @@ def test_version_one_cannot_tell_idle_from_reserve() -> None:
 
 def test_clean_after_is_waited_for() -> None:
     gpu = FakeGpu(script=[9000 * MIB, 400 * MIB, 5 * MIB])
-    assert contamination.after(card_of(FakeNvml(gpu)), GROUND, patience=5) is None
+    assert contamination.after(card_of(FakeNvml(gpu)), BASELINE, patience=5) is None
 
 
 def test_memory_that_is_not_given_back_is_told() -> None:
-    reason = contamination.after(card_of(FakeNvml(FakeGpu(used=2003 * MIB))), GROUND, patience=0)
+    reason = contamination.after(card_of(FakeNvml(FakeGpu(used=2003 * MIB))), BASELINE, patience=0)
     assert reason is not None
     assert "2,000 MiB were not given back" in reason
 
 
 def test_a_process_that_stays_is_told() -> None:
     card = card_of(FakeNvml(FakeGpu(processes=[(23, None)])))
-    assert "process 23" in str(contamination.after(card, GROUND, patience=0))
-    there_before = GpuBaseline(used_bytes=3 * MIB, pids=frozenset({23}), reason="process 23")
-    assert contamination.after(card, there_before, patience=0) is None
+    assert "process 23" in str(contamination.after(card, BASELINE, patience=0))
+    known_before = GpuBaseline(used_bytes=3 * MIB, pids=frozenset({23}), reason="process 23")
+    assert contamination.after(card, known_before, patience=0) is None
 
 
 def census(used: int, ours: dict[int, int | None], others: dict[int, int | None]) -> Census:
@@ -305,13 +305,13 @@ def census(used: int, ours: dict[int, int | None], others: dict[int, int | None]
     ],
 )
 def test_strangers_during_the_run(censuses: list[Census], words: str | None) -> None:
-    reason = contamination.during(censuses, GROUND)
+    reason = contamination.during(censuses, BASELINE)
     assert (words in reason) if words and reason else reason is words
 
 
 def test_those_who_were_there_before_are_told_once() -> None:
-    ground = GpuBaseline(used_bytes=500 * MIB, pids=frozenset({8}), reason="process 8")
-    assert contamination.during([census(9000, {7: None}, {8: None})], ground) is None
+    baseline = GpuBaseline(used_bytes=500 * MIB, pids=frozenset({8}), reason="process 8")
+    assert contamination.during([census(9000, {7: None}, {8: None})], baseline) is None
 
 
 def test_unexplained_growth() -> None:
@@ -351,7 +351,7 @@ def test_the_sampler_sees_who_comes_during_the_run() -> None:
     with Sampler(card_of(library), belongs=lambda pid: pid == 7, interval=0.0005) as sampler:
         library.before_reading = come
         assert late.wait(30)
-    assert "process 666" in str(contamination.during(sampler.censuses.values(), GROUND))
+    assert "process 666" in str(contamination.during(sampler.censuses.values(), BASELINE))
 
 
 def test_the_sampler_survives_a_lost_gpu() -> None:
