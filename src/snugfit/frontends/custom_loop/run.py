@@ -147,7 +147,7 @@ class HandRun:
         self._checkpoints_for("save").save()
 
     def resume(self) -> bool:
-        """Takes up the newest whole checkpoint; False where there is none. Raises `UsageError` after the
+        """Resumes the newest whole checkpoint; False where there is none. Raises `UsageError` after the
         first step and for another run's checkpoint, `SnugfitError` when none that is there is whole.
         """
         checkpoints = self._checkpoints_for("resume")
