@@ -11,7 +11,7 @@ recomputed), so all of them together are the plan's own figures. All are judged 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from snugfit.errors import RecipeError, SnugfitError
@@ -117,37 +117,9 @@ def cures(
 def compare_with_start(start: Recipe, chosen: Recipe, pool: WorkerPool, job: Job, gpu: Gpu | None) -> Start:
     """The recipe that the user starts from beside the one that the plan chose."""
     slots = [slot for slot in Slot if start[slot] != chosen[slot]]
-    steps = [start, *(start.with_(chosen[slot]) for slot in slots)]
-    figures = _judge(steps, pool, job, gpu)
-    at_start = figures[0]
-    is_known = not isinstance(at_start, SnugfitError)
-    changes = []
-    for number, slot in enumerate(slots, start=1):
-        change = Change(
-            slot=slot.value, theirs=str(start[slot]), ours=str(chosen[slot]), **_cost_of(figures[number])
-        )
-        changes.append(change)
-    return Start(
-        recipe=str(start),
-        **_cost_of(at_start),
-        why_not="" if is_known else str(at_start).splitlines()[-1],
-        changes=tuple(changes),
-    )
-
-
-def _cost_of(figures: Figures | SnugfitError) -> dict[str, Any]:
-    if isinstance(figures, SnugfitError):
-        return {}
-    return {"needed_bytes": figures.needed_bytes, "step_seconds": figures.step_seconds}
-
-
-def _judge(
-    recipes: list[Recipe], pool: WorkerPool, job: Job, gpu: Gpu | None
-) -> Mapping[int, Figures | SnugfitError]:
-    """What each of these takes, or why it cannot be."""
     results: dict[int, Figures | SnugfitError] = {}
     questions = []
-    for number, recipe in enumerate(recipes):
+    for number, recipe in enumerate([start, *(start.with_(chosen[slot]) for slot in slots)]):
         try:
             recipe.check(job, gpu.compute_capability if gpu else None)
             questions.append(Question(number, "judge", ([recipe.setup()],)))
@@ -155,4 +127,22 @@ def _judge(
             results[number] = objection
     for number, value in pool.answers_to(questions):
         results[number] = value if isinstance(value, SnugfitError) else value[0][0]
-    return results
+    at_start = results[0]
+    return Start(
+        recipe=str(start),
+        **_cost_of(at_start),
+        why_not=str(at_start).splitlines()[-1] if isinstance(at_start, SnugfitError) else "",
+        changes=tuple(
+            Change(
+                slot=slot.value, theirs=str(start[slot]), ours=str(chosen[slot]), **_cost_of(results[number])
+            )
+            for number, slot in enumerate(slots, start=1)
+        ),
+    )
+
+
+def _cost_of(figures: Figures | SnugfitError) -> dict[str, Any]:
+    """The fields of a start or a change that say what a recipe takes; none where it cannot be."""
+    if isinstance(figures, SnugfitError):
+        return {}
+    return {"needed_bytes": figures.needed_bytes, "step_seconds": figures.step_seconds}
