@@ -24,7 +24,7 @@ from functools import partial
 from typing import TypeVar
 
 from snugfit.measurement.nvml import Card, GpuProcess, NvmlUnavailable
-from snugfit.measurement.sampler import Census
+from snugfit.measurement.sampler import Census, Sampler
 from snugfit.units import MIB, show_mib
 
 _T = TypeVar("_T")
@@ -57,6 +57,34 @@ class GpuBaseline:
 
     reason: str | None
     """Why it is not clean; None when it is."""
+
+    def growth(self, peak_bytes: int | None) -> int | None:
+        """A run's NVML bytes: what the device's used bytes grew by until its peak."""
+        if peak_bytes is None or self.used_bytes is None:
+            return None
+        return max(0, peak_bytes - self.used_bytes)
+
+
+def first_reason(
+    card: Card,
+    baseline: GpuBaseline,
+    sampler: Sampler,
+    *,
+    reserved_bytes: int | None,
+    context_bytes: int | None,
+) -> str | None:
+    """The first reason why the GPU was not a run's alone, or could not be proven so; waits as `after` does.
+
+    `reserved_bytes` is the allocator's peak, `context_bytes` the context's size at the first tensor.
+    """
+    reasons = [baseline.reason, during(sampler.censuses.values(), baseline)]
+    grown = baseline.growth(sampler.peak_bytes)
+    if grown is not None and reserved_bytes is not None and context_bytes is not None:
+        reasons.append(unexplained_growth(grown, reserved_bytes=reserved_bytes, context_bytes=context_bytes))
+    if sampler.refusal is not None:
+        reasons.append(f"not proven clean: {sampler.refusal}")
+    reasons.append(after(card, baseline, patience=PATIENCE))
+    return next((reason for reason in reasons if reason), None)
 
 
 def before(card: Card, *, patience: float) -> GpuBaseline:

@@ -138,7 +138,7 @@ def run_experiment(request: MeasurementRequest, target: Target) -> tuple[Measure
         loop=request.loop,
         device=target.describe(result.device_name, result.total_bytes),
         outcome=result.outcome,
-        footprint=_footprint(result, _growth(sampler, baseline)),
+        footprint=_footprint(result, baseline.growth(sampler.peak_bytes) if baseline and sampler else None),
         timing=timing_of(result.seconds, request.job.batch_size, result.quiet),
         versions=result.versions,
         when=when,
@@ -232,13 +232,6 @@ def _sampling(target: Target, child: Child) -> Iterator[Sampler | None]:
         yield sampler
 
 
-def _growth(sampler: Sampler | None, baseline: GpuBaseline | None) -> int | None:
-    """What the device's used bytes grew by at their peak: this run's NVML bytes."""
-    if sampler is None or sampler.peak_bytes is None or baseline is None or baseline.used_bytes is None:
-        return None
-    return max(0, sampler.peak_bytes - baseline.used_bytes)
-
-
 def _footprint(result: ChildResult, nvml_bytes: int | None) -> Footprint | None:
     """The measured bytes; None without a result.
 
@@ -264,19 +257,16 @@ def _footprint(result: ChildResult, nvml_bytes: int | None) -> Footprint | None:
 def _contamination(
     target: Target, baseline: GpuBaseline | None, sampler: Sampler | None, result: ChildResult
 ) -> str | None:
-    """The first reason why the GPU was not this run's alone, or could not be proven so."""
+    """Why the GPU was not this run's alone, or could not be proven so; None when it was."""
     if target.card is None or baseline is None or sampler is None:
         return f"not proven clean: {target.doubt}" if target.doubt else None
-    reasons = [baseline.reason, contamination.during(sampler.censuses.values(), baseline)]
-    grown, reserved, context = _growth(sampler, baseline), result.reserved_bytes, result.first_context_bytes
-    if grown is not None and reserved is not None and context is not None:
-        reasons.append(
-            contamination.unexplained_growth(grown, reserved_bytes=reserved, context_bytes=context)
-        )
-    if sampler.refusal is not None:
-        reasons.append(f"not proven clean: {sampler.refusal}")
-    reasons.append(contamination.after(target.card, baseline, patience=contamination.PATIENCE))
-    return next((reason for reason in reasons if reason), None)
+    return contamination.first_reason(
+        target.card,
+        baseline,
+        sampler,
+        reserved_bytes=result.reserved_bytes,
+        context_bytes=result.first_context_bytes,
+    )
 
 
 def _message(result: ChildResult, exited: ChildExit, request: MeasurementRequest) -> str:
