@@ -77,7 +77,7 @@ def predict(
     after = replay(trace, expandable=setup.expandable_segments)
     context, about_context = context_of(gpu, profile, trace)
     timing, about_seconds = _seconds(trace, gpu, job, setup, rates)
-    peak = trace.peak()[1]
+    peak = trace.peak().position
     return Prediction(
         job=job,
         recipe=recipe,

@@ -119,7 +119,7 @@ class Parts:
         trace = self._whole_trace(setup)
         timed = trace_under(setup, trace)
         share = self.startup.of(setup, timed).share
-        return self._bounds(trace.peak()[0], trace, [seconds + share for seconds in self.timer(timed)])
+        return self._bounds(trace.peak().nbytes, trace, [seconds + share for seconds in self.timer(timed)])
 
     # ---- what it really takes ----------------------------------------------------------------------------
 

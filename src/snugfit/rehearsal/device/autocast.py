@@ -32,6 +32,13 @@ class _CachedCast(NamedTuple):
     cast: torch.Tensor
 
 
+class _Arguments(NamedTuple):
+    """What an operator is called with."""
+
+    positional: Iterable[Any]
+    named: dict[str, Any]
+
+
 class WeightCache:
     """Autocast's cache of cast weights: cast once per autocast region, dropped when the region ends.
 
@@ -124,7 +131,7 @@ def _without_keyset(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return lambda keyset, *arguments, **keywords: kernel(*arguments, **keywords)
 
 
-def _each(cast: Callable[[Any], Any], value: Any) -> Any:
+def _cast_all(cast: Callable[[Any], Any], value: Any) -> Any:
     return type(value)(cast(item) for item in value) if isinstance(value, (list, tuple)) else cast(value)
 
 
@@ -151,7 +158,7 @@ def _to_fp32(value: Any) -> Any:
 
 
 def _switched_off(
-    previous: Callable[..., Any], prepare: Callable[..., tuple[Iterable[Any], dict[str, Any]]]
+    previous: Callable[..., Any], prepare: Callable[[Any, Any], _Arguments]
 ) -> Callable[..., Any]:
     """A kernel that, while the switch is on, prepares its arguments and then calls `previous` with the switch
     off. Every operator of a rehearsal goes through one, so it does no more than that."""
@@ -173,11 +180,11 @@ def _switched_off(
 
 
 def _casting(cast: Callable[[], Callable[[Any], Any]], previous: Callable[..., Any]) -> Callable[..., Any]:
-    def prepare(arguments: Any, keywords: Any) -> tuple[Iterable[Any], dict[str, Any]]:
+    def prepare(arguments: Any, keywords: Any) -> _Arguments:
         # C++ evaluates the wrapper's arguments from right to left, and so are the copies allocated.
         one = cast()
-        cast_arguments = [_each(one, value) for value in reversed(arguments)][::-1]
-        return cast_arguments, {name: _each(one, value) for name, value in keywords.items()}
+        cast_arguments = [_cast_all(one, value) for value in reversed(arguments)][::-1]
+        return _Arguments(cast_arguments, {name: _cast_all(one, value) for name, value in keywords.items()})
 
     return _switched_off(previous, prepare)
 
@@ -187,12 +194,12 @@ def _with_fp32_result(previous: Callable[..., Any]) -> Callable[..., Any]:
 
     halves = (torch.float16, torch.bfloat16)
 
-    def prepare(arguments: Any, keywords: Any) -> tuple[Iterable[Any], dict[str, Any]]:
+    def prepare(arguments: Any, keywords: Any) -> _Arguments:
         x, *rest = arguments
         given = keywords.get("dtype") is not None or any(isinstance(a, torch.dtype) for a in rest)
         if _floats(x) and x.dtype in halves and not given:
             keywords = {**keywords, "dtype": torch.float32}
-        return arguments, keywords
+        return _Arguments(arguments, keywords)
 
     return _switched_off(previous, prepare)
 
@@ -200,11 +207,11 @@ def _with_fp32_result(previous: Callable[..., Any]) -> Callable[..., Any]:
 def _promoting(previous: Callable[..., Any]) -> Callable[..., Any]:
     import torch
 
-    def prepare(arguments: Any, keywords: Any) -> tuple[Iterable[Any], dict[str, Any]]:
+    def prepare(arguments: Any, keywords: Any) -> _Arguments:
         flat = [item for a in arguments for item in (a if isinstance(a, (list, tuple)) else (a,))]
         dtypes = {item.dtype for item in flat if _floats(item)}
         if len(dtypes) > 1 and torch.float32 in dtypes:
-            arguments = tuple(_each(_to_fp32, value) for value in arguments)
-        return arguments, keywords
+            arguments = tuple(_cast_all(_to_fp32, value) for value in arguments)
+        return _Arguments(arguments, keywords)
 
     return _switched_off(previous, prepare)

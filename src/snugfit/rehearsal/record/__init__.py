@@ -1,1 +1,1 @@
-"""The dispatch mode that runs a step on `meta` and writes its trace."""
+"""The dispatch mode that watches a step run on `meta` and writes its trace."""

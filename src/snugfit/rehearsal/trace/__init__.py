@@ -1,1 +1,1 @@
-"""What a rehearsal wrote, and how traces are repeated, joined and deepened."""
+"""What a rehearsal writes: the trace, and the relative trace, which can be repeated and joined."""

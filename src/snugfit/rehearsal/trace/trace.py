@@ -116,6 +116,15 @@ class Work(NamedTuple):
     """Before which of the kernels the host waits, ascending."""
 
 
+class Peak(NamedTuple):
+    """The moment of a run at which the most requested bytes live."""
+
+    nbytes: int
+    """Requested bytes, before the allocator rounds them."""
+    position: int
+    """Of the event that first reaches them; -1 where nothing is allocated."""
+
+
 @dataclass(frozen=True)
 class Trace:
     """A run of some optimizer steps, as a device would be asked for it."""
@@ -150,13 +159,13 @@ class Trace:
             current += self.blocks[event - 1].nbytes if event > 0 else -self.blocks[-event - 1].nbytes
             yield current
 
-    def peak(self) -> tuple[int, int]:
-        """The largest requested bytes, and the position of the event that first reached them."""
-        best, where = 0, -1
+    def peak(self) -> Peak:
+        """The moment at which the most requested bytes live, and the first such."""
+        peak = Peak(0, -1)
         for position, current in enumerate(self.live()):
-            if current > best:
-                best, where = current, position
-        return best, where
+            if current > peak.nbytes:
+                peak = Peak(current, position)
+        return peak
 
     def alive_at(self, position: int) -> list[int]:
         """Indices of the blocks alive after event `position`."""
