@@ -43,13 +43,15 @@ def harmless(text: str) -> str:
 
 
 class PlainTable(Table):
-    """A table that sets its columns closer where the terminal is narrower than `needed` columns."""
+    """A table that sets its columns closer where the terminal is narrower than `needed` columns. Where that
+    does not suffice it runs over the edge: a number that is cut off is another number."""
 
     needed = 0
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         self.padding = (0, 1) if options.max_width >= self.needed else (0, 0)
-        return super().__rich_console__(console, options)
+        least = self.needed - 2 * len(self.columns) + 1  # its left edge
+        return super().__rich_console__(console, options.update(max_width=max(options.max_width, least)))
 
 
 def table(columns: Iterable[str], rows: Iterable[Sequence[object]], *, title: str = "") -> PlainTable:
@@ -79,7 +81,7 @@ def table(columns: Iterable[str], rows: Iterable[Sequence[object]], *, title: st
 def show(content: RenderableType) -> None:
     """Prints a report on stdout."""
     width = None if sys.stdout.isatty() else PIPE_WIDTH
-    Console(width=width, markup=False, emoji=False, highlight=False).print(content)
+    Console(width=width, markup=False, emoji=False, highlight=False).print(content, crop=False)
 
 
 def show_json(document: Mapping[str, Any]) -> None:
@@ -90,7 +92,9 @@ def show_json(document: Mapping[str, Any]) -> None:
 def as_text(content: RenderableType, *, width: int = 110) -> str:
     """A report as plain text: for `print` and for files."""
     out = StringIO()
-    Console(file=out, width=width, markup=False, emoji=False, highlight=False, no_color=True).print(content)
+    Console(file=out, width=width, markup=False, emoji=False, highlight=False, no_color=True).print(
+        content, crop=False
+    )
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
@@ -105,6 +109,6 @@ def as_html(content: RenderableType, *, width: int = 110) -> str:
         highlight=False,
         force_jupyter=False,
     )
-    console.print(content)
+    console.print(content, crop=False)
     style = "font-family:Menlo,'DejaVu Sans Mono',monospace;line-height:1.2;white-space:pre"
     return console.export_html(inline_styles=True, code_format=f'<pre style="{style}">{{code}}</pre>')
