@@ -181,7 +181,7 @@ def test_folders_stay_small() -> None:
         name_of(folder): len({entry.name for entry in folder.iterdir()} - {"__init__.py", "__pycache__"})
         for folder in folders
     }
-    assert not {name: count for name, count in entries.items() if count > 24}
+    assert not {name: count for name, count in entries.items() if count > 22}
 
 
 def test_nobody_imports_a_technique_by_name() -> None:
@@ -258,7 +258,7 @@ SAYS_NOTHING = {
 WORDS_LEFT: set[str] = {
     "planning/plan.py",
 }  # fmt: skip
-"""Files in which names and docstrings still break the rules below; to be emptied."""
+"""Files that break the rules below for a reason: fields of `planning/plan.py` are keys of a plan's JSON."""
 
 
 def is_bare_participle(name: str) -> bool:
@@ -292,6 +292,7 @@ def test_names_and_docstrings_say_what_they_mean() -> None:
     """Functions are verbs or nouns, variables say what they hold, docstrings are sentences of their own."""
     wrong = offending(lambda path: [*vague_names(tree_of(path)), *short_docstrings(tree_of(path))])
     assert not {name: found for name, found in wrong.items() if name not in WORDS_LEFT}
+    assert wrong.keys() >= WORDS_LEFT, "these are clean now; take them off the list"
     assert wrong.keys() >= WORDS_LEFT, "these are clean now; take them off the list"
 
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from snugfit.cli import arguments as given
-from snugfit.cli.here import gpu_here
 from snugfit.cli.verify import planned_recipe, usual_workers
 from snugfit.errors import GpuError, OutsideBand, UsageError
+from snugfit.measurement.target import gpu_here
 
 if TYPE_CHECKING:
     from snugfit.comparison.compared_runs import Accuracy

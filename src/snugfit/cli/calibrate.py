@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import typer
 
 from snugfit.cli import arguments as given
-from snugfit.cli.here import gpu_here
 from snugfit.errors import GpuError
+from snugfit.measurement.target import gpu_here
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from snugfit.cli import arguments as given
-from snugfit.cli.here import gpu_here
+from snugfit.measurement.target import gpu_here
 
 if TYPE_CHECKING:
     from snugfit.evaluation.guide_result import GuideResult

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from snugfit.cli import arguments as given
-from snugfit.cli.here import gpu_here
 from snugfit.cli.request import Request
 from snugfit.errors import OutOfMemory, UsageError
+from snugfit.measurement.target import gpu_here
 
 if TYPE_CHECKING:
     from snugfit.results.measurement import Measurement

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from snugfit.cli.here import gpu_here
 from snugfit.errors import GpuError, OutsideBand, SnugfitError
+from snugfit.measurement.target import gpu_here
 
 if TYPE_CHECKING:
     from collections.abc import Callable

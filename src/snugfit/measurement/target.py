@@ -114,6 +114,13 @@ def open_target(
             yield Target(type="cuda", card=card_at(nvml, environment, index), driver=nvml.driver())
 
 
+def gpu_here(device: str | None = None) -> str | None:
+    """The name of this machine's GPU, or of the one that `device` (`cuda:1`) names; None where NVML knows
+    none. Nothing touches CUDA."""
+    with open_target(device, 0, environment=os.environ) as target:
+        return target.card.name if target.card else None
+
+
 def _parse_device(device: str | None, index: int) -> tuple[str | None, int]:
     """Torch's type of the device (None where the user named none) and the GPU's index."""
     if type(index) is not int or index < 0:
