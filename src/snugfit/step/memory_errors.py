@@ -47,8 +47,8 @@ MESSAGES: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
 def memory_cause(error: BaseException) -> str | None:
     """`oom:WHO` or `host-oom` (the words stand in measurement/causes.py); None when memory is none of it.
 
-    Memory comes before mistakes: a model that could not be built for want of memory is told as a mistake in
-    its config by whoever built it.
+    Memory comes before mistakes: a model that could not be built for want of memory reaches us as a
+    mistake in its config.
     """
     for link in _chain(error):
         cause = _by_type(link) or _by_message(link)

@@ -1,7 +1,7 @@
 """The Step: the real model class, the real optimizer and the real loop body, ready to run.
 
 One Step is rehearsed (on tensors with shapes and no data), performed (on a device, measured) or trained, and
-is the same object each time: only its device and its observer differ. The loops are told apart by name:
+is the same object each time: only its device and its observer differ. Each loop has a name:
 
 - `plain`: the loop every figure of ours refers to (`plain_loop.py`);
 - `accelerate`: the guide's hand-written loop on the installed accelerate (`accelerate_loop.py`);

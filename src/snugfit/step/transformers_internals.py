@@ -6,9 +6,9 @@ pass, and is called where we rely on it.
 
 For a rehearsal both libraries stand on a device that is not there. They ask the machine which device it has
 and refuse what it cannot do, so their placement is substituted and nothing else: while they set themselves up
-they are told that the device is CUDA, so that they decide as they would on a GPU; then their state's device
+the device is said to be CUDA, so that they decide as they would on a GPU; then their state's device
 becomes `meta`, and everything they place goes there. Their own state of before, a user's live Accelerator
-perhaps, is put back afterwards.
+perhaps, is restored afterwards.
 
 For a live trainer `TrainerHooks` gives the private moments of its training plain names, and the functions
 below read and set its private fields.

@@ -109,8 +109,8 @@ class Batches:
             self.position += 1
 
     def fetch(self) -> None:
-        """Has the loader make the next batch, where an epoch goes on and none waits. What goes wrong is told
-        to who takes it."""
+        """Has the loader make the next batch, where an epoch goes on and none waits. What goes
+        wrong is raised where the batch is taken."""
         if self._iterator is None or self._fetched or self._fault is not None:
             return
         begun, self._before = time.perf_counter(), self._now

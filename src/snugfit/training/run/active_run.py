@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any, final
 
 from snugfit.errors import SnugfitError
+from snugfit.step.applier import loader_arguments
 from snugfit.training.checkpoint.state import RunProgress, TrainState, snapshot
 from snugfit.training.recovery import Exhausted
 from snugfit.training.rng import rng_states, set_rng_states
@@ -68,15 +69,16 @@ class ActiveRun:
 
     def batches(self) -> Generator[list[dict[str, torch.Tensor]]]:
         """The host micro-batches (B, ...) of each step that is left."""
-        loader, data = self.setup.loader, self._run.data
+        data = self._run.data
+        loading = loader_arguments(self.setup, self._run.device)
         return feed(
             data.samples,
             self.order,
             collate_for(self._run.job, self.setup, data.collate),
             start_step=self.progress.step,
             stop_step=self.steps,
-            workers=loader.workers,
-            pinned=loader.pinned and self._run.device.type == "cuda",
+            workers=loading["num_workers"],
+            pinned=loading["pin_memory"],
         )
 
     def take_step(
