@@ -124,12 +124,7 @@ def _plan(gpus: Sequence[Gpu], asked: Mapping[str, Any]) -> int:
 
 def _refuse(request: Request) -> None:
     """Raises `UsageError` for what a job file may say and plans for many GPUs do not take."""
-    from snugfit.techniques.recipe import Recipe
-
-    if request.recipe != Recipe() and not request.reading:
-        raise UsageError(f"recipe {str(request.recipe)!r}: a plan chooses the recipe itself. Leave it out.")
-    if request.loop != "plain" and not request.reading:
-        raise UsageError(f"loop {request.loop}: plans are made for the plain loop. Leave it out.")
+    request.refuse_recipe_and_loop()
     if request.gpu or request.memory_bytes:
         raise UsageError("gpu and memory have no place here: name the GPUs after `snugfit gpus`, or none.")
 

@@ -89,18 +89,8 @@ def plan(
 def _refuse(request: Request, plot: Path | None, verify: int | None) -> None:
     """Raises `UsageError` for what a plan does not take, before long work begins."""
     from snugfit.report.text.figure import check_plot_file
-    from snugfit.techniques.recipe import Recipe
 
-    if request.recipe != Recipe() and not request.reading:
-        raise UsageError(
-            f"--recipe {str(request.recipe)!r}: a plan chooses the recipe itself. Leave it out, or ask "
-            "snugfit predict about this one."
-        )
-    if request.loop != "plain" and not request.reading:
-        raise UsageError(
-            f"--loop {request.loop}: a plan is made for the plain loop. Leave it out, and ask snugfit "
-            f"predict about its answer with --loop {request.loop}."
-        )
+    request.refuse_recipe_and_loop()
     if request.software != "installed":
         raise UsageError("A plan is made for the installed software. Leave the software profile out.")
     if request.gpu is None:

@@ -77,6 +77,22 @@ class Request:
             job=_job(_with_lengths(settings, lengths), online=bool(flags.get("online"))),
         )
 
+    def refuse_recipe_and_loop(self) -> None:
+        """Raises `UsageError` for a recipe or a loop that a plan was given, unless it came from the user's
+        own configuration: there it is what the plan starts from."""
+        from snugfit.techniques.recipe import Recipe
+
+        if self.recipe != Recipe() and not self.reading:
+            raise UsageError(
+                f"--recipe {str(self.recipe)!r}: a plan chooses the recipe itself. Leave it out, or ask "
+                "snugfit predict about this one."
+            )
+        if self.loop != "plain" and not self.reading:
+            raise UsageError(
+                f"--loop {self.loop}: a plan is made for the plain loop. Leave it out, and ask snugfit "
+                f"predict about its answer with --loop {self.loop}."
+            )
+
 
 def _settings(flags: Mapping[str, Any]) -> dict[str, Any]:
     settings: dict[str, Any] = {}
