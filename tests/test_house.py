@@ -123,8 +123,8 @@ def marks_of(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> lis
 def offending(rule: Callable[[Path], Iterable[str]]) -> dict[str, list[str]]:
     """The files that break a rule, each with what breaks it. One test a rule: every file stands in its
     failure."""
-    found = {name_of(path): sorted(rule(path)) for path in FILES}
-    return {name: wrong for name, wrong in found.items() if wrong}
+    by_file = {name_of(path): sorted(rule(path)) for path in FILES}
+    return {name: wrong for name, wrong in by_file.items() if wrong}
 
 
 def test_a_room_imports_only_rooms_below_it() -> None:
@@ -133,31 +133,31 @@ def test_a_room_imports_only_rooms_below_it() -> None:
 
     def above(path: Path) -> set[str]:
         modules = imported(tree_of(path))
-        met = {module.split(".")[1] for module in modules if module.startswith("snugfit.")} & rooms
-        return met - BELOW[room_of(path)] - {room_of(path)}
+        reached = {module.split(".")[1] for module in modules if module.startswith("snugfit.")} & rooms
+        return reached - BELOW[room_of(path)] - {room_of(path)}
 
     assert not offending(above)
 
 
 def test_folders_of_a_room_import_only_lower_ones() -> None:
     """`training.digits` is data that ships with the package, and `techniques` has a rule of its own below."""
-    ours = {
+    heights = {
         room: {folder: n for n, line in enumerate(lines) for folder in line.split(" ")}
         for room, lines in INNER.items()
     }
 
     def above(path: Path) -> Iterator[str]:
         room, *inner = path.relative_to(SOURCE).parts[:-1] or ("",)
-        if room not in ours:
+        if room not in heights:
             return
-        here = inner[0] if inner else ""
+        folder = inner[0] if inner else ""
         for module in imported(tree_of(path)):
             parts = module.split(".")
             if parts[:2] != ["snugfit", room] or len(parts) < 3:
                 continue
-            there = parts[2] if (SOURCE / room / parts[2]).is_dir() else ""
-            floors = ours[room]
-            if there != here and floors.get(there, 0) >= floors.get(here, len(floors)):
+            target = parts[2] if (SOURCE / room / parts[2]).is_dir() else ""
+            floors = heights[room]
+            if target != folder and floors.get(target, 0) >= floors.get(folder, len(floors)):
                 yield module
 
     assert not offending(above)
@@ -211,11 +211,11 @@ def test_nothing_heavy_is_imported_at_import() -> None:
     module but inside a function."""
     heavy = {f"snugfit.{name.removesuffix('.py').replace('/', '.')}" for name in HEAVY_THEMSELVES}
 
-    def met(path: Path) -> set[str]:
+    def heavy_imports(path: Path) -> set[str]:
         modules = imported_at_import(path)
         return (modules & heavy) | {module for module in modules if module.split(".")[0] in HEAVY}
 
-    assert not offending(lambda path: met(path) if name_of(path) not in HEAVY_THEMSELVES else ())
+    assert not offending(lambda path: heavy_imports(path) if name_of(path) not in HEAVY_THEMSELVES else ())
 
 
 def test_files_and_functions_stay_small() -> None:
@@ -291,7 +291,7 @@ def short_docstrings(tree: ast.Module) -> Iterator[str]:
 def test_names_and_docstrings_say_what_they_mean() -> None:
     """Functions are verbs or nouns, variables say what they hold, docstrings are sentences of their own."""
     wrong = offending(lambda path: [*vague_names(tree_of(path)), *short_docstrings(tree_of(path))])
-    assert not {name: found for name, found in wrong.items() if name not in WORDS_LEFT}
+    assert not {name: breaks for name, breaks in wrong.items() if name not in WORDS_LEFT}
     assert wrong.keys() >= WORDS_LEFT, "these are clean now; take them off the list"
     assert wrong.keys() >= WORDS_LEFT, "these are clean now; take them off the list"
 
@@ -340,12 +340,12 @@ def test_the_public_names_are_true() -> None:
     assert list(listed) == sorted(listed, key=str.casefold)
     for name in listed:
         assert getattr(package, name) is not None
-    here = {
+    public_names = {
         name
         for name, value in vars(package).items()
         if not name.startswith("_") and getattr(value, "__module__", "").startswith("snugfit")
     }
-    assert here <= set(listed), f"public and not listed: {here - set(listed)}"
+    assert public_names <= set(listed), f"public and not listed: {public_names - set(listed)}"
 
 
 @pytest.mark.whole
