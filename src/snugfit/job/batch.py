@@ -64,7 +64,7 @@ def end_token(job: Job) -> int | None:
 
 
 def label_items(job: Job, batch: Mapping[str, Any]) -> int:
-    """How many items the model's loss is a mean over in this batch (on the CPU).
+    """How many items the model's loss is a mean over in this batch on the CPU.
 
     Samples for classification of sequences and images; labels that are not -100 for tasks with a label per
     token, after the shift by one for decoders (the first token is never predicted). A module from Python is
@@ -161,6 +161,8 @@ class _BatchShapes:
         return {**inputs, "labels": labels}
 
     def _inputs(self, samples: int, generator: torch.Generator) -> Batch:
+        """Token ids (B, S) with their mask where there is padding, or pictures (B, C, H, W), or sound (B, M,
+        F)."""
         import torch
 
         if shape := self.pixels or self.features:
@@ -179,6 +181,7 @@ class _BatchShapes:
         return {"input_ids": ids, "attention_mask": mask}
 
     def _labels(self, samples: int, inputs: Batch, generator: torch.Generator) -> torch.Tensor:
+        """Labels of the shape that the table above gives for the task: (B), (B, S) or (B, T)."""
         import torch
 
         job = self.job
@@ -200,6 +203,7 @@ class _BatchShapes:
         return labels
 
     def _ids(self, samples: int, length: int, generator: torch.Generator) -> torch.Tensor:
+        """Random token ids of shape (B, `length`), int64."""
         import torch
 
         high = min(HIGHEST_ID, self.vocabulary)
@@ -207,7 +211,7 @@ class _BatchShapes:
         return torch.randint(low, high, (samples, length), generator=generator, device="cpu")
 
     def _padding(self, ids: torch.Tensor) -> slice:
-        """Columns that are padding: the job's fraction of them, at the end, but never all."""
+        """Columns of `ids` (B, length) that are padding: the job's fraction, at the end, but never all."""
         length = ids.shape[1]
         padded = min(round(self.job.padding * length), length - 1)
         return slice(length - padded, length)
