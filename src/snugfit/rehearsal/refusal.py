@@ -1,7 +1,7 @@
 """Why a step could not be rehearsed, in words that someone can act on.
 
 Whatever a model's code, torch or a library raises on tensors without data ends here, and so do our own
-mistakes. The causes are told apart by the type of the error and by the frames it passed:
+mistakes. The causes are distinguished by the type of the error and by the frames it passed:
 
 1. a shape or a number that depends on data: torch refuses it on `meta` with a `NotImplementedError`. Such a
    step has no trace; measuring it works;
@@ -63,7 +63,7 @@ def refusal(job: Job, error: Exception) -> SnugfitError:
 
 
 def _lacking_key(error: Exception) -> str | None:
-    """The key, when this is a config of transformers being asked for what it has not."""
+    """The key that a config of transformers lacks, when that is the error."""
     from transformers import PretrainedConfig
 
     asks_config = isinstance(error, AttributeError) and isinstance(error.obj, PretrainedConfig)

@@ -3,7 +3,7 @@
 A rehearsal must not depend on the process it runs in. So the garbage collector is off meanwhile, nothing can
 be fetched, and sets of a model's code are walked in one order: some models make something for each kind of
 their layers in the order of a set of names (`for layer_type in set(config.layer_types)`: rotary embeddings of
-ModernBERT, masks of Gemma 3). Python shuffles names anew in each process, so which of two equal blocks is
+ModernBERT, masks of Gemma 3). Python shuffles names in each process, so which of two equal blocks is
 made first, and freed first, is chance, in a real run too. A rehearsal walks them sorted: one of the orders
 that a real run may have, and always the same.
 """
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 STEPS = 3
-"""Optimizer steps of a rehearsal. States are born at the end of the first, so the second is the first with
+"""Optimizer steps of a rehearsal. States are made at the end of the first, so the second is the first with
 all of them; the third is the steady state that every figure of ours means."""
 
 
@@ -90,7 +90,7 @@ def record_step(step: Step, policy: Policy, steps: int) -> Recording:
     import_code(step.setup)  # before it is overridden
     recorder = Recorder(policy, steps, padded=step.job.padding > 0 or step.always_mask)
     with _without_collector(), contextlib.ExitStack() as stack:
-        stack.enter_context(no_hub_kernels())  # what a step is the first to import (Adafactor's file) may ask
+        stack.enter_context(no_hub_kernels())  # what a step imports first (Adafactor's file) may want them
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         chosen = stack.enter_context(in_force(policy, lambda tensor: recorder.claim(tensor, Kind.CACHES)))
@@ -118,7 +118,7 @@ def _refuse_no_trainer(trainer_class: type[Any], loop: str) -> None:
 
 @contextlib.contextmanager
 def _without_collector() -> Iterator[None]:
-    """Cycles die when the collector comes by; without it, never: a rehearsal must not depend on when.
+    """Switches the collector off: when it frees cycles must not change a trace.
 
     Nothing is collected here: that takes longer than a small rehearsal, and the collector, once it is on
     again, keeps up."""

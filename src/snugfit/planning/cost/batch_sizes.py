@@ -3,10 +3,11 @@
 One model is built, and two steps run through it: one of the whole batch in one piece, and one whose
 micro-batches are each of another size. What is made once (workspaces, a gradient scaler) is made by the very
 first of them, and counts as if it had always been there. The whole batch finds no gradients; every later
-micro-batch adds its own to those that stand, as all but the first of a step do. So one micro-batch of each
-size is enough, and three figures are kept of it: how far the live bytes rise, how many are left at its end,
-and its kernels. The kernels of a step's first micro-batch are the same without the additions, and which those
-are shows beside the whole batch; where that is not asked for, or one size is, the smallest runs twice.
+micro-batch adds its own to those that are there, as all but the first of a step do. So one micro-batch of
+each size is enough, and three figures are kept of it: how far the live bytes rise, how many are left at its
+end, and its kernels. The kernels of a step's first micro-batch are the same without the additions, and which
+those are shows the comparison with the whole batch; where that is not asked for, or one size is, the smallest
+runs twice.
 
 An update, recorded alone (`splice.py`), gives the same three figures. Together they tell the live bytes at
 the worst moment of a steady step: a sum and a maximum, with nothing left out but the first step, in which
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 
 
 ADDITIONS = ("aten::add", "aten::add_")
-"""By which autograd adds to a gradient that stands."""
+"""By which autograd adds to a gradient that is there."""
 
 
 class PassProfile(NamedTuple):
@@ -180,7 +181,7 @@ class _KernelKey(NamedTuple):
 
 def _additions(first: Work, further: Sequence[Work]) -> Counter[_KernelKey]:
     """What all further micro-batches run and a first one, perhaps of another size, does not: the additions to
-    gradients that stand."""
+    gradients that are there."""
     known = Counter(map(_KernelKey.of, first.kernels))
     more = [Counter(map(_KernelKey.of, work.kernels)) - known for work in further]
     common = functools.reduce(operator.and_, more)
@@ -188,8 +189,8 @@ def _additions(first: Work, further: Sequence[Work]) -> Counter[_KernelKey]:
 
 
 def _without(work: Work, additions: Counter[_KernelKey]) -> Work:
-    """The first micro-batch's work: where nothing stands yet, autograd takes a gradient by a view and adds
-    nothing. That view, and those before the addition, count for the kernel that comes next."""
+    """The first micro-batch's work: where no gradient is there yet, autograd takes a gradient by a view and
+    adds nothing. That view, and those before the addition, count for the kernel that comes next."""
     left_out = additions.copy()
     kernels: list[Kernel] = []
     waits: list[int] = []
@@ -209,7 +210,7 @@ def _without(work: Work, additions: Counter[_KernelKey]) -> Work:
 
 
 def update_of(part: Part) -> UpdateProfile:
-    """The figures of an update that was recorded alone. Whatever goes before it belongs to the passes, but
+    """The figures of an update that was recorded alone. What happens before it belongs to the passes, but
     for the gradients, which are dropped here."""
     (made_before, makes), (_, steady) = map(split_update, split_steps(part.trace.moves).steps)
     allocs = (move for move in made_before if isinstance(move, Alloc))

@@ -27,7 +27,7 @@ MASK_IN = 8
 
 @dataclass(frozen=True)
 class Operands:
-    """What `scaled_dot_product_attention` is asked to compute."""
+    """The arguments of `scaled_dot_product_attention`."""
 
     query: torch.Tensor
     """(B, H, S, D)."""

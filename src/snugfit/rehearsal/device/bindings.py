@@ -53,7 +53,7 @@ def bindings(policy: Policy, cache: WeightCache, begin_autocast: Callable[[], No
     }
     from transformers.integrations import moe
 
-    if hasattr(moe, "_can_use_grouped_mm"):  # else this transformers asks another way, or has no such path
+    if hasattr(moe, "_can_use_grouped_mm"):  # else transformers decides in another way, or has no such path
         replaced[moe._can_use_grouped_mm] = lambda *operands: policy.uses_grouped_mm
     torch.clear_autocast_cache = clear_both
     torch.autocast.__init__ = on_the_switch  # type: ignore[method-assign]

@@ -1,12 +1,12 @@
 """Building as on a device: what libraries leave out when they see `meta`, and what allocates nevertheless.
 
-A model that is built on a GPU initialises its weights there, and whoever builds on `meta` is taken to load
-them later. Most of that happens in place, but some of it makes tensors of its own (Whisper's sinusoids,
+A model that is built on a GPU initialises its weights there, and a model that is built on `meta` is taken to
+get them later. Most of that happens in place, but some of it makes tensors of its own (Whisper's sinusoids,
 rotary frequencies), which come and go among the weights and leave gaps between them: on a measured Whisper
 half a per cent of what it reserved. Likewise peft makes its adapters in fp32, casts them to the dtype of what
 they adapt, and back again, so that a model in bfloat16 has gaps that `meta` would not have.
 
-An initialisation that asks for values fails here, as there are none, and what is left of it is left out.
+An initialisation that reads values fails here, as there are none, and the rest of it is left out.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 
 DEVICE_OF_CONTEXT = "get_torch_context_manager_or_global_device"
-"""By this function of its own transformers asks whether it builds on `meta`."""
+"""The function by which transformers finds out whether it builds on `meta`."""
 
 
 @contextlib.contextmanager

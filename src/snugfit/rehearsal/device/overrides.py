@@ -40,8 +40,8 @@ def in_force(
     policy: Policy, on_cached: Callable[[torch.Tensor], None] = lambda tensor: None
 ) -> Iterator[list[str]]:
     """Within it, meta tensors behave as the policy's device. Yields a list that collects the attention
-    kernels that were chosen; `on_cached` is told each copy that autocast caches. Raises `RehearsalError`
-    when an override does not take hold."""
+    kernels that were chosen; `on_cached` is called with each copy that autocast caches. Raises
+    `RehearsalError` when an override does not take hold."""
     import torch
 
     if _ACTIVE:
@@ -79,7 +79,7 @@ _PROBED: set[Policy] = set()
 
 @contextlib.contextmanager
 def _random_numbers_kept() -> Iterator[None]:
-    """Afterwards every generator of the process goes on where it was."""
+    """Restores the state of every generator of the process."""
     import random
 
     import numpy

@@ -31,7 +31,7 @@ ACCUMULATED = 4
 
 
 def dimensions(arguments: Sequence[Any]) -> Sequence[int]:
-    """Those that the first of these arguments names; none stands for all."""
+    """The dimensions that the first of these arguments names; none means all."""
     over = arguments[0] if arguments else None
     return [over] if isinstance(over, int) else over or ()
 

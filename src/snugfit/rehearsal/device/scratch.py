@@ -1,7 +1,7 @@
 """What kernels allocate for themselves while they run: invisible to dispatch, visible to the allocator.
 
 Each rule gives allocations and frees in order, among those of the operator's own outputs (`OUTPUTS`, first
-when a rule does not say where). They were read in torch's sources where a source says so, and laid beside
+when a rule does not say where). They were read in torch's sources where a source says so, and compared with
 allocator histories recorded on one H200 (sm_90, 132 multiprocessors, torch 2.11); what neither covers is left
 out and moves reserved bytes only.
 

@@ -1,8 +1,8 @@
 """What sorting and scanning allocate for themselves, in torch's kernels and in the CUB that they call.
 
 Read in torch's sources (`native/cuda/Sort.cpp`, `SortStable.cu`, `ScanUtils.cuh`) and CUB's
-(`cub/device/dispatch`), and laid beside histories recorded on an H200: sorts of 1,854 indices by small tiles
-(a mixture of experts), of 2,048 to 147,456 by radix (embeddings), and scans of 4 to 14,745 numbers.
+(`cub/device/dispatch`), and compared with histories recorded on an H200: sorts of 1,854 indices by small
+tiles (a mixture of experts), of 2,048 to 147,456 by radix (embeddings), and scans of 4 to 14,745 numbers.
 
 CUB's tiles are those tuned for sm_90 and 8-byte keys; on other GPUs they move a few KiB.
 """
@@ -55,7 +55,7 @@ def sort(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
 
 
 def scan(operand: Any, out: Any) -> Scratch:
-    """The state of CUB's scan, which is asked where one dimension is all there is (`scan_dim`)."""
+    """The state of CUB's scan, which is allocated where there is only one dimension (`scan_dim`)."""
     if out.numel() < 1 or max(out.shape, default=0) != out.numel():
         return ()
     return nest(Buffer("scan", scan_bytes(-(-out.numel() // SCAN_TILE), out.element_size())))

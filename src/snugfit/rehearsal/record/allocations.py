@@ -1,8 +1,7 @@
 """The allocations and frees of a recorded run, and what its bytes are for.
 
 A storage's allocation is the first operator that returns it; its free is the moment Python's and autograd's
-last reference goes (a weak reference's callback). A storage without bytes asks no allocator for anything, and
-is left out.
+last reference goes (a weak reference's callback). A storage without bytes requests nothing, and is left out.
 
 Weights, gradients, states, caches and workspaces are claimed by name while the run goes on. For the rest the
 end of the run decides: what is allocated in the forward pass and still lives when that pass ends was saved
@@ -42,7 +41,7 @@ class Allocations:
         """Of what is allocated now."""
         self.events: list[int] = []
         """Allocations and frees, as `Trace.events` has them."""
-        self._blocks: list[list[Any]] = []  # the fields of `Block`, whose kind is "" until somebody claims it
+        self._blocks: list[list[Any]] = []  # the fields of `Block`, whose kind is "" until it is claimed
         self._live: dict[int, tuple[int, Any]] = {}  # storage's address -> block, weak reference
         self._workspaces: set[tuple[str, str]] = set()
         self._recomputed: set[int] = set()
@@ -131,7 +130,7 @@ class Allocations:
         )
 
     def _kind(self, index: int, allocated: int, freed: int | None, forward_ends: Sequence[int]) -> str:
-        """The kind of a block that nobody claimed, by the events that allocate and free it."""
+        """The kind of a block that was not claimed, by the events that allocate and free it."""
         phase = self._blocks[index][3]
         if phase == "load":
             return Kind.INPUTS

@@ -1,4 +1,4 @@
-"""What an operator asks of the device: floating-point operations, bytes moved, shapes.
+"""What an operator costs on the device: floating-point operations, bytes moved, shapes.
 
 FLOPs of contractions come from torch's own registry (`torch.utils.flop_counter`: 2 per multiply-add, the
 convention of all published figures). Everything else counts one operation an output element, which only
@@ -28,8 +28,8 @@ _NORMALISING = ("norm", "softmax", "sum", "mean", "var", "std", "amax", "argmax"
 
 LARGEST_CACHED = 50 * MIB
 """Of an operand that is read across its rows: beyond it each element costs a sector of memory of its own. An
-H200's second-level cache; on one, T5's position bias was added at full pace with 16 MiB, and at a fifth of it
-with 64 MiB (2026-11-22)."""
+H200's second-level cache; on one, T5's position bias was added at full speed with 16 MiB, and at a fifth of
+it with 64 MiB (2026-11-22)."""
 
 MATRICES = 3
 """Of a product. A grouped one that runs group by group takes a view of each, each time."""
@@ -47,7 +47,7 @@ KEEPS_CONTEXT = MATRIX_PRODUCTS | {
 
 
 class KernelCost(NamedTuple):
-    """What a kernel asks of the device; the fields are those of `Kernel`."""
+    """What a kernel does on the device; the fields are those of `Kernel`."""
 
     flops: int
     nbytes: int
@@ -59,14 +59,14 @@ class KernelCost(NamedTuple):
 
 
 def releases_context(operator: str) -> bool:
-    """Whether the driver lets go of what it held since it made the context, before the first such kernel.
+    """Whether the driver releases what it held since it made the context, before the first such kernel.
 
     Until then 414 MiB of the address space lie behind the process's first segment; afterwards they are a hole
     that segments go to, and so the order of addresses depends on what was allocated before
     (`prediction/addresses.py`). In a fresh process for each operator, with no caching
-    (`results/h200-2026-11-22/holes.json`), an H200's driver let go at `fill_`, `ones`, `zeros`, `cos`, a cast
-    and efficient attention, and neither at `KEEPS_CONTEXT` nor at copies from the host. What was not tried
-    is taken for one of the former: most kernels go element by element, as they do."""
+    (`results/h200-2026-11-22/holes.json`), an H200's driver released it at `fill_`, `ones`, `zeros`, `cos`, a
+    cast and efficient attention, and neither at `KEEPS_CONTEXT` nor at copies from the host. What was not
+    tried is taken for one of the former: most kernels go element by element, as they do."""
     return operator not in KEEPS_CONTEXT
 
 

@@ -4,11 +4,11 @@ The module is the one whose forward is under way, and in backward the one whose 
 that runs. Autograd numbers its nodes in the order in which they are made. So it is enough to note, at each
 border of a module, which number comes next, and to look a running node's number up among the borders.
 
-On the host a checkpointed part costs, beside the kernels that run again, its own beginning, and its beginning
-anew in the backward pass: each time the states of random numbers are kept or put back, the host's and the
-device's. (What its hooks do with each saved tensor was counted once too, and explained nothing that was
-measured.) torch reports no checkpoints, but each makes a pair of hooks on saved tensors when it begins, and
-another when it begins again. So for the time of a rehearsal those pairs are counted.
+On the host a checkpointed part costs time of its own, besides the kernels that run again: when it begins, and
+when it begins again in the backward pass, random number states of host and device are saved or restored.
+(What its hooks do with each saved tensor was counted once too, and explained nothing that was measured.)
+torch reports no checkpoints, but each makes a pair of hooks on saved tensors both times. So during a
+rehearsal those pairs are counted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ModuleTracker:
 
     def __init__(self) -> None:
         self.checkpoints = 0
-        """Checkpointed parts that began; whoever reads it sets it back."""
+        """Checkpointed parts that began since the last kernel; the recorder resets it."""
         self._paths: list[str] = []
         self._names: dict[int, str] = {}
         self._sequence: list[int] = []

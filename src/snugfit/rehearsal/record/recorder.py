@@ -1,7 +1,7 @@
 """The recorder: a dispatch mode that writes allocations, frees and kernels of a run onto a trace.
 
 Every operator of the run passes `__torch_dispatch__` once, below autograd and autocast, so what is seen is
-what a device would be asked to run. Three things differ between `meta` and a device, and are set right here:
+what a device would run. Three things differ between `meta` and a device, and are set right here:
 
 - the autograd engine adds gradients in place when it alone holds the first one, but not while a dispatch
   mode is active (`isTensorSubclassLike`); so an addition that the engine would do in place returns its first
@@ -110,7 +110,7 @@ class Recorder(TorchDispatchMode):
         self._mark(MarkKind.PHASE)
 
     def build_ends(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        """Model and optimizer stand: their storages get names and kinds."""
+        """Model and optimizer are built: their storages get names and kinds."""
         self._optimizer = optimizer
         self._modules.name_modules(model)
         for name, module in model.named_modules():

@@ -7,7 +7,7 @@ take as long to work out. Layers repeat, micro-batches repeat and steps repeat, 
 made before with operands of the same shapes. So there is one record of each call, found by operator,
 operands' metadata and settings, which keeps
 
-- its result, to be made anew as an empty tensor;
+- its result, to be made again as an empty tensor;
 - its cost, for products by the precision that is in force;
 - its scratch, by policy.
 
@@ -16,7 +16,7 @@ the process: a planner's thousand rehearsals work each call out once.
 
 Results are kept of pure operators (whose results share no storage with an operand) and of operators that only
 write into their first operand and leave its shape. Of a view never: its storage is its operand's. Some views
-deny it in their schema (`aten::_unsafe_view`), so the storages themselves are asked, not the schema.
+deny it in their schema (`aten::_unsafe_view`), so the storages themselves are compared, and not the schema.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class KnownCall:
 
 
 class Operator:
-    """An operator, what is often asked about it, and its calls."""
+    """An operator, what is often read of it, and its calls."""
 
     __slots__ = ("aliasing", "calls", "func", "is_product", "is_view", "name", "shape_function")
 

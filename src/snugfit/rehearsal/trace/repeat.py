@@ -1,7 +1,7 @@
 """What repeats is recorded once and written again: steps after the second, micro-batches after the second.
 
 A step that begins and ends with the same live blocks leaves the device as it found it, and the loop's next
-step asks the same of it. So two steps are recorded: states are made at the end of the first, and when the
+step makes the same requests. So two steps are recorded: states are made at the end of the first, and when the
 second ends with what it began with, a third is the second again. Likewise with micro-batches: the first
 makes the gradients, the last one's batch goes with it, and of those between them each is like the next, so
 three are recorded for any larger number.
@@ -96,7 +96,7 @@ def split_steps(moves: Sequence[Move]) -> SplitSteps:
 
 
 def micro_batch_starts(moves: Sequence[Move]) -> list[int]:
-    """Where in a step each micro-batch begins: at the loading that goes before a forward pass."""
+    """Where in a step each micro-batch begins: at the load phase before a forward pass."""
     starts = [(at, move.phase) for at, move in enumerate(moves) if isinstance(move, PhaseStart)]
     return [
         at for (at, phase), (_, following) in pairwise(starts) if (phase, following) == ("load", "forward")

@@ -2,7 +2,7 @@
 
 A trace is plain data. `blocks` are the allocations, in order; `events` holds allocations and frees: `i + 1`
 allocates block `i`, `-(i + 1)` frees it. Blocks that outlive the run (weights, states) are never freed. What
-happens between two events stands in `marks`. Everything snugfit says about bytes is a pure function of these
+happens between two events is in `marks`. Everything snugfit says about bytes is a pure function of these
 three lists.
 """
 
@@ -51,7 +51,7 @@ class MarkKind(StrEnum):
     PHASE = "phase"
     """A phase of a step begins."""
     CONTEXT_RELEASED = "context released"
-    """The driver lets go of the address space that it held since it made the context: once in a run."""
+    """The driver releases the address space that it held since it made the context: once in a run."""
     KERNEL = "kernel"
     """The next kernel of the steady step runs."""
     WAIT = "wait"
@@ -88,9 +88,9 @@ class Kernel(NamedTuple):
     tensors: int
     """How many it is given: lists of them are what foreach optimizers work on."""
     layout: str = ""
-    """What decides, beside its operands' sizes, which kernel runs. Of a pointwise operator or a copy
+    """What decides, besides its operands' sizes, which kernel runs. For a pointwise operator or a copy
     `strided` when its operands lie in different ways, `transposed` when one of them, larger than any cache,
-    is read across its rows, and `casts` when it mixes precisions; of attention `with dropout`."""
+    is read across its rows, and `casts` when it mixes precisions; for attention `with dropout`."""
     leading: tuple[int, ...] = ()
     """Of a product of matrices: their leading dimensions, as BLAS calls the elements from row to row."""
     recomputed: bool = False
@@ -127,7 +127,7 @@ class Peak(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """A run of some optimizer steps, as a device would be asked for it."""
+    """What a run of some optimizer steps requests of a device."""
 
     blocks: tuple[Block, ...]
     """In the order of their allocation."""
