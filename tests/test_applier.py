@@ -28,7 +28,7 @@ BUILT = {
 LIVE = {"change", "make_scaler", "loader_arguments", "around_forward", "around_run", "set_process"}
 ENDS = {
     "plain": BUILT,
-    "accelerate": BUILT | {"accelerate_does_it"},
+    "accelerate": BUILT | {"accelerate_does_it", "accelerator_arguments"},
     "trainer": BUILT | {"accelerate_does_it", "training_arguments"},
     "fit": LIVE - {"make_scaler"} | {"accelerate_does_it", "training_arguments"},
     "custom_loop": LIVE,

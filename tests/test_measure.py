@@ -34,6 +34,7 @@ from snugfit.measurement.target import Target, child_environment
 from snugfit.results.footprint import Startup
 from snugfit.results.measurement import Measurement
 from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.setup import Setup
 from snugfit.units import MIB
 
 TINY = {
@@ -503,28 +504,26 @@ def test_the_childs_environment() -> None:
         "my_password": "s",
         "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:32",
     }
-    plain = child_environment(shell, visibility={"CUDA_VISIBLE_DEVICES": "GPU-1"}, expandable_segments=False)
+    plain = child_environment(shell, Setup(), visibility={"CUDA_VISIBLE_DEVICES": "GPU-1"})
     assert "s" not in plain.values()
     assert {name: plain[name] for name in ("PATH", "LD_LIBRARY_PATH", "TOKENIZERS_PARALLELISM")} == {
         name: shell[name] for name in ("PATH", "LD_LIBRARY_PATH", "TOKENIZERS_PARALLELISM")
     }
     assert plain["CUDA_VISIBLE_DEVICES"] == "GPU-1"
     assert not [name for name in plain if "ALLOC_CONF" in name]
-    expandable = child_environment(shell, visibility={}, expandable_segments=True)
+    expandable = child_environment(shell, Setup(expandable_segments=True), visibility={})
     assert expandable["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
 
 
 def test_measured_processes_keep_bytecode_where_an_image_forbids_it(tmp_path: Path) -> None:
     """Else each of them compiles torch again."""
     shell = {"PYTHONDONTWRITEBYTECODE": "1", "XDG_CACHE_HOME": str(tmp_path)}
-    kept = child_environment(shell, visibility={}, expandable_segments=False)
+    kept = child_environment(shell, Setup(), visibility={})
     assert "PYTHONDONTWRITEBYTECODE" not in kept
     assert Path(kept["PYTHONPYCACHEPREFIX"]).is_relative_to(tmp_path)
-    theirs = child_environment(
-        {**shell, "PYTHONPYCACHEPREFIX": "/p"}, visibility={}, expandable_segments=False
-    )
+    theirs = child_environment({**shell, "PYTHONPYCACHEPREFIX": "/p"}, Setup(), visibility={})
     assert theirs["PYTHONPYCACHEPREFIX"] == "/p"
-    assert "PYTHONPYCACHEPREFIX" not in child_environment({}, visibility={}, expandable_segments=False)
+    assert "PYTHONPYCACHEPREFIX" not in child_environment({}, Setup(), visibility={})
 
 
 @pytest.mark.parametrize(

@@ -118,11 +118,7 @@ def run_experiment(request: MeasurementRequest, target: Target) -> tuple[Measure
     with tempfile.TemporaryDirectory(prefix="snugfit-") as folder:
         request_file, result_file = Path(folder) / "request.json", Path(folder) / "result.json"
         write_document(request_file, _request_document(request, target, baseline))
-        environment = child_environment(
-            os.environ,
-            visibility=target.visibility,
-            expandable_segments=request.recipe.setup().expandable_segments,
-        )
+        environment = child_environment(os.environ, request.recipe.setup(), visibility=target.visibility)
         with Child(child_command(request_file, result_file), environment=environment) as child:
             with _sampling(target, child) as sampler:
                 exited = child.wait(request.deadline_seconds)

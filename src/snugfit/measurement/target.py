@@ -27,12 +27,11 @@ from snugfit.measurement.host import cpu_name
 from snugfit.measurement.nvml import Card, NvmlUnavailable, open_nvml
 from snugfit.measurement.visible_devices import VISIBLE_DEVICES, card_at, hides_all
 from snugfit.results.measurement import Device
+from snugfit.step.applier import process_environment
+from snugfit.techniques.setup import Setup
 from snugfit.versions import torch_cuda
 
 _SECRET = re.compile(r"(?:^|_)(?:TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(?:_|$)", re.IGNORECASE)
-
-ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""The variable's name, and its name before torch 2.9, which is still read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,17 +133,15 @@ def _parse_device(device: str | None, index: int) -> tuple[str | None, int]:
 
 
 def child_environment(
-    inherited: Mapping[str, str], *, visibility: Mapping[str, str], expandable_segments: bool
+    inherited: Mapping[str, str], setup: Setup, *, visibility: Mapping[str, str]
 ) -> dict[str, str]:
-    """The variables of the measured process. The allocator is the recipe's alone, never the shell's."""
-    environment = {
-        name: value for name, value in inherited.items() if not _SECRET.search(name) and name not in ALLOCATOR
-    }
+    """The variables of the measured process, which runs under this Setup."""
+    environment = process_environment(
+        setup, {name: value for name, value in inherited.items() if not _SECRET.search(name)}
+    )
     if environment.pop("PYTHONDONTWRITEBYTECODE", ""):
         cache = inherited.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         environment.setdefault("PYTHONPYCACHEPREFIX", str(Path(cache) / "snugfit" / "bytecode"))
-    if expandable_segments:
-        environment |= dict.fromkeys(ALLOCATOR, "expandable_segments:True")
     source = Path(__file__).resolve().parents[2]
     installed = [Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib")]
     if source not in installed:  # a source tree: the child must find the same snugfit

@@ -12,13 +12,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import UsageError
-from snugfit.step.applier import forward_context, run_context
+from snugfit.step.applier import accelerator_arguments, forward_context, run_context
 from snugfit.step.batches import loader
 from snugfit.step.build import build_model, build_optimizer
 from snugfit.step.loss import loss_of
 from snugfit.step.step import Step
 from snugfit.step.transformers_internals import place_state, placed_on
-from snugfit.step.wishes.precision import MIXED
 
 if TYPE_CHECKING:
     import torch
@@ -36,9 +35,7 @@ class AccelerateStep(Step):
         with placed_on(self.device), run_context(self.setup):
             from accelerate import Accelerator
 
-            accelerator = Accelerator(
-                mixed_precision=MIXED[self.setup.autocast], cpu=self.device.type == "cpu"
-            )
+            accelerator = Accelerator(**accelerator_arguments(self.setup), cpu=self.device.type == "cpu")
             place_state(accelerator, self.device)
             return self._train(accelerator, steps, observer)
 

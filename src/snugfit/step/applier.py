@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RecipeError, UsageError
 from snugfit.step.wishes.batching import ExpandableSegmentsHandler, LoaderHandler, MicroBatchesHandler
+from snugfit.step.wishes.handler import Handler
 from snugfit.step.wishes.model import AdaptHandler, AttentionHandler, CheckpointHandler, WeightsDtypeHandler
 from snugfit.step.wishes.optimizer import OptimizerHandler
 from snugfit.step.wishes.precision import AutocastHandler, MatmulHandler, ScaleGradientsHandler
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     import torch
 
     from snugfit.job.job import Job
-    from snugfit.step.wishes.handler import Context, Handler, LiveTraining, ScriptContext
+    from snugfit.step.wishes.handler import Context, LiveTraining, ScriptContext
     from snugfit.techniques.technique import Slot
 
 FRONT_ENDS = ("plain", "accelerate", "trainer", "fit", "custom_loop", "script")
@@ -96,6 +97,14 @@ def adapt_model(setup: Setup, model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
+def is_adapted(setup: Setup) -> bool:
+    """Whether a wish puts another model in the place of the one that is built."""
+    return any(
+        value != getattr(_PLAIN, handler.wish) and type(handler).adapt is not Handler.adapt
+        for handler, value in _wishes(setup)
+    )
+
+
 def wrap_model(setup: Setup, model: torch.nn.Module) -> None:
     """Changes modules of a model that stands on its device and is to be trained."""
     for handler, value in _wishes(setup):
@@ -120,6 +129,13 @@ def set_process(setup: Setup, device: torch.device) -> None:
     """Changes the process as this Setup wishes, before anything is built."""
     for handler, value in _wishes(setup):
         handler.set_process(value, device)
+
+
+def process_environment(setup: Setup, inherited: Mapping[str, str]) -> dict[str, str]:
+    """The variables of a fresh process, from those of this one, that are told what `set_process` would do."""
+    wished = _merge(handler.environment(value) for handler, value in _wishes(setup))
+    variables = {**inherited, **wished}
+    return {name: value for name, value in variables.items() if value is not None}
 
 
 def forward_context(
@@ -190,6 +206,11 @@ def training_arguments(
 ) -> dict[str, Any]:
     """The `TrainingArguments` that say these wishes."""
     return _merge(handler.training_arguments(value, job, device) for handler, value in _wishes(setup, skip))
+
+
+def accelerator_arguments(setup: Setup) -> dict[str, Any]:
+    """The arguments of accelerate's `Accelerator` that say these wishes."""
+    return _merge(handler.accelerator_arguments(value) for handler, value in _wishes(setup))
 
 
 def script_fields(context: ScriptContext) -> dict[str, Any]:

@@ -46,13 +46,12 @@ class TrainerStep(Step):
 
         observer.phase("build")
         model = build_model(self.job, self.setup, self.device, on_host=True)
-        optimizer = None
-        if self.setup.optimizer.trainer_name is None:
-            optimizer = build_optimizer(self.job, self.setup, model)
+        arguments = self._training_arguments(folder, steps)
+        optimizer = None if "optim" in arguments else build_optimizer(self.job, self.setup, model)
         trainer_class = observe(self.trainer_class or transformers.Trainer)
         trainer = trainer_class(
             model=model,
-            args=arguments_class(self.device)(**self._training_arguments(folder, steps)),
+            args=arguments_class(self.device)(**arguments),
             train_dataset=dataset(self.job, self.setup, self.device, steps),
             optimizers=(optimizer, None),
             data_collator=collator(self.device, transformers.default_data_collator),
@@ -77,7 +76,6 @@ class TrainerStep(Step):
             "max_steps": steps,
             "learning_rate": job.learning_rate,
             "lr_scheduler_type": "constant",
-            "optim": "adamw_torch",
             "dataloader_pin_memory": self.device.type == "cuda",
             "use_cpu": self.device.type == "cpu",
             "save_strategy": "no",

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from snugfit.job.build import instantiate
 from snugfit.job.config import LAYERS
+from snugfit.step.applier import model_arguments
 
 if TYPE_CHECKING:
     from torch import nn
@@ -92,7 +93,7 @@ def _meta_model(job: Job, setup: Setup) -> nn.Module:
     import torch
 
     with torch.device("meta"):
-        return instantiate(job, dtype=setup.weights_dtype, attention=setup.attention)
+        return instantiate(job, **model_arguments(setup))
 
 
 def is_periodic(model: nn.Module, layers: int, period: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from snugfit.step.wishes.handler import Handler, ScriptContext
@@ -59,6 +60,13 @@ class LoaderHandler(Handler):
         return {"workers": value.workers, "pinned": value.pinned}
 
 
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""The allocator's settings in the environment: the variable's name, and its name before torch 2.9, which is
+still read."""
+
+EXPANDABLE = "expandable_segments:True"
+
+
 class ExpandableSegmentsHandler(Handler):
     """The CUDA allocator grows segments in place. A script is told by its environment, which the technique's
     counterparts name."""
@@ -70,4 +78,8 @@ class ExpandableSegmentsHandler(Handler):
         import torch
 
         if value and device.type == "cuda":
-            torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+            torch.cuda.memory._set_allocator_settings(EXPANDABLE)
+
+    def environment(self, value: bool) -> Mapping[str, str | None]:
+        """The allocator is the recipe's alone, never the shell's."""
+        return dict.fromkeys(ALLOCATOR_VARIABLES, EXPANDABLE if value else None)

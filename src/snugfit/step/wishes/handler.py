@@ -147,10 +147,18 @@ class Handler:
     def set_process(self, value: Any, device: torch.device) -> None:
         """Changes the process, before anything is built."""
 
+    def environment(self, value: Any) -> Mapping[str, str | None]:
+        """The variables by which a fresh process is told it instead; None for one that it must not have."""
+        return {}
+
     # ---- other libraries ----
 
     def training_arguments(self, value: Any, job: Job, device: torch.device) -> dict[str, Any]:
         """The `TrainingArguments` that say it."""
+        return {}
+
+    def accelerator_arguments(self, value: Any) -> dict[str, Any]:
+        """The arguments of accelerate's `Accelerator` that say it."""
         return {}
 
     def script(self, value: Any, context: ScriptContext) -> dict[str, Any]:

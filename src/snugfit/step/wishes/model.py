@@ -17,7 +17,7 @@ from snugfit.techniques.hub_kernels import import_peft
 from snugfit.techniques.technique import Slot
 
 if TYPE_CHECKING:
-    from snugfit.techniques.setup import Call, CheckpointWish
+    from snugfit.techniques.setup import Call, CheckpointWish, Setup
 
 
 class AttentionHandler(Handler):
@@ -88,9 +88,13 @@ class WeightsDtypeHandler(Handler):
 
     def script(self, value: str, context: ScriptContext) -> dict[str, Any]:
         """As an argument of `from_pretrained`; inputs are cast too where no autocast does it."""
-        casts = value != "float32" and context.setup.autocast is None
         text = f"torch.{value}"
-        return {"model_arguments": {"dtype": text}, "cast": text if casts else ""}
+        return {"model_arguments": {"dtype": text}, "cast": text if casts_inputs(context.setup) else ""}
+
+
+def casts_inputs(setup: Setup) -> bool:
+    """Whether floating-point inputs must be cast to the weights' dtype, because no autocast does it."""
+    return setup.weights_dtype != "float32" and setup.autocast is None
 
 
 def dtype_of(model: Any) -> str:

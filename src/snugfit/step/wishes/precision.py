@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from snugfit.job.job import Job
 
-MIXED = {None: "no", "bfloat16": "bf16", "float16": "fp16"}
+_MIXED = {None: "no", "bfloat16": "bf16", "float16": "fp16"}
 """accelerate's word for an autocast dtype."""
 
 
@@ -40,9 +40,13 @@ class AutocastHandler(Handler):
         """The Trainer's two switches, of which one at most is on."""
         return {"bf16": value == "bfloat16", "fp16": value == "float16"}
 
+    def accelerator_arguments(self, value: str | None) -> dict[str, Any]:
+        """By accelerate's word, which stands for the scaler of fp16 too."""
+        return {"mixed_precision": _MIXED[value]}
+
     def script(self, value: str | None, context: ScriptContext) -> dict[str, Any]:
         """torch's dtype for a loop of torch's, accelerate's word for one of accelerate's."""
-        return {"autocast": f"torch.{value}" if value else "", "mixed": MIXED[value]}
+        return {"autocast": f"torch.{value}" if value else "", "mixed": _MIXED[value]}
 
 
 class ScaleGradientsHandler(Handler):

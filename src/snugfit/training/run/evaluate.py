@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.job.batch import IGNORED, label_items
 from snugfit.job.job import Task
+from snugfit.step.applier import loader_arguments
 from snugfit.step.batches import place
 from snugfit.step.loss import loss_of
 from snugfit.training.run.loader import collate_for, feed
@@ -78,11 +79,12 @@ def evaluate(
     return Evaluated(loss=lost / items if items else math.nan, accuracy=right / answers if answers else None)
 
 
-def in_order(data: Data, size: int, job: Job, setup: Setup) -> Iterator[dict[str, Any]]:
+def in_order(data: Data, size: int, job: Job, setup: Setup, device: torch.device) -> Iterator[dict[str, Any]]:
     """Host batches of at most `size` samples, as the data lies, from as many workers as train."""
     order = SampleOrder(len(data.samples), size, 1, seed=0, shuffle=False)
+    workers = loader_arguments(setup, device)["num_workers"]
     collate, steps = collate_for(job, setup, data.collate), order.steps_per_epoch
-    batches = feed(data.samples, order, collate, start_step=0, stop_step=steps, workers=setup.loader.workers)
+    batches = feed(data.samples, order, collate, start_step=0, stop_step=steps, workers=workers)
     with contextlib.closing(batches):
         for (batch,) in batches:
             yield batch

@@ -11,7 +11,7 @@ import random
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import UsageError
-from snugfit.step.applier import make_scaler, set_process
+from snugfit.step.applier import is_adapted, make_scaler, set_process
 from snugfit.step.build import build_model, build_optimizer
 from snugfit.training.checkpoint.state import TrainState, restore
 from snugfit.training.checkpoint.weights import load_weights
@@ -51,7 +51,7 @@ def open_run(run: Run, setup: Setup, steps: int, checkpoint: Checkpoint | None) 
 
 def _model(run: Run, setup: Setup, checkpoint: Checkpoint | None) -> torch.nn.Module:
     """A transformers model is built from its weights; whatever else is built first and then filled."""
-    whole = setup.adapt is None and run.job.model.module is None
+    whole = not is_adapted(setup) and run.job.model.module is None
     weights = checkpoint.folder if checkpoint is not None and whole else run.weights
     model = build_model(run.job, setup, run.device, weights=weights)
     if checkpoint is not None and not whole:

@@ -228,6 +228,7 @@ class Session:
                 options.per_device_eval_batch_size or micro_batch,
                 self._run.job,
                 self._active.setup,
+                self._run.device,
             ),
             self._run.device,
             self._active.step.forward_context(),
