@@ -11,7 +11,7 @@ from any_recipe import any_recipe
 from snugfit.errors import RecipeError
 from snugfit.job.job import Job, Phase, Task
 from snugfit.job.model import Model
-from snugfit.techniques import roster
+from snugfit.techniques import roster, technique
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import CheckpointWish, Setup
 from snugfit.techniques.technique import Slot, Technique
@@ -186,18 +186,13 @@ def test_all_objections_come_together() -> None:
 
 
 def test_missing_package_is_named_with_its_cure(monkeypatch: pytest.MonkeyPatch) -> None:
-    from importlib import metadata
-
-    def absent(name: str) -> str:
-        raise metadata.PackageNotFoundError(name)
-
     recipe = Recipe.parse("adamw_8bit")
-    monkeypatch.setattr(metadata, "version", absent)
+    monkeypatch.setattr(technique, "version_of", lambda package: None)
     cure = r'adamw_8bit needs bitsandbytes>=0\.50, which is not installed\. Try: pip install "snugfit\[bnb\]"'
     with pytest.raises(RecipeError, match=cure):
         recipe.check(job())
     assert recipe.check(job(), installed=False) == ()
-    monkeypatch.setattr(metadata, "version", lambda name: "0.41.0")
+    monkeypatch.setattr(technique, "version_of", lambda package: "0.41.0")
     with pytest.raises(RecipeError, match=r"installed is 0\.41\.0"):
         recipe.check(job())
 
