@@ -47,9 +47,6 @@ class Recorded:
     def map_segment(self, size: int) -> int:
         return self.following.pop(0)
 
-    def unmap_segment(self, address: int, size: int) -> None:
-        raise AssertionError("no recorded run gave a segment back")
-
 
 def test_every_recorded_run_is_known() -> None:
     assert {path.name.split(".")[0] for path in FOLDER.glob("*.json.gz")} == set(SETTLES)
@@ -161,14 +158,6 @@ def test_a_chunk_that_nobody_uses_is_gone_and_new_ones_take_its_place_from_above
     assert second == first - 2 * CHUNK
     driver.start_cublas()
     assert driver.map_segment(30 * MIB) == large - CHUNK
-
-
-def test_a_segment_that_was_given_back_is_a_hole() -> None:
-    driver = DeviceAddresses()
-    gone = driver.map_segment(64 * MIB)
-    driver.map_segment(64 * MIB)
-    driver.unmap_segment(gone, 64 * MIB)
-    assert driver.map_segment(40 * MIB) == gone
 
 
 def test_the_driver_moves_before_the_births_that_the_trace_says() -> None:

@@ -61,10 +61,5 @@ def export(
     if as_json:
         show_json(exported.to_json())
     elif output is None:
-        typer.echo("\n".join(_with_names(exported.files)), nl=False)
+        typer.echo("\n".join(f"# ---- {name}\n{text}" for name, text in exported.files.items()), nl=False)
     return 0
-
-
-def _with_names(files: Any) -> list[str]:
-    """Each file behind a line with its name, when there are several."""
-    return [f"# ---- {name}\n{text}" for name, text in files.items()]

@@ -48,7 +48,9 @@ def model_types() -> frozenset[str]:
 
 def tasks_of(model_type: str) -> tuple[str, ...]:
     """The tasks for which transformers has a head on this architecture."""
-    return tuple(task for task, (_, table) in HEADS.items() if model_type in _heads(table))
+    return tuple(
+        task for task, (_, table) in HEADS.items() if model_type in _table("modeling_auto.py", table)
+    )
 
 
 def class_of(task: str, config: Any) -> Any:
@@ -62,10 +64,6 @@ def class_of(task: str, config: Any) -> Any:
 def transformers_version() -> str:
     """The installed version of transformers, for messages."""
     return version("transformers")
-
-
-def _heads(table: str) -> frozenset[str]:
-    return _table("modeling_auto.py", table)
 
 
 @cache

@@ -32,7 +32,7 @@ def find_facts(name: str, *, online: bool) -> ModelFacts:
     """The facts that `name` stands for. Raises `ModelError` with the names that are allowed."""
     if not name.strip() or "\0" in name or len(name) > LONGEST_NAME:
         raise ModelError(f"{name[:80]!r} is no name of a model. {_ALLOWED}")
-    if _written_as_a_path(name):
+    if name.startswith((".", "/", "~")) or name.endswith(".json"):
         return ModelFacts(name, "path", read_config(_config_file(os.path.expanduser(name))))
     full_name = _preset_named(name)
     if full_name:
@@ -80,10 +80,6 @@ def _preset_named(name: str) -> str | None:
         if lowered in (full_name.lower(), full_name.lower().split("/")[1]):
             return full_name
     return None
-
-
-def _written_as_a_path(name: str) -> bool:
-    return name.startswith((".", "/", "~")) or name.endswith(".json")
 
 
 def _refuse_two_meanings(name: str, full_name: str) -> None:

@@ -129,10 +129,10 @@ class Job:
             object.__setattr__(self, "task", Task.parse(self.task))
         if not isinstance(self.phase, Phase):
             object.__setattr__(self, "phase", Phase.parse(self.phase))
-        _in_range("batch size", self.batch_size, 1, LARGEST_BATCH)
-        _in_range("sequence length", self.sequence_length, 1, LARGEST_LENGTH)
-        _in_range("target length", self.target_length, 1, LARGEST_LENGTH)
-        _in_range("labels", self.labels, 1, MOST_LABELS)
+        _in_range("batch size", self.batch_size, LARGEST_BATCH)
+        _in_range("sequence length", self.sequence_length, LARGEST_LENGTH)
+        _in_range("target length", self.target_length, LARGEST_LENGTH)
+        _in_range("labels", self.labels, MOST_LABELS)
         if not _is_number(self.padding) or not 0 <= self.padding < 1:
             raise JobError(f"padding is {self.padding!r}; it is a fraction of each sequence, from 0 up to 1.")
         if self.clip is not None and not (_is_number(self.clip) and self.clip >= 0):
@@ -147,7 +147,8 @@ class Job:
             raise JobError(
                 f"build_on is {self.build_on!r}; a model is built on the 'device' or on the 'host'."
             )
-        _refuse_padding(self)
+        if self.padding and self.task in (Task.CUSTOM, Task.IMAGE_CLASSIFICATION):
+            raise JobError(f"padding is {self.padding}; the batches of the task {self.task} have none.")
         _refuse_task(self)
         if self.model.module is None:
             refuse_lengths(self, self.model.config)
@@ -216,11 +217,6 @@ def refuse_lengths(job: Job, config: Mapping[str, Any]) -> None:
         raise JobError(f"{job.model.name}: {problem}")
 
 
-def _refuse_padding(job: Job) -> None:
-    if job.padding and job.task in (Task.CUSTOM, Task.IMAGE_CLASSIFICATION):
-        raise JobError(f"padding is {job.padding}; the batches of the task {job.task} have none.")
-
-
 def _refuse_task(job: Job) -> None:
     """Raises `JobError` when the model has no head for the task; imports nothing heavy when it has."""
     model = job.model
@@ -240,6 +236,6 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _in_range(what: str, value: object, low: int, high: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise JobError(f"{what} is {value!r}; allowed are whole numbers from {low} to {high:,}.")
+def _in_range(what: str, value: object, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= high:
+        raise JobError(f"{what} is {value!r}; allowed are whole numbers from 1 to {high:,}.")

@@ -78,10 +78,6 @@ class DeviceAddresses:
         self._reserve_space(CUBLAS)
         self._room = 0
 
-    def unmap_segment(self, address: int, size: int) -> None:
-        """A segment that was returned to the driver becomes a hole again."""
-        bisect.insort(self._holes, (address, size))
-
     def _reserve_space(self, size: int) -> int:
         address = self._from_hole(size)
         if address is None:

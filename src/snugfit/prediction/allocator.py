@@ -6,8 +6,8 @@ A port of the decisions (not the code) of `c10/cuda/CUDACachingAllocator.cpp` an
 1. A size is rounded up to 512 B. Up to 1 MiB it belongs to the small pool, above to the large one.
 2. Best fit: the smallest free block of the pool that is large enough, the lowest address among equals.
 3. On a miss a segment is taken from the device: 2 MiB for the small pool, 20 MiB for sizes under 10 MiB,
-   else the size rounded up to 2 MiB. If the device refuses, every wholly free segment is returned to it and
-   the device is asked once more (a retry); then it is out of memory.
+   else the size rounded up to 2 MiB. (What a device that refuses leads to is not replayed: a step fits when
+   the peak of what is reserved does.)
 4. A block is split when what would remain is large enough: 512 B in the small pool, more than 1 MiB in the
    large one. An unsplit block is handed out whole, so `allocated` counts more than was requested.
 5. A freed block merges with free neighbours of its segment. Nothing goes back to the device by itself.
@@ -38,14 +38,6 @@ CUBLAS_WORKSPACE = "cuBLAS workspace"
 """The trace's name of the block that shows that cuBLAS has started."""
 
 
-class OutOfDeviceMemory(Exception):
-    """The device refused a segment, also after all cached blocks were released."""
-
-    def __init__(self, requested: int, reserved: int) -> None:
-        super().__init__(f"{requested} bytes refused at {reserved} reserved")
-        self.requested, self.reserved = requested, reserved
-
-
 class _PoolBlock:
     """A block of a segment, free or handed out: `Block` of the C++ allocator."""
 
@@ -60,29 +52,22 @@ class _PoolBlock:
 
 
 class Allocator:
-    """The caching allocator of one GPU. `limit` is the device's memory in bytes, None for no limit."""
+    """The caching allocator of one GPU whose memory never ends."""
 
-    def __init__(self, *, expandable: bool = False, limit: int | None = None) -> None:
-        self.expandable, self.limit = expandable, limit
+    def __init__(self, *, expandable: bool = False) -> None:
+        self.expandable = expandable
         self.allocated = self.reserved = self.requested = 0
         self.allocated_peak = self.reserved_peak = self.requested_peak = 0
-        self.retries = 0
         self._free: dict[bool, list[tuple[int, int, _PoolBlock]]] = {True: [], False: []}
         self.addresses = DeviceAddresses()
         self._range_end: dict[bool, _PoolBlock | None] = {True: None, False: None}
         self._range_next: dict[bool, int] = {True: 1 << 41, False: 1 << 45}
 
     def allocate(self, nbytes: int) -> _PoolBlock:
-        """A block of at least `nbytes` bytes; raises `OutOfDeviceMemory` when the device has no more."""
+        """A block of at least `nbytes` bytes."""
         size = max(-(-nbytes // MINIMUM) * MINIMUM, MINIMUM)
         small = size <= SMALL
         block = self._best_fit(size, small) or self._allocate_segment(size, small)
-        if block is None:
-            self.retries += 1
-            self.release_cached_blocks()
-            block = self._allocate_segment(size, small)
-            if block is None:
-                raise OutOfDeviceMemory(nbytes, self.reserved)
         remaining = block.size - size
         if remaining >= MINIMUM if small or self.expandable else remaining > SMALL:
             self._split(block, size)
@@ -116,14 +101,6 @@ class Allocator:
         """Everything that its next decisions depend on, except the blocks that are handed out."""
         return self.reserved, *(tuple((size, at) for size, at, _ in pool) for pool in self._free.values())
 
-    def release_cached_blocks(self) -> None:
-        """Returns every wholly free segment to the device (`release_cached_blocks`)."""
-        for small in (True, False):
-            for _, _, block in list(self._free[small]):
-                whole = block.before is None and block.after is None
-                if whole or (self.expandable and block.after is None):
-                    self._unmap(block) if self.expandable else self._free_segment(block)
-
     def _best_fit(self, size: int, small: bool) -> _PoolBlock | None:
         pool = self._free[small]
         index = bisect.bisect_left(pool, (size,))
@@ -134,7 +111,7 @@ class Allocator:
             index += 1
         return pool.pop(index)[2]
 
-    def _allocate_segment(self, size: int, small: bool) -> _PoolBlock | None:
+    def _allocate_segment(self, size: int, small: bool) -> _PoolBlock:
         if self.expandable:
             return self._grow(size, small)
         if small:
@@ -143,19 +120,17 @@ class Allocator:
             segment = LARGE_SEGMENT
         else:
             segment = -(-size // LARGE_ROUND) * LARGE_ROUND
-        if not self._reserve(segment):
-            return None
+        self._reserve(segment)
         return _PoolBlock(segment, self.addresses.map_segment(segment), small)
 
-    def _grow(self, size: int, small: bool) -> _PoolBlock | None:
+    def _grow(self, size: int, small: bool) -> _PoolBlock:
         """Maps whole pages behind the pool's last block, which becomes part of the new block when it is
         free."""
         last = self._range_end[small]
         have = last.size if last is not None and last.free else 0
         page = SMALL_SEGMENT if small else LARGE_SEGMENT
         mapped = -(-(size - have) // page) * page
-        if not self._reserve(mapped):
-            return None
+        self._reserve(mapped)
         if last is not None and last.free:
             self._remove_free(last)
             last.size += mapped
@@ -169,12 +144,9 @@ class Allocator:
         self._range_end[small] = block
         return block
 
-    def _reserve(self, nbytes: int) -> bool:
-        if self.limit is not None and self.reserved + nbytes > self.limit:
-            return False
+    def _reserve(self, nbytes: int) -> None:
         self.reserved += nbytes
         self.reserved_peak = max(self.reserved_peak, self.reserved)
-        return True
 
     def _split(self, block: _PoolBlock, size: int) -> None:
         rest = _PoolBlock(block.size - size, block.address + size, block.small)
@@ -193,19 +165,6 @@ class Allocator:
         pool = self._free[block.small]
         pool.pop(bisect.bisect_left(pool, (block.size, block.address)))
 
-    def _free_segment(self, block: _PoolBlock) -> None:
-        self._remove_free(block)
-        self.reserved -= block.size
-        self.addresses.unmap_segment(block.address, block.size)
-
-    def _unmap(self, block: _PoolBlock) -> None:
-        self._remove_free(block)
-        self.reserved -= block.size
-        self._range_next[block.small] -= block.size
-        self._range_end[block.small] = block.before
-        if block.before is not None:
-            block.before.after = None
-
 
 @dataclass(frozen=True)
 class Replay:
@@ -214,7 +173,6 @@ class Replay:
     requested_peak: int
     allocated_peak: int
     reserved_peak: int
-    retries: int
     reserved: Sequence[int]
     """Reserved bytes after each event."""
     states: Mapping[int, Hashable]
@@ -222,15 +180,12 @@ class Replay:
     allocation, with their addresses, and `Allocator.state`."""
 
 
-def replay(
-    trace: Trace, *, expandable: bool = False, limit: int | None = None, states: Collection[int] = ()
-) -> Replay:
+def replay(trace: Trace, *, expandable: bool = False, states: Collection[int] = ()) -> Replay:
     """Runs the trace's allocations and frees through the allocator.
 
-    `states` are the indices of events before which its state is noted. Raises `OutOfDeviceMemory` when
-    `limit`, in bytes, is too small.
+    `states` are the indices of events before which its state is noted.
     """
-    allocator = Allocator(expandable=expandable, limit=limit)
+    allocator = Allocator(expandable=expandable)
     live: dict[int, _PoolBlock] = {}
     reserved: list[int] = []
     blocks = trace.blocks
@@ -251,7 +206,6 @@ def replay(
         allocator.requested_peak,
         allocator.allocated_peak,
         allocator.reserved_peak,
-        allocator.retries,
         reserved,
         noted,
     )

@@ -54,11 +54,13 @@ def context_of(gpu: Gpu | None, software: Software, trace: Trace) -> tuple[int, 
     if software.context_bytes is not None:
         return software.context_bytes, []
     context = gpu.context_bytes if gpu else None
+    backward = any(mark.phase == "backward" for mark in trace.marks)
+    cudnn = "cudnn" in trace.attention or any("convolution" in kernel.operator for kernel in trace.kernels)
     parts = (
         (context, USUAL_CONTEXT, True),
         (gpu.libraries_bytes if gpu else None, USUAL_LIBRARIES, True),
-        (gpu.backward_bytes if gpu else None, USUAL_BACKWARD, _has_backward(trace)),
-        (gpu.cudnn_bytes if gpu else None, USUAL_CUDNN, _runs_cudnn(trace)),
+        (gpu.backward_bytes if gpu else None, USUAL_BACKWARD, backward),
+        (gpu.cudnn_bytes if gpu else None, USUAL_CUDNN, cudnn),
     )
     total = sum(usual if known is None else known for known, usual, taken in parts if taken)
     if context is not None:
@@ -68,14 +70,6 @@ def context_of(gpu: Gpu | None, software: Software, trace: Trace) -> tuple[int, 
         f"The CUDA context of {name} is estimated ({show_mib(total)} MiB with its libraries, give or take "
         "200); no reading is known."
     ]
-
-
-def _has_backward(trace: Trace) -> bool:
-    return any(mark.phase == "backward" for mark in trace.marks)
-
-
-def _runs_cudnn(trace: Trace) -> bool:
-    return "cudnn" in trace.attention or any("convolution" in kernel.operator for kernel in trace.kernels)
 
 
 def doubts_about(gpu: Gpu | None) -> list[str]:

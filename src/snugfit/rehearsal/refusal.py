@@ -42,7 +42,8 @@ def refusal(job: Job, error: Exception) -> SnugfitError:
         )
     cause = _first_line(error)
     last = _frames(error)[-1].frame
-    if _without_loss(job, last):
+    # the loop that takes the loss out of a user's module fails at what the module gave
+    if job.model.module is not None and _module(last).startswith(_RUNS_MODULES):
         return RehearsalError(
             f"{name} could not be rehearsed: its output holds no loss ({cause}). A module gives its loss as "
             'a tensor of one number, as `.loss`, as "loss" of a dict, or first of a tuple.'
@@ -81,11 +82,6 @@ def _is_ours(error: Exception, last: FrameType) -> bool:
     if not module.startswith("snugfit."):
         return False
     return module != _RUNS_OPERATORS and not isinstance(error, RuntimeError)
-
-
-def _without_loss(job: Job, last: FrameType) -> bool:
-    """A loop that takes the loss out of a user's module fails at what the module gave."""
-    return job.model.module is not None and _module(last).startswith(_RUNS_MODULES)
 
 
 class _Stop(NamedTuple):

@@ -79,7 +79,7 @@ def rehearse_update(job: Job, setup: Setup, policy: Policy, gradients: tuple[int
     return Part(RelativeTrace.of(*record_step(step, policy, RECORDED_STEPS)), gradients)
 
 
-def splice(passes: Part, update: Part, *, micro_batches: int = 1, steps: int = STEPS) -> Trace | None:
+def splice(passes: Part, update: Part, *, micro_batches: int = 1) -> Trace | None:
     """The trace of the step that has these parts, as `rehearse` would write it; None when they do not
     meet."""
     if passes.gradients != update.gradients:
@@ -89,7 +89,7 @@ def splice(passes: Part, update: Part, *, micro_batches: int = 1, steps: int = S
         return None
     try:
         moves = (*second.build, *_join(passes, update, first.steps, second), *first.rest)
-        whole = repeat(replace(passes.trace, moves=moves), steps=steps, micro_batches=micro_batches)
+        whole = repeat(replace(passes.trace, moves=moves), steps=STEPS, micro_batches=micro_batches)
         return whole.trace() if whole is not None else None
     except LookupError:
         return None

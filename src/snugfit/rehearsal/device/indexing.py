@@ -80,7 +80,7 @@ def index_put(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
     for _ in indices[1:]:
         linear += nest(Buffer("wrapped", nbytes), Buffer("stride", nbytes))
     copies: Scratch = ()
-    rows = _rows_indexed(operand, arguments[1])
+    rows = math.prod(operand.size(dim) for dim, one in enumerate(arguments[1]) if one is not None)
     if value.numel() < count * (operand.numel() // max(rows, 1)) or not value.is_contiguous():
         copies = (Buffer("value", count * (operand.numel() // max(rows, 1)) * value.element_size()),)
     if not _adjacent(arguments[1]):
@@ -95,11 +95,6 @@ def _broadcast(indices: Sequence[Any]) -> tuple[int, ...]:
     import torch
 
     return tuple(torch.broadcast_shapes(*(one.shape for one in indices)))
-
-
-def _rows_indexed(operand: Any, indices: Sequence[Any]) -> int:
-    """Of how many rows the indices choose."""
-    return math.prod(operand.size(dim) for dim, one in enumerate(indices) if one is not None)
 
 
 def _adjacent(indices: Sequence[Any]) -> bool:

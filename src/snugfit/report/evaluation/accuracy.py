@@ -61,7 +61,7 @@ def runs_grid(result: Accuracy) -> Grid:
             str(run.recipe),
             *bytes_cells(run),
             *seconds_cells(run),
-            _bound_by(run),
+            run.bound or "",
         )
         for run in result.runs
     )
@@ -74,7 +74,7 @@ def narrow_grid(result: Accuracy) -> Grid:
     for run in result.runs:
         predicted, measured, *_, error = bytes_cells(run)
         what = f"{job_words(run)}: {run.recipe}"
-        rows.append((str(run.number), what, predicted, measured, error, *seconds_cells(run), _bound_by(run)))
+        rows.append((str(run.number), what, predicted, measured, error, *seconds_cells(run), run.bound or ""))
     heads = (
         "",
         "Job and recipe",
@@ -87,10 +87,6 @@ def narrow_grid(result: Accuracy) -> Grid:
         "bound by",
     )
     return Grid(title=f"Runs of seed {result.seed}", heads=heads, rows=tuple(rows))
-
-
-def _bound_by(run: ComparedRun) -> str:
-    return run.bound or ""
 
 
 def title(result: Accuracy) -> str:

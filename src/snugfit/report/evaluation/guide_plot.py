@@ -40,12 +40,12 @@ def summary(result: GuideResult, form: str) -> bytes:
     with drawing(form, width=_WIDTH, height=1.8 + _HEIGHT_OF_ROW * len(names)) as drawn:
         figure = drawn.figure
         left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
-        _bars(left, memory_series(result), "{:.1f}")
+        _bars(left, memory_series(result))
         _diamonds(left, result)
         for row_number, row in enumerate(result.rows):
             if row.refused:
                 left.text(0.05, row_number, "not predicted", fontsize=7, color="0.4", va="center")
-        _bars(right, speed_series(result), "{:.1f}")
+        _bars(right, speed_series(result))
         left.set_yticks(range(len(names)), names)
         left.set_ylim(len(names) - 0.4, -0.6)
         left.set_xlabel("GPU memory, GiB")
@@ -101,7 +101,7 @@ def _with_values(series: list[Series]) -> list[Series]:
     return [one for one in series if any(value is not None for value in one.values)]
 
 
-def _bars(axes: Axes, series: list[Series], form: str) -> None:
+def _bars(axes: Axes, series: list[Series]) -> None:
     """Each experiment's bars under each other; only those that it has take room."""
     count = len(series[0].values) if series else 0
     widest = max((value or 0 for one in series for value in one.values), default=0)
@@ -112,7 +112,7 @@ def _bars(axes: Axes, series: list[Series], form: str) -> None:
             value = one.values[row_number] or 0.0
             at = row_number + (order - (len(present) - 1) / 2) * height
             axes.barh(at, value, height=0.92 * height, color=one.color)
-            axes.text(value + widest * 0.008, at, form.format(value), va="center", fontsize=6.5, color="0.2")
+            axes.text(value + widest * 0.008, at, f"{value:.1f}", va="center", fontsize=6.5, color="0.2")
     for one in series:
         axes.barh(0, 0, color=one.color, label=one.label)
     axes.set_xlim(0, widest * 1.1 or 1)

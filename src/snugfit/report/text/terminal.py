@@ -98,11 +98,11 @@ def as_text(content: RenderableType, *, width: int = 110) -> str:
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
-def as_html(content: RenderableType, *, width: int = 110) -> str:
+def as_html(content: RenderableType) -> str:
     """A report as an inert HTML fragment, for a notebook's cell."""
     console = Console(
         file=StringIO(),
-        width=width,
+        width=110,
         record=True,
         markup=False,
         emoji=False,

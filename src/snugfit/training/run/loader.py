@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 Collate = Callable[[list[Any]], dict[str, Any]]
 
+PREFETCH_STEPS = 2
+"""Steps whose batches the workers make ahead of the step that runs."""
+
 _WORKER_DEATH = re.compile(r"DataLoader worker \(pid(?:\(s\))? [0-9, ]+\) (?:is killed by |exited )([^.]*)")
 """The wording of torch/csrc/DataLoader.cpp and torch/utils/data/dataloader.py."""
 
@@ -64,17 +67,16 @@ def feed(
     stop_step: int,
     workers: int = 0,
     pinned: bool = False,
-    prefetch_steps: int = 2,
 ) -> Generator[list[dict[str, torch.Tensor]]]:
     """The host micro-batches of steps `start_step` up to, not including, `stop_step`.
 
     Through torch's DataLoader, over all of these steps at once: workers are started once, not at each epoch,
-    and make `prefetch_steps` steps ahead. Its random numbers are its own, so that a model's dropout is the
+    and make `PREFETCH_STEPS` steps ahead. Its random numbers are its own, so that a model's dropout is the
     same however often and with however many workers a run was started.
     """
     import torch
 
-    ahead = max(2, -(-prefetch_steps * order.micro_batches // workers)) if workers else None
+    ahead = max(2, -(-PREFETCH_STEPS * order.micro_batches // workers)) if workers else None
     loader: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
         cast("torch.utils.data.Dataset[Any]", _EpochDataset(samples, collate)),
         batch_sampler=_EpochKeys(order, start_step, stop_step),
