@@ -1,4 +1,4 @@
-"""A user's batch: how many items the loss is a mean over in it, its pieces, and a file of it.
+"""A user's batch: an example, how many items the loss is a mean over in it, its pieces, and a file of it.
 
 A micro-batch counts for its share of the items of the whole batch.
 """
@@ -6,15 +6,35 @@ A micro-batch counts for its share of the items of the whole batch.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from snugfit.errors import UsageError
 from snugfit.job.batch import IGNORED
+from snugfit.training.rng import preserve_rng
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
+
+
+def example_of(make_loader: Callable[[], Iterable[Any]], device: torch.device) -> dict[str, Any]:
+    """The first batch (B, ...) of a loader, on the host; the process's random generators are afterwards as
+    they were. Raises `UsageError` for what is no batch."""
+    import torch
+
+    with preserve_rng(device):
+        first = next(iter(make_loader()), None)
+    if not isinstance(first, Mapping) or not first:
+        raise UsageError(
+            f"A batch is a mapping of the model's arguments to tensors, and the loader gave {first!r:.80}. A"
+            " collate_fn can make one."
+        )
+    return {
+        name: value.detach().cpu() if isinstance(value, torch.Tensor) else value
+        for name, value in first.items()
+    }
 
 
 def samples_in(batch: Mapping[str, Any]) -> int:

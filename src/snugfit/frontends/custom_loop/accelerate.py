@@ -31,7 +31,7 @@ from snugfit.frontends.custom_loop.model import (
 )
 from snugfit.frontends.custom_loop.run import HandRun
 from snugfit.frontends.custom_loop.step import CustomStep, ItemsOf, LossOf
-from snugfit.frontends.items import samples_in
+from snugfit.frontends.items import example_of, samples_in
 from snugfit.frontends.own import capability_of, folder_of, options_of
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
@@ -42,7 +42,6 @@ from snugfit.step.checkpointing import stop_own_checkpointing
 from snugfit.techniques.recipe import Recipe
 from snugfit.training.checkpoint.state import TrainState
 from snugfit.training.journal import Journal
-from snugfit.training.rng import preserve_rng
 
 if TYPE_CHECKING:
     import torch
@@ -146,7 +145,7 @@ def job_of(
     model: Any, optimizer: Any, loader: Any, device: torch.device, *, loss: LossOf | None, clip: float | None
 ) -> Job:
     """What this loop trains: a copy of the model without data, and an example from its loader."""
-    example = example_of(loader, device)
+    example = _first_batch(loader, device)
     size = getattr(loader, "batch_size", None) or getattr(
         getattr(loader, "batch_sampler", None), "batch_size", None
     )
@@ -160,10 +159,8 @@ def job_of(
     )
 
 
-def example_of(loader: Any, device: torch.device) -> dict[str, Any]:
+def _first_batch(loader: Any, device: torch.device) -> dict[str, Any]:
     """The first batch that the loader gives, on the host. Nothing that is random is drawn."""
-    import torch
-
     if isinstance(loader, Iterator) or not isinstance(loader, Iterable):
         raise UsageError(
             f"accelerate takes a loader, which gives its batches once an epoch, and not a"
@@ -171,19 +168,10 @@ def example_of(loader: Any, device: torch.device) -> dict[str, Any]:
         )
     own = own_generators(loader)
     before = [generator.get_state() for generator in own]
-    with preserve_rng(device):
-        first = next(iter(made_like(loader, num_workers=0) if is_plain(loader) else loader), None)
+    example = example_of(lambda: made_like(loader, num_workers=0) if is_plain(loader) else loader, device)
     for generator, state in zip(own, before, strict=True):
         generator.set_state(state)
-    if not isinstance(first, Mapping) or not first:
-        raise UsageError(
-            f"A batch is a mapping of the model's arguments to tensors, and the loader gave {first!r:.80}. A"
-            " collate_fn can make one."
-        )
-    return {
-        name: value.detach().cpu() if isinstance(value, torch.Tensor) else value
-        for name, value in first.items()
-    }
+    return example
 
 
 def _meta_copy(model: Any, loss: LossOf | None) -> Any:

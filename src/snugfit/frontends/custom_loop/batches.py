@@ -1,9 +1,7 @@
 """The batches of a hand-written loop: a loader's, epoch after epoch, from where a run was.
 
-A loader draws the order of an epoch, and often what its samples look like, from the process's random
-generators, and so does the model's dropout. A run that is taken up must see the batches that were to come,
-so here the loader has generators of its own: while a batch is fetched they stand in the process's place. Kept
-are their states at the epoch's beginning, from which its order is drawn again, and before the next batch.
+A resumed run must see the batches that were to come, so the loader has random generators of its own
+(`frontends/data_rng.py`). Their states are kept before the next batch too.
 
 Of a plain `DataLoader` without workers the batches that were seen are passed over without being made; any
 other loader gives them once more, and they are thrown away.
@@ -11,19 +9,12 @@ other loader gives them once more, and they are thrown away.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
 from itertools import islice
 from typing import TYPE_CHECKING, Any, final
 
-from snugfit.training.rng import (
-    HostRngStates,
-    host_rng_states,
-    rng_states_from_json,
-    rng_states_to_json,
-    set_host_rng_states,
-)
+from snugfit.frontends.data_rng import DataRng, DataRngStates, states_from_json
 
 if TYPE_CHECKING:
     import torch
@@ -35,11 +26,11 @@ class Batches:
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self._loader = loader
-        self._own = own_generators(loader)
-        self._began = self._now = self._before = self._states()
-        self._next: _States | None = None
+        self._rng = DataRng(own_generators(loader))
+        self._before = self._rng.now
+        self._next: DataRngStates | None = None
         self._iterator: Iterator[Any] | None = None
-        self._fetched: list[tuple[_States, Any]] = []
+        self._fetched: list[tuple[DataRngStates, Any]] = []
         self._fault: Exception | None = None
         self._within = False
         self._lent = False
@@ -81,9 +72,9 @@ class Batches:
     def _open(self) -> None:
         self.leave()
         if not self._within:
-            self._began = self._now
+            self._rng.begin_epoch()
             self.position = 0
-        with self._drawing(self._began):
+        with self._rng.drawing():
             self._iterator = self._from(self.position)
         self._within = False
 
@@ -100,7 +91,7 @@ class Batches:
     def _draw_what_came_next(self) -> None:
         assert self._next is not None
         self._before = self._next
-        self._set(self._next)
+        self._rng.set(self._next)
 
     def _count_lent(self) -> None:
         """The batch that was lent last is behind us."""
@@ -113,8 +104,8 @@ class Batches:
         wrong is raised where the batch is taken."""
         if self._iterator is None or self._fetched or self._fault is not None:
             return
-        begun, self._before = time.perf_counter(), self._now
-        with self._drawing(self._now):
+        begun, self._before = time.perf_counter(), self._rng.now
+        with self._rng.drawing():
             try:
                 self._fetched.extend((self._before, batch) for batch in islice(self._iterator, 1))
             except Exception as fault:
@@ -126,7 +117,7 @@ class Batches:
         run."""
         if self._lent:
             self._count_lent()
-            self._next = self._fetched[0][0] if self._fetched else self._now
+            self._next = self._fetched[0][0] if self._fetched else self._rng.now
 
     @property
     def samples(self) -> int | None:
@@ -144,57 +135,21 @@ class Batches:
 
     def to_json(self) -> dict[str, Any]:
         """Where the run is in its data."""
-        began = self._now if self._iterator is None else self._began
+        began = self._rng.now if self._iterator is None else self._rng.at_epoch_start
         following = self._next if self.position and self._next is not None else began
         return {
             "epoch": self.epoch,
             "place": self.position,
-            "began": _to_json(began),
-            "next": _to_json(following),
+            "began": began.to_json(),
+            "next": following.to_json(),
         }
 
     def resume(self, state: dict[str, Any]) -> None:
         """As it was when `to_json` was asked."""
         self.epoch, self.position = state["epoch"], state["place"]
         self._within = self.position > 0
-        self._began, self._next = _from_json(state["began"]), _from_json(state["next"])
-        self._now = self._next
-
-    # ---- generators --------------------------------------------------------------------------------------
-
-    def _states(self) -> _States:
-        return host_rng_states(), tuple(generator.get_state() for generator in self._own)
-
-    def _set(self, states: _States) -> None:
-        set_host_rng_states(states[0])
-        for generator, state in zip(self._own, states[1], strict=True):
-            generator.set_state(state)
-
-    @contextlib.contextmanager
-    def _drawing(self, states: _States) -> Iterator[None]:
-        """Within it the generators are the loader's."""
-        models = host_rng_states()
-        self._set(states)
-        try:
-            yield
-        finally:
-            self._now = self._states()
-            set_host_rng_states(models)
-
-
-_States = tuple[HostRngStates, tuple["torch.Tensor", ...]]
-
-
-def _to_json(states: _States) -> list[Any]:
-    return [rng_states_to_json(states[0]), [state.tolist() for state in states[1]]]
-
-
-def _from_json(document: Any) -> _States:
-    import torch
-
-    return rng_states_from_json(document[0]), tuple(
-        torch.tensor(state, dtype=torch.uint8) for state in document[1]
-    )
+        self._next = states_from_json(state["next"])
+        self._rng.now = self._rng.at_epoch_start = states_from_json(state["began"])
 
 
 def own_generators(loader: Any) -> list[torch.Generator]:

@@ -29,7 +29,7 @@ from snugfit.training.checkpoint.state import RunProgress, Snapshot, TrainState,
 from snugfit.versions import versions
 
 if TYPE_CHECKING:
-    from snugfit.frontends.trainer.data import DataRng
+    from snugfit.frontends.trainer.data import BatchRng
     from snugfit.training.checkpoint.staging import Staging
     from snugfit.training.checkpoint.store import Store
     from snugfit.training.interrupt import Interrupts
@@ -55,7 +55,7 @@ class TrainerCheckpoints:
     """Saves and resumes one call of `train()`; its folder is locked meanwhile."""
 
     def __init__(
-        self, trainer: Any, store: Store, journal: Journal, interrupts: Interrupts, rng: DataRng
+        self, trainer: Any, store: Store, journal: Journal, interrupts: Interrupts, rng: BatchRng
     ) -> None:
         self._trainer, self.interrupts, self._rng = trainer, interrupts, rng
         self.root = store.root

@@ -1,10 +1,7 @@
 """A fitted trainer's data: its random numbers, apart from those of the model, and the next step's batches.
 
-**Random numbers.** An epoch's order, a collator that masks, a dataset that augments: they draw from the
-process's generators, and the loader works a step ahead. Had they the model's generators, a resumed run would
-draw other numbers. So while batches are fetched the generators are others, whose states are kept: at the
-epoch's beginning, from which a resumed run draws its order again; and before each collation, so that the
-first batch that it makes is the one that came next. Workers draw from generators of their own.
+**Random numbers.** The data has generators of its own (`frontends/data_rng.py`). Their states are kept before
+each collation too, so that the first batch that a resumed run makes is the one that came next.
 
 **Prefetching.** A fitted trainer waits for the gradients before each update, and the GPU then waits until it
 has been asked for the update, and for the next forward pass. The Trainer makes the next batch in between,
@@ -15,10 +12,11 @@ still at the backward pass of the step before, it takes 2.8 % (train-overhead-do
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, final
 
+from snugfit.frontends.data_rng import DataRng, DataRngStates
 from snugfit.training.rng import (
     HostRngStates,
     host_rng_states,
@@ -29,11 +27,11 @@ from snugfit.training.rng import (
 
 
 @final
-class DataRng:
-    """The random generators that the data draws from."""
+class BatchRng:
+    """The data's random generators, and what they were before each batch that has not gone into a step."""
 
     def __init__(self) -> None:
-        self._now = self._at_epoch_start = host_rng_states()
+        self._rng = DataRng()
         self._before_batch: dict[int, HostRngStates] = {}
         self._resume_with: HostRngStates | None = None
         self._collated = self._used = 0
@@ -41,20 +39,13 @@ class DataRng:
     def begin_epoch(self, skipped: int) -> None:
         """An epoch begins, of which so many batches are skipped."""
         if not skipped:
-            self._at_epoch_start = self._now
+            self._rng.begin_epoch()
         self._before_batch.clear()
         self._collated = self._used = skipped
 
-    @contextlib.contextmanager
-    def drawing(self) -> Iterator[None]:
+    def drawing(self) -> AbstractContextManager[None]:
         """Within it the process's generators are the data's."""
-        models = host_rng_states()
-        set_host_rng_states(self._now)
-        try:
-            yield
-        finally:
-            self._now = host_rng_states()
-            set_host_rng_states(models)
+        return self._rng.drawing()
 
     def use(self, batches: int) -> None:
         """So many batches go into a step."""
@@ -84,15 +75,16 @@ class DataRng:
         """What a checkpoint keeps of it."""
         following = self._before_batch.get(self._used)
         return {
-            "began": rng_states_to_json(self._at_epoch_start),
-            "now": rng_states_to_json(self._now),
+            "began": rng_states_to_json(self._rng.at_epoch_start.host),
+            "now": rng_states_to_json(self._rng.now.host),
             "next": rng_states_to_json(following) if following else None,
         }
 
     def resume(self, saved: dict[str, Any], *, within: bool) -> None:
         """As it was when the checkpoint was taken; `within` an epoch its order is drawn again first."""
-        self._at_epoch_start = rng_states_from_json(saved["began"])
-        self._now = self._at_epoch_start if within else rng_states_from_json(saved["now"])
+        now = saved["began" if within else "now"]
+        self._rng.at_epoch_start = DataRngStates(rng_states_from_json(saved["began"]))
+        self._rng.now = DataRngStates(rng_states_from_json(now))
         self._resume_with = rng_states_from_json(saved["next"]) if within and saved["next"] else None
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.frontends.next_recipe import next_recipe
 from snugfit.frontends.trainer.checkpoints import TrainerCheckpoints
-from snugfit.frontends.trainer.data import DataRng, StepPrefetcher
+from snugfit.frontends.trainer.data import BatchRng, StepPrefetcher
 from snugfit.frontends.trainer.step_state import StepState
 from snugfit.frontends.trainer.step_timer import StepTimer, logger_for
 from snugfit.techniques.technique import Slot
@@ -34,8 +34,8 @@ class FitRun:
     logger: StepLogger
     recovery: Recovery
     timer: StepTimer
-    rng: DataRng
-    """The random generators of the data."""
+    rng: BatchRng
+    """The random generators of the data, and their states before each batch."""
 
     prefetcher: StepPrefetcher
     """The micro-batches of the next step."""
@@ -49,7 +49,7 @@ def open_run(trainer: Any, resume_from: str | bool | None) -> Iterator[FitRun]:
     on. `trainer.snugfit_run` is the run within this context, and None outside of it."""
     notices = trainer.snugfit.notices
     with open_store(Path(trainer.args.output_dir)) as store, Interrupts(store.root) as interrupts:
-        rng = DataRng()
+        rng = BatchRng()
         journal = notices.journal = Journal(store.root, notices.watch)
         checkpoints = TrainerCheckpoints(trainer, store, journal, interrupts, rng)
         try:

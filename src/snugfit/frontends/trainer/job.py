@@ -6,21 +6,20 @@ forgotten again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from snugfit.errors import UsageError
+from snugfit.frontends.items import example_of
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
 from snugfit.step.checkpointing import stop_own_checkpointing
 from snugfit.step.transformers_internals import bare_model, without_loader_record
-from snugfit.training.rng import preserve_rng
 
 
 def job_of(trainer: Any) -> Job:
     """What this trainer trains. Raises `UsageError` when there is nothing to look at."""
     args = trainer.args
-    module, example = meta_copy(trainer), example_of(trainer)
+    module, example = meta_copy(trainer), _first_batch(trainer)
     return Job(
         model=Model.from_module(module, example),
         task=Task.CUSTOM,
@@ -48,19 +47,9 @@ def meta_copy(trainer: Any) -> Any:
     return copy
 
 
-def example_of(trainer: Any) -> dict[str, Any]:
+def _first_batch(trainer: Any) -> dict[str, Any]:
     """The first micro-batch that the trainer's own loader gives, on the host."""
-    import torch
-
     if trainer.train_dataset is None:
         raise UsageError("The trainer has no train_dataset, so there is nothing to train on.")
-    with preserve_rng(trainer.args.device), without_loader_record(trainer):
-        first = next(iter(trainer.get_train_dataloader()), None)
-    if not isinstance(first, Mapping) or not first:
-        raise UsageError(
-            f"The trainer's batches are mappings of names to tensors, and its loader gave {first!r:.80}."
-        )
-    return {
-        name: value.detach().cpu() if isinstance(value, torch.Tensor) else value
-        for name, value in first.items()
-    }
+    with without_loader_record(trainer):
+        return example_of(trainer.get_train_dataloader, trainer.args.device)
