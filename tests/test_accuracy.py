@@ -207,7 +207,7 @@ def test_every_run_is_kept_as_soon_as_it_ended(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        room.accuracy(4, 5, H200, file=file, tell=tell)
+        room.accuracy(4, 5, H200, room.DrawWriter(file, tell=tell))
     kept = read(file)
     assert [run.number for run in kept.runs] == [0, 1]
     assert kept.device == "NVIDIA H200"
@@ -241,7 +241,7 @@ def test_what_cannot_be_predicted_keeps_its_place(
         raise failure
 
     monkeypatch.setattr(predict_runs, "predict", predict)
-    result = room.accuracy(1, 2, H200, file=tmp_path / "a.json", measured=False)
+    result = room.accuracy(1, 2, H200, room.DrawWriter(tmp_path / "a.json", measured=False))
     assert [run.number for run in result.outside] == [0, 1]
     assert "\n" not in result.runs[0].refused
     assert str(failure.args[0]).split()[-1] in result.runs[0].refused

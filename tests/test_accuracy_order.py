@@ -81,7 +81,7 @@ def test_each_job_has_so_many_recipes_that_take_different_bytes(
     answered: list[Recipe], tmp_path: Path
 ) -> None:
     file = tmp_path / "a.json"
-    result = room.accuracy_within_jobs(3, 2, 4, H200, file=file)
+    result = room.accuracy_within_jobs(3, 2, 4, H200, room.DrawWriter(file))
     assert [run.number for run in result.runs] == list(range(8))
     assert [len(group) for group in group_by_job(result.runs)] == [4, 4]
     for group in group_by_job(result.runs):
@@ -94,7 +94,7 @@ def test_each_job_has_so_many_recipes_that_take_different_bytes(
 
 def test_named_jobs_take_the_place_of_drawn_ones(answered: list[Recipe], tmp_path: Path) -> None:
     jobs = [job(), replace(job(), batch_size=8)]
-    result = room.accuracy_within_jobs(3, jobs, 3, H200, file=tmp_path / "a.json", measured=False)
+    result = room.accuracy_within_jobs(3, jobs, 3, H200, room.DrawWriter(tmp_path / "a.json", measured=False))
     assert [run.job for run in result.runs] == [jobs[0]] * 3 + [jobs[1]] * 3
 
 
@@ -112,7 +112,7 @@ def test_what_the_first_choice_loses_is_told(answered: list[Recipe], tmp_path: P
         ]
 
     jobs = [job(), replace(job(), batch_size=8)]
-    result = room.accuracy_of_best(jobs, 2, ranked, H200, seed=None, file=tmp_path / "a.json")
+    result = room.accuracy_of_best(jobs, 2, ranked, H200, room.DrawWriter(tmp_path / "a.json"), seed=None)
     assert [str(run.recipe) for run in result.runs] == ["micro_batches(2)", "bf16", "plain"]
     assert result.runs[2].refused == "No recipe could be rehearsed: no shapes"
     assert gap(group_by_job(result.runs)[0]) == pytest.approx(16 / 4 - 1)
@@ -126,7 +126,7 @@ def test_what_the_first_choice_loses_is_told(answered: list[Recipe], tmp_path: P
 
 def test_what_was_only_predicted_can_be_measured_later(answered: list[Recipe], tmp_path: Path) -> None:
     file = tmp_path / "accuracy-seed3-within-job.json"
-    room.accuracy_within_jobs(3, 1, 3, H200, file=file, measured=False)
+    room.accuracy_within_jobs(3, 1, 3, H200, room.DrawWriter(file, measured=False))
     told: list[str] = []
 
     def tell(line: str) -> None:
@@ -144,7 +144,7 @@ def test_what_was_only_predicted_can_be_measured_later(answered: list[Recipe], t
 
 
 def test_rescoring_predicts_again_and_says_so(answered: list[Recipe], tmp_path: Path) -> None:
-    first = room.accuracy_within_jobs(3, 1, 3, H200, file=tmp_path / "a.json")
+    first = room.accuracy_within_jobs(3, 1, 3, H200, room.DrawWriter(tmp_path / "a.json"))
     again = room.rescore(first, H200, file=tmp_path / "b.json", rates=packaged_rates(H200))
     for before, after in zip(first.runs, again.runs, strict=True):
         assert (after.measured, after.step_seconds, after.when) == (
@@ -171,7 +171,7 @@ def test_rescoring_predicts_again_and_says_so(answered: list[Recipe], tmp_path: 
 def test_a_run_that_can_no_longer_be_predicted_says_so(
     answered: list[Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = room.accuracy_within_jobs(3, 1, 2, H200, file=tmp_path / "a.json")
+    first = room.accuracy_within_jobs(3, 1, 2, H200, room.DrawWriter(tmp_path / "a.json"))
 
     def predict(*_: Any, **__: Any) -> Any:
         raise KeyError("lost")

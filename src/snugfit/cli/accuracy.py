@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -172,14 +172,15 @@ def _draw(
     stem = "-".join(file.stem for file in files)[:80] or f"seed{seed}"
     file = writable_folder(output) / file_name(stem, kind, recipes)
     with show_progress() as tell:
-        how: Any = {"file": file, "measured": measured, "tell": tell}
+        writer = draws.DrawWriter(file, measured, tell)
         if kind == "within-job":
-            result = draws.accuracy_within_jobs(seed, named or count, recipes, gpu, workers=workers, **how)
+            result = draws.accuracy_within_jobs(seed, named or count, recipes, gpu, writer, workers=workers)
         elif kind == "top":
             jobs, rank = named or draws.draw_jobs(seed, count), _ranking(gpu, recipes, workers, tell)
-            result = draws.accuracy_of_best(jobs, recipes, rank, gpu, seed=None if named else seed, **how)
+            drawn_from = None if named else seed
+            result = draws.accuracy_of_best(jobs, recipes, rank, gpu, writer, seed=drawn_from)
         else:
-            result = draws.accuracy(seed, count, gpu, workers=workers, **how)
+            result = draws.accuracy(seed, count, gpu, writer, workers=workers)
     return result, file
 
 

@@ -23,12 +23,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from snugfit.comparison.compared_runs import Accuracy, ComparedRun
 from snugfit.errors import GpuError, SnugfitError
 from snugfit.evaluation.accuracy_files import write
-from snugfit.evaluation.draw import draw_training_job
+from snugfit.evaluation.draw import DrawnJob, draw_training_job
 from snugfit.evaluation.predict_runs import (
     PlannedRecipe,
     predict_again,
     predict_draw,
-    predict_drawn_job,
     predict_recipes,
 )
 from snugfit.measurement.stopwatch import WARMUP, steady_steps
@@ -50,55 +49,53 @@ Ranked = Callable[["Job"], Sequence[PlannedRecipe]]
 above both passes it in."""
 
 
-def accuracy(
-    seed: int,
-    count: int,
-    gpu: Gpu,
-    *,
-    file: Path,
-    measured: bool = True,
-    workers: int = 1,
-    tell: Tell = lambda line: None,
-) -> Accuracy:
-    """Draws `count` runs from `seed`, predicts each for `gpu`, measures it here, and writes all to `file`.
+class DrawWriter(NamedTuple):
+    """Where the runs of a draw are written as they come, and whether each is measured."""
 
-    `tell` is called with what is being done. Raises `SnugfitError` when `file` cannot be written.
-    """
-    tell("predicting the first draw")
+    file: Path
+    """It always holds the runs that are done."""
+    measured: bool = True
+    """Whether each run is measured here as soon as it is predicted."""
+    tell: Tell = lambda line: None
+    """Called with what is being done."""
+
+    def record(self, result: Accuracy, predicted: Iterable[ComparedRun], total: int) -> Accuracy:
+        """The result with these predicted runs, `total` in number. Raises `SnugfitError` when the file cannot
+        be written."""
+        for number, predicted_run in enumerate(predicted, 1):
+            run, device = predicted_run, None
+            if self.measured:
+                self.tell(f"measuring {number} of {total}: {_describe(run)}")
+                run, device = measure_run(run)
+            result = replace(result, device=device or result.device, runs=(*result.runs, run))
+            write(result, self.file)
+            if number < total:
+                self.tell(f"predicting {number + 1} of {total}")
+        return result
+
+
+def accuracy(seed: int, count: int, gpu: Gpu, writer: DrawWriter, *, workers: int = 1) -> Accuracy:
+    """Draws `count` runs from `seed`, predicts each for `gpu`, and has them recorded."""
+    writer.tell("predicting the first draw")
     runs = map_in_processes(partial(predict_draw, seed, gpu), range(count), workers=workers)
-    return _measure_all(
-        _empty(gpu, seed, "drawn"), runs, file=file, measured=measured, total=count, tell=tell
-    )
+    return writer.record(_empty(gpu, seed, "drawn"), runs, count)
 
 
 def accuracy_within_jobs(
-    seed: int,
-    jobs: int | Sequence[Job],
-    recipes: int,
-    gpu: Gpu,
-    *,
-    file: Path,
-    measured: bool = True,
-    workers: int = 1,
-    tell: Tell = lambda line: None,
+    seed: int, jobs: int | Sequence[Job], recipes: int, gpu: Gpu, writer: DrawWriter, *, workers: int = 1
 ) -> Accuracy:
     """`accuracy` with several drawn recipes of each job; `jobs` are so many drawn ones, or these."""
-    tell("predicting the first job")
+    writer.tell("predicting the first job")
     if isinstance(jobs, int):
-        groups = map_in_processes(
-            partial(predict_drawn_job, seed, gpu, recipes), range(jobs), workers=workers
-        )
+        drawn = [draw_training_job(seed, number) for number in range(jobs)]
     else:
-        predict = partial(_predict_numbered, gpu, recipes, seed)
-        groups = map_in_processes(predict, list(enumerate(jobs)), workers=workers)
-    total = recipes * (jobs if isinstance(jobs, int) else len(jobs))
-    result, runs = _empty(gpu, seed, "within-job"), chain.from_iterable(groups)
-    return _measure_all(result, runs, file=file, measured=measured, total=total, tell=tell)
-
-
-def _predict_numbered(gpu: Gpu, recipes: int, seed: int, numbered: tuple[int, Job]) -> list[ComparedRun]:
-    number, job = numbered
-    return predict_recipes(job, gpu, recipes, seed=seed, number=number)
+        drawn = [
+            DrawnJob(number=number, family=job.model.architecture, job=job, recipe=Recipe())
+            for number, job in enumerate(jobs)
+        ]
+    groups = map_in_processes(partial(predict_recipes, seed, gpu, recipes), drawn, workers=workers)
+    runs = chain.from_iterable(groups)
+    return writer.record(_empty(gpu, seed, "within-job"), runs, recipes * len(drawn))
 
 
 def draw_jobs(seed: int, count: int) -> list[Job]:
@@ -107,21 +104,13 @@ def draw_jobs(seed: int, count: int) -> list[Job]:
 
 
 def accuracy_of_best(
-    jobs: Sequence[Job],
-    count: int,
-    ranked: Ranked,
-    gpu: Gpu,
-    *,
-    seed: int | None,
-    file: Path,
-    measured: bool = True,
-    tell: Tell = lambda line: None,
+    jobs: Sequence[Job], count: int, ranked: Ranked, gpu: Gpu, writer: DrawWriter, *, seed: int | None
 ) -> Accuracy:
     """`accuracy` with the best `count` recipes of each job's plan. A plan that fails is one refused run."""
 
     def plan_all() -> Iterator[ComparedRun]:
         for number, job in enumerate(jobs):
-            tell(f"planning job {number + 1} of {len(jobs)}: {job.model.name}")
+            writer.tell(f"planning job {number + 1} of {len(jobs)}: {job.model.name}")
             first = number * count
             try:
                 planned = ranked(job)[:count]
@@ -136,8 +125,7 @@ def accuracy_of_best(
                 continue
             yield from (recipe.run(job, first + rank) for rank, recipe in enumerate(planned))
 
-    result, total = _empty(gpu, seed, "top"), count * len(jobs)
-    return _measure_all(result, plan_all(), file=file, measured=measured, total=total, tell=tell)
+    return writer.record(_empty(gpu, seed, "top"), plan_all(), count * len(jobs))
 
 
 def measure_rest(result: Accuracy, *, file: Path, tell: Tell = lambda line: None) -> Accuracy:
@@ -205,22 +193,6 @@ def _rates_source(gpu: Gpu) -> str:
         return rates_for(gpu).source
     except GpuError:
         return ""
-
-
-def _measure_all(
-    result: Accuracy, predicted: Iterable[ComparedRun], *, file: Path, measured: bool, total: int, tell: Tell
-) -> Accuracy:
-    """The runs, measured as they come (if `measured`); `file` always holds those that are done."""
-    for number, predicted_run in enumerate(predicted, 1):
-        run, device = predicted_run, None
-        if measured:
-            tell(f"measuring {number} of {total}: {_describe(run)}")
-            run, device = measure_run(run)
-        result = replace(result, device=device or result.device, runs=(*result.runs, run))
-        write(result, file)
-        if number < total:
-            tell(f"predicting {number + 1} of {total}")
-    return result
 
 
 def _describe(run: ComparedRun) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from snugfit.comparison.compared_runs import ComparedRun
 from snugfit.errors import RecipeError, SnugfitError
-from snugfit.evaluation.draw import DrawnJob, draw_recipes, draw_training_job, proposals
+from snugfit.evaluation.draw import DrawnJob, draw_recipes, proposals
 from snugfit.prediction.predict import predict
 from snugfit.results.footprint import Footprint
 from snugfit.techniques.recipe import Recipe
@@ -59,21 +59,13 @@ def predict_draw(seed: int, gpu: Gpu, number: int) -> ComparedRun:
     return run
 
 
-def predict_drawn_job(seed: int, gpu: Gpu, recipes: int, number: int) -> list[ComparedRun]:
-    """The drawn job of this number under so many drawn recipes, which all take different bytes; fewer where
-    the job has no more."""
-    drawn = draw_training_job(seed, number)
-    return predict_recipes(drawn.job, gpu, recipes, seed=seed, number=number, family=drawn.family)
-
-
-def predict_recipes(
-    job: Job, gpu: Gpu, recipes: int, *, seed: int, number: int = 0, family: str | None = None
-) -> list[ComparedRun]:
-    """A job under so many drawn recipes; `number` is the job's, from 0."""
-    first, runs, sizes = number * recipes, list[ComparedRun](), set[int | None]()
+def predict_recipes(seed: int, gpu: Gpu, recipes: int, drawn: DrawnJob) -> list[ComparedRun]:
+    """A job under so many drawn recipes, which all take different bytes; fewer where it has no more. The
+    recipe that it was drawn with does not count."""
+    first, runs, sizes = drawn.number * recipes, list[ComparedRun](), set[int | None]()
     candidates = (
-        DrawnJob(number=first, family=family or job.model.architecture, job=job, recipe=recipe)
-        for recipe, _ in zip(draw_recipes(job, seed), range(MAX_PREDICTED * recipes), strict=False)
+        replace(drawn, number=first, recipe=recipe)
+        for recipe, _ in zip(draw_recipes(drawn.job, seed), range(MAX_PREDICTED * recipes), strict=False)
     )
     for run in _predict_each(candidates, gpu):
         size = run.predicted.requested_bytes if run.predicted else None
