@@ -62,7 +62,7 @@ def answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     trained = SimpleNamespace(outcome="finished", exit_code=0, step=1, folder=tmp_path)
     monkeypatch.setattr("snugfit.frontends.own.train", lambda *_, **__: trained)
     (tmp_path / "lengths.json").write_text('{"128": 60, "500": 4}')
-    monkeypatch.setattr("snugfit.evaluation.learn.learn", lambda *_, **__: nothing_learned("made up"))
+    monkeypatch.setattr("snugfit.cli.calibration.learn", lambda *_, **__: nothing_learned("made up"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for command in ("measure", "guide", "accuracy", "calibrate", "verify"):
         monkeypatch.setattr(f"snugfit.cli.{command}.gpu_here", lambda *_: "NVIDIA H200")

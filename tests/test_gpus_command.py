@@ -11,10 +11,11 @@ import pytest
 
 from made_up import EVIL, job
 from snugfit.cli.main import run
+from snugfit.cli.request import steps_of
 from snugfit.errors import GpuError, UsageError
 from snugfit.job.gpu import find_gpu
 from snugfit.planning.fleet.gpu_plans import GpuPlans, OnGpu
-from snugfit.planning.fleet.prices import Prices, cheapest, cost, steps_of
+from snugfit.planning.fleet.prices import Prices, cheapest, cost
 from snugfit.planning.plan import Choice, Counts
 from snugfit.report.plan.gpu_plans import render
 from snugfit.report.text.terminal import as_text

@@ -175,7 +175,7 @@ def test_the_calibration_learns_unless_told_otherwise(
     asked: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taught = LearnedFactors(host=1.25, device=1.0, before=(-0.2, -0.2, -0.2), after=(0.0, 0.0, 0.01))
-    monkeypatch.setattr("snugfit.evaluation.learn.learn", lambda *_, **__: taught)
+    monkeypatch.setattr("snugfit.cli.calibration.learn", lambda *_, **__: taught)
     assert run([*ASK, "--verify", "3", "--no-learn"]) == 0
     assert not calibration_file(find_gpu("h200")).exists()
     assert run([*ASK, "--verify", "3"]) == 0
@@ -191,7 +191,7 @@ def test_what_was_measured_is_shown_even_where_learning_fails(
     def learn(*_: Any, **__: Any) -> Any:
         raise RehearsalError("An operator has no shapes.")
 
-    monkeypatch.setattr("snugfit.evaluation.learn.learn", learn)
+    monkeypatch.setattr("snugfit.cli.calibration.learn", learn)
     assert run([*ASK, "--verify", "3"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "Kendall's tau" in text

@@ -165,7 +165,7 @@ def test_a_factor_beyond_belief_is_told_and_not_taken_in() -> None:
     found = learn(runs_on(slower(known, host=1.7 * MAX_FACTOR, device=1.0)), GPU, rates=known)
     assert not found.changes_rates
     assert "the host would have to be" in found.why_not
-    assert remember(found, [], GPU) == found
+    assert remember(found, [], GPU, known) == found
     assert not calibration_file(GPU).exists()
 
 
@@ -180,7 +180,7 @@ def test_a_factor_beyond_belief_is_told_and_not_taken_in() -> None:
 )
 def test_too_few_clean_runs_teach_nothing(spoilt: dict[str, object]) -> None:
     runs = runs_on(packaged_rates(GPU), recipes=RECIPES[:3])
-    found = learn([*runs[:2], replace(runs[2], **spoilt)], GPU)  # type: ignore[arg-type]
+    found = learn([*runs[:2], replace(runs[2], **spoilt)], GPU, rates=packaged_rates(GPU))  # type: ignore[arg-type]
     assert (found.host, found.device, found.changes_rates) == (1.0, 1.0, False)
     assert "2 of 3 runs" in found.why_not
 
@@ -192,14 +192,14 @@ TAUGHT = LearnedFactors(host=1.7, device=1.2, before=(-0.3, -0.2, -0.4), after=(
 
 def test_what_was_learned_is_used_from_then_on_and_says_where_it_is_from() -> None:
     known, runs = rates_for(GPU), runs_on(packaged_rates(GPU), recipes=RECIPES[:3])
-    kept = remember(TAUGHT, runs, GPU)
+    kept = remember(TAUGHT, runs, GPU, rates_for(GPU))
     assert kept.file == str(calibration_file(GPU))
     now = rates_for(GPU)
     assert now.host.forward == pytest.approx(1.7 * known.host.forward)
     assert now.bandwidth == pytest.approx(known.bandwidth / 1.2)
     assert now.source == f"{known.source}; corrected by 3 verified runs"
     assert now.measured == known.measured
-    again = remember(TAUGHT, runs, GPU)
+    again = remember(TAUGHT, runs, GPU, rates_for(GPU))
     assert rates_for(GPU).host.forward == pytest.approx(1.7**2 * known.host.forward)
     assert rates_for(GPU).source.count("corrected by") == 1
     document = json.loads(Path(again.file or "").read_text())
@@ -212,7 +212,7 @@ def test_a_calibration_keeps_its_readings() -> None:
     file.parent.mkdir(parents=True)
     readings = [{"corrects": "host"}]
     file.write_text(json.dumps({"rates": rates_for(GPU).to_json(), "readings": readings}))
-    remember(TAUGHT, runs_on(packaged_rates(GPU), recipes=RECIPES[:3]), GPU)
+    remember(TAUGHT, runs_on(packaged_rates(GPU), recipes=RECIPES[:3]), GPU, rates_for(GPU))
     assert json.loads(file.read_text())["readings"] == readings
 
 
@@ -222,12 +222,12 @@ def test_a_folder_that_cannot_be_written_is_one_error(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr("snugfit.cli.calibration.write_document", full)
     with pytest.raises(SnugfitError, match=r"cannot be written \(No space left"):
-        remember(TAUGHT, runs_on(packaged_rates(GPU), recipes=RECIPES[:3]), GPU)
+        remember(TAUGHT, runs_on(packaged_rates(GPU), recipes=RECIPES[:3]), GPU, rates_for(GPU))
     assert rates_for(GPU) == packaged_rates(GPU)
 
 
 def test_rates_that_were_scaled_are_not_called_measured_by_a_correction() -> None:
     other = find_gpu("a100-80gb")
-    remember(TAUGHT, runs_on(packaged_rates(GPU), recipes=RECIPES[:3]), other)
+    remember(TAUGHT, runs_on(packaged_rates(GPU), recipes=RECIPES[:3]), other, rates_for(other))
     assert not rates_for(other).measured
     assert "by data sheet; corrected by" in rates_for(other).source

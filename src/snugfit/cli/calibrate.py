@@ -27,6 +27,7 @@ def calibrate(as_json: given.AsJson = False) -> None:
     from snugfit.cli.progress import show_progress
     from snugfit.comparison.calibrate import calibrate as run
     from snugfit.job.gpu import find_gpu
+    from snugfit.prediction.rates import calibration_file
     from snugfit.report.text.terminal import show, show_json
     from snugfit.versions import versions
 
@@ -40,7 +41,8 @@ def calibrate(as_json: given.AsJson = False) -> None:
         "readings": [reading.to_json() for reading in readings],
         "versions": versions(),
     }
-    file = write_calibration(gpu, document)
+    file = calibration_file(gpu)
+    write_calibration(file, document)
     if as_json:
         show_json(document)
     else:

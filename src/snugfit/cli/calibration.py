@@ -6,7 +6,7 @@ each correction came from: when, which job, which recipes, both factors, the err
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.documents import BadDocument, read_document, write_document
 from snugfit.errors import SnugfitError
-from snugfit.evaluation.learn import LearnedFactors, slower
+from snugfit.evaluation.learn import LearnedFactors, learn, nothing_learned, slower
 from snugfit.prediction.profile import installed_versions
 from snugfit.prediction.rates import Rates, calibration_file, rates_for
 
@@ -29,23 +29,33 @@ KEPT = 20
 """Corrections whose origin is kept; the rates hold all of them."""
 
 
-def write_calibration(gpu: Gpu, document: dict[str, Any]) -> Path:
-    """Writes the file of this GPU, whole or not at all; raises `SnugfitError` when it cannot be written."""
-    file = calibration_file(gpu)
+def write_calibration(file: Path, document: dict[str, Any]) -> None:
+    """Writes a GPU's file, whole or not at all; raises `SnugfitError` when it cannot be written."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_document(file, document)
     except OSError as error:
         raise SnugfitError(f"{file}: cannot be written ({error.strerror}).") from None
-    return file
 
 
-def remember(learned: LearnedFactors, runs: Sequence[ComparedRun], gpu: Gpu) -> LearnedFactors:
-    """Writes the corrected rates of this GPU; gives what was learned with its file. What was not taken in
-    changes nothing. Raises `SnugfitError` when the file cannot be written."""
+def learn_from(
+    runs: Sequence[ComparedRun], gpu: Gpu, *, workers: int, tell: Callable[[str], None]
+) -> LearnedFactors:
+    """What the calibration took in of these measured runs, or why nothing: runs are shown in any case."""
+    try:
+        rates = rates_for(gpu)
+        return remember(learn(runs, gpu, rates=rates, workers=workers, tell=tell), runs, gpu, rates)
+    except SnugfitError as failure:
+        return nothing_learned(str(failure))
+
+
+def remember(learned: LearnedFactors, runs: Sequence[ComparedRun], gpu: Gpu, rates: Rates) -> LearnedFactors:
+    """Writes this GPU's rates with what was learned taken in; gives what was learned with its file. Factors
+    that are not believed change nothing. Raises `SnugfitError` when the file cannot be written."""
     if not learned.changes_rates:
         return learned
-    document = _read(gpu)
+    file = calibration_file(gpu)
+    document = _read(file)
     entry = {
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
         "job": runs[0].job.model.name,
@@ -55,8 +65,9 @@ def remember(learned: LearnedFactors, runs: Sequence[ComparedRun], gpu: Gpu) -> 
         "versions": installed_versions(),
     }
     document["learned"] = [*document.get("learned", []), entry][-KEPT:]
-    document["rates"] = _corrected_rates(rates_for(gpu), learned).to_json()
-    return replace(learned, file=str(write_calibration(gpu, document)))
+    document["rates"] = _corrected_rates(rates, learned).to_json()
+    write_calibration(file, document)
+    return replace(learned, file=str(file))
 
 
 def _corrected_rates(rates: Rates, learned: LearnedFactors) -> Rates:
@@ -66,9 +77,8 @@ def _corrected_rates(rates: Rates, learned: LearnedFactors) -> Rates:
     return replace(changed, source=f"{source}{CORRECTED}{len(learned.before)} verified runs")
 
 
-def _read(gpu: Gpu) -> dict[str, Any]:
-    """The file of this GPU, or an empty calibration where there is none."""
-    file = calibration_file(gpu)
+def _read(file: Path) -> dict[str, Any]:
+    """What a GPU's file holds, or an empty calibration where there is none."""
     try:
         return read_document(file)
     except FileNotFoundError:

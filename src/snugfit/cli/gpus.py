@@ -108,7 +108,7 @@ def _list(gpus: Sequence[Gpu], asked: Mapping[str, Any]) -> None:
 
 
 def _plan(gpus: Sequence[Gpu], asked: Mapping[str, Any]) -> int:
-    from snugfit.planning.fleet.prices import steps_of
+    from snugfit.cli.request import steps_of
 
     prices = _read_prices(asked["prices"], asked["price"] or ())
     if asked["objective"] == "cost" and not prices.per_hour:
@@ -130,17 +130,20 @@ def _refuse(request: Request) -> None:
 
 
 def _answers(request: Request, gpus: Sequence[Gpu], steps: int | None, asked: Mapping[str, Any]) -> GpuPlans:
-    from snugfit.cli.plan_cache import answer, key_of
+    from snugfit.cli.plan_cache import answer
     from snugfit.planning.fleet.gpu_plans import GpuPlans
     from snugfit.planning.fleet.search_gpus import plan_gpus
 
     objective = "speed" if asked["objective"] == "cost" else asked["objective"]
     question = {"fidelity": asked["fidelity"], "objective": objective, "steps": steps}
     answers = answer(
-        key_of(request.job, *gpus, what="gpus", **question),
         GpuPlans.from_json,
         lambda tell: plan_gpus(request.job, gpus, workers=asked["workers"], tell=tell, **question),
+        request.job,
+        *gpus,
         fresh=asked["fresh"],
+        what="gpus",
+        **question,
     )
     return replace(answers, objective=asked["objective"])
 

@@ -5,8 +5,6 @@ Exit code 3 when the longest batch does not fit, so that a script can ask.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -58,42 +56,44 @@ def lengths(
         raise UsageError("Lengths are compared in seconds, and seconds need a GPU: add --gpu NAME.")
     if request.software != "installed":
         raise UsageError("Lengths are for the installed software. Leave the software profile out.")
-    plan = plan_of(request, truncate, fresh=fresh)
+    plan = plan_of(request, str(request.recipe), loop=request.loop, cut=truncate, fresh=fresh)
     show(plan, "json" if as_json else form)
     return 0 if plan.best or not plan.ways else NothingFits.exit_code
 
 
-def plan_of(request: Request, cut: int | None = None, *, fresh: bool = False) -> LengthPlan:
-    """The answer to a request with lengths and a GPU, remembered like a plan."""
-    from snugfit.cli.plan_cache import answer, key_of
+def plan_of(
+    request: Request, recipe: str, *, loop: str = "plain", cut: int | None = None, fresh: bool = False
+) -> LengthPlan:
+    """The answer to a request with lengths and a GPU under this recipe, remembered like a plan."""
+    from snugfit.cli.plan_cache import answer
     from snugfit.planning.lengths.length_plan import LengthPlan
     from snugfit.planning.lengths.lengths import plan_lengths
 
     assert request.lengths is not None
     assert request.gpu is not None
     gpu, of = request.gpu, request.lengths
-    asked: dict[str, Any] = {"memory_bytes": request.memory_bytes, "loop": request.loop, "cut": cut}
-    key = key_of(request.job, gpu, what="lengths", of=of, recipe=str(request.recipe), **asked)
+    asked: dict[str, Any] = {"memory_bytes": request.memory_bytes, "loop": loop, "cut": cut}
     return answer(
-        key,
         LengthPlan.from_json,
-        lambda tell: plan_lengths(request.job, request.recipe, lengths=of, gpu=gpu, tell=tell, **asked),
+        lambda tell: plan_lengths(request.job, recipe, lengths=of, gpu=gpu, tell=tell, **asked),
+        request.job,
+        gpu,
         fresh=fresh,
+        what="lengths",
+        of=of,
+        recipe=recipe,
+        **asked,
     )
 
 
-def show_planned(
-    request: Request, plan: Plan, form: str, *, show_plan: Callable[[Plan, str], None], fresh: bool
-) -> None:
-    """Prints a plan for the longest batch, and under it what its best recipe makes of all lengths."""
+def show_planned(request: Request, plan: Plan, form: str, *, fresh: bool) -> None:
+    """Prints below a plan for the longest batch what its best recipe makes of all lengths; as JSON both are
+    one document."""
     from snugfit.report.text.terminal import show_json
-    from snugfit.techniques.recipe import Recipe
 
     if form != "json":
-        show_plan(plan, form)
         typer.echo()
-    best = Recipe.parse(plan.best_or_nearest.recipe)
-    padding = plan_of(replace(request, recipe=best, loop="plain"), fresh=fresh)
+    padding = plan_of(request, plan.best_or_nearest.recipe, fresh=fresh)
     if form == "json":
         show_json({**plan.to_json(), "lengths": padding.to_json()})
     else:

@@ -12,8 +12,8 @@ import typer
 
 from snugfit.cli import arguments as given
 from snugfit.cli import lengths as of_lengths
-from snugfit.cli.request import Request
-from snugfit.cli.verify import show_verified, verify_plan, with_gpu_here
+from snugfit.cli.request import Request, steps_of
+from snugfit.cli.verify import verify_plan, with_gpu_here
 from snugfit.errors import NothingFits, UsageError
 
 if TYPE_CHECKING:
@@ -64,10 +64,10 @@ def plan(
     as_json: given.AsJson = False,
 ) -> int:
     """Find the fastest recipe that fits, without a GPU."""
-    from snugfit.planning.fleet.prices import steps_of
+    from snugfit.report.plan.plan import render
+    from snugfit.report.text.page import print_as
 
-    request = with_gpu_here(request) if verify else request
-    _refuse(request, plot, verify)
+    request = _check(request, plot, verify)
     steps = steps_of(samples, steps, request.job.batch_size)
     asked = {"fidelity": fidelity, "objective": objective, "steps": steps, "ranked": verify or 0}
     chosen = _plan(request, asked, workers, fresh=fresh)
@@ -77,19 +77,22 @@ def plan(
 
         write_atomically(plot, draw(chosen, plot.suffix[1:]))
     form = "json" if as_json else form
-    if lengths and chosen.best:
-        of_lengths.show_planned(request, chosen, form, show_plan=_print, fresh=fresh)
-    elif not verify or not chosen.fits or form != "json":
-        _print(chosen, form)
-    if verify and chosen.fits:
-        show_verified(chosen, verify_plan(chosen, learn=not no_learn, workers=workers), form)
+    more_follows = chosen.fits and (lengths or verify)
+    if not more_follows or form != "json":
+        print_as(form, chosen.to_json(), render(chosen))
+    if more_follows and lengths:
+        of_lengths.show_planned(request, chosen, form, fresh=fresh)
+    elif more_follows:
+        verify_plan(chosen, form, learn=not no_learn, workers=workers)
     return 0 if chosen.fits else NothingFits.exit_code
 
 
-def _refuse(request: Request, plot: Path | None, verify: int | None) -> None:
-    """Raises `UsageError` for what a plan does not take, before long work begins."""
+def _check(request: Request, plot: Path | None, verify: int | None) -> Request:
+    """The request, for the GPU of this machine where the plan is verified. Raises `UsageError` for what a
+    plan does not take, before long work begins."""
     from snugfit.report.text.figure import check_plot_file
 
+    request = with_gpu_here(request) if verify else request
     request.refuse_recipe_and_loop()
     if request.software != "installed":
         raise UsageError("A plan is made for the installed software. Leave the software profile out.")
@@ -100,15 +103,16 @@ def _refuse(request: Request, plot: Path | None, verify: int | None) -> None:
     if request.lengths and verify:
         raise UsageError("--lengths and --verify are two questions. Ask one at a time.")
     check_plot_file(plot)
+    return request
 
 
 def _plan(request: Request, asked: dict[str, Any], workers: int | None, *, fresh: bool) -> Plan:
-    from snugfit.cli.plan_cache import answer, key_of
+    """The plan, remembered or searched for."""
+    from snugfit.cli.plan_cache import answer
     from snugfit.planning.plan import Plan
     from snugfit.planning.search.search import plan as search
 
     start = request.recipe if request.reading else None
-    key = key_of(request.job, request.gpu, memory=request.memory_bytes, start=str(start), **asked)
     how: dict[str, Any] = {
         "gpu": request.gpu,
         "memory_bytes": request.memory_bytes,
@@ -116,12 +120,12 @@ def _plan(request: Request, asked: dict[str, Any], workers: int | None, *, fresh
         "start": start,
     }
     return answer(
-        key, Plan.from_json, lambda tell: search(request.job, tell=tell, **how, **asked), fresh=fresh
+        Plan.from_json,
+        lambda tell: search(request.job, tell=tell, **how, **asked),
+        request.job,
+        request.gpu,
+        fresh=fresh,
+        memory=request.memory_bytes,
+        start=str(start),
+        **asked,
     )
-
-
-def _print(plan: Plan, form: str) -> None:
-    from snugfit.report.plan.plan import render
-    from snugfit.report.text.page import print_as
-
-    print_as(form, plan.to_json(), render(plan))

@@ -57,9 +57,9 @@ def key_of(job: Job, *gpus: Gpu | None, **asked: Any) -> str | None:
     if job.model.module is not None:
         return None
     question = {
-        "job": job.to_json(),
         "gpus": [gpu.to_json() for gpu in gpus if gpu],
         "rates": [_rates(gpu) for gpu in gpus if gpu],
+        "job": job.to_json(),
         "asked": asked,
         "versions": installed_versions(),
         "source": _source(),
@@ -78,18 +78,20 @@ def recall(key: str, read: Callable[[dict[str, Any]], _Answer]) -> _Answer | Non
 
 
 def answer(
-    key: str | None,
     read: Callable[[dict[str, Any]], _Answer],
-    ask: Callable[[Callable[[str], None]], _Answer],
-    *,
+    compute: Callable[[Callable[[str], None]], _Answer],
+    job: Job,
+    *gpus: Gpu | None,
     fresh: bool,
+    **asked: Any,
 ) -> _Answer:
-    """What is remembered under `key`; or, where that is nothing or a `fresh` answer is wanted, what `ask`
-    gives, which shows its progress and is remembered."""
+    """The remembered answer to what is `asked` about this job on these GPUs; or, where there is none or a
+    `fresh` one is wanted, what `compute` gives, which shows its progress and is remembered."""
+    key = key_of(job, *gpus, **asked)
     if key and not fresh and (known := recall(key, read)):
         return known
     with show_progress() as tell:
-        new = ask(tell)
+        new = compute(tell)
     if key:
         remember(key, new)
     return new

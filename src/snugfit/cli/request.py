@@ -7,6 +7,7 @@ keys, then a flag. What none of them gives is the job's own default.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -92,6 +93,13 @@ class Request:
                 f"--loop {self.loop}: a plan is made for the plain loop. Leave it out, and ask snugfit "
                 f"predict about its answer with --loop {self.loop}."
             )
+
+
+def steps_of(samples: int | None, steps: int | None, batch_size: int) -> int | None:
+    """The run's steps, where the user said its length. Raises `UsageError` when it was said twice."""
+    if samples is not None and steps is not None:
+        raise UsageError("--samples and --steps both say how long the run is. Give one of them.")
+    return math.ceil(samples / batch_size) if samples is not None else steps
 
 
 def _settings(flags: Mapping[str, Any]) -> dict[str, Any]:

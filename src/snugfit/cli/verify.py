@@ -11,17 +11,12 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from snugfit.errors import GpuError, OutsideBand, SnugfitError
+from snugfit.errors import GpuError, OutsideBand
 from snugfit.measurement.target import gpu_here
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from snugfit.cli.request import Request
-    from snugfit.evaluation.learn import LearnedFactors
     from snugfit.evaluation.predict_runs import PlannedRecipe
-    from snugfit.evaluation.verify import Verification
-    from snugfit.job.gpu import Gpu
     from snugfit.planning.plan import Choice, Plan
 
 
@@ -44,35 +39,28 @@ def with_gpu_here(request: Request) -> Request:
     return replace(request, gpu=gpu)
 
 
-def verify_plan(plan: Plan, *, learn: bool, workers: int | None = None) -> Verification:
-    """The plan's listed recipes measured here; the calibration learns from them, unless told otherwise."""
+def verify_plan(plan: Plan, form: str, *, learn: bool, workers: int | None = None) -> None:
+    """Measures the plan's listed recipes here, and prints them below the plan; as JSON both are one document.
+    The calibration learns from them where `learn` says so. Raises `OutsideBand` when a run's bytes differ
+    from the prediction by more than `snugfit accuracy` allows."""
+    from snugfit.cli.calibration import learn_from
     from snugfit.cli.progress import show_progress
     from snugfit.evaluation.verify import verify
+    from snugfit.report.plan.verify import document, render
+    from snugfit.report.text.page import print_as
 
     assert plan.gpu is not None
     recipes = [planned_recipe(choice, plan.memory_bytes) for choice in plan.ranked]
     with show_progress() as tell:
-        verification = verify(plan.job, plan.gpu.name, recipes, versions=plan.versions, tell=tell)
-        if not learn:
-            return verification
-        return replace(verification, learned=_learn(plan.gpu, verification, workers or usual_workers(), tell))
-
-
-def usual_workers() -> int:
-    """Processes that predict while the GPU is measured: more would crowd the host while steps are timed."""
-    return min(4, os.cpu_count() or 1)
-
-
-def _learn(gpu: Gpu, verification: Verification, workers: int, tell: Callable[[str], None]) -> LearnedFactors:
-    """What the calibration took in, or why nothing: the measurements are shown in any case."""
-    from snugfit.cli.calibration import remember
-    from snugfit.evaluation.learn import learn, nothing_learned
-
-    runs = verification.runs
-    try:
-        return remember(learn(runs, gpu, workers=workers, tell=tell), runs, gpu)
-    except SnugfitError as failure:
-        return nothing_learned(str(failure))
+        verified = verify(plan.job, plan.gpu.name, recipes, versions=plan.versions, tell=tell)
+        if learn:
+            learned = learn_from(verified.runs, plan.gpu, workers=workers or usual_workers(), tell=tell)
+            verified = replace(verified, learned=learned)
+    if form == "markdown":
+        typer.echo()
+    print_as(form, document(plan, verified), render(verified))
+    if verified.outside:
+        raise OutsideBand(f"{len(verified.outside)} of {len(verified.runs)} runs are outside the band.")
 
 
 def planned_recipe(choice: Choice, memory_bytes: int | None = None) -> PlannedRecipe:
@@ -96,16 +84,6 @@ def planned_recipe(choice: Choice, memory_bytes: int | None = None) -> PlannedRe
     )
 
 
-def show_verified(plan: Plan, verification: Verification, form: str) -> None:
-    """Prints the verification below the plan; as JSON both are one document. Raises `OutsideBand` when a
-    run's bytes differ from the prediction by more than `snugfit accuracy` allows."""
-    from snugfit.report.plan.verify import document, render
-    from snugfit.report.text.page import print_as
-
-    if form == "markdown":
-        typer.echo()
-    print_as(form, document(plan, verification), render(verification))
-    if verification.outside:
-        raise OutsideBand(
-            f"{len(verification.outside)} of {len(verification.runs)} runs are outside the band."
-        )
+def usual_workers() -> int:
+    """Processes that predict while the GPU is measured: more would crowd the host while steps are timed."""
+    return min(4, os.cpu_count() or 1)

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from snugfit.prediction.device import policy_for
 from snugfit.prediction.profile import Software
-from snugfit.prediction.rates import Rates, rates_for
+from snugfit.prediction.rates import Rates
 from snugfit.prediction.seconds import step_seconds
 from snugfit.prediction.worker_pool import map_in_processes
 from snugfit.rehearsal.rehearse import rehearse
@@ -129,15 +129,14 @@ def learn(
     runs: Sequence[ComparedRun],
     gpu: Gpu,
     *,
-    rates: Rates | None = None,
+    rates: Rates,
     workers: int = 1,
     tell: Callable[[str], None] = lambda line: None,
 ) -> LearnedFactors:
-    """The factors that these measured runs ask for, relative to `rates` (or those known today).
+    """The factors that these measured runs ask for, relative to `rates`.
 
     Raises `SnugfitError` when one of them cannot be rehearsed.
     """
-    rates = rates or rates_for(gpu)
     usable = [run for run in runs if _is_usable(run)]
     if len(usable) < MIN_RUNS:
         return nothing_learned(

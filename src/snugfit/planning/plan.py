@@ -216,6 +216,11 @@ class Plan:
         """Whether any recipe fits the memory."""
         return self.best is not None
 
+    def speed(self, choice: Choice) -> float:
+        """Samples per second of one of its recipes, with the start-up where the run's length was said."""
+        pace = choice.pace(self.steps)
+        return self.job.batch_size / pace if pace else 0.0
+
     @property
     def nearest(self) -> Choice:
         """The smallest there is: when nothing fits, the nearest miss."""

@@ -10,7 +10,6 @@ which leaves out renting the machine, fetching weights and data, and what a vend
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Self
@@ -101,13 +100,6 @@ def cheapest(plans: GpuPlans, prices: Prices) -> OnGpu | None:
     costs = {answer.key: cost(answer, prices, plans.steps).per_1000_samples for answer in plans.fitting}
     priced = [answer for answer in plans.fitting if costs[answer.key] is not None]
     return min(priced, key=lambda answer: (costs[answer.key] or 0.0, answer.key), default=None)
-
-
-def steps_of(samples: int | None, steps: int | None, batch_size: int) -> int | None:
-    """The run's steps, where the user said its length. Raises `UsageError` when it was said twice."""
-    if samples is not None and steps is not None:
-        raise UsageError("--samples and --steps both say how long the run is. Give one of them.")
-    return math.ceil(samples / batch_size) if samples is not None else steps
 
 
 def document(plans: GpuPlans, prices: Prices) -> dict[str, Any]:

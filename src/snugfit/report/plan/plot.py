@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from snugfit.planning.plan import Choice, Plan
+from snugfit.planning.plan import Plan
 from snugfit.report.text.figure import BLUE, LIGHT_BLUE, RED, drawing
 from snugfit.report.text.terminal import words
 from snugfit.units import GIB
@@ -11,13 +11,13 @@ from snugfit.units import GIB
 def draw(plan: Plan, form: str) -> bytes:
     """The plot as a `png` or an `svg` file's bytes."""
     sizes = [choice.needed_bytes / GIB for choice in plan.front]
-    speeds = [_speed(plan, choice) for choice in plan.front]
+    speeds = [plan.speed(choice) for choice in plan.front]
     with drawing(form, width=11, height=5.5) as drawn:
         axes = drawn.figure.subplots()
         axes.step(sizes[::-1], speeds[::-1], where="post", color=LIGHT_BLUE, linewidth=1)
         axes.scatter(sizes, speeds, color=BLUE, zorder=3, label="Pareto front")
         if plan.best:
-            best = plan.best.needed_bytes / GIB, _speed(plan, plan.best)
+            best = plan.best.needed_bytes / GIB, plan.speed(plan.best)
             axes.scatter(*best, s=90, facecolors="none", edgecolors=RED, zorder=4, label="best")
         if plan.memory_bytes:
             axes.axvline(
@@ -32,9 +32,3 @@ def draw(plan: Plan, form: str) -> bytes:
         axes.set_title(f"{words(plan.job.model.name).plain}, batch {plan.job.batch_size}")
         axes.legend(frameon=False, loc="lower right")
     return drawn.content
-
-
-def _speed(plan: Plan, choice: Choice) -> float:
-    """Samples per second on a run of the length that was said."""
-    pace = choice.pace(plan.steps)
-    return plan.job.batch_size / pace if pace else 0.0
