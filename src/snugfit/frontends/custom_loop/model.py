@@ -16,7 +16,7 @@ from snugfit.step.applier import change_live, loader_arguments, objections
 from snugfit.step.applier import refuse as refuse_for
 from snugfit.step.wishes.handler import LiveTraining
 from snugfit.step.wishes.model import dtype_of
-from snugfit.step.wishes.optimizer import accepted_numbers, make_optimizer
+from snugfit.step.wishes.optimizer import known_numbers, make_optimizer
 from snugfit.techniques import roster
 from snugfit.techniques.technique import Slot
 
@@ -120,13 +120,11 @@ def optimizer_for(model: Any, given: Any, recipe: Recipe) -> Any:
     if recipe[Slot.OPTIMIZER] == roster.plain(Slot.OPTIMIZER):
         return given
     wish = recipe.setup().optimizer
-    accepted = accepted_numbers(wish)
-    # What a group says that means the same to every optimizer that knows the word.
-    alike = {"lr", "weight_decay", "maximize", *(("betas", "eps") if "betas" in accepted else ())}
-    taken = (alike & accepted) | {"params", "initial_lr"}
-    return make_optimizer(
-        wish, model, [{name: group[name] for name in taken & set(group)} for group in given.param_groups]
-    )
+    groups = [
+        {name: group[name] for name in ("params", "initial_lr") if name in group} | known_numbers(wish, group)
+        for group in given.param_groups
+    ]
+    return make_optimizer(wish, model, groups)
 
 
 def loader_for(loader: Any, setup: Setup, device: torch.device) -> Any:

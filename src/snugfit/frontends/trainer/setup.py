@@ -16,7 +16,7 @@ from snugfit.step.applier import change_live, objections, refuse, training_argum
 from snugfit.step.checkpointing import NAMES
 from snugfit.step.transformers_internals import made_by_accelerate, replace_model, set_arguments
 from snugfit.step.wishes.handler import LiveTraining
-from snugfit.step.wishes.optimizer import accepted_numbers
+from snugfit.step.wishes.optimizer import known_numbers, make_optimizer
 from snugfit.techniques.technique import Slot
 
 if TYPE_CHECKING:
@@ -140,10 +140,20 @@ def _value_of(args: Any, name: str) -> Any:
     return getattr(value, "value", value)
 
 
-def users_numbers(trainer: Any, wish: OptimizerWish) -> dict[str, Any]:
-    """The numbers of the user's `TrainingArguments` that this optimizer takes."""
-    args = trainer.args
-    numbers: dict[str, Any] = {"lr": args.learning_rate}
-    if "betas" in accepted_numbers(wish):
-        numbers |= {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
-    return numbers
+def optimizer_for(trainer: Any, wish: OptimizerWish) -> Any:
+    """The wished optimizer in the Trainer's two groups, with and without decay, and with those numbers of the
+    user's `TrainingArguments` that it knows."""
+    args, model = trainer.args, trainer.model
+    groups: list[dict[str, Any]] = [
+        {"params": [], **known_numbers(wish, {"weight_decay": decay})} for decay in (args.weight_decay, 0.0)
+    ]
+    decaying = set(trainer.get_decay_parameter_names(model))
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            groups[name not in decaying]["params"].append(parameter)
+    numbers = {
+        "lr": args.learning_rate,
+        "betas": (args.adam_beta1, args.adam_beta2),
+        "eps": args.adam_epsilon,
+    }
+    return make_optimizer(wish, model, groups, **known_numbers(wish, numbers))

@@ -25,12 +25,11 @@ from snugfit.frontends.trainer.loss import (
     track_use,
 )
 from snugfit.frontends.trainer.out_of_memory import go_on_with_less, retry_step, update_broke
-from snugfit.frontends.trainer.setup import brings_optimizer, users_numbers
+from snugfit.frontends.trainer.setup import brings_optimizer, optimizer_for
 from snugfit.frontends.trainer.step_state import StepState
 from snugfit.step.applier import forward_context, run_context, set_process
 from snugfit.step.memory_errors import memory_cause
 from snugfit.step.transformers_internals import TrainerHooks, weigh_losses_ourselves
-from snugfit.step.wishes.optimizer import make_optimizer
 from snugfit.techniques.technique import Slot
 from snugfit.training.checkpoint.state import restore_rng
 from snugfit.training.checkpoint.weights import load_weights
@@ -84,19 +83,11 @@ class FittedTrainer(TrainerHooks):
         return done
 
     def create_optimizer(self, *arguments: Any, **keywords: Any) -> Any:
-        """The recipe's, in the Trainer's two groups, with the user's numbers; or the one they brought."""
+        """The recipe's, with the user's numbers; or the one they brought."""
         plan = self.snugfit
         if self.optimizer is not None or Slot.OPTIMIZER in plan.user_slots or brings_optimizer(self):
             return super().create_optimizer(*arguments, **keywords)
-        model, wish = self.model, plan.recipe.setup().optimizer
-        groups: list[dict[str, Any]] = [{"params": []}, {"params": []}]
-        decaying = set(self.get_decay_parameter_names(model))
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                groups[name not in decaying]["params"].append(parameter)
-        if wish.weight_decay:
-            groups[0]["weight_decay"], groups[1]["weight_decay"] = self.args.weight_decay, 0.0
-        self.optimizer = make_optimizer(wish, model, groups, **users_numbers(self, wish))
+        self.optimizer = optimizer_for(self, plan.recipe.setup().optimizer)
         return self.optimizer
 
     def get_train_dataloader(self) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from snugfit.step.wishes.handler import Context, Handler, ScriptContext
@@ -51,6 +52,9 @@ def make_optimizer(wish: OptimizerWish, model: Any, groups: Any, **numbers: Any)
     return optimizer
 
 
-def accepted_numbers(wish: OptimizerWish) -> frozenset[str]:
-    """Numbers that the factory takes and the recipe has not chosen."""
-    return frozenset(inspect.signature(wish.factory.resolve()).parameters) - set(wish.factory.arguments)
+def known_numbers(wish: OptimizerWish, numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a user's numbers that the factory takes, the recipe has not chosen, and that mean the same to
+    every optimizer which knows the word: an `eps` does beside `betas` only."""
+    accepted = inspect.signature(wish.factory.resolve()).parameters.keys() - wish.factory.arguments.keys()
+    alike = {"lr", "weight_decay", "maximize", *(("betas", "eps") if "betas" in accepted else ())}
+    return {name: value for name, value in numbers.items() if name in alike & accepted}
