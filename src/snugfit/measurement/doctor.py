@@ -1,7 +1,7 @@
 """Examines the installation: packages, what is missing and why, and the GPUs as the driver reports them.
 
 Nothing imports torch, which takes seconds: versions come from the packages' metadata, torch's CUDA from its
-version file, GPUs from NVML. `ask_torch=True` imports it and asks it too.
+version file, GPUs from NVML.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class Doctor:
     """Whether a measurement would run on a GPU."""
     cuda_reason: str | None
     """Why it would not."""
-    asked_torch: bool
-    """Whether torch itself was asked, or only its files and NVML."""
+    asked_torch: bool = False
+    """Torch itself is not asked, only its files and NVML: importing it takes seconds."""
     driver: str | None
     """The NVIDIA driver's version."""
     nvml: str | None
@@ -98,9 +98,7 @@ class Doctor:
         return {"schema": SCHEMA, "what": "doctor", **asdict(self)}
 
 
-def examine(
-    *, ask_torch: bool = False, library: Any | None = None, environment: Mapping[str, str] = os.environ
-) -> Doctor:
+def examine(*, library: Any | None = None, environment: Mapping[str, str] = os.environ) -> Doctor:
     """Examines this machine. Never raises for what is missing: that is what it reports."""
     gpus: tuple[GpuStatus, ...] = ()
     driver = nvml_fault = None
@@ -111,8 +109,6 @@ def examine(
         nvml_fault = str(refusal)
     build = torch_cuda()
     reason = _why_no_cuda(build, nvml_fault, gpus, environment)
-    if reason is None and ask_torch:
-        reason = _why_torch_has_no_cuda()
     return Doctor(
         snugfit=__version__,
         python=platform.python_version(),
@@ -125,7 +121,6 @@ def examine(
         torch_cuda=build,
         cuda_usable=reason is None,
         cuda_reason=reason,
-        asked_torch=ask_torch,
         driver=driver,
         nvml=nvml_fault,
         gpus=gpus,
@@ -166,16 +161,6 @@ def _why_no_cuda(
         return "the driver knows no GPU"
     if hides_all(environment):
         return f"{VISIBLE_DEVICES}={environment[VISIBLE_DEVICES]!r} hides every GPU"
-    return None
-
-
-def _why_torch_has_no_cuda() -> str | None:
-    import torch
-
-    try:
-        torch.cuda.init()
-    except (RuntimeError, AssertionError) as refusal:
-        return f"torch cannot use CUDA: {str(refusal).splitlines()[0]}"
     return None
 
 

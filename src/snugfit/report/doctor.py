@@ -33,7 +33,7 @@ def _machine(doctor: Doctor) -> Iterator[tuple[str, str]]:
     yield "platform", doctor.platform
     yield "torch's CUDA", doctor.torch_cuda or "none: a build for the CPU"
     usable = "yes" if doctor.cuda_usable else f"no: {doctor.cuda_reason or 'not known why'}"
-    yield "CUDA can be used", usable if doctor.asked_torch else f"{usable} (without asking torch)"
+    yield "CUDA can be used", f"{usable} (without asking torch)"
     yield "driver", doctor.driver or "none"
     if doctor.nvml:
         yield "NVML", doctor.nvml
