@@ -52,12 +52,15 @@ def lengths(
     as_json: given.AsJson = False,
 ) -> int:
     """From a dataset's lengths: the longest batch, the mean speed, and how to pad."""
+    from snugfit.report.plan.lengths import render
+    from snugfit.report.text.page import print_as
+
     if request.gpu is None:
         raise UsageError("Lengths are compared in seconds, and seconds need a GPU: add --gpu NAME.")
     if request.software != "installed":
         raise UsageError("Lengths are for the installed software. Leave the software profile out.")
     plan = plan_of(request, str(request.recipe), loop=request.loop, cut=truncate, fresh=fresh)
-    show(plan, "json" if as_json else form)
+    print_as("json" if as_json else form, plan.to_json(), render(plan))
     return 0 if plan.best or not plan.ways else NothingFits.exit_code
 
 
@@ -89,20 +92,10 @@ def plan_of(
 def show_planned(request: Request, plan: Plan, form: str, *, fresh: bool) -> None:
     """Prints below a plan for the longest batch what its best recipe makes of all lengths; as JSON both are
     one document."""
-    from snugfit.report.text.terminal import show_json
+    from snugfit.report.plan.lengths import render
+    from snugfit.report.text.page import print_as
 
     if form != "json":
         typer.echo()
     padding = plan_of(request, plan.best_or_nearest.recipe, fresh=fresh)
-    if form == "json":
-        show_json({**plan.to_json(), "lengths": padding.to_json()})
-    else:
-        show(padding, form)
-
-
-def show(padding: LengthPlan, form: str) -> None:
-    """Prints the answer in the form that was asked for."""
-    from snugfit.report.plan.lengths import render
-    from snugfit.report.text.page import print_as
-
-    print_as(form, padding.to_json(), render(padding))
+    print_as(form, {**plan.to_json(), "lengths": padding.to_json()}, render(padding))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import NothingFits, UsageError
 from snugfit.frontends.trainer.setup import brings_optimizer
-from snugfit.planning.search.space import fidelity_of
+from snugfit.planning.request import fidelity_of
 from snugfit.step.checkpointing import NAMES
 from snugfit.step.wishes.model import dtype_of
 from snugfit.techniques import roster

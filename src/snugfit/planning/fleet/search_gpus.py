@@ -17,15 +17,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from snugfit.errors import GpuError, SnugfitError, UsageError
 from snugfit.job.gpu import all_gpus, find_gpu
-from snugfit.job.job import refuse_what_is_no_job
 from snugfit.planning.cost.startup_share import PlannedRun
 from snugfit.planning.cost.timer import PerGpuTimers, TimersWithGaps, why_unknown
 from snugfit.planning.fleet.gpu_plans import GpuPlans, OnGpu
 from snugfit.planning.fleet.per_gpu import PerGpuSearch
 from snugfit.planning.plan import Counts
+from snugfit.planning.request import fidelity_of, refuse_bad_request
 from snugfit.planning.search.screening import screen
-from snugfit.planning.search.search import refuse
-from snugfit.planning.search.space import Space, fidelity_of, space_of
+from snugfit.planning.search.space import Space, space_of
 from snugfit.planning.search.state import Progress, SearchState, Tell, exclusion
 from snugfit.prediction.device import policy_for
 from snugfit.prediction.profile import Software, installed_versions
@@ -64,9 +63,8 @@ def plan_gpus(
     gets its smallest recipe, and one that is not CUDA's no answer, each with the reason. Raises `UsageError`
     for what cannot be, and `SnugfitError` when no recipe of a space can be rehearsed.
     """
-    refuse_what_is_no_job(job)
+    refuse_bad_request(job, objective=objective, workers=workers)
     gpus, fidelity = _gpus_of(gpus), fidelity_of(fidelity)
-    refuse(objective, None, workers)
     run = PlannedRun(steps=steps, rates=once)
     workers = min(2, os.cpu_count() or 1) if workers is None else workers
     answers: dict[str, OnGpu] = {}

@@ -17,13 +17,13 @@ from dataclasses import replace
 from snugfit.data.lengths import Lengths
 from snugfit.errors import JobError, UsageError
 from snugfit.job.gpu import Gpu, find_gpu
-from snugfit.job.job import Job, refuse_what_is_no_job
+from snugfit.job.job import Job
 from snugfit.job.limits import NO_SEQUENCE, WITH_TARGET
 from snugfit.planning.lengths.length_plan import Cut, LengthPlan
 from snugfit.planning.lengths.length_profile import LengthProfiler
 from snugfit.planning.lengths.padding import Way, Ways, seconds_of
 from snugfit.planning.lengths.sizes import sizes_of
-from snugfit.planning.search.search import refuse
+from snugfit.planning.request import refuse_bad_request
 from snugfit.prediction.device import doubts_about
 from snugfit.prediction.profile import installed_versions
 from snugfit.techniques.recipe import Recipe
@@ -59,8 +59,7 @@ def plan_lengths(
     `tell` hears what is being done. Raises `UsageError` for what cannot be, `RehearsalError` for a step
     without a trace.
     """
-    refuse_what_is_no_job(job)
-    refuse("speed", memory_bytes)
+    refuse_bad_request(job, memory_bytes=memory_bytes)
     if not isinstance(lengths, Lengths):
         raise UsageError(
             f"lengths is {type(lengths).__name__}; this takes a snugfit.Lengths: Lengths.of([12, 40, 7]), "

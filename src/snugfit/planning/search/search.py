@@ -21,11 +21,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from snugfit.errors import UsageError, did_you_mean
+from snugfit.errors import UsageError
 from snugfit.planning.cost.startup_share import PlannedRun
-from snugfit.planning.plan import OBJECTIVES, Plan
+from snugfit.planning.plan import Plan
+from snugfit.planning.request import fidelity_of, refuse_bad_request, start_of
 from snugfit.planning.search.screening import screen
-from snugfit.planning.search.space import Space, fidelity_of, space_of
+from snugfit.planning.search.space import Space, space_of
 from snugfit.planning.search.state import SearchState, Tell
 from snugfit.prediction.device import doubts_about
 from snugfit.prediction.profile import installed_versions
@@ -69,15 +70,13 @@ def plan(
     plan says so and holds the nearest miss.
     """
     from snugfit.job.gpu import find_gpu
-    from snugfit.job.job import refuse_what_is_no_job
     from snugfit.planning.cost.parts_pool import load_ahead, with_pool
     from snugfit.planning.cost.timer import SingleGpuTimer
 
-    refuse_what_is_no_job(job)
+    refuse_bad_request(job, objective=objective, memory_bytes=memory_bytes, workers=workers)
     gpu = None if gpu is None else find_gpu(gpu)
     fidelity = fidelity_of(fidelity)
-    refuse(objective, memory_bytes, workers)
-    start = _start_of(start, ranked)
+    start = start_of(start, ranked)
     run = PlannedRun(steps=steps, rates=once)
     timer = SingleGpuTimer(clock) if clock else _timer_of(gpu)
     if memory_bytes is None and gpu is not None:
@@ -122,8 +121,8 @@ def _answer(asked: _PlanRequest, space: Space, pool: WorkerPool) -> Plan:
     recipe, needed_bytes = space.candidates[shown].recipe, state.judged[shown].needed_bytes
     asked.tell("simulating the answer in full and comparing it slot by slot")
     explanation = explain(state, pool, shown)
-    start = compare_with_start(asked.start, recipe, pool, job, asked.gpu) if asked.start else None
     suggestions = () if fitting else tuple(cures(recipe, needed_bytes, job, memory or 0, asked.fidelity))
+    start = compare_with_start(asked.start, recipe, pool, job, asked.gpu) if asked.start else None
     counts, excluded = state.counts(), (*space.excluded, *state.excluded)
     ranked = state.best(asked.ranked, pool, asked.objective, asked.tell) if asked.ranked else []
     return Plan(
@@ -165,33 +164,6 @@ def search(
     if smallest or (memory_bytes is not None and state.smallest > memory_bytes):
         state.judge_all(pool, tell, smallest=True)
     return state
-
-
-def _start_of(start: Recipe | str | None, ranked: int) -> Recipe | None:
-    """The recipe to start from; raises `UsageError` for what is none, and for what cannot be listed."""
-    if not (type(ranked) is int and ranked >= 0):
-        raise UsageError(
-            f"ranked is {ranked!r}; it is how many of the best are listed, a whole number from 0."
-        )
-    if start is None or isinstance(start, Recipe):
-        return start
-    if not isinstance(start, str):
-        raise UsageError(f"start is {start!r}; it is a recipe such as 'bf16 + every_layer', or None.")
-    return Recipe.parse(start)
-
-
-def refuse(objective: str, memory_bytes: int | None, workers: int | None = None) -> None:
-    """Raises `UsageError` for an objective that there is not, a bound that is no number of bytes, and
-    processes that cannot be counted."""
-    if objective not in OBJECTIVES:
-        raise UsageError(
-            f"Unknown objective {objective!r}.{did_you_mean(str(objective), OBJECTIVES)} "
-            f"It is one of {', '.join(OBJECTIVES)}."
-        )
-    if memory_bytes is not None and not (type(memory_bytes) is int and memory_bytes > 0):
-        raise UsageError(f"memory_bytes is {memory_bytes!r}; it is a whole number of bytes above 0, or None.")
-    if workers is not None and not (type(workers) is int and workers > 0):
-        raise UsageError(f"workers is {workers!r}; it is a whole number of processes from 1, or None.")
 
 
 def _timer_of(gpu: Gpu | None) -> Timer:

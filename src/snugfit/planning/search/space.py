@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
-from snugfit.errors import UsageError, did_you_mean
 from snugfit.planning.plan import Exclusion
 from snugfit.planning.step_key import step_key
 from snugfit.techniques import roster
@@ -80,16 +79,6 @@ class Space:
             number = self.number(recipe.with_(technique))
             if technique != recipe[slot] and number is not None:
                 yield number
-
-
-def fidelity_of(text: str | Fidelity) -> Fidelity:
-    """The degree with this name; raises `UsageError` with the legal ones."""
-    legal = [degree.value for degree in Fidelity]
-    if text not in legal:
-        raise UsageError(
-            f"Unknown fidelity {text!r}.{did_you_mean(str(text), legal)} It is one of {', '.join(legal)}."
-        )
-    return Fidelity(text)
 
 
 def space_of(

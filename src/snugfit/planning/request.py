@@ -1,0 +1,49 @@
+"""What is asked of a plan, checked: on one GPU, on many, or for a dataset's lengths."""
+
+from __future__ import annotations
+
+from snugfit.errors import UsageError, did_you_mean
+from snugfit.job.job import Job, refuse_what_is_no_job
+from snugfit.planning.plan import OBJECTIVES
+from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.technique import Fidelity
+
+
+def refuse_bad_request(
+    job: Job, *, objective: str = "speed", memory_bytes: int | None = None, workers: int | None = None
+) -> None:
+    """Raises `UsageError` for what is no job, an objective that there is not, a bound that is no number of
+    bytes, and processes that cannot be counted."""
+    refuse_what_is_no_job(job)
+    if objective not in OBJECTIVES:
+        raise UsageError(
+            f"Unknown objective {objective!r}.{did_you_mean(str(objective), OBJECTIVES)} "
+            f"It is one of {', '.join(OBJECTIVES)}."
+        )
+    if memory_bytes is not None and not (type(memory_bytes) is int and memory_bytes > 0):
+        raise UsageError(f"memory_bytes is {memory_bytes!r}; it is a whole number of bytes above 0, or None.")
+    if workers is not None and not (type(workers) is int and workers > 0):
+        raise UsageError(f"workers is {workers!r}; it is a whole number of processes from 1, or None.")
+
+
+def fidelity_of(text: str | Fidelity) -> Fidelity:
+    """The degree with this name; raises `UsageError` with the legal ones."""
+    legal = [degree.value for degree in Fidelity]
+    if text not in legal:
+        raise UsageError(
+            f"Unknown fidelity {text!r}.{did_you_mean(str(text), legal)} It is one of {', '.join(legal)}."
+        )
+    return Fidelity(text)
+
+
+def start_of(start: Recipe | str | None, ranked: int) -> Recipe | None:
+    """The recipe to start from; raises `UsageError` for what is none, and for what cannot be listed."""
+    if not (type(ranked) is int and ranked >= 0):
+        raise UsageError(
+            f"ranked is {ranked!r}; it is how many of the best are listed, a whole number from 0."
+        )
+    if start is None or isinstance(start, Recipe):
+        return start
+    if not isinstance(start, str):
+        raise UsageError(f"start is {start!r}; it is a recipe such as 'bf16 + every_layer', or None.")
+    return Recipe.parse(start)
