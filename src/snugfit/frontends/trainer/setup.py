@@ -151,9 +151,6 @@ def optimizer_for(trainer: Any, wish: OptimizerWish) -> Any:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             groups[name not in decaying]["params"].append(parameter)
-    numbers = {
-        "lr": args.learning_rate,
-        "betas": (args.adam_beta1, args.adam_beta2),
-        "eps": args.adam_epsilon,
-    }
-    return make_optimizer(wish, model, groups, **known_numbers(wish, numbers))
+    betas = (args.adam_beta1, args.adam_beta2)
+    numbers = known_numbers(wish, {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon})
+    return make_optimizer(wish, model, groups, **numbers)
