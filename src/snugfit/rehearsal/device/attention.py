@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     import torch
 
-CUDNN_PREFERRED_ABOVE = 91500
 HALVES = ("torch.float16", "torch.bfloat16")
 
 MASK_IN = 8
@@ -68,10 +67,10 @@ class FusedKernels(NamedTuple):
     """Whether efficient attention runs in bfloat16."""
 
 
-def kernels_on_cuda(capability: tuple[int, int], cudnn_version: int) -> FusedKernels:
-    """The kernels of a GPU of this capability."""
+def kernels_on_cuda(capability: tuple[int, int]) -> FusedKernels:
+    """The kernels of a GPU of this capability, with a cuDNN after 9.15: below, torch does not prefer it."""
     return FusedKernels(
-        cudnn=cudnn_version > CUDNN_PREFERRED_ABOVE and capability in ((9, 0), (10, 0)),
+        cudnn=capability in ((9, 0), (10, 0)),
         flash=(8, 0) <= capability <= (12, 1),
         efficient_bf16=capability >= (8, 0),
     )

@@ -96,16 +96,13 @@ class CudaPolicy(Policy):
     threads_per_multiprocessor: int = 2048
     """Resident threads of one multiprocessor."""
 
-    cudnn_version: int = 91900
-    """As `torch.backends.cudnn.version()` gives it on a CUDA build."""
-
     def choose_attention(self, operands: attention.Operands) -> str:
         """As `sdp_utils.cpp` decides for this capability."""
         return attention.choose_on_cuda(operands, self._attention_kernels)
 
     @property
     def _attention_kernels(self) -> attention.FusedKernels:
-        return attention.kernels_on_cuda(self.capability, self.cudnn_version)
+        return attention.kernels_on_cuda(self.capability)
 
     @property
     def decisions(self) -> Hashable:
