@@ -15,6 +15,7 @@ import pytest
 
 from made_up import footprint, job, measurement, prediction
 from snugfit.cli.main import run as command
+from snugfit.comparison.compare import compare
 from snugfit.comparison.compared_runs import BAND, Accuracy, ComparedRun, error_quantiles
 from snugfit.errors import RecipeError, RehearsalError, UsageError
 from snugfit.evaluation import accuracy as room
@@ -162,6 +163,15 @@ def test_quantiles_are_errors_that_were_seen() -> None:
     assert list(error_quantiles(errors)) == [0.08, 0.15, 0.16]
     assert list(error_quantiles([0.5])) == [0.5, 0.5, 0.5]
     assert list(error_quantiles([])) == [None, None, None]
+
+
+def test_the_worst_figure_of_a_comparison() -> None:
+    seen = replace(measurement(), footprint=off_by(-0.1, "reserved_bytes"))
+    foreseen = replace(prediction(), job=seen.job, footprint=footprint())
+    worst = compare(foreseen, seen).worst
+    assert worst is not None
+    assert worst.figure == "reserved_bytes"
+    assert worst.error == pytest.approx(-0.1, abs=1e-6)
 
 
 # ---- drawing, predicting, measuring ------------------------------------------------------------------------

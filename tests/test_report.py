@@ -80,7 +80,7 @@ def test_recipes_side_by_side_tell_differences_in_bytes_and_per_cent() -> None:
 
 def test_predicted_beside_measured_tells_the_error() -> None:
     both = foreseen_beside_seen(prediction(7 * GIB), measurement(8 * GIB))
-    assert {line.figure: line.error for line in both.lines}["reserved_bytes"] == -0.125
+    assert both.error("reserved_bytes") == -0.125
     assert "-12.5 %" in as_text(compare.beside(both))
     assert json.loads(json.dumps(both.to_json()))["errors"]["reserved_bytes"] == -0.125
 

@@ -44,6 +44,15 @@ class Comparison:
     pace: ErrorLine | None = None
     """The seconds of a step, where both know them."""
 
+    def error(self, figure: str) -> float | None:
+        """The error of one figure; None when it is not known."""
+        return next((line.error for line in self.lines if line.figure == figure), None)
+
+    @property
+    def worst(self) -> ErrorLine | None:
+        """The figure with the largest relative error; None when nothing could be compared."""
+        return max(self.lines, key=lambda line: abs(line.error), default=None)
+
     def to_json(self) -> dict[str, Any]:
         """A JSON object: both documents, and the errors as shares."""
         return {

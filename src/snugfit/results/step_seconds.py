@@ -56,6 +56,12 @@ class StepSeconds:
     """What the model's arithmetic would take at the data sheet's peaks: the contractions of its forward and
     backward passes, each in its precision; what is computed again does not count. 0: no peak is known."""
 
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilisation: the share of the step that the model's arithmetic would take at the data
+        sheet's peaks (Chowdhery et al., arXiv 2204.02311); None where no peak is known."""
+        return self.peak_seconds / self.step_seconds if self.peak_seconds and self.step_seconds else None
+
     def to_json(self) -> dict[str, Any]:
         """The JSON object that a prediction holds as `timing`."""
         return asdict(self)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
     from snugfit.techniques.setup import Setup
 
+PHASES = ("build", "load", "forward", "backward", "clip", "update")
 LOOPS = ("plain", "accelerate", "trainer")
 """The loops by name; `open_step.py` gives the Step of each."""
 
@@ -34,8 +35,7 @@ class Observer(Protocol):
         """Optimizer step `index` has ended; gradients are dropped."""
 
     def phase(self, name: str) -> None:
-        """From here on everything belongs to this phase: `build`, `load`, `forward`, `backward`, `clip` or
-        `update`."""
+        """From here on everything belongs to this phase, one of `PHASES`."""
 
     def build_ends(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         """Model and optimizer stand, before the first step."""

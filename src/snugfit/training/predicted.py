@@ -39,8 +39,7 @@ class PredictedRun:
     """Tokens of such a step; 0 where there are none."""
 
     def mfu(self, seconds: float, samples: int, tokens: int) -> float | None:
-        """Model FLOPs utilisation (Chowdhery et al., arXiv 2204.02311) of a step of `seconds` over so much
-        data; padding is no work that counts. None where no peak is known."""
+        """Model FLOPs utilisation of a step over so much data; padding is no work that counts."""
         if not self.peak_seconds or seconds <= 0:
             return None
         share = tokens / self.tokens if self.tokens else samples / self.samples
