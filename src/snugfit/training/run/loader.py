@@ -22,6 +22,8 @@ from snugfit.step.batches import cast_inputs, input_dtype
 from snugfit.training.run.order import SampleOrder
 
 if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
+
     import torch
 
     from snugfit.job.job import Job
@@ -34,6 +36,9 @@ PREFETCH_STEPS = 2
 
 _WORKER_DEATH = re.compile(r"DataLoader worker \(pid(?:\(s\))? [0-9, ]+\) (?:is killed by |exited )([^.]*)")
 """The wording of torch/csrc/DataLoader.cpp and torch/utils/data/dataloader.py."""
+
+REPORTED_WITHIN = 2.0
+"""Seconds that the system may take to report a dead worker."""
 
 
 @final
@@ -172,7 +177,7 @@ def _identity(batch: Any) -> Any:
 
 
 def _next(batches: Iterator[Any]) -> dict[str, torch.Tensor]:
-    with report_worker_death():
+    with report_worker_death(getattr(batches, "_workers", ())):
         batch = next(batches)
     if isinstance(batch, SnugfitError):
         raise batch
@@ -180,20 +185,45 @@ def _next(batches: Iterator[Any]) -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def report_worker_death() -> Iterator[None]:
+def report_worker_death(workers: Sequence[BaseProcess] = ()) -> Iterator[None]:
     """Raises `SnugfitError` for a worker that died in here; `OutOfMemory` where it looks like that."""
     try:
         yield
-    except RuntimeError as fault:
-        death = _WORKER_DEATH.match(str(fault.__cause__ or fault))
-        if death is None:
+    except (RuntimeError, ConnectionError, EOFError) as fault:
+        cause = _cause_of_death(fault, workers)
+        if cause is None:
             raise
-        text = f"A process of the loader is gone ({death[1]}). Started again, the run goes on."
-        if "signal: Killed" not in death[1]:
-            raise SnugfitError(text) from None
-        raise OutOfMemory(
-            f"{text} The system kills so when the machine's memory runs out: fewer `workers` take less."
-        ) from None
+    else:
+        return
+    text = f"A process of the loader is gone ({cause}). Started again, the run goes on."
+    if "signal: Killed" not in cause:
+        raise SnugfitError(text)
+    raise OutOfMemory(
+        f"{text} The system kills so when the machine's memory runs out: fewer `workers` take less."
+    )
+
+
+def _cause_of_death(fault: Exception, workers: Sequence[BaseProcess]) -> str | None:
+    """How a worker ended, when this error is of one that did. A worker hands its batches over itself, so one
+    that dies meanwhile breaks a connection; torch then knows at most that it `exited unexpectedly`."""
+    reports = (_WORKER_DEATH.match(str(error)) for error in (fault, fault.__cause__))
+    reported = next((report[1] for report in reports if report), None)
+    if isinstance(fault, RuntimeError) and reported != "unexpectedly":
+        return reported
+    return _signal_of(workers) or reported
+
+
+def _signal_of(workers: Sequence[BaseProcess]) -> str | None:
+    """The signal that ended one of them, as torch writes it. A process's sockets close a moment before the
+    system says that it ended, so this is asked for `REPORTED_WITHIN` seconds."""
+    until = time.monotonic() + REPORTED_WITHIN
+    while workers and time.monotonic() < until:
+        codes = [worker.exitcode for worker in workers]
+        killed = next((code for code in codes if code is not None and code < 0), None)
+        if killed is not None:
+            return f"signal: {signal.strsignal(-killed)}"
+        time.sleep(0.01)
+    return None
 
 
 def _ignore_signals_of_others(worker: int) -> None:
