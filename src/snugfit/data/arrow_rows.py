@@ -2,8 +2,8 @@
 
 A Parquet file is read a row group at a time, by pyarrow, and the last group is kept, for rows are asked for
 in order. Where they are not, as with pictures that lie in it, its columns are held in memory as a dataset.
-`Dataset.from_parquet` would do both, but writes an uncompressed copy to disk at every start (0.5 GB and 2.3 s
-for 0.5 GB of text), and a run that is killed leaves that copy behind.
+`Dataset.from_parquet` would do both, but writes an uncompressed copy to disk at every start, and a run that
+is killed leaves that copy behind.
 
 Pictures and sound stay as they lie on disk until a sample is asked for.
 """

@@ -6,8 +6,8 @@ token, type 0, label -100, and an attention mask that is there only where someth
 attention takes its fastest kernel.
 
 Apart from that a batch is the one of transformers' collators, and a test holds it to them. They themselves
-need a tokenizer, which rows of token ids have none of, pad on the side that it is set to, know no longest
-length, and take 2.4 ms for 32 samples, where this takes 0.3.
+need a tokenizer, which rows of token ids have none of, pad on the side that it is set to, and know no longest
+length.
 
 Pictures and sound features of one shape are stacked: (B, C, H, W), (B, M, F). Sounds of several lengths are
 padded by the feature extractor, which knows with what, and marks the padding in an attention mask.

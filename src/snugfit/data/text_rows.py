@@ -1,13 +1,12 @@
 """Rows in files of text: lines, JSON objects, tables, read by Python's own `json` and `csv`.
 
-Not by the readers of `datasets`, which change what stands in a file (5.2, measured on 2026-11-22):
+Not by the readers of `datasets`, which change what stands in a file (as of 5.2):
 
 - JSON: a column of dates written as text (`"2020-01-01"`) becomes timestamps; a key that first appears, or a
   null that first gets a value, after 10 MB is an error without a line; missing keys become nulls.
 - Tables: pandas reads `NA` and `null` as no value, fills up a row that has too few cells, and takes the first
   column for an index where rows have one cell more than the head. Here each is an error with its line.
-- All of them write a copy of the file to disk at every start. Of 0.5 GB of JSON lines the first row was there
-  after 3.4 s, and is here after 1.0 s.
+- All of them write a copy of the file to disk at every start.
 
 A file of lines is gone through once, to prove it UTF-8 and to note where each line begins; a line is read
 when it is asked for. The rows of a table may span lines (a quoted cell may hold one), and so may the objects
