@@ -47,6 +47,7 @@ def run_figures(prediction: Prediction) -> PredictedRun:
         peak_seconds=timing.peak_seconds if timing else None,
         samples=prediction.job.batch_size,
         tokens=_token_count(prediction.job),
+        doubts=prediction.doubts,
     )
 
 

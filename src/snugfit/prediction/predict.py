@@ -87,7 +87,7 @@ def predict(
         footprint=_footprint(trace, peak, after, context, _host_bytes(job, setup, trace, loop)),
         anatomy=anatomy(trace, peak, after.reserved, setup),
         versions=installed_versions(),
-        doubts=(*warnings, *about_context, *doubts_about(gpu), *about_seconds),
+        doubts=(*warnings, *trace.doubts, *about_context, *doubts_about(gpu), *about_seconds),
         timing=timing,
         startup=_startup(trace, job, setup, timing) if loop == "plain" else None,
         software=software,

@@ -83,6 +83,7 @@ def rehearse(
 
 def record_step(step: Step, policy: Policy, steps: int) -> Recording:
     """Runs `steps` steps of a Step on `meta`, each of which is recorded."""
+    from snugfit.rehearsal.device.notes import PolicyNotes
     from snugfit.rehearsal.device.overrides import in_force
     from snugfit.rehearsal.record.end_tokens import EndTokens
     from snugfit.rehearsal.record.recorder import Recorder
@@ -93,7 +94,8 @@ def record_step(step: Step, policy: Policy, steps: int) -> Recording:
         stack.enter_context(no_hub_kernels())  # what a step imports first (Adafactor's file) may want them
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        chosen = stack.enter_context(in_force(policy, lambda tensor: recorder.claim(tensor, Kind.CACHES)))
+        notes = PolicyNotes(lambda tensor: recorder.claim(tensor, Kind.CACHES), recorder.doubt)
+        stack.enter_context(in_force(policy, notes))
         stack.enter_context(rehearsal_context(step.setup))
         if (end := end_token(step.job)) is not None:
             stack.enter_context(EndTokens(end, recorder.wait))
@@ -104,7 +106,7 @@ def record_step(step: Step, policy: Policy, steps: int) -> Recording:
             raise
         except Exception as error:  # whatever a model's own code raises on shapes alone, and our mistakes
             raise refusal(step.job, error) from error
-        return recorder.recording(chosen)
+        return recorder.recording(notes.attention)
 
 
 def _refuse_no_trainer(trainer_class: type[Any], loop: str) -> None:

@@ -89,7 +89,9 @@ def splice(passes: Part, update: Part, *, micro_batches: int = 1) -> Trace | Non
         return None
     try:
         moves = (*second.build, *_join(passes, update, first.steps, second), *first.rest)
-        whole = repeat(replace(passes.trace, moves=moves), steps=STEPS, micro_batches=micro_batches)
+        doubts = tuple(dict.fromkeys((*passes.trace.doubts, *update.trace.doubts)))
+        joined = replace(passes.trace, moves=moves, doubts=doubts)
+        whole = repeat(joined, steps=STEPS, micro_batches=micro_batches)
         return whole.trace() if whole is not None else None
     except LookupError:
         return None

@@ -118,6 +118,8 @@ class Watching:
         self._expected, self._reserved_bytes = event, 0
         if "text" in event:
             self._say(event["text"])
+        for doubt in event.get("doubts", ()):
+            self._say(f"uncertain: {doubt}")
 
     def _on_note(self, event: Event) -> None:
         self._say(event["text"])

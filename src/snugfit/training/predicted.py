@@ -38,6 +38,9 @@ class PredictedRun:
     tokens: int
     """Tokens of such a step; 0 where there are none."""
 
+    doubts: tuple[str, ...] = ()
+    """What is less certain in them."""
+
     def mfu(self, seconds: float, samples: int, tokens: int) -> float | None:
         """Model FLOPs utilisation of a step over so much data; padding is no work that counts."""
         if not self.peak_seconds or seconds <= 0:
@@ -48,7 +51,8 @@ class PredictedRun:
     def to_json(self) -> dict[str, Any]:
         """The figures of a `foreseen` event."""
         figures = {"reserved_bytes": self.reserved_bytes, "step_seconds": self.step_seconds}
-        return {name: value for name, value in figures.items() if value is not None}
+        doubts = {"doubts": list(self.doubts)} if self.doubts else {}
+        return {name: value for name, value in figures.items() if value is not None} | doubts
 
 
 PredictRun = Callable[[Job, Recipe], "PredictedRun | str | None"]

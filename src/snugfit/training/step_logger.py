@@ -1,6 +1,7 @@
 """A run's steps in its journal, beside what was predicted, and whether memory is so short that they crawl.
 
-    foreseen    where the GPU is known: recipe, reserved_bytes, step_seconds; or text, why that is not known
+    foreseen    where the GPU is known: recipe, reserved_bytes, step_seconds, doubts where there are some; or
+                text, why that is not known
     step        step, epoch, loss, norm, learning_rate, updated, seconds, stall_seconds, samples, tokens; mfu
                 where it is known; on a GPU every `logging_steps` the allocator's peaks
     ended       outcome, step, step_seconds, the peaks

@@ -31,6 +31,8 @@ class Figures(NamedTuple):
     """Seconds of the run's start-up."""
     share: float = 0.0
     """Of `seconds`, the share of the start-up; 0 where the run's length was not said."""
+    doubts: tuple[str, ...] = ()
+    """What the rehearsal had to assume."""
 
     @property
     def step_seconds(self) -> float:

@@ -134,7 +134,7 @@ class Parts:
         startups = {key: self.startup.of(setup, traces[key]) for key, setup in by_timing.items()}
         return [
             tuple(
-                _figures(replays.by_segments[setup.expandable_segments], context, steady, startups[key])
+                _figures(replays, setup, context, steady, startups[key])
                 for context, steady in zip(contexts, seconds[key], strict=True)
             )
             for setup in setups
@@ -165,11 +165,12 @@ class Parts:
         """What this Setup takes on each of these of the GPUs, whose policy is one, rehearsed in full by that:
         GPUs that run the same kernels may yet differ in the workspaces and the scratch of those."""
         trace = trace_under(setup, self._whole_trace(setup, policy_for(self.gpus[gpus[0]], Software())))
-        after = replay(trace, expandable=setup.expandable_segments)
+        expandable = setup.expandable_segments
+        replays = _Replays(trace, {expandable: replay(trace, expandable=expandable)})
         seconds, startup = self.timer(trace), self.startup.of(setup, trace)
         contexts = [context_of(self.gpus[gpu], Software(), trace)[0] for gpu in gpus]
         return [
-            _figures(after, context, seconds[gpu], startup)
+            _figures(replays, setup, context, seconds[gpu], startup)
             for gpu, context in zip(gpus, contexts, strict=True)
         ]
 
@@ -241,7 +242,10 @@ class Parts:
         return result
 
 
-def _figures(after: Replay, context_bytes: int, steady_seconds: float, startup: StartupShare) -> Figures:
+def _figures(
+    replays: _Replays, setup: Setup, context_bytes: int, steady_seconds: float, startup: StartupShare
+) -> Figures:
+    after = replays.by_segments[setup.expandable_segments]
     return Figures(
         requested_bytes=after.requested_peak,
         allocated_bytes=after.allocated_peak,
@@ -250,4 +254,5 @@ def _figures(after: Replay, context_bytes: int, steady_seconds: float, startup: 
         seconds=steady_seconds + startup.share,
         once=startup.once,
         share=startup.share,
+        doubts=replays.trace.doubts,
     )

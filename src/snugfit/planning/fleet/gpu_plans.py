@@ -46,6 +46,9 @@ class OnGpu:
     why: str = ""
     """Why bytes or seconds are not known."""
 
+    doubts: tuple[str, ...] = ()
+    """What the rehearsal of the recipe had to assume."""
+
     @property
     def key(self) -> str:
         """The GPU's, in the table."""
@@ -144,4 +147,5 @@ class GpuPlans:
 
 def _answer(document: Mapping[str, Any]) -> OnGpu:
     choice = choice_from(document["choice"]) if document["choice"] else None
-    return OnGpu(**{**document, "gpu": Gpu.from_json(document["gpu"]), "choice": choice})
+    doubts = tuple(document.get("doubts", ()))
+    return OnGpu(**{**document, "gpu": Gpu.from_json(document["gpu"]), "choice": choice, "doubts": doubts})

@@ -173,6 +173,7 @@ def _on_gpu(search: PerGpuSearch, job: Job, *, timed: bool) -> OnGpu:
         rates=rates.source if rates else "",
         measured_rates=rates.measured if rates else None,
         why=why,
+        doubts=search.state.judged[number].doubts,
     )
 
 

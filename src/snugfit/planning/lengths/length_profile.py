@@ -138,6 +138,11 @@ class LengthProfiler:
         """How many lengths were rehearsed."""
         return len(self._samples)
 
+    @property
+    def doubts(self) -> dict[str, None]:
+        """What is less certain at the lengths that were rehearsed, each once."""
+        return dict.fromkeys(doubt for size in self._bytes.values() for doubt in size.doubts)
+
     def at(self, length: int, padded: bool) -> Job:
         """The job at this length. Raises `JobError` where the model has no such positions."""
         return replace(self.job, sequence_length=length, padding=SOME_PADDING if padded else 0.0)
@@ -162,7 +167,7 @@ class LengthProfiler:
                 allocated_bytes=after.allocated_peak,
                 reserved_bytes=after.reserved_peak,
                 context_bytes=context,
-                doubts=tuple(about_context),
+                doubts=(*trace.doubts, *about_context),
             )
         return self._samples[key]
 

@@ -90,7 +90,7 @@ def plan_lengths(
         rehearsed=profiler.rehearsal_count,
         off=profiler.off,
         versions=installed_versions(),
-        doubts=(*warnings, *profiler.bytes(*where).doubts, *doubts_about(gpu), *_doubts(profiler, lengths)),
+        doubts=(*warnings, *profiler.doubts, *doubts_about(gpu), *_doubts(profiler, lengths)),
     )
 
 

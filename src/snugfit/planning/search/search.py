@@ -125,6 +125,7 @@ def _answer(asked: _PlanRequest, space: Space, pool: WorkerPool) -> Plan:
     start = compare_with_start(asked.start, recipe, pool, job, asked.gpu) if asked.start else None
     counts, excluded = state.counts(), (*space.excluded, *state.excluded)
     ranked = state.best(asked.ranked, pool, asked.objective, asked.tell) if asked.ranked else []
+    assumed = [doubt for number in (*front, *ranked) for doubt in state.judged[number].doubts]
     return Plan(
         job=job,
         gpu=asked.gpu,
@@ -142,7 +143,7 @@ def _answer(asked: _PlanRequest, space: Space, pool: WorkerPool) -> Plan:
         counts=counts,
         verified=explanation.verified,
         versions=installed_versions(),
-        doubts=tuple(dict.fromkeys((*explanation.doubts, *doubts_about(asked.gpu)))),
+        doubts=tuple(dict.fromkeys((*explanation.doubts, *assumed, *doubts_about(asked.gpu)))),
     )
 
 

@@ -17,11 +17,12 @@ from snugfit.rehearsal.device import attention
 if TYPE_CHECKING:
     import torch
 
+    from snugfit.rehearsal.device.notes import PolicyNotes
     from snugfit.rehearsal.device.policy import Policy
 
 
-def composites(policy: Policy, chosen: list[str]) -> dict[str, Callable[..., Any]]:
-    """Kernels by operator name; `chosen` collects the attention kernels that run."""
+def composites(policy: Policy, notes: PolicyNotes) -> dict[str, Callable[..., Any]]:
+    """Kernels by operator name, which note what they decide."""
     import torch
 
     aten = torch.ops.aten
@@ -43,7 +44,7 @@ def composites(policy: Policy, chosen: list[str]) -> dict[str, Callable[..., Any
             query, key, value, attn_mask, dropout_p, is_causal, scale, grouped, needs_grad=grad
         )
         choice = policy.choose_attention(operands)
-        chosen.append(choice)
+        notes.attention.append(choice)
         return attention.run_kernel(choice, operands)
 
     def dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:

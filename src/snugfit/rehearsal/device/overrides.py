@@ -19,7 +19,7 @@ Random numbers that a rehearsal draws (a loader's seed, the HF Trainer's) are ta
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from snugfit.errors import RehearsalError
@@ -28,26 +28,22 @@ from snugfit.rehearsal.device.autocast import KEY, Autocasting, WeightCache, ove
 from snugfit.rehearsal.device.bindings import bindings
 from snugfit.rehearsal.device.building import built_as_on_a_device
 from snugfit.rehearsal.device.composites import composites
+from snugfit.rehearsal.device.notes import PolicyNotes
 
 if TYPE_CHECKING:
-    import torch
-
     from snugfit.rehearsal.device.policy import Policy
 
 
 @contextlib.contextmanager
-def in_force(
-    policy: Policy, on_cached: Callable[[torch.Tensor], None] = lambda tensor: None
-) -> Iterator[list[str]]:
-    """Within it, meta tensors behave as the policy's device. Yields a list that collects the attention
-    kernels that were chosen; `on_cached` is called with each copy that autocast caches. Raises
-    `RehearsalError` when an override does not take hold."""
+def in_force(policy: Policy, notes: PolicyNotes | None = None) -> Iterator[PolicyNotes]:
+    """Within it, meta tensors behave as the policy's device. Yields the notes that its overrides write on.
+    Raises `RehearsalError` when an override does not take hold."""
     import torch
 
     if _ACTIVE:
         raise RehearsalError("A rehearsal is running already in this process; they do not nest.")
-    chosen: list[str] = []
-    cache = WeightCache(on_cached)
+    notes = notes or PolicyNotes()
+    cache = WeightCache(notes.on_cached)
     with contextlib.ExitStack() as undo:
         undo.callback(_ACTIVE.clear)
         _ACTIVE.append(True)
@@ -55,7 +51,7 @@ def in_force(
             undo.enter_context(_random_numbers_kept())
             library = torch.library.Library("aten", "IMPL")
             undo.callback(library._destroy)
-            kernels = composites(policy, chosen)
+            kernels = composites(policy, notes)
             with overriding():
                 for name, kernel in kernels.items():
                     library.impl(name, kernel, KEY)
@@ -67,8 +63,8 @@ def in_force(
                 _PROBED.add(policy)
         except (AttributeError, ImportError, RuntimeError) as error:
             raise RehearsalError(missing_message(error)) from error
-        chosen.clear()
-        yield chosen
+        notes.attention.clear()
+        yield notes
 
 
 _ACTIVE: list[bool] = []

@@ -57,6 +57,7 @@ class Recorder(TorchDispatchMode):
         self._owners: dict[torch.Tensor, str] = {}
         self._any_results: set[int] = set()
         self._optimizer: torch.optim.Optimizer | None = None
+        self._doubts: dict[str, None] = {}
         self._undo = contextlib.ExitStack()
 
     @classmethod
@@ -86,6 +87,7 @@ class Recorder(TorchDispatchMode):
             tuple(self._kernels),
             tuple(self._waits),
             tuple(sorted(set(attention))),
+            tuple(self._doubts),
         )
         return Recording(trace, tuple(self._marks))
 
@@ -121,6 +123,10 @@ class Recorder(TorchDispatchMode):
     def claim(self, tensor: torch.Tensor, kind: str, module: str = "") -> None:
         """This tensor's bytes are of this kind, and of this module where one is named."""
         self._memory.claim(tensor, kind, module)
+
+    def doubt(self, sentence: str) -> None:
+        """The trace rests on an assumption, which this sentence states; it is told once."""
+        self._doubts[sentence] = None
 
     def _claim_gradients(self) -> None:
         for parameter, name in self._owners.items():

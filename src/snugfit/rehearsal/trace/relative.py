@@ -85,12 +85,14 @@ class RelativeTrace:
     moves: tuple[Move, ...]
     attention: tuple[str, ...]
     """Which attention kernels were chosen."""
+    doubts: tuple[str, ...] = ()
+    """What the rehearsal had to assume."""
 
     @classmethod
     def of(cls, trace: Trace, marks: Sequence[Mark] = ()) -> RelativeTrace:
         """This trace's moves. `marks` are all of its recording; without them, kernels, waits and ends of
         steps are left out."""
-        return cls(tuple(_moves(trace, marks or trace.marks)), trace.attention)
+        return cls(tuple(_moves(trace, marks or trace.marks)), trace.attention, trace.doubts)
 
     def trace(self) -> Trace:
         """The trace that has these moves. Raises `LookupError` when a block is freed that is not there."""
@@ -216,6 +218,7 @@ def _absolute(relative: RelativeTrace) -> Trace:
         tuple(kernels),
         tuple(waits),
         relative.attention,
+        relative.doubts,
     )
 
 

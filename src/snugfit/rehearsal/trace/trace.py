@@ -141,6 +141,8 @@ class Trace:
     """Where the last step's host waits for the device: before which of its kernels."""
     attention: tuple[str, ...]
     """Which attention kernels were chosen."""
+    doubts: tuple[str, ...] = ()
+    """Sentences on what the rehearsal had to assume, each once."""
 
     @property
     def phases(self) -> tuple[Mark, ...]:

@@ -29,6 +29,7 @@ def render(plans: GpuPlans, prices: Prices | None = None) -> Page:
         the_run(plans, prices),
         [table(plans, prices), *unknown(plans)],
         looked_at(plans),
+        (Sentence(f"Uncertain: {doubt}", "uncertain") for doubt in doubts(plans)),
     )
 
 
@@ -151,6 +152,11 @@ def unknown(plans: GpuPlans) -> list[Grid]:
     """The GPUs without a prediction, and why."""
     rows = tuple((answer.key, answer.why) for answer in plans.answers if answer.why)
     return [Grid(title="Not predicted", heads=("GPU", "Why"), rows=rows)] if rows else []
+
+
+def doubts(plans: GpuPlans) -> dict[str, None]:
+    """What the rehearsals of the answers had to assume, each once."""
+    return dict.fromkeys(doubt for answer in plans.answers for doubt in answer.doubts)
 
 
 def looked_at(plans: GpuPlans) -> Iterator[str]:

@@ -1,0 +1,28 @@
+"""What a policy's overrides tell of a rehearsal that is on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+def _nothing(about: object) -> None:
+    """Nobody hears of it."""
+
+
+@dataclass(frozen=True)
+class PolicyNotes:
+    """Where overrides write down what they decided."""
+
+    on_cached: Callable[[torch.Tensor], None] = _nothing
+    """Called with each copy that autocast caches."""
+
+    doubt: Callable[[str], None] = _nothing
+    """Called with a sentence on each thing that had to be assumed."""
+
+    attention: list[str] = field(default_factory=list)
+    """The attention kernels that were chosen, in order."""

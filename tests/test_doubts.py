@@ -1,0 +1,97 @@
+"""What a rehearsal had to assume is said in every output, by whichever road its trace came."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+from transformers.models.bert.modeling_bert import BertLayer
+
+from small_models import small_job
+from snugfit.data.lengths import Lengths
+from snugfit.frontends.predicted import run_figures
+from snugfit.planning.fleet import search_gpus
+from snugfit.planning.fleet.search_gpus import plan_gpus
+from snugfit.planning.lengths.lengths import plan_lengths
+from snugfit.planning.search.search import plan
+from snugfit.planning.search.space import space_of
+from snugfit.prediction.predict import predict
+from snugfit.rehearsal.device.notes import PolicyNotes
+from snugfit.rehearsal.device.overrides import in_force
+from snugfit.rehearsal.device.policy import CudaPolicy
+from snugfit.rehearsal.rehearse import rehearse
+from snugfit.report import compare
+from snugfit.report.show import attach, html
+from snugfit.report.text.terminal import as_text
+from snugfit.techniques import roster
+from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.technique import Slot
+from test_watching import shown
+
+SENTENCE = "A guess was planted."
+BERT = small_job("bert", layers=2, batch_size=8)
+SETTLED = {slot: roster.plain(slot) for slot in Slot if slot is not Slot.BATCHING}
+
+
+@pytest.fixture(autouse=True)
+def planted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer that is rehearsed rests on a guess."""
+    plain = BertLayer.forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if doubt := getattr(_get_current_dispatch_mode(), "doubt", None):
+            doubt(SENTENCE)
+        return plain(self, *args, **kwargs)
+
+    monkeypatch.setattr(BertLayer, "forward", forward)
+
+
+@pytest.mark.parametrize("loop", ["plain", "accelerate", "trainer"])
+def test_a_trace_says_it_once(loop: str) -> None:
+    assert rehearse(BERT, Recipe().setup(), CudaPolicy(), loop=loop).doubts == (SENTENCE,)
+
+
+def test_a_repeated_trace_says_it() -> None:
+    assert rehearse(BERT, Recipe.parse("micro_batches(8)").setup(), CudaPolicy()).doubts == (SENTENCE,)
+
+
+def test_an_override_can_say_it_too() -> None:
+    sentences: list[str] = []
+    with in_force(CudaPolicy(), PolicyNotes(doubt=sentences.append)) as notes:
+        notes.doubt(SENTENCE)
+    assert sentences == [SENTENCE]
+
+
+def test_every_face_of_a_prediction_says_it() -> None:
+    prediction = predict(BERT, gpu="h200")
+    attach()
+    assert prediction.doubts == (SENTENCE,)
+    assert prediction.to_json()["doubts"] == [SENTENCE]
+    for text in (str(prediction), html(prediction), as_text(compare.render([prediction]))):
+        assert SENTENCE in text
+    foreseen = run_figures(prediction).to_json()
+    assert foreseen["doubts"] == [SENTENCE]
+    assert f"uncertain: {SENTENCE}" in shown({"event": "foreseen", "recipe": "plain", **foreseen})
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    "ask",
+    [
+        partial(plan, BERT, gpu="h200", settled=SETTLED, workers=1),
+        partial(plan_gpus, BERT, ["h200", "l4"], workers=1),
+        partial(plan_lengths, BERT, "plain", lengths=Lengths.of({8: 30, 16: 20}), gpu="h200"),
+    ],
+    ids=["plan", "gpus", "lengths"],
+)
+def test_what_is_planned_says_it(ask: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search_gpus, "space_of", partial(space_of, settled=SETTLED))
+    answer = ask()
+    attach()
+    assert SENTENCE in str(answer)
+    assert SENTENCE in json.dumps(answer.to_json())
+    assert SENTENCE in str(type(answer).from_json(answer.to_json()))
