@@ -1,120 +1,18 @@
-"""Which attention kernel `scaled_dot_product_attention` runs, decided as torch decides it.
-
-The choice decides the memory of attention: the math path materialises S x S scores, the others do not, and
-each fused kernel has its own saved tensors and workspaces. torch asks the device; here the device is a
-policy. The conditions are those of `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` (torch 2.11 to
-2.13), for dense tensors: order flash, efficient, math, with cuDNN first on sm_90 and sm_100 when its
-version is above 9.15.0. Observed on an H200 (torch 2.11) beside the sources: operands whose last stride is
-not 1 ran in math (the bias that T5's layers compute is one), and a mask that learns ran in efficient (the
-contiguous zeros of T5's attention across, under checkpointing).
-"""
+"""What `scaled_dot_product_attention` runs once its kernel is chosen (`attention_choice.py`): the concrete
+operator with the tensors that it saves for backward, or the math path, whose scores are S x S."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
+
+from snugfit.rehearsal.device.attention_choice import HALVES, Operands
 
 if TYPE_CHECKING:
     import torch
 
-HALVES = ("torch.float16", "torch.bfloat16")
-
 MASK_IN = 8
 """Elements of which a row of efficient attention's mask, and every other stride of it, is a multiple."""
-
-
-@dataclass(frozen=True)
-class Operands:
-    """The arguments of `scaled_dot_product_attention`."""
-
-    query: torch.Tensor
-    """(B, H, S, D)."""
-
-    key: torch.Tensor
-    """(B, H, S, D): D as the query's, H and S of its own."""
-
-    value: torch.Tensor
-    """(B, H, S, D): lengths and heads as the key's, D of its own."""
-
-    mask: torch.Tensor | None = None
-    """What is added to the scores, or, of booleans, which scores count."""
-
-    dropout: float = 0.0
-    """The chance at which a score is dropped."""
-
-    causal: bool = False
-    """Whether nothing looks ahead."""
-
-    scale: float | None = None
-    """What scores are multiplied by; None is 1 / sqrt(D)."""
-
-    grouped: bool = False
-    """Whether each head of key and value serves several of the query."""
-
-    needs_grad: bool = False
-    """Whether a backward pass may follow."""
-
-
-class FusedKernels(NamedTuple):
-    """Which fused kernels of attention a GPU may choose from; `efficient` is everywhere."""
-
-    cudnn: bool
-    """Whether cuDNN's goes first."""
-    flash: bool
-    """Whether flash attention runs."""
-    efficient_bf16: bool
-    """Whether efficient attention runs in bfloat16."""
-
-
-def kernels_on_cuda(capability: tuple[int, int]) -> FusedKernels:
-    """The kernels of a GPU of this capability, with a cuDNN after 9.15: below, torch does not prefer it."""
-    return FusedKernels(
-        cudnn=capability in ((9, 0), (10, 0)),
-        flash=(8, 0) <= capability <= (12, 1),
-        efficient_bf16=capability >= (8, 0),
-    )
-
-
-def choose_on_cuda(of: Operands, fused: FusedKernels) -> str:
-    """`cudnn`, `flash`, `efficient` or `math`, on a GPU that has these kernels."""
-    query, mask = of.query, of.mask
-    half = str(query.dtype) in HALVES
-    width, value_width = query.size(-1), of.value.size(-1)
-    mask_learns = mask is not None and mask.requires_grad
-    strided = any(operand.stride(-1) != 1 for operand in (query, of.key, of.value))
-    if mask is not None and mask.stride(-1) != 1 and mask.size(-1) != 1:
-        strided = True
-    if strided:
-        return "math"
-    if (
-        fused.cudnn
-        and half
-        and not mask_learns
-        and width == value_width
-        and width % 8 == 0
-        and width <= (128 if of.needs_grad else 256)
-    ):
-        return "cudnn"
-    if mask is None and half and fused.flash and width == value_width and width <= 256:
-        return "flash"
-    aligned = 8 if half else 4
-    if (
-        (str(query.dtype) != "torch.bfloat16" or fused.efficient_bf16)
-        and str(query.dtype) != "torch.float64"
-        and width % aligned == 0
-        and value_width % aligned == 0
-        and not of.grouped
-    ):
-        return "efficient"
-    return "math"
-
-
-def choose_on_cpu(of: Operands) -> str:
-    """`flash_for_cpu` or `math`: `native/transformers/sdp_utils_cpp.cpp`, dense operands."""
-    if of.dropout > 0 or of.query.dim() != 4 or (of.mask is not None and of.mask.requires_grad):
-        return "math"
-    return "flash_for_cpu"
 
 
 def run_kernel(choice: str, of: Operands) -> torch.Tensor:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from snugfit.rehearsal.device import attention
+from snugfit.rehearsal.device.attention_choice import Operands
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +41,7 @@ def composites(policy: Policy, notes: PolicyNotes) -> dict[str, Callable[..., An
     ) -> torch.Tensor:
         grad = torch.is_grad_enabled() and any(operand.requires_grad for operand in (query, key, value))
         grouped = enable_gqa and query.size(-3) != key.size(-3)
-        operands = attention.Operands(
+        operands = Operands(
             query, key, value, attn_mask, dropout_p, is_causal, scale, grouped, needs_grad=grad
         )
         choice = policy.choose_attention(operands)

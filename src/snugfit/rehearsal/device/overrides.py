@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from snugfit.errors import RehearsalError
-from snugfit.rehearsal.device.attention import Operands
+from snugfit.rehearsal.device.attention_choice import Operands, order_in_force
 from snugfit.rehearsal.device.autocast import KEY, Autocasting, WeightCache, overriding
 from snugfit.rehearsal.device.bindings import bindings
 from snugfit.rehearsal.device.building import built_as_on_a_device
@@ -49,6 +49,7 @@ def in_force(policy: Policy, notes: PolicyNotes | None = None) -> Iterator[Polic
         _ACTIVE.append(True)
         try:
             undo.enter_context(_random_numbers_kept())
+            undo.enter_context(order_in_force(policy.attention_order))
             library = torch.library.Library("aten", "IMPL")
             undo.callback(library._destroy)
             kernels = composites(policy, notes)
@@ -94,14 +95,16 @@ def _random_numbers_kept() -> Iterator[None]:
 def _probe(policy: Policy) -> None:
     """One small example of each override; raises `RehearsalError` when one does not take hold."""
     import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.optim.optimizer import _default_to_fused_or_foreach
 
     x = torch.empty(2, 2, 8, 8, device="meta", requires_grad=True)
     weight = torch.empty(8, 8, device="meta", requires_grad=True)
     if policy.fuses_dropout:
         _expect("dropout", "NativeDropoutBackward" in str(torch.dropout(x, 0.5, True).grad_fn))
-    choice = policy.choose_attention(Operands(x, x, x, needs_grad=True))
-    name = str(torch.nn.functional.scaled_dot_product_attention(x, x, x).grad_fn).lower()
+    with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):
+        choice = policy.choose_attention(Operands(x, x, x, needs_grad=True))
+        name = str(torch.nn.functional.scaled_dot_product_attention(x, x, x).grad_fn).lower()
     _expect("attention", choice == "math" or choice.split("_")[0] in name)
     with torch.autocast("meta", torch.bfloat16):
         low = torch.nn.functional.linear(x, weight)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from snugfit.rehearsal.device import attention, autocast_lists
+from snugfit.rehearsal.device import attention_choice, autocast_lists
 from snugfit.rehearsal.device.buffers import Buffer, GpuSize, Scratch
 from snugfit.rehearsal.device.scratch import composed_scratch, cuda_scratch
 
@@ -43,8 +43,13 @@ class Policy(ABC):
     """True for torch before 1.11, whose softmax kept its input for backward beside its output."""
 
     @abstractmethod
-    def choose_attention(self, operands: attention.Operands) -> str:
+    def choose_attention(self, operands: attention_choice.Operands) -> str:
         """The attention kernel for these operands."""
+
+    @property
+    def attention_order(self) -> Sequence[str]:
+        """The order in which torch asks its attention kernels on this device."""
+        return attention_choice.DEFAULT_ORDER
 
     @property
     @abstractmethod
@@ -96,13 +101,18 @@ class CudaPolicy(Policy):
     threads_per_multiprocessor: int = 2048
     """Resident threads of one multiprocessor."""
 
-    def choose_attention(self, operands: attention.Operands) -> str:
+    def choose_attention(self, operands: attention_choice.Operands) -> str:
         """As `sdp_utils.cpp` decides for this capability."""
-        return attention.choose_on_cuda(operands, self._attention_kernels)
+        return attention_choice.choose_on_cuda(operands, self._attention_kernels)
 
     @property
-    def _attention_kernels(self) -> attention.FusedKernels:
-        return attention.kernels_on_cuda(self.capability)
+    def attention_order(self) -> Sequence[str]:
+        """As `sdp_utils.cpp` has it for this capability."""
+        return self._attention_kernels.order
+
+    @property
+    def _attention_kernels(self) -> attention_choice.FusedKernels:
+        return attention_choice.kernels_on_cuda(self.capability)
 
     @property
     def decisions(self) -> Hashable:
@@ -153,9 +163,9 @@ class CpuPolicy(Policy):
     softmax_upcasts_fp16 = False
     fuses_rms_norm = False
 
-    def choose_attention(self, operands: attention.Operands) -> str:
+    def choose_attention(self, operands: attention_choice.Operands) -> str:
         """Flash attention for the CPU where it can, else math."""
-        return attention.choose_on_cpu(operands)
+        return attention_choice.choose_on_cpu(operands)
 
     @property
     def uses_grouped_mm(self) -> bool:
