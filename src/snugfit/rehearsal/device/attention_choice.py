@@ -77,7 +77,7 @@ DEFAULT_ORDER = ("flash", "efficient", "math", "cudnn")
 """Of torch, until a GPU has been asked."""
 
 BACKENDS = {"math": 0, "flash": 1, "efficient": 2, "cudnn": 3}
-"""Numbers of `torch.nn.attention.SDPBackend`."""
+"""By name, the number of each kernel in `torch.nn.attention.SDPBackend`."""
 
 
 def kernels_on_cuda(capability: tuple[int, int]) -> FusedKernels:
