@@ -1,13 +1,18 @@
 """Signals while a run goes on: it ends on a step's boundary, with a checkpoint, and can be resumed.
 
     SIGTERM once     checkpoint at the next boundary, exit 75 (a scheduler that takes its machine back)
+    SIGHUP once      the same (the terminal was closed), unless the process ignores it, as under `nohup`
     SIGINT once      the same, exit 130 (Ctrl-C)
-    either again     at once, exit 143 or 130; the last whole checkpoint stays what it is
+    any of them      at once, exit 143, 129 or 130; the last whole checkpoint stays what it is
+      again
     SIGUSR1          a checkpoint at the next boundary, and training goes on
     a trigger file   the same, for who cannot send signals: `touch FOLDER/checkpoint-now`
 
 A signal handler only notes what came: saving happens in the loop, where nothing is half done. Handlers are
 installed in the main thread only (Python allows no other) and are put back afterwards.
+
+An evaluation may take longer than anybody waits after a signal. It changes no weight, so it is abandoned: our
+own between two batches, that of other code (a Trainer's, a user's) where the next module begins to compute.
 """
 
 from __future__ import annotations
@@ -22,10 +27,15 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 TRIGGER = "checkpoint-now"
-EXIT_CODES = {signal.SIGTERM: 75, signal.SIGINT: 130}
+EXIT_CODES = {signal.SIGTERM: 75, signal.SIGHUP: 75, signal.SIGINT: 130}
 """Exit codes of a run that was stopped once and can be resumed."""
-AT_ONCE = {signal.SIGTERM: 143, signal.SIGINT: 130}
+AT_ONCE = {signal.SIGTERM: 143, signal.SIGHUP: 129, signal.SIGINT: 130}
 """Exit codes of a run that was stopped twice."""
+
+
+class EvaluationStopped(BaseException):
+    """A signal has come, and the evaluation that is going on is abandoned. No `Exception`, for it passes
+    through code of the user's."""
 
 
 class Interrupts:
@@ -39,11 +49,15 @@ class Interrupts:
         self._deadline = float("inf")
         self._wants_checkpoint = False
         self._before: dict[signal.Signals, Any] = {}
+        self._hook: Any = None
+        self.before_module: Callable[[Any], None] | None = None
+        """Called with each module that begins to compute after a signal that stops the run."""
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._before[number] = signal.signal(number, self._stop)
+            for number in EXIT_CODES:
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._stop)
             self._before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._note)
         return self
 
@@ -53,11 +67,18 @@ class Interrupts:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()
+        if self._hook is not None:
+            self._hook.remove()
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         if self._stopping is not None:
             self._at_once(AT_ONCE[signal.Signals(number)])
         self._stopping = signal.Signals(number)
+        self._begin_deadline()
+        if self.before_module is not None:
+            self._hook = _before_each_module(self.before_module)
+
+    def _begin_deadline(self) -> None:
         if self._stop_seconds is not None:
             self._deadline = time.monotonic() + self._stop_seconds
 
@@ -74,6 +95,17 @@ class Interrupts:
         """Whether the time to keep a checkpoint is over."""
         return time.monotonic() > self._deadline
 
+    def begin_last_save(self) -> None:
+        """The checkpoint that a stop asks for is begun. Where a single step or batch has taken all the time
+        that there was for it, there is as much again: without it the steps would be lost."""
+        if self.too_late:
+            self._begin_deadline()
+
+    def raise_if_stopping(self) -> None:
+        """For an evaluation, between two batches. Raises `EvaluationStopped` after a signal."""
+        if self._stopping is not None:
+            raise EvaluationStopped
+
     def wants_checkpoint(self) -> bool:
         """Whether a checkpoint was asked for since the last time this was asked."""
         asked, self._wants_checkpoint = self._wants_checkpoint, False
@@ -82,3 +114,10 @@ class Interrupts:
         except OSError:  # most often: there is none
             return asked
         return True
+
+
+def _before_each_module(look: Callable[[Any], None]) -> Any:
+    """Has `look` called with every module of the process that begins to compute; gives what ends that."""
+    from torch.nn.modules.module import register_module_forward_pre_hook
+
+    return register_module_forward_pre_hook(lambda module, arguments: look(module))

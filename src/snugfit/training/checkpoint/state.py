@@ -60,6 +60,12 @@ class RunProgress:
     evaluations_without_gain: int = 0
     """Since then; early stopping counts them."""
 
+    unevaluated: bool = False
+    """Whether the evaluation after this step was abandoned for a signal: a resumed run makes it first."""
+
+    evaluated: dict[str, Any] | None = None
+    """The figures of the last evaluation, by their names."""
+
     losses: list[float] = field(default_factory=list)
     """Of the last steps that were made, as many as a jump is seen by (`spikes.py`)."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -52,8 +52,10 @@ def evaluate(
     batches: Iterable[dict[str, Any]],
     device: torch.device,
     autocast: contextlib.AbstractContextManager[Any],
+    raise_if_stopping: Callable[[], None] = lambda: None,
 ) -> Evaluated:
-    """The model's loss and accuracy over host batches."""
+    """The model's loss and accuracy over host batches. Before each of them `raise_if_stopping` is called,
+    which may abandon the evaluation."""
     import torch
 
     before = model.training
@@ -61,6 +63,7 @@ def evaluate(
     counts, lost, items, right, answers = job.task in CLASSIFIERS and job.labels > 1, 0.0, 0, 0, 0
     try:
         for host in batches:
+            raise_if_stopping()
             share = label_items(job, host)
             if not share:
                 continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from dataclasses import asdict
 from typing import Any
 
 from snugfit.errors import OutOfMemory, SnugfitError
@@ -13,7 +14,7 @@ from snugfit.techniques.recipe import Recipe
 from snugfit.training.checkpoint.manager import CheckpointManager
 from snugfit.training.checkpoint.manifest import Checkpoint, verify
 from snugfit.training.checkpoint.state import RunProgress, release_unused_memory
-from snugfit.training.interrupt import EXIT_CODES, Interrupts
+from snugfit.training.interrupt import EXIT_CODES, EvaluationStopped, Interrupts
 from snugfit.training.journal import Journal
 from snugfit.training.predicted import PredictRun
 from snugfit.training.recovery import (
@@ -34,6 +35,8 @@ from snugfit.training.run.run import Run
 from snugfit.training.run.spikes import Spikes
 from snugfit.training.run.trained import EARLY, FINISHED, STOPPED, Trained
 from snugfit.training.step_logger import StepLogger
+
+TO_TRAIN_ANEW = "--restart begins anew, and keeps its checkpoints under other names."
 
 
 class Session:
@@ -56,7 +59,6 @@ class Session:
         self._recovery = Recovery(run.job, journal, replan)
         self._spikes = Spikes(run.options, journal)
         self._last: StepResult | None = None
-        self._evaluated: Evaluated | None = None
         self._sync_to = 0
 
     def train(self, checkpoint: Checkpoint | None) -> Trained:
@@ -72,6 +74,9 @@ class Session:
             samples=len(run.data.samples),
             resumed_from=checkpoint.step if checkpoint else None,
         )
+        if checkpoint is not None and not self._progress.unevaluated and (outcome := self._outcome()):
+            text = f"This run is {outcome}: its result is given, and nothing is trained. {TO_TRAIN_ANEW}"
+            self._journal.tell("note", text=text)
         try:
             with report_worker_death():
                 return self._end(self._run_to_the_end())
@@ -79,7 +84,7 @@ class Session:
             self._checkpoints.wait()  # nobody writes here once the folder is given back
 
     def _run_to_the_end(self) -> str:
-        while self._progress.step < self._active.steps:
+        while True:
             wrong = False
             try:
                 ended = self._take_steps()
@@ -90,7 +95,6 @@ class Session:
                 wrong = True
             if wrong:  # out here, where no traceback holds what has to be given back
                 self._replay()
-        return FINISHED
 
     def _replay(self) -> None:
         """Back to where the weights were right, and again up to the step that made them wrong, which then
@@ -131,6 +135,8 @@ class Session:
     def _take_steps(self) -> str | Exhausted:
         """Step after step, until the run's end, a stop, or the end of memory."""
         active = self._active
+        if outcome := self._at_boundary() if self._progress.unevaluated else self._outcome():
+            return outcome
         with contextlib.closing(active.batches()) as batches:
             prefetcher = Prefetcher(batches)
             began = time.perf_counter()
@@ -187,10 +193,15 @@ class Session:
         prefetcher.fetch()
 
     def _at_boundary(self) -> str | None:
-        """Between two steps: evaluate, keep, stop. Gives the outcome when the run ends here."""
-        options = self._run.options
-        better = self._is_due(options.eval_strategy, options.eval_steps or options.logging_steps)
-        better = better and self._run.evaluation is not None and self._evaluate()
+        """Between two steps: evaluate, keep, stop. Gives the outcome when the run ends here. An evaluation
+        that a signal abandons is made when the run is resumed."""
+        options, better = self._run.options, False
+        self._progress.unevaluated = False
+        if self._is_due(options.eval_strategy, options.eval_steps or options.logging_steps):
+            try:
+                better = self._run.evaluation is not None and self._evaluate()
+            except EvaluationStopped:
+                self._progress.unevaluated = True
         asked = self._interrupts.wants_checkpoint()
         due = self._is_due(options.save_strategy, options.save_steps)
         if asked or due or (better and options.load_best_model_at_end):
@@ -232,8 +243,9 @@ class Session:
             ),
             self._run.device,
             self._active.step.forward_context(),
+            self._interrupts.raise_if_stopping,
         )
-        self._evaluated = evaluated
+        progress.evaluated = asdict(evaluated)
         self._journal.tell("evaluated", step=progress.step, loss=evaluated.loss, accuracy=evaluated.accuracy)
         return progress.judge(
             evaluated.metric(options.metric_for_best_model),
@@ -277,6 +289,8 @@ class Session:
         """Keeps the last boundary, and gives the result."""
         options, progress = self._run.options, self._progress
         signal = self._interrupts.stopping
+        if outcome == STOPPED:
+            self._interrupts.begin_last_save()
         if options.save_strategy != "no" or outcome == STOPPED:
             self._active.save()
         self._checkpoints.wait(stop=lambda: self._interrupts.too_late)
@@ -293,8 +307,8 @@ class Session:
             exit_code=EXIT_CODES[signal] if outcome == STOPPED and signal else 0,
             step=progress.step,
             recipe=self._recipe,
-            loss=self._last.loss if self._last else math.nan,
-            evaluated=self._evaluated,
+            loss=self._last.loss if self._last else progress.losses[-1] if progress.losses else math.nan,
+            evaluated=Evaluated(**progress.evaluated) if progress.evaluated else None,
             folder=root,
             model=model,
         )

@@ -32,10 +32,10 @@ class Trained:
     """Under which it ended."""
 
     loss: float
-    """Of the last step; NaN when this process took none."""
+    """Of the last step that was made; NaN when there was none."""
 
     evaluated: Evaluated | None
-    """The last evaluation of this process."""
+    """The last evaluation."""
 
     folder: Path
     """Where its checkpoints and its journal are."""

@@ -1,0 +1,126 @@
+"""A signal during an evaluation is obeyed at the next batch, a checkpoint is kept, and the resumed run
+evaluates that step again: its log and its best model are those of a run that nobody stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from small_runs import assert_same_weights, events, losses, small_run
+from snugfit.training.checkpoint.manifest import verify
+from snugfit.training.interrupt import Interrupts
+from snugfit.training.run.run import Run
+from snugfit.training.run.train import train
+
+pytestmark = pytest.mark.whole
+
+
+@pytest.fixture(autouse=True)
+def hangup_ends_a_process() -> Iterator[None]:
+    """Whoever runs the tests under `nohup` has it ignored."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+def evaluating_run(folder: Path, *, stop_in: int | None = None, **options: Any) -> Run:
+    """A run of six steps that is evaluated after every second, in batches of two. SIGTERM comes while the
+    evaluation's batch `stop_in`, counted over all evaluations, is made."""
+    wanted: dict[str, Any] = {
+        "max_steps": 6, "eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 2,
+        "save_steps": 100, "load_best_model_at_end": True, **options,
+    }  # fmt: skip
+    run = small_run(folder, **wanted)
+    assert run.evaluation is not None
+    real, made = run.evaluation.collate, [0]
+
+    def collate(samples: list[Any]) -> dict[str, Any]:
+        made[0] += 1
+        if made[0] == stop_in:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert stop_in is None or made[0] < stop_in + 5, "the evaluation goes on"
+        return real(samples)
+
+    return replace(run, evaluation=replace(run.evaluation, collate=collate))
+
+
+def evaluations(folder: Path) -> dict[int, tuple[float, float]]:
+    return {event["step"]: (event["loss"], event["accuracy"]) for event in events(folder, "evaluated")}
+
+
+@pytest.mark.parametrize("batch", [1, 30, 50])
+def test_our_own_loop_evaluates_that_step_again(batch: int, tmp_path: Path) -> None:
+    """In the first evaluation of 21 batches, in the second, and after the last step."""
+    whole = train(evaluating_run(tmp_path / "whole"))
+    cut = train(evaluating_run(tmp_path / "cut", stop_in=batch))
+    step = 2 * (1 + batch // 21)
+    assert (cut.outcome, cut.exit_code, cut.step) == ("stopped", 75, step)
+    assert verify(tmp_path / "cut" / f"checkpoint-{step}", step)
+    assert step not in evaluations(tmp_path / "cut")
+    resumed = train(evaluating_run(tmp_path / "cut"))
+    assert resumed.outcome == "finished"
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    assert evaluations(tmp_path / "cut") == evaluations(tmp_path / "whole")
+    assert_same_weights(resumed.model, whole.model)
+
+
+def test_patience_is_counted_once_where_an_evaluation_was_abandoned(tmp_path: Path) -> None:
+    more = {"early_stopping_patience": 1, "early_stopping_threshold": 9.0, "max_steps": 12}
+    cut = train(evaluating_run(tmp_path, stop_in=25, **more))
+    assert (cut.outcome, cut.step) == ("stopped", 4)
+    resumed = train(evaluating_run(tmp_path, **more))
+    assert (resumed.outcome, resumed.step) == ("stopped early", 4)
+    again = train(evaluating_run(tmp_path, **more))
+    assert (again.outcome, again.step) == ("stopped early", 4), "a run that has ended takes no more steps"
+
+
+def test_a_run_that_is_finished_gives_its_result_again(tmp_path: Path) -> None:
+    done, told = train(evaluating_run(tmp_path)), []
+    again = train(evaluating_run(tmp_path), watch=told.append)
+    assert (again.outcome, again.step, again.loss) == ("finished", 6, done.loss)
+    assert again.evaluated == done.evaluated
+    assert_same_weights(again.model, done.model)
+    assert any("This run is finished" in event.get("text", "") for event in told)
+    assert len(events(tmp_path, "step")) == 6
+
+
+def test_a_checkpoint_is_kept_where_one_batch_took_all_the_time(tmp_path: Path) -> None:
+    """The time to keep a checkpoint was over before it could be begun: there is as much again."""
+    run = evaluating_run(tmp_path, stop_in=1, stop_seconds=30)
+    real = run.evaluation.collate  # type: ignore[union-attr]
+    clock = [0.0]
+
+    def slow(samples: list[Any]) -> dict[str, Any]:
+        made = real(samples)
+        clock[0] += 31
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("snugfit.training.interrupt.time.monotonic", lambda: clock[0])
+        cut = train(replace(run, evaluation=replace(run.evaluation, collate=slow)))  # type: ignore[type-var]
+    assert cut.outcome == "stopped"
+    assert verify(tmp_path / "checkpoint-2", 2)
+
+
+def test_a_closed_terminal_keeps_a_checkpoint(tmp_path: Path) -> None:
+    def hang_up(event: dict[str, Any]) -> None:
+        if event["event"] == "step" and event["step"] == 3:
+            os.kill(os.getpid(), signal.SIGHUP)
+
+    done = train(small_run(tmp_path), watch=hang_up)
+    assert (done.outcome, done.exit_code, done.step) == ("stopped", 75, 3)
+    assert verify(tmp_path / "checkpoint-3", 3)
+
+
+def test_a_hangup_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
+    """As `nohup` asks for."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with Interrupts(tmp_path) as interrupts:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert interrupts.stopping is None
