@@ -35,7 +35,7 @@ class Trained:
     """Of the last step that was made; NaN when there was none."""
 
     evaluated: Evaluated | None
-    """The last evaluation."""
+    """What the last evaluation came to; None where there was none."""
 
     folder: Path
     """Where its checkpoints and its journal are."""
