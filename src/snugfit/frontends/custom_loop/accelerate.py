@@ -24,6 +24,7 @@ from snugfit.frontends.custom_loop.checkpoints import RunCheckpoints, RunFolder
 from snugfit.frontends.custom_loop.model import (
     apply,
     device_of_model,
+    is_schedule,
     live_of,
     loader_for,
     optimizer_for,
@@ -40,6 +41,7 @@ from snugfit.report.watching import Watching
 from snugfit.step.applier import make_scaler, set_process
 from snugfit.step.checkpointing import stop_own_checkpointing
 from snugfit.techniques.recipe import Recipe
+from snugfit.training.checkpoint.optimizer_state import refuse_schedule
 from snugfit.training.checkpoint.state import TrainState
 from snugfit.training.journal import Journal
 
@@ -86,7 +88,7 @@ def accelerate(
     recipe = recipe_of(plan, job)
     recipe.check(job, capability_of(device))
     live = live_of(model, recipe, device)
-    refuse(live, optimizer, loader, scheduler)
+    refuse(live, optimizer, loader, scheduler, keeps=output_dir is not None)
     with contextlib.ExitStack() as unless_it_begins:
         folder = None if output_dir is None else RunFolder(folder_of(output_dir))
         if folder is not None:
@@ -230,9 +232,11 @@ def _schedule(given: Any, optimizer: Any) -> Any:
     """The user's schedule, or none."""
     if given is None:
         return _NoSchedule()
-    if hasattr(given, "state_dict") and hasattr(given, "step"):
+    if is_schedule(given):
         return given
-    return given(optimizer)
+    schedule = given(optimizer)
+    refuse_schedule(schedule)
+    return schedule
 
 
 @final

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from snugfit.frontends.custom_loop.batches import Batches
 from snugfit.training.checkpoint.manager import CheckpointManager, differences, open_store
-from snugfit.training.checkpoint.state import TrainState, restore, snapshot
+from snugfit.training.checkpoint.state import TrainState, check_packable, restore, snapshot
 from snugfit.training.checkpoint.weights import load_weights
 from snugfit.training.interrupt import Interrupts
 from snugfit.versions import versions
@@ -66,14 +66,22 @@ class RunCheckpoints:
         self.journal = journal
         self._manager = CheckpointManager(folder.store, journal, state.device, limit=save_total_limit)
         self._manager.about = _about(job, recipe, state, batches)
+        check_packable(state)
         self._manager.prepare(state)
-        self._begun = self._closed = False
+        self._begun = self._closed = self._is_update_checked = False
 
     def begin(self) -> None:
         """A run that was not resumed begins anew: what stands in its folder is put aside."""
         if not self._begun:
             self._begun = True
             self._manager.set_aside_earlier()
+
+    def check_first_update(self) -> None:
+        """After this process's first update, when the optimizer has its states. Raises `SnugfitError` for
+        states that no checkpoint can hold."""
+        if not self._is_update_checked:
+            self._is_update_checked = True
+            check_packable(self._state)
 
     def save(self) -> None:
         """A checkpoint of this boundary, unless there is one; it is written while the next steps run."""

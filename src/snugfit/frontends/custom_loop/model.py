@@ -19,6 +19,7 @@ from snugfit.step.wishes.model import dtype_of
 from snugfit.step.wishes.optimizer import known_numbers, make_optimizer
 from snugfit.techniques import roster
 from snugfit.techniques.technique import Slot
+from snugfit.training.checkpoint.optimizer_state import refuse_optimizer, refuse_schedule
 
 if TYPE_CHECKING:
     import torch
@@ -76,11 +77,20 @@ def user_slots(live: LiveTraining) -> frozenset[Slot]:
     return frozenset(unnamed | {Slot.ADAPTERS} if hasattr(live.model, "peft_config") else unnamed)
 
 
-def refuse(live: LiveTraining, optimizer: Any, loader: Any, scheduler: Any) -> None:
-    """Raises `RecipeError` for wishes that these cannot be given, by name."""
+def is_schedule(given: Any) -> bool:
+    """Whether this is a schedule that was made, and not a class or a function that makes one."""
+    return not isinstance(given, type) and hasattr(given, "state_dict") and hasattr(given, "step")
+
+
+def refuse(live: LiveTraining, optimizer: Any, loader: Any, scheduler: Any, *, keeps: bool) -> None:
+    """Raises `RecipeError` for wishes that these cannot be given, by name, and `UsageError` for an optimizer
+    or a schedule that no step can be taken with, or that a run which `keeps` checkpoints cannot keep."""
+    refuse_optimizer(optimizer, keeps=keeps)
+    if is_schedule(scheduler):
+        refuse_schedule(scheduler)
     setup = live.recipe.setup()
     reasons = [*objections(live, setup, user_slots(live)), *_objections(live, setup, optimizer, loader)]
-    if not live.is_plain(Slot.OPTIMIZER) and hasattr(scheduler, "state_dict"):
+    if not live.is_plain(Slot.OPTIMIZER) and is_schedule(scheduler):
         reasons.append(
             f"{live.technique(Slot.OPTIMIZER)}: the scheduler belongs to the optimizer whose place this one"
             " takes. Give a function that makes it: scheduler=lambda optimizer: LambdaLR(optimizer, ...)."

@@ -22,6 +22,7 @@ from snugfit.frontends.next_recipe import next_recipe
 from snugfit.frontends.predicted import run_predictor
 from snugfit.job.batch import tokens_of
 from snugfit.step.applier import run_context
+from snugfit.training.backward_updates import BackwardWatch
 from snugfit.training.checkpoint.state import TrainState
 from snugfit.training.interrupt import EXIT_CODES
 from snugfit.training.journal import Journal
@@ -70,6 +71,7 @@ class HandRun:
         self._checkpoints = checkpoints
         predict = run_predictor(state.device)
         self._logger = StepLogger(journal, state.device, every=every, predict=predict)
+        self._backward = BackwardWatch()
         self._begun = self._closed = False
         if checkpoints is not None:
             weakref.finalize(self, checkpoints.close)
@@ -128,9 +130,10 @@ class HandRun:
         if not self._begun:
             self._begin()
         began, before = time.perf_counter(), rng_states(self._state.device)
+        self._backward.begin(self.model)
         with run_context(self.recipe.setup()):
             try:
-                result = self._step.attempt(self._state, pieces, self._batches.fetch)
+                result = self._step.attempt(self._state, pieces, self._before_update)
             except NonFinite as fault:
                 self._stop(fault, batch, before)
         if isinstance(result, Exhausted):
@@ -185,6 +188,11 @@ class HandRun:
             self._checkpoints.begin()
         self._logger.restart(self.job, self.recipe)
 
+    def _before_update(self) -> None:
+        """While the device is still at the backward pass."""
+        self._backward.raise_if_updated()
+        self._batches.fetch()
+
     def _cut(self, batch: Any) -> list[dict[str, Any]]:
         if not isinstance(batch, Mapping) or not batch:
             raise UsageError(
@@ -199,6 +207,7 @@ class HandRun:
 
     def _stop(self, fault: NonFinite, batch: Mapping[str, Any], before: Any) -> NoReturn:
         """After a step that has no number: its batch is written down, the boundary before it is kept."""
+        self._backward.raise_if_updated()
         set_rng_states(before, self._state.device)
         where = ""
         if self._checkpoints is not None:
@@ -241,6 +250,7 @@ class HandRun:
     def _at_boundary(self) -> None:
         if self._checkpoints is None:
             return
+        self._checkpoints.check_first_update()
         stopping = self._checkpoints.interrupts.stopping
         if self._checkpoints.interrupts.wants_checkpoint() or stopping is not None:
             self._checkpoints.save()

@@ -25,7 +25,15 @@ from snugfit.step.transformers_internals import logged_losses, restore_logged_lo
 from snugfit.techniques.recipe import Recipe
 from snugfit.training.checkpoint.manager import CheckpointManager, differences
 from snugfit.training.checkpoint.manifest import Checkpoint, verify
-from snugfit.training.checkpoint.state import RunProgress, Snapshot, TrainState, restore, snapshot
+from snugfit.training.checkpoint.optimizer_state import refuse_optimizer
+from snugfit.training.checkpoint.state import (
+    RunProgress,
+    Snapshot,
+    TrainState,
+    check_packable,
+    restore,
+    snapshot,
+)
 from snugfit.versions import versions
 
 if TYPE_CHECKING:
@@ -63,6 +71,7 @@ class TrainerCheckpoints:
         self._manager = CheckpointManager(store, journal, trainer.args.device, limit=limit)
         self._seed = _order_seed(trainer)
         self._asked = str(trainer.snugfit.recipe)
+        self._begun = self._is_update_checked = False
         self.resumed: Checkpoint | None = None
         """Where this run was resumed from."""
 
@@ -113,13 +122,26 @@ class TrainerCheckpoints:
         self._manager.refuse_another_run(checkpoint, wrong, changed)
 
     def begin(self, resumed_from: str | None) -> None:
-        """Before the first step, with an optimizer: puts back what was kept in this folder, and takes the
-        memory that checkpoints are copied to."""
+        """Once, before the first step, with an optimizer: puts back what was kept in this folder, and takes
+        the memory that checkpoints are copied to. Raises `SnugfitError` for an optimizer or a schedule that
+        no checkpoint can hold, or that no step can be stopped with."""
+        if self._begun:
+            return
+        self._begun = True
         state = train_state_of(self._trainer)
+        refuse_optimizer(state.optimizer, keeps=True)
+        check_packable(state)
         if resumed_from is not None:
             restore(state, Path(resumed_from))
         if self._trainer.args.save_strategy != "no":
             self._manager.prepare(state)
+
+    def check_first_update(self) -> None:
+        """After this process's first update, when the optimizer has its states. Raises `SnugfitError` for
+        states that no checkpoint can hold."""
+        if not self._is_update_checked:
+            self._is_update_checked = True
+            check_packable(train_state_of(self._trainer))
 
     def save(self) -> None:
         """A checkpoint of this boundary, unless there is one."""

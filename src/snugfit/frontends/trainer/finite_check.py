@@ -53,6 +53,7 @@ def raise_if_non_finite(trainer: Any, run: FitRun, norm: Any) -> None:
     if step.loss_sum is None:
         return
     total, tokens = step.loss_sum, run.timer.tokens
+    run.backward.raise_if_updated()
     scalars = [total, torch.as_tensor(norm, device=total.device), total.new_full((), 0) + tokens]
     loss, size, count = torch.stack([scalar.float() for scalar in scalars]).tolist()
     step.figures = StepFigures(loss, size, int(count))

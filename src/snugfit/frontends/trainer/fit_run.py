@@ -14,6 +14,7 @@ from snugfit.frontends.trainer.data import BatchRng, StepPrefetcher
 from snugfit.frontends.trainer.step_state import StepState
 from snugfit.frontends.trainer.step_timer import StepTimer, logger_for
 from snugfit.techniques.technique import Slot
+from snugfit.training.backward_updates import BackwardWatch
 from snugfit.training.checkpoint.manager import open_store
 from snugfit.training.interrupt import Interrupts
 from snugfit.training.journal import Journal
@@ -41,6 +42,7 @@ class FitRun:
     """The micro-batches of the next step."""
 
     step: StepState = field(default_factory=StepState)
+    backward: BackwardWatch = field(default_factory=BackwardWatch)
 
 
 @contextlib.contextmanager

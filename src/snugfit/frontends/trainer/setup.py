@@ -18,6 +18,13 @@ from snugfit.step.transformers_internals import made_by_accelerate, replace_mode
 from snugfit.step.wishes.handler import LiveTraining
 from snugfit.step.wishes.optimizer import known_numbers, make_optimizer
 from snugfit.techniques.technique import Slot
+from snugfit.training.checkpoint.optimizer_state import refuse_optimizer
+
+_BACKWARD_UPDATERS = ("layerwise", "lomo")
+"""Parts of the names of optimizers that update in gradient hooks (transformers' `OptimizerNames`)."""
+
+_OBJECT_KEEPERS = ("galore", "apollo", "adamw_torch_4bit", "adamw_torch_8bit")
+"""Beginnings of the names of those whose states are objects: projectors, and torchao's own tensors."""
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
@@ -58,6 +65,8 @@ def apply(trainer: Any, job: Job, recipe: Recipe, user_slots: frozenset[Slot] = 
     live, brings = live_of(trainer, recipe), brings_optimizer(trainer)
     reasons = [text for slot, text in _objections(trainer, live, brings) if slot not in user_slots]
     unchanged = user_slots | {Slot.OPTIMIZER} if brings else user_slots
+    if Slot.OPTIMIZER in unchanged:
+        _refuse_users_optimizer(trainer, brings)
     refuse(live, "trainer", [*reasons, *objections(live, setup, user_slots)])
     changes = training_arguments(setup, job, args.device, unchanged)
     if Slot.CHECKPOINTING not in user_slots:
@@ -133,6 +142,26 @@ def _objections(trainer: Any, live: LiveTraining, brings: bool) -> Iterator[tupl
     ):
         says = "the model has adapters, or the trainer an optimizer, already."
         yield Slot.ADAPTERS, f"{live.technique(Slot.ADAPTERS)}: {says}"
+
+
+def _refuse_users_optimizer(trainer: Any, brings: bool) -> None:
+    """Raises `UsageError` for an optimizer that a run cannot be checked, kept or resumed with, by the name
+    that `TrainingArguments` have for it, or as it was made."""
+    name = _value_of(trainer.args, "optim")
+    if trainer.optimizer is not None:
+        refuse_optimizer(getattr(trainer.optimizer, "optimizer", trainer.optimizer), keeps=True)
+    elif not brings and any(word in name for word in _BACKWARD_UPDATERS):
+        raise UsageError(
+            f"optim is {name!r}, which updates weights within the backward pass: then no step could be"
+            " stopped before its update, or be taken again. Take another (adafactor and adamw_8bit need"
+            " little memory too), name a recipe, or leave fit out."
+        )
+    elif not brings and name.startswith(_OBJECT_KEEPERS):
+        raise UsageError(
+            f"optim is {name!r}, which keeps objects in its state: no checkpoint here holds them, so the run"
+            " could not be resumed. Take another (adafactor and adamw_8bit need little memory too), name a"
+            " recipe, or leave fit out."
+        )
 
 
 def _value_of(args: Any, name: str) -> Any:

@@ -119,6 +119,7 @@ class FittedTrainer(TrainerHooks):
         run, step = self._fit_run, self._fit_run.step
         if step.micro_batch_index == 0:
             begin_step(self, step)
+            run.backward.begin(self.model)
         step.micro_batch_index += 1
         given, todo = step.loss_sum, [inputs]
         while True:
@@ -184,8 +185,10 @@ class FittedTrainer(TrainerHooks):
         raise_if_non_finite(self, run, norm)
 
     def snugfit_epoch_begins(self, skipped: int) -> None:
-        """A resumed epoch draws its order from the generators that it had."""
+        """A resumed epoch draws its order from the generators that it had. A run that is new begins its
+        checkpoints here, for now it has its optimizer."""
         checkpoints = self._fit_run.checkpoints
+        checkpoints.begin(None)
         resumed = checkpoints.resumed is not None and self.state.global_step == checkpoints.resumed.step
         if resumed:
             checkpoints.restore_extra_state(within=skipped > 0)
@@ -196,6 +199,7 @@ class FittedTrainer(TrainerHooks):
         run, interrupts = self._fit_run, self._fit_run.checkpoints.interrupts
         ended = run.timer.write(self, run.logger, run.step, learning_rate)
         stopping = interrupts.stopping is not None
+        run.checkpoints.check_first_update()
         if interrupts.wants_checkpoint() or stopping:
             self.control.should_save = True
         if stopping:
@@ -213,7 +217,7 @@ class FittedTrainer(TrainerHooks):
         load_weights(model, folder)
 
     def snugfit_load_optimizer(self, folder: Path | None) -> None:
-        """With the schedule and the scaler; a new run begins its checkpoints here too."""
+        """With the schedule and the scaler."""
         self._fit_run.checkpoints.begin(None if folder is None else str(folder))
 
     def snugfit_load_generators(self, folder: Path) -> None:

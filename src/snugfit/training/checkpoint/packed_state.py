@@ -6,7 +6,8 @@ names it by that number, with the device it lay on (`cpu` or `cuda`; an optimize
 it was made). `unpack` puts it together again, bit for bit: JSON writes a float so that it reads back the
 same, and what JSON has no word for (NaN, infinities, integer keys, tuples) is written with its name. A
 tensor that is held in several places (the code book of 8-bit moments) is written once and is one tensor
-again.
+again. A parameter of the run that a state refers to (as GrokAdamW's groups do, by key) is written as its
+number, and is that very parameter again. numpy's numbers and arrays, and torch's dtypes, stay what they are.
 
 Nothing here is pickled, so nothing is run when it is read.
 """
@@ -14,7 +15,7 @@ Nothing here is pickled, so nothing is run when it is read.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError
@@ -23,21 +24,27 @@ if TYPE_CHECKING:
     import torch
 
 TENSOR, TUPLE, PAIRS, FLOAT = "tensor", "tuple", "pairs", "float"
+PARAMETER, NUMPY, DTYPE = "parameter", "numpy", "dtype"
 """The names under which a tree holds what JSON has no word for."""
 
+ARRAY = "array"
+"""In the place of a dtype's name: what is under `NUMPY` is an array, kept as a tensor."""
 
-def pack(state: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    """The tree that JSON can hold, and the tensors by the names that it gives them.
 
-    Raises `SnugfitError` for what no checkpoint of ours holds (an object, a function).
+def pack(state: Any, parameters: Sequence[torch.Tensor] = ()) -> tuple[Any, dict[str, torch.Tensor]]:
+    """The tree that JSON can hold, and the tensors by the names that it gives them. What is one of
+    `parameters` is named by its place among them.
+
+    Raises `SnugfitError` for what no checkpoint of ours holds (an object, a function, a tensor as a key).
     """
-    packer = _Packer()
+    packer = _Packer(parameters)
     return packer.tree(state), packer.tensors
 
 
 class _Packer:
-    def __init__(self) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
+        self._parameters = {id(parameter): number for number, parameter in enumerate(parameters)}
         self._names: dict[int, str] = {}
         self._seen: list[torch.Tensor] = []
 
@@ -52,13 +59,39 @@ class _Packer:
         import torch
 
         if isinstance(value, torch.Tensor):
-            return {TENSOR: self._name_of(value), "on": value.device.type}
+            return self._tensor(value)
         if isinstance(value, tuple):
             return {TUPLE: self._each(value)}
         if isinstance(value, list):
             return self._each(value)
         if isinstance(value, Mapping):
-            return {PAIRS: [[self.tree(key), self.tree(item)] for key, item in value.items()]}
+            return {PAIRS: [[self._key(key), self.tree(item)] for key, item in value.items()]}
+        return self._numpy(value) if type(value).__module__ == "numpy" else _plain(value)
+
+    def _tensor(self, value: torch.Tensor) -> Any:
+        """A tensor of several others, as torchao's optimizers keep them, is an object like any other."""
+        if id(value) in self._parameters:
+            return {PARAMETER: self._parameters[id(value)]}
+        if hasattr(value, "__tensor_flatten__"):
+            return _plain(value)
+        return {TENSOR: self._name_of(value), "on": value.device.type}
+
+    def _key(self, key: Any) -> Any:
+        """A tensor that is read again is another one, and nobody would find what stands under it."""
+        import torch
+
+        if isinstance(key, torch.Tensor) and id(key) not in self._parameters:
+            raise SnugfitError("A state to be kept holds a tensor as a key, which a checkpoint cannot hold.")
+        return self.tree(key)
+
+    def _numpy(self, value: Any) -> Any:
+        import numpy
+        import torch
+
+        if isinstance(value, numpy.ndarray) and value.dtype.kind in "biuf":
+            return {NUMPY: ARRAY, "value": self.tree(torch.tensor(value))}
+        if isinstance(value, numpy.bool_ | numpy.integer | numpy.floating):
+            return {NUMPY: value.dtype.name, "value": _plain(value.item())}
         return _plain(value)
 
     def _each(self, values: Sequence[Any]) -> list[Any]:
@@ -67,6 +100,10 @@ class _Packer:
 
 
 def _plain(value: Any) -> Any:
+    import torch
+
+    if isinstance(value, torch.dtype):
+        return {DTYPE: str(value).removeprefix("torch.")}
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int):
@@ -79,40 +116,73 @@ def _plain(value: Any) -> Any:
     )
 
 
-def unpack(tree: Any, tensors: Mapping[str, torch.Tensor], device: torch.device) -> Any:
+def unpack(
+    tree: Any,
+    tensors: Mapping[str, torch.Tensor],
+    device: torch.device,
+    parameters: Sequence[torch.Tensor] = (),
+) -> Any:
     """The state that `pack` took apart; a tensor that did not lie on the host goes to `device`.
 
-    Raises `SnugfitError` for a tree that `pack` did not write, or tensors that are not its own.
+    Raises `SnugfitError` for a tree that `pack` did not write, or tensors or parameters that are not its own.
     """
-    return _Unpacker(tensors, device).value(tree)
+    return _Unpacker(tensors, device, parameters).value(tree)
 
 
 class _Unpacker:
-    def __init__(self, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
-        self._tensors, self._device = tensors, device
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        device: torch.device,
+        parameters: Sequence[torch.Tensor],
+    ) -> None:
+        self._tensors, self._device, self._parameters = tensors, device, parameters
         self._placed: dict[str, torch.Tensor] = {}
+        self._readers: dict[str, Callable[[Any], Any]] = {
+            TENSOR: self._tensor,
+            FLOAT: lambda tree: float(tree[FLOAT]),
+            TUPLE: lambda tree: tuple(self.value(branch) for branch in tree[TUPLE]),
+            PAIRS: lambda tree: {self.value(key): self.value(branch) for key, branch in tree[PAIRS]},
+            NUMPY: self._numpy,
+            DTYPE: self._dtype,
+            PARAMETER: self._parameter,
+        }
 
-    def _tensor(self, name: str, on: str) -> torch.Tensor:
+    def _tensor(self, tree: Any) -> torch.Tensor:
         import torch
 
+        name = tree[TENSOR]
         if name not in self._tensors:
             raise SnugfitError(f"A kept state names the tensor {name}, which is not there.")
         if name not in self._placed:
-            device = torch.device("cpu") if on == "cpu" else self._device
+            device = torch.device("cpu") if tree["on"] == "cpu" else self._device
             self._placed[name] = self._tensors[name].to(device, copy=True)
         return self._placed[name]
+
+    def _parameter(self, tree: Any) -> torch.Tensor:
+        number: int = tree[PARAMETER]
+        if number >= len(self._parameters):
+            raise SnugfitError(f"A kept state names parameter {number}, which the run does not have.")
+        return self._parameters[number]
+
+    def _numpy(self, tree: Any) -> Any:
+        import numpy
+
+        value = self.value(tree["value"])
+        return value.numpy() if tree[NUMPY] == ARRAY else numpy.dtype(tree[NUMPY]).type(value)
+
+    @staticmethod
+    def _dtype(tree: Any) -> Any:
+        import torch
+
+        return getattr(torch, tree[DTYPE])
 
     def value(self, tree: Any) -> Any:
         if isinstance(tree, list):
             return [self.value(branch) for branch in tree]
         if not isinstance(tree, dict):
             return tree
-        if TENSOR in tree:
-            return self._tensor(tree[TENSOR], tree["on"])
-        if FLOAT in tree:
-            return float(tree[FLOAT])
-        if TUPLE in tree:
-            return tuple(self.value(branch) for branch in tree[TUPLE])
-        if PAIRS in tree:
-            return {self.value(key): self.value(branch) for key, branch in tree[PAIRS]}
+        for name, read in self._readers.items():
+            if name in tree:
+                return read(tree)
         raise SnugfitError(f"A kept state holds an object with the keys {', '.join(sorted(tree))}.")

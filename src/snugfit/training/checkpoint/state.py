@@ -9,10 +9,6 @@
 A checkpoint is taken in two parts. `snapshot` copies everything to the host, between two steps, and is all
 that training waits for; `write` puts the copies into a folder, in a thread of its own, while the next steps
 run. Weights are never cast: what was trained is what is kept, and a resumed run goes on bit for bit.
-
-The optimizer's states are taken and put back as they are. torch's own `load_state_dict` casts each to its
-parameter's dtype, which would round the moments that Adafactor keeps in fp32 beside bf16 weights, and
-bitsandbytes' `state_dict` wraps them for FSDP.
 """
 
 from __future__ import annotations
@@ -26,7 +22,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError
-from snugfit.training.checkpoint.packed_state import pack, unpack
+from snugfit.training.checkpoint.optimizer_state import (
+    optimizer_state,
+    parameters_of,
+    restore_optimizer,
+)
+from snugfit.training.checkpoint.packed_state import PAIRS, pack, unpack
 from snugfit.training.checkpoint.weights import trained_weights, write_weights
 from snugfit.training.rng import all_rng_states, restore_all_rng_states
 
@@ -159,7 +160,7 @@ def snapshot(
 ) -> Snapshot:
     """The run as it is, copied to the host. Waits for the device; call it between two steps, and not before
     the last snapshot is written."""
-    tree, tensors = pack(_state_of(state))
+    tree, tensors = pack(_state_of(state), parameters_of(state.optimizer))
     staging.begin()
     copies = _Copies(staging)
     copied = Snapshot(
@@ -176,6 +177,18 @@ def snapshot(
 
         torch.cuda.synchronize(state.device)
     return copied
+
+
+def check_packable(state: TrainState) -> None:
+    """Before the first step and after the first update, so that it is not found out when a checkpoint is due.
+    Raises `SnugfitError` for a state that holds what no checkpoint can."""
+    try:
+        pack(_state_of(state), parameters_of(state.optimizer))
+    except SnugfitError as fault:
+        raise SnugfitError(
+            f"This run could not be kept: {fault} It is in the state of {type(state.optimizer).__name__} or"
+            f" of {type(state.scheduler).__name__}. Take another one, or train without snugfit."
+        ) from None
 
 
 def tensor_bytes(state: TrainState) -> list[int]:
@@ -213,24 +226,11 @@ class _Copies:
 
 def _state_of(state: TrainState) -> dict[str, Any]:
     return {
-        "optimizer": _optimizer_state(state.optimizer),
+        "optimizer": optimizer_state(state.optimizer),
         "scheduler": state.scheduler.state_dict(),
         "scaler": state.scaler.state_dict() if state.scaler else None,
         "random": all_rng_states(state.device),
         "progress": asdict(state.progress),
-    }
-
-
-def _optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The states by their parameter's index over all groups, and the groups without their parameters."""
-    parameters = [weight for group in optimizer.param_groups for weight in group["params"]]
-    return {
-        "states": {
-            index: dict(optimizer.state[weight])
-            for index, weight in enumerate(parameters)
-            if weight in optimizer.state
-        },
-        "groups": [{**group, "params": len(group["params"])} for group in optimizer.param_groups],
     }
 
 
@@ -239,9 +239,16 @@ def restore(state: TrainState, folder: Path) -> None:
 
     Raises `SnugfitError` when it is another model's or another optimizer's.
     """
-    saved = _read(folder, state.device)
-    _restore_optimizer(state.optimizer, saved["optimizer"])
-    state.scheduler.load_state_dict(saved["scheduler"])
+    tree, tensors = _read(folder)
+    saved = unpack(tree, tensors, state.device, parameters_of(state.optimizer))
+    restore_optimizer(state.optimizer, saved["optimizer"])
+    try:
+        state.scheduler.load_state_dict(saved["scheduler"])
+    except (KeyError, TypeError, IndexError, AttributeError) as fault:
+        raise SnugfitError(
+            f"{folder} holds another schedule than this run's {type(state.scheduler).__name__}"
+            f" ({type(fault).__name__}: {fault}). Take the one that it was written with."
+        ) from None
     if state.scaler is not None and saved["scaler"] is not None:
         state.scaler.load_state_dict(saved["scaler"])
     state.progress = RunProgress(**saved["progress"])
@@ -250,33 +257,12 @@ def restore(state: TrainState, folder: Path) -> None:
 
 def restore_rng(folder: Path, device: torch.device) -> None:
     """The random generators alone, as they were when the checkpoint was taken."""
-    restore_all_rng_states(_read(folder, device)["random"], device)
+    tree, tensors = _read(folder)
+    restore_all_rng_states(unpack(dict(tree[PAIRS])["random"], tensors, device), device)
 
 
-def _read(folder: Path, device: torch.device) -> Any:
+def _read(folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
+    """The tree and the tensors that `pack` made of the state that is kept in `folder`."""
     from safetensors.torch import load_file
 
-    tree = json.loads((folder / STATE).read_text(encoding="utf-8"))
-    return unpack(tree, load_file(folder / TENSORS), device)
-
-
-def _restore_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    parameters = [weight for group in optimizer.param_groups for weight in group["params"]]
-    counts, before = (
-        [_count(group) for group in groups] for groups in (optimizer.param_groups, saved["groups"])
-    )
-    if counts != before:
-        raise SnugfitError(
-            f"The checkpoint's optimizer has groups of {before} parameters, this run's has {counts}: it was"
-            " written by another job or recipe."
-        )
-    optimizer.state.clear()
-    for index, values in saved["states"].items():
-        optimizer.state[parameters[index]] = values
-    for group, settings in zip(optimizer.param_groups, saved["groups"], strict=True):
-        group.update({name: value for name, value in settings.items() if name != "params"})
-
-
-def _count(group: Mapping[str, Any]) -> int:
-    parameters = group["params"]
-    return parameters if isinstance(parameters, int) else len(parameters)
+    return json.loads((folder / STATE).read_text(encoding="utf-8")), load_file(folder / TENSORS)

@@ -1,0 +1,139 @@
+"""What a checkpoint keeps of an optimizer, and which optimizers a run cannot be checked or resumed with.
+
+The states are taken and put back as they are. torch's own `load_state_dict` casts each to its parameter's
+dtype, which would round the moments that Adafactor keeps in fp32 beside bf16 weights, and bitsandbytes'
+`state_dict` wraps them for FSDP.
+
+Some optimizers keep more than torch asks for: states under names instead of parameters, numbers and tensors
+as attributes. They are kept too. What cannot be kept (an object, a function, another optimizer) is refused by
+its name, and so is an optimizer that updates weights within the backward pass: then a step that turns out
+wrong has changed them already.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from snugfit.errors import SnugfitError, UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+_TORCHS_OWN = frozenset({"defaults", "state", "param_groups"})
+"""Attributes of every optimizer that are kept by other ways."""
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    """Those that it updates, over all its groups."""
+    return [weight for group in optimizer.param_groups for weight in group["params"]]
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The states by their parameter's index over all groups, and by name where they are no parameter's; the
+    groups without their parameters; and its own numbers and tensors."""
+    parameters = parameters_of(optimizer)
+    own = {id(weight) for weight in parameters}
+    return {
+        "states": {
+            index: dict(optimizer.state[weight])
+            for index, weight in enumerate(parameters)
+            if weight in optimizer.state
+        },
+        "named_states": {key: value for key, value in optimizer.state.items() if id(key) not in own},
+        "attributes": dict(_own_attributes(optimizer)),
+        "groups": [{**group, "params": len(group["params"])} for group in optimizer.param_groups],
+    }
+
+
+def restore_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """Makes it what `optimizer_state` was taken of. Raises `SnugfitError` for another one's state."""
+    parameters = parameters_of(optimizer)
+    counts, before = (
+        [_count(group) for group in groups] for groups in (optimizer.param_groups, saved["groups"])
+    )
+    if counts != before:
+        raise SnugfitError(
+            f"The checkpoint's optimizer has groups of {before} parameters, this run's has {counts}: it was"
+            " written by another job or recipe."
+        )
+    optimizer.state.clear()
+    for index, values in saved["states"].items():
+        optimizer.state[parameters[index]] = values
+    optimizer.state.update(saved.get("named_states", {}))
+    vars(optimizer).update(saved.get("attributes", {}))
+    for group, settings in zip(optimizer.param_groups, saved["groups"], strict=True):
+        group.update({name: value for name, value in settings.items() if name != "params"})
+
+
+def _count(group: Mapping[str, Any]) -> int:
+    parameters = group["params"]
+    return parameters if isinstance(parameters, int) else len(parameters)
+
+
+def _own_attributes(optimizer: Any) -> Iterator[tuple[str, Any]]:
+    """Numbers and tensors that it keeps beside its states, such as a count of its steps. A switch is none."""
+    import torch
+
+    for name, value in vars(optimizer).items():
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if name not in _TORCHS_OWN and (number or isinstance(value, torch.Tensor)):
+            yield name, value
+
+
+# ---- refused ---------------------------------------------------------------------------------------------
+
+
+def refuse_optimizer(optimizer: Any, *, keeps: bool) -> None:
+    """Raises `UsageError` for an optimizer that no step can be checked or retaken with, and where a run
+    `keeps` checkpoints, for one that holds others."""
+    kind = type(optimizer).__name__
+    if hasattr(optimizer, "optimizer_dict") or hasattr(optimizer, "fused_backward"):
+        raise UsageError(
+            f"{kind} updates weights within the backward pass: then no step could be stopped before its"
+            " update, or be taken again. Take an optimizer that updates after it (not a layerwise one), or"
+            " train without snugfit."
+        )
+    if (needed := _argument_of_step(optimizer)) is not None:
+        raise UsageError(
+            f"{kind}.step() needs {needed!r}, for it computes the loss several times in a step, and a step"
+            " here computes it once. Take another optimizer, or train without snugfit."
+        )
+    inner = [name for name, value in vars(optimizer).items() if _holds_optimizers(value)]
+    if keeps and inner:
+        raise UsageError(
+            f"{kind} holds other optimizers ({', '.join(inner)}), whose states no checkpoint would hold. Give"
+            " the inner one alone, or train without snugfit."
+        )
+
+
+def _argument_of_step(owner: Any) -> str | None:
+    """The first argument that its `step` cannot be without; None where there is none."""
+    try:  # of the class: schedules wrap the method of an optimizer
+        parameters = list(inspect.signature(type(owner).step).parameters.values())[1:]
+    except (AttributeError, TypeError, ValueError):
+        return None
+    flexible = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return next(
+        (part.name for part in parameters if part.default is part.empty and part.kind not in flexible), None
+    )
+
+
+def _holds_optimizers(value: Any) -> bool:
+    import torch
+
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    values = value if isinstance(value, list | tuple) else [value]
+    return any(isinstance(part, torch.optim.Optimizer) for part in values)
+
+
+def refuse_schedule(scheduler: Any) -> None:
+    """Raises `UsageError` for a schedule that cannot take a step by itself."""
+    if (needed := _argument_of_step(scheduler)) is not None:
+        raise UsageError(
+            f"{type(scheduler).__name__}.step() needs {needed!r}, and a schedule that is given here takes a"
+            " step with each of the run's, without any. Leave scheduler out and step it in your loop;"
+            " checkpoints keep the learning rate that it has set, and not its own state."
+        )
