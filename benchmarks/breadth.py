@@ -1,0 +1,205 @@
+"""How much of transformers can be predicted: every architecture with every head of snugfit's tasks.
+
+    python benchmarks/breadth.py [--recipe TEXT] [--types bert,t5] [--processes 2] [--seconds 120]
+
+For each model type of the seven tasks, the config is the one that its class has by default, written as
+transformers saves it and cut to a few layers, with every kind of layer kept. Where the cut config gives no
+prediction, the whole default is tried; where a sequence is too long for it, the length that the refusal
+names. Each pair of model type and task runs in a process of its own, which is ended after a time limit.
+
+Each pair ends as `predicted`, `refused` (with the text), `crashed` (with the traceback) or `timed out`; types
+whose own class cannot make a default config are listed apart. Writes results/breadth-DATE.json, whole or not
+at all; the whole of it takes about an hour on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import multiprocessing
+import re
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from snugfit.documents import write_document
+from snugfit.job.architectures import HEADS, model_types, tasks_of
+from snugfit.job.config import LAYERS
+from snugfit.versions import versions
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+GPU = "h200"
+
+FEW = 4
+"""Layers that are kept where all are of one kind."""
+
+COUNTS = LAYERS | {"depth", "num_blocks"}
+"""Keys that count layers, and so how long lists with an entry for each layer are."""
+
+PERIODS = ("period", "interval", "offset", "first_k_dense_replace", "num_dense_layers", "sparse_step")
+"""Parts of the names of keys that put another kind of layer at regular places, or behind the first."""
+
+
+def pairs(types: list[str]) -> list[tuple[str, str]]:
+    """Every model type with each task that it has a head for."""
+    return [(name, task) for name in sorted(types) for task in tasks_of(name)]
+
+
+def cut(config: dict[str, Any]) -> dict[str, Any]:
+    """The config, and those nested in it, with few layers of every kind."""
+    config = {key: cut(value) if isinstance(value, dict) else value for key, value in config.items()}
+    periods = [v for k, v in config.items() if any(p in k for p in PERIODS) and _is_count(v) and v < 17]
+    for key in COUNTS & config.keys():
+        depth = config[key]
+        if not _is_count(depth) or depth <= FEW:
+            continue
+        lists = {k: v for k, v in config.items() if isinstance(v, list) and len(v) == depth}
+        kinds: dict[str, int] = {}
+        for layer in range(depth):
+            kinds.setdefault(json.dumps([entries[layer] for entries in lists.values()]), layer)
+        some = set(kinds.values()) if len(kinds) <= 2 * FEW else set()
+        kept = sorted(some | set(range(min(depth, max([FEW - len(some), *(1 + p for p in periods)])))))
+        config |= {k: [entries[layer] for layer in kept] for k, entries in lists.items()}
+        config[key] = len(kept)
+    return config
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def default_config(model_type: str) -> dict[str, Any]:
+    """What transformers saves of a config that this type's class makes without being told anything."""
+    from transformers import AutoConfig
+
+    text = AutoConfig.for_model(model_type).to_json_string(use_diff=False)
+    return {**json.loads(text), "model_type": model_type}
+
+
+def predict_pair(model_type: str, task: str, recipe: str) -> dict[str, Any]:
+    """How one pair ends."""
+    try:
+        whole = default_config(model_type)
+    except Exception as error:
+        return {"ends": "no default config", "text": f"{type(error).__name__}: {error}".strip()[:300]}
+    ending: dict[str, Any] = {}
+    for name, config in (("cut", cut(whole)), ("whole", whole)):
+        ending = {**_predict(config, model_type, task, recipe), "config": name}
+        if ending["ends"] == "predicted":
+            break
+    return ending
+
+
+def _predict(config: dict[str, Any], model_type: str, task: str, recipe: str) -> dict[str, Any]:
+    from snugfit import Job, Model, SnugfitError, predict
+    from snugfit.job.config import parse_config
+
+    lengths: dict[str, int] = {}
+    for _ in range(3):
+        try:
+            facts = parse_config(json.dumps(config).encode(), where=model_type)
+            job = Job(model=Model.from_config(facts, name=model_type), task=task, **lengths)  # type: ignore[arg-type]
+            told = predict(job, recipe, gpu=GPU).to_json()
+        except SnugfitError as refused:
+            shorter = re.search(r"(sequence|target) length .* Try (\d+) or less", str(refused))
+            if not shorter:
+                return {"ends": "refused", "text": str(refused)}
+            lengths[f"{shorter[1]}_length"] = int(shorter[2])
+        except Exception:
+            return {"ends": "crashed", "text": traceback.format_exc()[-2000:]}
+        else:
+            return {
+                "ends": "predicted",
+                "nvml_bytes": told["footprint"]["nvml_bytes"],
+                "doubts": told["doubts"],
+                **lengths,
+            }
+    return {"ends": "refused", "text": "no length fits"}
+
+
+def _send_ending(connection: Any, *pair: str) -> None:
+    import logging
+    import warnings
+
+    warnings.simplefilter("ignore")
+    logging.disable(logging.ERROR)
+    connection.send(predict_pair(*pair))
+
+
+def run_pair(pair: tuple[str, str], recipe: str, seconds: float) -> dict[str, Any]:
+    """How one pair ends, in a process of its own."""
+    context = multiprocessing.get_context("forkserver")
+    here, there = context.Pipe(duplex=False)
+    child = context.Process(target=_send_ending, args=(there, *pair, recipe), daemon=True)
+    began = time.monotonic()
+    child.start()
+    there.close()
+    try:
+        ending = here.recv() if here.poll(seconds) else {"ends": "timed out"}
+    except EOFError:
+        ending = {"ends": "crashed", "text": "the process ended"}
+    child.kill()
+    child.join()
+    ending |= {"model_type": pair[0], "task": pair[1], "seconds": round(time.monotonic() - began, 1)}
+    print(json.dumps({k: ending[k] for k in ("model_type", "task", "ends", "seconds")}), file=sys.stderr)
+    return ending
+
+
+def record(types: list[str], recipe: str, processes: int, seconds: float) -> dict[str, Any]:
+    """The document: versions, how many pairs end how, and each pair."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "transformers", "snugfit.prediction.predict"])
+    now = datetime.datetime.now(datetime.UTC)
+    with ThreadPoolExecutor(processes) as threads:
+        endings = list(threads.map(lambda pair: run_pair(pair, recipe, seconds), pairs(types)))
+    return {
+        "schema": 1,
+        "what": "breadth",
+        "date": now.isoformat(timespec="seconds"),
+        "versions": versions(),
+        "recipe": recipe,
+        "gpu": GPU,
+        "seconds_limit": seconds,
+        "counts": dict(Counter(ending["ends"] for ending in endings)),
+        "by_task": {task: _counts(endings, task) for task in HEADS},
+        "pairs": endings,
+    }
+
+
+def _counts(endings: list[dict[str, Any]], task: str) -> dict[str, int]:
+    return dict(Counter(ending["ends"] for ending in endings if ending["task"] == task))
+
+
+def _refusals(endings: list[dict[str, Any]]) -> Iterator[str]:
+    for ending in endings:
+        if ending["ends"] != "predicted":
+            text = str(ending.get("text", "")).strip().splitlines() or [""]
+            yield f"{ending['model_type']} {ending['task']}: {ending['ends']}: {text[-1]}"
+
+
+def main() -> None:
+    """Runs the pairs, and writes the day's file."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--recipe", default="plain")
+    parser.add_argument("--types", help="model types, with commas; all where not given")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=120.0, help="of each pair")
+    parser.add_argument("--out", type=Path, help="results/breadth-DATE.json where not given")
+    asked = parser.parse_args()
+    types = asked.types.split(",") if asked.types else sorted(model_types())
+    document = record(types, asked.recipe, asked.processes, asked.seconds)
+    print("\n".join(_refusals(document["pairs"])))
+    print(document["counts"])
+    path = asked.out or RESULTS / f"breadth-{document['date'][:10]}.json"
+    write_document(path, document)
+    print(path)
+
+
+if __name__ == "__main__":
+    main()
