@@ -202,5 +202,4 @@ def test_an_example_batch_is_repeated_row_by_row() -> None:
     assert batch["weight"] == 3
     assert batch["name"] == "as it is"
     assert label_items(job, batch) == 5
-    item = SyntheticDataset(job, 3)[1]
-    assert item["rows"].shape == (1,)
+    assert SyntheticDataset(job, 3)[1]["rows"].tolist() == [[2.0]], "a batch of one"

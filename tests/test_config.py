@@ -51,8 +51,10 @@ BAD_CONTENT = {
     "no architecture": (json.dumps({"hidden_size": 768}).encode(), "model_type"),
     "architecture is a number": (changed(model_type=3), '3 is no "model_type"'),
     "architecture is a list": (changed(model_type=["bert"]), '["bert"] is no "model_type"'),
-    "remote code": (changed(auto_map={"AutoModel": "modeling.Evil"}), "auto_map"),
-    "remote code, nested": (changed(text_config={"trust_remote_code": True}), "auto_map"),
+    "remote code": (changed(model_type="own", auto_map={"AutoModel": "modeling.Evil"}), "runs no code"),
+    "remote code, nested": (changed(text_config={"trust_remote_code": True}), "trust_remote_code"),
+    "text model is a text": (changed(text_config="bert"), '"text_config" is "bert"; it is an object'),
+    "text model is a list": (changed(text_config=[]), '"text_config" is []; it is an object'),
     "kernels from the hub": (changed(_attn_implementation="evil/repo"), "_attn_implementation"),
     "kernels for a part": (changed(attn_implementation={"": "evil/repo"}), "attn_implementation"),
     "internal key": (changed(_attn_implementation_internal="evil/repo"), "_attn_implementation_internal"),
@@ -80,14 +82,13 @@ BAD_CONTENT = {
     "fraction": (changed(hidden_size=32.5), "32.5"),
     "true": (changed(hidden_size=True), "true"),
     "NaN": (b'{"model_type": "bert", "hidden_size": NaN}', "NaN"),
-    "infinite": (b'{"model_type": "bert", "hidden_size": 1e999}', "infinite"),
+    "infinite": (b'{"model_type": "bert", "hidden_size": 1e999}', "allowed are whole numbers"),
     "endless number": (
         b'{"model_type": "bert", "hidden_size": ' + b"9" * 5000 + b"}",
         "not a config.json",
     ),
     "dtype": (changed(dtype="float99"), "float99"),
     "old key": (changed(torch_dtype="int8"), "torch_dtype"),
-    "quantized": (changed(quantization_config={"quant_method": "gptq"}), "unquantized"),
     "weights by network": (changed(use_pretrained_backbone=True), "download"),
     "too large": (b'{"model_type": "bert", "x": "' + b"x" * LARGEST_FILE + b'"}', "4 MiB"),
 }
@@ -182,6 +183,39 @@ def test_absent_sizes_and_lists_of_sizes_are_lawful() -> None:
     check_facts(
         {"model_type": "gemma", "hidden_size": 3072, "num_attention_heads": 7, "head_dim": 256}, where="h"
     )
+
+
+def test_infinite_numbers_are_read_as_python_and_as_transformers_write_them() -> None:
+    """Mamba-2 and its hybrids have a `time_step_limit` of (0, infinity)."""
+    for written in ("Infinity", '{"__float__": "Infinity"}'):
+        content = f'{{"model_type": "mamba2", "time_step_limit": [0.0, {written}]}}'
+        model = Model.from_config(parse_config(content.encode(), where="here"), name="mamba2")
+        json.loads(model.facts, parse_constant=pytest.fail)
+        assert model.transformers_config("causal-lm", 2).time_step_limit == [0.0, float("inf")]
+
+
+def test_what_is_beside_a_known_architecture_is_ignored_and_said() -> None:
+    """DeepSeek-V3, Kimi-K2 and Phi-4-mini name code of their own, gpt-oss and DeepSeek a quantization."""
+    config = changed(auto_map={"AutoModel": "evil.Model"}, quantization_config={"quant_method": "mxfp4"})
+    model = Model.from_config(parse_config(config, where="here"), name="bert")
+    built = model.transformers_config("sequence-classification", 2)
+    assert not hasattr(built, "auto_map")
+    assert not hasattr(built, "quantization_config")
+    again = Model.from_json(json.loads(json.dumps(model.to_json())))
+    assert [sentence[:10] for sentence in again.doubts] == ["Its config", "Its config"]
+    assert "auto_map" in again.doubts[0]
+    assert "mxfp4" in again.doubts[1]
+    assert not Model.find("gpt2").doubts
+
+
+def test_heads_may_have_a_width_that_only_their_class_names() -> None:
+    """GLM's, whose 4096 does not divide into 96 heads."""
+    check_facts({"model_type": "glm", "hidden_size": 4096, "num_attention_heads": 96}, where="here")
+
+
+def test_whole_numbers_may_be_written_as_floats() -> None:
+    facts = {"model_type": "musicflamingo", "max_position_embeddings": 1200.0}
+    assert check_facts(facts, where="here") == facts
 
 
 @pytest.mark.parametrize("name", preset_names())

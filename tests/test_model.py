@@ -186,8 +186,8 @@ def test_models_and_jobs_round_trip_compare_and_hash() -> None:
 
 def test_a_foreign_document_is_checked_like_a_file() -> None:
     document = tiny().to_json()
-    document["config"]["auto_map"] = {"AutoModel": "evil.Model"}
-    with pytest.raises(ModelError, match="auto_map"):
+    document["config"]["trust_remote_code"] = True
+    with pytest.raises(ModelError, match="trust_remote_code"):
         Model.from_json(document)
 
 

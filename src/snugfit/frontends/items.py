@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import UsageError
 from snugfit.job.batch import IGNORED
+from snugfit.job.batch_layout import BatchLayout, leaves, map_leaves
 from snugfit.training.rng import preserve_rng
 
 if TYPE_CHECKING:
@@ -31,15 +32,14 @@ def example_of(make_loader: Callable[[], Iterable[Any]], device: torch.device) -
             f"A batch is a mapping of the model's arguments to tensors, and the loader gave {first!r:.80}. A"
             " collate_fn can make one."
         )
-    return {
-        name: value.detach().cpu() if isinstance(value, torch.Tensor) else value
-        for name, value in first.items()
-    }
+    return map_leaves(
+        first, lambda _, value: value.detach().cpu() if isinstance(value, torch.Tensor) else value
+    )
 
 
 def samples_in(batch: Mapping[str, Any]) -> int:
-    """Samples of a batch: the rows of its longest tensor."""
-    return max((len(value) for value in batch.values() if getattr(value, "ndim", 0)), default=1)
+    """Samples of a batch, by the first dimensions of its tensors (`BatchLayout`)."""
+    return BatchLayout.of(batch).samples
 
 
 def items_in(batch: Mapping[str, Any], *, shifts: bool) -> int:
@@ -71,19 +71,19 @@ def _count(batch: Mapping[str, Any], shifts: bool) -> torch.Tensor | int:
 
 
 def pieces_of(batch: Mapping[str, Any], rows: int | None) -> Iterator[Mapping[str, Any]]:
-    """The batch in pieces of at most so many samples. What has no samples goes along with each."""
-    count = samples_in(batch)
-    if rows is None or count <= rows:
+    """The batch in pieces of at most so many samples. What holds no samples goes along with each. Raises
+    `JobError` for a batch in which that is not clear."""
+    layout = BatchLayout.of(batch)
+    if rows is None or (layout.rows and layout.samples <= rows):
         yield batch
         return
-
-    def has_rows(value: Any) -> bool:
-        return (getattr(value, "ndim", 0) > 0 or isinstance(value, list)) and len(value) == count
-
-    for start in range(0, count, rows):
-        yield {
-            name: value[start : start + rows] if has_rows(value) else value for name, value in batch.items()
-        }
+    layout.refuse_unclear(
+        f"A batch is to be cut into pieces of {rows}",
+        "Train it uncut: a recipe with micro_batches(1); or make batches whose tensors all begin with the"
+        " dimension of the samples, in a collate_fn.",
+    )
+    for start in range(0, layout.samples, rows):
+        yield layout.part(batch, start, start + rows)
 
 
 def shifts_labels(model: torch.nn.Module) -> bool:
@@ -105,7 +105,7 @@ def write_batch(folder: Path, step: int, batch: Sequence[Mapping[str, Any]]) -> 
     tensors = {
         f"{number}.{name}": value.detach().cpu().contiguous()
         for number, micro_batch in enumerate(batch)
-        for name, value in micro_batch.items()
+        for name, value in leaves(micro_batch)
         if isinstance(value, torch.Tensor)
     }
     with contextlib.suppress(OSError):

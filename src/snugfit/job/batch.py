@@ -29,6 +29,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import JobError
+from snugfit.job.batch_layout import BatchLayout, map_leaves
 from snugfit.job.job import Job, Task
 from snugfit.job.model import first_end_token
 
@@ -71,7 +72,7 @@ def label_items(job: Job, batch: Mapping[str, Any]) -> int:
     taken to average over samples.
     """
     if job.task is Task.CUSTOM:
-        return max((len(value) for value in batch.values() if _has_rows(value)), default=1)
+        return job.model.layout(job.batch_size).count(batch)
     labels = batch["labels"]
     if labels.dim() == 1:
         return int(labels.shape[0])
@@ -93,7 +94,8 @@ def token_count(batch: Mapping[str, Any]) -> torch.Tensor | int:
 
 
 class SyntheticDataset:
-    """A map-style dataset of random samples for torch's `DataLoader`, with its default collator.
+    """A map-style dataset of random samples for torch's `DataLoader`, with its default collator; for a module
+    from Python, of its example's samples one after the other, which `BatchLayout.join` collates.
 
     Each sample is made when it is asked for, from its own seed, so that pictures and sound of a whole
     dataset never lie in memory, and so that workers agree on them.
@@ -108,12 +110,28 @@ class SyntheticDataset:
     def __getitem__(self, index: int) -> Batch:
         if not 0 <= index < self.samples:
             raise IndexError(index)
+        if self._layout is not None:
+            sample = index % self._layout.samples
+            return self._layout.part(self._example, sample, sample + 1)
         batch = self._shapes.batch(1, self.seed * self.samples + index)
-        return {name: value[0] if _has_rows(value) else value for name, value in batch.items()}
+        return {name: value[0] for name, value in batch.items()}
 
     @cached_property
     def _shapes(self) -> _BatchShapes:
         return _BatchShapes.of(self.job)
+
+    @cached_property
+    def _example(self) -> Batch:
+        """A user's example on the host."""
+        return map_leaves(
+            self.job.model.example or {},
+            lambda _, value: value.detach().to("cpu") if hasattr(value, "detach") else value,
+        )
+
+    @cached_property
+    def _layout(self) -> BatchLayout | None:
+        """Of a user's example, whose samples stay in batches of one; None for other jobs."""
+        return self.job.model.layout(self.job.batch_size) if self.job.task is Task.CUSTOM else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +170,8 @@ class _BatchShapes:
     def batch(self, samples: int, seed: int) -> Batch:
         """Random tensors of B = `samples` rows on the CPU."""
         if self.job.task is Task.CUSTOM:
-            return _repeat_rows(self.job.model.example or {}, samples)
+            dataset = SyntheticDataset(self.job, samples)
+            return self.job.model.layout(self.job.batch_size).join([dataset[row] for row in range(samples)])
         import torch
 
         generator = torch.Generator(device="cpu").manual_seed(seed)
@@ -233,21 +252,3 @@ def _features(config: Any, job: Job) -> tuple[int, int]:
             " max_source_positions (Whisper) only."
         )
     return bins, 2 * positions
-
-
-def _repeat_rows(example: Mapping[str, Any], samples: int) -> Batch:
-    """The example's rows repeated until there are `samples`; values without rows are passed on."""
-    import torch
-
-    batch: Batch = {}
-    for name, value in example.items():
-        if _has_rows(value):
-            rows = torch.arange(samples, device="cpu") % value.shape[0]
-            batch[name] = value.detach().to("cpu")[rows]
-        else:
-            batch[name] = value
-    return batch
-
-
-def _has_rows(value: Any) -> bool:
-    return bool(getattr(value, "ndim", 0))

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from snugfit.errors import ModelError, RecipeError, SnugfitError, one_line
 from snugfit.job.architectures import HEADS, transformers_version
 from snugfit.job.clone import clone_to_device
+from snugfit.job.config import ignored_keys
 from snugfit.job.job import Job, refuse_lengths
 from snugfit.job.model import Model
 from snugfit.job.weights import freeze_as
@@ -55,6 +56,11 @@ def _from_facts(job: Job, dtype: str, attention: str, weights: Path | None) -> n
     config = job.transformers_config()
     asked = {"dtype": getattr(torch, dtype), "attn_implementation": attention}
     model: nn.Module
+    if weights is not None and "quantization_config" in ignored_keys(job.model.config):
+        raise ModelError(
+            f'{weights}: its weights are quantized ("quantization_config" in config.json), and snugfit '
+            "trains none of those. Give a folder with the unquantized weights."
+        )
     if weights is None:
         model = auto_class.from_config(config, trust_remote_code=False, **asked)
         return model

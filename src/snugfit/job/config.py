@@ -4,10 +4,17 @@ A config.json is untrusted input, and transformers trusts it: a key may name cod
 10**12, a file may be a pipe that never ends. So it is read here first, with one error type, in three steps:
 
 1. the file: a regular file of at most 4 MiB, opened without blocking, UTF-8;
-2. the text: one JSON object, no key twice, no NaN or infinity, nested at most 32 deep;
-3. the facts: every size is a whole number in its range, the architecture is known, and nothing in it chooses
-   code, weights or kernels. What a recipe decides (dtype, attention and expert kernels) and what names things
-   without changing a byte (labels, versions, paths) is left out of the facts.
+2. the text: one JSON object, no key twice, no NaN, nested at most 32 deep. An infinite number, which Python
+   writes as `Infinity` and transformers as `{"__float__": "Infinity"}`, is kept in the second form, so that
+   the facts stay strict JSON;
+3. the facts: every size is a whole number in its range (1200.0 is one: transformers writes it), the
+   architecture is known, and nothing in it chooses code, weights or kernels. What a recipe decides (dtype,
+   attention and expert kernels) and what names things without changing a byte (labels, versions, paths) is
+   left out of the facts.
+
+`auto_map` (code of the model's own) and `quantization_config` beside an architecture that transformers has
+are ignored when a model is built, as transformers ignores the first without trust_remote_code. The facts keep
+both keys, so that every answer can say so (`ignored_keys`).
 
 Anchors: CVE-2026-4372 (`_attn_implementation_internal` led to code from the hub), CVE-2026-5241 (a nested
 config switched remote code on).
@@ -16,6 +23,7 @@ config switched remote code on).
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -66,6 +74,13 @@ DTYPES = frozenset({
 })  # fmt: skip
 """Names of torch's floating-point dtypes."""
 
+IGNORED_KEYS = ("auto_map", "quantization_config")
+"""Keys that no model is built from, and that are said to be ignored."""
+
+FLOAT_TAG = "__float__"
+INFINITE = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
+"""How transformers writes a number that JSON does not know: alone in an object, under this key."""
+
 RECIPE_DECIDES = ("dtype", "torch_dtype")
 NAMES_ONLY = frozenset({
     "_name_or_path", "_commit_hash", "transformers_version", "id2label", "label2id",
@@ -90,7 +105,7 @@ def read_config(path: Path) -> Facts:
 def parse_config(content: bytes, *, where: str) -> Facts:
     """The facts in `content`; `where` begins every error message."""
     try:
-        document = parse_json(content.decode("utf-8"))
+        document = _tag_infinite(parse_json(content.decode("utf-8"), constants=True))
     except UnicodeDecodeError:
         raise ModelError(f"{where}: not UTF-8 text. A config.json is JSON in UTF-8.") from None
     except RecursionError:
@@ -115,11 +130,44 @@ def check_facts(document: Mapping[str, Any], *, where: str) -> Facts:
         for complaint in _complaints(config):
             raise ModelError(f"{where}: {complaint}")
     if model_type not in model_types():
+        own_code = ' Its "auto_map" names code of its own, and snugfit runs no code from a config.'
         raise ModelError(
             f"{where}: the installed transformers {transformers_version()} knows no architecture"
             f" {model_type!r}.{did_you_mean(model_type, model_types())}"
+            f"{own_code if document.get('auto_map') else ''}"
         )
     return _sizes_of(document)
+
+
+def without_ignored(facts: str) -> Facts:
+    """What a model is built from: the facts, canonical JSON text, without what is ignored, and with infinite
+    numbers as floats."""
+
+    def build(node: dict[str, Any]) -> Any:
+        if node.keys() == {FLOAT_TAG} and node[FLOAT_TAG] in INFINITE:
+            return INFINITE[node[FLOAT_TAG]]
+        return {key: value for key, value in node.items() if key not in IGNORED_KEYS}
+
+    document: Facts = json.loads(facts, object_hook=build)
+    return document
+
+
+def ignored_keys(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys, with their contents, that the facts hold anywhere and that no model is built from."""
+    return {key: node[key] for node in _configs(facts) for key in IGNORED_KEYS if node.get(key)}
+
+
+def _tag_infinite(value: Any) -> Any:
+    """The JSON value with infinite numbers as transformers writes them; raises `ValueError` for NaN."""
+    if isinstance(value, dict):
+        return {key: _tag_infinite(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_tag_infinite(inner) for inner in value]
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    if math.isnan(value):
+        raise ValueError("NaN is no number that JSON knows")
+    return {FLOAT_TAG: "Infinity" if value > 0 else "-Infinity"}
 
 
 def _complaints(config: Mapping[str, Any]) -> Iterator[str]:
@@ -131,6 +179,8 @@ def _complaints(config: Mapping[str, Any]) -> Iterator[str]:
         yield from _out_of_range(key, config[key], LARGEST_SIZE)
     for key in sorted(PARTS & config.keys()):
         yield from _out_of_range(key, config[key], LARGEST_SIZE, lowest=0)
+    if not isinstance(config.get("text_config"), dict | None):
+        yield f'"text_config" is {_show(config["text_config"])}; it is an object, the text model\'s config.'
     yield from _uneven_heads(config)
     yield from _uneven_parts(config)
     for key in ("dtype", "torch_dtype"):
@@ -141,13 +191,11 @@ def _complaints(config: Mapping[str, Any]) -> Iterator[str]:
 
 def _outside_code(config: Mapping[str, Any]) -> Iterator[str]:
     """Keys that ask for code, weights or kernels from outside the installed transformers."""
-    if config.get("auto_map") or config.get("trust_remote_code"):
+    if config.get("trust_remote_code"):
         yield (
-            '"auto_map" names code of the model\'s own, and snugfit runs no code from a config.'
+            '"trust_remote_code" asks for code of the model\'s own, and snugfit runs no code from a config.'
             " Remove the key to use the architecture that transformers has under this model_type."
         )
-    if config.get("quantization_config"):
-        yield '"quantization_config": give the config of the unquantized model; this one cannot be built yet.'
     if config.get("use_pretrained_backbone"):
         yield '"use_pretrained_backbone" would download weights; set it to false.'
     for key, value in config.items():
@@ -155,14 +203,19 @@ def _outside_code(config: Mapping[str, Any]) -> Iterator[str]:
             yield f'"{key}" is {_show(value)}: snugfit runs no kernels from the hub. Remove the key.'
 
 
-def _out_of_range(key: str, value: object, limit: int, *, lowest: int = 1) -> Iterator[str]:
+def _out_of_range(key: str, value: Any, limit: int, *, lowest: int = 1) -> Iterator[str]:
     """Complains unless `value` is absent (null), a whole number in [lowest, limit], or a list of such."""
     for number in value if isinstance(value, list) else (value,):
         if number is None:
             continue
-        if not isinstance(number, int) or isinstance(number, bool) or not lowest <= number <= limit:
+        if not _is_whole(number) or not lowest <= number <= limit:
             yield f'"{key}" is {_show(value)}; allowed are whole numbers from {lowest} to {limit:,}.'
             return
+
+
+def _is_whole(number: Any) -> bool:
+    whole_float = isinstance(number, float) and number.is_integer()
+    return whole_float or (isinstance(number, int) and not isinstance(number, bool))
 
 
 def _uneven_heads(config: Mapping[str, Any]) -> Iterator[str]:
@@ -170,8 +223,23 @@ def _uneven_heads(config: Mapping[str, Any]) -> Iterator[str]:
         return
     for heads_key, width_key in HEADS_OF:
         heads, width = config.get(heads_key), config.get(width_key)
-        if isinstance(heads, int) and isinstance(width, int) and width % heads:
+        uneven = isinstance(heads, int) and isinstance(width, int) and width % heads
+        if uneven and not _has_head_width(config.get("model_type")):
             yield f'"{heads_key}" is {heads}, which does not divide "{width_key}", {width}.'
+
+
+def _has_head_width(model_type: object) -> bool:
+    """Whether heads of this architecture have a width of their own when its config names none (GLM's 128).
+    Imports transformers."""
+    from transformers import CONFIG_MAPPING
+
+    if model_type not in CONFIG_MAPPING:
+        return False
+    try:
+        default = CONFIG_MAPPING[model_type]()
+    except Exception:  # a class that cannot be made without sizes, and so has no width of its own
+        return False
+    return any(isinstance(getattr(default, key, None), int) for key in HEAD_WIDTHS)
 
 
 def _uneven_parts(config: Mapping[str, Any]) -> Iterator[str]:

@@ -58,8 +58,8 @@ def input_limit(config: Mapping[str, Any]) -> Limit | None:
         return None
     for key in ("max_encoder_position_embeddings", "max_position_embeddings", "n_positions"):
         rows = config.get(key)
-        if isinstance(rows, int) and rows > 0:
-            return key, rows - _unused_rows(config)
+        if isinstance(rows, int | float) and rows > 0:
+            return key, int(rows) - _unused_rows(config)
     return None
 
 
@@ -67,8 +67,8 @@ def target_limit(config: Mapping[str, Any]) -> Limit | None:
     """The same for the decoder's sequence."""
     for key in ("max_target_positions", "max_decoder_position_embeddings"):
         rows = config.get(key)
-        if isinstance(rows, int) and rows > 0:
-            return key, rows
+        if isinstance(rows, int | float) and rows > 0:
+            return key, int(rows)
     return input_limit(config)
 
 

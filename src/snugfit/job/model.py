@@ -24,7 +24,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 from snugfit.errors import JobError, ModelError, one_line
-from snugfit.job.config import check_facts
+from snugfit.job.batch_layout import BatchDims, BatchLayout, leaves
+from snugfit.job.config import check_facts, ignored_keys, without_ignored
 from snugfit.job.find import find_facts
 
 if TYPE_CHECKING:
@@ -54,6 +55,9 @@ class Model:
     example: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
     """A batch that `module` takes as keyword arguments."""
 
+    batch_dims: BatchDims | None = field(default=None, compare=False, repr=False)
+    """Dimension of the samples by the name of a tensor of the example; None for one without any."""
+
     @classmethod
     def find(cls, name: str | os.PathLike[str], *, online: bool = False) -> Self:
         """The model that `name` stands for. Raises `ModelError` with what is allowed."""
@@ -68,8 +72,17 @@ class Model:
         return cls(name=name, origin=origin, facts=json.dumps(facts, sort_keys=True))
 
     @classmethod
-    def from_module(cls, module: nn.Module, example: Mapping[str, Any]) -> Self:
-        """Any module, with a batch it takes as keyword arguments; it gives an output with a `loss`."""
+    def from_module(
+        cls, module: nn.Module, example: Mapping[str, Any], *, batch_dims: BatchDims | None = None
+    ) -> Self:
+        """Any module, with a batch it takes as keyword arguments; it gives an output with a `loss`.
+
+        A prediction repeats the example's samples and cuts them into micro-batches. They lie along the first
+        dimension of every tensor, where that is equally long in all. Otherwise `batch_dims` names it: a
+        dimension for each tensor that holds samples, None for one that goes along whole, such as a graph's
+        edges. A tensor in a nested mapping has a dotted name (`"vision.pixels"`). Raises `ModelError` for
+        what is no module or no batch, `JobError` for a dimension that is not there.
+        """
         import torch
 
         if not isinstance(module, torch.nn.Module):
@@ -77,11 +90,17 @@ class Model:
             raise ModelError(f"from_module takes a module that was made, an nn.Module, and not {what}.")
         if not isinstance(example, Mapping) or not example:
             raise ModelError("The example batch is empty or no mapping of forward's arguments to tensors.")
-        for key, value in example.items():
+        for key, value in leaves(example):
             if isinstance(value, list | tuple) or (hasattr(value, "ndim") and not torch.is_tensor(value)):
                 kind = type(value).__name__
                 raise ModelError(f"The example batch's {key!r} is of type {kind}; give a tensor.")
-        return cls(name=type(module).__name__, origin="python", module=module, example=dict(example))
+        BatchLayout.of(example, batch_dims)
+        name = type(module).__name__
+        return cls(name=name, origin="python", module=module, example=dict(example), batch_dims=batch_dims)
+
+    def layout(self, samples: int) -> BatchLayout:
+        """Where the samples of batches like the example lie, for jobs of so many samples."""
+        return BatchLayout.of(self.example or {}, self.batch_dims, samples=samples)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -93,6 +112,24 @@ class Model:
     def architecture(self) -> str:
         """transformers' `model_type`, or `python`."""
         return str(self.config.get("model_type", "python"))
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """Sentences on what the config asks for and no model is built from."""
+        ignored = ignored_keys(self.config)
+        sentences = []
+        if "auto_map" in ignored:
+            sentences.append(
+                f'Its config names code of its own ("auto_map"), which is not run: predicted is '
+                f"transformers' own {self.architecture}."
+            )
+        if quantization := ignored.get("quantization_config"):
+            method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+            sentences.append(
+                f'Its config is of quantized weights ("quantization_config": {method or "no method named"});'
+                " predicted is the unquantized model, its weights as the recipe has them."
+            )
+        return tuple(sentences)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object; `Model.from_json` reads it back, except for a module from Python."""
@@ -122,7 +159,7 @@ class Model:
         """
         from transformers import AutoConfig
 
-        facts = self.config
+        facts = without_ignored(self.facts)
         head = {"num_labels": labels} if task in CLASSIFICATION else {}
         try:
             config = AutoConfig.for_model(facts.pop("model_type"), **facts, **head)
@@ -175,6 +212,6 @@ def _name_a_pad_token(config: Any) -> None:
     What every user of GPT-2 or Llama as a classifier writes: the end token pads, or token 0 where the
     vocabulary of a small config does not reach it.
     """
-    if config.pad_token_id is None:
-        first = first_end_token(config)
-        config.pad_token_id = first if first is not None and first < config.vocab_size else 0
+    if getattr(config, "pad_token_id", None) is None:
+        first, rows = first_end_token(config), getattr(config, "vocab_size", 0)
+        config.pad_token_id = first if first is not None and first < rows else 0

@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 from snugfit.job.batch import Batch, SyntheticDataset
+from snugfit.job.batch_layout import map_leaves
 from snugfit.step.applier import loader_arguments
 from snugfit.step.wishes.model import casts_inputs
 
@@ -61,16 +62,16 @@ def collate(samples: list[Any]) -> Any:
     return {**samples[0], **default_collate(tensors)}
 
 
-def collator(device: torch.device, collate: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """`collate`; in a rehearsal, with each batch its first sample as many times, in the memory of one."""
+def collator(job: Job, device: torch.device) -> Callable[[list[Any]], Any]:
+    """What makes a batch of samples. In a rehearsal it is the first sample as many times, in the memory of
+    one; a user's example, whose content may decide what a step does, is as it is."""
+    if job.model.module is not None:
+        return job.model.layout(job.batch_size).join
     if device.type != "meta":
         return collate
 
     def repeat_first(samples: list[Any]) -> Any:
-        one = collate(samples[:1])
-        if not all(hasattr(value, "expand") for value in one.values()):
-            return collate(samples)
-        return {name: value.expand(len(samples), *value.shape[1:]) for name, value in one.items()}
+        return {name: value.expand(len(samples), *value.shape) for name, value in samples[0].items()}
 
     return repeat_first
 
@@ -107,6 +108,11 @@ def input_dtype(job: Job, setup: Setup) -> str | None:
 def dataset(job: Job, setup: Setup, device: torch.device, steps: int = 1) -> SyntheticDataset:
     """Synthetic samples as the model of this Setup takes them. A user's own example is left as it is."""
     samples = SyntheticDataset(job, dataset_size(job, device, steps))
+    if job.model.module is not None:
+        layout, size = job.model.layout(job.batch_size), job.batch_size // setup.micro_batches
+        if size != layout.samples:
+            layout.refuse_unclear(f"{job.model.name} is asked for batches of {size}")
+        return samples
     if (dtype := input_dtype(job, setup)) is not None:
         samples = _CastSamples(samples, dtype)
     return _OneSample(samples) if device.type == "meta" else samples
@@ -121,7 +127,7 @@ def loader(job: Job, setup: Setup, device: torch.device) -> torch.utils.data.Dat
         cast("torch.utils.data.Dataset[Any]", dataset(job, setup, device, 1 if rehearsed else EPOCH)),
         batch_size=job.batch_size // setup.micro_batches,
         drop_last=True,
-        collate_fn=collator(device, collate),
+        collate_fn=collator(job, device),
         persistent_workers=False,
         **loader_arguments(setup, device),
     )
@@ -150,7 +156,7 @@ def place(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     switch, a name) is passed on."""
     import torch
 
-    return {
-        name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
-        for name, value in batch.items()
-    }
+    return map_leaves(
+        batch,
+        lambda _, value: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value,
+    )

@@ -54,7 +54,7 @@ class TrainerStep(Step):
             args=arguments_class(self.device)(**arguments),
             train_dataset=dataset(self.job, self.setup, self.device, steps),
             optimizers=(optimizer, None),
-            data_collator=collator(self.device, transformers.default_data_collator),
+            data_collator=collator(self.job, self.device),
             callbacks=[_callback(observer)],
         )
         trainer.observer, trainer.losses = observer, [] if self.keep_losses else None

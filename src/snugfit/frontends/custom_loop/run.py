@@ -202,7 +202,8 @@ class HandRun:
         whole, count = self.job.batch_size, samples_in(batch)
         if count > whole:
             raise UsageError(f"The batch has {count} samples; this run's global batch is {whole}.")
-        pieces = pieces_of(batch, whole // self.recipe.setup().micro_batches)
+        micro_batches = self.recipe.setup().micro_batches
+        pieces = pieces_of(batch, whole // micro_batches if micro_batches > 1 else None)
         return [dict(piece) for piece in pieces]
 
     def _stop(self, fault: NonFinite, batch: Mapping[str, Any], before: Any) -> NoReturn:

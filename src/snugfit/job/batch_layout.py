@@ -1,0 +1,183 @@
+"""Which tensors of a batch hold its samples, and along which dimension: decided once, for every loop.
+
+A prediction repeats the samples of an example until there is a batch of the job's size; a recipe and a
+recovery cut a batch into micro-batches. Only tensors that hold samples may be cut or repeated: the edges of a
+graph, a table, or the patches of all pictures in a row have a first dimension that is something else.
+
+The rule, for the tensors (and lists) of a batch, those in nested mappings by their dotted names:
+
+1. what the user names (`batch_dims`) is as named: its dimension, or None for what goes along whole. The
+   shortest named one says how many samples there are; one that is a multiple of it has as many rows for each
+   sample (the patches of a picture);
+2. where no dimension is named, the first one that is common to all other tensors is that of the samples;
+3. where they differ, the labels or token ids say how many samples there are, or the job does if a tensor is
+   as long as its batch. What is as long holds samples, and the rest is unclear: it goes along whole while
+   nothing must be cut or repeated, and is refused where something must.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+from snugfit.errors import JobError
+
+BatchDims = Mapping[str, int | None]
+"""Dimension of the samples by the name of a tensor; None for a tensor that goes along whole."""
+
+
+ONE_A_SAMPLE = ("labels", "input_ids")
+"""Names of tensors whose first dimension is the samples' in every model of transformers."""
+
+
+class SampleRows(NamedTuple):
+    """Where a tensor holds samples."""
+
+    dimension: int
+    """Along which they lie."""
+    per_sample: int
+    """Rows of that dimension that belong to one sample."""
+
+
+def leaves(batch: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value of a batch that is no mapping, with its dotted name."""
+    for name, value in batch.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + str(name), value
+
+
+def map_leaves(
+    batch: Mapping[str, Any], change: Callable[[str, Any], Any], prefix: str = ""
+) -> dict[str, Any]:
+    """The batch with `change(dotted name, value)` in the place of each value that is no mapping."""
+    return {
+        name: map_leaves(value, change, f"{prefix}{name}.")
+        if isinstance(value, Mapping)
+        else change(prefix + str(name), value)
+        for name, value in batch.items()
+    }
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """Where the samples of batches like one example lie."""
+
+    samples: int
+    """Of the example; 1 where no tensor holds any."""
+
+    rows: Mapping[str, SampleRows]
+    """By name, of what holds samples."""
+
+    unclear: Mapping[str, int]
+    """Length of what may or may not hold samples, by name."""
+
+    @classmethod
+    def of(
+        cls, example: Mapping[str, Any], named: BatchDims | None = None, *, samples: int | None = None
+    ) -> Self:
+        """The layout of batches like this one, of which a job takes `samples` samples where that is known.
+        Raises `JobError` for a name or a dimension that the example has not."""
+        named, tensors = named or {}, {name: value for name, value in leaves(example) if _has_rows(value)}
+        dimensions = {name: _dimension(tensors, name, at) for name, at in named.items() if at is not None}
+        sizes = {name: _length(value, 0) for name, value in tensors.items() if name not in named}
+        named_sizes = {name: _length(tensors[name], at) for name, at in dimensions.items()}
+        count = _count(sizes, named_sizes, samples)
+        for name, size in named_sizes.items():
+            if size % count:
+                raise JobError(
+                    f"batch_dims names dimension {named[name]} of {name!r}, which has {size} rows there: no"
+                    f" multiple of the {count} samples of the example batch."
+                )
+        rows = {name: SampleRows(at, named_sizes[name] // count) for name, at in dimensions.items()}
+        holds = {name for name, size in sizes.items() if size == count}
+        return cls(
+            samples=count,
+            rows=rows | {name: SampleRows(0, 1) for name in holds},
+            unclear={name: size for name, size in sizes.items() if name not in holds},
+        )
+
+    def count(self, batch: Mapping[str, Any]) -> int:
+        """How many samples this batch holds."""
+        lengths = [
+            _length(value, self.rows[name].dimension) // self.rows[name].per_sample
+            for name, value in leaves(batch)
+            if name in self.rows and _has_rows(value)
+        ]
+        return max(lengths, default=1)
+
+    def part(self, batch: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
+        """The samples from `start` up to `stop`; what holds none goes along whole."""
+
+        def cut(name: str, value: Any) -> Any:
+            if name not in self.rows or not _has_rows(value):
+                return value
+            dimension, rows = self.rows[name]
+            window = slice(start * rows, stop * rows)
+            return value[(slice(None),) * dimension + (window,)] if dimension else value[window]
+
+        return map_leaves(batch, cut)
+
+    def join(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """One batch of these parts; what holds no samples is the first part's."""
+        import torch
+
+        parts = [dict(leaves(sample)) for sample in samples]
+
+        def joined(name: str, value: Any) -> Any:
+            if name not in self.rows or not torch.is_tensor(value):
+                return value
+            return torch.cat([part[name] for part in parts], dim=self.rows[name].dimension)
+
+        return map_leaves(samples[0], joined)
+
+    def refuse_unclear(self, wanted: str, cure: str = "") -> None:
+        """Raises `JobError`, which says how to name them, where it is unclear what holds samples."""
+        if not self.unclear:
+            return
+        known = {name: self.samples * rows.per_sample for name, rows in self.rows.items()}
+        lengths = ", ".join(f"{name} {length}" for name, length in {**known, **self.unclear}.items())
+        dims = ", ".join(f"{name!r}: None" for name in self.unclear)
+        by_name = (
+            f"Name them: Model.from_module(module, example, batch_dims={{{dims}}}), with None for a tensor"
+            " that goes along whole and a number for the dimension of its samples."
+        )
+        raise JobError(
+            f"{wanted}, and it is not clear which tensors of the batch hold its samples: their lengths are"
+            f" {lengths}. {cure or by_name}"
+        )
+
+
+def _count(sizes: Mapping[str, int], named: Mapping[str, int], samples: int | None) -> int:
+    """How many samples there are: by what is named, by what all agree on, or by what is known of them."""
+    lengths = set(named.values()) or set(sizes.values())
+    if named or len(lengths) == 1:
+        return max(1, min(lengths))
+    known = next((sizes[name] for name in ONE_A_SAMPLE if name in sizes), samples)
+    return known if known and known in lengths else 1
+
+
+def _dimension(tensors: Mapping[str, Any], name: str, dimension: int) -> int:
+    """The named dimension of a tensor, counted from the front."""
+    if name not in tensors:
+        raise JobError(
+            f"batch_dims names {name!r}, which is no tensor with a dimension in the example batch. It has:"
+            f" {', '.join(tensors) or 'none'}."
+        )
+    ndim = getattr(tensors[name], "ndim", 1)
+    if not isinstance(dimension, int) or isinstance(dimension, bool) or not -ndim <= dimension < ndim:
+        raise JobError(
+            f"batch_dims gives {dimension!r} for {name!r}; allowed are a dimension from 0 to {ndim - 1}, and"
+            " None for a tensor that goes along whole."
+        )
+    return dimension % ndim
+
+
+def _has_rows(value: Any) -> bool:
+    return getattr(value, "ndim", 0) > 0 or isinstance(value, list)
+
+
+def _length(value: Any, dimension: int) -> int:
+    return len(value) if isinstance(value, list) else int(value.shape[dimension])
