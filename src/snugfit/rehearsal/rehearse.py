@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from snugfit.errors import SnugfitError, UsageError
 from snugfit.job.architectures import class_of
 from snugfit.job.batch import end_token
+from snugfit.rehearsal.missing_gradients import MissingGradients
 from snugfit.rehearsal.refusal import refusal
 from snugfit.rehearsal.trace.relative import RelativeTrace
 from snugfit.rehearsal.trace.repeat import repeat, short_run
@@ -90,6 +91,9 @@ def record_step(step: Step, policy: Policy, steps: int) -> Recording:
 
     import_code(step.setup)  # before it is overridden
     recorder = Recorder(policy, steps, padded=step.job.padding > 0 or step.always_mask)
+    for sentence in step.job.model.doubts:
+        recorder.doubt(sentence)
+    gradients = MissingGradients()
     with _without_collector(), contextlib.ExitStack() as stack:
         stack.enter_context(no_hub_kernels())  # what a step imports first (Adafactor's file) may want them
         stack.enter_context(warnings.catch_warnings())
@@ -100,12 +104,14 @@ def record_step(step: Step, policy: Policy, steps: int) -> Recording:
         if (end := end_token(step.job)) is not None:
             stack.enter_context(EndTokens(end, recorder.wait))
         try:
-            with recorder, sets_in_order(step.job):
+            with recorder, sets_in_order(step.job), gradients.follow():
                 step.run(steps, recorder)
         except SnugfitError:
             raise
         except Exception as error:  # whatever a model's own code raises on shapes alone, and our mistakes
             raise refusal(step.job, error) from error
+        if step.model is not None and (sentence := gradients.sentence(step.model)):
+            recorder.doubt(sentence)
         return recorder.recording(notes.attention)
 
 

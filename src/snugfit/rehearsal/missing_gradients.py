@@ -1,0 +1,68 @@
+"""Which parameters train and get no gradient from the batch: counted, because a wrong batch shows in nothing
+else.
+
+A vision tower in a batch of text alone, a pooler that no loss reads: such parameters have weights, and no
+gradients or optimizer states. Where the real batches reach them, a step takes more than was predicted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+MOST_NAMED = 3
+"""Modules that a sentence names."""
+
+
+class MissingGradients:
+    """The parameters that an optimizer's first step found without a gradient."""
+
+    def __init__(self) -> None:
+        self._missing: set[torch.Tensor] | None = None
+
+    @contextlib.contextmanager
+    def follow(self) -> Iterator[None]:
+        """Within it, the first step of any optimizer is looked at."""
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+        handle = register_optimizer_step_pre_hook(self._look)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _look(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._missing is None:
+            parameters = [one for group in optimizer.param_groups for one in group["params"]]
+            self._missing = {one for one in parameters if one.requires_grad and one.grad is None}
+
+    def sentence(self, model: torch.nn.Module) -> str:
+        """How much of this model it was, and in which modules; empty where everything has a gradient."""
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        missing = [parameter for parameter in trained if parameter in (self._missing or ())]
+        if not missing:
+            return ""
+        names = list(self._modules(model, ""))
+        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+        count, of = (sum(parameter.numel() for parameter in some) for some in (missing, trained))
+        return (
+            f"{count:,} of {of:,} trainable parameters get no gradient from this batch:"
+            f" {', '.join(names[:MOST_NAMED])}{more}. Batches that reach them take more memory and time."
+        )
+
+    def _modules(self, module: torch.nn.Module, name: str) -> Iterator[str]:
+        """The largest modules in which every parameter that trains is missing, else the parameters."""
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        missing = [parameter for parameter in trained if parameter in (self._missing or ())]
+        if missing and len(missing) == len(trained):
+            yield name
+            return
+        for inner, child in module.named_children() if missing else ():
+            yield from self._modules(child, f"{name}.{inner}" if name else inner)
+        for inner, parameter in module.named_parameters(recurse=False):
+            if any(parameter is one for one in missing):
+                yield f"{name}.{inner}" if name else inner
