@@ -126,14 +126,14 @@ class BatchLayout:
 
         parts = [dict(leaves(sample)) for sample in samples]
 
-        def joined(name: str, value: Any) -> Any:
+        def concatenate(name: str, value: Any) -> Any:
             if name not in self.rows or not torch.is_tensor(value):
                 return value
             return torch.cat([part[name] for part in parts], dim=self.rows[name].dimension)
 
-        return map_leaves(samples[0], joined)
+        return map_leaves(samples[0], concatenate)
 
-    def refuse_unclear(self, wanted: str, cure: str = "") -> None:
+    def refuse_unclear(self, purpose: str, cure: str = "") -> None:
         """Raises `JobError`, which says how to name them, where it is unclear what holds samples."""
         if not self.unclear:
             return
@@ -145,7 +145,7 @@ class BatchLayout:
             " that goes along whole and a number for the dimension of its samples."
         )
         raise JobError(
-            f"{wanted}, and it is not clear which tensors of the batch hold its samples: their lengths are"
+            f"{purpose}, and it is not clear which tensors of the batch hold its samples: their lengths are"
             f" {lengths}. {cure or by_name}"
         )
 
