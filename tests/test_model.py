@@ -95,6 +95,27 @@ def test_presets_are_found_with_or_without_owner_in_any_case(name: str) -> None:
     assert found.config["hidden_size"] == 1024
 
 
+@pytest.mark.parametrize(
+    ("name", "base"),
+    [
+        ("Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-7B"),
+        ("Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B"),
+        ("mistralai/Mistral-7B-Instruct-v0.3", "mistralai/Mistral-7B-v0.3"),
+        ("google/gemma-2-2b-it", "google/gemma-2-2b"),
+        ("qwen2.5-0.5b-base", "Qwen/Qwen2.5-0.5B"),
+    ],
+)
+def test_a_tuned_model_has_the_sizes_of_its_base(name: str, base: str) -> None:
+    assert Model.find(name) == Model.find(base)
+
+
+def test_another_model_is_not_suggested_for_one_that_is_not_known() -> None:
+    for name in ("Qwen/Qwen3-8B", "Qwen2.5-3B-Instruct", "distilbert-base-uncased", "someone/gemma-2-2b-it"):
+        with pytest.raises(ModelError, match="Presets: ") as caught:
+            Model.find(name)
+        assert "Did you mean" not in str(caught.value)
+
+
 @pytest.mark.parametrize("asked", ["./{}", "./{}/config.json", "{}", "{}/config.json"])
 def test_folders_and_files_are_found(asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -412,6 +412,30 @@ def test_a_tokenizer_is_loaded_from_its_folder(tmp_path: Path, monkeypatch: pyte
     assert loaded("one two")["input_ids"] == [2, 7, 8, 3]
 
 
+def test_no_socket_is_opened_for_a_name_that_is_not_cached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """huggingface_hub asked for a list of coding agents, whatever `local_files_only` said."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import _detect_agent
+
+    asked: list[Any] = []
+
+    def refuse(*arguments: Any, **_: Any) -> Any:
+        asked.append(arguments)
+        raise OSError("no network")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "AGENT_HARNESSES_PATH", str(tmp_path / "agents.json"))
+    monkeypatch.setattr(_detect_agent, "_registry", None)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    with pytest.raises(UsageError, match="the hub is not asked"):
+        load_tokenizer("no/such")
+    assert not asked
+    assert constants.HF_HUB_OFFLINE is False
+
+
 def _nothing(folder: Path) -> str:
     return str(folder)
 

@@ -78,17 +78,17 @@ class MeasurementError(SnugfitError):
     """A measurement's process died, or the GPU was not clean."""
 
 
-def nearest(word: str, legal: Iterable[str], *, count: int = 3) -> list[str]:
-    """The legal words most like `word`, best first; empty when nothing is near."""
+def nearest(word: str, legal: Iterable[str], *, count: int = 3, cutoff: float = 0.5) -> list[str]:
+    """The legal words most like `word`, best first; empty when none is as like as `cutoff` (1 is equal)."""
     choices = list(legal)
     lowered = {choice.lower(): choice for choice in choices}
-    matches = difflib.get_close_matches(str(word).lower(), lowered, n=count, cutoff=0.5)
+    matches = difflib.get_close_matches(str(word).lower(), lowered, n=count, cutoff=cutoff)
     return [lowered[name] for name in matches]
 
 
-def did_you_mean(word: str, legal: Iterable[str]) -> str:
+def did_you_mean(word: str, legal: Iterable[str], *, cutoff: float = 0.5) -> str:
     """` Did you mean a or b?`, or nothing when no legal word is near."""
-    matches = nearest(word, legal)
+    matches = nearest(word, legal, cutoff=cutoff)
     return f" Did you mean {' or '.join(repr(name) for name in matches)}?" if matches else ""
 
 

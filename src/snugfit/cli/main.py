@@ -105,6 +105,8 @@ def run(arguments: Sequence[str]) -> int:
 def main() -> None:
     """The console entry: `run`, then out of the process without taking the heap apart."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its advice is for scripts, not for reports
+    if "--online" not in sys.argv:  # read by huggingface_hub when it is imported
+        os.environ["HF_HUB_OFFLINE"] = "1"
     gc.set_threshold(FEW_COLLECTIONS, 50, 50)
     open_all()
     code = run(sys.argv[1:])

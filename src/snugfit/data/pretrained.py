@@ -6,8 +6,9 @@ The hub itself is never asked, and code that comes with a tokenizer or a process
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,8 @@ def load_pretrained(
     if not folder.is_dir() and (folder.exists() or name.startswith((".", "/"))):
         raise UsageError(f"{folder}: the {word} is a folder with a {file}, or a name on the hub.")
     try:
-        return load(name, trust_remote_code=False, local_files_only=True)
+        with _offline():
+            return load(name, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # OSError, ValueError, and whatever a broken file makes of it
         cure = f"Give a folder with a {file}"
         if not folder.is_dir():
@@ -48,3 +50,17 @@ def load_pretrained(
         raise UsageError(
             f"{name}: transformers cannot load its {what} ({one_line(error, 300)}). {cure}."
         ) from None
+
+
+@contextlib.contextmanager
+def _offline() -> Iterator[None]:
+    """Within it, huggingface_hub opens no socket. `local_files_only` does not do for that: the headers of a
+    request that is never sent are made all the same, and for them the hub is asked about coding agents."""
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before

@@ -14,7 +14,13 @@ from snugfit.errors import ModelError, did_you_mean
 from snugfit.job.config import parse_config, read_config
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
+_TUNED = re.compile(r"-(instruct|it|base|chat)(?=-v\d|-hf|$)", re.IGNORECASE)
+"""What a name adds to that of the base model, whose sizes the tuned one has: Qwen2.5-7B-Instruct,
+Mistral-7B-Instruct-v0.3, gemma-2-2b-it, or Qwen's -Base for the base itself."""
+
 LONGEST_NAME = 4096
+ONE_MODEL = 0.9
+"""How like a name must be to one that is known, to be taken for a slip of the pen (1 is equal)."""
 
 
 class ModelFacts(NamedTuple):
@@ -124,12 +130,19 @@ def _from_hub(name: str, *, online: bool) -> ModelFacts:
         return ModelFacts(name, "hub cache", read_config(cached))
     if online:
         return ModelFacts(name, "hub", read_config(_download_config(name)))
+    if base := _preset_named(_TUNED.sub("", name)):
+        return ModelFacts(base, "preset", read_preset(base))
     bare = [full_name.split("/")[1] for full_name in preset_names()]
-    names = preset_names() if "/" in name else bare
+    names = [preset for preset in (preset_names() if "/" in name else bare) if _sizes(preset) == _sizes(name)]
     raise ModelError(
-        f"No preset, folder or cached hub model {name!r}.{did_you_mean(name, names)}"
+        f"No preset, folder or cached hub model {name!r}.{did_you_mean(name, names, cutoff=ONE_MODEL)}"
         f" {_ALLOWED} Presets: {', '.join(bare)}."
     )
+
+
+def _sizes(name: str) -> list[str]:
+    """The numbers in a model's name. Where they differ, another model is meant, and no slip of the pen."""
+    return re.findall(r"\d+", name)
 
 
 def _cached_config(name: str) -> Path | None:

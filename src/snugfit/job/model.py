@@ -12,7 +12,8 @@ from Python, together with an example batch; such a model lives in one process o
    with a config.json also stands in the working directory, the two could be meant: it is refused, and the
    message says how to write each;
 3. an existing folder or file;
-4. a hub id: in the local cache, or from the hub when `online` is asked for. Otherwise no socket is opened.
+4. a hub id: in the local cache, or from the hub when `online` is asked for. Otherwise no socket is opened;
+5. the name of a preset with `-Instruct`, `-it`, `-chat` or `-Base`: the preset, which has the same sizes.
 """
 
 from __future__ import annotations
