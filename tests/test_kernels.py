@@ -12,7 +12,8 @@ from snugfit.job.gpu import find_gpu
 from snugfit.prediction.kernel_seconds import KernelClock
 from snugfit.prediction.rates import rates_for
 from snugfit.prediction.seconds import launch_seconds
-from snugfit.rehearsal.record.kernels import cost_of
+from snugfit.rehearsal.device.shapes import grouped_mm
+from snugfit.rehearsal.record.kernels import CONTRACTIONS, apart, cost_of, group_of
 from snugfit.rehearsal.trace.trace import Kernel
 
 aten = torch.ops.aten
@@ -105,3 +106,28 @@ def test_a_view_costs_the_host_and_not_the_device() -> None:
     assert KernelClock(H200).seconds(viewed) == KernelClock(H200).seconds(alone)
     host = replace(H200.host, view=1.0)
     assert launch_seconds(viewed, host) - launch_seconds(alone, host) == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "grouped", "like"),
+    [
+        ((48, 32), (4, 32, 16), True, (48, 32, 16)),
+        ((32, 48), (48, 16), True, (32, 48, 16)),
+        ((4, 12, 32), (32, 64), True, (12, 32, 64)),
+        ((4, 12, 32), (4, 32, 16), False, (48, 32, 16)),
+    ],
+)
+def test_products_of_experts_have_the_flops_of_their_groups(
+    first: tuple[int, ...], second: tuple[int, ...], grouped: bool, like: tuple[int, int, int]
+) -> None:
+    """Whatever the groups share: torch's formula for the product of all rows is the truth."""
+    operands = (meta(*first, dtype=HALF), meta(*second, dtype=HALF))
+    offs = meta(4, dtype=torch.int32) if grouped else None
+    func = aten._grouped_mm.default
+    cost = cost_of(func, (*operands, offs), {}, grouped_mm(*operands, offs))
+    rows, inner, columns = like
+    truth = kernel(aten.mm.default, meta(rows, inner), meta(inner, columns)).flops
+    assert cost is not None
+    assert cost.flops == truth
+    assert sum(product.flops for product in apart((*operands, offs), {}, cost)) == truth
+    assert group_of(func._schema.name) == CONTRACTIONS

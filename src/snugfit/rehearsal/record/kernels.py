@@ -23,7 +23,7 @@ ELEMENTWISE = "element-wise"
 TF32 = "tf32"
 GROUPS = (CONTRACTIONS, NORMALISATIONS, ELEMENTWISE)
 
-_CONTRACTING = ("mm", "bmm", "addmm", "baddbmm", "addmv", "mv", "dot", "convolution", "attention", "einsum")
+_CONTRACTING = ("mm", "bmm", "addmm", "baddbmm", "grouped_mm", "addmv", "mv", "dot", "einsum")
 _NORMALISING = ("norm", "softmax", "sum", "mean", "var", "std", "amax", "argmax", "cumsum", "nll_loss")
 
 LARGEST_CACHED = 50 * MIB
@@ -210,9 +210,11 @@ def _arithmetic(func: Any, operand: torch.Tensor) -> str:
 
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int | None:
-    """By torch's registry; None where it has no formula. Its formulas for attention know no grouped queries
-    (keys and values then count once for each query head that uses them), and count what a causal mask spares,
-    half of it."""
+    """By torch's registry, which lacks grouped products; None where there is no formula. Its formulas for
+    attention know no grouped queries (keys and values then count once for each query head that uses them),
+    and count what a causal mask spares, half of it."""
+    if func._schema.name == "aten::_grouped_mm":
+        return _grouped_flops(args[0], args[1])
     formula = flop_registry.get(func._overloadpacket)
     if formula is None:
         return None
@@ -225,6 +227,13 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -
         args = (*args[: first + 1], *ungrouped, *args[first + 3 :])
     spared = 2 if _argument(func, args, kwargs, "is_causal") else 1
     return int(formula(*args, **kwargs, out_val=out)) // spared
+
+
+def _grouped_flops(first: torch.Tensor, second: torch.Tensor) -> int:
+    """Of (M, K) by (G, K, N), (G, M, K) by (K, N), (M, K) by (K, N), whose rows, columns or inner dimension
+    are what the groups share; or of (G, M, K) by (G, K, N), each group whole."""
+    whole = first.size(0) if first.dim() == second.dim() == 3 else 1
+    return 2 * whole * first.size(-2) * first.size(-1) * second.size(-1)
 
 
 PRODUCTS = MATRIX_PRODUCTS | {"aten::convolution", "aten::convolution_backward"}
