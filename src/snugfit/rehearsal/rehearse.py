@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import functools
 import gc
 import sys
 import warnings
@@ -85,6 +86,7 @@ def rehearse(
 def record_step(step: Step, policy: Policy, steps: int) -> Recording:
     """Runs `steps` steps of a Step on `meta`, each of which is recorded."""
     from snugfit.rehearsal.device.notes import PolicyNotes
+    from snugfit.rehearsal.device.other_programs import COMPILED, is_compiled
     from snugfit.rehearsal.device.overrides import in_force
     from snugfit.rehearsal.record.end_tokens import EndTokens
     from snugfit.rehearsal.record.recorder import Recorder
@@ -98,9 +100,12 @@ def record_step(step: Step, policy: Policy, steps: int) -> Recording:
         stack.enter_context(no_hub_kernels())  # what a step imports first (Adafactor's file) may want them
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        notes = PolicyNotes(lambda tensor: recorder.claim(tensor, Kind.CACHES), recorder.doubt)
+        claim_cache = functools.partial(recorder.claim, kind=Kind.CACHES)
+        notes = PolicyNotes(claim_cache, recorder.doubt, recorder.current_phase)
         stack.enter_context(in_force(policy, notes))
         stack.enter_context(rehearsal_context(step.setup))
+        if step.job.model.module is not None and is_compiled(step.job.model.module):
+            recorder.doubt(COMPILED)
         if (end := end_token(step.job)) is not None:
             stack.enter_context(EndTokens(end, recorder.wait))
         try:

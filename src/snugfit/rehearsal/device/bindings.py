@@ -16,18 +16,24 @@ from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 from snugfit.rehearsal.device.autocast import SWITCH, WeightCache
+from snugfit.rehearsal.device.other_programs import replaced_by_eager
 
 if TYPE_CHECKING:
+    from snugfit.rehearsal.device.notes import PolicyNotes
     from snugfit.rehearsal.device.policy import Policy
 
 
 @contextlib.contextmanager
-def bindings(policy: Policy, cache: WeightCache, begin_autocast: Callable[[], None]) -> Iterator[None]:
+def bindings(
+    policy: Policy, cache: WeightCache, begin_autocast: Callable[[], None], notes: PolicyNotes
+) -> Iterator[None]:
     """Every loaded module's binding of the functions below replaced; all put back at the end."""
     import torch
     import torch.optim.optimizer
     import torch.utils._foreach_utils as foreach
     from transformers.utils import generic
+
+    from snugfit.rehearsal.device.host_draws import replaced_draws
 
     maybe_autocast = generic.maybe_autocast
     clear = torch.clear_autocast_cache
@@ -50,6 +56,8 @@ def bindings(policy: Policy, cache: WeightCache, begin_autocast: Callable[[], No
         maybe_autocast: maybe_on_the_switch,
         foreach._get_foreach_kernels_supported_devices: lambda: ["cuda", "xpu", "meta"],
         foreach._get_fused_kernels_supported_devices: lambda: ["cuda", "xpu", "mps", "cpu", "meta"],
+        **replaced_by_eager(notes.doubt),
+        **replaced_draws(notes.doubt, notes.phase),
     }
     from transformers.integrations import moe
 

@@ -24,5 +24,8 @@ class PolicyNotes:
     doubt: Callable[[str], None] = _nothing
     """Called with a sentence on each thing that had to be assumed."""
 
+    phase: Callable[[], str] = str
+    """Gives the phase of the step that is on."""
+
     attention: list[str] = field(default_factory=list)
     """The attention kernels that were chosen, in order."""

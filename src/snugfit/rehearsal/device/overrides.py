@@ -29,6 +29,7 @@ from snugfit.rehearsal.device.bindings import bindings
 from snugfit.rehearsal.device.building import built_as_on_a_device
 from snugfit.rehearsal.device.composites import composites
 from snugfit.rehearsal.device.notes import PolicyNotes
+from snugfit.rehearsal.device.other_programs import rehearsed_instead
 
 if TYPE_CHECKING:
     from snugfit.rehearsal.device.policy import Policy
@@ -57,7 +58,8 @@ def in_force(policy: Policy, notes: PolicyNotes | None = None) -> Iterator[Polic
                 for name, kernel in kernels.items():
                     library.impl(name, kernel, KEY)
             autocasting = Autocasting(library, policy, kernels, cache)
-            undo.enter_context(bindings(policy, cache, autocasting.begin))
+            undo.enter_context(bindings(policy, cache, autocasting.begin, notes))
+            undo.enter_context(rehearsed_instead(notes.doubt))
             undo.enter_context(built_as_on_a_device())
             if policy not in _PROBED:
                 _probe(policy)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from snugfit.rehearsal.device.other_programs import kernels_asked_for
 from snugfit.rehearsal.record.accumulation import sole_owner
 from snugfit.rehearsal.record.allocations import Allocations
 from snugfit.rehearsal.record.kernels import MATRICES, KernelCost, apart, copies_in, releases_context
@@ -115,6 +116,8 @@ class Recorder(TorchDispatchMode):
         """Model and optimizer are built: their storages get names and kinds."""
         self._optimizer = optimizer
         self._modules.name_modules(model)
+        for sentence in kernels_asked_for(model):
+            self.doubt(sentence)
         for name, module in model.named_modules():
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                 self._owners[tensor] = name
@@ -123,6 +126,10 @@ class Recorder(TorchDispatchMode):
     def claim(self, tensor: torch.Tensor, kind: str, module: str = "") -> None:
         """This tensor's bytes are of this kind, and of this module where one is named."""
         self._memory.claim(tensor, kind, module)
+
+    def current_phase(self) -> str:
+        """The phase of the step that is on."""
+        return self._phase
 
     def doubt(self, sentence: str) -> None:
         """The trace rests on an assumption, which this sentence states; it is told once."""

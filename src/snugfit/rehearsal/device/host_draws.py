@@ -1,0 +1,157 @@
+"""Random numbers that a forward pass draws on the host, where they decide what runs: LayerDrop, stochastic
+depth.
+
+A real run throws its dice anew in each step, so its peak is that of the worst throw. A number that is
+compared with a probability is therefore the largest that can be drawn: no layer is dropped. That is a doubt,
+since code may as well ask for a number above a probability; and so is any other use of a number drawn. A
+comparison that every number answers alike (with a probability of 0, as BART's layers ask) is none.
+
+Draws elsewhere (a loader's order, the initialisation of weights) are what they were.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import PurePath
+from types import FrameType
+from typing import Any
+
+import numpy
+import torch
+
+Doubt = Callable[[str], None]
+
+LARGEST = 1 - 2**-24
+"""The largest fp32 number that `torch.rand` draws."""
+
+_DRAWN_IN = ("forward", "backward")
+"""Phases in which a model's code runs; in the latter it is computed again."""
+
+
+def replaced_draws(doubt: Doubt, phase: Callable[[], str]) -> dict[Any, Any]:
+    """What stands in for the functions that draw on the host, by function."""
+
+    def scalar(draw: Any) -> Any:
+        def largest(*arguments: Any, **keywords: Any) -> Any:
+            if arguments or keywords or phase() not in _DRAWN_IN:
+                return draw(*arguments, **keywords)
+            return _Draw(doubt, sys._getframe(1))
+
+        return largest
+
+    def uniform(draw: Any) -> Any:
+        def largest(low: float = 0.0, high: float = 1.0, size: Any = None) -> Any:
+            if (low, high, size) != (0, 1, None) or phase() not in _DRAWN_IN:
+                told(sys._getframe(1))
+                return draw(low, high) if size is None else draw(low, high, size)
+            return _Draw(doubt, sys._getframe(1))
+
+        return largest
+
+    def rand(*size: Any, **keywords: Any) -> Any:
+        on_the_host = torch.get_default_device().type == "cpu" and not keywords
+        if not on_the_host or size not in _ONE or phase() not in _DRAWN_IN:
+            return draw_tensor(*size, **keywords)
+        shape = size[0] if isinstance(size[0], (tuple, list)) else size
+        return _DrawnTensor.of(_Draw(doubt, sys._getframe(1)), shape)
+
+    def other(draw: Any) -> Any:
+        def drawn(*arguments: Any, **keywords: Any) -> Any:
+            told(sys._getframe(1))
+            return draw(*arguments, **keywords)
+
+        return drawn
+
+    def told(frame: FrameType) -> None:
+        if phase() in _DRAWN_IN:
+            doubt(_sentence(frame))
+
+    draw_tensor = torch.rand
+    numpy_random: Any = numpy.random
+    return {
+        draw_tensor: rand,
+        **{draw: scalar(draw) for draw in (random.random, numpy_random.random, numpy_random.rand)},
+        **{draw: uniform(draw) for draw in (random.uniform, numpy_random.uniform)},
+        **{draw: other(draw) for draw in (random.randint, random.randrange, random.choice, random.gauss)},
+        **{draw: other(draw) for draw in (numpy_random.randint, numpy_random.choice, numpy_random.randn)},
+    }
+
+
+_ONE: tuple[Any, ...] = ((1,), ([],), ((),), ([1],), ((1,),))
+"""Arguments of `torch.rand` with which it draws one number."""
+
+
+def _sentence(frame: FrameType) -> str:
+    code = frame.f_code
+    place = f"{code.co_qualname} ({PurePath(code.co_filename).name}, line {frame.f_lineno})"
+    return (
+        f"What runs may depend on random numbers that {place} draws on the host. It was predicted as if each "
+        "were the largest, with which LayerDrop drops no layer; steps that drop layers hold less."
+    )
+
+
+class _Draw(float):
+    """The largest number that may be drawn. Whatever is made of it is a doubt, but a comparison that every
+    number in [0, 1) would answer alike."""
+
+    tell: Callable[[], None]
+
+    def __new__(cls, doubt: Doubt, frame: FrameType) -> _Draw:
+        draw = super().__new__(cls, LARGEST)
+        sentence = _sentence(frame)
+        draw.tell = lambda: doubt(sentence)
+        return draw
+
+    def compare(self, other: Any) -> None:
+        """Notes a comparison with another number."""
+        if not isinstance(other, (int, float)) or 0 < other < 1:
+            self.tell()
+
+
+def _told(name: str, *, compares: bool) -> Callable[..., Any]:
+    plain = getattr(float, name)
+
+    def method(self: _Draw, *others: Any) -> Any:
+        if compares:
+            self.compare(others[0])
+        else:
+            self.tell()
+        return plain(self, *others)
+
+    return method
+
+
+_COMPARING = ("lt", "le", "gt", "ge")
+_ARITHMETIC = ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "pow", "neg")
+_CONVERTING = ("int", "float", "round", "floor", "ceil", "trunc", "bool")
+for _name in _COMPARING:
+    setattr(_Draw, f"__{_name}__", _told(f"__{_name}__", compares=True))
+for _name in (*_ARITHMETIC, *_CONVERTING):
+    setattr(_Draw, f"__{_name}__", _told(f"__{_name}__", compares=False))
+
+
+class _DrawnTensor(torch.Tensor):
+    """A tensor of one number that was drawn."""
+
+    draw: _Draw
+
+    @classmethod
+    def of(cls, draw: _Draw, shape: Sequence[int]) -> _DrawnTensor:
+        """One of this shape."""
+        tensor = torch.full(tuple(shape), LARGEST).as_subclass(cls)
+        tensor.draw = draw
+        return tensor
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        draw: _Draw = args[0].draw if isinstance(args[0], cls) else args[1].draw
+        if func is torch.Tensor.item:
+            return draw
+        with torch._C.DisableTorchFunctionSubclass():
+            if func.__name__.strip("_") in _COMPARING and isinstance(args[0], cls):
+                draw.compare(args[1])
+            else:
+                draw.tell()
+            return func(*(one.as_subclass(torch.Tensor) if isinstance(one, cls) else one for one in args))

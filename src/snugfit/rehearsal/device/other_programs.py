@@ -1,0 +1,121 @@
+"""Programs that may run instead of the one that is rehearsed, told as doubts.
+
+- What `torch.compile` compiles is rehearsed as it runs uncompiled: the compiler would trace the rehearsal's
+  own overrides, for seconds, and its kernels need a GPU.
+- transformers replaces functions of its models (scans, causal convolutions, delta rules) by those of other
+  packages (mamba-ssm, causal-conv1d, flash-linear-attention) where they are installed. Their kernels take no
+  tensors on `meta`, so transformers' own PyTorch code is rehearsed, installed or not. Which functions these
+  are is known by what transformers itself says and asks when one is called.
+- Some models' code loads kernels of its own (RWKV, YOSO, MRA, xLSTM), which is known by what it asks for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+COMPILED = (
+    "The model's code compiles itself (torch.compile). It was rehearsed as it runs uncompiled: compiled "
+    "kernels hold other tensors, mostly fewer, and take other seconds."
+)
+
+_FALLS_BACK = re.compile(r"`\w+` is falling back to its reference PyTorch implementation because `([^`]+)`")
+"""How transformers says that it runs code of its own (`use_kernel_func_from_hub_with_fallback`)."""
+
+_ASKS_FOR = {
+    "is_ninja_available": "kernels",
+    "is_mambapy_available": "mambapy",
+    "is_xlstm_available": "xlstm",
+}
+"""Functions by which a model's file asks whether a package of kernels is there."""
+
+
+def replaced_by_eager(doubt: Callable[[str], None]) -> dict[Any, Any]:
+    """What stands in for `torch.compile`: nothing is compiled."""
+    import torch
+
+    def compile(model: Any = None, **keywords: Any) -> Any:
+        if model is None:
+            return compile
+        doubt(COMPILED)
+        return model
+
+    return {torch.compile: compile}
+
+
+@contextlib.contextmanager
+def rehearsed_instead(doubt: Callable[[str], None]) -> Iterator[None]:
+    """Within it, what was compiled before runs uncompiled, and transformers' functions run its own code."""
+    from transformers.integrations import hub_kernels
+
+    with contextlib.ExitStack() as undo:
+        if (eval_frame := sys.modules.get("torch._dynamo.eval_frame")) is not None:
+            import torch
+
+            undo.enter_context(torch.compiler.set_stance("force_eager"))
+            _replace(undo, eval_frame, "_callback_from_stance", _uncompiled(doubt))
+        logger: Any = hub_kernels.logger
+        warn = logger.warning_once
+
+        def hear(message: str, *arguments: Any) -> None:
+            if names := _FALLS_BACK.match(message):
+                doubt(without_package(names[1], installed=False))
+            warn(message, *arguments)
+
+        undo.callback(logger.__dict__.pop, "warning_once", None)
+        logger.warning_once = hear
+        if hasattr(hub_kernels, "is_torchdynamo_exporting"):
+
+            def not_the_packages() -> bool:
+                package = str(sys._getframe(1).f_locals.get("package", "a package of kernels"))
+                doubt(without_package(package, installed=True))
+                return True
+
+            _replace(undo, hub_kernels, "is_torchdynamo_exporting", not_the_packages)
+        yield
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `module.compile()` was called, of it or of a part of it; copies do not show it."""
+    return any(part._compiled_call_impl is not None for part in module.modules())
+
+
+def kernels_asked_for(model: nn.Module) -> Iterator[str]:
+    """A doubt for each package whose kernels a file of this model asks for by itself."""
+    from importlib.util import find_spec
+
+    files = {type(module).__module__ for module in model.modules()}
+    names = {name for file in files for name in vars(sys.modules.get(file, object))}
+    for function in sorted(_ASKS_FOR.keys() & names):
+        package = _ASKS_FOR[function]
+        yield without_package(package, installed=find_spec(package) is not None)
+
+
+def without_package(package: str, *, installed: bool) -> str:
+    """The doubt about kernels of this package."""
+    state = "is installed here, but takes no tensors without data" if installed else "is not installed here"
+    return (
+        f"The model has faster kernels in {package}, which {state}: PyTorch code was rehearsed in their "
+        "place. A GPU that runs them holds other bytes, mostly fewer, and takes other seconds."
+    )
+
+
+def _uncompiled(doubt: Callable[[str], None]) -> Callable[[Any], None]:
+    """Stands in for the function by which a compiled function learns what compiles it: nothing does."""
+
+    def callback_from_stance(callback: Any) -> None:
+        if callback not in (None, False):
+            doubt(COMPILED)
+
+    return callback_from_stance
+
+
+def _replace(undo: contextlib.ExitStack, owner: Any, name: str, new: Any) -> None:
+    undo.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, new)
