@@ -474,9 +474,9 @@ def test_math_attention_repeats_heads_only_where_several_share_one() -> None:
 
     def operators(heads: int, *, grouped: bool) -> list[str]:
         query, key = (torch.empty(2, each, 8, 6, device="meta") for each in (4, heads))
-        with in_force(CudaPolicy()) as chosen, _Names() as names:
+        with in_force(CudaPolicy()) as notes, _Names() as names:
             attention(query, key, key, enable_gqa=grouped)
-        assert chosen == ["math"]
+        assert notes.attention == ["math"]
         return names.seen
 
     assert operators(4, grouped=True) == operators(4, grouped=False)

@@ -44,7 +44,7 @@ def replaced_draws(doubt: Doubt, phase: Callable[[], str]) -> dict[Any, Any]:
     def uniform(draw: Any) -> Any:
         def largest(low: float = 0.0, high: float = 1.0, size: Any = None) -> Any:
             if (low, high, size) != (0, 1, None) or phase() not in _DRAWN_IN:
-                told(sys._getframe(1))
+                note(sys._getframe(1))
                 return draw(low, high) if size is None else draw(low, high, size)
             return _Draw(doubt, sys._getframe(1))
 
@@ -58,13 +58,13 @@ def replaced_draws(doubt: Doubt, phase: Callable[[], str]) -> dict[Any, Any]:
         return _DrawnTensor.of(_Draw(doubt, sys._getframe(1)), shape)
 
     def other(draw: Any) -> Any:
-        def drawn(*arguments: Any, **keywords: Any) -> Any:
-            told(sys._getframe(1))
+        def draw_and_note(*arguments: Any, **keywords: Any) -> Any:
+            note(sys._getframe(1))
             return draw(*arguments, **keywords)
 
-        return drawn
+        return draw_and_note
 
-    def told(frame: FrameType) -> None:
+    def note(frame: FrameType) -> None:
         if phase() in _DRAWN_IN:
             doubt(_sentence(frame))
 
@@ -85,9 +85,9 @@ _ONE: tuple[Any, ...] = ((1,), ([],), ((),), ([1],), ((1,),))
 
 def _sentence(frame: FrameType) -> str:
     code = frame.f_code
-    place = f"{code.co_qualname} ({PurePath(code.co_filename).name}, line {frame.f_lineno})"
+    line = f"{code.co_qualname} ({PurePath(code.co_filename).name}, line {frame.f_lineno})"
     return (
-        f"What runs may depend on random numbers that {place} draws on the host. It was predicted as if each "
+        f"What runs may depend on random numbers that {line} draws on the host. It was predicted as if each "
         "were the largest, with which LayerDrop drops no layer; steps that drop layers hold less."
     )
 
@@ -110,7 +110,7 @@ class _Draw(float):
             self.tell()
 
 
-def _told(name: str, *, compares: bool) -> Callable[..., Any]:
+def _doubtful(name: str, *, compares: bool) -> Callable[..., Any]:
     plain = getattr(float, name)
 
     def method(self: _Draw, *others: Any) -> Any:
@@ -127,9 +127,9 @@ _COMPARING = ("lt", "le", "gt", "ge")
 _ARITHMETIC = ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "pow", "neg")
 _CONVERTING = ("int", "float", "round", "floor", "ceil", "trunc", "bool")
 for _name in _COMPARING:
-    setattr(_Draw, f"__{_name}__", _told(f"__{_name}__", compares=True))
+    setattr(_Draw, f"__{_name}__", _doubtful(f"__{_name}__", compares=True))
 for _name in (*_ARITHMETIC, *_CONVERTING):
-    setattr(_Draw, f"__{_name}__", _told(f"__{_name}__", compares=False))
+    setattr(_Draw, f"__{_name}__", _doubtful(f"__{_name}__", compares=False))
 
 
 class _DrawnTensor(torch.Tensor):

@@ -59,7 +59,7 @@ def rehearsed_instead(doubt: Callable[[str], None]) -> Iterator[None]:
             import torch
 
             undo.enter_context(torch.compiler.set_stance("force_eager"))
-            _replace(undo, eval_frame, "_callback_from_stance", _uncompiled(doubt))
+            _replace(undo, eval_frame, "_callback_from_stance", _no_callback(doubt))
         logger: Any = hub_kernels.logger
         warn = logger.warning_once
 
@@ -106,7 +106,7 @@ def without_package(package: str, *, installed: bool) -> str:
     )
 
 
-def _uncompiled(doubt: Callable[[str], None]) -> Callable[[Any], None]:
+def _no_callback(doubt: Callable[[str], None]) -> Callable[[Any], None]:
     """Stands in for the function by which a compiled function learns what compiles it: nothing does."""
 
     def callback_from_stance(callback: Any) -> None:
