@@ -41,6 +41,10 @@ LearningRate = Annotated[float | None, given.option(RUN, "The highest learning r
 Restart = Annotated[
     bool, given.option(RUN, "Start again; old checkpoints are kept under other names.", "--restart")
 ]
+ResumeFrom = Annotated[
+    str | None,
+    given.option(RUN, "Go back to this checkpoint-N; later ones are kept under other names. \\[the newest]"),
+]
 NoPredict = Annotated[bool, given.option(RUN, "On a GPU: train without predicting first.", "--no-predict")]
 
 
@@ -62,6 +66,7 @@ def train(
     learning_rate: LearningRate = None,
     report_to: ReportTo = None,
     restart: Restart = False,
+    resume_from_checkpoint: ResumeFrom = None,
     no_predict: NoPredict = False,
 ) -> int:
     """Train a model under a recipe, resumably. Further options: in the job file, or by --set."""
@@ -88,6 +93,7 @@ def train(
             weights=asked.get("weights"),
             device=asked.get("device"),
             restart=restart,
+            resume_from_checkpoint=resume_from_checkpoint,
             foresee=not no_predict,
             watch=shown,
             **options,

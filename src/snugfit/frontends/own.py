@@ -56,6 +56,7 @@ def train(
     weights: str | os.PathLike[str] | None = None,
     device: str | None = None,
     restart: bool = False,
+    resume_from_checkpoint: str | os.PathLike[str] | None = None,
     foresee: bool = True,
     watch: Callable[[Event], None] = lambda event: None,
     **options: Any,
@@ -69,13 +70,16 @@ def train(
     training begins with, or "random"; without it the model's own folder, where it has weights. `device` is
     `cpu`, `cuda` or `cuda:1`. `options` are those of `TrainOptions`.
 
-    What stands in `output_dir` is resumed when it is this very run; `restart` begins anew. On a GPU that is
+    What stands in `output_dir` is resumed when it is this very run; `restart` begins anew, and
+    `resume_from_checkpoint` goes back to one of its checkpoints, `out/checkpoint-10`. On a GPU that is
     known memory and seconds are predicted first, unless `foresee` is False. `watch` hears every event of the
     journal.
 
     Raises `UsageError` for what cannot be run or resumed, `OutOfMemory` when no recipe is left that needs
     less memory, and `SnugfitError` when a loss is no number.
     """
+    if restart and resume_from_checkpoint is not None:
+        raise UsageError("restart begins anew, and resume_from_checkpoint goes back: leave one of them out.")
     chosen, target = options_of(options), device_of(device)
     recipe = _recipe_for(job, recipe, target)
     if evaluation is None and chosen.eval_strategy != "no":
@@ -94,8 +98,14 @@ def train(
         weights=weights_of(job, weights),
         device=target,
     )
-    predict = run_predictor(target) if foresee else predict_nothing
-    return run_to_its_end(run, restart=restart, replan=next_recipe(target), predict=predict, watch=watch)
+    return run_to_its_end(
+        run,
+        restart=restart,
+        resume_from=None if resume_from_checkpoint is None else Path(resume_from_checkpoint),
+        replan=next_recipe(target),
+        predict=run_predictor(target) if foresee else predict_nothing,
+        watch=watch,
+    )
 
 
 def _recipe_for(job: Job, recipe: Recipe | str, target: torch.device) -> Recipe:

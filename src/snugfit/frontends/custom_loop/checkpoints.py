@@ -92,16 +92,18 @@ class RunCheckpoints:
             lambda staging: snapshot(self._state, staging, files={DATA_POSITION: position}),
         )
 
-    def resume(self) -> bool:
-        """Makes the run the one of the newest whole checkpoint; False where there is none. Raises
-        `UsageError` for another run's."""
-        checkpoint = self._manager.newest()
+    def resume(self, named: Path | None) -> bool:
+        """Makes the run the one of the newest whole checkpoint, or of the one that is named; False where
+        there is none. Raises `UsageError` for another run's."""
+        checkpoint = self._manager.newest() if named is None else self._manager.named_in_store(named)
         if checkpoint is None:
             return False
         now = self._manager.about
         wrong = differences(checkpoint.about, now, [name for name in now if name not in FREE])
         changed = differences(checkpoint.about, now, FREE)
         self._manager.refuse_another_run(checkpoint, wrong, changed, cure=CURE)
+        if named is not None:
+            self._manager.go_back_to(checkpoint)
         load_weights(self._state.model, checkpoint.folder)
         restore(self._state, checkpoint.folder)
         self._batches.resume(json.loads((checkpoint.folder / DATA_POSITION).read_text(encoding="utf-8")))

@@ -7,9 +7,11 @@ and so is what to do when a step cannot be taken. It raises, with every weight a
 from __future__ import annotations
 
 import atexit
+import os
 import time
 import weakref
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, final
 
@@ -149,14 +151,15 @@ class HandRun:
         """Keeps a checkpoint of this boundary; it is written while the next steps run."""
         self._checkpoints_for("save").save()
 
-    def resume(self) -> bool:
-        """Resumes the newest whole checkpoint; False where there is none. Raises `UsageError` after the
-        first step and for another run's checkpoint, `SnugfitError` when none that is there is whole.
+    def resume(self, checkpoint: str | os.PathLike[str] | None = None) -> bool:
+        """Resumes the newest whole checkpoint; False where there is none. One that is named is gone back to,
+        and those after it get other names. Raises `UsageError` after the first step, for another run's
+        checkpoint and for what is none, `SnugfitError` when none that is there is whole.
         """
         checkpoints = self._checkpoints_for("resume")
         if self._begun:
             raise UsageError("resume() comes before the first step.")
-        return checkpoints.resume()
+        return checkpoints.resume(None if checkpoint is None else Path(checkpoint))
 
     def close(self) -> None:
         """Waits until the last checkpoint is written, and gives the folder back. Raises `SnugfitError` when

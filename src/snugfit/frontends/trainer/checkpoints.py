@@ -14,7 +14,6 @@ too (`data.py`). Weights are put into the model that stands, for it is the user'
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +23,7 @@ from snugfit.frontends.trainer.setup import change_recipe
 from snugfit.step.transformers_internals import logged_losses, restore_logged_losses
 from snugfit.techniques.recipe import Recipe
 from snugfit.training.checkpoint.manager import CheckpointManager, differences
-from snugfit.training.checkpoint.manifest import Checkpoint, verify
+from snugfit.training.checkpoint.manifest import Checkpoint
 from snugfit.training.checkpoint.optimizer_state import refuse_optimizer
 from snugfit.training.checkpoint.state import (
     RunProgress,
@@ -94,8 +93,11 @@ class TrainerCheckpoints:
         if not resume_from:
             self._manager.set_aside_earlier()
         else:
-            self.resumed = self._newest() if resume_from is True else _checkpoint_in(Path(str(resume_from)))
+            named = None if resume_from is True else Path(str(resume_from))
+            self.resumed = self._newest() if named is None else self._manager.named(named)
             self._refuse_another_run(self.resumed)
+            if named is not None:
+                self._manager.go_back_to(self.resumed)
             about = self.resumed.about
             self._seed = about["order_seed"]
             self._manager.saved_step = self.resumed.step
@@ -191,13 +193,6 @@ def _order_seed(trainer: Any) -> int:
 
     given = trainer.args.data_seed
     return int(torch.random.initial_seed() if given is None else given)
-
-
-def _checkpoint_in(folder: Path) -> Checkpoint:
-    mark = re.fullmatch(r"checkpoint-([0-9]+)", folder.name)
-    if mark is None or not folder.is_dir():
-        raise UsageError(f"resume_from_checkpoint is {str(folder)!r}; it is True or a folder checkpoint-N.")
-    return verify(folder, int(mark[1]))
 
 
 def _note_callbacks(trainer: Any) -> None:

@@ -11,6 +11,7 @@ run's.
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from snugfit.errors import SnugfitError, UsageError
 from snugfit.training.checkpoint.lock import hold_folder
-from snugfit.training.checkpoint.manifest import Checkpoint, SaveStopped
+from snugfit.training.checkpoint.manifest import BrokenCheckpoint, Checkpoint, SaveStopped, verify
 from snugfit.training.checkpoint.save_failed import SaveFailed
 from snugfit.training.checkpoint.staging import Staging
 from snugfit.training.checkpoint.state import Snapshot, TrainState, tensor_bytes
@@ -148,6 +149,43 @@ class CheckpointManager:
         for broken in self.store.broken[known:]:
             self._journal.tell("warning", text=f"ignored {broken}")
         return checkpoint
+
+    def named(self, folder: Path) -> Checkpoint:
+        """The checkpoint that a user names. Raises `UsageError` for what is none, and as `verify` does."""
+        mark = re.fullmatch(r"checkpoint-([0-9]+)", folder.name)
+        if mark is None or not folder.is_dir():
+            there = ", ".join(sorted(path.name for path in self.store.root.glob("checkpoint-*")))
+            raise UsageError(
+                f"resume_from_checkpoint is {str(folder)!r}; it is a folder checkpoint-N. {self.store.root}"
+                f" holds {there or 'none'}."
+            )
+        try:
+            return verify(folder, int(mark[1]))
+        except BrokenCheckpoint as fault:
+            raise BrokenCheckpoint(f"{folder}: {fault}") from None
+
+    def named_in_store(self, folder: Path) -> Checkpoint:
+        """The same, for a run that may have to go back to its last checkpoint: that stands in its folder."""
+        checkpoint = self.named(folder)
+        if not self._is_in_store(checkpoint):
+            raise UsageError(
+                f"resume_from_checkpoint is {str(folder)!r}, and the run's folder is {self.store.root}: name"
+                " one of its checkpoints, or that folder as the run's."
+            )
+        return checkpoint
+
+    def _is_in_store(self, checkpoint: Checkpoint) -> bool:
+        return checkpoint.folder.absolute().parent.resolve() == self.store.root.resolve()
+
+    def go_back_to(self, checkpoint: Checkpoint) -> None:
+        """For a run that goes on from this one, whatever stands after it: that gets other names, for the next
+        start must not meet it. Of a checkpoint from elsewhere that is everything here."""
+        if not self._is_in_store(checkpoint):
+            self.set_aside_earlier()
+            return
+        for moved in self.store.set_aside_newer(checkpoint.step):
+            text = f"The run goes back to {checkpoint.folder.name}; {moved.stem} is kept as {moved.name}."
+            self._journal.tell("warning", text=text)
 
     def set_aside_earlier(self) -> None:
         """For a run that begins anew: what stands in its folder gets other names."""

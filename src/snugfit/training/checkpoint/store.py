@@ -5,6 +5,7 @@
         .draft-30-5f0c91aa/       being written; never read
         checkpoint-20/            whole: it got this name after its last byte was on the disk
         checkpoint-10.broken/     was found damaged, and is kept aside; never counted
+        checkpoint-30.superseded/ the run went back to an earlier one, and on from there another way
 
 A save fills a draft *beside* the final folder, so that a rename is all that it takes to show it, on one file
 system. Then, in this order: each file's checksum is taken and it goes to the disk; the manifest; the draft's
@@ -208,6 +209,25 @@ class Store:
             raise SnugfitError(
                 f"{self.root}: the checkpoints there cannot be renamed ({refusal.strerror}), and a run that"
                 " begins anew must not meet them. Name another folder."
+            ) from None
+
+    def set_aside_newer(self, step: int) -> list[Path]:
+        """Takes the checkpoints after this step out of the way of a run that goes back to it; gives where
+        they are kept. The newest goes first: what is left when this is interrupted is the beginning of one
+        run.
+
+        Raises `SnugfitError` when the system refuses: the next start would go on from one of them.
+        """
+        try:
+            return [
+                self._rename_aside(newer, folder, "superseded")
+                for newer, folder in self._checkpoints()
+                if newer > step
+            ]
+        except OSError as refusal:
+            raise SnugfitError(
+                f"{self.root}: those after step {step} cannot be renamed ({refusal.strerror}), and a run"
+                " that goes back must not meet them. Name another folder."
             ) from None
 
     def retain(self, limit: int | None, keep: Set[int] = frozenset()) -> list[int]:

@@ -18,6 +18,7 @@ training waited, seconds of writing meanwhile), `replanned` (step, cause, before
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from snugfit.step.applier import run_context
 from snugfit.training.checkpoint.manager import CheckpointManager, open_store
@@ -41,13 +42,15 @@ def train(
     run: Run,
     *,
     restart: bool = False,
+    resume_from: Path | None = None,
     replan: Replan = lambda job, recipe, cause: None,
     predict: PredictRun = predict_nothing,
     watch: Callable[[Event], None] = lambda event: None,
 ) -> Trained:
     """Trains to the run's end, or to where it is stopped; a run that stands in its folder is resumed.
 
-    `restart` begins anew and keeps the old checkpoints under other names. `replan` is asked for another
+    `restart` begins anew and keeps the old checkpoints under other names; `resume_from` goes back to one of
+    the folder's checkpoints, and those after it get other names. `replan` is asked for another
     recipe when memory runs out, `predict` what a recipe should take. `watch` hears every event.
 
     Raises `UsageError` for what cannot be run or resumed, `OutOfMemory` when no recipe is left, and
@@ -60,12 +63,14 @@ def train(
         if restart:
             store.restart()
         checkpoints = CheckpointManager(store, journal, run.device, limit=run.options.save_total_limit)
-        checkpoint = checkpoints.newest()
+        checkpoint = checkpoints.newest() if resume_from is None else checkpoints.named_in_store(resume_from)
         for note in run.data.notes:
             journal.tell("note", text=note)
         if checkpoint is not None:
             wrong, changed = compare_runs(checkpoint.about, run)
             checkpoints.refuse_another_run(checkpoint, wrong, changed, cure=CURE)
+            if resume_from is not None:
+                checkpoints.go_back_to(checkpoint)
         with Interrupts(store.root, stop_seconds=run.options.stop_seconds) as interrupts:
             session = Session(run, checkpoints, journal, interrupts, reports, replan=replan, predict=predict)
             try:
