@@ -78,8 +78,6 @@ def train(
     Raises `UsageError` for what cannot be run or resumed, `OutOfMemory` when no recipe is left that needs
     less memory, and `SnugfitError` when a loss is no number.
     """
-    if restart and resume_from_checkpoint is not None:
-        raise UsageError("restart begins anew, and resume_from_checkpoint goes back: leave one of them out.")
     chosen, target = options_of(options), device_of(device)
     recipe = _recipe_for(job, recipe, target)
     if evaluation is None and chosen.eval_strategy != "no":
@@ -98,14 +96,9 @@ def train(
         weights=weights_of(job, weights),
         device=target,
     )
-    return run_to_its_end(
-        run,
-        restart=restart,
-        resume_from=None if resume_from_checkpoint is None else Path(resume_from_checkpoint),
-        replan=next_recipe(target),
-        predict=run_predictor(target) if foresee else predict_nothing,
-        watch=watch,
-    )
+    predict, replan = run_predictor(target) if foresee else predict_nothing, next_recipe(target)
+    start: dict[str, Any] = {"restart": restart, "resume_from": resume_from_checkpoint}
+    return run_to_its_end(run, **start, replan=replan, predict=predict, watch=watch)
 
 
 def _recipe_for(job: Job, recipe: Recipe | str, target: torch.device) -> Recipe:

@@ -17,9 +17,11 @@ training waited, seconds of writing meanwhile), `replanned` (step, cause, before
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
+from snugfit.errors import UsageError
 from snugfit.step.applier import run_context
 from snugfit.training.checkpoint.manager import CheckpointManager, open_store
 from snugfit.training.checkpoint.weights import no_progress_bars
@@ -42,7 +44,7 @@ def train(
     run: Run,
     *,
     restart: bool = False,
-    resume_from: Path | None = None,
+    resume_from: str | os.PathLike[str] | None = None,
     replan: Replan = lambda job, recipe, cause: None,
     predict: PredictRun = predict_nothing,
     watch: Callable[[Event], None] = lambda event: None,
@@ -56,6 +58,9 @@ def train(
     Raises `UsageError` for what cannot be run or resumed, `OutOfMemory` when no recipe is left, and
     `SnugfitError` when a loss is no number or the last checkpoint could not be kept.
     """
+    if restart and resume_from is not None:
+        raise UsageError("restart begins anew, and resume_from_checkpoint goes back: leave one of them out.")
+    named = None if resume_from is None else Path(resume_from)
     journal = Journal(run.folder.absolute(), watch)
     reports = Reports(run, restart=restart, warn=lambda text: journal.tell("warning", text=text))
     journal.add_watcher(reports)
@@ -63,13 +68,13 @@ def train(
         if restart:
             store.restart()
         checkpoints = CheckpointManager(store, journal, run.device, limit=run.options.save_total_limit)
-        checkpoint = checkpoints.newest() if resume_from is None else checkpoints.named_in_store(resume_from)
+        checkpoint = checkpoints.newest() if named is None else checkpoints.named_in_store(named)
         for note in run.data.notes:
             journal.tell("note", text=note)
         if checkpoint is not None:
             wrong, changed = compare_runs(checkpoint.about, run)
             checkpoints.refuse_another_run(checkpoint, wrong, changed, cure=CURE)
-            if resume_from is not None:
+            if named is not None:
                 checkpoints.go_back_to(checkpoint)
         with Interrupts(store.root, stop_seconds=run.options.stop_seconds) as interrupts:
             session = Session(run, checkpoints, journal, interrupts, reports, replan=replan, predict=predict)
