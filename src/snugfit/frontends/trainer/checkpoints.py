@@ -94,7 +94,7 @@ class TrainerCheckpoints:
             self._manager.set_aside_earlier()
         else:
             named = None if resume_from is True else Path(str(resume_from))
-            self.resumed = self._newest() if named is None else self._manager.named(named)
+            self.resumed = self._newest() if named is None else self._manager.checkpoint_at(named)
             self._refuse_another_run(self.resumed)
             if named is not None:
                 self._manager.go_back_to(self.resumed)

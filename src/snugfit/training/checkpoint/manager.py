@@ -150,23 +150,23 @@ class CheckpointManager:
             self._journal.tell("warning", text=f"ignored {broken}")
         return checkpoint
 
-    def named(self, folder: Path) -> Checkpoint:
+    def checkpoint_at(self, folder: Path) -> Checkpoint:
         """The checkpoint that a user names. Raises `UsageError` for what is none, and as `verify` does."""
         mark = re.fullmatch(r"checkpoint-([0-9]+)", folder.name)
         if mark is None or not folder.is_dir():
-            there = ", ".join(sorted(path.name for path in self.store.root.glob("checkpoint-*")))
+            names = ", ".join(sorted(path.name for path in self.store.root.glob("checkpoint-*")))
             raise UsageError(
                 f"resume_from_checkpoint is {str(folder)!r}; it is a folder checkpoint-N. {self.store.root}"
-                f" holds {there or 'none'}."
+                f" holds {names or 'none'}."
             )
         try:
             return verify(folder, int(mark[1]))
         except BrokenCheckpoint as fault:
             raise BrokenCheckpoint(f"{folder}: {fault}") from None
 
-    def named_in_store(self, folder: Path) -> Checkpoint:
+    def checkpoint_of_store(self, folder: Path) -> Checkpoint:
         """The same, for a run that may have to go back to its last checkpoint: that stands in its folder."""
-        checkpoint = self.named(folder)
+        checkpoint = self.checkpoint_at(folder)
         if not self._is_in_store(checkpoint):
             raise UsageError(
                 f"resume_from_checkpoint is {str(folder)!r}, and the run's folder is {self.store.root}: name"

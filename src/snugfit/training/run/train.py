@@ -68,7 +68,7 @@ def train(
         if restart:
             store.restart()
         checkpoints = CheckpointManager(store, journal, run.device, limit=run.options.save_total_limit)
-        checkpoint = checkpoints.newest() if named is None else checkpoints.named_in_store(named)
+        checkpoint = checkpoints.newest() if named is None else checkpoints.checkpoint_of_store(named)
         for note in run.data.notes:
             journal.tell("note", text=note)
         if checkpoint is not None:
