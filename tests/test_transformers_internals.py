@@ -24,6 +24,7 @@ Trainer = transformers.Trainer
 
 METHODS: dict[str, tuple[tuple[str, ...], str]] = {
     "_get_grad_norm": (("model", "grad_norm"), "_run_epoch"),
+    "_init_training_state": (("max_steps", "num_update_steps_per_epoch"), "_inner_training_loop"),
     "_run_epoch": (("model", "epoch", "train_dataloader"), "_inner_training_loop"),
     "_maybe_log_save_evaluate": (("tr_loss", "grad_norm", "model"), "_run_epoch"),
     "_save_checkpoint": (("model", "trial"), "_maybe_log_save_evaluate"),
@@ -43,8 +44,8 @@ METHODS: dict[str, tuple[tuple[str, ...], str]] = {
 """Of `Trainer`: each method that is overridden or called, its parameters, and the method that calls it."""
 
 PASSED_BY_NAME = {
-    "_run_epoch": "steps_trained_in_current_epoch",
-    "_maybe_log_save_evaluate": "learning_rate",
+    "_run_epoch": {"epoch", "epochs_trained", "steps_trained_in_current_epoch", "train_dataloader"},
+    "_maybe_log_save_evaluate": {"learning_rate"},
 }
 """What an override reads from the keywords that it is called with."""
 
@@ -73,8 +74,8 @@ def test_a_method_takes_what_we_pass_and_is_called_where_we_rely_on_it(name: str
     assert tuple(taken[: len(parameters)]) == parameters
     made = [call for call in calls(caller) if ast.unparse(call.func) == f"self.{name}"]
     assert made, f"{caller} calls it no more"
-    if keyword := PASSED_BY_NAME.get(name):
-        assert all(keyword in {given.arg for given in call.keywords} for call in made)
+    keywords = PASSED_BY_NAME.get(name, set())
+    assert all(keywords <= {given.arg for given in call.keywords} for call in made)
 
 
 @pytest.mark.parametrize("name", FIELDS)
@@ -102,6 +103,13 @@ def test_every_override_and_every_private_field_stands_in_these_tables() -> None
         and ast.unparse(node.value) in ("trainer", "super()")
     }
     assert private | set(internals.LOGGED.values()) <= METHODS.keys() | FIELDS.keys()
+
+
+def test_an_epoch_skips_batches_by_a_function_of_its_module() -> None:
+    """That function is replaced while a fitted trainer's epoch runs."""
+    made = [call for call in calls("_run_epoch") if ast.unparse(call.func) == "skip_first_batches"]
+    assert [ast.unparse(call.args[0]) for call in made] == ["train_dataloader"]
+    assert callable(transformers.trainer.skip_first_batches)
 
 
 def test_nothing_private_of_a_trainer_is_used_elsewhere() -> None:

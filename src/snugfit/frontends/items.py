@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import UsageError
+from snugfit.frontends.data_rng import DataRng
+from snugfit.frontends.loader import fingerprint_of, has_an_order, name_of, without_workers
 from snugfit.job.batch import IGNORED
 from snugfit.job.batch_layout import BatchLayout, leaves, map_leaves
 from snugfit.training.rng import preserve_rng
@@ -20,21 +22,48 @@ if TYPE_CHECKING:
     import torch
 
 
-def example_of(make_loader: Callable[[], Iterable[Any]], device: torch.device) -> dict[str, Any]:
-    """The first batch (B, ...) of a loader, on the host; the process's random generators are afterwards as
-    they were. Raises `UsageError` for what is no batch."""
+def example_of(
+    make_loader: Callable[[], Iterable[Any]], device: torch.device, *, resumes: bool
+) -> dict[str, Any]:
+    """The first batch (B, ...) of a loader, on the host; the random generators of process and data are
+    afterwards as they were. Raises `UsageError` for what is no batch, and for data that a run which `resumes`
+    could not make again: from the same states the batch comes out another."""
     import torch
 
-    with preserve_rng(device):
-        first = next(iter(make_loader()), None)
+    first = _first_of(make_loader(), device)
     if not isinstance(first, Mapping) or not first:
         raise UsageError(
             f"A batch is a mapping of the model's arguments to tensors, and the loader gave {first!r:.80}. A"
             " collate_fn can make one."
         )
+    if resumes and not has_an_order(make_loader()):
+        raise UsageError(
+            "in_order=False gives batches in the order that the workers are done in, and a resumed run could"
+            " not know which it has seen. Leave it out."
+        )
+    if resumes and fingerprint_of(first) != fingerprint_of(_first_of(loader := make_loader(), device)):
+        raise UsageError(
+            f"{name_of(loader)[0].upper()}{name_of(loader)[1:]} cannot be read again from its beginning: its"
+            " first batch comes out another with all random generators as they were. A run that is resumed"
+            " would see other samples. It may draw from the system's entropy or a generator that is made"
+            " anew, or be a stream that is read once. Draw from torch, numpy or random, or from a generator"
+            " that is an attribute of the dataset; open a stream in __iter__."
+        )
     return map_leaves(
         first, lambda _, value: value.detach().cpu() if isinstance(value, torch.Tensor) else value
     )
+
+
+def _first_of(loader: Any, device: torch.device) -> Any:
+    """The first batch, made without workers."""
+    loader = without_workers(getattr(loader, "base_dataloader", loader))  # accelerate's is a shell
+    rng = DataRng(loader)
+    before = rng.now
+    rng.begin_epoch()
+    with preserve_rng(device):
+        first = next(iter(loader), None)
+        rng.set(before)
+    return first
 
 
 def samples_in(batch: Mapping[str, Any]) -> int:

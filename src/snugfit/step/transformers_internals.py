@@ -124,8 +124,13 @@ class TrainerHooks(Trainer):  # type: ignore[misc]
     def snugfit_before_update(self, norm: Any) -> None:
         """The gradients of a step are there, clipped, with this norm; no weight has changed."""
 
-    def snugfit_epoch_begins(self, skipped: int) -> None:
-        """An epoch begins, of which so many batches are skipped after a resume."""
+    def snugfit_position(self, epochs: int, batches: int) -> tuple[int, int]:
+        """Epochs that are done when training begins, and batches of the next one that are skipped."""
+        return epochs, batches
+
+    def snugfit_epoch_begins(self, loader: Any, epoch: int, skipped: int) -> Any:
+        """An epoch begins; gives the loader to train over, which itself skips so many batches."""
+        return loader
 
     def snugfit_border(self, learning_rate: float | None, go_on: Callable[[], None]) -> None:
         """A step ends; `go_on` logs, saves and evaluates as transformers does."""
@@ -152,9 +157,15 @@ class TrainerHooks(Trainer):  # type: ignore[misc]
         self.snugfit_before_update(norm)
         return norm
 
+    def _init_training_state(self, *arguments: Any, **keywords: Any) -> tuple[int, int]:
+        return self.snugfit_position(*super()._init_training_state(*arguments, **keywords))
+
     def _run_epoch(self, *arguments: Any, **keywords: Any) -> Any:
-        self.snugfit_epoch_begins(int(keywords.get("steps_trained_in_current_epoch") or 0))
-        return super()._run_epoch(*arguments, **keywords)
+        epoch, begins_at = keywords["epoch"], keywords["epochs_trained"]
+        skipped = keywords["steps_trained_in_current_epoch"] if epoch == begins_at else 0
+        loader = self.snugfit_epoch_begins(keywords.pop("train_dataloader"), epoch, skipped)
+        with _skipping_nothing():
+            return super()._run_epoch(*arguments, train_dataloader=loader, **keywords)
 
     def _maybe_log_save_evaluate(self, *arguments: Any, **keywords: Any) -> None:
         go_on = partial(super()._maybe_log_save_evaluate, *arguments, **keywords)
@@ -180,6 +191,20 @@ class TrainerHooks(Trainer):  # type: ignore[misc]
     def _finalize_training(self, *arguments: Any, **keywords: Any) -> Any:
         self.snugfit_before_finish()
         return super()._finalize_training(*arguments, **keywords)
+
+
+@contextlib.contextmanager
+def _skipping_nothing() -> Iterator[None]:
+    """Within it a Trainer's epoch takes its loader as it is, though batches of it were seen."""
+    import transformers.trainer
+
+    module: Any = transformers.trainer
+    before = module.skip_first_batches
+    module.skip_first_batches = lambda loader, num_batches=0: loader
+    try:
+        yield
+    finally:
+        module.skip_first_batches = before
 
 
 # ---- fields of a live trainer ----------------------------------------------------------------------------

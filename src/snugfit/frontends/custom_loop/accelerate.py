@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, final
 
 from snugfit.errors import NothingFits, UsageError
-from snugfit.frontends.custom_loop.batches import Batches, is_plain, made_like, own_generators
+from snugfit.frontends.custom_loop.batches import Batches
 from snugfit.frontends.custom_loop.checkpoints import RunCheckpoints, RunFolder
 from snugfit.frontends.custom_loop.model import (
     apply,
@@ -84,7 +84,7 @@ def accelerate(
     _refuse_what_cannot_be_called(loss=loss, items=items, scheduler=getattr(scheduler, "step", scheduler))
     watch = watch or Watching(logging_steps, bar=False)
     device = device_of_model(model, optimizer)
-    job = job_of(model, optimizer, loader, device, loss=loss, clip=clip)
+    job = job_of(model, optimizer, loader, device, loss=loss, clip=clip, resumes=output_dir is not None)
     recipe = recipe_of(plan, job)
     recipe.check(job, capability_of(device))
     live = live_of(model, recipe, device)
@@ -144,10 +144,17 @@ def _name(optimizer: Any) -> str:
 
 
 def job_of(
-    model: Any, optimizer: Any, loader: Any, device: torch.device, *, loss: LossOf | None, clip: float | None
+    model: Any,
+    optimizer: Any,
+    loader: Any,
+    device: torch.device,
+    *,
+    loss: LossOf | None,
+    clip: float | None,
+    resumes: bool,
 ) -> Job:
     """What this loop trains: a copy of the model without data, and an example from its loader."""
-    example = _first_batch(loader, device)
+    example = _first_batch(loader, device, resumes)
     size = getattr(loader, "batch_size", None) or getattr(
         getattr(loader, "batch_sampler", None), "batch_size", None
     )
@@ -161,19 +168,14 @@ def job_of(
     )
 
 
-def _first_batch(loader: Any, device: torch.device) -> dict[str, Any]:
+def _first_batch(loader: Any, device: torch.device, resumes: bool) -> dict[str, Any]:
     """The first batch that the loader gives, on the host. Nothing that is random is drawn."""
     if isinstance(loader, Iterator) or not isinstance(loader, Iterable):
         raise UsageError(
             f"accelerate takes a loader, which gives its batches once an epoch, and not a"
             f" {type(loader).__name__}. A torch DataLoader is one."
         )
-    own = own_generators(loader)
-    before = [generator.get_state() for generator in own]
-    example = example_of(lambda: made_like(loader, num_workers=0) if is_plain(loader) else loader, device)
-    for generator, state in zip(own, before, strict=True):
-        generator.set_state(state)
-    return example
+    return example_of(lambda: loader, device, resumes=resumes)
 
 
 def _meta_copy(model: Any, loss: LossOf | None) -> Any:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import UsageError
-from snugfit.frontends.custom_loop.batches import is_plain, made_like
+from snugfit.frontends.loader import is_plain, made_like
 from snugfit.step.applier import change_live, loader_arguments, objections
 from snugfit.step.applier import refuse as refuse_for
 from snugfit.step.wishes.handler import LiveTraining

@@ -15,10 +15,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import UsageError
+from snugfit.frontends.loader import count_of
+from snugfit.frontends.trainer.data import DataPosition, position_of
 from snugfit.frontends.trainer.setup import change_recipe
 from snugfit.step.transformers_internals import logged_losses, restore_logged_losses
 from snugfit.techniques.recipe import Recipe
@@ -31,12 +34,12 @@ from snugfit.training.checkpoint.state import (
     TrainState,
     check_packable,
     restore,
+    restore_rng,
     snapshot,
 )
 from snugfit.versions import versions
 
 if TYPE_CHECKING:
-    from snugfit.frontends.trainer.data import BatchRng
     from snugfit.training.checkpoint.staging import Staging
     from snugfit.training.checkpoint.store import Store
     from snugfit.training.interrupt import Interrupts
@@ -62,15 +65,16 @@ class TrainerCheckpoints:
     """Saves and resumes one call of `train()`; its folder is locked meanwhile."""
 
     def __init__(
-        self, trainer: Any, store: Store, journal: Journal, interrupts: Interrupts, rng: BatchRng
+        self, trainer: Any, store: Store, journal: Journal, interrupts: Interrupts, data: DataPosition
     ) -> None:
-        self._trainer, self.interrupts, self._rng = trainer, interrupts, rng
+        self._trainer, self.interrupts, self._data = trainer, interrupts, data
         self.root = store.root
         limit = trainer.args.save_total_limit
         self._manager = CheckpointManager(store, journal, trainer.args.device, limit=limit)
         self._seed = _order_seed(trainer)
         self._asked = str(trainer.snugfit.recipe)
         self._begun = self._is_update_checked = False
+        self._restored = False
         self.resumed: Checkpoint | None = None
         """Where this run was resumed from."""
 
@@ -82,7 +86,7 @@ class TrainerCheckpoints:
             "asked": self._asked,
             "recipe": str(plan.recipe),
             "batch_size": plan.job.batch_size,
-            "samples": len(data) if hasattr(data, "__len__") else None,
+            "samples": count_of(data),
             "order_seed": self._seed,
             "versions": versions(),
         }
@@ -162,7 +166,10 @@ class TrainerCheckpoints:
         trainer = self._trainer
         processing = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
         state = json.dumps(asdict(trainer.state), indent=2, sort_keys=True) + "\n"
-        extra = {**logged_losses(trainer), "data": self._rng.to_json()}
+        extra = {
+            **logged_losses(trainer),
+            "data": self._data.to_json(trainer.args.per_device_train_batch_size),
+        }
         return snapshot(
             train_state_of(trainer),
             staging,
@@ -170,12 +177,33 @@ class TrainerCheckpoints:
             processing=processing if hasattr(processing, "save_pretrained") else None,
         )
 
-    def restore_extra_state(self, *, within: bool) -> None:
-        """After a resume, what the Trainer's own state does not hold; `within` an epoch or at its end."""
+    @cached_property
+    def _extra_state(self) -> dict[str, Any]:
+        """What the Trainer's own state does not hold, of the checkpoint that is resumed."""
         assert self.resumed is not None
-        extra = json.loads((self.resumed.folder / EXTRA_STATE).read_text(encoding="utf-8"))
-        restore_logged_losses(self._trainer, extra)
-        self._rng.resume(extra["data"], within=within)
+        extra: dict[str, Any] = json.loads((self.resumed.folder / EXTRA_STATE).read_text(encoding="utf-8"))
+        rows = self._trainer.args.per_device_train_batch_size
+        if extra["data"].get("rows", rows) != rows:
+            extra["data"]["last"] = None  # there are no batches like it any more
+        return extra
+
+    @property
+    def position(self) -> tuple[int, int] | None:
+        """The epoch that is resumed and the batches of it that were seen, where a checkpoint says so."""
+        if self.resumed is None:
+            return None
+        return position_of(self._extra_state["data"], self._trainer.args.per_device_train_batch_size)
+
+    def restore_extra_state(self) -> dict[str, Any] | None:
+        """When the first epoch after a resume begins: puts back what the Trainer does not, and gives where
+        its data was. None in any other epoch."""
+        if self.resumed is None or self._restored:
+            return None
+        self._restored = True
+        restore_logged_losses(self._trainer, self._extra_state)
+        restore_rng(self.resumed.folder, self._trainer.args.device)
+        data: dict[str, Any] = self._extra_state["data"]
+        return data
 
     def wait(self) -> None:
         """Until nothing is being written; not beyond a signal's deadline."""

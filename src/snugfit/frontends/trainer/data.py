@@ -1,7 +1,9 @@
 """A fitted trainer's data: its random numbers, apart from those of the model, and the next step's batches.
 
-**Random numbers.** The data has generators of its own (`frontends/data_rng.py`). Their states are kept before
-each collation too, so that the first batch that a resumed run makes is the one that came next.
+**Position.** The data has random generators of its own (`frontends/data_rng.py`). Their states at an epoch's
+beginning and before each batch are kept, with the epoch and the batches of it that went into steps: from them
+a resumed run goes on (`frontends/loader.py`). transformers itself computes the position from the number of
+steps, which is wrong for a stream after its first epoch, and makes none of the batches that were seen.
 
 **Prefetching.** A fitted trainer waits for the gradients before each update, and the GPU then waits until it
 has been asked for the update, and for the next forward pass. The Trainer makes the next batch in between,
@@ -12,80 +14,140 @@ still at the backward pass of the step before, it takes 2.8 % (train-overhead-do
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from itertools import count
 from typing import Any, final
 
-from snugfit.frontends.data_rng import DataRng, DataRngStates
-from snugfit.training.rng import (
-    HostRngStates,
-    host_rng_states,
-    rng_states_from_json,
-    rng_states_to_json,
-    set_host_rng_states,
-)
+from snugfit.frontends.data_rng import DataRng, DataRngStates, states_from_json
+from snugfit.frontends.loader import BatchMark, batches_from, fingerprint_of, mark_from_json
 
 
 @final
-class BatchRng:
-    """The data's random generators, and what they were before each batch that has not gone into a step."""
+class DataPosition:
+    """Where a run is in its data: the epoch, the batches that have gone into steps, and the states of the
+    random generators before each of the others."""
 
     def __init__(self) -> None:
         self._rng = DataRng()
-        self._before_batch: dict[int, HostRngStates] = {}
-        self._resume_with: HostRngStates | None = None
-        self._collated = self._used = 0
-
-    def begin_epoch(self, skipped: int) -> None:
-        """An epoch begins, of which so many batches are skipped."""
-        if not skipped:
-            self._rng.begin_epoch()
-        self._before_batch.clear()
-        self._collated = self._used = skipped
+        self._marks: dict[int, BatchMark] = {}
+        self._saved: dict[str, Any] | None = None
+        self._epoch = self._used = self._made = 0
+        self._is_exhausted = False
+        self.epoch_is_over = False
+        """Whether this epoch has no batches left and its end is being dealt with."""
 
     def drawing(self) -> AbstractContextManager[None]:
         """Within it the process's generators are the data's."""
         return self._rng.drawing()
 
+    # ---- an epoch ----------------------------------------------------------------------------------------
+
+    def watch(self, loader: Any) -> Any:
+        """The loader that a trainer trains over, with an eye on its batches. accelerate's is a shell around
+        the real one."""
+        shell = loader if hasattr(loader, "base_dataloader") else None
+        real = loader if shell is None else shell.base_dataloader
+        if isinstance(real, _WatchedLoader):
+            return loader
+        self._rng.watch(real)
+        watched = _WatchedLoader(real, self._batches)
+        if shell is None:
+            return watched
+        shell.base_dataloader = watched
+        return loader
+
+    def begin_epoch(self, loader: Any, epoch: int, skipped: int, saved: dict[str, Any] | None) -> Any:
+        """This epoch of a watched loader begins; or goes on after so many batches, where a run is resumed
+        that has `saved` this. Gives what to iterate over."""
+        self._epoch, self._used, self._made, self._saved = epoch, skipped, 0, saved
+        self._is_exhausted = self.epoch_is_over = False
+        self._marks.clear()
+        if saved is not None:
+            self._rng.resume(**_states_of(saved, "began" if skipped else "now"))
+        if not skipped:
+            self._rng.begin_epoch()
+        if skipped and saved and not saved.get("left", True):
+            return ()  # accelerate's loaders of streams raise where there is no batch
+        return loader
+
+    def end_epoch(self) -> None:
+        """Its batches are all taken, and what an epoch's end brings is to come."""
+        self.epoch_is_over = True
+        if self._saved is not None and not self._made:  # none of them was left when the run was resumed
+            self._rng.resume(**_states_of(self._saved, "now"))
+
+    def _batches(self, loader: Any) -> Iterator[Any]:
+        """This epoch's batches, from the one on that comes next."""
+        saved, self._made = self._saved or {}, self._used + 1
+        last, following = mark_from_json(saved.get("last")), saved.get("next")
+        if last is not None:
+            self._marks[self._used - 1] = last
+        states = None if following is None else states_from_json(following)
+        batches = batches_from(loader, self._used, self._rng, last, states)
+        for index in count(self._used):
+            before = self._rng.states()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                self._is_exhausted = True
+                return
+            self._marks[index] = BatchMark(before, fingerprint_of(batch))
+            yield batch
+
     def use(self, batches: int) -> None:
         """So many batches go into a step."""
-        self._before_batch = {
-            index: states for index, states in self._before_batch.items() if index >= self._used
-        }
+        self._marks = {index: mark for index, mark in self._marks.items() if index >= self._used - 1}
         self._used += batches
 
     def unuse(self, batches: int) -> None:
         """The step that had them is not made: they come again."""
         self._used -= batches
 
-    def watch(self, collate: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """The collator, with its generators' states noted before each batch."""
+    # ---- kept --------------------------------------------------------------------------------------------
 
-        def collate_watched(samples: Any) -> Any:
-            if self._resume_with is not None:
-                set_host_rng_states(self._resume_with)
-                self._resume_with = None
-            self._before_batch[self._collated] = host_rng_states()
-            self._collated += 1
-            return collate(samples)
-
-        return collate_watched
-
-    def to_json(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it."""
-        following = self._before_batch.get(self._used)
+    def to_json(self, rows: int) -> dict[str, Any]:
+        """What a checkpoint keeps of it; a batch has so many samples."""
+        following, last = self._marks.get(self._used), self._marks.get(self._used - 1)
         return {
-            "began": rng_states_to_json(self._rng.at_epoch_start.host),
-            "now": rng_states_to_json(self._rng.now.host),
-            "next": rng_states_to_json(following) if following else None,
+            "epoch": self._epoch + self.epoch_is_over,
+            "place": 0 if self.epoch_is_over else self._used,
+            "rows": rows,
+            "left": not self._is_exhausted or following is not None,
+            "began": self._rng.at_epoch_start.to_json(),
+            "now": self._rng.between_epochs.to_json(),
+            "next": following.before.to_json() if following else None,
+            "last": last.to_json() if last else None,
         }
 
-    def resume(self, saved: dict[str, Any], *, within: bool) -> None:
-        """As it was when the checkpoint was taken; `within` an epoch its order is drawn again first."""
-        now = saved["began" if within else "now"]
-        self._rng.at_epoch_start = DataRngStates(rng_states_from_json(saved["began"]))
-        self._rng.now = DataRngStates(rng_states_from_json(now))
-        self._resume_with = rng_states_from_json(saved["next"]) if within and saved["next"] else None
+
+def position_of(saved: Mapping[str, Any], rows: int) -> tuple[int, int] | None:
+    """The epoch that a checkpoint was taken in, and the batches of so many samples that had gone into steps
+    of it; None where an older one does not say."""
+    if "place" not in saved:
+        return None
+    return saved["epoch"], -(-saved["place"] * saved["rows"] // rows)
+
+
+def _states_of(saved: Mapping[str, Any], now: str) -> dict[str, DataRngStates]:
+    return {"at_epoch_start": states_from_json(saved["began"]), "now": states_from_json(saved[now])}
+
+
+@final
+class _WatchedLoader:
+    """A loader whose epochs begin where the run is."""
+
+    def __init__(self, loader: Any, batches: Callable[[Any], Iterator[Any]]) -> None:
+        self._loader, self._batches = loader, batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._batches(self._loader)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_loader"], name)
 
 
 Fetched = tuple[list[Any], Any]

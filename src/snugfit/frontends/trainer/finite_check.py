@@ -65,7 +65,7 @@ def raise_if_non_finite(trainer: Any, run: FitRun, norm: Any) -> None:
     file = write_batch(run.checkpoints.root, number, step.batches)
     set_rng_states(step.rng_at_step_start, trainer.args.device)
     loss_since_log(trainer).copy_(step.logged_loss_at_start)
-    run.rng.unuse(len(step.batches))
+    run.data.unuse(len(step.batches))
     run.checkpoints.save()
     run.checkpoints.wait()
     raise SnugfitError(

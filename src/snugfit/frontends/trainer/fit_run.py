@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.frontends.next_recipe import next_recipe
 from snugfit.frontends.trainer.checkpoints import TrainerCheckpoints
-from snugfit.frontends.trainer.data import BatchRng, StepPrefetcher
+from snugfit.frontends.trainer.data import DataPosition, StepPrefetcher
 from snugfit.frontends.trainer.step_state import StepState
 from snugfit.frontends.trainer.step_timer import StepTimer, logger_for
 from snugfit.techniques.technique import Slot
@@ -35,8 +35,8 @@ class FitRun:
     logger: StepLogger
     recovery: Recovery
     timer: StepTimer
-    rng: BatchRng
-    """The random generators of the data, and their states before each batch."""
+    data: DataPosition
+    """Where the run is in its data."""
 
     prefetcher: StepPrefetcher
     """The micro-batches of the next step."""
@@ -51,9 +51,9 @@ def open_run(trainer: Any, resume_from: str | bool | None) -> Iterator[FitRun]:
     on. `trainer.snugfit_run` is the run within this context, and None outside of it."""
     notices = trainer.snugfit.notices
     with open_store(Path(trainer.args.output_dir)) as store, Interrupts(store.root) as interrupts:
-        rng = BatchRng()
+        data = DataPosition()
         journal = notices.journal = Journal(store.root, notices.watch)
-        checkpoints = TrainerCheckpoints(trainer, store, journal, interrupts, rng)
+        checkpoints = TrainerCheckpoints(trainer, store, journal, interrupts, data)
         try:
             checkpoints.open(resume_from)
             trainer.snugfit_run = FitRun(
@@ -61,7 +61,7 @@ def open_run(trainer: Any, resume_from: str | bool | None) -> Iterator[FitRun]:
                 logger=logger_for(trainer, journal),
                 recovery=_recovery(trainer, journal),
                 timer=StepTimer(trainer.args.device),
-                rng=rng,
+                data=data,
                 prefetcher=StepPrefetcher(),
             )
             yield trainer.snugfit_run

@@ -52,4 +52,4 @@ def _first_batch(trainer: Any) -> dict[str, Any]:
     if trainer.train_dataset is None:
         raise UsageError("The trainer has no train_dataset, so there is nothing to train on.")
     with without_loader_record(trainer):
-        return example_of(trainer.get_train_dataloader, trainer.args.device)
+        return example_of(trainer.get_train_dataloader, trainer.args.device, resumes=True)

@@ -14,6 +14,7 @@ from typing import Any
 
 from snugfit.errors import SnugfitError
 from snugfit.frontends.items import pieces_of
+from snugfit.frontends.loader import renew_workers
 from snugfit.frontends.trainer.finite_check import begin_step, raise_if_non_finite
 from snugfit.frontends.trainer.fit_plan import FitPlan
 from snugfit.frontends.trainer.fit_run import FitRun, open_run
@@ -90,12 +91,10 @@ class FittedTrainer(TrainerHooks):
         self.optimizer = optimizer_for(self, plan.recipe.setup().optimizer)
         return self.optimizer
 
-    def get_train_dataloader(self) -> Any:
-        """The trainer's own; in training, with an eye on its collator."""
-        loader = super().get_train_dataloader()
-        if self.snugfit_run is not None and not getattr(loader, "num_workers", 1):
-            real = getattr(loader, "base_dataloader", loader)  # accelerate's is a shell
-            real.collate_fn = self.snugfit_run.rng.watch(real.collate_fn)
+    def get_eval_dataloader(self, *arguments: Any, **keywords: Any) -> Any:
+        """The trainer's own, with new workers."""
+        loader = super().get_eval_dataloader(*arguments, **keywords)
+        renew_workers(loader)
         return loader
 
     def get_batch_samples(self, epoch_iterator: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -103,13 +102,13 @@ class FittedTrainer(TrainerHooks):
         run, get_batch_samples = self._fit_run, super().get_batch_samples
 
         def fetch() -> Any:
-            with run.timer.fetching(), run.rng.drawing():
+            with run.timer.fetching(), run.data.drawing():
                 return get_batch_samples(epoch_iterator, *arguments, **keywords)
 
         run.timer.begin()
         samples, items = run.prefetcher.take(epoch_iterator, fetch)
         run.timer.count(samples)
-        run.rng.use(len(samples))
+        run.data.use(len(samples))
         run.step = run.step.following(samples)
         return samples, items
 
@@ -184,20 +183,26 @@ class FittedTrainer(TrainerHooks):
             run.prefetcher.fetch()
         raise_if_non_finite(self, run, norm)
 
-    def snugfit_epoch_begins(self, skipped: int) -> None:
+    def snugfit_position(self, epochs: int, batches: int) -> tuple[int, int]:
+        """Where the checkpoint was taken. transformers knows the steps alone, and not how long the epochs of
+        a stream are."""
+        position = None if self.args.ignore_data_skip else self._fit_run.checkpoints.position
+        return position or (epochs, batches)
+
+    def snugfit_epoch_begins(self, loader: Any, epoch: int, skipped: int) -> Any:
         """A resumed epoch draws its order from the generators that it had. A run that is new begins its
         checkpoints here, for now it has its optimizer."""
-        checkpoints = self._fit_run.checkpoints
-        checkpoints.begin(None)
-        resumed = checkpoints.resumed is not None and self.state.global_step == checkpoints.resumed.step
-        if resumed:
-            checkpoints.restore_extra_state(within=skipped > 0)
-        self._fit_run.rng.begin_epoch(skipped if resumed else 0)
+        run = self._fit_run
+        run.checkpoints.begin(None)
+        loader = run.data.watch(loader)
+        return run.data.begin_epoch(loader, epoch, skipped, run.checkpoints.restore_extra_state())
 
     def snugfit_border(self, learning_rate: float | None, go_on: Callable[[], None]) -> None:
         """What was asked for during the step is done here: a checkpoint, an end, less memory."""
         run, interrupts = self._fit_run, self._fit_run.checkpoints.interrupts
         ended = run.timer.write(self, run.logger, run.step, learning_rate)
+        if not ended and not self.control.should_training_stop:
+            run.data.end_epoch()
         stopping = interrupts.stopping is not None
         run.checkpoints.check_first_update()
         if interrupts.wants_checkpoint() or stopping:

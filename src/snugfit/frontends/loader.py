@@ -1,0 +1,180 @@
+"""A user's loader: made once more with other arguments, and begun in the middle of an epoch.
+
+A resumed run must see the batches that were to come. With the random states of the epoch's beginning the
+loader is begun again, and
+
+    torch's own, without workers    draws the order anew, and makes none of the batches that were seen but the
+                                    last, from the states that were before it
+    any other                       (streams, workers, loaders of the user's) makes all of them once more, and
+                                    they are thrown away
+
+Either way the last batch that was seen is made again, and its fingerprint must be the one that the
+checkpoint holds. Otherwise the data draws from something that no checkpoint keeps, or is other data, and the
+run is not resumed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, final
+
+from snugfit.errors import SnugfitError
+from snugfit.frontends.data_rng import DataRng, DataRngStates, states_from_json
+
+if TYPE_CHECKING:
+    pass
+
+SAMPLED = 4096
+"""Values of a tensor that go into a fingerprint, spread over it. Noise changes nearly all values, and to read
+every one of a batch of pictures would take longer than to make it."""
+
+
+class BatchMark(NamedTuple):
+    """What a batch was made from, and its fingerprint."""
+
+    before: DataRngStates
+    fingerprint: str
+
+    def to_json(self) -> list[Any]:
+        """JSON values; `mark_from_json` reads them back."""
+        return [self.before.to_json(), self.fingerprint]
+
+
+def mark_from_json(document: list[Any] | None) -> BatchMark | None:
+    """The mark that `BatchMark.to_json` wrote, where there is one."""
+    return None if document is None else BatchMark(states_from_json(document[0]), document[1])
+
+
+def fingerprint_of(batch: Any) -> str:
+    """A hash of what a batch holds: tensors, arrays, numbers and text in mappings and sequences."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in _parts(batch):
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def _parts(value: Any) -> Iterator[bytes]:
+    import numpy
+    import torch
+
+    if isinstance(value, numpy.ndarray) and value.dtype.kind in "biuf":
+        value = torch.from_numpy(numpy.ascontiguousarray(value))
+    if isinstance(value, torch.Tensor):
+        yield f"{value.dtype}{tuple(value.shape)}".encode()
+        if value.device.type == "cpu" and value.layout is torch.strided and value.numel():
+            flat = value.detach().flatten()[:: max(1, value.numel() // SAMPLED)].contiguous()
+            yield flat.view(torch.uint8).numpy().tobytes()
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield str(name).encode()
+            yield from _parts(inner)
+    elif isinstance(value, list | tuple):
+        yield str(len(value)).encode()
+        for inner in value:
+            yield from _parts(inner)
+    elif isinstance(value, str | bool | int | float):
+        yield repr(value).encode()
+    else:
+        yield type(value).__name__.encode()
+
+
+def count_of(things: Any) -> int | None:
+    """How many there are, where they say so. torch's `DataLoader` has `__len__` and raises for a stream."""
+    try:
+        return len(things)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def made_like(loader: Any, **changed: Any) -> Any:
+    """torch's `DataLoader` once more, with these arguments changed."""
+    import torch
+
+    names = [
+        "dataset", "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn",
+        "multiprocessing_context", "generator", "in_order",
+    ]  # fmt: skip
+    is_stream = isinstance(loader.dataset, torch.utils.data.IterableDataset)
+    names += ["batch_size", "drop_last"] if is_stream else ["batch_sampler"]
+    return torch.utils.data.DataLoader(**{**{name: getattr(loader, name) for name in names}, **changed})
+
+
+def is_torchs(loader: Any) -> bool:
+    """Whether this is torch's own `DataLoader`, which makes batches of its samples."""
+    import torch
+
+    return type(loader) is torch.utils.data.DataLoader and loader.batch_sampler is not None
+
+
+def is_plain(loader: Any) -> bool:
+    """Whether this is torch's own, over a dataset whose batches a sampler names."""
+    import torch
+
+    return is_torchs(loader) and not isinstance(loader.dataset, torch.utils.data.IterableDataset)
+
+
+def has_an_order(loader: Any) -> bool:
+    """Whether two passes from one random state give the batches in one order: not if they come from whichever
+    worker is done first."""
+    return getattr(loader, "num_workers", 0) < 2 or getattr(loader, "in_order", True)
+
+
+def without_workers(loader: Any) -> Any:
+    """The loader, or torch's own once more without worker processes."""
+    return made_like(loader, num_workers=0) if is_torchs(loader) and loader.num_workers else loader
+
+
+def renew_workers(loader: Any) -> None:
+    """Has the loader's next pass begin with new worker processes, `persistent_workers` or not: those of an
+    earlier pass have drawn what no resumed run could draw again, and to begin with none draws a seed."""
+    real = getattr(loader, "base_dataloader", loader)
+    if getattr(real, "persistent_workers", False):
+        real._iterator = None
+
+
+def batches_from(
+    loader: Any, position: int, rng: DataRng, last: BatchMark | None, following: DataRngStates | None
+) -> Iterator[Any]:
+    """An epoch's batches from this one on, where `rng` stands at the epoch's beginning. The batch before
+    must be the `last` one; older checkpoints hold the states before the `following` batch instead. Raises
+    `SnugfitError` where it is another."""
+    renew_workers(loader)
+    if not position:
+        return iter(loader)
+    passed = position - (last is not None)
+    named = _Named(loader.batch_sampler) if is_plain(loader) and not loader.num_workers else None
+    batches: Iterator[Any] = iter(loader if named is None else made_like(loader, batch_sampler=named))
+    for _ in range(passed):
+        next(batches if named is None else named.names, None)
+    if named is not None and last is not None:
+        rng.set(last.before)
+    if last is not None and fingerprint_of(next(batches, None)) != last.fingerprint:
+        raise SnugfitError(
+            f"The run cannot be resumed within its epoch: {name_of(loader)} gave another batch {position:,}"
+            " than before. Either it is other data, or it draws from something that no checkpoint holds: kept"
+            " are the generators of torch, numpy and Python, and those that are attributes of the loader, its"
+            " sampler, dataset and collator. Bring the data back, or begin anew."
+        )
+    if named is not None and following is not None:
+        rng.set(following)
+    return batches
+
+
+def name_of(loader: Any) -> str:
+    """What a loader reads, in words."""
+    dataset = getattr(loader, "dataset", None)
+    return f"the {type(loader).__name__}" if dataset is None else f"the dataset {type(dataset).__name__}"
+
+
+@final
+class _Named:
+    """A batch sampler whose iterator is at hand."""
+
+    def __init__(self, real: Iterable[Any]) -> None:
+        self._real = real
+        self.names: Iterator[Any] = iter(())
+
+    def __iter__(self) -> Iterator[Any]:
+        self.names = iter(self._real)
+        return self.names

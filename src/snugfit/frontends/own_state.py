@@ -1,0 +1,230 @@
+"""What a user's data keeps in objects of its own: random generators and counters.
+
+A dataset may draw from `self.rng`, a collator from a generator that it makes with its first batch, a sampler
+from the one that it was given; a stream may count its epochs to seed them. No generator of the process knows
+of these. So the objects that a loader leads to are looked through once an epoch, and those of their
+attributes are kept and put back that hold
+
+    a generator        torch's, Python's `random.Random`, numpy's `Generator` and `RandomState`
+    a plain number     of the user's own classes: libraries' objects are led by `set_epoch`
+
+What stands in a closure's cell is found and cannot be replaced, but its state can be set. What is hidden
+elsewhere (a module's global, the clock, the system's entropy) is not found: batches are compared for that
+(`loader.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, final
+
+from snugfit.errors import SnugfitError
+
+DEEPEST = 5
+"""Objects between the loader and one that is looked at."""
+
+LARGEST = 64
+"""Entries of a list or mapping that is looked through: a larger one holds samples."""
+
+MOST = 2_000
+"""Objects that are looked at."""
+
+LIBRARIES = frozenset({"accelerate", "datasets", "logging", "numpy", "torch", "torchvision", "transformers"})
+"""Packages whose objects' numbers are none of a user's counters."""
+
+State = dict[str, Any]
+"""By the path of an attribute, such as `dataset.rng`: a JSON value, or [kind, state] of a generator."""
+
+
+@final
+class OwnState:
+    """The generators and counters that one loader leads to."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self._held: dict[str, _Attribute] = {}
+        self.look()
+        values = ((path, held.value()) for path, held in self._held.items())
+        self._numbers = {path: value for path, value in values if _kind_of(value) is None}
+
+    def look(self) -> None:
+        """Looks through the objects again; there may be others than before."""
+        self._held = dict(_attributes(self._loader))
+
+    def state(self) -> State:
+        """What the generators are, and the numbers that are others than at the beginning."""
+        values = {path: held.value() for path, held in self._held.items()}
+        return {
+            path: [kind, _GET[kind](value)] if kind else value
+            for path, value in values.items()
+            if (kind := _kind_of(value)) or self._numbers.get(path) != value
+        }
+
+    def set(self, state: Mapping[str, Any]) -> None:
+        """Puts back what `state` gave. A generator that was not there then is taken away, and one that is
+        not there now is made. Raises `SnugfitError` where it cannot be."""
+        self.look()
+        for path in self._held.keys() - state.keys():
+            self._held[path].set(self._numbers.get(path))
+        for path, value in state.items():
+            held = self._held.get(path) or _attribute_at(self._loader, path)
+            held.set(value)
+
+
+class _Attribute:
+    """One place that holds a generator or a number."""
+
+    def __init__(self, owner: Any, name: str, value: Any = None) -> None:
+        self._owner, self._name, self._value = owner, name, value
+
+    def value(self) -> Any:
+        return self._value if self._owner is None else vars(self._owner).get(self._name)
+
+    def set(self, state: Any) -> None:
+        """Gives a generator this state; without one of that kind, and for a number, replaces the value."""
+        before = self.value()
+        if isinstance(state, list) and _kind_of(before) == state[0]:
+            _SET[state[0]](before, state[1])
+        elif self._owner is not None and before != state:
+            setattr(self._owner, self._name, _new_generator(*state) if isinstance(state, list) else state)
+
+
+def _is_librarys(value: Any) -> bool:
+    return type(value).__module__.partition(".")[0] in LIBRARIES
+
+
+def _attribute_at(loader: Any, path: str) -> _Attribute:
+    """The place of a generator that the data makes with its first batch."""
+    owner, (*parents, name) = loader, path.split(".")
+    for parent in parents:
+        owner = next((child for inner, child, _ in _children(owner) if inner == parent), None)
+    if not hasattr(owner, "__dict__"):
+        raise SnugfitError(
+            f"The checkpoint holds the state of {path} of the data, and there is no such thing now. Give the"
+            " loader, dataset and collator that the run began with."
+        )
+    return _Attribute(owner, name)
+
+
+def _attributes(loader: Any) -> Iterator[tuple[str, _Attribute]]:
+    """The attributes that hold a generator or a counter, by their paths; the nearest first."""
+    waiting: list[tuple[str, Any, int]] = [("", loader, 0)]
+    visited: set[int] = set()
+    while waiting and len(visited) < MOST:
+        path, value, depth = waiting.pop(0)
+        if id(value) in visited or depth > DEEPEST:
+            continue
+        visited.add(id(value))
+        for name, child, owner in _children(value):
+            inner = f"{path}.{name}" if path else name
+            if _kind_of(child) is not None:
+                if id(child) not in visited:
+                    visited.add(id(child))
+                    yield inner, _Attribute(owner, name, child)
+            elif isinstance(child, bool | int | float):
+                if owner is not None and not _is_librarys(owner):
+                    yield inner, _Attribute(owner, name, child)
+            else:
+                waiting.append((inner, child, depth + 1))
+
+
+def _children(value: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Name, value and owner of what an object holds; the owner is None where nothing can be replaced."""
+    import numpy
+    import torch
+
+    if isinstance(value, str | bytes | type | types.ModuleType | torch.Tensor | torch.nn.Module):
+        return
+    if isinstance(value, numpy.ndarray):
+        return
+    if isinstance(value, dict | list | tuple):
+        if len(value) <= LARGEST:
+            pairs = value.items() if isinstance(value, dict) else enumerate(value)
+            yield from ((str(key), child, None) for key, child in pairs)
+        return
+    if isinstance(value, functools.partial):
+        yield from (("func", value.func, None), ("args", value.args, None), ("kw", value.keywords, None))
+    elif isinstance(value, types.MethodType):
+        yield "self", value.__self__, None
+    elif isinstance(value, types.FunctionType):
+        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+            try:
+                yield name, cell.cell_contents, None
+            except ValueError:  # not filled yet
+                continue
+    else:
+        held = getattr(value, "__dict__", None)
+        if isinstance(held, dict):
+            names = [name for name in held if not (name.startswith("_") and _is_librarys(value))]
+            yield from ((name, held[name], value) for name in names)
+
+
+# ---- kinds of generators ---------------------------------------------------------------------------------
+
+
+def _kind_of(value: Any) -> str | None:
+    if isinstance(value, bool | int | float | str):
+        return None
+    return next((kind for kind, generator in _kinds().items() if isinstance(value, generator)), None)
+
+
+@functools.cache
+def _kinds() -> dict[str, type[Any]]:
+    import numpy
+    import torch
+
+    return {
+        "torch": torch.Generator,
+        "python": random.Random,
+        "numpy": numpy.random.Generator,
+        "numpy.RandomState": numpy.random.RandomState,
+    }
+
+
+def _plain(value: Any) -> Any:
+    """A numpy state with lists for its arrays."""
+    if isinstance(value, dict):
+        return {name: _plain(inner) for name, inner in value.items()}
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _set_torch(generator: Any, state: Any) -> None:
+    import torch
+
+    generator.set_state(torch.tensor(state, dtype=torch.uint8))
+
+
+def _set_python(generator: Any, state: Any) -> None:
+    version, internal, gauss = state
+    generator.setstate((version, tuple(internal), gauss))
+
+
+def _set_numpy(generator: Any, state: Any) -> None:
+    generator.bit_generator.state = state
+
+
+_GET: dict[str, Callable[[Any], Any]] = {
+    "torch": lambda generator: generator.get_state().tolist(),
+    "python": lambda generator: generator.getstate(),
+    "numpy": lambda generator: _plain(generator.bit_generator.state),
+    "numpy.RandomState": lambda generator: _plain(generator.get_state(legacy=False)),
+}
+_SET: dict[str, Callable[[Any, Any], None]] = {
+    "torch": _set_torch,
+    "python": _set_python,
+    "numpy": _set_numpy,
+    "numpy.RandomState": lambda generator, state: generator.set_state(state),
+}
+
+
+def _new_generator(kind: str, state: Any) -> Any:
+    """A new generator in this state."""
+    import numpy
+
+    bits = (getattr(numpy.random, state["bit_generator"])(),) if kind == "numpy" else ()
+    generator = _kinds()[kind](*bits)
+    _SET[kind](generator, state)
+    return generator

@@ -1,0 +1,116 @@
+"""Where a fitted trainer is in its data: streams, samples and loaders that draw, resumed bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch.utils.data import DataLoader
+
+from fitted import losses_of, model_of, padded, quiet, trainer_of
+from small_runs import Killed, assert_same_weights
+from small_streams import RESUMABLE, SAMPLES, Drawing, Entropy, Masking, ReadOnce, seed_all
+from snugfit import fit
+from snugfit.errors import SnugfitError, UsageError
+from test_fit_keeping import At, die
+from tiers import slow_but
+
+pytestmark = pytest.mark.whole
+
+
+class OwnLoader(transformers.Trainer):  # type: ignore[misc]
+    """A trainer whose loader shuffles by a generator of its own."""
+
+    def get_train_dataloader(self) -> Any:
+        """No loader of accelerate's."""
+        own = torch.Generator().manual_seed(8)
+        size = self.args.per_device_train_batch_size
+        return DataLoader(Drawing(), size, shuffle=True, generator=own, collate_fn=padded)
+
+
+Case = tuple[Callable[[], Any], dict[str, Any]]
+WORKERS = {"dataloader_num_workers": 2}
+CASES: dict[str, Case] = {
+    **{name: (made, {}) for name, made in RESUMABLE.items()},
+    "accumulated stream": (RESUMABLE["a stream"], {"micro": (2, 2)}),
+    "drawing, workers": (Drawing, WORKERS),
+    "drawing, workers that stay": (Drawing, {**WORKERS, "dataloader_persistent_workers": True}),
+    "a loader of one's own": (Drawing, {"kind": OwnLoader}),
+    "a seeded collator": (lambda: SAMPLES, {"collator": Masking}),
+}
+
+
+def run_of(case: str, folder: Path, *, at: int | None = None, **more: Any) -> Any:
+    """A fitted trainer over this data with dropout, that keeps every step of twelve; an epoch is five."""
+    dataset, arguments = CASES[case]
+    wanted: dict[str, Any] = {
+        "max_steps": 12, "save_strategy": "steps", "save_steps": 1, "train_sampling_strategy": "random",
+        "eval_strategy": "epoch", "seed": 5, **arguments, **more,
+    }  # fmt: skip
+    collator = wanted.pop("collator", None)
+    seed_all(1)
+    model = model_of("bert", dropout=0.2)
+    evaluation = {"eval_dataset": SAMPLES[:4]}
+    trainer = trainer_of(folder, model, dataset(), more=evaluation, **wanted)
+    if collator is not None:
+        trainer.data_collator = collator()
+    if at is not None:
+        trainer.add_callback(At(at, die))
+    return fit(trainer, watch=quiet)
+
+
+@cache
+def whole_of(case: str, folder: Path) -> Any:
+    trainer = run_of(case, folder / case, save_strategy="no")
+    trainer.train()
+    return trainer
+
+
+STOPS = [(case, stop) for case in CASES for stop in (3, 6, 8, 11)]
+QUICK = [("a stream of datasets", 6), ("accumulated stream", 8), ("drawing from its own", 8), ("drawing", 3)]
+
+
+@pytest.mark.parametrize(("case", "stop"), slow_but(STOPS, QUICK.__contains__))
+def test_the_data_goes_on_where_it_was(
+    case: str, stop: int, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """In the first epoch, on a border, and in the epochs after it; the log is the same too."""
+    whole = whole_of(case, tmp_path_factory.getbasetemp())
+    with pytest.raises(Killed):
+        run_of(case, tmp_path, at=stop).train()
+    resumed = run_of(case, tmp_path)
+    seed_all(2)
+    resumed.train(resume_from_checkpoint=True)
+    assert losses_of(resumed) == losses_of(whole)
+    assert_same_weights(resumed.model, whole.model)
+    assert _log_of(resumed) == _log_of(whole)
+
+
+def _log_of(trainer: Any) -> list[dict[str, Any]]:
+    timed = ("runtime", "per_second", "train_loss", "total_flos")
+    return [
+        {name: value for name, value in line.items() if not any(part in name for part in timed)}
+        for line in trainer.state.log_history
+    ]
+
+
+@pytest.mark.parametrize("dataset", [Entropy, ReadOnce])
+def test_data_that_cannot_be_made_again_is_refused_at_the_start(dataset: Any, tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, model_of("bert"), dataset())
+    with pytest.raises(UsageError, match=f"The dataset {dataset.__name__} cannot be read again"):
+        fit(trainer, watch=quiet)
+
+
+def test_other_data_is_refused_when_a_run_goes_on(tmp_path: Path) -> None:
+    with pytest.raises(Killed):
+        run_of("drawing", tmp_path, at=4).train()
+    again = run_of("drawing", tmp_path)
+    again.train_dataset = SAMPLES[::-1]
+    with pytest.raises(SnugfitError, match="another batch 3 than before"):
+        again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 3
