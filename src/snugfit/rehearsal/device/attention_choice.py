@@ -62,6 +62,8 @@ class FusedKernels(NamedTuple):
     """Whether cuDNN's goes first; else it is the last that is asked."""
     flash: bool
     """Whether flash attention and cuDNN's run."""
+    cudnn_width: int
+    """The widest head of cuDNN's."""
     wide_backward: bool
     """Whether flash attention's backward pass takes heads of more than 192 in any case."""
     efficient_bf16: bool
@@ -85,6 +87,7 @@ def kernels_on_cuda(capability: tuple[int, int]) -> FusedKernels:
     return FusedKernels(
         cudnn_first=capability in ((9, 0), (10, 0)),
         flash=(8, 0) <= capability <= (12, 1),
+        cudnn_width=256 if capability == (9, 0) else 128,
         wide_backward=not ((8, 6) <= capability <= (8, 9) or (12, 0) <= capability <= (12, 1)),
         efficient_bf16=capability >= (8, 0),
     )
@@ -133,14 +136,18 @@ def _switched_on() -> dict[str, bool]:
     }
 
 
-def _fuses(of: Operands) -> bool:
+def _fuses(of: Operands, *, one_for_both: bool = True) -> bool:
     """What every fused kernel asks for: four dimensions, one batch, whole groups of heads, no empty sequence:
-    `check_tensor_shapes`, `check_batch_size_and_num_heads_dense`, `check_nonzero_sequence_lengths_dense`."""
+    `check_tensor_shapes`, `check_batch_size_and_num_heads_dense`, `check_nonzero_sequence_lengths_dense`.
+    `one_for_both`: key and value have the same number of heads in any case."""
     query, key, value = of.query, of.key, of.value
     if not query.dim() == key.dim() == value.dim() == 4:
         return False
-    heads, shared = query.size(1), key.size(1)
-    groups = shared == value.size(1) and (heads % shared == 0 if of.grouped else heads == shared)
+    heads, shared = query.size(1), {key.size(1), value.size(1)}
+    if of.grouped:
+        groups = all(heads % count == 0 for count in shared) and not (one_for_both and len(shared) > 1)
+    else:
+        groups = shared == {heads}
     batches = query.size(0) == key.size(0) == value.size(0)
     return batches and groups and bool(query.size(2)) and bool(key.size(2))
 
@@ -148,7 +155,7 @@ def _fuses(of: Operands) -> bool:
 def _is_strided(of: Operands, *, of_one: bool) -> bool:
     """Whether a last stride is not 1. `of_one` lets pass operands whose heads are one wide."""
     operands = () if of_one and of.query.size(-1) == 1 else (of.query, of.key, of.value)
-    if of.mask is not None and of.mask.stride(-1) != 1 and of.mask.size(-1) != 1:
+    if of.mask is not None and of.mask.stride(-1) != 1:
         return True
     return any(operand.stride(-1) != 1 for operand in operands)
 
@@ -167,8 +174,9 @@ def _flash_takes(of: Operands, fused: FusedKernels) -> bool:
 def _cudnn_takes(of: Operands, fused: FusedKernels) -> bool:
     import torch
 
-    width = of.query.size(-1)
-    if not (fused.flash and _is_half(of) and _fuses(of)) or _is_strided(of, of_one=True):
+    if not (fused.flash and _is_half(of) and _fuses(of, one_for_both=False)):
+        return False
+    if _is_strided(of, of_one=True):
         return False
     if of.mask is not None and not _is_cudnn_mask(of):
         return False
@@ -178,8 +186,8 @@ def _cudnn_takes(of: Operands, fused: FusedKernels) -> bool:
         or torch.get_deterministic_debug_mode() == 2
     ):
         return False
-    limit = 128 if of.needs_grad else 256
-    return width == of.value.size(-1) and width % 8 == 0 and width <= limit
+    widths = of.query.size(-1), of.value.size(-1)
+    return widths == (192, 128) or all(width % 8 == 0 and width <= fused.cudnn_width for width in widths)
 
 
 def _is_cudnn_mask(of: Operands) -> bool:

@@ -40,7 +40,7 @@ def composites(policy: Policy, notes: PolicyNotes) -> dict[str, Callable[..., An
         enable_gqa: bool = False,
     ) -> torch.Tensor:
         grad = torch.is_grad_enabled() and any(operand.requires_grad for operand in (query, key, value))
-        grouped = enable_gqa and query.size(-3) != key.size(-3)
+        grouped = enable_gqa and {query.size(-3)} != {key.size(-3), value.size(-3)}
         operands = Operands(
             query, key, value, attn_mask, dropout_p, is_causal, scale, grouped, needs_grad=grad
         )
