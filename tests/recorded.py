@@ -23,6 +23,7 @@ import transformers
 from torch.utils._python_dispatch import _disable_current_modes
 
 from aligned import Event
+from snugfit.rehearsal.device.notes import PolicyNotes
 from snugfit.rehearsal.device.overrides import in_force
 from snugfit.rehearsal.device.policy import Policy
 from snugfit.rehearsal.record.recorder import Recorder
@@ -83,7 +84,8 @@ def rehearsed(case: str, policy: Policy, *, a_mask_too_many: bool = False) -> Tr
         warnings.simplefilter("ignore")
         stack.enter_context(_without_collector())
         stack.enter_context(_biases_as_recorded())
-        chosen = stack.enter_context(in_force(policy, lambda copy: recorder.claim(copy, Kind.CACHES)))
+        notes = PolicyNotes(lambda copy: recorder.claim(copy, Kind.CACHES))
+        stack.enter_context(in_force(policy, notes))
         stack.enter_context(recorder)
         model, batch = _moved(*_built(case))
         if a_mask_too_many:
@@ -106,7 +108,7 @@ def rehearsed(case: str, policy: Policy, *, a_mask_too_many: bool = False) -> Tr
             del loss
             recorder.step_ends(index)
         recorder.phase("end")
-    return recorder.recording(chosen).trace
+    return recorder.recording(notes.attention).trace
 
 
 def _built(case: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
