@@ -244,6 +244,11 @@ def weigh_losses_ourselves(trainer: Any) -> None:
     trainer.current_gradient_accumulation_steps = 1
 
 
+def has_users_schedule(trainer: Any) -> bool:
+    """Whether the learning rate's schedule is one that the user brought."""
+    return trainer.lr_scheduler is not None and not trainer._created_lr_scheduler
+
+
 def replace_model(trainer: Any, model: Any) -> None:
     """Another model takes the place of the trainer's, where it is another."""
     if trainer.model is model:

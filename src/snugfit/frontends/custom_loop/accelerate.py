@@ -233,7 +233,7 @@ def recipe_of(plan: Any, job: Job) -> Recipe:
 def _schedule(given: Any, optimizer: Any) -> Any:
     """The user's schedule, or none."""
     if given is None:
-        return _NoSchedule()
+        return NoSchedule()
     if is_schedule(given):
         return given
     schedule = given(optimizer)
@@ -242,7 +242,7 @@ def _schedule(given: Any, optimizer: Any) -> Any:
 
 
 @final
-class _NoSchedule:
+class NoSchedule:
     """Where the loop sets the learning rate itself, or leaves it."""
 
     def step(self) -> None:

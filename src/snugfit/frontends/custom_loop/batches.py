@@ -12,8 +12,10 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any, final
 
+from snugfit.frontends.data_facts import loader_facts
 from snugfit.frontends.data_rng import DataRng, DataRngStates, states_from_json
 from snugfit.frontends.loader import BatchMark, batches_from, count_of, fingerprint_of, mark_from_json
+from snugfit.training.checkpoint.facts import Facts
 
 
 @final
@@ -105,6 +107,10 @@ class Batches:
     def samples(self) -> int | None:
         """Of the loader's dataset, where that says how many it has."""
         return count_of(getattr(self._loader, "dataset", None))
+
+    def facts(self) -> Facts:
+        """What makes the loader's order and content."""
+        return loader_facts(self._loader)
 
     @property
     def epochs_passed(self) -> float:

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from snugfit.frontends.custom_loop.batches import Batches
-from snugfit.training.checkpoint.manager import CheckpointManager, differences, open_store
+from snugfit.frontends.same_run import refuse_another_run
+from snugfit.training.checkpoint.facts import FACTS, model_facts, optimizer_facts, schedule_facts
+from snugfit.training.checkpoint.manager import CheckpointManager, open_store
 from snugfit.training.checkpoint.state import TrainState, check_packable, restore, snapshot
 from snugfit.training.checkpoint.weights import load_weights
 from snugfit.training.interrupt import Interrupts
@@ -25,8 +27,8 @@ if TYPE_CHECKING:
     from snugfit.training.journal import Journal
 
 DATA_POSITION = "hand.json"
-FREE = ("recipe", "versions")
-"""What may differ when a run is resumed; its numbers are then no longer the same bit for bit."""
+NOT_COMPARED_AS_THEY_ARE = ("recipe", "versions", FACTS)
+"""What a checkpoint says of its run and is compared by parts."""
 
 CURE = " Name another output_dir, or leave resume() out: then the old checkpoints are put aside."
 
@@ -99,9 +101,8 @@ class RunCheckpoints:
         if checkpoint is None:
             return False
         now = self._manager.about
-        wrong = differences(checkpoint.about, now, [name for name in now if name not in FREE])
-        changed = differences(checkpoint.about, now, FREE)
-        self._manager.refuse_another_run(checkpoint, wrong, changed, cure=CURE)
+        names = [name for name in now if name not in NOT_COMPARED_AS_THEY_ARE]
+        refuse_another_run(self._manager, checkpoint, now, names=names, recipe="recipe", cure=CURE)
         if named is not None:
             self._manager.go_back_to(checkpoint)
         load_weights(self._state.model, checkpoint.folder)
@@ -143,4 +144,10 @@ def _about(job: Job, recipe: Recipe, state: TrainState, batches: Batches) -> dic
         "clip": job.clip,
         "recipe": str(recipe),
         "versions": versions(),
+        FACTS: {
+            **model_facts(state.model),
+            **optimizer_facts(state.optimizer),
+            **schedule_facts(state.scheduler),
+            **batches.facts(),
+        },
     }

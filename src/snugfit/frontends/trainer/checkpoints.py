@@ -20,12 +20,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import UsageError
+from snugfit.frontends.data_facts import dataset_facts
 from snugfit.frontends.loader import count_of
+from snugfit.frontends.same_run import refuse_another_run
 from snugfit.frontends.trainer.data import DataPosition, position_of
+from snugfit.frontends.trainer.facts import run_facts
 from snugfit.frontends.trainer.setup import change_recipe
 from snugfit.step.transformers_internals import logged_losses, restore_logged_losses
 from snugfit.techniques.recipe import Recipe
-from snugfit.training.checkpoint.manager import CheckpointManager, differences
+from snugfit.training.checkpoint.facts import (
+    CONTENT,
+    FACTS,
+    Facts,
+    compare_facts,
+    optimizer_facts,
+    schedule_facts,
+)
+from snugfit.training.checkpoint.manager import CheckpointManager
 from snugfit.training.checkpoint.manifest import Checkpoint
 from snugfit.training.checkpoint.optimizer_state import refuse_optimizer
 from snugfit.training.checkpoint.state import (
@@ -46,6 +57,11 @@ if TYPE_CHECKING:
     from snugfit.training.journal import Journal
 
 EXTRA_STATE = "fit.json"
+
+CURE = (
+    " Set these back to go on with that run, or leave resume_from_checkpoint out: then its checkpoints are"
+    " put aside and a new run begins."
+)
 
 
 def train_state_of(trainer: Any) -> TrainState:
@@ -72,6 +88,7 @@ class TrainerCheckpoints:
         limit = trainer.args.save_total_limit
         self._manager = CheckpointManager(store, journal, trainer.args.device, limit=limit)
         self._seed = _order_seed(trainer)
+        self._facts: Facts = {}
         self._asked = str(trainer.snugfit.recipe)
         self._begun = self._is_update_checked = False
         self._restored = False
@@ -89,11 +106,15 @@ class TrainerCheckpoints:
             "samples": count_of(data),
             "order_seed": self._seed,
             "versions": versions(),
+            FACTS: self._facts,
         }
 
     def open(self, resume_from: str | bool | None) -> None:
         """Finds what to resume from (`resumed`), as `train(resume_from_checkpoint=...)` asks for it. Without
         that, what stands there is put aside, for the next start must not meet an older run's."""
+        self._facts = run_facts(self._trainer)
+        if resume_from or self._trainer.args.save_strategy != "no":
+            self._note_data()
         if not resume_from:
             self._manager.set_aside_earlier()
         else:
@@ -110,6 +131,11 @@ class TrainerCheckpoints:
         self._trainer.accelerator.dataloader_config.data_seed = self._seed
         self._manager.about = self._about()
 
+    def _note_data(self) -> None:
+        """Reads some samples, once, where there is or will be a checkpoint to compare them with."""
+        if CONTENT not in self._facts:
+            self._facts |= dataset_facts(self._trainer.train_dataset)
+
     def _newest(self) -> Checkpoint:
         checkpoint = self._manager.newest()
         if checkpoint is None:
@@ -120,12 +146,10 @@ class TrainerCheckpoints:
         return checkpoint
 
     def _refuse_another_run(self, checkpoint: Checkpoint) -> None:
-        before, now = checkpoint.about, self._about()
-        wrong = differences(before, now, ("batch_size", "samples"))
-        if "order_seed" not in before:
-            wrong = ["it was not written by a fitted trainer"]
-        changed = differences(before, now, ("asked", "versions"))
-        self._manager.refuse_another_run(checkpoint, wrong, changed)
+        if "order_seed" not in checkpoint.about:
+            raise UsageError(f"{checkpoint.folder} was not written by a fitted trainer.{CURE}")
+        names = ("batch_size", "samples")
+        refuse_another_run(self._manager, checkpoint, self._about(), names=names, recipe="asked", cure=CURE)
 
     def begin(self, resumed_from: str | None) -> None:
         """Once, before the first step, with an optimizer: puts back what was kept in this folder, and takes
@@ -137,6 +161,10 @@ class TrainerCheckpoints:
         state = train_state_of(self._trainer)
         refuse_optimizer(state.optimizer, keeps=True)
         check_packable(state)
+        self._facts |= {**optimizer_facts(state.optimizer), **schedule_facts(state.scheduler)}
+        if self.resumed is not None:
+            wrong = compare_facts(self.resumed.about, self._about())
+            self._manager.refuse_another_run(self.resumed, wrong, [], cure=CURE)
         if resumed_from is not None:
             restore(state, Path(resumed_from))
         if self._trainer.args.save_strategy != "no":
@@ -159,6 +187,7 @@ class TrainerCheckpoints:
         if best is not None and (best == step or (self.root / f"checkpoint-{best}").is_dir()):
             trainer.state.best_model_checkpoint = str(self.root / f"checkpoint-{best}")
         _note_callbacks(trainer)
+        self._note_data()
         self._manager.about["recipe"] = str(trainer.snugfit.recipe)
         self._manager.save(step, self._snapshot, best=best)
 

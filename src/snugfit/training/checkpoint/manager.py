@@ -193,10 +193,17 @@ class CheckpointManager:
             self._journal.tell("warning", text=f"An earlier run's checkpoint is kept as {moved.name}.")
 
     def refuse_another_run(
-        self, checkpoint: Checkpoint, wrong: Sequence[str], changed: Sequence[str], *, cure: str = ""
+        self,
+        checkpoint: Checkpoint,
+        wrong: Sequence[str],
+        changed: Sequence[str],
+        *,
+        cure: str = "",
+        note: str = "",
     ) -> None:
         """Raises `UsageError` for what is `wrong` about resuming from this checkpoint; warns of what has
-        `changed` and only keeps the numbers from being the same bit for bit."""
+        `changed` and only keeps the numbers from being the same bit for bit, and passes on what is to be
+        noted."""
         if wrong:
             raise UsageError(
                 f"{checkpoint.folder} holds a checkpoint of another run: {'; '.join(wrong)}.{cure}"
@@ -204,6 +211,8 @@ class CheckpointManager:
         for change in changed:
             text = f"{change}: the run goes on correctly, and no longer bit for bit"
             self._journal.tell("warning", text=text)
+        if note:
+            self._journal.tell("note", text=note)
 
 
 def differences(

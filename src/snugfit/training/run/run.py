@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from snugfit.job.job import Job
 from snugfit.techniques.recipe import Recipe
+from snugfit.training.checkpoint.facts import FACTS, compare_facts, model_facts
 from snugfit.training.checkpoint.manager import differences
 from snugfit.training.options import TrainOptions
 from snugfit.training.run.order import SampleOrder
@@ -137,6 +138,7 @@ class Run:
             "asked": str(self.recipe),
             "recipe": str(recipe),
             "options": self.options.to_json(),
+            FACTS: model_facts(self.job.model.module) if self.job.model.module is not None else {},
             "weights": self._weights(),
             "samples": len(self.data.samples),
             "data": self.data.fingerprint(),
@@ -162,15 +164,21 @@ class RunDifferences(NamedTuple):
     """What only keeps the numbers from being the same bit for bit."""
 
 
+def depends_on_length(schedule: str, warmup_steps: float) -> bool:
+    """Whether the learning rate of a step depends on how many there are, by transformers' name for the
+    schedule; below 1 the warm-up is a share of them."""
+    return schedule not in LENGTH_FREE_SCHEDULES or 0 < warmup_steps < 1
+
+
 def compare_runs(before: Mapping[str, Any], run: Run) -> RunDifferences:
     """`run` beside what a checkpoint says of the run that it is of."""
     now = json.loads(json.dumps(run.about(run.recipe)))
     options = before.get("options", {})
-    free = FREE_OPTIONS | (
-        LENGTH_OPTIONS if run.options.lr_scheduler_type in LENGTH_FREE_SCHEDULES else frozenset()
-    )
+    depends = depends_on_length(run.options.lr_scheduler_type, run.options.warmup_steps)
+    free = FREE_OPTIONS | (frozenset() if depends else LENGTH_OPTIONS)
     wrong = differences(before, now, ("asked", "weights", "samples"))
     wrong += differences(before.get("job", {}), now["job"], prefix="job.")
+    wrong += compare_facts(before, now)
     wrong += differences(
         options, now["options"], [name for name in {**now["options"], **options} if name not in free]
     )

@@ -1,0 +1,71 @@
+"""Whether live objects are the run that a checkpoint is of: the same comparison for `fit` and `accelerate`.
+
+`snugfit.train` builds its run from a description and compares that (`training/run/run.py`). Here a run is
+what it is made of (`training/checkpoint/facts.py`), and its recipe. A recipe may differ where the states do
+not depend on it: in attention, checkpointing, micro-batches and the allocator, as after memory ran out, in
+workers and in how matrix products are rounded. That is a warning. Another optimizer is seen by its class and
+numbers: fused or not, it is the same. Another precision, or other adapters, is another run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from snugfit.errors import SnugfitError
+from snugfit.frontends.next_recipe import CHANGING
+from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.technique import Slot
+from snugfit.training.checkpoint.facts import FACTS, compare_facts
+from snugfit.training.checkpoint.manager import CheckpointManager, differences
+
+if TYPE_CHECKING:
+    from snugfit.training.checkpoint.manifest import Checkpoint
+
+FREE_SLOTS = CHANGING | {Slot.LOADING, Slot.MATMUL, Slot.OPTIMIZER}
+"""Slots that may be filled otherwise when a run is resumed; an optimizer is compared by its facts."""
+
+
+def refuse_another_run(
+    manager: CheckpointManager,
+    checkpoint: Checkpoint,
+    now: Mapping[str, Any],
+    *,
+    names: Sequence[str],
+    recipe: str,
+    cure: str,
+) -> None:
+    """Compares what the checkpoint says of its run with what this one is `now`: these `names`, the recipe
+    under the name `recipe`, and the facts. Raises `UsageError` for another run's; warns where the numbers are
+    no longer the same bit for bit; notes where an older checkpoint does not say."""
+    before = checkpoint.about
+    known = [name for name in names if name in before]
+    wrong = differences(before, now, known) if known else []
+    changed = differences(before, now, ("versions",))
+    free = FREE_SLOTS if FACTS in before else FREE_SLOTS - {Slot.OPTIMIZER}
+    other_states, same_states = recipe_differences(str(before.get(recipe)), str(now[recipe]), free)
+    wrong += [*other_states, *compare_facts(before, now)]
+    note = ""
+    if FACTS not in before:
+        note = (
+            f"{checkpoint.folder.name} was written by an earlier snugfit, which did not note all that"
+            " makes its run: whether data, learning rate, schedule and dropout are the same is not known."
+        )
+    manager.refuse_another_run(checkpoint, wrong, [*same_states, *changed], cure=cure, note=note)
+
+
+def recipe_differences(before: str, now: str, free: Collection[Slot]) -> tuple[list[str], list[str]]:
+    """Where two recipes differ: in what a run's states depend on, and in the `free` slots."""
+    try:
+        old, new = Recipe.parse(before), Recipe.parse(now)
+    except SnugfitError:  # a technique that this snugfit does not know
+        return differences({"recipe": before}, {"recipe": now}), []
+    other = [slot for slot in Slot if old[slot] != new[slot]]
+    if not other:
+        return [], []
+    wrong = [
+        f"the recipe's {slot.value} was '{old[slot]}' and is '{new[slot]}'"
+        for slot in other
+        if slot not in free
+    ]
+    return wrong, [] if wrong else differences({"recipe": before}, {"recipe": now})

@@ -1,0 +1,302 @@
+"""A checkpoint is taken up by the run that it is of, or refused by the name of what differs: `fit` and
+`accelerate` compare what makes a run, and let alone what only logs, evaluates, saves and names."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from fitted import classified, model_of, padded, quiet, trainer_of
+from small_runs import assert_same_weights, rows
+from snugfit import accelerate, fit
+from snugfit.documents import read_document, write_document
+from snugfit.errors import SnugfitError, UsageError
+from snugfit.training.checkpoint.facts import compare_facts, flatten, schedule_facts
+from snugfit.training.checkpoint.manifest import MANIFEST, checksum
+
+pytestmark = pytest.mark.whole
+
+
+# ---- fit -------------------------------------------------------------------------------------------------
+
+
+def trainer_to_fit(folder: Path, **changed: Any) -> Any:
+    """A run of ten steps that is kept at the fifth; what is `changed` is an argument, or data, model, recipe,
+    optimizers or collator."""
+    model = changed.pop("model", None) or model_of("bert", dropout=0.1)
+    data = changed.pop("data", None) or classified(22)
+    recipe = changed.pop("recipe", "micro_batches(2)")
+    more = {name: changed.pop(name) for name in ("optimizers",) if name in changed}
+    wanted: dict[str, Any] = {
+        "max_steps": 10, "save_strategy": "steps", "save_steps": 5, "seed": 5, "learning_rate": 1e-3,
+        "train_sampling_strategy": "random",
+    }  # fmt: skip
+    told: list[dict[str, Any]] = []
+    collator = changed.pop("data_collator", padded)
+    trainer = trainer_of(folder, model, data, more=more, **{**wanted, **changed})
+    trainer.data_collator = collator
+    fit(trainer, recipe, watch=told.append)
+    trainer.told = told
+    return trainer
+
+
+class Padding:
+    """A collator with a setting."""
+
+    def __init__(self, mask: float) -> None:
+        self.mask = mask
+
+    def __call__(self, samples: list[Any]) -> Any:
+        return padded(samples)
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("kept")
+    trainer_to_fit(folder, max_steps=10, data_collator=Padding(0.1)).train()
+    return folder
+
+
+def other(count: int = 22) -> list[dict[str, Any]]:
+    """Other samples of the same number."""
+    return [{"input_ids": row["input_ids"], "labels": row["label"]} for row in rows(count, seed=9)]
+
+
+ANOTHER: list[tuple[dict[str, Any], str]] = [
+    ({"learning_rate": 5e-2}, r"learning_rate was 0.001 and is 0.05"),
+    ({"seed": 6}, r"seed was 5 and is 6"),
+    ({"data_seed": 9}, r"data_seed was null and is 9"),
+    ({"data": other()}, r"the dataset has other samples"),
+    ({"data": classified(20)}, r"samples was 22 and is 20"),
+    ({"lr_scheduler_type": "cosine"}, r"lr_scheduler_type was 'linear' and is 'cosine'"),
+    ({"max_steps": 12}, r"max_steps was 10 and is 12"),
+    ({"weight_decay": 0.1}, r"weight_decay was 0.0 and is 0.1"),
+    ({"max_grad_norm": 0.5}, r"max_grad_norm was 1.0 and is 0.5"),
+    ({"model": lambda: model_of("bert", dropout=0.3)},
+     r"config.hidden_dropout_prob was 0.1 and is 0.3.*dropout.Dropout.p"),
+    ({"label_smoothing_factor": 0.1}, r"label_smoothing_factor was 0.0 and is 0.1"),
+    ({"train_sampling_strategy": "sequential"}, r"train_sampling_strategy was 'random' and is 'sequential'"),
+    ({"warmup_steps": 3}, r"warmup_steps was 0 and is 3"),
+    ({"per_device_train_batch_size": 8}, r"batch_size was 4 and is 8"),
+    ({"adam_beta1": 0.8}, r"adam_beta1 was 0.9 and is 0.8"),
+    ({"neftune_noise_alpha": 5.0}, r"neftune_noise_alpha was null and is 5.0"),
+    ({"dataloader_drop_last": True}, r"dataloader_drop_last was false and is true"),
+    ({"recipe": "bf16 + micro_batches(2)"}, r"the recipe's precision was"),
+    ({"recipe": "adafactor_torch + micro_batches(2)"}, r"optimizer.class was 'AdamW' and is"),
+    ({"data_collator": Padding(0.3)}, r"data_collator.mask was 0.1 and is 0.3"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"), ANOTHER, ids=lambda value: next(iter(value)) if isinstance(value, dict) else ""
+)
+def test_fit_refuses_another_run_by_name(
+    changed: dict[str, Any], named: str, kept: Path, tmp_path: Path
+) -> None:
+    made = {name: value() if isinstance(value, type(lambda: 0)) else value for name, value in changed.items()}
+    trainer = trainer_to_fit(tmp_path, **{"data_collator": Padding(0.1), **made})
+    with pytest.raises(UsageError, match=named) as refused:
+        trainer.train(resume_from_checkpoint=str(kept / "checkpoint-5"))
+    assert "Set these back" in str(refused.value)
+    assert trainer.state.global_step in (0, 5)
+
+
+def test_fit_lets_alone_what_changes_no_step(kept: Path, tmp_path: Path) -> None:
+    """And says that other pieces are no longer the same bit for bit."""
+    changed: dict[str, Any] = {
+        "logging_steps": 7, "save_steps": 3, "save_total_limit": 1, "eval_strategy": "steps", "eval_steps": 4,
+        "per_device_eval_batch_size": 2, "run_name": "other", "load_best_model_at_end": False,
+        "dataloader_num_workers": 0, "recipe": "every_layer + micro_batches(4)", "report_to": "none",
+        "metric_for_best_model": "loss",
+    }  # fmt: skip
+    shutil.copytree(kept / "checkpoint-5", tmp_path / "checkpoint-5")
+    model = model_of("bert", dropout=0.1)
+    told: list[dict[str, Any]] = []
+    recipe = changed.pop("recipe")
+    wanted: dict[str, Any] = {
+        "max_steps": 10, "save_strategy": "steps", "seed": 5, "learning_rate": 1e-3,
+        "train_sampling_strategy": "random",
+    }  # fmt: skip
+    trainer = trainer_of(
+        tmp_path, model, classified(22), more={"eval_dataset": classified(4)}, **{**wanted, **changed}
+    )
+    trainer.data_collator = Padding(0.1)
+    fit(trainer, recipe, watch=told.append)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 10
+    texts = [event.get("text", "") for event in told]
+    assert any("recipe was 'micro_batches(2)'" in text and "bit for bit" in text for text in texts)
+    assert not any("earlier snugfit" in text for text in texts)
+
+
+def test_more_steps_go_on_where_the_schedule_does_not_depend_on_them(tmp_path: Path) -> None:
+    more: dict[str, Any] = {"lr_scheduler_type": "constant", "save_steps": 3}
+    trainer_to_fit(tmp_path, max_steps=6, **more).train()
+    longer = trainer_to_fit(tmp_path, max_steps=8, **more)
+    longer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    whole = trainer_to_fit(tmp_path / "whole", max_steps=8, **more)
+    whole.train()
+    assert_same_weights(longer.model, whole.model)
+
+
+def without_facts(folder: Path) -> None:
+    """A checkpoint as an older snugfit wrote it."""
+    document = read_document(folder / MANIFEST)
+    del document["sha256"], document["about"]["facts"]
+    write_document(folder / MANIFEST, {**document, "sha256": checksum(document)})
+
+
+def test_an_older_checkpoint_goes_on_and_says_what_is_not_known(kept: Path, tmp_path: Path) -> None:
+    shutil.copytree(kept / "checkpoint-5", tmp_path / "checkpoint-5")
+    without_facts(tmp_path / "checkpoint-5")
+    trainer = trainer_to_fit(tmp_path)
+    trainer.train(resume_from_checkpoint=True)
+    assert any("written by an earlier snugfit" in event.get("text", "") for event in trainer.told)
+    other_optimizer = trainer_to_fit(tmp_path / "b", recipe="adafactor_torch + micro_batches(2)")
+    with pytest.raises(UsageError, match="optimizer"):
+        other_optimizer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+
+
+def test_optimizers_and_schedules_of_ones_own_are_compared(tmp_path: Path) -> None:
+    def made(rate: float, factor: float) -> Any:
+        model = model_of("bert", dropout=0.1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factor**step)
+        return trainer_to_fit(tmp_path, model=model, optimizers=(optimizer, schedule), max_steps=6)
+
+    made(0.01, 0.9).train()
+    for again, named in (
+        (made(0.02, 0.9), r"optimizer.lr was 0.01 and is 0.02"),
+        (made(0.01, 0.8), r"schedule.factor at step 1 was 0.9 and is 0.8"),
+    ):
+        with pytest.raises(UsageError, match=named) as refused:
+            again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+        assert str(refused.value).count("factor at step") <= 1
+    made(0.01, 0.9).train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+
+
+# ---- accelerate ------------------------------------------------------------------------------------------
+
+
+def by_hand(
+    folder: Path,
+    *,
+    dropout: float = 0.1,
+    data: Any = None,
+    optimizer: Callable[..., Any] = torch.optim.SGD,
+    lr: float = 0.1,
+    recipe: str = "micro_batches(2)",
+    clip: float | None = 1.0,
+    schedule: Any = None,
+    told: list[Any] | None = None,
+    **loading: Any,
+) -> Any:
+    model = model_of("bert", dropout=dropout).train()
+    options = {"batch_size": 4, "shuffle": True, "collate_fn": padded, **loading}
+    loader: Any = DataLoader(data or classified(22), **options)
+    return accelerate(
+        model, optimizer(model.parameters(), lr=lr), loader, recipe, output_dir=folder, clip=clip,
+        scheduler=schedule, watch=quiet if told is None else told.append,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def kept_by_hand(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("by-hand")
+    with by_hand(folder) as run:
+        run.step(next(iter(run)))
+        run.save()
+    return folder
+
+
+def linear(optimizer: Any, length: int = 10) -> Any:
+    return torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=length)
+
+
+ANOTHER_BY_HAND: list[tuple[dict[str, Any], str]] = [
+    ({"lr": 0.2}, r"learning_rates was \[0.1\] and is \[0.2\]"),
+    ({"data": other()}, r"the dataset has other samples"),
+    ({"data": classified(20)}, r"samples was 22 and is 20"),
+    ({"dropout": 0.3}, r"dropout.Dropout.p was"),
+    ({"shuffle": False}, r"loader.sampler.class was 'RandomSampler' and is 'SequentialSampler'"),
+    ({"drop_last": True}, r"loader.batch_sampler.drop_last was false and is true"),
+    ({"batch_size": 2}, r"batch_size was 4 and is 2"),
+    ({"clip": 0.5}, r"clip was 1.0 and is 0.5"),
+    ({"optimizer": torch.optim.AdamW}, r"optimizer was 'SGD' and is 'AdamW'"),
+    ({"schedule": linear}, r"schedule.class was 'NoSchedule' and is 'LinearLR'"),
+    ({"recipe": "bf16 + micro_batches(2)"}, r"the recipe's precision was"),
+]
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    ANOTHER_BY_HAND,
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_accelerate_refuses_another_run_by_name(
+    changed: dict[str, Any], named: str, kept_by_hand: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(kept_by_hand / "checkpoint-1", tmp_path / "checkpoint-1")
+    with by_hand(tmp_path, **changed) as run, pytest.raises(UsageError, match=named):
+        run.resume()
+
+
+def test_accelerate_goes_on_under_finer_pieces(kept_by_hand: Path, tmp_path: Path) -> None:
+    shutil.copytree(kept_by_hand / "checkpoint-1", tmp_path / "checkpoint-1")
+    told: list[dict[str, Any]] = []
+    with by_hand(tmp_path, recipe="every_layer + micro_batches(4)", told=told) as run:
+        assert run.resume()
+    assert any("bit for bit" in event.get("text", "") for event in told)
+
+
+def test_an_older_checkpoint_with_another_schedule_ends_in_one_line(
+    kept_by_hand: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(kept_by_hand / "checkpoint-1", tmp_path / "checkpoint-1")
+    without_facts(tmp_path / "checkpoint-1")
+    chained = torch.optim.lr_scheduler.LambdaLR
+    with by_hand(tmp_path, schedule=lambda optimizer: chained(optimizer, lambda step: 1.0)) as run:
+        with pytest.raises(SnugfitError, match="holds another schedule than this run's LambdaLR"):
+            run.resume()
+
+
+# ---- facts -----------------------------------------------------------------------------------------------
+
+
+def test_facts_that_one_side_lacks_are_not_compared_but_dropout_is() -> None:
+    def said(before: dict[str, Any], now: dict[str, Any], torch: str = "2") -> list[str]:
+        return compare_facts({"facts": before, "versions": "2"}, {"facts": now, "versions": torch})
+
+    assert said({"a": 1}, {"a": 1, "b": 2}) == []
+    assert said({"a": 1, "dropout.Dropout.p": "0.1 x 2"}, {"b": 2}, "3") == [
+        "dropout.Dropout.p was '0.1 x 2' and is null"
+    ]
+    scaled = {"a": 1, "config.rope_scaling.factor": 2.0}
+    assert said({"a": 1}, scaled) == ["config.rope_scaling.factor was null and is 2.0"]
+    assert said({"a": 1}, scaled, "3") == []
+
+
+def test_settings_are_flat_and_what_json_cannot_hold_is_left_out() -> None:
+    settings = {"rope": {"theta": 1e4, "_x": 1}, "kinds": {"b", "a"}, "inf": float("inf"), "tensor": object()}
+    assert flatten("config", settings) == {
+        "config.rope.theta": 1e4, "config.kinds": ["a", "b"], "config.inf": "inf",
+    }  # fmt: skip
+
+
+def test_schedules_are_compared_by_their_settings_and_parts() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedules = torch.optim.lr_scheduler
+
+    def chain(gamma: float) -> Any:
+        parts = [schedules.ConstantLR(optimizer), schedules.ExponentialLR(optimizer, gamma)]
+        return schedules.SequentialLR(optimizer, parts, milestones=[5])
+
+    before, now = ({"facts": schedule_facts(chain(gamma)), "versions": {}} for gamma in (0.9, 0.8))
+    differing = compare_facts(before, now)
+    assert differing == ["schedule.1.gamma was 0.9 and is 0.8"]
