@@ -1,0 +1,184 @@
+"""Awkward modules by what they take and give, and by what they want of the device or of a compiler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from awkward_modules import WIDTH, Numbers, Words, awkward, numbers, words
+
+TEXT = "the refusal does not say it yet"
+
+
+class _Gives(Words):
+    def forward(self, ids: Tensor, labels: Tensor) -> Any:
+        h = self.block(self.embed(ids))
+        logits = self.head(h)
+        return self.give(F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits)
+
+    def give(self, loss: Tensor, logits: Tensor) -> Any:
+        raise NotImplementedError
+
+
+@awkward()
+class GivesAPair(_Gives):
+    def give(self, loss: Tensor, logits: Tensor) -> Any:
+        return loss, logits
+
+
+class _Named(NamedTuple):
+    loss: Tensor
+    logits: Tensor
+
+
+@awkward()
+class GivesANamedPair(_Gives):
+    def give(self, loss: Tensor, logits: Tensor) -> Any:
+        return _Named(loss, logits)
+
+
+@dataclass
+class _Output:
+    logits: Tensor
+    loss: Tensor
+
+
+@awkward()
+class GivesADataclass(_Gives):
+    def give(self, loss: Tensor, logits: Tensor) -> Any:
+        return _Output(logits, loss)
+
+
+@awkward()
+class GivesADictionary(_Gives):
+    def give(self, loss: Tensor, logits: Tensor) -> Any:
+        return {"logits": logits, "loss": loss}
+
+
+@awkward()
+class GivesOneNumberInARow(_Gives):
+    def give(self, loss: Tensor, logits: Tensor) -> Any:
+        return loss[None]
+
+
+@awkward(refused=r"\(logits, loss\)", xfail=TEXT)
+class GivesItsLogitsFirst(_Gives):
+    """nanoGPT."""
+
+    def give(self, loss: Tensor, logits: Tensor) -> Any:
+        return logits, loss
+
+
+@awkward(refused="several losses|2 losses", xfail=TEXT)
+class GivesTwoLosses(_Gives):
+    def give(self, loss: Tensor, logits: Tensor) -> Any:
+        return [loss, logits.square().mean()]
+
+
+@awkward(refused="holds no loss")
+class GivesADictionaryWithoutLoss(_Gives):
+    def give(self, loss: Tensor, logits: Tensor) -> Any:
+        return {"logits": logits}
+
+
+@awkward(refused="one number", xfail=TEXT)
+class GivesALossForEachToken(_Gives):
+    def give(self, loss: Tensor, logits: Tensor) -> Any:
+        return logits.logsumexp(-1)
+
+
+@awkward(refused="holds no loss")
+class GivesNothing(_Gives):
+    def give(self, loss: Tensor, logits: Tensor) -> Any:
+        return None
+
+
+def _nested() -> dict[str, Any]:
+    return {"inputs": words()}
+
+
+@awkward(_nested)
+class TakesANestedBatch(Words):
+    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        return self.loss(self.block(self.embed(inputs["ids"])), inputs["labels"])
+
+
+@awkward(refused="positional")
+class TakesItsBatchByPosition(Words):
+    def forward(self, ids: Tensor, labels: Tensor, /) -> Tensor:
+        return self.loss(self.block(self.embed(ids)), labels)
+
+
+@awkward(numbers, refused=r"\.cuda\(\)|device")
+class MovesToCuda(Numbers):
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.block(x) + torch.ones(WIDTH).cuda()).square().mean()
+
+
+@awkward(numbers, refused="flex_attention")
+class FlexesItsAttention(Numbers):
+    def forward(self, x: Tensor) -> Tensor:
+        from torch.nn.attention.flex_attention import flex_attention
+
+        h = self.block(x)[:, None]
+        return flex_attention(h, h, h).square().mean()
+
+
+@awkward(numbers, refused="not installed|natten")
+class WantsAPackage(Numbers):
+    def forward(self, x: Tensor) -> Tensor:
+        import natten  # noqa: F401
+
+        return self.block(x).square().mean()
+
+
+@awkward(numbers, doubt="compile", xfail="a model that compiles itself is told by no doubt yet")
+class CompilesItself(Numbers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fast = torch.compile(self.block, backend="eager")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fast(x).square().mean()
+
+
+@awkward(numbers)
+class AsksWhetherItCompiles(Numbers):
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling() or torch.jit.is_scripting() or torch.jit.is_tracing():
+            return self.inner(x).mean()
+        return self.block(x).square().mean()
+
+
+@awkward(numbers, recipe="bf16_pure", refused="dtype|BFloat16|bfloat16")
+class MixesDtypes(Numbers):
+    """A table in fp32 beside weights in bf16: torch's products take one dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        turn = torch.eye(WIDTH, device=x.device, dtype=torch.float32)
+        return self.block(self.inner.weight.T.to(torch.bfloat16)[None] @ turn).square().mean()
+
+
+@awkward(numbers, refused="LazyLinear|lazy|not initialized|uninitialized")
+class WaitsForItsShapes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.LazyLinear(256)
+        self.last = nn.Linear(256, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.relu(self.first(x))).square().mean()
+
+
+@awkward(numbers, refused="jit|script")
+class RunsAScript(Numbers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scripted = torch.jit.script(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(self.scripted(x)).square().mean()

@@ -1,0 +1,77 @@
+"""Law 7: of modules that are awkward to rehearse, the prediction is right, doubted or refused; never silently
+wrong.
+
+Each module of `awkward_*.py` says which of the three it must be. Right is the peak of three real steps on the
+CPU, byte for byte, as law 1 compares it (`reported.py`). A doubt says what was assumed, and a refusal why.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+import awkward_autograd  # noqa: F401
+import awkward_choices  # noqa: F401
+import awkward_layers  # noqa: F401
+import awkward_outputs  # noqa: F401
+import awkward_shapes  # noqa: F401
+from aligned import peak
+from awkward_modules import CASES, EQUAL, HANGS, Case
+from reported import foreseen, reports
+from snugfit.errors import SnugfitError
+from snugfit.job.job import Job, Task
+from snugfit.job.model import Model
+from snugfit.rehearsal.device.policy import CpuPolicy
+from snugfit.rehearsal.record.recorder import Recorder
+from snugfit.rehearsal.rehearse import rehearse
+from snugfit.techniques.recipe import Recipe
+from test_law_rehearsed_equals_real import compared
+
+
+def hold_to_law(case: Case) -> None:
+    """Law 7 for one module."""
+    model = Model.from_module(case.make(), case.example())
+    job, setup = (
+        Job(model=model, task=Task.CUSTOM, batch_size=case.batch_size),
+        Recipe.parse(case.recipe).setup(),
+    )
+    if case.refused:
+        with pytest.raises(SnugfitError, match=case.says):
+            rehearse(job, setup, CpuPolicy())
+        return
+    trace = rehearse(job, setup, CpuPolicy())
+    doubts = " ".join(trace.doubts)
+    if case.says != EQUAL:
+        assert re.search(case.says, doubts), f"no doubt says {case.says}: {doubts or 'none'}"
+        return
+    assert not doubts, f"doubted: {doubts}"
+    real, predicted = (peak(compared(events)) for events in (reports(job, setup), foreseen(trace)))
+    assert predicted == real, f"{predicted:,} bytes predicted, {real:,} real"
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            case,
+            id=case.name,
+            marks=pytest.mark.xfail(reason=case.xfail, strict=True, run=case.xfail != HANGS),
+        )
+        if case.xfail
+        else pytest.param(case, id=case.name)
+        for case in CASES
+    ],
+)
+def test_an_awkward_module_is_predicted_right_or_doubted_or_refused(case: Case) -> None:
+    hold_to_law(case)
+
+
+@pytest.mark.parametrize("name", ["DropsLayersByPython", "HasUnusedWeights"])
+def test_a_guess_without_its_doubt_turns_the_law_red(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (case,) = (case for case in CASES if case.name == name)
+    hold_to_law(case)
+    monkeypatch.setattr(Recorder, "doubt", lambda self, sentence: None)
+    with pytest.raises(AssertionError, match="no doubt says"):
+        hold_to_law(case)
