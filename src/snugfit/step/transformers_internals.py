@@ -136,8 +136,11 @@ class TrainerHooks(Trainer):  # type: ignore[misc]
         """A step ends; `go_on` logs, saves and evaluates as transformers does."""
         go_on()
 
-    def snugfit_save(self) -> None:
-        """Keeps a checkpoint, in the place of the Trainer's own saving."""
+    def snugfit_save(self, go_on: Callable[[], None]) -> None:
+        """Keeps a checkpoint; `go_on` saves as the user's subclass does, which ends in `snugfit_keep`."""
+
+    def snugfit_keep(self) -> None:
+        """In the place of the Trainer's own saving, behind that of the user's subclass."""
 
     def snugfit_load_weights(self, model: Any, folder: Path) -> None:
         """Loads a checkpoint's weights, in the place of the Trainer's own loading."""
@@ -173,7 +176,10 @@ class TrainerHooks(Trainer):  # type: ignore[misc]
 
     def _save_checkpoint(self, *arguments: Any, **keywords: Any) -> None:
         self.store_flos()
-        self.snugfit_save()
+        self.snugfit_save(partial(super()._save_checkpoint, *arguments, **keywords))
+
+    def _load_best_model(self) -> None:
+        self.snugfit_load_weights(self.model, Path(self.state.best_model_checkpoint))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         self.snugfit_load_weights(self.model if model is None else model, Path(resume_from_checkpoint))
@@ -205,6 +211,30 @@ def _skipping_nothing() -> Iterator[None]:
         yield
     finally:
         module.skip_first_batches = before
+
+
+def keeping_class(own: type[Any]) -> tuple[type[Any], ...]:
+    """A trainer's class, and behind it one in which the saving of every subclass ends, before transformers'
+    own."""
+    import transformers
+
+    class KeepingTrainer(transformers.Trainer):  # type: ignore[misc]
+        def _save_checkpoint(self, model: Any, trial: Any) -> None:
+            self.snugfit_keep()
+
+    return (KeepingTrainer,) if own is transformers.Trainer else (own, KeepingTrainer)
+
+
+def calls_on_save(trainer: Any) -> bool:
+    """Whether a callback of the trainer waits for checkpoints."""
+    from transformers import TrainerCallback
+
+    return any(type(each).on_save is not TrainerCallback.on_save for each in trainer.callback_handler.callbacks)
+
+
+def push_checkpoint(trainer: Any, folder: Path) -> None:
+    """Begins to push a whole checkpoint to the hub, as the Trainer does when it has saved one."""
+    trainer._push_from_checkpoint(str(folder))
 
 
 # ---- fields of a live trainer ----------------------------------------------------------------------------

@@ -49,9 +49,8 @@ class Interrupts:
         self._deadline = float("inf")
         self._wants_checkpoint = False
         self._before: dict[signal.Signals, Any] = {}
+        self._look: Callable[[Any], None] | None = None
         self._hook: Any = None
-        self.before_module: Callable[[Any], None] | None = None
-        """Called with each module that begins to compute after a signal that stops the run."""
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -67,16 +66,14 @@ class Interrupts:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()
-        if self._hook is not None:
-            self._hook.remove()
+        self.watch_modules(None)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         if self._stopping is not None:
             self._at_once(AT_ONCE[signal.Signals(number)])
         self._stopping = signal.Signals(number)
         self._begin_deadline()
-        if self.before_module is not None:
-            self._hook = _before_each_module(self.before_module)
+        self.watch_modules(self._look)
 
     def _begin_deadline(self) -> None:
         if self._stop_seconds is not None:
@@ -101,6 +98,16 @@ class Interrupts:
         if self.too_late:
             self._begin_deadline()
 
+    def watch_modules(self, look: Callable[[Any], None] | None) -> None:
+        """From here on, once a signal stops the run, `look` is called with every module of the process that
+        begins to compute; None ends that. Before the signal it costs nothing."""
+        self._look = look
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        if look is not None and self._stopping is not None:
+            self._hook = _before_each_module(look)
+
     def raise_if_stopping(self) -> None:
         """For an evaluation, between two batches. Raises `EvaluationStopped` after a signal."""
         if self._stopping is not None:
@@ -117,7 +124,11 @@ class Interrupts:
 
 
 def _before_each_module(look: Callable[[Any], None]) -> Any:
-    """Has `look` called with every module of the process that begins to compute; gives what ends that."""
+    """Has `look` called with every module that begins to compute in the main thread; gives what ends that."""
     from torch.nn.modules.module import register_module_forward_pre_hook
 
-    return register_module_forward_pre_hook(lambda module, arguments: look(module))
+    def hook(module: Any, arguments: Any) -> None:
+        if threading.current_thread() is threading.main_thread():
+            look(module)
+
+    return register_module_forward_pre_hook(hook)

@@ -26,7 +26,13 @@ from snugfit.frontends.same_run import refuse_another_run
 from snugfit.frontends.trainer.data import DataPosition, position_of
 from snugfit.frontends.trainer.facts import run_facts
 from snugfit.frontends.trainer.setup import change_recipe
-from snugfit.step.transformers_internals import logged_losses, restore_logged_losses
+from snugfit.frontends.trainer.users_files import CollectedFiles, UsersFiles
+from snugfit.step.transformers_internals import (
+    calls_on_save,
+    logged_losses,
+    push_checkpoint,
+    restore_logged_losses,
+)
 from snugfit.techniques.recipe import Recipe
 from snugfit.training.checkpoint.facts import (
     CONTENT,
@@ -51,6 +57,8 @@ from snugfit.training.checkpoint.state import (
 from snugfit.versions import versions
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from snugfit.training.checkpoint.staging import Staging
     from snugfit.training.checkpoint.store import Store
     from snugfit.training.interrupt import Interrupts
@@ -84,7 +92,9 @@ class TrainerCheckpoints:
         self, trainer: Any, store: Store, journal: Journal, interrupts: Interrupts, data: DataPosition
     ) -> None:
         self._trainer, self.interrupts, self._data = trainer, interrupts, data
-        self.root = store.root
+        self._store, self.root = store, store.root
+        self.users_files = UsersFiles(trainer, store.root)
+        """What the trainer's subclass writes into checkpoints."""
         limit = trainer.args.save_total_limit
         self._manager = CheckpointManager(store, journal, trainer.args.device, limit=limit)
         self._seed = _order_seed(trainer)
@@ -177,19 +187,33 @@ class TrainerCheckpoints:
             self._is_update_checked = True
             check_packable(train_state_of(self._trainer))
 
-    def save(self) -> None:
-        """A checkpoint of this boundary, unless there is one."""
+    def save(self, go_on: Callable[[], None] = lambda: None) -> bool:
+        """A checkpoint of this boundary, unless there is one; `go_on` saves as the user's subclass does.
+        Where somebody is told of it, it is waited for; gives whether it may be told of."""
         trainer = self._trainer
         step = trainer.state.global_step
-        if self._manager.saved_step == step:
-            return
         best = trainer.state.best_global_step or None
         if best is not None and (best == step or (self.root / f"checkpoint-{best}").is_dir()):
             trainer.state.best_model_checkpoint = str(self.root / f"checkpoint-{best}")
+        if self._manager.saved_step == step:
+            return True
         _note_callbacks(trainer)
         self._note_data()
         self._manager.about["recipe"] = str(trainer.snugfit.recipe)
-        self._manager.save(step, self._snapshot, best=best)
+        self._manager.save(step, lambda staging: self._take(staging, go_on), best=best)
+        if not trainer.args.push_to_hub and not calls_on_save(trainer):
+            return True
+        self.wait()
+        if trainer.args.push_to_hub and not self._manager.has_failed:
+            push_checkpoint(trainer, self.root / f"checkpoint-{step}")
+        return not self._manager.has_failed
+
+    def _take(self, staging: Staging, go_on: Callable[[], None]) -> Snapshot | CollectedFiles:
+        snapshot = self._snapshot(staging)
+        if not self.users_files.any:
+            return snapshot
+        draft = self._store.new_draft(snapshot.step)
+        return self.users_files.collect(draft, snapshot, go_on)
 
     def _snapshot(self, staging: Staging) -> Snapshot:
         trainer = self._trainer

@@ -28,9 +28,10 @@ from snugfit.frontends.trainer.loss import (
 from snugfit.frontends.trainer.out_of_memory import go_on_with_less, retry_step, update_broke
 from snugfit.frontends.trainer.setup import brings_optimizer, optimizer_for
 from snugfit.frontends.trainer.step_state import StepState
+from snugfit.frontends.trainer.users_files import weights_folder
 from snugfit.step.applier import forward_context, run_context, set_process
 from snugfit.step.memory_errors import memory_cause
-from snugfit.step.transformers_internals import TrainerHooks, weigh_losses_ourselves
+from snugfit.step.transformers_internals import TrainerHooks, keeping_class, weigh_losses_ourselves
 from snugfit.techniques.technique import Slot
 from snugfit.training.checkpoint.state import restore_rng
 from snugfit.training.checkpoint.weights import load_weights
@@ -40,7 +41,8 @@ from snugfit.training.run.trained import FINISHED, STOPPED
 
 def fitted_class(own: type[Any]) -> type[Any]:
     """A subclass of a trainer's class that trains as it was fitted."""
-    return type(own.__name__, (FittedTrainer, own), {"__module__": __name__, "__doc__": own.__doc__})
+    bases = (FittedTrainer, *keeping_class(own))
+    return type(own.__name__, bases, {"__module__": __name__, "__doc__": own.__doc__})
 
 
 class FittedTrainer(TrainerHooks):
@@ -213,13 +215,20 @@ class FittedTrainer(TrainerHooks):
         if ended and not self.control.should_training_stop and run.logger.is_thrashing():
             go_on_with_less(self, run)
 
-    def snugfit_save(self) -> None:
-        """By the run's own checkpoints."""
-        self._fit_run.checkpoints.save()
+    def snugfit_save(self, go_on: Callable[[], None]) -> None:
+        """By the run's own checkpoints, with the files of the user's subclass. Where that failed, no callback
+        hears of a checkpoint."""
+        vars(self.callback_handler).pop("on_save", None)
+        if not self._fit_run.checkpoints.save(go_on):
+            self.callback_handler.on_save = lambda args, state, control: control
+
+    def snugfit_keep(self) -> None:
+        """Where the saving of the user's subclass ends."""
+        self._fit_run.checkpoints.users_files.write_own()
 
     def snugfit_load_weights(self, model: Any, folder: Path) -> None:
         """Every weight, or an error."""
-        load_weights(model, folder)
+        load_weights(model, weights_folder(folder))
 
     def snugfit_load_optimizer(self, folder: Path | None) -> None:
         """With the schedule and the scaler."""

@@ -17,14 +17,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Protocol, final
 
 from snugfit.errors import SnugfitError, UsageError
 from snugfit.training.checkpoint.lock import hold_folder
 from snugfit.training.checkpoint.manifest import BrokenCheckpoint, Checkpoint, SaveStopped, verify
 from snugfit.training.checkpoint.save_failed import SaveFailed
 from snugfit.training.checkpoint.staging import Staging
-from snugfit.training.checkpoint.state import Snapshot, TrainState, tensor_bytes
+from snugfit.training.checkpoint.state import TrainState, tensor_bytes
 from snugfit.training.checkpoint.store import Store
 
 if TYPE_CHECKING:
@@ -34,6 +34,21 @@ if TYPE_CHECKING:
 
 LONGEST_VALUE = 60
 """Characters of a value in an error that lays two runs beside each other."""
+
+
+class Writable(Protocol):
+    """A checkpoint that can be written."""
+
+    @property
+    def step(self) -> int:
+        """The optimizer steps that are done."""
+
+    @property
+    def bytes(self) -> int:
+        """How much its files of tensors will hold."""
+
+    def write(self, folder: Path) -> None:
+        """Writes the checkpoint's files into `folder`."""
 
 
 @contextmanager
@@ -70,7 +85,7 @@ class CheckpointManager:
         """Takes the memory that snapshots of this state are copied to, while the first steps run."""
         self._staging.prepare(tensor_bytes(state))
 
-    def save(self, step: int, take: Callable[[Staging], Snapshot], *, best: int | None = None) -> None:
+    def save(self, step: int, take: Callable[[Staging], Writable], *, best: int | None = None) -> None:
         """Takes a snapshot of this boundary when the one before is written, and begins to write it; nothing
         where there is one of this step. The checkpoint of step `best` stays."""
         if step == self.saved_step:
@@ -90,7 +105,7 @@ class CheckpointManager:
         self.saved_step = step
 
     def _write(
-        self, snapshot: Snapshot, about: Mapping[str, Any], keep: frozenset[int], blocked: float
+        self, snapshot: Writable, about: Mapping[str, Any], keep: frozenset[int], blocked: float
     ) -> None:
         begun = time.perf_counter()
         self._failure = None
@@ -132,6 +147,11 @@ class CheckpointManager:
             self._thread.join()
             self._thread = None
         self._stop = lambda: False
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the checkpoint that was written last could not be kept."""
+        return self._failure is not None
 
     def raise_if_last_failed(self) -> None:
         """Raises `SnugfitError` when the checkpoint that was saved last could not be kept."""

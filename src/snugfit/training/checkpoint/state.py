@@ -136,11 +136,15 @@ class Snapshot:
     processing: Any = None
     """A tokenizer or processor that is saved beside it, or None."""
 
+    weights_folder: str = ""
+    """The folder within the checkpoint for its weights; without a name the checkpoint itself."""
+
     def write(self, folder: Path) -> None:
         """Writes the checkpoint's files into `folder`."""
         from safetensors.torch import save_file
 
-        write_weights(self.model, dict(self.weights), folder)
+        (folder / self.weights_folder).mkdir(exist_ok=True)
+        write_weights(self.model, dict(self.weights), folder / self.weights_folder)
         save_file(dict(self.tensors), folder / TENSORS)
         (folder / STATE).write_text(json.dumps(self.tree, allow_nan=False) + "\n", encoding="utf-8")
         for name, text in self.files.items():

@@ -164,6 +164,13 @@ class Store:
             raise
         _remove(before)
 
+    def new_draft(self, step: int) -> Path:
+        """A folder for files of this step that are made before they are saved. No reader sees it, and the
+        next sweep clears away what is left of it."""
+        draft = self._hidden_name("draft", step)
+        draft.mkdir()
+        return draft
+
     def newest(self) -> Checkpoint | None:
         """The newest checkpoint that is whole, or None when there is none at all. Newer ones that are broken
         are listed in `broken` and kept under another name.
@@ -200,39 +207,30 @@ class Store:
 
         Raises `SnugfitError` when the system refuses: the next start would go on from one of them.
         """
-        try:
-            return [
-                self._rename_aside(step, folder, "before-restart")
-                for step, folder in reversed(self._checkpoints())
-            ]
-        except OSError as refusal:
-            raise SnugfitError(
-                f"{self.root}: the checkpoints there cannot be renamed ({refusal.strerror}), and a run that"
-                " begins anew must not meet them. Name another folder."
-            ) from None
+        return self._rename_all_aside(self._checkpoints()[::-1], "before-restart")
 
     def set_aside_newer(self, step: int) -> list[Path]:
         """Takes the checkpoints after this step out of the way of a run that goes back to it; gives where
         they are kept. The newest goes first: what is left when this is interrupted is the beginning of one
-        run.
-
-        Raises `SnugfitError` when the system refuses: the next start would go on from one of them.
+        run. Raises as `restart` does.
         """
+        newer = [(later, folder) for later, folder in self._checkpoints() if later > step]
+        return self._rename_all_aside(newer, "superseded")
+
+    def _rename_all_aside(self, checkpoints: list[tuple[int, Path]], why: str) -> list[Path]:
         try:
-            return [
-                self._rename_aside(newer, folder, "superseded")
-                for newer, folder in self._checkpoints()
-                if newer > step
-            ]
+            return [self._rename_aside(step, folder, why) for step, folder in checkpoints]
         except OSError as refusal:
             raise SnugfitError(
-                f"{self.root}: those after step {step} cannot be renamed ({refusal.strerror}), and a run"
-                " that goes back must not meet them. Name another folder."
+                f"{self.root}: the checkpoints there cannot be renamed ({refusal.strerror}), and a run that"
+                " begins anew or goes back must not meet them. Name another folder."
             ) from None
 
-    def retain(self, limit: int | None, keep: Set[int] = frozenset()) -> list[int]:
+    def retain(
+        self, limit: int | None, keep: Set[int] = frozenset(), *, newest: bool = True
+    ) -> list[int]:
         """Removes the oldest checkpoints beyond `limit` (None, 0 or less: no limit, as in the Trainer), never
-        the newest and never the steps in `keep`; gives the removed steps. What is visibly broken is neither
+        the `newest`, unless that is False, and never the steps in `keep`; gives the removed steps. What is visibly broken is neither
         counted nor removed; bytes are not read again for this.
 
         Raises `SnugfitError` when the system refuses.
@@ -243,7 +241,7 @@ class Store:
             if _NAME.fullmatch(folder.name) and _looks_whole(folder, step)
         ]
         surplus = len(whole) - limit if limit is not None and limit > 0 else 0
-        spare = [(step, folder) for step, folder in reversed(whole[1:]) if step not in keep]
+        spare = [(step, folder) for step, folder in reversed(whole[newest:]) if step not in keep]
         spare = spare[: max(0, surplus)]
         gone = [self._hidden_name("gone", step) for step, _ in spare]
         try:
