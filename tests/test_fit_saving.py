@@ -141,9 +141,9 @@ def test_damage_to_a_subclasss_file_is_found(tmp_path: Path) -> None:
 
 
 def test_a_run_that_dies_while_its_subclass_saves_leaves_nothing_half_done(tmp_path: Path) -> None:
+    trainer = run_of(tmp_path, Sentences)
+    trainer.breaks_at = 4
     with pytest.raises(Killed):
-        trainer = run_of(tmp_path, Sentences)
-        trainer.breaks_at = 4
         trainer.train()
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2"]
     assert trainer.args.output_dir == str(tmp_path)

@@ -1,8 +1,8 @@
 """What we override and read of transformers and accelerate that is private to them, in one place.
 
-None of it is promised by its authors, so all of it stands here, under plain names, and
-`tests/test_transformers_internals.py` holds each name to the installed version: that it exists, takes what we
-pass, and is called where we rely on it.
+None of it is promised by its authors, so all of it stands here and in `trainer_hooks.py`, under plain names,
+and `tests/test_transformers_internals.py` holds each name to the installed version: that it exists, takes
+what we pass, and is called where we rely on it.
 
 For a rehearsal both libraries stand on a device that is not there. They ask the machine which device it has
 and refuse what it cannot do, so their placement is substituted and nothing else: while they set themselves up
@@ -10,24 +10,18 @@ the device is said to be CUDA, so that they decide as they would on a GPU; then 
 becomes `meta`, and everything they place goes there. Their own state of before, a user's live Accelerator
 perhaps, is restored afterwards.
 
-For a live trainer `TrainerHooks` gives the private moments of its training plain names, and the functions
-below read and set its private fields.
+Of a live trainer the functions below read and set private fields.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
-    from transformers import Trainer
-else:
-    Trainer = object  # the real one stands behind it, in the class that a front-end makes
 
 _DEVICE = "ACCELERATE_TORCH_DEVICE"
 
@@ -112,129 +106,6 @@ def arguments_class(device: torch.device) -> type[Any]:
             return device
 
     return PlacedArguments
-
-
-# ---- moments of a live trainer ---------------------------------------------------------------------------
-
-
-class TrainerHooks(Trainer):  # type: ignore[misc]
-    """The private moments of `Trainer.train`, each as a method that a subclass overrides. Every one of them
-    does what transformers does unless its docstring says that it stands in the place of that."""
-
-    def snugfit_before_update(self, norm: Any) -> None:
-        """The gradients of a step are there, clipped, with this norm; no weight has changed."""
-
-    def snugfit_position(self, epochs: int, batches: int) -> tuple[int, int]:
-        """Epochs that are done when training begins, and batches of the next one that are skipped."""
-        return epochs, batches
-
-    def snugfit_epoch_begins(self, loader: Any, epoch: int, skipped: int) -> Any:
-        """An epoch begins; gives the loader to train over, which itself skips so many batches."""
-        return loader
-
-    def snugfit_border(self, learning_rate: float | None, go_on: Callable[[], None]) -> None:
-        """A step ends; `go_on` logs, saves and evaluates as transformers does."""
-        go_on()
-
-    def snugfit_save(self, go_on: Callable[[], None]) -> None:
-        """Keeps a checkpoint; `go_on` saves as the user's subclass does, which ends in `snugfit_keep`."""
-
-    def snugfit_keep(self) -> None:
-        """In the place of the Trainer's own saving, behind that of the user's subclass."""
-
-    def snugfit_load_weights(self, model: Any, folder: Path) -> None:
-        """Loads a checkpoint's weights, in the place of the Trainer's own loading."""
-
-    def snugfit_load_optimizer(self, folder: Path | None) -> None:
-        """Loads optimizer, schedule and scaler in the place of the Trainer's own loading; None where nothing
-        is resumed."""
-
-    def snugfit_load_generators(self, folder: Path) -> None:
-        """Loads the random generators, in the place of the Trainer's own loading."""
-
-    def snugfit_before_finish(self) -> None:
-        """All steps are done; the best model may be read from a checkpoint now."""
-
-    def _get_grad_norm(self, *arguments: Any, **keywords: Any) -> Any:
-        norm = super()._get_grad_norm(*arguments, **keywords)
-        self.snugfit_before_update(norm)
-        return norm
-
-    def _init_training_state(self, *arguments: Any, **keywords: Any) -> tuple[int, int]:
-        return self.snugfit_position(*super()._init_training_state(*arguments, **keywords))
-
-    def _run_epoch(self, *arguments: Any, **keywords: Any) -> Any:
-        epoch, begins_at = keywords["epoch"], keywords["epochs_trained"]
-        skipped = keywords["steps_trained_in_current_epoch"] if epoch == begins_at else 0
-        loader = self.snugfit_epoch_begins(keywords.pop("train_dataloader"), epoch, skipped)
-        with _skipping_nothing():
-            return super()._run_epoch(*arguments, train_dataloader=loader, **keywords)
-
-    def _maybe_log_save_evaluate(self, *arguments: Any, **keywords: Any) -> None:
-        go_on = partial(super()._maybe_log_save_evaluate, *arguments, **keywords)
-        self.snugfit_border(keywords.get("learning_rate"), go_on)
-
-    def _save_checkpoint(self, *arguments: Any, **keywords: Any) -> None:
-        self.store_flos()
-        self.snugfit_save(partial(super()._save_checkpoint, *arguments, **keywords))
-
-    def _load_best_model(self) -> None:
-        self.snugfit_load_weights(self.model, Path(self.state.best_model_checkpoint))
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        self.snugfit_load_weights(self.model if model is None else model, Path(resume_from_checkpoint))
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        self.snugfit_load_optimizer(None if checkpoint is None else Path(checkpoint))
-
-    def _load_scaler(self, checkpoint: str | None) -> None:
-        """It comes with the optimizer."""
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        if checkpoint is not None:
-            self.snugfit_load_generators(Path(checkpoint))
-
-    def _finalize_training(self, *arguments: Any, **keywords: Any) -> Any:
-        self.snugfit_before_finish()
-        return super()._finalize_training(*arguments, **keywords)
-
-
-@contextlib.contextmanager
-def _skipping_nothing() -> Iterator[None]:
-    """Within it a Trainer's epoch takes its loader as it is, though batches of it were seen."""
-    import transformers.trainer
-
-    module: Any = transformers.trainer
-    before = module.skip_first_batches
-    module.skip_first_batches = lambda loader, num_batches=0: loader
-    try:
-        yield
-    finally:
-        module.skip_first_batches = before
-
-
-def keeping_class(own: type[Any]) -> tuple[type[Any], ...]:
-    """A trainer's class, and behind it one in which the saving of every subclass ends, before transformers'
-    own."""
-    import transformers
-
-    class KeepingTrainer(transformers.Trainer):  # type: ignore[misc]
-        def _save_checkpoint(self, model: Any, trial: Any) -> None:
-            self.snugfit_keep()
-
-    return (KeepingTrainer,) if own is transformers.Trainer else (own, KeepingTrainer)
-
-
-def calls_on_save(trainer: Any) -> bool:
-    """Whether a callback of the trainer waits for checkpoints."""
-    from transformers import TrainerCallback
-
-    return any(type(each).on_save is not TrainerCallback.on_save for each in trainer.callback_handler.callbacks)
-
-
-def push_checkpoint(trainer: Any, folder: Path) -> None:
-    """Begins to push a whole checkpoint to the hub, as the Trainer does when it has saved one."""
-    trainer._push_from_checkpoint(str(folder))
 
 
 # ---- fields of a live trainer ----------------------------------------------------------------------------

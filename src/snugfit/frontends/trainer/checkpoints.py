@@ -27,12 +27,8 @@ from snugfit.frontends.trainer.data import DataPosition, position_of
 from snugfit.frontends.trainer.facts import run_facts
 from snugfit.frontends.trainer.setup import change_recipe
 from snugfit.frontends.trainer.users_files import CollectedFiles, UsersFiles
-from snugfit.step.transformers_internals import (
-    calls_on_save,
-    logged_losses,
-    push_checkpoint,
-    restore_logged_losses,
-)
+from snugfit.step.trainer_hooks import calls_on_save, push_checkpoint
+from snugfit.step.transformers_internals import logged_losses, restore_logged_losses
 from snugfit.techniques.recipe import Recipe
 from snugfit.training.checkpoint.facts import (
     CONTENT,

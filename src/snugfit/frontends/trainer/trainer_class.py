@@ -31,7 +31,8 @@ from snugfit.frontends.trainer.step_state import StepState
 from snugfit.frontends.trainer.users_files import weights_folder
 from snugfit.step.applier import forward_context, run_context, set_process
 from snugfit.step.memory_errors import memory_cause
-from snugfit.step.transformers_internals import TrainerHooks, keeping_class, weigh_losses_ourselves
+from snugfit.step.trainer_hooks import TrainerHooks, keeping_bases
+from snugfit.step.transformers_internals import weigh_losses_ourselves
 from snugfit.techniques.technique import Slot
 from snugfit.training.checkpoint.state import restore_rng
 from snugfit.training.checkpoint.weights import load_weights
@@ -41,7 +42,7 @@ from snugfit.training.run.trained import FINISHED, STOPPED
 
 def fitted_class(own: type[Any]) -> type[Any]:
     """A subclass of a trainer's class that trains as it was fitted."""
-    bases = (FittedTrainer, *keeping_class(own))
+    bases = (FittedTrainer, *keeping_bases(own))
     return type(own.__name__, bases, {"__module__": __name__, "__doc__": own.__doc__})
 
 
@@ -218,9 +219,10 @@ class FittedTrainer(TrainerHooks):
     def snugfit_save(self, go_on: Callable[[], None]) -> None:
         """By the run's own checkpoints, with the files of the user's subclass. Where that failed, no callback
         hears of a checkpoint."""
-        vars(self.callback_handler).pop("on_save", None)
+        handler: dict[str, Any] = self.callback_handler.__dict__
+        handler.pop("on_save", None)
         if not self._fit_run.checkpoints.save(go_on):
-            self.callback_handler.on_save = lambda args, state, control: control
+            handler["on_save"] = lambda args, state, control: control
 
     def snugfit_keep(self) -> None:
         """Where the saving of the user's subclass ends."""

@@ -36,7 +36,8 @@ def overrides(trainer: Any, *names: str) -> bool:
     kinds = [
         kind
         for kind in type(trainer).__mro__
-        if issubclass(kind, transformers.Trainer) and not kind.__module__.startswith(("transformers.", "snugfit."))
+        if issubclass(kind, transformers.Trainer)
+        and not kind.__module__.startswith(("transformers.", "snugfit."))
     ]
     return any(name in vars(holder) for holder in (trainer, *kinds) for name in names)
 
@@ -96,7 +97,12 @@ class UsersFiles:
         args, output_dir = self._trainer.args, self._trainer.args.output_dir
         beside = draft / self._root.name
         files = beside / f"checkpoint-{snapshot.step}"
-        collected = {"step": snapshot.step, "bytes": snapshot.bytes, "draft": draft, "files": files}
+        collected: dict[str, Any] = {
+            "step": snapshot.step,
+            "bytes": snapshot.bytes,
+            "draft": draft,
+            "files": files,
+        }
         try:
             files.mkdir(parents=True)
             self._write = lambda: self._write_own(snapshot, files)

@@ -226,12 +226,10 @@ class Store:
                 " begins anew or goes back must not meet them. Name another folder."
             ) from None
 
-    def retain(
-        self, limit: int | None, keep: Set[int] = frozenset(), *, newest: bool = True
-    ) -> list[int]:
+    def retain(self, limit: int | None, keep: Set[int] = frozenset(), *, newest: bool = True) -> list[int]:
         """Removes the oldest checkpoints beyond `limit` (None, 0 or less: no limit, as in the Trainer), never
-        the `newest`, unless that is False, and never the steps in `keep`; gives the removed steps. What is visibly broken is neither
-        counted nor removed; bytes are not read again for this.
+        the `newest`, unless that is False, and never the steps in `keep`; gives the removed steps. What is
+        visibly broken is neither counted nor removed; bytes are not read again for this.
 
         Raises `SnugfitError` when the system refuses.
         """
