@@ -4,8 +4,8 @@
 
 For each model type of the seven tasks, the config is the one that its class has by default, written as
 transformers saves it and cut to a few layers, with every kind of layer kept. Where the cut config gives no
-prediction, the whole default is tried; where a sequence is too long for it, the length that the refusal
-names. Each pair of model type and task runs in a process of its own, which is ended after a time limit.
+prediction, the whole default is tried; where a refusal names a length that fits, or building on the host,
+that is done. Each pair of model type and task runs in a process of its own, ended after a time limit.
 
 Each pair ends as `predicted`, `refused` (with the text), `crashed` (with the traceback) or `timed out`; types
 whose own class cannot make a default config are listed apart. Writes results/breadth-DATE.json, whole or not
@@ -35,6 +35,13 @@ from snugfit.versions import versions
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 GPU = "h200"
+
+MENDED: dict[str, dict[str, Any]] = {
+    "granite_speech": {"projector_config": {"encoder_hidden_size": 1024}},
+    "granite_speech_plus": {"projector_config": {"encoder_hidden_size": 1024}},
+    "moonshine_streaming": {"num_key_value_heads": 8},
+}
+"""What contradicts itself or is missing in a class's own defaults, so that a real step fails with them."""
 
 FEW = 4
 """Layers that are kept where all are of one kind."""
@@ -79,7 +86,10 @@ def default_config(model_type: str) -> dict[str, Any]:
     from transformers import AutoConfig
 
     text = AutoConfig.for_model(model_type).to_json_string(use_diff=False)
-    return {**json.loads(text), "model_type": model_type}
+    config = {**json.loads(text), "model_type": model_type}
+    for key, mended in MENDED.get(model_type, {}).items():
+        config[key] = {**config[key], **mended} if isinstance(mended, dict) else mended
+    return config
 
 
 def predict_pair(model_type: str, task: str, recipe: str) -> dict[str, Any]:
@@ -100,7 +110,7 @@ def _predict(config: dict[str, Any], model_type: str, task: str, recipe: str) ->
     from snugfit import Job, Model, SnugfitError, predict
     from snugfit.job.config import parse_config
 
-    lengths: dict[str, int] = {}
+    lengths: dict[str, Any] = {}
     for _ in range(3):
         try:
             facts = parse_config(json.dumps(config).encode(), where=model_type)
@@ -108,9 +118,12 @@ def _predict(config: dict[str, Any], model_type: str, task: str, recipe: str) ->
             told = predict(job, recipe, gpu=GPU).to_json()
         except SnugfitError as refused:
             shorter = re.search(r"(sequence|target) length .* Try (\d+) or less", str(refused))
-            if not shorter:
+            if shorter:
+                lengths[f"{shorter[1]}_length"] = int(shorter[2])
+            elif "build_on='host'" in str(refused) and not lengths:
+                lengths["build_on"] = "host"
+            else:
                 return {"ends": "refused", "text": str(refused)}
-            lengths[f"{shorter[1]}_length"] = int(shorter[2])
         except Exception:
             return {"ends": "crashed", "text": traceback.format_exc()[-2000:]}
         else:

@@ -161,10 +161,80 @@ def test_batches_are_made_on_the_cpu_and_follow_the_seed() -> None:
     assert not torch.equal(batch["input_ids"], synthetic(job, 2, seed=2)["input_ids"])
 
 
-def test_sound_of_other_shapes_is_refused() -> None:
-    speech = {"model_type": "speech_to_text", "d_model": 16, "vocab_size": 300, "encoder_layers": 1}
-    with pytest.raises(JobError, match="num_mel_bins"):
-        synthetic(job_of(speech, Task.SPEECH_TO_TEXT), 1)
+def test_a_model_that_does_not_hear_is_refused() -> None:
+    with pytest.raises(JobError, match=r"no synthetic sound.*Model\.from_module"):
+        synthetic(job_of({"model_type": "dia"}, Task.SPEECH_TO_TEXT), 1)
+
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "intermediate_size": 64, "head_dim": 16, "vocab_size": 300,
+}  # fmt: skip
+EAR = {
+    "hidden_size": 32, "d_model": 32, "encoder_layers": 1, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "encoder_attention_heads": 2, "encoder_ffn_dim": 128, "intermediate_size": 128, "num_mel_bins": 8,
+}  # fmt: skip
+HEARING: list[tuple[dict[str, Any], Task, dict[str, tuple[int, ...]]]] = [
+    (
+        {"model_type": "voxtral", "audio_config": {"model_type": "voxtral_encoder", **EAR},
+         "text_config": LLAMA},
+        Task.SPEECH_TO_TEXT,
+        {"input_features": (2, 8, 3000), "input_ids": (2, 375 + T), "labels": (2, 375 + T)},
+    ),
+    (
+        {"model_type": "glmasr", "audio_config": {"model_type": "glmasr_encoder", **EAR}, "audio_token_id": 7,
+         "text_config": LLAMA},
+        Task.SEQ2SEQ_LM,
+        {"input_features": (2, 8, 3000), "input_features_mask": (2, 3000), "input_ids": (2, 375 + S + T),
+         "labels": (2, 375 + S + T)},
+    ),
+    (
+        {"model_type": "speech_to_text", "d_model": 16, "encoder_layers": 1, "decoder_layers": 1,
+         "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "encoder_attention_heads": 2, "conv_channels": 32,
+         "decoder_attention_heads": 2, "vocab_size": 300, "input_feat_per_channel": 8},
+        Task.SPEECH_TO_TEXT,
+        {"input_features": (2, 3000, 8), "labels": (2, T)},
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "task", "shapes"), HEARING, ids=lambda value: str(value)[16:24])
+def test_models_that_hear_take_thirty_seconds(
+    config: dict[str, Any], task: Task, shapes: dict[str, tuple[int, ...]]
+) -> None:
+    """A language model that hears counts the tokens that a sound takes the place of, and refuses others."""
+    job = job_of(config, task)
+    batch = synthetic(job, 2)
+    assert {name: tuple(value.shape) for name, value in batch.items()} == shapes
+    evaluated(job)(**batch).loss.backward()
+    assert label_items(job, batch) == 2 * T
+    padded = synthetic(job_of(config, task, padding=0.5), 2)
+    assert label_items(job, padded) == T
+    assert padded["labels"].shape == batch["labels"].shape
+
+
+SIGLIP2 = {
+    "model_type": "siglip2", "text_config": {"num_hidden_layers": 1, "hidden_size": 16, "vocab_size": 300,
+    "intermediate_size": 32, "num_attention_heads": 2},
+    "vision_config": {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 32,
+    "num_attention_heads": 2, "num_patches": 16, "patch_size": 4},
+}  # fmt: skip
+
+
+def test_pictures_are_as_large_as_the_part_that_sees_them() -> None:
+    for name in ("clip", "siglip"):
+        sized = {"model_type": name, "vision_config": {"image_size": 336}}
+        assert synthetic(job_of(sized, Task.IMAGE_CLASSIFICATION), 1)["pixel_values"].shape[2:] == (336, 336)
+    job = job_of(SIGLIP2, Task.IMAGE_CLASSIFICATION)
+    batch = synthetic(job, 3)
+    assert batch["pixel_values"].shape == (3, 16, 3 * 4 * 4)
+    assert batch["spatial_shapes"].tolist() == [[4, 4]] * 3
+    evaluated(job)(**batch).loss.backward()
+
+
+def test_a_model_without_a_vocabulary_takes_characters() -> None:
+    ids = synthetic(job_of({"model_type": "canine"}, Task.SEQUENCE_CLASSIFICATION), 2)["input_ids"]
+    assert 100 <= ids.min() <= ids.max() < 30_000
 
 
 @pytest.mark.parametrize(("config", "task", "shapes"), CASES, ids=IDS)

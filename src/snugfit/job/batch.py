@@ -16,6 +16,10 @@ Shapes: B samples, S sequence length, T target length, C channels, H x W pixels,
 | image-classification    | pixel_values (B, C, H, W) float32   | (B), class                     |
 | speech-to-text          | input_features (B, M, F) float32    | (B, T), random ids             |
 
+Pictures and sounds have other shapes in some architectures (`media.py`). A language model that hears takes
+input_ids (B, A + T), of which the first A stand for the sound, and in seq2seq-lm S tokens between the two;
+labels are the T last of them, and -100 before.
+
 With padding, the last part of every sequence is padding: `attention_mask` is 0 there (it is passed only
 then), ids are the pad token, and labels of tokens are -100, which losses leave out. Encoder-decoder
 classifiers (BART, T5) look for the end token, so each of their sequences ends in one.
@@ -23,6 +27,7 @@ classifiers (BART, T5) look for the end token, so each of their sequences ends i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,6 +36,7 @@ from typing import TYPE_CHECKING, Any
 from snugfit.errors import JobError
 from snugfit.job.batch_layout import BatchLayout, map_leaves
 from snugfit.job.job import Job, Task
+from snugfit.job.media import SoundInput, hears_in_place_of_tokens, pixels, sound
 from snugfit.job.model import first_end_token
 
 if TYPE_CHECKING:
@@ -40,9 +46,6 @@ Batch = dict[str, "torch.Tensor"]
 
 LOWEST_ID, HIGHEST_ID = 100, 30_000
 """The guide's range of token ids; special tokens of most vocabularies lie below it."""
-
-USUAL_PIXELS = 224
-"""Height and width of ImageNet's pictures as networks are fed them."""
 
 IGNORED = -100
 """The label that torch's cross-entropy leaves out."""
@@ -144,9 +147,9 @@ class _BatchShapes:
     end_token: int | None = None
     """Ends every sequence, for the classifiers that look for it."""
     pixels: tuple[int, ...] = ()
-    """The shape (C, H, W) of a picture; empty for other tasks."""
-    features: tuple[int, ...] = ()
-    """The shape (M, F) of a sound's spectrogram; empty for other tasks."""
+    """The shape of a picture; empty for other tasks."""
+    sound: SoundInput | None = None
+    """Of a sample, where the model hears."""
 
     @classmethod
     def of(cls, job: Job) -> _BatchShapes:
@@ -163,8 +166,8 @@ class _BatchShapes:
             vocabulary=vocabulary,
             pad_token=pad_token if pad_token is not None and pad_token < vocabulary else 0,
             end_token=first_end_token(config) if looks_for_end else None,
-            pixels=_pixels(config) if job.task is Task.IMAGE_CLASSIFICATION else (),
-            features=_features(config, job) if job.task is Task.SPEECH_TO_TEXT else (),
+            pixels=pixels(config) if job.task is Task.IMAGE_CLASSIFICATION else (),
+            sound=_sound(config, job),
         )
 
     def batch(self, samples: int, seed: int) -> Batch:
@@ -184,9 +187,11 @@ class _BatchShapes:
         F)."""
         import torch
 
-        if shape := self.pixels or self.features:
-            name = "pixel_values" if self.pixels else "input_features"
-            return {name: torch.randn(samples, *shape, generator=generator, device="cpu")}
+        if self.sound is not None:
+            return self._heard(self.sound, samples, generator)
+        if self.pixels:
+            pictures = torch.randn(samples, *self.pixels, generator=generator, device="cpu")
+            return {"pixel_values": pictures, **_patch_grid(self.pixels, samples)}
         ids = self._ids(samples, self.job.sequence_length, generator)
         padding = self._padding(ids)
         if self.end_token is not None:  # once a sequence, or the classifier refuses the batch
@@ -199,6 +204,33 @@ class _BatchShapes:
         ids[:, padding] = self.pad_token
         return {"input_ids": ids, "attention_mask": mask}
 
+    def _heard(self, sound: SoundInput, samples: int, generator: torch.Generator) -> Batch:
+        """A sound, and for a language model that hears the tokens (B, A + T) in which it stands."""
+        import torch
+
+        if sound.codes:
+            shape = (samples, *sound.shape)
+            return {sound.name: torch.randint(sound.codes, shape, generator=generator, device="cpu")}
+        waves = torch.randn(samples, *sound.shape, generator=generator, device="cpu")
+        batch = {sound.name: waves}
+        if sound.mask:
+            batch[sound.mask] = torch.ones(samples, sound.frames, dtype=torch.long, device="cpu")
+        if not sound.tokens:
+            return batch
+        if sound.added:
+            return batch | {"input_ids": self._ids(samples, sound.tokens, generator)}
+        asked = self.job.sequence_length if self.job.task is Task.SEQ2SEQ_LM else 0
+        ids = self._ids(samples, asked + self.job.target_length, generator)
+        ids[ids == sound.token] = (sound.token + 1) % self.vocabulary
+        ids = torch.cat([torch.full((samples, sound.tokens), sound.token, device="cpu"), ids], dim=1)
+        if not self.job.padding:
+            return batch | {"input_ids": ids}
+        mask = torch.ones_like(ids)
+        padding = self._padding(ids[:, -self.job.target_length :])
+        ids[:, -self.job.target_length :][:, padding] = self.pad_token
+        mask[:, -self.job.target_length :][:, padding] = 0
+        return batch | {"input_ids": ids, "attention_mask": mask}
+
     def _labels(self, samples: int, inputs: Batch, generator: torch.Generator) -> torch.Tensor:
         """Labels of the shape that the table above gives for the task: (B), (B, S) or (B, T)."""
         import torch
@@ -210,6 +242,10 @@ class _BatchShapes:
             return torch.randint(job.labels, (samples,), generator=generator, device="cpu")
         if job.task is Task.CAUSAL_LM:
             labels = inputs["input_ids"].clone()
+        elif self.sound is not None and self.sound.codes:
+            return inputs[self.sound.name][..., 0].clone()  # the stream of text
+        elif self.sound is not None and self.sound.tokens:
+            return self._labels_behind_sound(self.sound, inputs)
         elif job.task is Task.TOKEN_CLASSIFICATION:
             shape = (samples, job.sequence_length)
             labels = torch.randint(job.labels, shape, generator=generator, device="cpu")
@@ -221,11 +257,19 @@ class _BatchShapes:
             labels[:, self._padding(labels)] = IGNORED
         return labels
 
+    def _labels_behind_sound(self, sound: SoundInput, inputs: Batch) -> torch.Tensor:
+        """Labels (B, A + T) of a language model that hears: its last T tokens, or all."""
+        labels = inputs["input_ids"].clone()
+        labels[:, : 1 if sound.added else -self.job.target_length] = IGNORED
+        if "attention_mask" in inputs:
+            labels[inputs["attention_mask"] == 0] = IGNORED
+        return labels
+
     def _ids(self, samples: int, length: int, generator: torch.Generator) -> torch.Tensor:
         """Random token ids of shape (B, `length`), int64."""
         import torch
 
-        high = min(HIGHEST_ID, self.vocabulary)
+        high = min(HIGHEST_ID, self.vocabulary or HIGHEST_ID)  # CANINE hashes its characters, and has none
         low = LOWEST_ID if high > LOWEST_ID else high // 2
         return torch.randint(low, high, (samples, length), generator=generator, device="cpu")
 
@@ -236,19 +280,28 @@ class _BatchShapes:
         return slice(length - padded, length)
 
 
-def _pixels(config: Any) -> tuple[int, int, int]:
-    """(C, H, W) of a picture; configs of convolutional networks name no size, because they take any."""
-    size = getattr(config, "image_size", None) or USUAL_PIXELS
-    height, width = size if isinstance(size, list | tuple) else (size, size)
-    return getattr(config, "num_channels", 3), height, width
-
-
-def _features(config: Any, job: Job) -> tuple[int, int]:
-    """(M, F) of Whisper's input: two frames for each position, because its first convolutions halve them."""
-    bins, positions = getattr(config, "num_mel_bins", None), getattr(config, "max_source_positions", None)
-    if not bins or not positions:
+def _sound(config: Any, job: Job) -> SoundInput | None:
+    """The sound that a job's model hears; None where its task has none."""
+    in_tokens = hears_in_place_of_tokens(job.model.architecture)
+    if job.task is not Task.SPEECH_TO_TEXT and not (job.task is Task.SEQ2SEQ_LM and in_tokens):
+        return None
+    heard = sound(config)
+    if heard is None:
         raise JobError(
-            f"{job.model.name}: synthetic sound is known for models with num_mel_bins and"
-            " max_source_positions (Whisper) only."
+            f"{job.model.name} ({job.model.architecture}): no synthetic sound is known for it in {job.task}."
+            " Give the model itself with an example batch: Model.from_module(module, example)."
         )
-    return bins, 2 * positions
+    return heard
+
+
+def _patch_grid(picture: tuple[int, ...], samples: int) -> Batch:
+    """What goes along with a picture (P, D) of patches: its mask, and its height and width in patches."""
+    import torch
+
+    if len(picture) != 2:
+        return {}
+    side = math.isqrt(picture[0])
+    return {
+        "pixel_attention_mask": torch.ones(samples, picture[0], dtype=torch.long, device="cpu"),
+        "spatial_shapes": torch.tensor([[side, picture[0] // side]] * samples, device="cpu"),
+    }

@@ -28,12 +28,13 @@ from snugfit.errors import JobError, ModelError, one_line
 from snugfit.job.batch_layout import BatchDims, BatchLayout, leaves
 from snugfit.job.config import check_facts, ignored_keys, without_ignored
 from snugfit.job.find import find_facts
+from snugfit.job.media import hears_in_place_of_tokens
 
 if TYPE_CHECKING:
     from torch import nn
 
 CLASSIFICATION = ("sequence-classification", "token-classification", "image-classification")
-TEXT_TO_TEXT = ("seq2seq-lm", "sequence-classification")
+TEXT_TO_TEXT = ("seq2seq-lm", "sequence-classification", "speech-to-text")
 """Tasks for which an encoder-decoder shifts its labels or its input to the right, behind a start token."""
 
 
@@ -172,7 +173,10 @@ class Model:
         config.architectures = config.architectures or []
         if task == "sequence-classification":
             _name_a_pad_token(config.get_text_config())
-        if task == "seq2seq-lm" and not config.is_encoder_decoder:
+        hears = hears_in_place_of_tokens(self.architecture)
+        if hears and getattr(config, "audio_token_id", 0) is None:
+            config.audio_token_id = 0  # the hub's configs name one; no byte depends on which
+        if task == "seq2seq-lm" and not config.is_encoder_decoder and not hears:
             raise JobError(
                 f"{self.name} ({self.architecture}) has no decoder of its own, so synthetic batches, whose "
                 f"targets have a length of their own, do not fit it in {task}."

@@ -15,6 +15,7 @@ from snugfit.data.samples import Samples, samples_of
 from snugfit.data.tokens import load_tokenizer, padding_token
 from snugfit.errors import UsageError
 from snugfit.job.job import Task
+from snugfit.job.media import hears_in_place_of_tokens
 from snugfit.step.batches import collate as stacked
 from snugfit.training.run.run import Data
 
@@ -95,6 +96,11 @@ def _media(
         raise UsageError(
             f"{rows.source}: {job.task} needs the model's processor. Give its folder, which has a"
             " preprocessor_config.json: processor=FOLDER."
+        )
+    if hears_in_place_of_tokens(job.model.architecture):
+        raise UsageError(
+            f"{job.model.name} ({job.model.architecture}) takes sound among its tokens, and snugfit makes"
+            " such batches from no dataset. Give samples that its processor has made, or use snugfit.fit."
         )
     loaded = load_processor(chosen, job)
     if job.task is not Task.SPEECH_TO_TEXT:

@@ -1,0 +1,204 @@
+"""Shapes of synthetic pictures and sounds, read from a model's config.
+
+A picture is as large as the config says, a sound is 30 seconds: what Whisper's encoder always takes, and what
+the other extractors are given here. One sample of it is one of these (C channels, H x W pixels, M mel bins, F
+frames of 10 ms, P patches, D numbers of a patch or a frame):
+
+| the config of the encoder has             | input                 | shape of a sample              |
+|-------------------------------------------|-----------------------|--------------------------------|
+| image_size, or none (networks take any)   | pixel_values          | (C, H, W)                      |
+| num_patches (SigLIP 2)                    | pixel_values          | (P, D)                         |
+| num_mel_bins and max_source_positions     | input_features        | (M, F), F = 2 x positions      |
+| num_mel_bins, stacked or subsampled after | input_features        | (F, M), or (M, F) in `BINS_FIRST` |
+| feature_projection_input_dim, input_dim   | input_features        | (F / 2, D), two frames stacked |
+| none of these                             | input_values          | (samples), or (1, samples)     |
+| num_codebooks (Kyutai)                    | input_ids             | (frames, 1 + codebooks)        |
+
+A model with a decoder of its own takes its labels beside the sound. A language model that hears takes it in
+the place of tokens, and how many those are is a fact of its code, written down in `_TOKENS` by architecture.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+USUAL_PIXELS = 224
+"""Height and width of ImageNet's pictures as networks are fed them."""
+
+SECONDS = 30
+FRAMES = 100 * SECONDS
+"""Frames of a spectrogram whose hop is 10 ms, as all extractors of transformers for speech have it."""
+
+SAMPLE_RATE = 16_000
+"""Of the extractors for speech; where a config names another, that."""
+
+BINS_FIRST = frozenset({"glmasr", "qwen3_asr", "voxtral_realtime"})
+"""Architectures that begin with convolutions along time, and whose configs name no source positions."""
+
+STACKED_FRAMES = 6
+"""FunASR's extractor stacks seven frames, every sixth of them anew (`stride_lfr`)."""
+
+PIANO_FRAMES = 22_050 * SECONDS // 1_024
+"""Pop2Piano's spectrogram: 22,050 Hz and a hop of 1,024 samples."""
+
+
+VIBEVOICE_SAMPLES = 24_000 * SECONDS
+"""VibeVoice's extractor takes 24,000 Hz, and gives one channel."""
+
+MIMI_HOP = 8
+"""Frames of 10 ms in one of Mimi's codec, which has 12.5 a second: a text token and codes stand beside."""
+
+
+@dataclass(frozen=True)
+class SoundInput:
+    """One sample of a sound, as a model takes it."""
+
+    name: str
+    """Of the argument of `forward`."""
+    shape: tuple[int, ...]
+    """Of one sample, as the table has it."""
+    mask: str = ""
+    """The argument that says which of its frames are no padding; empty where a model needs none."""
+    tokens: int = 0
+    """Of a language model's sequence that the sound takes the place of; 0 with a decoder of its own."""
+    token: int = 0
+    """Which token stands there."""
+    added: bool = False
+    """Whether it is added to the tokens, one for one, in place of standing between them."""
+
+    codes: int = 0
+    """What a codec made of the wave, in place of numbers: whole numbers below this; 0 where none did."""
+    frames_first: bool = False
+    """Whether the frames are the first dimension of a sample."""
+
+    @property
+    def frames(self) -> int:
+        """Of the sample, as its mask counts them."""
+        return self.shape[0 if self.frames_first else -1]
+
+
+def pixels(config: Any) -> tuple[int, ...]:
+    """The shape of a picture, (C, H, W) or (P, D); configs of convolutional networks name no size, because
+    they take any."""
+    vision = config if getattr(config, "image_size", None) else getattr(config, "vision_config", config)
+    channels = getattr(vision, "num_channels", 3)
+    if patches := getattr(vision, "num_patches", None):
+        return patches, channels * vision.patch_size**2
+    size = getattr(vision, "image_size", None) or USUAL_PIXELS
+    height, width = size if isinstance(size, list | tuple) else (size, size)
+    return channels, height, width
+
+
+def sound(config: Any) -> SoundInput | None:
+    """What a model with this config hears; None for one that is not known to hear."""
+    model_type, part = config.model_type, _encoder(config)
+    if model_type in _TOKENS:
+        token = getattr(config, "audio_token_id", None)
+        tokens = _TOKENS[model_type](config, part)
+        mask, shape = _MASKS.get(model_type, "input_features_mask"), _features(model_type, part)
+        if not shape:
+            return SoundInput("input_values", (1, VIBEVOICE_SAMPLES), mask, tokens, token or 0)
+        added, stacked = model_type == ADDED, bool(getattr(part, "num_stacked_frames", None))
+        return SoundInput("input_features", shape, mask, tokens, token or 0, added, frames_first=stacked)
+    if model_type == "kyutai_speech_to_text":
+        streams = (FRAMES // MIMI_HOP, 1 + config.num_codebooks)
+        return SoundInput("input_ids", streams, codes=min(config.vocab_size, config.codebook_vocab_size))
+    if model_type == "pop2piano":
+        return SoundInput("input_features", (PIANO_FRAMES, config.d_model))
+    if not config.is_encoder_decoder or model_type == "dia":  # Dia speaks: its input is text
+        return None
+    shape = _features(model_type, part)
+    return SoundInput("input_features", shape) if shape else SoundInput("input_values", _wave(part))
+
+
+def hears_in_place_of_tokens(model_type: str) -> bool:
+    """Whether it is a language model that takes sound in the place of tokens."""
+    return model_type in _TOKENS
+
+
+_ENCODERS = ("audio_config", "encoder_config", "encoder", "acoustic_tokenizer_encoder_config", "asr_config")
+
+
+def _encoder(config: Any) -> Any:
+    """The config of the part that hears; of several nested ones the innermost."""
+    for key in (
+        "audio_config",
+        "encoder_config",
+        "encoder",
+        "acoustic_tokenizer_encoder_config",
+        "asr_config",
+    ):
+        if (part := getattr(config, key, None)) is not None and not isinstance(part, int):
+            return _encoder(part)
+    return config
+
+
+def _features(model_type: str, part: Any) -> tuple[int, ...]:
+    """The shape of a spectrogram; empty where the model takes the wave itself."""
+    bins, positions = getattr(part, "num_mel_bins", None), getattr(part, "max_source_positions", None)
+    stacked = getattr(part, "feature_projection_input_dim", None) or getattr(part, "input_dim", None)
+    if getattr(part, "conv_dim", None):  # wav2vec 2.0 and its kind have convolutions over the wave
+        return ()
+    if stacked:
+        return FRAMES // 2, stacked
+    if bins and positions:
+        return bins, 2 * positions
+    if stack := getattr(part, "num_stacked_frames", None):
+        return FRAMES // STACKED_FRAMES, stack * part.num_mel_bins
+    bins = bins or getattr(part, "input_feat_per_channel", 0) * getattr(part, "input_channels", 1)
+    shape = (bins, FRAMES) if model_type in BINS_FIRST else (FRAMES, bins)
+    return shape if bins else ()
+
+
+def _wave(part: Any) -> tuple[int]:
+    return (SECONDS * (getattr(part, "sampling_rate", None) or SAMPLE_RATE),)
+
+
+def _pooled_tokens(config: Any, part: Any) -> int:
+    """Whisper's convolutions halve the frames, a pooling halves them again."""
+    return int(part.max_source_positions) // 2
+
+
+def _merged_tokens(config: Any, part: Any) -> int:
+    """Whisper's convolutions halve the frames, and four of the rest make a token."""
+    return FRAMES // 8
+
+
+_TOKENS: Mapping[str, Callable[[Any, Any], int]] = {
+    "audioflamingo3": _pooled_tokens,
+    "fun_asr_nano": lambda config, ear: FRAMES // STACKED_FRAMES,
+    "glmasr": _merged_tokens,
+    "granite_speech": lambda config, ear: _window_tokens(config),
+    "granite_speech_plus": lambda config, ear: _window_tokens(config),
+    "moss_transcribe_diarize": lambda config, ear: math.ceil(
+        ear.max_source_positions / config.audio_merge_size
+    ),
+    "musicflamingo": _pooled_tokens,
+    "nemo_speechlm": _merged_tokens,
+    "qwen2_audio": _pooled_tokens,
+    "qwen3_asr": lambda config, ear: FRAMES // (2 * ear.n_window) * 13,
+    "vibevoice": lambda config, ear: math.ceil(VIBEVOICE_SAMPLES / ear.hop_length),
+    "vibevoice_asr": lambda config, ear: math.ceil(VIBEVOICE_SAMPLES / ear.hop_length),
+    "voxtral": lambda config, ear: int(ear.max_source_positions * ear.hidden_size / ear.intermediate_size),
+    "voxtral_realtime": lambda config, ear: FRAMES // config.audio_length_per_tok,
+}
+"""Tokens that 30 seconds take the place of, as `get_audio_features` of each architecture makes them."""
+
+
+def _window_tokens(config: Any) -> int:
+    """Granite Speech: a projector makes `window_size / downsample_rate` tokens of each window of frames."""
+    windows = math.ceil(FRAMES / 2 / config.window_size)
+    return int(windows * (config.window_size // config.downsample_rate))
+
+
+_MASKS = {
+    "granite_speech": "", "granite_speech_plus": "", "voxtral": "", "voxtral_realtime": "",
+    "qwen2_audio": "feature_attention_mask", "vibevoice": "padding_mask", "vibevoice_asr": "",
+}  # fmt: skip
+"""The argument for the mask of the frames, where it is another one or none."""
+
+ADDED = "voxtral_realtime"
+"""The architecture that adds a sound to its tokens, one for one, in place of putting it between them."""
