@@ -5,7 +5,8 @@ recipe's own fidelity. What the states of a run depend on stays: the same optimi
 same adapters; so whatever the plan gives can be gone on with. Where nothing can be predicted (on the CPU, for
 a GPU that is not in the table, when the search finds nothing) the batch is cut into more micro-batches.
 
-No answer changes the global batch, and none is less exact than what was asked for.
+No answer changes the global batch, and none is less exact than what was asked for. Where samples look at each
+other (`job/sample_mixing.py`) the batch is cut as it was.
 """
 
 from __future__ import annotations
@@ -42,9 +43,11 @@ def next_recipe(
     in slots that are `changing` alone; for a model that is `live`, one that it can go on under as it is."""
 
     def following(job: Job, recipe: Recipe, cause: str) -> Recipe | None:
+        fixed = {kind.slot for kind in roster.techniques() if kind.planning_objection(job)}
+        slots = frozenset(changing) - fixed
         if device.type == "cuda":
             try:
-                smaller = _plan_smaller(job, recipe, device, live, changing)
+                smaller = _plan_smaller(job, recipe, device, live, slots)
             except SnugfitError:  # a GPU or a model that cannot be predicted
                 smaller = None
             if smaller is not None:
@@ -94,7 +97,9 @@ def cut_smaller(job: Job, recipe: Recipe) -> Recipe | None:
     finer = {
         cut.setup().micro_batches: cut
         for kind in roster.techniques()
-        for technique in (kind.settings(job) if kind.slot is Slot.BATCHING else ())
+        for technique in (
+            kind.settings(job) if kind.slot is Slot.BATCHING and not kind.planning_objection(job) else ()
+        )
         if (cut := recipe.with_(technique)).setup().micro_batches > recipe.setup().micro_batches
     }
     return finer[min(finer)] if finer else None

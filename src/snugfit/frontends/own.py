@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import JobError, UsageError, did_you_mean
+from snugfit.frontends.cut_loss import cut_warning
 from snugfit.frontends.next_recipe import next_recipe
 from snugfit.frontends.predicted import run_predictor
 from snugfit.job.job import Job, refuse_what_is_no_job
@@ -79,7 +80,7 @@ def train(
     less memory, and `SnugfitError` when a loss is no number.
     """
     chosen, target = options_of(options), device_of(device)
-    recipe = _recipe_for(job, recipe, target)
+    recipe = _recipe_for(job, recipe, target, watch)
     if evaluation is None and chosen.eval_strategy != "no":
         raise UsageError(f"eval_strategy is {chosen.eval_strategy!r}, and there is no evaluation data.")
     callbacks_for(chosen)  # what is not installed is told before any data is read
@@ -101,14 +102,18 @@ def train(
     return run_to_its_end(run, **start, replan=replan, predict=predict, watch=watch)
 
 
-def _recipe_for(job: Job, recipe: Recipe | str, target: torch.device) -> Recipe:
-    """The recipe, when it can train this job there."""
+def _recipe_for(
+    job: Job, recipe: Recipe | str, target: torch.device, watch: Callable[[Event], None]
+) -> Recipe:
+    """The recipe, when it can train this job there; `watch` hears where it changes what is trained."""
     refuse_what_is_no_job(job)
     if not job.trains:
         raise JobError("The job's phase is 'evaluate', and this trains. Leave the phase out.")
     recipe = recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe)
     recipe.check(job, capability_of(target))
     refuse_unsupported("plain", recipe.setup())
+    for warning in cut_warning(job, recipe):
+        watch(warning)
     return recipe
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, Self
 
@@ -123,6 +123,9 @@ class Job:
     build_on: str = "device"
     """`device`: the model is built where it trains. `host`: built on the CPU, then moved."""
 
+    mixes_samples: str = field(default="", compare=False, repr=False)
+    """Why its loss is no mean over samples, where that was found with data; `mixing_of` asks the model."""
+
     def __post_init__(self) -> None:
         _refuse_what_is_no_model(self.model)
         if not isinstance(self.task, Task):  # a plain string is what people write
@@ -164,7 +167,7 @@ class Job:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object; `Job.from_json` reads it back."""
-        document = {field.name: getattr(self, field.name) for field in fields(self)}
+        document = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.compare}
         return {**document, "model": self.model.to_json()}
 
     @classmethod
@@ -176,7 +179,7 @@ class Job:
             raise JobError(
                 f"This is no job that snugfit wrote: it has no {' and no '.join(sorted(lacking))}."
             )
-        if unknown := set(document) - {field.name for field in fields(cls)}:
+        if unknown := set(document) - {entry.name for entry in fields(cls) if entry.compare}:
             raise JobError(f"A job of another version of snugfit: unknown are {', '.join(sorted(unknown))}.")
         return cls(**{**document, "model": Model.from_json(document["model"])})
 

@@ -112,6 +112,17 @@ class Technique(ABC):
         return iter(())
 
     @classmethod
+    def planning_objection(cls, job: Job) -> str:
+        """Why no plan and no recovery chooses it for this job, though a user may name it; empty where they
+        may."""
+        return ""
+
+    @classmethod
+    def uncertain(cls, job: Job) -> str:
+        """What could not be found out about it for this job; empty where nothing is open."""
+        return ""
+
+    @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
         """What a planner may try: by default the technique as it stands."""
         yield cls()

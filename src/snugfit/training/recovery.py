@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, final
 
 from snugfit.errors import OutOfMemory
 from snugfit.job.job import Job
+from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.training.step_logger import RETRIES_IN_A_ROW, THRASHING
 
@@ -63,14 +64,16 @@ class Recovery:
     """Finds the recipe that a run goes on with."""
 
     def __init__(self, job: Job, journal: Journal, replan: Replan) -> None:
-        self._job, self._journal, self._replan = job, journal, replan
+        self.job, self._journal, self._replan = job, journal, replan
 
     def next_recipe(self, exhausted: Exhausted, recipe: Recipe, step: int) -> Recipe | None:
         """The recipe that follows this one, after so many steps. None, with a warning, where memory is only
         short and no other recipe is left. Raises `OutOfMemory` where it ran out."""
-        chosen = self._replan(self._job, recipe, exhausted.cause)
+        chosen = self._replan(self.job, recipe, exhausted.cause)
+        uncut = next(filter(None, (kind.planning_objection(self.job) for kind in roster.techniques())), "")
+        why = f" (the batch is not cut: {uncut})" if uncut else ""
         if chosen is None and exhausted.phase != STEP_BOUNDARY:
-            raise out_of_memory(exhausted, recipe, step, f"No other recipe is left. {WHAT_TO_TRY}")
+            raise out_of_memory(exhausted, recipe, step, f"No other recipe is left{why}. {WHAT_TO_TRY}")
         if chosen is None:
             what = f"Step {step}: memory is short ({exhausted.cause}, {exhausted.message}) under '{recipe}'"
             text = f"{what}, and no other recipe is left; the run continues, slower than it could."

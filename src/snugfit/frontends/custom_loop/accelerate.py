@@ -32,6 +32,7 @@ from snugfit.frontends.custom_loop.model import (
 )
 from snugfit.frontends.custom_loop.run import HandRun
 from snugfit.frontends.custom_loop.step import CustomStep, ItemsOf, LossOf
+from snugfit.frontends.cut_loss import cut_warning, job_with_mixing
 from snugfit.frontends.items import example_of, samples_in
 from snugfit.frontends.own import capability_of, folder_of, options_of
 from snugfit.job.job import Job, Task
@@ -107,9 +108,19 @@ def accelerate(
         watch({"event": "note", "text": text})
     step = CustomStep(job, recipe.setup(), device, model=model, loss=loss, items=items)
     return HandRun(
-        job=job, recipe=recipe, state=state, step=step, batches=batches, checkpoints=checkpoints,
+        job=_job_to_train(job, live, step, watch), recipe=recipe, state=state, step=step, batches=batches,
+        checkpoints=checkpoints,
         journal=journal, every=logging_steps,
     )  # fmt: skip
+
+
+def _job_to_train(job: Job, live: LiveTraining, step: CustomStep, watch: Callable[[Event], None]) -> Job:
+    """The job, with what its loss says of a batch in pieces where the recipe cuts it; `watch` hears it."""
+    if live.recipe.setup().micro_batches > 1:
+        job = job_with_mixing(job, live.model, step.value_of, step.items_of)
+    for warning in cut_warning(job, live.recipe):
+        watch(warning)
+    return job
 
 
 def _refuse_what_cannot_be_called(**given: Any) -> None:

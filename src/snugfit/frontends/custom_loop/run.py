@@ -19,6 +19,7 @@ from snugfit.errors import OutOfMemory, SnugfitError, UsageError
 from snugfit.frontends.custom_loop.batches import Batches
 from snugfit.frontends.custom_loop.checkpoints import RunCheckpoints
 from snugfit.frontends.custom_loop.step import CustomStep
+from snugfit.frontends.cut_loss import job_with_mixing
 from snugfit.frontends.items import pieces_of, samples_in, write_batch
 from snugfit.frontends.next_recipe import next_recipe
 from snugfit.frontends.predicted import run_predictor
@@ -225,6 +226,7 @@ class HandRun:
         )
 
     def _out_of_memory(self, exhausted: Exhausted) -> OutOfMemory:
+        self.job = job_with_mixing(self.job, self.model, self._step.value_of, self._step.items_of)
         smaller = next_recipe(self._state.device)(self.job, self.recipe, exhausted.cause)
         intact = "No weight has changed; run.save() keeps this boundary"
         if exhausted.phase == "update":

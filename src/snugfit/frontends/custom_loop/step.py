@@ -41,17 +41,23 @@ class CustomStep(TrainingStep):
         super().__init__(job, setup, device)
         self.sync_before_update, shifts = True, shifts_labels(model)
         self.items_of = partial(items_in, shifts=shifts) if items is None else lambda piece: int(items(piece))
+        self.value_of = partial(_value, loss)
         self.loss_of = partial(_loss, loss)
+
+
+def _value(given: LossOf | None, model: Any, batch: Mapping[str, Any]) -> Any:
+    """What the user's function gives, or the loss in the model's output; None where there is none."""
+    output = model(**batch) if given is None else given(model, dict(batch))
+    try:
+        return loss_of(output)
+    except (KeyError, IndexError, TypeError):
+        return None
 
 
 def _loss(given: LossOf | None, model: Any, batch: Mapping[str, Any]) -> torch.Tensor:
     import torch
 
-    output = model(**batch) if given is None else given(model, dict(batch))
-    try:
-        loss = loss_of(output)
-    except (KeyError, IndexError, TypeError):
-        loss = None
+    loss = _value(given, model, batch)
     if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.requires_grad:
         what = "the function loss" if given else f"{type(model).__name__}"
         raise UsageError(

@@ -17,13 +17,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from snugfit.frontends.cut_loss import cut_warning
 from snugfit.frontends.trainer.fit_plan import FitPlan, Notices
 from snugfit.frontends.trainer.job import job_of
-from snugfit.frontends.trainer.plan import choose
+from snugfit.frontends.trainer.plan import choose, compared_job
 from snugfit.frontends.trainer.setup import apply, refuse_what_cannot_be_fitted
 from snugfit.frontends.trainer.trainer_class import FittedTrainer, fitted_class
 from snugfit.techniques.recipe import Recipe
-from snugfit.techniques.technique import Fidelity
+from snugfit.techniques.technique import Fidelity, Slot
 
 if TYPE_CHECKING:
     from snugfit.training.journal import Event
@@ -61,6 +62,10 @@ def fit(
         notices.tell("planned", text=chosen.says)
     for line in apply(trainer, job, chosen.recipe, chosen.user_slots):
         notices.tell("changed", text=line)
+    if Slot.BATCHING not in chosen.user_slots and chosen.recipe.setup().micro_batches > 1:
+        job = compared_job(trainer, job)
+        for warning in cut_warning(job, chosen.recipe):
+            notices.tell(**warning)
     if not isinstance(trainer, FittedTrainer):
         trainer.__class__ = fitted_class(type(trainer))
     trainer.snugfit = FitPlan(job=job, recipe=chosen.recipe, user_slots=chosen.user_slots, notices=notices)

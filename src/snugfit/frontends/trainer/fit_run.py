@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from snugfit.frontends.next_recipe import next_recipe
 from snugfit.frontends.trainer.checkpoints import TrainerCheckpoints
 from snugfit.frontends.trainer.data import DataPosition, StepPrefetcher
+from snugfit.frontends.trainer.plan import compared_job
 from snugfit.frontends.trainer.step_state import StepState
 from snugfit.frontends.trainer.step_timer import StepTimer, logger_for
 from snugfit.techniques.technique import Slot
@@ -77,6 +78,8 @@ def _recovery(trainer: Any, journal: Journal) -> Recovery:
 
     def replan(job: Job, recipe: Recipe, cause: str) -> Recipe | None:
         with preserve_rng(device):
-            return next_recipe(device, live=True, changing=changing)(job, recipe, cause)
+            recovery.job = compared_job(trainer, job)
+            return next_recipe(device, live=True, changing=changing)(recovery.job, recipe, cause)
 
-    return Recovery(plan.job, journal, replan)
+    recovery = Recovery(plan.job, journal, replan)
+    return recovery

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import NothingFits, UsageError
+from snugfit.frontends.cut_loss import job_with_mixing, unchanged_attributes
 from snugfit.frontends.trainer.setup import brings_optimizer
+from snugfit.job.sample_mixing import mixing_of
 from snugfit.planning.request import fidelity_of
 from snugfit.step.checkpointing import NAMES
 from snugfit.step.wishes.model import dtype_of
@@ -62,10 +64,20 @@ def choose(
         gpu = torch.cuda.get_device_name(device)
     if gpu is not None:
         with preserve_rng(device):
-            return _plan_from(own, job, gpu, degree)
+            return _plan_from(own, compared_job(trainer, job), gpu, degree)
     why = "there is no GPU to plan for, and gpu= names none"
     says = f"{why}: the trainer keeps what it asks for, '{own.recipe}'"
     return Chosen(recipe=own.recipe, user_slots=frozenset(Slot), says=says)
+
+
+def compared_job(trainer: Any, job: Job) -> Job:
+    """The job, with what this trainer's own loss says of a batch in pieces (`cut_loss.py`)."""
+
+    def loss_of(model: Any, batch: dict[str, Any]) -> Any:
+        return trainer.compute_loss(model, batch)
+
+    with unchanged_attributes(trainer):
+        return job_with_mixing(job, trainer.model, loss_of)
 
 
 def recipe_of(trainer: Any) -> Chosen:
@@ -85,7 +97,8 @@ def _plan_from(own: Chosen, job: Job, gpu: str, fidelity: Fidelity) -> Chosen:
     degrees = list(Fidelity)
     most = degrees.index(fidelity)
     less_exact = {technique.slot for technique in own.recipe if degrees.index(technique.fidelity) > most}
-    unchanged = frozenset({*KEPT, *own.user_slots, *less_exact})
+    whole = {Slot.BATCHING} if mixing_of(job).reason else set()  # as the user cuts it, or does not
+    unchanged = frozenset({*KEPT, *own.user_slots, *less_exact, *whole})
     settled: Mapping[Slot, Technique] = {slot: own.recipe[slot] for slot in unchanged}
     best = plan(job, gpu=gpu, fidelity=fidelity, settled=settled)
     shown = best.best_or_nearest.recipe

@@ -142,6 +142,8 @@ def _choices(
             excluded.append(Exclusion(what=technique.name, why=why))
         elif degrees.index(technique.fidelity) > degrees.index(fidelity):
             excluded.append(Exclusion(what=technique.name, why=ALLOWED_BY[technique.fidelity]))
+        elif why := technique.planning_objection(job):
+            excluded.append(Exclusion(what=technique.name, why=why))
         else:
             yield from dict.fromkeys(technique.settings(job))
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Self
 
+from snugfit.job.sample_mixing import mixing_of
 from snugfit.techniques.counterpart import Counterpart, Setting
 from snugfit.techniques.setting import between
 from snugfit.techniques.setup import Setup
@@ -48,6 +49,18 @@ class MicroBatches(Technique):
             near = nearest_divisors(job.batch_size, self.n)
             tries = " or ".join(f"{self.name}({divisor})" for divisor in near)
             yield f"a batch of {job.batch_size} has no {self.n} equal pieces. Try {tries}."
+
+    @classmethod
+    def planning_objection(cls, job: Job) -> str:
+        """Samples that look at each other: a batch in pieces is then another training."""
+        reason = mixing_of(job).reason
+        return reason and f"its loss is no mean over samples, so a batch in pieces trains otherwise: {reason}"
+
+    @classmethod
+    def uncertain(cls, job: Job) -> str:
+        """Whether the samples of this job look at each other."""
+        unknown = mixing_of(job).unknown
+        return unknown and f"it is not known whether its loss is a mean over samples: {unknown}"
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:

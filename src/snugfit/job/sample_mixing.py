@@ -1,0 +1,168 @@
+"""Whether a batch in pieces is the whole batch: not where samples of a batch look at each other.
+
+Gradients of micro-batches add up to those of the batch if the loss is a mean over samples. It is none where
+
+    layers of a batch norm    normalise by the mean and variance of the batch that they are given
+    a loss over the batch     compares each sample with the others (CLIP, SimCLR, in-batch negatives), or
+                              takes statistics of all (Barlow Twins, the balance of experts)
+
+A model of transformers with one of our tasks has a loss of samples or tokens, so its layers decide. A module
+from Python is run on `meta` with two numbers of samples: a tensor that grows with their square holds pairs,
+and a product or a mean over the samples that is no single number is a statistic. Whoever has data compares
+the losses themselves (`frontends/cut_loss.py`), which finds the rest, and writes it into the job
+(`Job.mixes_samples`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from snugfit.job.architectures import HEADS
+from snugfit.job.batch_layout import map_leaves
+from snugfit.job.clone import clone_to_device
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from snugfit.job.job import Job
+    from snugfit.job.model import Model
+
+SAMPLES = (6, 10)
+"""Samples of the two batches that a module is run with: two, and their ratio is no whole number."""
+
+STATISTICS = ("mm", "addmm", "bmm", "mean", "sum", "var", "var_mean", "std", "std_mean")
+"""Operators that can add up over the samples of a batch; those of a batch norm are found as layers."""
+
+
+class Mixing(NamedTuple):
+    """What is known of how the samples of a batch look at each other; both are empty where they do not."""
+
+    reason: str = ""
+    """Why the loss is no mean over samples."""
+
+    unknown: str = ""
+    """Why it could not be found out."""
+
+
+_OF_FACTS: dict[tuple[str, str, int], str] = {}
+_OF_MODULES: weakref.WeakKeyDictionary[Any, Mixing] = weakref.WeakKeyDictionary()
+
+
+def mixing_of(job: Job) -> Mixing:
+    """Whether this job's samples look at each other when it is trained. Moves no random generator."""
+    if not job.trains:
+        return Mixing()
+    if job.mixes_samples:
+        return Mixing(reason=job.mixes_samples)
+    module = job.model.module
+    if module is None:
+        return Mixing(reason=_of_architecture(job))
+    if module not in _OF_MODULES:
+        _OF_MODULES[module] = _of_module(module, job.model)
+    return _OF_MODULES[module]
+
+
+def _of_architecture(job: Job) -> str:
+    """By the layers of transformers' own model. It is built only where its file has a batch norm, or it is
+    made of other models."""
+    import torch
+    import transformers
+
+    from snugfit.job.build import instantiate
+
+    key = (job.model.facts, job.task, job.labels)
+    if key not in _OF_FACTS:
+        config = job.transformers_config()
+        kind = getattr(transformers, HEADS[job.task][0])._model_mapping[type(config)]
+        kind = kind[0] if isinstance(kind, tuple) else kind
+        composed = getattr(config, "sub_configs", None) or getattr(config, "backbone_config", None)
+        _OF_FACTS[key] = ""
+        if composed or "BatchNorm" in inspect.getsource(sys.modules[kind.__module__]):
+            with torch.device("meta"):
+                _OF_FACTS[key] = norm_layers(instantiate(job, dtype="float32", attention="sdpa"))
+    return _OF_FACTS[key]
+
+
+def norm_layers(module: nn.Module) -> str:
+    """The layers that normalise by the batch when this module is trained, in words; or nothing. Where the
+    module itself is in training, those that are not have been frozen."""
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    layers = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
+    layers = [layer for layer in layers if layer.training or not module.training]
+    if not layers:
+        return ""
+    kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
+    return f"{len(layers)} layers ({kinds}) normalise by the batch that they are given"
+
+
+def _of_module(module: nn.Module, model: Model) -> Mixing:
+    import torch
+
+    if reason := norm_layers(module):
+        return Mixing(reason=reason)
+    layout = model.layout(SAMPLES[0])
+    if layout.unclear:
+        return Mixing(unknown="it is not clear which tensors of its batch hold samples")
+    example = map_leaves(
+        model.example or {}, lambda _, value: value.to("meta") if torch.is_tensor(value) else value
+    )
+    first = layout.part(example, 0, 1)
+    try:
+        with torch.device("meta"):
+            copy = clone_to_device(module).train()
+            runs = [_shapes(copy, layout.join([first] * samples)) for samples in SAMPLES]
+    except Exception as error:  # whatever a user's module raises
+        return Mixing(unknown=f"it could not be run without data ({type(error).__name__})")
+    return Mixing(reason=_mixing_operator(*runs))
+
+
+class _OperatorCall(NamedTuple):
+    """One operator: its name, and the numbers of values of its largest input and of its output."""
+
+    name: str
+    largest_input: int
+    output: int
+
+
+def _shapes(module: nn.Module, batch: dict[str, Any]) -> list[_OperatorCall]:
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    calls: list[_OperatorCall] = []
+
+    class Noted(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
+        ) -> Any:
+            if function is torch.ops.aten._local_scalar_dense.default:  # what `if` and `.item()` ask
+                return arguments[0].dtype is torch.bool
+            output = function(*arguments, **(keywords or {}))
+            inputs = [value.numel() for value in tree_leaves(arguments) if torch.is_tensor(value)]
+            for value in tree_leaves(output):
+                if torch.is_tensor(value) and value.is_floating_point():
+                    name = function.overloadpacket.__name__
+                    calls.append(_OperatorCall(name, max(inputs, default=0), value.numel()))
+            return output
+
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), Noted():  # type: ignore[no-untyped-call]
+        module(**batch)
+    return calls
+
+
+def _mixing_operator(few: list[_OperatorCall], many: list[_OperatorCall]) -> str:
+    """The first operator that lets samples look at each other, in words; or nothing."""
+    growth = SAMPLES[1] / SAMPLES[0]
+    if [call.name for call in few] != [call.name for call in many]:
+        return ""
+    for one, other in zip(few, many, strict=True):
+        if other.output > one.output * growth * 1.01:
+            return f"{one.name} makes a tensor that grows with the square of the samples: each meets each"
+        is_statistic = one.name in STATISTICS and one.output == other.output > 1
+        if is_statistic and other.largest_input > one.largest_input:
+            return f"{one.name} adds up over the samples of the batch before the loss"
+    return ""
