@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import signal
@@ -69,6 +70,26 @@ def test_a_killed_run_goes_on_bit_for_bit(step: int, whole: Any, tmp_path: Path)
     assert resumed.snugfit_run is None
     assert_same_weights(resumed.model, whole.model)
     assert losses_of(resumed) == losses_of(whole)
+
+
+@pytest.mark.parametrize(("steps", "logged"), [(7, 3), (10, 3), (9, 1), (7, 50)])
+def test_the_mean_loss_of_a_resumed_run_is_that_of_all_its_steps(
+    steps: int, logged: int, tmp_path: Path
+) -> None:
+    """transformers divides by the steps of a call from 5.19 on, and by all before."""
+    whole = run_of(tmp_path / "whole", logging_steps=logged)
+    mean = whole.train().training_loss
+    cut = run_of(tmp_path / "cut", at=At(steps, die) if steps < 10 else None, logging_steps=logged)
+    with contextlib.suppress(Killed):
+        cut.train()
+    resumed = run_of(tmp_path / "cut", logging_steps=logged)
+    done = resumed.train(resume_from_checkpoint=True)
+    assert done.training_loss == pytest.approx(mean, rel=1e-12)
+    assert resumed.state.global_step == 10
+    assert_same_weights(resumed.model, whole.model)
+    finished = any("Nothing is left to train" in event.get("text", "") for event in resumed.told)
+    assert finished == (steps == 10)
+    assert done.metrics["train_loss"] == resumed.state.log_history[-1]["train_loss"] == done.training_loss
 
 
 def test_an_order_by_length_goes_on_too(tmp_path: Path) -> None:

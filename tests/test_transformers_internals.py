@@ -57,6 +57,8 @@ FIELDS = {
     "_tr_loss": "_inner_training_loop",
     "_total_loss_scalar": "_inner_training_loop",
     "_globalstep_last_logged": "_inner_training_loop",
+    "_initial_global_step": "_inner_training_loop",
+    "_created_lr_scheduler": "__init__",
     "current_gradient_accumulation_steps": "_run_epoch",
     "_signature_columns": "__init__",
     "_train_batch_size": "__init__",

@@ -130,6 +130,16 @@ def restore_logged_losses(trainer: Any, losses: Mapping[str, Any]) -> None:
     trainer._globalstep_last_logged = losses["last_logged"]
 
 
+def average_losses_over_all_steps(trainer: Any) -> None:
+    """Before the mean of a run's losses is taken. The trainer has the sum over all steps, those before a
+    resume among them; from 5.19 on transformers divides by the steps of this call, before by all."""
+    steps = trainer.state.global_step
+    divisor = max(steps - getattr(trainer, "_initial_global_step", 0), 0.001)  # as transformers has it
+    mean = (trainer._total_loss_scalar + trainer._tr_loss.item()) / max(steps, 0.001)
+    trainer._tr_loss.zero_()
+    trainer._total_loss_scalar = mean * divisor
+
+
 def loss_since_log(trainer: Any) -> Any:
     """The sum of the losses since the last log, () on the device: the trainer's own tensor."""
     return trainer._tr_loss

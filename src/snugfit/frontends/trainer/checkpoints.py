@@ -31,7 +31,6 @@ from snugfit.step.trainer_hooks import calls_on_save, push_checkpoint
 from snugfit.step.transformers_internals import logged_losses, restore_logged_losses
 from snugfit.techniques.recipe import Recipe
 from snugfit.training.checkpoint.facts import (
-    CONTENT,
     FACTS,
     Facts,
     compare_facts,
@@ -96,7 +95,7 @@ class TrainerCheckpoints:
         self._seed = _order_seed(trainer)
         self._facts: Facts = {}
         self._asked = str(trainer.snugfit.recipe)
-        self._begun = self._is_update_checked = False
+        self._begun = self._is_update_checked = self._is_data_noted = False
         self._restored = False
         self.resumed: Checkpoint | None = None
         """Where this run was resumed from."""
@@ -139,7 +138,8 @@ class TrainerCheckpoints:
 
     def _note_data(self) -> None:
         """Reads some samples, once, where there is or will be a checkpoint to compare them with."""
-        if CONTENT not in self._facts:
+        if not self._is_data_noted:
+            self._is_data_noted = True
             self._facts |= dataset_facts(self._trainer.train_dataset)
 
     def _newest(self) -> Checkpoint:

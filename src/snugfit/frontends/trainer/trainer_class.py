@@ -32,7 +32,7 @@ from snugfit.frontends.trainer.users_files import weights_folder
 from snugfit.step.applier import forward_context, run_context, set_process
 from snugfit.step.memory_errors import memory_cause
 from snugfit.step.trainer_hooks import TrainerHooks, keeping_bases
-from snugfit.step.transformers_internals import weigh_losses_ourselves
+from snugfit.step.transformers_internals import average_losses_over_all_steps, weigh_losses_ourselves
 from snugfit.techniques.technique import Slot
 from snugfit.training.checkpoint.state import restore_rng
 from snugfit.training.checkpoint.weights import load_weights
@@ -188,7 +188,11 @@ class FittedTrainer(TrainerHooks):
 
     def snugfit_position(self, epochs: int, batches: int) -> tuple[int, int]:
         """Where the checkpoint was taken. transformers knows the steps alone, and not how long the epochs of
-        a stream are."""
+        a stream are; and of a run that is finished it would make one step more."""
+        if self._fit_run.checkpoints.resumed is not None and self.state.global_step >= self.state.max_steps:
+            done = f"all {self.state.global_step:,} steps of this run are done; none is made again."
+            self.snugfit.notices.tell("note", text=f"Nothing is left to train: {done}")
+            return self.state.num_train_epochs, 0
         position = None if self.args.ignore_data_skip else self._fit_run.checkpoints.position
         return position or (epochs, batches)
 
@@ -241,8 +245,11 @@ class FittedTrainer(TrainerHooks):
         restore_rng(folder, self.args.device)
 
     def snugfit_before_finish(self) -> None:
-        """The best model is read from a checkpoint, which may be being written."""
+        """The best model is read from a checkpoint, which may be being written. The mean loss is of all steps,
+        those before a resume too."""
         self._fit_run.checkpoints.wait()
+        self._fit_run.checkpoints.restore_extra_state()
+        average_losses_over_all_steps(self)
 
 
 @contextlib.contextmanager
