@@ -6,17 +6,22 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+from fitted import model_of
 from snugfit.errors import SnugfitError, UsageError
 from snugfit.training.checkpoint import manifest
 from snugfit.training.checkpoint.manifest import MANIFEST, NewerCheckpoint, SaveStopped
 from snugfit.training.checkpoint.save_failed import SaveFailed
+from snugfit.training.checkpoint.staging import Staging
+from snugfit.training.checkpoint.state import TrainState, snapshot
 from snugfit.training.checkpoint.store import AllBroken, Store
 from stored import NAMES, assert_whole, content, fill, hidden, in_child, stored, visible
 
@@ -515,3 +520,27 @@ def test_a_save_that_is_told_to_stop_leaves_nothing(out: Path, monkeypatch: pyte
             Store(out).save(20, fill(20, run=1), {}, stop=answers.__next__)
         assert not hidden(out)
     assert_whole(Store(out).newest(), 20)
+
+
+# ---- what a user is told ---------------------------------------------------------------------------------
+
+
+@pytest.mark.whole
+def test_the_room_that_a_checkpoint_takes_counts_its_text_too(tmp_path: Path) -> None:
+    """Of a small model the generators' states, as JSON, are most of it."""
+    model, device = model_of("bert"), torch.device("cpu")
+    optimizer = torch.optim.SGD(model.parameters())
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    state = TrainState(model=model, optimizer=optimizer, scheduler=schedule, scaler=None, device=device)
+    taken = snapshot(state, Staging(device), files={"more.json": "x" * 50_000})
+    taken.write(tmp_path)
+    size = sum(path.stat().st_size for path in tmp_path.iterdir())
+    assert 0.93 * size < taken.bytes <= size
+
+
+def test_none_that_is_whole_says_how_this_front_end_begins_anew(out: Path) -> None:
+    for folder in out.iterdir():
+        (folder / MANIFEST).unlink(missing_ok=True)
+    for begin_anew in ("with --restart", "without resume()"):
+        with pytest.raises(AllBroken, match=re.escape(f"or begin anew {begin_anew}, which keeps these")):
+            Store(out, begin_anew=begin_anew).newest()

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 from small_media import SIDE, pets, picture, picture_job, pixels, vit
-from small_runs import losses
+from small_runs import assert_same_weights, losses
 from snugfit.cli.main import run
 from snugfit.data import pictures
 from snugfit.data.media import MediaSamples, media_samples
@@ -23,7 +23,7 @@ from snugfit.data.processors import load_processor
 from snugfit.data.row_sources import read_rows
 from snugfit.errors import UsageError
 from snugfit.frontends.own import options_of, train
-from snugfit.training.run.dataset import data_of
+from snugfit.training.run.dataset import data_of, stack
 from snugfit.training.run.run import Data
 
 
@@ -337,3 +337,28 @@ def test_pictures_from_the_command_line(
     assert run([*asked, "--output-dir", "other", "--processor", str(folder), "--device", "cpu"]) == 0
     assert run([*asked, "--output-dir", "other", "--processor", "./pets", "--device", "cpu"]) == 2
     assert "pets: this folder has no image processor" in capsys.readouterr().err
+
+
+@pytest.mark.whole
+def test_samples_in_memory_may_hold_numbers_and_arrays(tmp_path: Path) -> None:
+    """They are trained on as tensors are, bit for bit."""
+    from snugfit.training.digits import digits, digits_job
+
+    tensors = digits()[0][:64]
+    plain = [{"pixel_values": s["pixel_values"].numpy(), "labels": int(s["labels"])} for s in tensors]
+    done = [
+        train(digits_job(batch_size=16), "plain", samples, output_dir=tmp_path / name, max_steps=2)
+        for name, samples in (("tensors", tensors), ("plain", plain))
+    ]
+    assert_same_weights(done[0].model, done[1].model)
+
+
+def test_what_cannot_be_stacked_is_told_in_a_line() -> None:
+    one, other = torch.zeros(1, 8, 8), torch.zeros(1, 9, 9)
+    assert stack([{"x": one, "labels": 0.5, "switch": True}] * 2)["labels"].dtype is torch.float32
+    with pytest.raises(UsageError, match=r"cannot be stacked.*equal size.*collate=function"):
+        stack([{"x": one}, {"x": other}])
+    with pytest.raises(UsageError, match="scale is no tensor and not the same in all samples"):
+        stack([{"x": one, "scale": 1.0}, {"x": one, "scale": 2.0}])
+    with pytest.raises(UsageError, match="cannot be stacked"):
+        stack([(one, 1)])

@@ -38,6 +38,11 @@ def find_weights(name: str | os.PathLike[str]) -> Path:
     for file in files:
         if not file.is_file():
             raise ModelError(f"{folder}: {file.name} is named by {INDEX} and is not there.")
+        if file.name != SINGLE and not _is_of(folder, file):
+            raise ModelError(
+                f"{folder}: {file.name} is named by {INDEX} and is a link to {file.resolve()}, outside of the"
+                " folder: an index names files of its own folder only. Put the file there."
+            )
     return folder
 
 
@@ -54,6 +59,14 @@ def _files(folder: Path) -> Iterator[Path]:
             " where you trust it, then model.save_pretrained(folder) writes safetensors."
         )
     raise ModelError(f"{folder} has no weights: neither {SINGLE} nor {INDEX}.")
+
+
+def _is_of(folder: Path, file: Path) -> bool:
+    """Whether the file lies in the folder; in the hub's cache, where a snapshot's files are links, in the
+    folder of its model."""
+    own = folder.resolve()
+    root = own.parents[1] if own.parent.name == "snapshots" else own
+    return file.resolve().is_relative_to(root)
 
 
 def _shards(index: Path) -> list[str]:

@@ -39,7 +39,7 @@ class RunFolder:
 
     def __init__(self, folder: Path) -> None:
         self._open = contextlib.ExitStack()
-        self.store = self._open.enter_context(open_store(folder))
+        self.store = self._open.enter_context(open_store(folder, begin_anew="without resume()"))
         self.interrupts = self._open.enter_context(Interrupts(self.store.root))
         """Signals and the trigger file."""
 

@@ -51,7 +51,8 @@ def open_run(trainer: Any, resume_from: str | bool | None) -> Iterator[FitRun]:
     """The run of one `train()`, in a folder that is locked meanwhile; `checkpoints.resumed` is where it goes
     on. `trainer.snugfit_run` is the run within this context, and None outside of it."""
     notices = trainer.snugfit.notices
-    with open_store(Path(trainer.args.output_dir)) as store, Interrupts(store.root) as interrupts:
+    folder, begin_anew = Path(trainer.args.output_dir), "without resume_from_checkpoint"
+    with open_store(folder, begin_anew=begin_anew) as store, Interrupts(store.root) as interrupts:
         data = DataPosition()
         journal = notices.journal = Journal(store.root, notices.watch)
         checkpoints = TrainerCheckpoints(trainer, store, journal, interrupts, data)

@@ -245,8 +245,8 @@ class FittedTrainer(TrainerHooks):
         restore_rng(folder, self.args.device)
 
     def snugfit_before_finish(self) -> None:
-        """The best model is read from a checkpoint, which may be being written. The mean loss is of all steps,
-        those before a resume too."""
+        """The best model is read from a checkpoint, which may be being written. The mean loss is that of all
+        steps, those before a resume too."""
         self._fit_run.checkpoints.wait()
         self._fit_run.checkpoints.restore_extra_state()
         average_losses_over_all_steps(self)

@@ -56,7 +56,7 @@ class CollectedFiles:
     """The optimizer steps that are done."""
 
     bytes: int
-    """How much the run's own files of tensors hold."""
+    """How much room the run's own files take."""
 
     draft: Path
     """It goes when its files have been moved."""

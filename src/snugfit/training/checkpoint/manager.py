@@ -45,19 +45,20 @@ class Writable(Protocol):
 
     @property
     def bytes(self) -> int:
-        """How much its files of tensors will hold."""
+        """How much room it takes."""
 
     def write(self, folder: Path) -> None:
         """Writes the checkpoint's files into `folder`."""
 
 
 @contextmanager
-def open_store(folder: Path) -> Iterator[Store]:
-    """The store in this folder, for this process alone, cleared of what writers that died have left.
+def open_store(folder: Path, *, begin_anew: str) -> Iterator[Store]:
+    """The store in this folder, for this process alone, cleared of what writers that died have left;
+    `begin_anew` says in an error how a user does so.
 
     Raises `UsageError` where checkpoints cannot be kept, or another trainer writes.
     """
-    store = Store(folder)
+    store = Store(folder, begin_anew=begin_anew)
     store.prepare()
     with hold_folder(store.root):
         store.sweep()
@@ -153,10 +154,15 @@ class CheckpointManager:
         """Whether the checkpoint that was written last could not be kept."""
         return self._failure is not None
 
+    @property
+    def failure(self) -> str | None:
+        """Why the checkpoint that was saved last could not be kept; None where it was."""
+        return None if self._failure is None else f"The last checkpoint is not kept: {self._failure}"
+
     def raise_if_last_failed(self) -> None:
         """Raises `SnugfitError` when the checkpoint that was saved last could not be kept."""
-        if self._failure is not None:
-            raise SnugfitError(f"The last checkpoint is not kept: {self._failure}")
+        if self.failure is not None:
+            raise SnugfitError(self.failure)
 
     # ---- resuming ----------------------------------------------------------------------------------------
 

@@ -146,17 +146,22 @@ class Snapshot:
         (folder / self.weights_folder).mkdir(exist_ok=True)
         write_weights(self.model, dict(self.weights), folder / self.weights_folder)
         save_file(dict(self.tensors), folder / TENSORS)
-        (folder / STATE).write_text(json.dumps(self.tree, allow_nan=False) + "\n", encoding="utf-8")
-        for name, text in self.files.items():
+        for name, text in self._texts.items():
             (folder / name).write_text(text, encoding="utf-8")
         if self.processing is not None:
             self.processing.save_pretrained(folder)
 
+    @functools.cached_property
+    def _texts(self) -> Mapping[str, str]:
+        """All files of text but the model's and the tokenizer's own, by name."""
+        return {STATE: json.dumps(self.tree, allow_nan=False) + "\n", **self.files}
+
     @property
     def bytes(self) -> int:
-        """How much the files of tensors will hold, without their headers."""
+        """How much room it takes: its tensors and its text. Headers, config and tokenizer are small."""
         tensors = {id(tensor): tensor for tensor in (*self.weights.values(), *self.tensors.values())}
-        return sum(tensor.nbytes for tensor in tensors.values())
+        text_bytes = sum(len(text.encode()) for text in self._texts.values())
+        return text_bytes + sum(tensor.nbytes for tensor in tensors.values())
 
 
 def snapshot(

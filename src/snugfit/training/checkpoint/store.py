@@ -75,8 +75,8 @@ class Broken:
 class Store:
     """The checkpoints of one run."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root.absolute()
+    def __init__(self, root: Path, *, begin_anew: str = "with --restart") -> None:
+        self.root, self._begin_anew = root.absolute(), begin_anew
         self.broken: list[Broken] = []
         """The checkpoints that `newest` ignored."""
 
@@ -192,7 +192,7 @@ class Store:
         self.broken += ignored
         raise AllBroken(
             f"{self.root} holds checkpoints, and none of them is whole. {'; '.join(map(str, ignored))}. Put a"
-            " whole one there, or begin anew with --restart, which keeps these under other names."
+            f" whole one there, or begin anew {self._begin_anew}, which keeps these under other names."
         )
 
     def _set_aside(self, broken: Broken) -> Broken:

@@ -13,10 +13,10 @@ from snugfit.data.row_sources import read_rows
 from snugfit.data.rows import Rows
 from snugfit.data.samples import Samples, samples_of
 from snugfit.data.tokens import load_tokenizer, padding_token
-from snugfit.errors import UsageError
+from snugfit.errors import UsageError, one_line
 from snugfit.job.job import Task
 from snugfit.job.media import hears_in_place_of_tokens
-from snugfit.step.batches import collate as stacked
+from snugfit.step.batches import collate as stack_tensors
 from snugfit.training.run.run import Data
 
 if TYPE_CHECKING:
@@ -48,7 +48,8 @@ def data_of(
     """The samples of `source`, and how they become batches. With `like`, the data that is trained on, classes
     keep the order that they have there. Raises `UsageError`."""
     if collate is None and _is_prepared(source, job):
-        collate = stacked
+        collate = stack
+        stack([_map_style(source)[0]])  # what cannot be stacked is told before the run begins
     names = getattr(like.samples, "label_names", ()) if like is not None else ()
     if collate is None and isinstance(source, Samples | MediaSamples):
         return _with_collate(source, job, tokenizer, options)
@@ -127,6 +128,40 @@ def _notes_on_cuts(samples: Samples | MediaSamples) -> Iterator[str]:
     left_out = getattr(samples, "left_out", 0)
     if left_out:
         yield f"{left_out:,} rows were left out: there is nothing in them that a loss could look at."
+
+
+def stack(samples: list[Any]) -> dict[str, Any]:
+    """Samples as the model takes them as one batch. Labels that are numbers, arrays and lists become tensors,
+    fp32 where they have a fraction; any other number, a switch, a name, None are passed on and are the same
+    in all samples. Raises `UsageError` for what cannot be stacked."""
+    import torch
+
+    try:
+        tensors = [{name: _as_tensor(name, value) for name, value in sample.items()} for sample in samples]
+        batch: dict[str, Any] = stack_tensors(tensors)
+        for name, value in tensors[0].items():
+            if not isinstance(value, torch.Tensor) and any(other[name] != value for other in tensors):
+                raise ValueError(f"{name} is no tensor and not the same in all samples")
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as fault:
+        raise UsageError(
+            f"Samples cannot be stacked to a batch: {one_line(fault)}. A sample is a mapping of the model's"
+            " arguments to tensors, each of one shape in all samples; collate=function makes batches of"
+            " anything else."
+        ) from None
+    return batch
+
+
+def _as_tensor(name: str, value: Any) -> Any:
+    import numpy as np
+    import torch
+
+    if isinstance(value, list | tuple):
+        value = np.asarray(value)
+    is_label = name.startswith("label") and isinstance(value, int | float)
+    if not is_label and not (isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biuf"):
+        return value
+    tensor = torch.as_tensor(value)
+    return tensor.float() if tensor.dtype is torch.float64 else tensor
 
 
 def _is_prepared(source: Source, job: Job) -> bool:

@@ -33,7 +33,7 @@ from snugfit.training.run.opening import open_run
 from snugfit.training.run.reporting import Reports
 from snugfit.training.run.run import Run
 from snugfit.training.run.spikes import Spikes
-from snugfit.training.run.trained import EARLY, FINISHED, STOPPED, Trained
+from snugfit.training.run.trained import EARLY, FINISHED, STOPPED, LastNotKept, Trained
 from snugfit.training.step_logger import StepLogger
 
 TO_TRAIN_ANEW = "--restart begins anew, and keeps its checkpoints under other names."
@@ -295,14 +295,12 @@ class Session:
             self._active.save()
         self._checkpoints.wait(stop=lambda: self._interrupts.too_late)
         self._logger.end(outcome, progress.step)
-        if outcome != STOPPED:
-            self._checkpoints.raise_if_last_failed()
         self._reports.end(self._active.state.model)
         model, root = self._active.state.model, self._checkpoints.store.root
         if options.load_best_model_at_end and progress.best_step not in (None, progress.step):
             best = verify(root / f"checkpoint-{progress.best_step}", progress.best_step)
             model = open_run(self._run, self._active.setup, self._active.steps, best).model
-        return Trained(
+        trained = Trained(
             outcome=outcome,
             exit_code=EXIT_CODES[signal] if outcome == STOPPED and signal else 0,
             step=progress.step,
@@ -312,3 +310,6 @@ class Session:
             folder=root,
             model=model,
         )
+        if outcome != STOPPED and (failure := self._checkpoints.failure) is not None:
+            raise LastNotKept(failure, trained)
+        return trained

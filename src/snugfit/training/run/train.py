@@ -34,8 +34,10 @@ from snugfit.training.run.run import Run, compare_runs
 from snugfit.training.run.session import Session
 from snugfit.training.run.trained import Trained
 
+BEGIN_ANEW = "with --restart (from Python restart=True)"
+
 CURE = (
-    " Resume it as it was, name another folder, or begin anew there with --restart, which keeps the old"
+    f" Resume it as it was, name another folder, or begin anew there {BEGIN_ANEW}, which keeps the old"
     " checkpoints under other names."
 )
 
@@ -64,7 +66,11 @@ def train(
     journal = Journal(run.folder.absolute(), watch)
     reports = Reports(run, restart=restart, warn=lambda text: journal.tell("warning", text=text))
     journal.add_watcher(reports)
-    with open_store(run.folder) as store, run_context(run.recipe.setup()), no_progress_bars():
+    with (
+        open_store(run.folder, begin_anew=BEGIN_ANEW) as store,
+        run_context(run.recipe.setup()),
+        no_progress_bars(),
+    ):
         if restart:
             store.restart()
         checkpoints = CheckpointManager(store, journal, run.device, limit=run.options.save_total_limit)

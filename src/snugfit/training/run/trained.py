@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from snugfit.errors import SnugfitError
 from snugfit.techniques.recipe import Recipe
 from snugfit.training.run.evaluate import Evaluated
 
@@ -42,3 +43,12 @@ class Trained:
 
     model: torch.nn.Module
     """As the last step left it, or the best evaluation's, where that was asked for."""
+
+
+class LastNotKept(SnugfitError):
+    """A run has ended, and its last checkpoint could not be kept."""
+
+    def __init__(self, why: str, trained: Trained) -> None:
+        super().__init__(why)
+        self.trained = trained
+        """What the run came to."""

@@ -1,0 +1,37 @@
+"""Where a model's weights may be read from: files of its own folder, and the hub's cache."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from snugfit.errors import ModelError
+from snugfit.job.weights import INDEX, find_weights
+
+SHARD = "model-00001-of-00001.safetensors"
+
+
+def indexed(folder: Path, target: Path) -> Path:
+    """A folder whose index names a link to `target`."""
+    folder.mkdir(parents=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_bytes(b"")
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"weight": SHARD}}))
+    (folder / SHARD).symlink_to(target)
+    return folder
+
+
+def test_an_index_that_names_a_link_out_of_its_folder_is_refused(tmp_path: Path) -> None:
+    folder = indexed(tmp_path / "model", tmp_path / "elsewhere" / "weights")
+    with pytest.raises(ModelError, match=r"is a link to .*elsewhere/weights, outside of the folder"):
+        find_weights(folder)
+
+
+def test_links_within_the_folder_and_of_the_hubs_cache_are_read(tmp_path: Path) -> None:
+    own = indexed(tmp_path / "model", tmp_path / "model" / "blobs" / "weights")
+    cached = tmp_path / "models--a--b"
+    snapshot = indexed(cached / "snapshots" / "0123", cached / "blobs" / "weights")
+    assert find_weights(own) == own
+    assert find_weights(snapshot) == snapshot
