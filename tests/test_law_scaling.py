@@ -34,7 +34,7 @@ def setup_of(recipe: str) -> Setup:
 def whole(job: Job, setup: Setup, *, loop: str = "plain", steps: int = 3) -> tuple[Trace, RelativeTrace]:
     """A rehearsal in which nothing is written again."""
     recording = record_step(open_step(job, setup, loop, torch.device("meta")), CUDA, steps)
-    return recording.trace, RelativeTrace.of(*recording)
+    return recording.trace, RelativeTrace.of(recording.trace, recording.marks)
 
 
 def same(left: Trace | None, right: Trace) -> None:

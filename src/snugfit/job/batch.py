@@ -56,17 +56,6 @@ def synthetic(job: Job, samples: int, *, seed: int = 0) -> Batch:
     return _BatchShapes.of(job).batch(samples, seed)
 
 
-def end_token(job: Job) -> int | None:
-    """The token that each sequence must hold once, for classifiers that look for it.
-
-    None for other models, and where the same token pads.
-    """
-    if job.task is not Task.SEQUENCE_CLASSIFICATION:
-        return None
-    shapes = _BatchShapes.of(job)
-    return None if job.padding and shapes.pad_token == shapes.end_token else shapes.end_token
-
-
 def label_items(job: Job, batch: Mapping[str, Any]) -> int:
     """How many items the model's loss is a mean over in this batch on the CPU.
 

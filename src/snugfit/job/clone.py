@@ -66,11 +66,12 @@ def _rebind(value: Any, clones: dict[int, nn.Module]) -> Any:
 
 
 def _meta_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """An empty tensor or parameter of the same shape on `meta`."""
+    """A tensor or parameter of the same shape on `meta`. A buffer is copied: a rehearsal knows what it
+    holds."""
     import torch
     from torch import nn
 
-    empty = torch.empty_like(tensor, device="meta", requires_grad=False)
     if isinstance(tensor, nn.Parameter):
+        empty = torch.empty_like(tensor, device="meta", requires_grad=False)
         return nn.Parameter(empty, requires_grad=tensor.requires_grad)
-    return empty.requires_grad_(tensor.requires_grad)
+    return tensor.detach().to("meta").requires_grad_(tensor.requires_grad)

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import re
 import traceback
-from pathlib import PurePath
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from snugfit.errors import ModelError, RehearsalError, SnugfitError
+from snugfit.rehearsal.record.asker import CodeLine, module_of
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 _RUNS_OPERATORS = "snugfit.rehearsal.record.shape_cache"
 _RUNS_MODULES = "snugfit.step."
-_LONGEST_LINE = 100
 
 
 def refusal(job: Job, error: Exception) -> SnugfitError:
@@ -43,7 +42,7 @@ def refusal(job: Job, error: Exception) -> SnugfitError:
     cause = _first_line(error)
     last = _frames(error)[-1].frame
     # the loop that takes the loss out of a user's module fails at what the module gave
-    if job.model.module is not None and _module(last).startswith(_RUNS_MODULES):
+    if job.model.module is not None and module_of(last).startswith(_RUNS_MODULES):
         return RehearsalError(
             f"{name} could not be rehearsed: its output holds no loss ({cause}). A module gives its loss as "
             'a tensor of one number, as `.loss`, as "loss" of a dict, or first of a tuple.'
@@ -53,7 +52,7 @@ def refusal(job: Job, error: Exception) -> SnugfitError:
 
         return RehearsalError(
             f"{name} could not be rehearsed, and that is a fault of snugfit {__version__}, not of your job: "
-            f"{cause}{_location(_frames(error)[-1])}. Please report it with the job, the recipe and what "
+            f"{cause}{_frames(error)[-1]}. Please report it with the job, the recipe and what "
             "snugfit doctor prints."
         )
     return RehearsalError(
@@ -78,24 +77,16 @@ def _what_depends(error: Exception) -> str:
 
 
 def _is_ours(error: Exception, last: FrameType) -> bool:
-    module = _module(last)
+    module = module_of(last)
     if not module.startswith("snugfit."):
         return False
     return module != _RUNS_OPERATORS and not isinstance(error, RuntimeError)
 
 
-class _Stop(NamedTuple):
-    """A frame that an error passed."""
-
-    frame: FrameType
-    line: int
-    """Where in its file."""
-
-
 def _where(error: Exception) -> str:
     """Which line of the model's code failed, if one did: the last frame that is neither torch's nor ours."""
-    own = [stop for stop in _frames(error) if not _passes_on(_module(stop.frame))]
-    return _location(own[-1]) if own else ""
+    own = [stop for stop in _frames(error) if not _passes_on(module_of(stop.frame))]
+    return str(own[-1]) if own else ""
 
 
 def _passes_on(module: str) -> bool:
@@ -103,21 +94,9 @@ def _passes_on(module: str) -> bool:
     return module.partition(".")[0] in ("torch", "snugfit") or "configuration_" in module
 
 
-def _location(stop: _Stop) -> str:
-    """` in T5ForSequenceClassification.forward (modeling_t5.py, line 1305: `eos_mask = ...`)`."""
-    code = stop.frame.f_code
-    source = traceback.FrameSummary(code.co_filename, stop.line, code.co_name).line or ""
-    shown = f": `{source[:_LONGEST_LINE]}`" if source else ""
-    return f", in {code.co_qualname} ({PurePath(code.co_filename).name}, line {stop.line}{shown})"
-
-
-def _frames(error: Exception) -> list[_Stop]:
+def _frames(error: Exception) -> list[CodeLine]:
     """The frames that the error passed, from the rehearsal inwards."""
-    return [_Stop(*stop) for stop in traceback.walk_tb(error.__traceback__)]
-
-
-def _module(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", ""))
+    return [CodeLine(*stop) for stop in traceback.walk_tb(error.__traceback__)]
 
 
 def _first_line(error: Exception) -> str:

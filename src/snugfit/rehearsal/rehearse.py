@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError, UsageError
 from snugfit.job.architectures import class_of
-from snugfit.job.batch import end_token
 from snugfit.rehearsal.missing_gradients import MissingGradients
 from snugfit.rehearsal.refusal import refusal
 from snugfit.rehearsal.trace.relative import RelativeTrace
@@ -76,8 +75,9 @@ def rehearse(
     if trainer_class is not None:
         _refuse_no_trainer(trainer_class, loop)
     if loop == "plain" and (short := short_run(job, setup, steps)) is not None:
-        recording = record_step(open_it(short.job, short.setup), policy, short.steps)
-        whole = repeat(RelativeTrace.of(*recording), steps=steps, micro_batches=setup.micro_batches)
+        trace, marks, varies = record_step(open_it(short.job, short.setup), policy, short.steps)
+        relative = RelativeTrace.of(trace, marks)
+        whole = repeat(relative, steps=steps, micro_batches=setup.micro_batches) if not varies else None
         if whole is not None:
             return whole.trace()
     return record_step(open_it(job, setup), policy, steps).trace
@@ -88,11 +88,10 @@ def record_step(step: Step, policy: Policy, steps: int) -> Recording:
     from snugfit.rehearsal.device.notes import PolicyNotes
     from snugfit.rehearsal.device.other_programs import COMPILED, is_compiled
     from snugfit.rehearsal.device.overrides import in_force
-    from snugfit.rehearsal.record.end_tokens import EndTokens
     from snugfit.rehearsal.record.recorder import Recorder
 
     import_code(step.setup)  # before it is overridden
-    recorder = Recorder(policy, steps, padded=step.job.padding > 0 or step.always_mask)
+    recorder = Recorder(policy, steps, hides_masks=step.always_mask)
     for sentence in step.job.model.doubts:
         recorder.doubt(sentence)
     gradients = MissingGradients()
@@ -106,8 +105,6 @@ def record_step(step: Step, policy: Policy, steps: int) -> Recording:
         stack.enter_context(rehearsal_context(step.setup))
         if step.job.model.module is not None and is_compiled(step.job.model.module):
             recorder.doubt(COMPILED)
-        if (end := end_token(step.job)) is not None:
-            stack.enter_context(EndTokens(end, recorder.wait))
         try:
             with recorder, sets_in_order(step.job), gradients.follow():
                 step.run(steps, recorder)

@@ -51,6 +51,8 @@ class Part:
     trace: RelativeTrace
     gradients: tuple[int, ...]
     """Which of the parameters that train have a gradient, by number."""
+    varies: bool = False
+    """Whether its micro-batches differ by what their values decide, so that none stands for the rest."""
 
 
 def record_passes(job: Job, setup: Setup, policy: Policy, *, steps: int, micro_batches: int) -> Part:
@@ -61,9 +63,9 @@ def record_passes(job: Job, setup: Setup, policy: Policy, *, steps: int, micro_b
     )
     setup = replace(setup, micro_batches=micro_batches, optimizer=NOTHING)
     step = PlainStep(job, setup, _meta())
-    trace = RelativeTrace.of(*record_step(step, policy, steps))
+    trace, marks, varies = record_step(step, policy, steps)
     optimizer: Any = step.optimizer
-    return Part(trace, optimizer.gradients)
+    return Part(RelativeTrace.of(trace, marks), optimizer.gradients, varies)
 
 
 def rehearse_passes(job: Job, setup: Setup, policy: Policy) -> Part:
@@ -76,13 +78,14 @@ def rehearse_update(job: Job, setup: Setup, policy: Policy, gradients: tuple[int
     """Clipping and the optimizer's step under this Setup, where these parameters have gradients."""
     step = _UpdateAlone(job, replace(setup, micro_batches=1, checkpoint=None), _meta())
     step.gradients = gradients
-    return Part(RelativeTrace.of(*record_step(step, policy, RECORDED_STEPS)), gradients)
+    recording = record_step(step, policy, RECORDED_STEPS)
+    return Part(RelativeTrace.of(recording.trace, recording.marks), gradients)
 
 
 def splice(passes: Part, update: Part, *, micro_batches: int = 1) -> Trace | None:
     """The trace of the step that has these parts, as `rehearse` would write it; None when they do not
     meet."""
-    if passes.gradients != update.gradients:
+    if passes.gradients != update.gradients or passes.varies:
         return None
     first, second = split_steps(passes.trace.moves), split_steps(update.trace.moves)
     if second.build[: len(first.build)] != first.build or _frees(first.rest) != _frees(second.rest):

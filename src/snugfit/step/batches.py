@@ -1,8 +1,10 @@
 """Where a step's batches come from: synthetic samples through torch's own DataLoader, cut into micro-batches.
 
-A rehearsal needs no workers and no pinned memory: its batches never travel. Nor does it need their content,
-so one sample stands for all of them, and a batch is that sample seen over and over: the planner asks about
-batches that would not fit on the host. Everything else goes through the loader that the Setup wishes.
+A rehearsal needs no workers and no pinned memory: its batches never travel. Nor does it need most of their
+content, so one sample stands for all of them, and a batch is that sample seen over and over: the planner asks
+about batches that would not fit on the host. A batch remembers which samples it stands for, and whoever asks
+what a tensor of it holds gets those (`REAL_VALUES`). Everything else goes through the loader that the Setup
+wishes.
 
 Pictures and sound are fp32. A model whose weights are of another dtype takes them only in that dtype when no
 autocast casts them, so each sample is cast on the host, as users do who train in bfloat16 throughout.
@@ -10,6 +12,7 @@ autocast casts them, so each sample is cast on the host, as users do who train i
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Generator, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
@@ -38,6 +41,18 @@ def dataset_size(job: Job, device: torch.device, steps: int = 1) -> int:
     return job.batch_size * steps if device.type == "meta" else max(SAMPLES, job.batch_size * steps)
 
 
+REAL_VALUES = "_snugfit_real_values"
+"""Attribute of a tensor of a rehearsed batch: a function that makes what a real one would hold."""
+
+
+class _StandIn(dict[str, Any]):
+    """The first sample in the place of another."""
+
+    def __init__(self, first: Batch, real: Callable[[], Mapping[str, Any]]) -> None:
+        super().__init__(first)
+        self.real = real
+
+
 class _OneSample(SyntheticDataset):
     """As many samples as a dataset has, and all of them its first."""
 
@@ -50,7 +65,7 @@ class _OneSample(SyntheticDataset):
         return self._of[0]
 
     def __getitem__(self, index: int) -> Batch:
-        return self._first
+        return _StandIn(self._first, lambda: self._of[index])
 
 
 def collate(samples: list[Any]) -> Any:
@@ -71,9 +86,17 @@ def collator(job: Job, device: torch.device) -> Callable[[list[Any]], Any]:
         return collate
 
     def repeat_first(samples: list[Any]) -> Any:
-        return {name: value.expand(len(samples), *value.shape) for name, value in samples[0].items()}
+        batch = {name: value.expand(len(samples), *value.shape) for name, value in samples[0].items()}
+        real = functools.cache(lambda: collate([sample.real() for sample in samples]))
+        for name, value in batch.items():
+            setattr(value, REAL_VALUES, functools.partial(_named, real, name))
+        return batch
 
     return repeat_first
+
+
+def _named(batch: Callable[[], Mapping[str, Any]], name: str) -> Any:
+    return batch()[name]
 
 
 class _CastSamples(SyntheticDataset):
@@ -119,12 +142,11 @@ def dataset(job: Job, setup: Setup, device: torch.device, steps: int = 1) -> Syn
 
 
 def loader(job: Job, setup: Setup, device: torch.device) -> torch.utils.data.DataLoader[Any]:
-    """A DataLoader of host micro-batches, over an epoch of synthetic samples; a rehearsal's is one step."""
+    """A DataLoader of host micro-batches, over an epoch of synthetic samples."""
     import torch
 
-    rehearsed = device.type == "meta"
     batches: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
-        cast("torch.utils.data.Dataset[Any]", dataset(job, setup, device, 1 if rehearsed else EPOCH)),
+        cast("torch.utils.data.Dataset[Any]", dataset(job, setup, device, EPOCH)),
         batch_size=job.batch_size // setup.micro_batches,
         drop_last=True,
         collate_fn=collator(job, device),

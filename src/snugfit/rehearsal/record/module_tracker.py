@@ -29,6 +29,8 @@ class ModuleTracker:
     def __init__(self) -> None:
         self.checkpoints = 0
         """Checkpointed parts that began since the last kernel; the recorder resets it."""
+        self._calls = [0]  # a number for each call of a module that is open
+        self._called = 0
         self._paths: list[str] = []
         self._names: dict[int, str] = {}
         self._sequence: list[int] = []
@@ -62,6 +64,11 @@ class ModuleTracker:
                     return self._sequence_path[at]
         return ""
 
+    @property
+    def call(self) -> int:
+        """A number of the innermost call of a module that is under way; 0 outside of all."""
+        return self._calls[-1]
+
     def first_kernel_of(self) -> int:
         """Of how many modules the kernel that runs now is the first."""
         modules = len(self._paths) - self._with_kernels
@@ -71,11 +78,14 @@ class ModuleTracker:
     def _enter(self, module: torch.nn.Module, arguments: Any) -> None:
         name = self._names.get(id(module), type(module).__name__)
         self._paths.append(name)
+        self._called += 1
+        self._calls.append(self._called)
         self._note(name)
 
     def _leave(self, module: torch.nn.Module, arguments: Any, out: Any) -> None:
         if self._paths:
             self._paths.pop()
+            self._calls.pop()
             self._with_kernels = min(self._with_kernels, len(self._paths))
         self._note(self._paths[-1] if self._paths else "")
 

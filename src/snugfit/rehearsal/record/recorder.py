@@ -6,7 +6,7 @@ what a device would run. Three things differ between `meta` and a device, and ar
 - the autograd engine adds gradients in place when it alone holds the first one, but not while a dispatch
   mode is active (`isTensorSubclassLike`); so an addition that the engine would do in place returns its first
   operand (`accumulation.py`);
-- `.item()` and `bool()` have no value to give: `_scalar` answers by meaning;
+- `.item()`, `nonzero()` and their like have no value to give: shadow values answer (`questions.py`);
 - some kernels allocate in another order than they return, and take scratch: the policy knows.
 
 The garbage collector is off during a rehearsal: cycles would otherwise be freed at a moment of its choosing.
@@ -15,7 +15,6 @@ The garbage collector is off during a rehearsal: cycles would otherwise be freed
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -27,27 +26,37 @@ from snugfit.rehearsal.record.accumulation import sole_owner
 from snugfit.rehearsal.record.allocations import Allocations
 from snugfit.rehearsal.record.kernels import MATRICES, KernelCost, apart, copies_in, releases_context
 from snugfit.rehearsal.record.module_tracker import ModuleTracker
+from snugfit.rehearsal.record.questions import Questions, numbers_watched
+from snugfit.rehearsal.record.shadows import Shadows
 from snugfit.rehearsal.record.shape_cache import SHAPE_CACHE, ScratchCache
 from snugfit.rehearsal.trace.trace import COPY_IN, Kernel, Mark, MarkKind, Recording, Trace
 from snugfit.results.footprint import Kind
 
 if TYPE_CHECKING:
     from snugfit.rehearsal.device.policy import Policy
+    from snugfit.rehearsal.record.shape_cache import KnownCall, Operator
 
 aten = torch.ops.aten
-
-ANY = frozenset({"aten::any", "aten::isinf", "aten::isnan"})
-"""Operators whose truth ordinary data makes false."""
 
 
 class Recorder(TorchDispatchMode):
     """Writes a run on `meta` tensors onto a trace; it is the run's observer too."""
 
-    def __init__(self, policy: Policy, steps: int, *, padded: bool) -> None:
+    def __init__(
+        self, policy: Policy, steps: int, *, routing: str = "balanced", hides_masks: bool = False
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.policy, self.steps, self.padded = policy, steps, padded
+        self.policy, self.steps = policy, steps
         self._modules = ModuleTracker()
-        self._memory = Allocations(policy, self._modules)
+        self._shadows = Shadows(routing)
+        self._questions = Questions(
+            self._shadows,
+            wait=self.wait,
+            doubt=self.doubt,
+            call=lambda: self._modules.call,
+            hides_masks=hides_masks,
+        )
+        self._memory = Allocations(policy, self._modules, self._shadows.forget)
         self._scratch = ScratchCache(policy)
         self._marks: list[Mark] = [Mark(0, -1, "build")]
         self._kernels: list[Kernel] = []
@@ -56,7 +65,6 @@ class Recorder(TorchDispatchMode):
         self._views = 0  # since the last kernel
         self._released = False  # whether the context is
         self._owners: dict[torch.Tensor, str] = {}
-        self._any_results: set[int] = set()
         self._optimizer: torch.optim.Optimizer | None = None
         self._doubts: dict[str, None] = {}
         self._undo = contextlib.ExitStack()
@@ -69,6 +77,7 @@ class Recorder(TorchDispatchMode):
     def __enter__(self) -> Recorder:
         self._writes_in_place = sole_owner(self.policy).writes_in_place
         self._undo.enter_context(self._modules.follow())
+        self._undo.enter_context(numbers_watched(self._questions, self._shadows))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -90,7 +99,7 @@ class Recorder(TorchDispatchMode):
             tuple(sorted(set(attention))),
             tuple(self._doubts),
         )
-        return Recording(trace, tuple(self._marks))
+        return Recording(trace, tuple(self._marks), self._questions.vary)
 
     # ---- the observer's side -------------------------------------------------------------------------
 
@@ -107,6 +116,8 @@ class Recorder(TorchDispatchMode):
         """Everything from here on belongs to this phase."""
         if name == "update":
             self._claim_gradients()
+        if name == "load":
+            self._questions.next_batch()
         self._phase = name
         self._memory.phase, self._memory.step = name, self._step
         self._views = self._modules.checkpoints = 0
@@ -122,6 +133,9 @@ class Recorder(TorchDispatchMode):
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                 self._owners[tensor] = name
                 self.claim(tensor, Kind.WEIGHTS, name)
+            for parameter in module.parameters(recurse=False):  # only a step's first would know its value
+                if parameter.is_meta:
+                    self._shadows.forget(parameter.untyped_storage()._cdata)
 
     def claim(self, tensor: torch.Tensor, kind: str, module: str = "") -> None:
         """This tensor's bytes are of this kind, and of this module where one is named."""
@@ -158,36 +172,74 @@ class Recorder(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func is aten._local_scalar_dense.default:
-            return self._scalar(func, args, kwargs)
-        if func is aten.equal.default and args[0].device.type == "meta":
-            self.wait()
-            return True
         operator = SHAPE_CACHE.operator(func)
         if operator.is_view:  # every second operator: no kernel, and an allocation at most
             out = func(*args, **kwargs)
             self._memory.add_outputs(operator.name, out)
             self._views += not isinstance(out, torch.Tensor) or out.is_meta
             return out
+        if operator.asks and (answer := self._questions.answer(func, args, kwargs)) is not NotImplemented:
+            return answer
         in_place = not kwargs and self._phase == "backward" and self._writes_in_place(func, args)
-        call = SHAPE_CACHE.call(operator, args, kwargs)
-        out = args[0] if in_place else SHAPE_CACHE.run(operator, call, args, kwargs)
+        if operator.by_masks and args[0].is_meta:
+            args = (args[0], self._indices(args), *args[2:])
+        shaped = operator.shaped_by_data and args[0].is_meta and "output_size" not in kwargs
+        call = None if shaped else SHAPE_CACHE.call(operator, args, kwargs)
+        if shaped:
+            out = self._questions.shaped(func, args, kwargs)
+        else:
+            out = args[0] if in_place else SHAPE_CACHE.run(operator, call, args, kwargs)
         if isinstance(out, torch.Tensor) and not out.is_meta:
+            self._questions.host_ran(args, out)
             return out  # the host's own work
+        self._write_down(operator, call, args, kwargs, out, in_place=in_place)
+        if in_place:
+            self._shadows.forget(out.untyped_storage()._cdata)
+        elif not shaped:
+            self._shadows.follow(operator, args, kwargs, out)
+        return out
+
+    def _write_down(
+        self,
+        operator: Operator,
+        call: KnownCall | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Any,
+        *,
+        in_place: bool,
+    ) -> None:
+        """What an operator has allocated, and the kernel that it ran."""
         scratch = self._scratch.of(operator, None if in_place else call, args, out)
         self._memory.add_kernel(operator.name, out, scratch, self.policy.workspaces(operator.name))
         last_step = self._step == self.steps - 1
-        if last_step or not self._released:
-            cost = SHAPE_CACHE.cost(operator, call, args, kwargs, out)
-            if not self._released and cost and releases_context(operator.name) and not copies_in(func, args):
-                self._released = True
-                self._mark(MarkKind.CONTEXT_RELEASED)
-            if last_step:
-                self._run(func, args, kwargs, operator.name, cost)
-        if operator.name in ANY and isinstance(out, torch.Tensor):
-            self._any_results.add(id(out))
-            weakref.finalize(out, self._any_results.discard, id(out)).atexit = False
-        return out
+        if not last_step and self._released:
+            return
+        cost = SHAPE_CACHE.cost(operator, call, args, kwargs, out)
+        copies = copies_in(operator.func, args)
+        if not self._released and cost and releases_context(operator.name) and not copies:
+            self._released = True
+            self._mark(MarkKind.CONTEXT_RELEASED)
+        if last_step:
+            self._run(operator.func, args, kwargs, operator.name, cost)
+
+    def _indices(self, args: tuple[Any, ...]) -> list[torch.Tensor | None]:
+        """The indices that an operator is given, masks turned into where they are true (`expandTensors`,
+        `native/IndexingUtils.h`). One number that is written by masks alone goes by `masked_fill`, which
+        asks nothing."""
+        indices: list[torch.Tensor | None] = list(args[1])
+        writes_number = len(args) > 2 and args[2].numel() == 1 and not (len(args) > 3 and args[3])
+        if writes_number and all(one is None or one.dtype is torch.bool for one in indices):
+            return indices
+        found: list[torch.Tensor | None] = []
+        for one in indices:
+            if one is None or one.dtype not in (torch.bool, torch.uint8):
+                found.append(one)
+                continue
+            where = self.__torch_dispatch__(aten.nonzero.default, (), (one,))
+            selects = ((where, 1, dim) for dim in range(one.dim()))
+            found += [self.__torch_dispatch__(aten.select.int, (), select) for select in selects]
+        return found
 
     def _run(
         self,
@@ -215,18 +267,6 @@ class Recorder(TorchDispatchMode):
         host = again, modules.first_kernel_of(), self._views, modules.checkpoints
         self._kernels.append(Kernel(operator, modules.path(self._phase), self._phase, *cost, *host))
         self._views = modules.checkpoints = 0
-
-    def _scalar(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The value of a one-element tensor. Real host tensors have theirs. A device's are unknown: numbers
-        are 0; of truths, `any` and its kind are False and the rest True (what ordinary data gives), except
-        that a mask is not all True when the job pads."""
-        tensor = args[0]
-        if tensor.device.type != "meta":
-            return func(*args, **kwargs)
-        self.wait()
-        if tensor.dtype == torch.bool:
-            return id(tensor) not in self._any_results and not self.padded
-        return 0.0 if tensor.is_floating_point() else 0
 
     def wait(self) -> None:
         """The host waits for the device."""

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from snugfit.rehearsal.device.shapes import SHAPE_FUNCTIONS
+from snugfit.rehearsal.record.effects import ASKING, BY_MASKS, SHAPED_BY_DATA, effect_of
 from snugfit.rehearsal.record.kernels import PRODUCTS, KernelCost, cost_of
 
 if TYPE_CHECKING:
@@ -56,7 +57,19 @@ class KnownCall:
 class Operator:
     """An operator, what is often read of it, and its calls."""
 
-    __slots__ = ("aliasing", "calls", "func", "is_product", "is_view", "name", "shape_function")
+    __slots__ = (
+        "aliasing",
+        "asks",
+        "by_masks",
+        "calls",
+        "effect",
+        "func",
+        "is_product",
+        "is_view",
+        "name",
+        "shape_function",
+        "shaped_by_data",
+    )
 
     def __init__(self, func: Any) -> None:
         self.func = func
@@ -65,6 +78,9 @@ class Operator:
         self.is_product = self.name in PRODUCTS
         self.aliasing = _aliasing(func)
         self.shape_function = SHAPE_FUNCTIONS.get(func)
+        self.effect = effect_of(func)
+        self.asks = func in ASKING
+        self.by_masks, self.shaped_by_data = func in BY_MASKS, func in SHAPED_BY_DATA
         self.calls: dict[Any, KnownCall] = {}
 
 

@@ -40,7 +40,7 @@ class _MicroBatchMarks(NamedTuple):
 def profile_micro_batches(recording: Recording) -> Iterator[MicroBatchProfile]:
     """The micro-batches and updates of a run, in order, as if what it makes for good had been there before:
     without those allocations, and without the kernels that do nothing else."""
-    trace, marks = recording
+    trace, marks = recording.trace, recording.marks
     over = marks[-1].event  # the last step's end
     lasting = _lasting(trace.events[:over])
     all_made = max((at for at in range(over) if trace.events[at] in lasting), default=0) + 1

@@ -7,7 +7,7 @@ names the stack and the distance from its top. Backward passes free the youngest
 or the youngest, and so the same moves fit every layer, every micro-batch and every step. Phases, kernels,
 waits and ends of steps stand among the moves where they happened.
 
-`RelativeTrace.of(*recording).trace()` is that trace again, in every field; law 5's tests hold it to that.
+`RelativeTrace.of(trace, marks).trace()` is that trace again, in every field; law 5's tests hold it to that.
 """
 
 from __future__ import annotations

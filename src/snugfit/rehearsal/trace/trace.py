@@ -187,3 +187,6 @@ class Recording(NamedTuple):
     marks: tuple[Mark, ...]
     """Every mark of the run, in order: the trace's own, each end of a step, and each kernel and wait of the
     last step."""
+    varies: bool = False
+    """Whether values of one micro-batch decided otherwise than those of another, so that none stands for the
+    rest."""

@@ -1,0 +1,70 @@
+"""A number that was assumed, in the hands of the model's code.
+
+Most numbers that a model asks for go into a log or scale something, and nothing that is allocated depends on
+them. So an assumed number is a float that tells when something is decided by it: a comparison, a count made
+of it. What is computed of it by Python's operators is such a float too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+
+class AssumedFloat(float):
+    """A float that calls `decides` when something is decided by it."""
+
+    __slots__ = ("_decides",)
+    _decides: Callable[[], None]
+
+    def __new__(cls, value: float, decides: Callable[[], None]) -> AssumedFloat:
+        """This value."""
+        number = super().__new__(cls, value)
+        number._decides = decides
+        return number
+
+    __hash__ = float.__hash__
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy is a plain number."""
+        return float, (float.__add__(self, 0.0),)
+
+
+_INFINITE = (math.inf, -math.inf)
+
+
+def _deciding(name: str) -> Callable[..., Any]:
+    method = getattr(float, name)
+
+    def decide(self: AssumedFloat, *others: Any) -> Any:
+        if not any(other is self or other in _INFINITE for other in others):  # a check that it is finite
+            self._decides()
+        return method(self, *others)
+
+    return decide
+
+
+def _computing(name: str) -> Callable[..., Any]:
+    method = getattr(float, name)
+
+    def compute(self: AssumedFloat, *others: Any) -> Any:
+        result = method(self, *others)
+        return AssumedFloat(result, self._decides) if type(result) is float else result
+
+    return compute
+
+
+_DECIDING = (
+    "lt", "le", "gt", "ge", "eq", "ne", "bool", "int", "trunc", "floor", "ceil", "round", "divmod",
+    "floordiv",
+)  # fmt: skip
+_COMPUTING = (
+    "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "rpow", "neg", "pos", "abs",
+    "mod",
+)  # fmt: skip
+
+for _name in _DECIDING:
+    setattr(AssumedFloat, f"__{_name}__", _deciding(f"__{_name}__"))
+for _name in _COMPUTING:
+    setattr(AssumedFloat, f"__{_name}__", _computing(f"__{_name}__"))

@@ -1,0 +1,289 @@
+"""Questions that a step asks of values on the device, and their answers in a rehearsal.
+
+`.item()`, `bool()`, `.tolist()`, `.cpu()`, `torch.equal`, and shapes that depend on data (`nonzero`,
+`unique`, `masked_select`, `bincount`, ...) are answered from shadow values (`shadows.py`). Where a value
+depends on weights, the answer is an assumption (`assumed.py`), and the trace gets a doubt that names the line
+which asked. Nobody is told where the loop asked (`asker.py`), or where a number only went into a log:
+`.item()` of an unknown float gives a float that tells when something is decided by it.
+
+A line that asks for assumed values a thousand times within one call of a module is a loop that no assumption
+ends (`while p < 1`): it ends with an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._device import _device_constructors
+
+from snugfit.errors import RehearsalError
+from snugfit.rehearsal.record.asker import CodeLine
+from snugfit.rehearsal.record.assumed import Assumption
+from snugfit.rehearsal.record.assumed_float import AssumedFloat
+from snugfit.rehearsal.record.effects import DISTINCT
+from snugfit.rehearsal.record.shadows import NotFollowed, Shadows, tensors_in
+
+aten = torch.ops.aten
+
+MOST_ASKED = 1000
+"""How often one line may ask for assumed values within one call of a module: beyond any model's experts."""
+
+LARGEST = 2**27
+"""Elements of a tensor of which a data-dependent operator is run on the CPU."""
+
+
+class Questions:
+    """Answers what one rehearsed run asks. `wait` is called when the host waits for the device, `doubt` with
+    each sentence on an assumption, `call` numbers the call of a module that is under way."""
+
+    def __init__(
+        self,
+        shadows: Shadows,
+        *,
+        wait: Callable[[], None],
+        doubt: Callable[[str], None],
+        call: Callable[[], int],
+        hides_masks: bool,
+    ) -> None:
+        self._shadows, self._wait, self._doubt, self._call = shadows, wait, doubt, call
+        self._hides_masks = hides_masks
+        self._by_item = False
+        self._asked: Counter[Hashable] = Counter()
+        self.answers: list[list[Hashable]] = [[]]
+        """What was answered exactly: of each micro-batch, in order."""
+
+    def answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What an operator gives by which the host asks; NotImplemented where it stays on its side."""
+        if func is aten._local_scalar_dense.default:
+            return self._scalar(func, args, kwargs)
+        if func is aten.equal.default:
+            return self._equal(*args) if args[0].is_meta else NotImplemented
+        if func is aten.copy_.default:
+            if not args[1].is_meta or args[0].is_meta:
+                return NotImplemented
+            value = self._on_host(args[1])
+            copy = func(args[0], value, *args[2:], **kwargs)
+        else:
+            device = kwargs.get("device")
+            if device is None or device.type != "cpu" or not args[0].is_meta:
+                return NotImplemented
+            value = self._on_host(args[0])
+            copy = func(value, *args[1:], **kwargs)
+        self.host_ran(value, copy)
+        return copy
+
+    # ---- numbers and truths ------------------------------------------------------------------------------
+
+    def _scalar(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The value of a one-element tensor."""
+        tensor = args[0]
+        if not tensor.is_meta:
+            if self._shadows.is_unsure(args):
+                self._assumed(Assumption.NUMBER, deferred=self._by_item)
+            return func(*args, **kwargs)
+        self._wait()
+        value, assumption = self._value(tensor)
+        answer = value.item()
+        if self._hides_masks and answer is True:
+            return False
+        if assumption is None:
+            self.answers[-1].append(answer)
+        else:
+            self._assumed(assumption, deferred=self._by_item and isinstance(answer, float))
+        return answer
+
+    def _equal(self, first: torch.Tensor, second: torch.Tensor) -> bool:
+        """Whether two tensors are equal."""
+        self._wait()
+        (one, assumed), (other, assumed_too) = self._value(first), self._value(second)
+        assumption = assumed or assumed_too
+        if assumption is not None:
+            self._assumed(Assumption.MASK)
+            return True
+        answer = torch.equal(one, other)
+        self.answers[-1].append(answer)
+        return answer
+
+    def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of this tensor on the host."""
+        self._wait()
+        value, assumption = self._value(tensor)
+        copy = value.clone()
+        if assumption is None:
+            self.answers[-1].append(tuple(copy.shape))
+        elif copy.is_floating_point():
+            self._shadows.set_unsure(copy)
+        else:
+            self._assumed(assumption)
+        return copy
+
+    def item_of(self, tensor: torch.Tensor, item: Callable[[torch.Tensor], Any]) -> Any:
+        """What `tensor.item()` gives: an assumed float tells when something is decided by it."""
+        before, self._by_item = self._by_item, True
+        self._deferred = False
+        try:
+            answer = item(tensor)
+        finally:
+            self._by_item = before
+        return AssumedFloat(answer, self.decided) if self._deferred else answer
+
+    def decided(self) -> None:
+        """Something is decided by a float that was assumed."""
+        self._assumed(Assumption.NUMBER)
+
+    def read(self, tensor: torch.Tensor) -> None:
+        """Numbers leave torch for plain Python or numpy, where nothing is followed."""
+        if self._shadows.is_unsure(tensor) or (
+            tensor.is_meta and tensor.is_floating_point() and self._value(tensor)[1] is not None
+        ):
+            self._assumed(Assumption.NUMBER)
+
+    def host_ran(self, args: Any, out: torch.Tensor) -> None:
+        """The host has computed `out` of its own tensors."""
+        if self._shadows.is_unsure(args):
+            self._shadows.set_unsure(out)
+
+    # ---- shapes ------------------------------------------------------------------------------------------
+
+    def shaped(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The results on `meta` of an operator whose results' shapes depend on data."""
+        self._wait()
+        assumptions: list[Assumption] = []
+        if func is aten._ctc_loss.Tensor:
+            return self._ctc_loss(args, assumptions)
+        if func is aten.masked_select.default:  # which elements, and not what they are
+            shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+            mask = self._operand(args[1], assumptions, func).broadcast_to(shape)
+            count = int(mask.sum())
+            self._answered((count,), assumptions)
+            return args[0].new_empty(count)
+        operands = [self._operand(one, assumptions, func) for one in args]
+        keywords = {name: self._operand(one, assumptions, func) for name, one in kwargs.items()}
+        results = func(*operands, **keywords)
+        self._answered(tuple(tuple(one.shape) for one in tensors_in(results)), assumptions)
+        made = [
+            self._made(one, None if one.is_floating_point() and assumptions else one, assumptions)
+            for one in tensors_in(results)
+        ]
+        return made[0] if isinstance(results, torch.Tensor) else type(results)(made)
+
+    def _ctc_loss(self, args: tuple[Any, ...], assumptions: list[Assumption]) -> Any:
+        """Losses (N), and log-probabilities (N, T, 2 L + 1) of the longest target's L labels
+        (`native/LossCTC.cpp`)."""
+        log_probs, lengths = args[0], self._operand(args[3], assumptions, aten._ctc_loss.Tensor)
+        self._operand(args[2], assumptions, aten._ctc_loss.Tensor)
+        longest = int(lengths.max()) if lengths.numel() else 0
+        self._answered((longest,), assumptions)
+        batch = log_probs.size(1) if log_probs.dim() == 3 else 1
+        return log_probs.new_empty(batch), log_probs.new_empty(batch, log_probs.size(0), 2 * longest + 1)
+
+    def _operand(self, operand: Any, assumptions: list[Assumption], func: Any) -> Any:
+        if not isinstance(operand, torch.Tensor):
+            return operand
+        if operand.numel() > LARGEST:
+            raise NotImplementedError(f"{func._schema.name}: {operand.numel()} elements are too many")
+        value, assumption = self._value(operand)
+        if assumption is not None:
+            assumptions.append(assumption)
+            if func in DISTINCT:
+                return torch.arange(operand.numel(), device="cpu").view(operand.shape)
+        return value
+
+    def _made(
+        self, result: torch.Tensor, value: torch.Tensor | None, assumptions: list[Assumption]
+    ) -> torch.Tensor:
+        made = torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device="meta")
+        if value is not None:
+            self._shadows.set(made, value, assumptions[0] if assumptions else None)
+        return made
+
+    def _answered(self, answer: Hashable, assumptions: list[Assumption]) -> None:
+        if assumptions:
+            self._assumed(assumptions[0])
+        else:
+            self.answers[-1].append(answer)
+
+    # ---- what is known -----------------------------------------------------------------------------------
+
+    def _value(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Assumption | None]:
+        """The value on the CPU, and what it rests on; ones where nothing is known."""
+        if not tensor.is_meta:
+            return tensor, Assumption.NUMBER if self._shadows.is_unsure(tensor) else None
+        view = self._shadows.of(tensor)
+        if view is not None:
+            try:
+                return view.tensor(), view.shadow.assumption
+            except NotFollowed:
+                pass
+        ones = torch.ones(tensor.shape, dtype=tensor.dtype, device="cpu")
+        return ones, Assumption.MASK if tensor.dtype is torch.bool else Assumption.NUMBER
+
+    def _assumed(self, assumption: Assumption, *, deferred: bool = False) -> None:
+        """An answer was assumed; with `deferred` nobody is told before something is decided by it."""
+        if deferred:
+            self._deferred = True
+            return
+        line = CodeLine.asking()
+        if line is None:
+            return
+        self._doubt(f"{assumption}{line}.")
+        place = self._call(), line.frame.f_code, line.line
+        self._asked[place] += 1
+        if self._asked[place] > MOST_ASKED:
+            raise RehearsalError(
+                f"The step loops on a value that depends on weights or on chance{line}: it was asked for "
+                f"{MOST_ASKED:,} times in one call of its module. A rehearsal knows no such values, so this "
+                "step has no trace; measure it instead, with snugfit measure."
+            )
+
+    # ---- steps -------------------------------------------------------------------------------------------
+
+    def next_batch(self) -> None:
+        """Answers from here on are another micro-batch's."""
+        self._asked.clear()
+        if self.answers[-1]:
+            self.answers.append([])
+
+    @property
+    def vary(self) -> bool:
+        """Whether a micro-batch was answered otherwise than another: then no step repeats the one before."""
+        batches: Iterator[list[Hashable]] = (answers for answers in self.answers if answers)
+        first = next(batches, None)
+        return any(answers != first for answers in batches)
+
+
+@contextlib.contextmanager
+def numbers_watched(questions: Questions, shadows: Shadows) -> Iterator[None]:
+    """Within it, it is seen when numbers leave torch for plain Python (`.item()`, `.tolist()`, `.numpy()`).
+    What `torch.tensor` makes on `meta` of numbers has them as its shadow: no operator makes it there."""
+    item, tolist, numpy, make = (
+        torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy, torch.tensor,
+    )  # fmt: skip
+
+    def read_and(read: Callable[..., Any]) -> Callable[..., Any]:
+        def reading(tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
+            questions.read(tensor)
+            return read(tensor, *arguments, **keywords)
+
+        return reading
+
+    def make_with_shadow(data: Any, *arguments: Any, **keywords: Any) -> torch.Tensor:
+        made: torch.Tensor = make(data, *arguments, **keywords)
+        if made.is_meta and not isinstance(data, torch.Tensor):
+            shadows.hold(made, make(data, dtype=made.dtype, device="cpu"))
+        return made
+
+    _device_constructors()  # which remembers the functions that make tensors, by identity
+    patched: Any = torch.Tensor
+    patched.item = lambda tensor: questions.item_of(tensor, item)
+    patched.tolist, patched.numpy = read_and(tolist), read_and(numpy)
+    torch.tensor = make_with_shadow
+    try:
+        yield
+    finally:
+        del patched.item, patched.tolist, patched.numpy
+        torch.tensor = make
