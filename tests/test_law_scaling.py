@@ -138,7 +138,7 @@ def hoarder(parameters: object, **_: object) -> torch.optim.Optimizer:
 
 def test_the_cpu_s_policy_repeats_too() -> None:
     job, setup = small_job("gpt2", 2), setup_of("micro_batches(4)")
-    trace, _ = record_step(open_step(job, setup, "plain", torch.device("meta")), CpuPolicy(), 3)
+    trace = record_step(open_step(job, setup, "plain", torch.device("meta")), CpuPolicy(), 3).trace
     same(rehearse(job, setup, CpuPolicy()), trace)
 
 

@@ -91,7 +91,7 @@ class Questions:
         if self._hides_masks and answer is True:
             return False
         if assumption is None:
-            self.answers[-1].append(answer)
+            self._log(answer)
         else:
             self._assumed(assumption, deferred=self._by_item and isinstance(answer, float))
         return answer
@@ -105,7 +105,7 @@ class Questions:
             self._assumed(Assumption.MASK)
             return True
         answer = torch.equal(one, other)
-        self.answers[-1].append(answer)
+        self._log(answer)
         return answer
 
     def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -114,7 +114,7 @@ class Questions:
         value, assumption = self._value(tensor)
         copy = value.clone()
         if assumption is None:
-            self.answers[-1].append(tuple(copy.shape))
+            self._log(tuple(copy.shape))
         elif copy.is_floating_point():
             self._shadows.set_unsure(copy)
         else:
@@ -201,11 +201,15 @@ class Questions:
             self._shadows.set(made, value, assumptions[0] if assumptions else None)
         return made
 
+    def _log(self, answer: Hashable) -> None:
+        if CodeLine.asking() is not None:
+            self.answers[-1].append(answer)
+
     def _answered(self, answer: Hashable, assumptions: list[Assumption]) -> None:
         if assumptions:
             self._assumed(assumptions[0])
         else:
-            self.answers[-1].append(answer)
+            self._log(answer)
 
     # ---- what is known -----------------------------------------------------------------------------------
 

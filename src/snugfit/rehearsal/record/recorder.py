@@ -15,7 +15,8 @@ The garbage collector is off during a rehearsal: cycles would otherwise be freed
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +30,7 @@ from snugfit.rehearsal.record.module_tracker import ModuleTracker
 from snugfit.rehearsal.record.questions import Questions, numbers_watched
 from snugfit.rehearsal.record.shadows import Shadows
 from snugfit.rehearsal.record.shape_cache import SHAPE_CACHE, ScratchCache
-from snugfit.rehearsal.trace.trace import COPY_IN, Kernel, Mark, MarkKind, Recording, Trace
+from snugfit.rehearsal.trace.trace import COPY_IN, Block, Kernel, Mark, MarkKind, Recording, Trace
 from snugfit.results.footprint import Kind
 
 if TYPE_CHECKING:
@@ -37,6 +38,12 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.record.shape_cache import KnownCall, Operator
 
 aten = torch.ops.aten
+
+
+STEPS_DIFFER = (
+    "What a step allocates depends on values in its batches, and so differs from step to step: the figures are "
+    "those of the third step on synthetic batches."
+)
 
 
 class Recorder(TorchDispatchMode):
@@ -89,9 +96,12 @@ class Recorder(TorchDispatchMode):
         """What was written, with the kinds of bytes that only the end of a run shows."""
         self._claim_states()
         phases = [mark for mark in self._marks if mark.kind is MarkKind.PHASE]
+        blocks = self._memory.blocks(phases)
+        if self._questions.vary and _last_steps_differ(blocks, self.steps):
+            self.doubt(STEPS_DIFFER)
         lasting = (MarkKind.PHASE, MarkKind.CONTEXT_RELEASED)
         trace = Trace(
-            self._memory.blocks(phases),
+            blocks,
             tuple(self._memory.events),
             tuple(mark for mark in self._marks if mark.kind in lasting),
             tuple(self._kernels),
@@ -276,3 +286,12 @@ class Recorder(TorchDispatchMode):
 
     def _mark(self, kind: MarkKind) -> None:
         self._marks.append(Mark(len(self._memory.events), self._step, self._phase, kind))
+
+
+def _last_steps_differ(blocks: Sequence[Block], steps: int) -> bool:
+    """Whether the last step requests other bytes than the one before it, of two that have all states."""
+    last, before = (
+        Counter((block.operator, block.nbytes) for block in blocks if block.step == step)
+        for step in (steps - 1, steps - 2)
+    )
+    return steps > 2 and last != before
