@@ -77,7 +77,7 @@ def history(case: str) -> History:
 def rehearsed(case: str, policy: Policy, *, a_mask_too_many: bool = False) -> Trace:
     """The trace of the recorded run."""
     padded = "pad" in case or a_mask_too_many
-    recorder = Recorder(policy, STEPS, padded=padded)
+    recorder = Recorder(policy, STEPS, hides_masks=padded)
     dtype = AUTOCAST.get(case)
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())

@@ -106,13 +106,13 @@ def test_sums_in_half_precision_beyond_two_gigabytes_are_kept_in_fp32() -> None:
 
 def trace_of(run: Any) -> Trace:
     policy = CudaPolicy()
-    recorder = Recorder(policy, 1, padded=False)
-    with in_force(policy) as chosen, recorder:
+    recorder = Recorder(policy, 1)
+    with in_force(policy) as notes, recorder:
         recorder.step_begins(0)
         recorder.phase("forward")
         run(recorder)
         recorder.step_ends(0)
-    return recorder.recording(chosen).trace
+    return recorder.recording(notes.attention).trace
 
 
 @pytest.mark.parametrize("autocast", [False, True])

@@ -13,6 +13,7 @@ autocast casts them, so each sample is cast on the host, as users do who train i
 from __future__ import annotations
 
 import functools
+from collections import UserDict
 from collections.abc import Callable, Generator, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
@@ -45,12 +46,11 @@ REAL_VALUES = "_snugfit_real_values"
 """Attribute of a tensor of a rehearsed batch: a function that makes what a real one would hold."""
 
 
-class _StandIn(dict[str, Any]):
-    """The first sample in the place of another."""
+class _StandIn(UserDict[str, Any]):
+    """The first sample in the place of another. No `dict`: a Trainer would make another one of it."""
 
     def __init__(self, first: Batch, real: Callable[[], Mapping[str, Any]]) -> None:
-        super().__init__(first)
-        self.real = real
+        self.data, self.real = first, real
 
 
 class _OneSample(SyntheticDataset):
@@ -64,7 +64,7 @@ class _OneSample(SyntheticDataset):
     def _first(self) -> Batch:
         return self._of[0]
 
-    def __getitem__(self, index: int) -> Batch:
+    def __getitem__(self, index: int) -> Any:
         return _StandIn(self._first, lambda: self._of[index])
 
 
@@ -89,13 +89,13 @@ def collator(job: Job, device: torch.device) -> Callable[[list[Any]], Any]:
         batch = {name: value.expand(len(samples), *value.shape) for name, value in samples[0].items()}
         real = functools.cache(lambda: collate([sample.real() for sample in samples]))
         for name, value in batch.items():
-            setattr(value, REAL_VALUES, functools.partial(_named, real, name))
+            setattr(value, REAL_VALUES, functools.partial(_tensor_of, real, name))
         return batch
 
     return repeat_first
 
 
-def _named(batch: Callable[[], Mapping[str, Any]], name: str) -> Any:
+def _tensor_of(batch: Callable[[], Mapping[str, Any]], name: str) -> Any:
     return batch()[name]
 
 

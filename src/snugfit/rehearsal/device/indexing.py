@@ -66,6 +66,13 @@ def index(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
     return nest(*copies, during=(OUTPUTS,))
 
 
+def masked_select(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
+    """Where the mask is true, as indices: it gathers by those (`masked_select_out_cuda_impl`,
+    `native/cuda/IndexKernel.cpp`)."""
+    dims = max(arguments[0].dim(), arguments[1].dim(), 1)
+    return nest(Buffer("where", out.numel() * dims * INDEX), during=(OUTPUTS,))
+
+
 def index_put(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
     """What is added where indices point (the gradient of gathering) goes there sorted, so that it adds in one
     order: `index_put_with_sort_kernel`, `native/cuda/Indexing.cu`. What is only written goes unsorted."""

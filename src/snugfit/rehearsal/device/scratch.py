@@ -11,7 +11,8 @@ On every device, because dispatch sees one operator where torch composes several
   `native/ReduceOpsUtils.h`), but for CUDA's from half precision to fp32;
 - layer norm and its backward work on a contiguous copy of an input that is none (`expect_contiguous`,
   `native/layer_norm.cpp` and `native/cuda/layer_norm_kernel.cu`);
-- embedding flattens its indices (`indexing.py`).
+- embedding flattens its indices (`indexing.py`);
+- the backward pass of CTC has a table of its own beside forward's (`native/LossCTC.cpp`).
 
 On CUDA besides:
 - Sums and norms over many rows hold partial results: `reductions.py`.
@@ -70,6 +71,11 @@ def _contiguous(operand: Any) -> Scratch:
     if operand.is_contiguous():
         return ()
     return nest(Buffer("contiguous input", operand.numel() * operand.element_size()), during=(OUTPUTS,))
+
+
+def _ctc_backward(arguments: Sequence[Any], out: Any) -> Scratch:
+    log_alpha = arguments[6]
+    return nest(Buffer("log beta", log_alpha.numel() * log_alpha.element_size()), during=(OUTPUTS,))
 
 
 NORM_CHUNK = 65_536
@@ -172,6 +178,7 @@ _CUDA: dict[str, Callable[[Sequence[Any], Any, GpuSize], Scratch]] = {
     "aten::cumsum": _scan,
     "aten::cumprod": _scan,
     "aten::sort": sorting.sort,
+    "aten::masked_select": indexing.masked_select,
     "aten::index": indexing.index,
     "aten::index_put": indexing.index_put,
     "aten::index_put_": indexing.index_put,
@@ -187,4 +194,5 @@ _COMPOSED: dict[str, Callable[[Sequence[Any], Any], Scratch]] = {
     "aten::native_layer_norm": _layer_norm,
     "aten::native_layer_norm_backward": _layer_norm_backward,
     "aten::embedding": indexing.embedding,
+    "aten::_ctc_loss_backward": _ctc_backward,
 }

@@ -4,7 +4,7 @@ torch's shape function of grouped matrix products pads the result's rows in a CU
 refuses dtypes that CUDA's fallback takes. A rehearsal must give the same on every build.
 
 RMS norm is one kernel on CUDA (`_fused_rms_norm_cuda`, `native/cuda/layer_norm_kernel.cu`) and has no shape
-function, because torch would compose it elsewhere.
+function, because torch would compose it elsewhere. CTC's backward pass has none either.
 """
 
 from __future__ import annotations
@@ -67,9 +67,15 @@ def fused_rms_norm_backward(
     return of_x, torch.empty_like(weight) if needs_grad[1] and weight is not None else None
 
 
+def ctc_loss_backward(gradient: torch.Tensor, log_probs: torch.Tensor, *others: Any) -> torch.Tensor:
+    """The gradient of the log-probabilities (`native/LossCTC.cpp`)."""
+    return torch.empty_like(log_probs, memory_format=torch.contiguous_format)
+
+
 SHAPE_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.aten._grouped_mm.default: grouped_mm,
     torch.ops.aten._fused_rms_norm.default: fused_rms_norm,
     torch.ops.aten._fused_rms_norm_backward.default: fused_rms_norm_backward,
+    torch.ops.aten._ctc_loss_backward.Tensor: ctc_loss_backward,
 }
 """Operators whose shapes are worked out here."""

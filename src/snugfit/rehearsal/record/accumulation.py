@@ -11,8 +11,9 @@ Python) has more.
 
 Derivatives that scatter a gradient into zeros do so in place likewise, and out of place under a dispatch
 mode (`areAnyTensorSubclassLike`): `index_backward` and `gather_backward`
-(`torch/csrc/autograd/FunctionsManual.cpp`) and those of max, topk and sort
-(`value_selecting_reduction_backward`, `native/ReduceOps.cpp`).
+(`torch/csrc/autograd/FunctionsManual.cpp`), those of max, topk and sort
+(`value_selecting_reduction_backward`, `native/ReduceOps.cpp`), `index_select_backward` and
+`masked_select_backward` (`native/TensorAdvancedIndexing.cpp`).
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ SCATTERS: dict[Any, Callable[[torch.Tensor], torch.Tensor]] = {
     aten.index_put.default: lambda x: x[torch.zeros(2, dtype=torch.long, device="meta")],
     aten.scatter_add.default: lambda x: x.gather(0, torch.zeros(2, 4, dtype=torch.long, device="meta")),
     aten.scatter.src: lambda x: x.max(-1)[0],
+    aten.index_add.default: lambda x: x.index_select(0, torch.zeros(2, dtype=torch.long, device="meta")),
+    aten.masked_scatter.default: lambda x: aten.masked_select(x, torch.ones_like(x, dtype=torch.bool)),
 }
 """Operators that a derivative runs in place on zeros of its own, and what has such a derivative."""
 
@@ -113,7 +116,8 @@ class _Counter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is self.operator and not torch.is_grad_enabled():
             self.counts.append(_use_counts(args))
-        out = func(*args, **(kwargs or {}))
+        selects = func is aten.masked_select.default  # how many depends on data: take two
+        out = args[0].new_empty(2) if selects else func(*args, **(kwargs or {}))
         if isinstance(out, torch.Tensor):
             out.untyped_storage()  # as the recorder does, which gives the storage its Python object
         return out

@@ -19,7 +19,7 @@ class AssumedFloat(float):
     _decides: Callable[[], None]
 
     def __new__(cls, value: float, decides: Callable[[], None]) -> AssumedFloat:
-        """This value."""
+        """A number of this value."""
         number = super().__new__(cls, value)
         number._decides = decides
         return number

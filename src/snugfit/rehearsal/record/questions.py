@@ -83,7 +83,7 @@ class Questions:
         tensor = args[0]
         if not tensor.is_meta:
             if self._shadows.is_unsure(args):
-                self._assumed(Assumption.NUMBER, deferred=self._by_item)
+                self._tell(Assumption.NUMBER, deferred=self._by_item)
             return func(*args, **kwargs)
         self._wait()
         value, assumption = self._value(tensor)
@@ -93,7 +93,7 @@ class Questions:
         if assumption is None:
             self._log(answer)
         else:
-            self._assumed(assumption, deferred=self._by_item and isinstance(answer, float))
+            self._tell(assumption, deferred=self._by_item and isinstance(answer, float))
         return answer
 
     def _equal(self, first: torch.Tensor, second: torch.Tensor) -> bool:
@@ -102,7 +102,7 @@ class Questions:
         (one, assumed), (other, assumed_too) = self._value(first), self._value(second)
         assumption = assumed or assumed_too
         if assumption is not None:
-            self._assumed(Assumption.MASK)
+            self._tell(Assumption.MASK)
             return True
         answer = torch.equal(one, other)
         self._log(answer)
@@ -118,7 +118,7 @@ class Questions:
         elif copy.is_floating_point():
             self._shadows.set_unsure(copy)
         else:
-            self._assumed(assumption)
+            self._tell(assumption)
         return copy
 
     def item_of(self, tensor: torch.Tensor, item: Callable[[torch.Tensor], Any]) -> Any:
@@ -129,18 +129,18 @@ class Questions:
             answer = item(tensor)
         finally:
             self._by_item = before
-        return AssumedFloat(answer, self.decided) if self._deferred else answer
+        return AssumedFloat(answer, self.decide) if self._deferred else answer
 
-    def decided(self) -> None:
+    def decide(self) -> None:
         """Something is decided by a float that was assumed."""
-        self._assumed(Assumption.NUMBER)
+        self._tell(Assumption.NUMBER)
 
     def read(self, tensor: torch.Tensor) -> None:
         """Numbers leave torch for plain Python or numpy, where nothing is followed."""
         if self._shadows.is_unsure(tensor) or (
             tensor.is_meta and tensor.is_floating_point() and self._value(tensor)[1] is not None
         ):
-            self._assumed(Assumption.NUMBER)
+            self._tell(Assumption.NUMBER)
 
     def host_ran(self, args: Any, out: torch.Tensor) -> None:
         """The host has computed `out` of its own tensors."""
@@ -149,7 +149,7 @@ class Questions:
 
     # ---- shapes ------------------------------------------------------------------------------------------
 
-    def shaped(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def results_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The results on `meta` of an operator whose results' shapes depend on data."""
         self._wait()
         assumptions: list[Assumption] = []
@@ -159,17 +159,17 @@ class Questions:
             shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
             mask = self._operand(args[1], assumptions, func).broadcast_to(shape)
             count = int(mask.sum())
-            self._answered((count,), assumptions)
+            self._note_answer((count,), assumptions)
             return args[0].new_empty(count)
         operands = [self._operand(one, assumptions, func) for one in args]
         keywords = {name: self._operand(one, assumptions, func) for name, one in kwargs.items()}
         results = func(*operands, **keywords)
-        self._answered(tuple(tuple(one.shape) for one in tensors_in(results)), assumptions)
-        made = [
-            self._made(one, None if one.is_floating_point() and assumptions else one, assumptions)
+        self._note_answer(tuple(tuple(one.shape) for one in tensors_in(results)), assumptions)
+        on_meta = [
+            self._on_meta(one, None if one.is_floating_point() and assumptions else one, assumptions)
             for one in tensors_in(results)
         ]
-        return made[0] if isinstance(results, torch.Tensor) else type(results)(made)
+        return on_meta[0] if isinstance(results, torch.Tensor) else type(results)(on_meta)
 
     def _ctc_loss(self, args: tuple[Any, ...], assumptions: list[Assumption]) -> Any:
         """Losses (N), and log-probabilities (N, T, 2 L + 1) of the longest target's L labels
@@ -177,7 +177,7 @@ class Questions:
         log_probs, lengths = args[0], self._operand(args[3], assumptions, aten._ctc_loss.Tensor)
         self._operand(args[2], assumptions, aten._ctc_loss.Tensor)
         longest = int(lengths.max()) if lengths.numel() else 0
-        self._answered((longest,), assumptions)
+        self._note_answer((longest,), assumptions)
         batch = log_probs.size(1) if log_probs.dim() == 3 else 1
         return log_probs.new_empty(batch), log_probs.new_empty(batch, log_probs.size(0), 2 * longest + 1)
 
@@ -193,21 +193,21 @@ class Questions:
                 return torch.arange(operand.numel(), device="cpu").view(operand.shape)
         return value
 
-    def _made(
+    def _on_meta(
         self, result: torch.Tensor, value: torch.Tensor | None, assumptions: list[Assumption]
     ) -> torch.Tensor:
-        made = torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device="meta")
+        tensor = torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device="meta")
         if value is not None:
-            self._shadows.set(made, value, assumptions[0] if assumptions else None)
-        return made
+            self._shadows.set(tensor, value, assumptions[0] if assumptions else None)
+        return tensor
 
     def _log(self, answer: Hashable) -> None:
         if CodeLine.asking() is not None:
             self.answers[-1].append(answer)
 
-    def _answered(self, answer: Hashable, assumptions: list[Assumption]) -> None:
+    def _note_answer(self, answer: Hashable, assumptions: list[Assumption]) -> None:
         if assumptions:
-            self._assumed(assumptions[0])
+            self._tell(assumptions[0])
         else:
             self._log(answer)
 
@@ -226,7 +226,7 @@ class Questions:
         ones = torch.ones(tensor.shape, dtype=tensor.dtype, device="cpu")
         return ones, Assumption.MASK if tensor.dtype is torch.bool else Assumption.NUMBER
 
-    def _assumed(self, assumption: Assumption, *, deferred: bool = False) -> None:
+    def _tell(self, assumption: Assumption, *, deferred: bool = False) -> None:
         """An answer was assumed; with `deferred` nobody is told before something is decided by it."""
         if deferred:
             self._deferred = True
@@ -235,9 +235,9 @@ class Questions:
         if line is None:
             return
         self._doubt(f"{assumption}{line}.")
-        place = self._call(), line.frame.f_code, line.line
-        self._asked[place] += 1
-        if self._asked[place] > MOST_ASKED:
+        site = self._call(), line.frame.f_code, line.line
+        self._asked[site] += 1
+        if self._asked[site] > MOST_ASKED:
             raise RehearsalError(
                 f"The step loops on a value that depends on weights or on chance{line}: it was asked for "
                 f"{MOST_ASKED:,} times in one call of its module. A rehearsal knows no such values, so this "
@@ -276,10 +276,10 @@ def numbers_watched(questions: Questions, shadows: Shadows) -> Iterator[None]:
         return reading
 
     def make_with_shadow(data: Any, *arguments: Any, **keywords: Any) -> torch.Tensor:
-        made: torch.Tensor = make(data, *arguments, **keywords)
-        if made.is_meta and not isinstance(data, torch.Tensor):
-            shadows.hold(made, make(data, dtype=made.dtype, device="cpu"))
-        return made
+        tensor: torch.Tensor = make(data, *arguments, **keywords)
+        if tensor.is_meta and not isinstance(data, torch.Tensor):
+            shadows.hold(tensor, make(data, dtype=tensor.dtype, device="cpu"))
+        return tensor
 
     _device_constructors()  # which remembers the functions that make tensors, by identity
     patched: Any = torch.Tensor

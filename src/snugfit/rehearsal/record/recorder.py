@@ -41,8 +41,8 @@ aten = torch.ops.aten
 
 
 STEPS_DIFFER = (
-    "What a step allocates depends on values in its batches, and so differs from step to step: the figures are "
-    "those of the third step on synthetic batches."
+    "What a step allocates depends on values in its batches, and so differs from step to step: the figures "
+    "are those of the third step on synthetic batches."
 )
 
 
@@ -196,7 +196,7 @@ class Recorder(TorchDispatchMode):
         shaped = operator.shaped_by_data and args[0].is_meta and "output_size" not in kwargs
         call = None if shaped else SHAPE_CACHE.call(operator, args, kwargs)
         if shaped:
-            out = self._questions.shaped(func, args, kwargs)
+            out = self._questions.results_of(func, args, kwargs)
         else:
             out = args[0] if in_place else SHAPE_CACHE.run(operator, call, args, kwargs)
         if isinstance(out, torch.Tensor) and not out.is_meta:
@@ -241,15 +241,15 @@ class Recorder(TorchDispatchMode):
         writes_number = len(args) > 2 and args[2].numel() == 1 and not (len(args) > 3 and args[3])
         if writes_number and all(one is None or one.dtype is torch.bool for one in indices):
             return indices
-        found: list[torch.Tensor | None] = []
+        numbers: list[torch.Tensor | None] = []
         for one in indices:
             if one is None or one.dtype not in (torch.bool, torch.uint8):
-                found.append(one)
+                numbers.append(one)
                 continue
             where = self.__torch_dispatch__(aten.nonzero.default, (), (one,))
             selects = ((where, 1, dim) for dim in range(one.dim()))
-            found += [self.__torch_dispatch__(aten.select.int, (), select) for select in selects]
-        return found
+            numbers += [self.__torch_dispatch__(aten.select.int, (), select) for select in selects]
+        return numbers
 
     def _run(
         self,

@@ -120,7 +120,7 @@ class _Host(NamedTuple):
         return self.value if self.real is None else self.real()
 
 
-class _Call:
+class _DeferredRun:
     """An operator that waits to be run on shadows: all its results come of one run."""
 
     __slots__ = ("_arguments", "_func", "_results")
@@ -218,7 +218,7 @@ class Shadows:
         if not results:
             return
         assumption, depth = _rests_on(noted)
-        call = _Call(func, *noted)
+        call = _DeferredRun(func, *noted)
         for number, tensor in enumerate(results):
             nbytes, view = tensor.untyped_storage().nbytes(), _Geometry.of(tensor)
             if nbytes > LARGEST or tensor.untyped_storage()._cdata in self._by_address:
@@ -266,13 +266,13 @@ class Shadows:
         nbytes = storage.nbytes()
         view = View.of(before or _NOTHING, target)
 
-        def written() -> torch.UntypedStorage:
+        def write() -> torch.UntypedStorage:
             contents = torch.UntypedStorage(nbytes) if whole else view.shadow.contents().clone()
-            others, keywords = _values(noted)
-            func(view.within(contents), *others, **keywords)
+            operands, keywords = _values(noted)
+            func(view.within(contents), *operands, **keywords)
             return contents
 
-        self._put(target, Shadow(written, assumption, depth))
+        self._put(target, Shadow(write, assumption, depth))
 
     def _put(self, tensor: torch.Tensor, shadow: Shadow) -> None:
         self._by_address[tensor.untyped_storage()._cdata] = shadow
@@ -321,7 +321,7 @@ _NOTHING = Shadow(lambda: torch.UntypedStorage(0))
 
 
 def _result_shadow(
-    call: _Call, number: int, view: _Geometry, nbytes: int, assumption: Assumption | None, depth: int
+    call: _DeferredRun, number: int, view: _Geometry, nbytes: int, assumption: Assumption | None, depth: int
 ) -> Shadow:
     return Shadow(lambda: view.contents(call.result(number), nbytes), assumption, depth)
 
