@@ -11,6 +11,8 @@ On every device, because dispatch sees one operator where torch composes several
   `native/ReduceOpsUtils.h`), but for CUDA's from half precision to fp32;
 - layer norm and its backward work on a contiguous copy of an input that is none (`expect_contiguous`,
   `native/layer_norm.cpp` and `native/cuda/layer_norm_kernel.cu`);
+- the backward pass of log-softmax, too, works on a contiguous copy of its gradient (`host_softmax_backward`,
+  `native/SoftMax.cpp` and `native/cuda/SoftMax.cu`);
 - embedding flattens its indices (`indexing.py`);
 - the backward pass of CTC has a table of its own beside forward's (`native/LossCTC.cpp`).
 
@@ -75,7 +77,18 @@ def _contiguous(operand: Any) -> Scratch:
 
 def _ctc_backward(arguments: Sequence[Any], out: Any) -> Scratch:
     log_alpha = arguments[6]
-    return nest(Buffer("log beta", log_alpha.numel() * log_alpha.element_size()), during=(OUTPUTS,))
+    return (OUTPUTS, *nest(Buffer("log beta", log_alpha.numel() * log_alpha.element_size())))
+
+
+def _log_softmax_backward(arguments: Sequence[Any], out: Any) -> Scratch:
+    gradient = arguments[0]
+    return (OUTPUTS, *_contiguous_copy(gradient))
+
+
+def _contiguous_copy(operand: Any) -> Scratch:
+    if operand.is_contiguous():
+        return ()
+    return nest(Buffer("contiguous gradient", operand.numel() * operand.element_size()))
 
 
 NORM_CHUNK = 65_536
@@ -195,4 +208,5 @@ _COMPOSED: dict[str, Callable[[Sequence[Any], Any], Scratch]] = {
     "aten::native_layer_norm_backward": _layer_norm_backward,
     "aten::embedding": indexing.embedding,
     "aten::_ctc_loss_backward": _ctc_backward,
+    "aten::_log_softmax_backward_data": _log_softmax_backward,
 }

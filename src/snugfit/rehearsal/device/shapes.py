@@ -72,10 +72,19 @@ def ctc_loss_backward(gradient: torch.Tensor, log_probs: torch.Tensor, *others: 
     return torch.empty_like(log_probs, memory_format=torch.contiguous_format)
 
 
+def softmax_backward(
+    gradient: torch.Tensor, output: torch.Tensor, dim: int, input_dtype: torch.dtype
+) -> torch.Tensor:
+    """The gradient of the input, contiguous whatever that of the output is (`native/cuda/SoftMax.cu`)."""
+    return torch.empty_like(gradient, dtype=input_dtype, memory_format=torch.contiguous_format)
+
+
 SHAPE_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.aten._grouped_mm.default: grouped_mm,
     torch.ops.aten._fused_rms_norm.default: fused_rms_norm,
     torch.ops.aten._fused_rms_norm_backward.default: fused_rms_norm_backward,
     torch.ops.aten._ctc_loss_backward.Tensor: ctc_loss_backward,
+    torch.ops.aten._log_softmax_backward_data.default: softmax_backward,
+    torch.ops.aten._softmax_backward_data.default: softmax_backward,
 }
 """Operators whose shapes are worked out here."""
