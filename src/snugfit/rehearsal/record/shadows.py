@@ -14,7 +14,7 @@ the first step might know them: every later one would not.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -171,7 +171,8 @@ class Shadows:
         """An operator has run on `meta`: its results get shadows, or what it wrote into changes its own."""
         effect = operator.effect
         if effect is Effect.COMPUTES:
-            self._compute(operator.func, args, kwargs, out)
+            if not self._is_plainly_unknown(args, out):
+                self._compute(operator.func, args, kwargs, out)
         elif effect is Effect.FILLS:
             if operator.func not in EMPTIES or not out.is_floating_point():
                 self._fill(out, FILLED[operator.func](args))
@@ -180,8 +181,8 @@ class Shadows:
         elif effect is Effect.DRAWS:
             self._assume(operator.func, args, out)
         elif effect is Effect.WRITES_MANY:
-            for tensor in tensors_in((args, kwargs.get("out"))):
-                self._by_address.pop(tensor.untyped_storage()._cdata, None)
+            self._forget_all(args)
+            self._forget_all(tuple(kwargs.values()))
 
     def set_unsure(self, tensor: torch.Tensor) -> None:
         """A tensor of the host's holds numbers that were assumed."""
@@ -193,6 +194,25 @@ class Shadows:
         """Whether a tensor of the host's among these holds numbers that were assumed."""
         return bool(self.unsure) and any(
             not one.is_meta and one.untyped_storage()._cdata in self.unsure for one in tensors_in(operands)
+        )
+
+    def _forget_all(self, operands: Sequence[Any]) -> None:
+        known = self._by_address
+        for operand in operands:
+            if isinstance(operand, torch.Tensor):
+                known.pop(operand.untyped_storage()._cdata, None)
+            elif isinstance(operand, (tuple, list)) and operand and isinstance(operand[0], torch.Tensor):
+                self._forget_all(operand)
+
+    def _is_plainly_unknown(self, args: tuple[Any, ...], out: Any) -> bool:
+        """Whether an operator gives floats of a first operand without a shadow, as most of them do."""
+        first = args[0] if args else None
+        return (
+            isinstance(out, torch.Tensor)
+            and out.is_floating_point()
+            and isinstance(first, torch.Tensor)
+            and first.is_meta
+            and first.untyped_storage()._cdata not in self._by_address
         )
 
     # ---- new tensors -------------------------------------------------------------------------------------
