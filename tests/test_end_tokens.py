@@ -6,13 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
-from snugfit.errors import RehearsalError
 from snugfit.job.config import check_facts
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
-from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy
+from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.techniques.recipe import Recipe
 from test_law_rehearsed_equals_real import hold_to_reports
@@ -55,17 +53,3 @@ def test_the_host_waits_for_the_counts_and_for_each_gathering() -> None:
         phases = [trace.kernels[place].phase for place in trace.waits]
         asked.append((phases.count("forward"), phases.count("backward")))
     assert [after - before for before, after in zip(*asked, strict=True)] == [2, 1]
-
-
-def test_other_masks_are_refused_as_before() -> None:
-    class Picks(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head = torch.nn.Linear(8, 1)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.head(x[x.sum(1).gt(0), :]).mean()
-
-    model = Model.from_module(Picks(), example={"x": torch.randn(4, 8)})
-    with pytest.raises(RehearsalError, match="depends on its data"):
-        rehearse(Job(model=model, task=Task.CUSTOM), Recipe().setup(), CpuPolicy())

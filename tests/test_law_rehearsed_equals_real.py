@@ -162,6 +162,10 @@ SCRATCH = {
     ("aten::mul", "aten::_to_copy"): CAST,
     ("bitsandbytes::optimizer_update_32bit", ""): COMPOSED,
     ("bitsandbytes::optimizer_update_8bit_blockwise", ""): COMPOSED,
+    (
+        "aten::masked_select",
+        "aten::empty",
+    ): "the CPU counts what comes before each element",
     ("aten::sort", "aten::arange"): "the CPU sorts positions beside values; CUDA's sort writes them itself",
 }
 """Scratch of CPU kernels that a trace does not hold: born and dead inside one call of the first operator, and
