@@ -6,7 +6,7 @@ on the CPU, or it carries a `doubt` about just that, or it is `refused` with a t
 
 The modules stand by what makes them awkward: `awkward_shapes.py` (shapes from the batch),
 `awkward_choices.py` (decisions by weights and dice), `awkward_autograd.py`, `awkward_layers.py` and
- `awkward_outputs.py`.
+`awkward_outputs.py`.
 """
 
 from __future__ import annotations

@@ -327,7 +327,8 @@ class PassesMessages(Numbers):
         return self.block(received).square().mean()
 
 
-def _speech() -> dict[str, Any]:
+def spoken() -> dict[str, Any]:
+    """Sound (B, T, D) and its words (B, 12), with the lengths of each."""
     generator = torch.Generator().manual_seed(0)
     return {
         "x": torch.randn(ROWS, LENGTH, WIDTH, generator=generator),
@@ -346,13 +347,13 @@ class _Speech(Numbers):
         return self.head(self.block(x)).log_softmax(-1).transpose(0, 1)
 
 
-@awkward(_speech, xfail="the CTC loss is refused yet")
+@awkward(spoken, xfail="the CTC loss is refused yet")
 class RecognisesSpeech(_Speech):
     def forward(self, x: Tensor, lengths: Tensor, targets: Tensor, target_lengths: Tensor) -> Tensor:
         return F.ctc_loss(self.scores(x), targets, lengths, target_lengths, zero_infinity=True)
 
 
-@awkward(_speech, xfail="the CTC loss is refused yet")
+@awkward(spoken, xfail="the CTC loss is refused yet")
 class RecognisesFlatTargets(_Speech):
     """transformers' CTC heads: labels of all rows end to end, checked against the vocabulary."""
 

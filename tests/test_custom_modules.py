@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from awkward_shapes import RecognisesFlatTargets, spoken
 from snugfit.errors import JobError, RehearsalError
 from snugfit.job.build import instantiate
 from snugfit.job.config import check_facts
@@ -78,3 +79,15 @@ def test_a_model_that_leaves_weights_on_the_host_is_moved_or_refused() -> None:
     built = instantiate(Job(**asked), dtype="float32", attention="sdpa")
     of_weights = sum(block.nbytes for block in trace.blocks if block.kind == Kind.WEIGHTS)
     assert of_weights == sum(parameter.nbytes for parameter in built.parameters())
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+def test_a_model_that_reads_torchs_older_switches_trains_in_any_precision(precision: str) -> None:
+    """CTC heads of transformers go through `cudnn.flags`, which reads `allow_tf32`."""
+    example = spoken()
+    job = Job(model=Model.from_module(RecognisesFlatTargets(), example), task=Task.CUSTOM)
+    before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+    step = PlainStep(job, Recipe.parse(precision).setup(), torch.device("cpu"), keep_losses=True)
+    assert len(step.run(1, Stopwatch(torch.device("cpu"), 0))) == 1
+    assert before == (torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32)

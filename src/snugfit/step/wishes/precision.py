@@ -83,16 +83,40 @@ class MatmulHandler(Handler):
 
 @contextlib.contextmanager
 def matmul_precision(precision: str) -> Iterator[None]:
-    """Matrix products and convolutions of fp32 tensors in this precision (`ieee`, `tf32`), then as before."""
+    """Matrix products and convolutions of fp32 tensors in this precision (`ieee`, `tf32`), then as before.
+
+    torch's older switches (`allow_tf32`) are set along: a model that reads them, as every CTC head of
+    transformers does through `cudnn.flags`, is refused by torch where they say otherwise.
+    """
     import torch
 
     cudnn: Any = torch.backends.cudnn
     backends = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
-    before = [backend.fp32_precision for backend in backends]
+    before, switches = [backend.fp32_precision for backend in backends], _tf32_switches()
+    _set_tf32(precision == "tf32", precision == "tf32")
     for backend in backends:
         backend.fp32_precision = precision
     try:
         yield
     finally:
+        if switches is not None:
+            _set_tf32(*switches)
         for backend, value in zip(backends, before, strict=True):
             backend.fp32_precision = value
+
+
+def _tf32_switches() -> tuple[bool, bool] | None:
+    """torch's older switches for matrix products and for cuDNN; None where it refuses to say, because
+    somebody set the newer ones alone."""
+    import torch
+
+    try:
+        return torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    except RuntimeError:
+        return None
+
+
+def _set_tf32(products: bool, cudnn: bool) -> None:
+    import torch
+
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = products, cudnn
