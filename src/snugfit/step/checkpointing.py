@@ -15,7 +15,8 @@ whether it was given the very tensor that the one before it handed on, and any o
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RecipeError
@@ -56,8 +57,9 @@ def stop_own_checkpointing(model: Any) -> None:
 
 
 def layer_stacks(model: torch.nn.Module) -> list[list[torch.nn.Module]]:
-    """The model's stacks of layers: lists of at least two modules of one class, outermost only, and of
-    these the ones that hold a worthwhile share (a tenth) of the largest stack's parameters."""
+    """The model's stacks of layers: lists of at least two modules of one class, or of transformers' layers of
+    several (Jamba's attention and Mamba layers), outermost only, and of these the ones that hold a worthwhile
+    share (a tenth) of the largest stack's parameters."""
     import torch
 
     stacks: list[tuple[int, list[torch.nn.Module]]] = []
@@ -66,7 +68,7 @@ def layer_stacks(model: torch.nn.Module) -> list[list[torch.nn.Module]]:
         if id(module) in inside or not isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential)):
             continue
         layers = list(module)
-        if len(layers) < 2 or len({type(layer) for layer in layers}) != 1:
+        if len(layers) < 2 or not _are_alike(layers):
             continue
         inside.update(id(child) for layer in layers for child in layer.modules())
         stacks.append((sum(parameter.numel() for parameter in module.parameters()), layers))
@@ -74,26 +76,54 @@ def layer_stacks(model: torch.nn.Module) -> list[list[torch.nn.Module]]:
     return [layers for size, layers in stacks if size and size * 10 >= largest]
 
 
+def _are_alike(layers: Sequence[torch.nn.Module]) -> bool:
+    if len({type(layer) for layer in layers}) == 1:
+        return True
+    own = _of_transformers("modeling_layers", "GradientCheckpointingLayer")
+    return all(isinstance(layer, own) for layer in layers)
+
+
+def _of_transformers(module: str, name: str) -> Any:
+    """A class of transformers, to ask for instances of; no class where nothing has imported that module."""
+    return getattr(sys.modules.get(f"transformers.{module}"), name, ())
+
+
 def _checkpoint_single(model: torch.nn.Module, layers: list[torch.nn.Module]) -> None:
-    if all(hasattr(layer, "gradient_checkpointing") for layer in layers):
-        enable = (
-            getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        )
-        chosen = {id(layer) for layer in layers}
-        before = {
-            id(module) for module in model.modules() if getattr(module, "gradient_checkpointing", False)
-        }
+    holders = _switch_holders(model, layers)
+    if not holders or not all(hasattr(layer, "gradient_checkpointing") for layer in layers):
+        for layer in layers:
+            layer.forward = _recompute(layer.forward)
+        return
+    before = {id(module) for module in model.modules() if getattr(module, "gradient_checkpointing", False)}
+    for holder in holders:
         try:
-            enable({"use_reentrant": False})  # type: ignore[operator]
+            _enable(holder)({"use_reentrant": False})
         except ValueError as error:
             raise RecipeError(f"{str(error).rstrip('.')}, says transformers. Try 'keep_all'.") from None
-        own = {id(layer) for stack in layer_stacks(model) for layer in stack}
-        for module in model.modules():
-            if id(module) in own and id(module) not in chosen | before:
-                module.gradient_checkpointing = False  # type: ignore[assignment]
-        return
-    for layer in layers:
-        layer.forward = _recompute(layer.forward)
+    chosen = {id(layer) for layer in layers}
+    own = {id(layer) for stack in layer_stacks(model) for layer in stack}
+    for module in model.modules():
+        if id(module) in own and id(module) not in chosen | before:
+            module.gradient_checkpointing = False  # type: ignore[assignment]
+
+
+def _switch_holders(model: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+    """The model, or the outermost of its parts, that have transformers' switch for these layers: a module of
+    the user's own around a model of transformers has none itself. Empty where a layer is in none."""
+    holders: list[torch.nn.Module] = []
+    outside = {id(layer) for layer in layers}
+    for module in model.modules():
+        if outside and _enable(module) is not None and outside & (inside := {*map(id, module.modules())}):
+            holders.append(module)
+            outside -= inside
+    return [] if outside else holders
+
+
+def _enable(module: torch.nn.Module) -> Any:
+    """transformers' own switch, as a method of the module; None where it has none."""
+    return next(
+        (getattr(module, f"{name}_enable") for name in NAMES if hasattr(module, f"{name}_enable")), None
+    )
 
 
 def _recompute(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -103,9 +133,30 @@ def _recompute(forward: Callable[..., Any]) -> Callable[..., Any]:
 
         if not torch.is_grad_enabled():
             return forward(*arguments, **keywords)
+        arguments, keywords = _without_cache(arguments, keywords)
         return checkpoint(forward, *arguments, use_reentrant=False, **keywords)
 
     return run
+
+
+_CACHES: Mapping[str, Any] = {
+    "use_cache": False,
+    "past_key_values": None,
+    "past_key_value": None,
+    "layer_past": None,
+}
+"""What layers call a cache, with the value that stands for none."""
+
+
+def _without_cache(
+    arguments: tuple[Any, ...], keywords: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A cache of keys and values would be written a second time by the recomputation; some models pass it by
+    position (GPT-2), or by a name of their own (XLM)."""
+    cache = _of_transformers("cache_utils", "Cache")
+    uncached = tuple(None if isinstance(one, cache) else one for one in arguments)
+    named = {name: None if isinstance(value, cache) else value for name, value in keywords.items()}
+    return uncached, {name: _CACHES.get(name, value) for name, value in named.items()}
 
 
 def _checkpoint_spans(model: torch.nn.Module, chosen: Sequence[Sequence[torch.nn.Module]]) -> None:
@@ -164,7 +215,7 @@ class _Span:
                 raise self.refusal()
             hidden, *arguments = given
             self.handed_on = id(hidden)
-            self.noted.append(self._without_cache(tuple(arguments), keywords))
+            self.noted.append(_without_cache(tuple(arguments), keywords))
             if index < len(self.forwards) - 1:
                 return hidden
             calls = list(self.noted)
@@ -172,18 +223,6 @@ class _Span:
             return self._run(hidden, calls)
 
         return run
-
-    @staticmethod
-    def _without_cache(
-        arguments: tuple[Any, ...], keywords: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A cache of keys and values would be written a second time by the recomputation; some models pass
-        it by position (GPT-2)."""
-        from transformers import Cache
-
-        off = {"use_cache": False, "past_key_values": None, "past_key_value": None, "layer_past": None}
-        uncached = tuple(None if isinstance(one, Cache) else one for one in arguments)
-        return uncached, {**keywords, **{name: value for name, value in off.items() if name in keywords}}
 
     def _run(self, hidden: torch.Tensor, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> Any:
         import torch
