@@ -119,7 +119,7 @@ def shifts_labels(model: torch.nn.Module) -> bool:
     """Whether this is one of transformers' decoders, whose losses shift their labels by one."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    base: Any = model.get_base_model() if hasattr(model, "peft_config") else model  # type: ignore[operator]
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     two_stacks = getattr(getattr(base, "config", None), "is_encoder_decoder", False)
     return type(base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() and not two_stacks
 

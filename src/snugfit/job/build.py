@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -19,24 +19,36 @@ from snugfit.job.clone import clone_to_device
 from snugfit.job.config import ignored_keys
 from snugfit.job.job import Job, refuse_lengths
 from snugfit.job.model import Model
-from snugfit.job.weights import freeze_as
+from snugfit.job.weights import LoadedWeights, check_loaded, freeze_as
 
 if TYPE_CHECKING:
     from torch import nn
 
 
-def instantiate(job: Job, *, dtype: str, attention: str, weights: Path | None = None) -> nn.Module:
+OnLoaded = Callable[[LoadedWeights], None]
+"""Hears how a folder of weights differs from the model."""
+
+
+def instantiate(
+    job: Job,
+    *,
+    dtype: str,
+    attention: str,
+    weights: Path | None = None,
+    on_loaded: OnLoaded = lambda loaded: None,
+) -> nn.Module:
     """The real model of a job on the ambient `torch.device`, its weights in `dtype`, in train or eval mode.
 
     Weights are random, or those of the folder `weights` (`find_weights`). Raises `ModelError` for a config
-    that transformers cannot use, `RecipeError` for an attention that the architecture does not have.
+    that transformers cannot use or weights that the folder lacks, `RecipeError` for an attention that the
+    architecture does not have.
     """
     module = job.model.module
     if module is not None:
         return clone_to_device(module).train(job.trains)
     refuse_lengths(job, job.transformers_config().to_dict())
     try:
-        return _from_facts(job, dtype, attention, weights).train(job.trains)
+        return _from_facts(job, dtype, attention, weights, on_loaded).train(job.trains)
     except Exception as error:
         if "attn_implementation" not in str(error):
             _blame_config(job.model, error)
@@ -45,10 +57,10 @@ def instantiate(job: Job, *, dtype: str, attention: str, weights: Path | None = 
             raise RecipeError(message) from None
     # As transformers itself chooses when nothing is asked for: some architectures (Gemma 2) have no
     # scaled_dot_product_attention. The model says which it has: `model.config._attn_implementation`.
-    return _from_facts(job, dtype, "eager", weights).train(job.trains)
+    return _from_facts(job, dtype, "eager", weights, on_loaded).train(job.trains)
 
 
-def _from_facts(job: Job, dtype: str, attention: str, weights: Path | None) -> nn.Module:
+def _from_facts(job: Job, dtype: str, attention: str, weights: Path | None, on_loaded: OnLoaded) -> nn.Module:
     import torch
     import transformers
 
@@ -64,16 +76,25 @@ def _from_facts(job: Job, dtype: str, attention: str, weights: Path | None) -> n
     if weights is None:
         model = auto_class.from_config(config, trust_remote_code=False, **asked)
         return model
-    model, loaded = auto_class.from_pretrained(
-        weights,
-        config=config,
-        use_safetensors=True,
-        local_files_only=True,
-        output_loading_info=True,
-        **asked,
-    )
-    if len(loaded["missing_keys"]) >= len(list(model.parameters())):
-        raise ModelError(f"{weights} holds none of the weights of {job.model.name}: another model's?")
+    try:
+        model, loaded = auto_class.from_pretrained(
+            weights,
+            config=config,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # and says which; `check_loaded` refuses them by name
+            **asked,
+        )
+    except RuntimeError as error:
+        if "automatic conversion" not in str(error):
+            raise
+        raise ModelError(
+            f"{weights}: the weights of {job.model.name} cannot be put together from its files, where parts"
+            " are missing or have other shapes (an expert, a half of a fused matrix). Give a folder that is"
+            " whole."
+        ) from None
+    on_loaded(check_loaded(model, weights, loaded))
     with torch.device("meta"):
         freeze_as(auto_class.from_config(config, trust_remote_code=False, **asked), model)
     return model

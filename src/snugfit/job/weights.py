@@ -3,16 +3,20 @@
 Weights must be safetensors in a folder with a config.json: reading a pickle runs code. An index may name
 files of its own folder only (transformers follows `../` out of it), and a tensor is a name and never a path.
 The safetensors library checks the content of a file when it is opened.
+
+A model is loaded whole. transformers draws at random what a folder lacks, leaves out what it does not know
+and puts adapters in that lie beside; here only a head may be new, and what is new or left out is told.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import ModelError
 from snugfit.job.find import cached_file
@@ -22,6 +26,9 @@ if TYPE_CHECKING:
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+ADAPTER = "adapter_config.json"
+"""What peft writes beside an adapter's weights."""
+
 LARGEST_INDEX = 64 << 20
 """Bytes; the index of a model of 2,000 layers has two million."""
 
@@ -43,6 +50,12 @@ def find_weights(name: str | os.PathLike[str]) -> Path:
                 f"{folder}: {file.name} is named by {INDEX} and is a link to {file.resolve()}, outside of the"
                 " folder: an index names files of its own folder only. Put the file there."
             )
+    if (folder / ADAPTER).exists():
+        raise ModelError(
+            f"{folder} holds {ADAPTER} beside a model's weights. transformers would put that adapter into"
+            " the model and freeze the rest. Merge it (peft's merge_and_unload, then save_pretrained), or"
+            " move its files elsewhere."
+        )
     return folder
 
 
@@ -58,7 +71,8 @@ def _files(folder: Path) -> Iterator[Path]:
             f"{folder} holds its weights as a pickle, which runs code when it is read. Convert it: load it"
             " where you trust it, then model.save_pretrained(folder) writes safetensors."
         )
-    raise ModelError(f"{folder} has no weights: neither {SINGLE} nor {INDEX}.")
+    more = " It holds an adapter alone: merge that into its model." if (folder / ADAPTER).exists() else ""
+    raise ModelError(f"{folder} has no weights: neither {SINGLE} nor {INDEX}.{more}")
 
 
 def _is_of(folder: Path, file: Path) -> bool:
@@ -95,6 +109,78 @@ def _cached_folder(name: str) -> Path:
         f"{name}: no folder with weights, and none of the hub's models in the local cache. Give the folder of"
         " a model that was saved with save_pretrained, or download it first: hf download NAME."
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedWeights:
+    """What was not as it is in the folder that a model was loaded from."""
+
+    new: Sequence[str]
+    """Weights of a head that the folder has not, which were drawn at random."""
+
+    unused: Sequence[str]
+    """Tensors of the folder that the model has no place for."""
+
+    def lines(self, folder: Path) -> Iterator[str]:
+        """A sentence on each."""
+        if self.new:
+            yield f"{folder} has no {_some(self.new)}: newly initialised."
+        if self.unused:
+            yield f"Of {folder} this model does not use {_some(self.unused)}."
+
+
+def check_loaded(model: Any, folder: Path, info: Mapping[str, Any]) -> LoadedWeights:
+    """What transformers' `info` says of loading `model`. Raises `ModelError` when weights are missing that
+    are no new head's, or have another shape."""
+    if wrong := sorted(info["mismatched_keys"]):
+        name, saved, due = wrong[0]
+        more = f" So have {len(wrong) - 1} more." if len(wrong) > 1 else ""
+        raise ModelError(
+            f"{folder}: {name} has the shape {tuple(saved)}, and {type(model).__name__} has {tuple(due)}"
+            f" there.{more} Give the sizes of the folder's own config.json, the number of labels too."
+        )
+    missing = set(info["missing_keys"])
+    if len(missing) >= len(list(model.parameters())):
+        raise ModelError(f"{folder} holds none of the weights of {type(model).__name__}: another model's?")
+    if lost := sorted(missing - _new_heads(model, missing)):
+        raise ModelError(
+            f"{folder} lacks weights of {type(model).__name__} that are no new head's: {_some(lost)}. Give a"
+            " folder that is whole. Where they are to begin at random, load it with from_pretrained and save"
+            " that with save_pretrained."
+        )
+    return LoadedWeights(new=sorted(missing), unused=sorted(info["unexpected_keys"]))
+
+
+def _new_heads(model: Any, missing: set[str]) -> set[str]:
+    """Of the missing weights those that tasks add to a model: all outside of its base, and inside of that
+    poolers and the embedding of a mask. A module of which a part is there is none of them."""
+    from torch import nn
+
+    present = {name.rpartition(".")[0] for name in model.state_dict() if name not in missing}
+    base = getattr(model, model.base_model_prefix, None) if model.base_model_prefix else None
+    prefix = f"{model.base_model_prefix}." if base is not None else ""
+    stacks = {
+        name
+        for name, child in (model if base is None else base).named_children()
+        if any(isinstance(module, nn.ModuleList | nn.Embedding) for module in child.modules())
+    }
+
+    def is_head(name: str) -> bool:
+        owner, _, leaf = name.rpartition(".")
+        if prefix and not name.startswith(prefix):
+            return owner not in present
+        child = name.removeprefix(prefix).partition(".")[0]
+        if "mask" in leaf:
+            return True
+        return owner not in present and ("pool" in child or (not prefix and child not in stacks))
+
+    return {name for name in missing if is_head(name)}
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first three of the names, and how many more there are."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more}"
 
 
 def freeze_as(built: nn.Module, loaded: nn.Module) -> None:

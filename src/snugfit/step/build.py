@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import JobError, UsageError
-from snugfit.job.build import instantiate
+from snugfit.job.build import OnLoaded, instantiate
 from snugfit.step.applier import adapt_model, model_arguments, wrap_model
 from snugfit.step.wishes.optimizer import make_optimizer
 
@@ -24,21 +24,27 @@ if TYPE_CHECKING:
 
 
 def build_model(
-    job: Job, setup: Setup, device: torch.device, *, on_host: bool = False, weights: Path | None = None
+    job: Job,
+    setup: Setup,
+    device: torch.device,
+    *,
+    on_host: bool = False,
+    weights: Path | None = None,
+    on_loaded: OnLoaded = lambda loaded: None,
 ) -> torch.nn.Module:
     """The model, built, adapted and wrapped as the Setup wishes, on `device`, with random weights or those of
-    a folder.
+    a folder; `on_loaded` hears what that has not.
 
     A model that is built on the host and then moved makes its device tensors in the order of its modules. A
     rehearsal has no host to build on: it builds out of its recorder's sight, and then moves.
     """
     if on_host or job.build_on == "host":
         with _host(device):
-            model = _instantiate(job, setup, weights)
+            model = _instantiate(job, setup, weights, on_loaded)
         model = _move(model, device)
     else:
         with device:
-            model = _instantiate(job, setup, weights)
+            model = _instantiate(job, setup, weights, on_loaded)
         _refuse_left_on_the_host(job, model, device)
     model.train(job.trains)
     if job.trains:
@@ -46,8 +52,9 @@ def build_model(
     return model
 
 
-def _instantiate(job: Job, setup: Setup, weights: Path | None) -> torch.nn.Module:
-    return adapt_model(setup, instantiate(job, weights=weights, **model_arguments(setup)))
+def _instantiate(job: Job, setup: Setup, weights: Path | None, on_loaded: OnLoaded) -> torch.nn.Module:
+    built = instantiate(job, weights=weights, on_loaded=on_loaded, **model_arguments(setup))
+    return adapt_model(setup, built)
 
 
 def _refuse_left_on_the_host(job: Job, model: torch.nn.Module, device: torch.device) -> None:

@@ -1,7 +1,7 @@
 """What a checkpoint of a run holds, and how it becomes a run again.
 
-    config.json, model.safetensors      the working weights, as `from_pretrained` loads them;
-                                        with adapters: adapter_config.json, adapter_model.safetensors
+    config.json, model.safetensors      the working weights as libraries load them, or the adapters', and
+    model_state.json, .safetensors      what those files leave out (`weights.py`)
     state.json, state.safetensors       everything else that the next step depends on: the optimizer's states
                                         and groups, schedule, gradient scaler, all random generators, and how
                                         far the run is (`packed_state.py`)
@@ -28,7 +28,7 @@ from snugfit.training.checkpoint.optimizer_state import (
     restore_optimizer,
 )
 from snugfit.training.checkpoint.packed_state import PAIRS, pack, unpack
-from snugfit.training.checkpoint.weights import trained_weights, write_weights
+from snugfit.training.checkpoint.weights import ModelWeights, weights_of
 from snugfit.training.rng import all_rng_states, restore_all_rng_states
 
 if TYPE_CHECKING:
@@ -115,11 +115,8 @@ class TrainState:
 class Snapshot:
     """A run between two steps, on the host; nothing in it changes any more."""
 
-    model: torch.nn.Module
-    """Whose weights these are: it knows how its kind is saved."""
-
-    weights: Mapping[str, torch.Tensor]
-    """By their names in the model's `state_dict`; a tied weight is one tensor under two names."""
+    weights: ModelWeights
+    """Everything of the model."""
 
     tree: Any
     """Everything else, without its tensors."""
@@ -144,7 +141,7 @@ class Snapshot:
         from safetensors.torch import save_file
 
         (folder / self.weights_folder).mkdir(exist_ok=True)
-        write_weights(self.model, dict(self.weights), folder / self.weights_folder)
+        self.weights.write(folder / self.weights_folder)
         save_file(dict(self.tensors), folder / TENSORS)
         for name, text in self._texts.items():
             (folder / name).write_text(text, encoding="utf-8")
@@ -159,7 +156,7 @@ class Snapshot:
     @property
     def bytes(self) -> int:
         """How much room it takes: its tensors and its text. Headers, config and tokenizer are small."""
-        tensors = {id(tensor): tensor for tensor in (*self.weights.values(), *self.tensors.values())}
+        tensors = {id(tensor): tensor for tensor in (*self.weights.tensors(), *self.tensors.values())}
         text_bytes = sum(len(text.encode()) for text in self._texts.values())
         return text_bytes + sum(tensor.nbytes for tensor in tensors.values())
 
@@ -173,8 +170,7 @@ def snapshot(
     staging.begin()
     copies = _Copies(staging)
     copied = Snapshot(
-        model=state.model,
-        weights={name: copies.of(value) for name, value in trained_weights(state.model).items()},
+        weights=weights_of(state.model, state.optimizer).with_copies(copies.of),
         tree=tree,
         tensors={name: copies.of(value) for name, value in tensors.items()},
         step=state.progress.step,
@@ -202,8 +198,9 @@ def check_packable(state: TrainState) -> None:
 
 def tensor_bytes(state: TrainState) -> list[int]:
     """Bytes of each tensor of a snapshot once the optimizer has its states: each weight that trains comes
-    with two moments, at most, of its own size."""
-    weights = [value.nbytes for value in trained_weights(state.model).values()]
+    with two moments, at most, of its own size. Raises `SnugfitError` for a model that cannot be kept."""
+    tensors = weights_of(state.model, state.optimizer).tensors()
+    weights = [value.nbytes for value in {value.data_ptr(): value for value in tensors}.values()]
     trained = [weight.nbytes for group in state.optimizer.param_groups for weight in group["params"]]
     return [*weights, *trained, *trained]
 

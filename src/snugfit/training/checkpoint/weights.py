@@ -1,88 +1,211 @@
-"""A model's weights in a checkpoint: written as `from_pretrained` loads them, and put back into a live model.
+"""A model's weights in a checkpoint: written as the libraries load them, and put back into a live model.
 
-Of an adapted model only the adapters are kept, for its base never changes. A module that is not one of
-transformers' has its `state_dict` in `model.safetensors`. Anything that is missing or left over when weights
-are put back is an error.
+    config.json, model.safetensors      a model of transformers, as `from_pretrained` loads it; another module
+                                        has its `state_dict` in `model.safetensors`
+    adapter_config.json,                each adapter, as peft loads it; one that is not called "default" in a
+    adapter_model.safetensors           folder of its name, as peft has it
+    model_state.json, .safetensors      what those leave out (`model_state.py`)
+
+Anything that is missing or left over when weights are put back is an error.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError
+from snugfit.training.checkpoint import adapters
+from snugfit.training.checkpoint.model_state import (
+    ModelState,
+    has_model_state,
+    load_model_state,
+    model_state_of,
+    names_kept_beside,
+    remember_frozen,
+)
 
 if TYPE_CHECKING:
     import torch
-
-WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
-
-
-def _is_adapted(model: torch.nn.Module) -> bool:
-    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
-
-
-def trained_weights(model: torch.nn.Module) -> Mapping[str, torch.Tensor]:
-    """What trains and what a step changes, by its name in the model's `state_dict`: of an adapted model the
-    adapters alone."""
-    if not _is_adapted(model):
-        return model.state_dict()
-    from peft import get_peft_model_state_dict
-
-    adapters: Mapping[str, torch.Tensor] = get_peft_model_state_dict(model, save_embedding_layers=False)
-    return adapters
-
-
-def write_weights(model: torch.nn.Module, weights: dict[str, torch.Tensor], folder: Path) -> None:
-    """Writes copies of this model's `trained_weights` as its kind is saved."""
-    from safetensors.torch import save_file
     from transformers import PreTrainedModel
 
-    if _is_adapted(model):
-        model.peft_config["default"].save_pretrained(str(folder))  # type: ignore[union-attr, index]
-        save_file(weights, folder / ADAPTER, metadata={"format": "pt"})
-    elif isinstance(model, PreTrainedModel):
+WEIGHTS = "model.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelWeights:
+    """What a checkpoint keeps of a model."""
+
+    model: torch.nn.Module
+    """Whose weights these are: it knows how its kind is saved."""
+
+    files: Mapping[str, Mapping[str, torch.Tensor]]
+    """What the libraries load: tensors by their names in a file, by the file's path. A tied weight is one
+    tensor under two names."""
+
+    configs: Mapping[str, Any]
+    """peft's config of each adapter, by the folder that it is kept in."""
+
+    state: ModelState
+    """Everything that the next step depends on; what `files` hold too is the same tensor."""
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All tensors; one that is held in several places comes several times."""
+        for tensors in self.files.values():
+            yield from tensors.values()
+        yield from self.state.all_tensors()
+
+    def with_copies(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> ModelWeights:
+        """The same with a copy in the place of each tensor."""
+        files = {
+            file: {name: copy(value) for name, value in tensors.items()}
+            for file, tensors in self.files.items()
+        }
+        return replace(self, files=files, state=self.state.with_copies(copy))
+
+    def write(self, folder: Path) -> None:
+        """Writes the files of this model into `folder`."""
+        from transformers import PreTrainedModel
+
+        if adapters.is_adapted(self.model):
+            self._write_adapters(folder)
+        elif isinstance(self.model, PreTrainedModel):
+            self._write_pretrained(self.model, folder)
+        else:
+            self._write_module(folder)
+
+    def _write_adapters(self, folder: Path) -> None:
+        places: dict[int, tuple[str, str] | None] = {}
+        for inner, config in self.configs.items():
+            (folder / inner).mkdir(exist_ok=True)
+            config.save_pretrained(str(folder / inner))
+        for file, tensors in self.files.items():
+            _save(tensors, folder / file)
+            places |= {id(value): (file, name) for name, value in tensors.items()}
+        self.state.write(folder, places)
+
+    def _write_pretrained(self, model: PreTrainedModel, folder: Path) -> None:
+        """transformers leaves some out, and writes some architectures under other names than they compute
+        with; when those are loaded, all get one dtype."""
+        weights = self.files[WEIGHTS]
         with no_progress_bars():
-            model.save_pretrained(folder, state_dict=weights)
-    else:
-        save_file({name: value.clone() for name, value in weights.items()}, folder / WEIGHTS)
+            model.save_pretrained(folder, state_dict=dict(weights))
+        names = _names_in(folder)
+        is_renamed = not names <= set(weights)
+        in_files = [
+            value
+            for name, value in weights.items()
+            if name in names or (is_renamed and value.dtype == model.dtype)
+        ]
+        self.state.write(folder, {id(value): None for value in in_files})
+
+    def _write_module(self, folder: Path) -> None:
+        weights = self.files[WEIGHTS]
+        _save(weights, folder / WEIGHTS)
+        self.state.write(folder, {id(value): None for value in weights.values()})
+
+
+def weights_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> ModelWeights:
+    """What a checkpoint keeps of this model, live: all of it or, where it has adapters, these and whatever
+    else trains, is held by the `optimizer` or is no longer what it was.
+
+    Raises `SnugfitError` for what no checkpoint can hold.
+    """
+    import torch
+
+    named = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    if not adapters.is_adapted(model):
+        state = model_state_of(model, set(named))
+        return ModelWeights(model=model, files={WEIGHTS: named}, configs={}, state=state)
+    adapters.refuse_what_cannot_be_kept(model)
+    files, configs = adapters.files_of(model, named)
+    exports = [value for tensors in files.values() for value in tensors.values()]
+    groups = [] if optimizer is None else optimizer.param_groups
+    optimized = [weight for group in groups for weight in group["params"]]
+    state = model_state_of(model, set(named), among=[*exports, *optimized])
+    return ModelWeights(model=model, files=files, configs=configs, state=state)
+
+
+def _save(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
+    """A tensor that has two names, as tied modules make it, is written twice, as peft does it."""
+    from safetensors.torch import save_file
+
+    first_names: dict[int, str] = {}
+    for name, value in tensors.items():
+        first_names.setdefault(id(value), name)
+    copies = {
+        name: value if first_names[id(value)] == name else value.clone() for name, value in tensors.items()
+    }
+    save_file(copies, file, metadata={"format": "pt"})
+
+
+def _names_in(folder: Path) -> set[str]:
+    from safetensors import safe_open
+
+    names: set[str] = set()
+    for file in _weight_files(folder):
+        with safe_open(file, framework="pt") as opened:
+            names.update(opened.keys())
+    return names
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    single = folder / WEIGHTS
+    return [single] if single.is_file() else sorted(folder.glob("model-*-of-*.safetensors"))
 
 
 def load_weights(model: torch.nn.Module, folder: Path) -> None:
     """Puts the weights that were kept in `folder` into a model that stands. Raises `SnugfitError` when they
     are another model's."""
-    from safetensors.torch import load_file
     from transformers import PreTrainedModel
 
+    remember_frozen(model)
     try:
-        if _is_adapted(model):
-            from peft import set_peft_model_state_dict
-
-            set_peft_model_state_dict(model, load_file(folder / ADAPTER))
+        if adapters.is_adapted(model):
+            if not has_model_state(folder):
+                adapters.load_old(model, folder)
         elif isinstance(model, PreTrainedModel):
             _load_pretrained(model, folder)
         else:
-            model.load_state_dict(load_file(folder / WEIGHTS), strict=True)
+            _load_module(model, folder)
+        load_model_state(model, folder)
     except (RuntimeError, KeyError, ValueError, OSError) as fault:
         raise SnugfitError(f"{folder} holds no weights of this model: {fault}") from None
 
 
-def _load_pretrained(model: Any, folder: Path) -> None:
-    """Tied weights are kept once. Some architectures are kept under other names than they compute with, or in
-    several files: those are loaded as a model of their own first."""
+def _load_module(model: torch.nn.Module, folder: Path) -> None:
+    """Extra state that is no tensor comes with the rest of the model's state."""
     from safetensors.torch import load_file
 
-    single = folder / WEIGHTS
-    saved = load_file(single) if single.is_file() else {}
-    own = model.state_dict()
-    tied = {name for name in own if name not in saved}
+    left = model.load_state_dict(load_file(folder / WEIGHTS), strict=False)
+    missing = [name for name in left.missing_keys if not name.endswith("_extra_state")]
+    for name in (*missing, *left.unexpected_keys):
+        raise KeyError(f"{name} is {'missing' if name in missing else 'left over'}")
+
+
+def _load_pretrained(model: Any, folder: Path) -> None:
+    """Tied weights are kept once. Some architectures are kept under other names than they compute with: those
+    are loaded as a model of their own first."""
+    from safetensors.torch import load_file
+
+    saved: dict[str, torch.Tensor] = {}
+    for file in _weight_files(folder):
+        saved |= load_file(file)
+    own = {name: value for name, value in model.state_dict().items() if hasattr(value, "data_ptr")}
+    beside = names_kept_beside(folder)
+    tied = {name for name in own if name not in saved and name not in beside}
     addresses = {own[name].data_ptr() for name in saved if name in own}
     if set(saved) <= set(own) and all(own[name].data_ptr() in addresses for name in tied):
         model.load_state_dict(saved, strict=False)
         return
-    again = type(model).from_pretrained(folder, config=model.config, dtype=model.dtype, local_files_only=True)
+    again, info = type(model).from_pretrained(
+        folder, config=model.config, dtype=model.dtype, local_files_only=True, output_loading_info=True
+    )
+    if missing := set(info["missing_keys"]) - beside:
+        raise KeyError(f"{min(missing)} is missing")
     model.load_state_dict(again.state_dict(), strict=True)
 
 

@@ -56,7 +56,9 @@ class ActiveRun:
         self.step = TrainingStep(run.job, self.setup, run.device)
         self.step.rejects = lambda loss: spikes.reject(loss, self.progress)
         self._rng_at_step_start: tuple[torch.Tensor, ...] = ()
-        self.state: TrainState = open_run(run, self.setup, self.steps, checkpoint)
+        self.state: TrainState = open_run(
+            run, self.setup, self.steps, checkpoint, lambda text: journal.tell("note", text=text)
+        )
         checkpoints.about = run.about(recipe)
         checkpoints.saved_step = checkpoint.step if checkpoint else None
         if run.options.save_strategy != "no":

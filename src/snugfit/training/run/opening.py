@@ -8,11 +8,14 @@ generators last, because building draws from them.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from snugfit.errors import UsageError
+from snugfit.errors import SnugfitError, UsageError
+from snugfit.job.weights import LoadedWeights
 from snugfit.step.applier import is_adapted, make_scaler, set_process
 from snugfit.step.build import build_model, build_optimizer
+from snugfit.training.checkpoint.model_state import load_model_state, names_kept_beside
 from snugfit.training.checkpoint.state import TrainState, restore
 from snugfit.training.checkpoint.weights import load_weights
 
@@ -24,9 +27,16 @@ if TYPE_CHECKING:
     from snugfit.training.run.run import Run
 
 
-def open_run(run: Run, setup: Setup, steps: int, checkpoint: Checkpoint | None) -> TrainState:
+def open_run(
+    run: Run,
+    setup: Setup,
+    steps: int,
+    checkpoint: Checkpoint | None,
+    tell: Callable[[str], None] = lambda text: None,
+) -> TrainState:
     """The run under `setup`, which takes `steps` optimizer steps in all: at its beginning, or as it was when
-    `checkpoint` was taken. Raises `SnugfitError` when the checkpoint does not fit the model."""
+    `checkpoint` was taken. What a run that begins has new is told. Raises `SnugfitError` when the checkpoint
+    does not fit the model."""
     import numpy
     import torch
 
@@ -35,7 +45,7 @@ def open_run(run: Run, setup: Setup, steps: int, checkpoint: Checkpoint | None) 
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     set_process(setup, run.device)
-    model = _model(run, setup, checkpoint)
+    model = _model(run, setup, checkpoint, tell)
     optimizer = build_optimizer(run.job, setup, model, weight_decay=run.options.weight_decay)
     state = TrainState(
         model=model,
@@ -49,13 +59,24 @@ def open_run(run: Run, setup: Setup, steps: int, checkpoint: Checkpoint | None) 
     return state
 
 
-def _model(run: Run, setup: Setup, checkpoint: Checkpoint | None) -> torch.nn.Module:
+def _model(
+    run: Run, setup: Setup, checkpoint: Checkpoint | None, tell: Callable[[str], None]
+) -> torch.nn.Module:
     """A transformers model is built from its weights; whatever else is built first and then filled."""
-    whole = not is_adapted(setup) and run.job.model.module is None
+    whole = checkpoint is not None and not is_adapted(setup) and run.job.model.module is None
     weights = checkpoint.folder if checkpoint is not None and whole else run.weights
-    model = build_model(run.job, setup, run.device, weights=weights)
-    if checkpoint is not None and not whole:
-        load_weights(model, checkpoint.folder)
+
+    def on_loaded(loaded: LoadedWeights) -> None:
+        assert weights is not None
+        if whole and (lost := set(loaded.new) - names_kept_beside(weights)):
+            raise SnugfitError(f"{weights} holds no weights of this model: it lacks {min(lost)}.")
+        if checkpoint is None:
+            for line in loaded.lines(weights):
+                tell(line)
+
+    model = build_model(run.job, setup, run.device, weights=weights, on_loaded=on_loaded)
+    if checkpoint is not None:
+        (load_model_state if whole else load_weights)(model, checkpoint.folder)
     return model
 
 

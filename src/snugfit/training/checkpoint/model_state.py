@@ -1,0 +1,276 @@
+"""What a model's own files leave out, so that a resumed run is the same run.
+
+    model_state.json            where each tensor is kept that is in an adapter's file; checksums of what is
+                                frozen and kept nowhere; extra state of modules
+    model_state.safetensors     tensors that are in no other file: buffers that are in no `state_dict`, and of
+                                adapted models what trains or has changed and is not in peft's files
+
+Of a model with adapters the frozen weights are not kept, for whoever resumes the run builds them again. By
+their checksums it is known that they are the same; one that has changed during the run (adapters that were
+merged into it, a running mean) is kept.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from snugfit.errors import SnugfitError
+from snugfit.training.checkpoint import adapters
+from snugfit.training.checkpoint.packed_state import pack, unpack
+
+if TYPE_CHECKING:
+    import torch
+
+MODEL_STATE, MODEL_TENSORS = "model_state.json", "model_state.safetensors"
+
+_WEIGHT, _EXTRA = "weight.", "extra."
+"""How the names of tensors begin in the file: of the model's own, and of extra state."""
+
+_AT_FIRST: WeakKeyDictionary[torch.nn.Module, dict[str, int]] = WeakKeyDictionary()
+"""The checksums of what was frozen in a model when its run began."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelState:
+    """The tensors of a model that a checkpoint keeps, and what else it says of the model."""
+
+    tensors: Mapping[str, torch.Tensor]
+    """By their names among the model's parameters and buffers."""
+
+    transient: Sequence[str]
+    """Of them, the buffers that are in no `state_dict`."""
+
+    frozen: Mapping[str, int]
+    """Checksums of those that are not kept."""
+
+    active: Sequence[str]
+    """The adapters that the forward pass uses."""
+
+    extra: Any
+    """Extra state of modules and of adapters, without its tensors."""
+
+    extra_tensors: Mapping[str, torch.Tensor]
+    """The tensors of `extra`, by the names that it has for them."""
+
+    def all_tensors(self) -> Iterator[torch.Tensor]:
+        """All tensors that are kept."""
+        yield from self.tensors.values()
+        yield from self.extra_tensors.values()
+
+    def with_copies(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> ModelState:
+        """The same with a copy in the place of each tensor."""
+        return replace(
+            self,
+            tensors={name: copy(value) for name, value in self.tensors.items()},
+            extra_tensors={name: copy(value) for name, value in self.extra_tensors.items()},
+        )
+
+    def write(self, folder: Path, written: Mapping[int, tuple[str, str] | None]) -> None:
+        """Writes what is in no other file. `written` has by its `id` each tensor that is: under which name in
+        which file, or None where the file is loaded as a whole."""
+        from safetensors.torch import save_file
+
+        places, rest, kept_in = dict(written), {}, {}
+        for name, value in self.tensors.items():
+            if id(value) not in places:
+                rest[_WEIGHT + name] = value
+                places[id(value)] = (MODEL_TENSORS, _WEIGHT + name)
+            if location := places[id(value)]:
+                kept_in[name] = location
+        if not kept_in and not self.frozen and not self.extra:
+            return
+        tensors = {**rest, **{_EXTRA + name: value for name, value in self.extra_tensors.items()}}
+        save_file(tensors, folder / MODEL_TENSORS)
+        document = {
+            "kept_in": kept_in,
+            "transient": self.transient,
+            "frozen": dict(self.frozen),
+            "active": self.active,
+            "extra": self.extra,
+        }
+        (folder / MODEL_STATE).write_text(json.dumps(document, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def model_state_of(
+    model: torch.nn.Module, persistent: set[str], among: Sequence[torch.Tensor] | None = None
+) -> ModelState:
+    """The state of a live model, of which `persistent` are the names in its `state_dict`. With `among`, of
+    the frozen tensors only those that share their memory with one of these, or have changed since the run
+    began. Raises `SnugfitError` for extra state that no checkpoint can hold."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    frozen: dict[str, int] = {}
+    if among is not None:
+        addresses = {tensor.data_ptr() for tensor in among}
+        left_out = {
+            name: value
+            for name, value in _frozen_tensors(model, persistent).items()
+            if value.data_ptr() not in addresses
+        }
+        before, now = remember_frozen(model), _checksums(left_out)
+        frozen = {name: now[name] for name in left_out if now[name] == before.get(name)}
+        tensors = {name: value for name, value in tensors.items() if name not in frozen}
+    extra, extra_tensors = _extra_state(model)
+    return ModelState(
+        tensors={name: value.detach() for name, value in tensors.items()},
+        transient=[name for name, _ in model.named_buffers() if name not in persistent],
+        frozen=frozen,
+        active=adapters.active_adapters(model) if among is not None else [],
+        extra=extra,
+        extra_tensors=extra_tensors,
+    )
+
+
+def _extra_state(model: torch.nn.Module) -> tuple[Any, dict[str, torch.Tensor]]:
+    from torch import nn
+
+    states = {
+        name: module.get_extra_state()
+        for name, module in model.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
+    allocators = adapters.allocator_states(model)
+    if not states and not allocators:
+        return None, {}
+    try:
+        return pack({"modules": states, "allocators": allocators})
+    except SnugfitError as fault:
+        raise SnugfitError(f"get_extra_state of {', '.join(states)}: {fault}") from None
+
+
+def _frozen_tensors(model: torch.nn.Module, persistent: set[str]) -> dict[str, torch.Tensor]:
+    """Weights that do not train, and buffers that belong to the `state_dict`."""
+    weights = {name: weight for name, weight in model.named_parameters() if not weight.requires_grad}
+    return weights | {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+
+
+def remember_frozen(model: torch.nn.Module) -> dict[str, int]:
+    """Checksums of what was frozen in an adapted model when this was asked first: before its weights are
+    loaded, or before its first step."""
+    if model not in _AT_FIRST:
+        is_adapted = adapters.is_adapted(model)
+        _AT_FIRST[model] = _checksums(_frozen_tensors(model, set(model.state_dict()))) if is_adapted else {}
+    return _AT_FIRST[model]
+
+
+def _checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """The sum of each tensor's bits as integers: a reduction where it lies, and one wait for all of them."""
+    import torch
+
+    sums = [_bits(tensor.detach()).sum(dtype=torch.int64) for tensor in tensors.values()]
+    return dict(zip(tensors, torch.stack(sums).tolist() if sums else [], strict=True))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The content of a tensor as integers, (n,)."""
+    import torch
+
+    flat = tensor.contiguous().reshape(-1)
+    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    words = flat.nbytes % 4 == 0 and flat.storage_offset() * flat.element_size() % 4 == 0
+    return flat.view(torch.int32 if words else torch.uint8)
+
+
+# ---- put back --------------------------------------------------------------------------------------------
+
+
+def has_model_state(folder: Path) -> bool:
+    """Whether a checkpoint says more of its model than the libraries' files do; older ones do not."""
+    return (folder / MODEL_STATE).is_file()
+
+
+def names_kept_beside(folder: Path) -> set[str]:
+    """The tensors of a model that are not in the libraries' files."""
+    return set(_read(folder)["kept_in"]) if has_model_state(folder) else set()
+
+
+def _read(folder: Path) -> Any:
+    return json.loads((folder / MODEL_STATE).read_text(encoding="utf-8"))
+
+
+def load_model_state(model: torch.nn.Module, folder: Path) -> None:
+    """Puts what `ModelState.write` wrote into a model that stands.
+
+    Raises `SnugfitError` when it is another model, and changes nothing then.
+    """
+    from safetensors.torch import load_file
+
+    if not has_model_state(folder):
+        return
+    document = _read(folder)
+    files = {file: load_file(folder / file) for file in {file for file, _ in document["kept_in"].values()}}
+    values = {name: files[file][key] for name, (file, key) in document["kept_in"].items()}
+    if document["frozen"] or adapters.is_adapted(model):
+        _refuse_another_base(model, folder, values, document)
+    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name, value in values.items():
+        if name in own:
+            _put(model, own[name], name, value)
+        elif name in document["transient"]:
+            _make_buffer(model, name, value)
+        else:
+            raise KeyError(f"{name} was kept, and this model has it not")
+    if document["extra"] is not None:
+        beside = load_file(folder / MODEL_TENSORS)
+        tensors = {name.removeprefix(_EXTRA): value for name, value in beside.items()}
+        device = next(model.parameters()).device
+        extra = unpack(document["extra"], tensors, device)
+        for name, state in extra["modules"].items():
+            model.get_submodule(name).set_extra_state(state)
+        adapters.restore_allocators(model, extra["allocators"])
+
+
+def _put(model: torch.nn.Module, own: torch.Tensor, name: str, value: torch.Tensor) -> None:
+    """Into the parameter or buffer of this name; a buffer of another size (a cache) is replaced."""
+    import torch
+
+    if own.shape == value.shape:
+        with torch.no_grad():
+            own.copy_(value)
+        return
+    if isinstance(own, torch.nn.Parameter):
+        raise ValueError(f"{name} has the shape {tuple(own.shape)}, {tuple(value.shape)} was kept")
+    path, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(path), leaf, value.to(own.device))
+
+
+def _make_buffer(model: torch.nn.Module, name: str, value: torch.Tensor) -> None:
+    """A buffer that a forward pass has made, and the next one would find. Where the module is gone, in
+    another version of its library, so is what needed it."""
+    path, _, leaf = name.rpartition(".")
+    module = dict(model.named_modules()).get(path)
+    if module is None:
+        return
+    placed = value.to(next(model.parameters()).device)
+    if leaf in module._buffers:
+        setattr(module, leaf, placed)
+    elif not hasattr(module, leaf):
+        module.register_buffer(leaf, placed, persistent=False)
+
+
+def _refuse_another_base(
+    model: torch.nn.Module, folder: Path, values: Mapping[str, torch.Tensor], document: Mapping[str, Any]
+) -> None:
+    """Raises `SnugfitError` when other adapters stand in this model, or its frozen weights are others."""
+    own = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    due = (*values, *document["frozen"])
+    lost = [name for name, weight in model.named_parameters() if weight.requires_grad and name not in values]
+    unknown = [name for name in due if name not in own and name not in document["transient"]]
+    before, active = remember_frozen(model), adapters.active_adapters(model)
+    changed = [name for name, bits in document["frozen"].items() if before.get(name, bits) != bits]
+    faults = {
+        f"it does not hold {_first(lost)}, which train here": lost,
+        f"it holds {_first(unknown)}, which this model has not": unknown,
+        f"its run began with other frozen weights: {_first(changed)}": changed,
+        f"the active adapters were {document['active']} and are {active}": active != document["active"],
+    }
+    if wrong := [text for text, applies in faults.items() if applies]:
+        raise SnugfitError(f"{folder} holds the weights of another model: {'; '.join(wrong)}.")
+
+
+def _first(names: Sequence[str]) -> str:
+    return "".join(names[:1]) + (f" and {len(names) - 1} more" if len(names) > 1 else "")

@@ -1,0 +1,283 @@
+"""Checkpoints of models with adapters: every adapter and everything that trains, of every front-end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+
+from fitted import losses_of, model_of, padded, quiet, spoken, trainer_of
+from small_runs import Killed, small_run
+from snugfit import accelerate, fit
+from snugfit.errors import SnugfitError
+from snugfit.training.checkpoint.weights import load_weights, weights_of
+from snugfit.training.run.train import train
+
+pytestmark = pytest.mark.whole
+
+TARGETS = {"target_modules": ["q_proj", "v_proj"]}
+PROMPT = {"num_virtual_tokens": 3, "task_type": "CAUSAL_LM"}
+
+Adapt = Callable[[Any], Any]
+
+
+def lora(**more: Any) -> Any:
+    return peft.LoraConfig(**{"r": 4, **TARGETS, **more})
+
+
+def with_peft(config: Callable[[], Any], **more: Any) -> Adapt:
+    return lambda model: peft.get_peft_model(model, config(), **more)
+
+
+def second_is_active(model: Any) -> Any:
+    model = peft.get_peft_model(model, lora())
+    model.add_adapter("second", lora(r=2))
+    model.set_adapter("second")
+    return model
+
+
+def base_trains_too(model: Any) -> Any:
+    model = peft.get_peft_model(model, lora())
+    for name, weight in model.named_parameters():
+        if "norm" in name or "embed_tokens" in name:
+            weight.requires_grad_(True)
+    return model
+
+
+def by_transformers(model: Any) -> Any:
+    model.add_adapter(lora())
+    return model
+
+
+def two_by_transformers(model: Any) -> Any:
+    model.add_adapter(lora(r=2), adapter_name="one")
+    model.add_adapter(lora(), adapter_name="two")
+    model.set_adapter(["one", "two"])
+    model.model.norm.weight.requires_grad_(True)
+    return model
+
+
+KINDS: dict[str, Adapt] = {
+    "second is active": second_is_active,
+    "base trains too": base_trains_too,
+    "by transformers": by_transformers,
+    "two by transformers": two_by_transformers,
+}
+MORE_KINDS: dict[str, Adapt] = {
+    "another name": with_peft(lora, adapter_name="mine"),
+    "dora and a head": with_peft(lambda: lora(use_dora=True, lora_dropout=0.2, modules_to_save=["lm_head"])),
+    "pissa": with_peft(lambda: lora(init_lora_weights="pissa")),
+    "biases": with_peft(lambda: lora(bias="all")),
+    "tokens": with_peft(lambda: lora(trainable_token_indices=[1, 2])),
+    "vera": with_peft(lambda: peft.VeraConfig(r=4, target_modules=["q_proj"], save_projection=False)),
+    "ia3": with_peft(lambda: peft.IA3Config(target_modules=["v_proj"], feedforward_modules=[])),
+    "prompt": with_peft(lambda: peft.PromptTuningConfig(**PROMPT)),
+    "prompt encoder": with_peft(lambda: peft.PromptEncoderConfig(encoder_hidden_size=32, **PROMPT)),
+    "prefix": with_peft(lambda: peft.PrefixTuningConfig(**PROMPT)),
+    "oft": with_peft(lambda: peft.OFTConfig(r=0, oft_block_size=4, **TARGETS)),
+    "norms": with_peft(lambda: peft.LNTuningConfig(target_modules=["input_layernorm"])),
+}
+
+
+def adapted(adapt: Adapt, seed: int = 1) -> Any:
+    """One base, with adapters that begin otherwise under another seed."""
+    model = model_of("llama")
+    torch.manual_seed(seed)
+    return adapt(model)
+
+
+class At(transformers.TrainerCallback):
+    """Ends the run after a step."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        if state.global_step == 3:
+            raise Killed
+
+
+def fitted(adapt: Adapt, folder: Path, *, seed: int = 1, killed: bool = False, **more: Any) -> Any:
+    trainer = trainer_of(
+        folder,
+        adapted(adapt, seed),
+        spoken(22),
+        save_strategy="steps",
+        save_steps=2,
+        learning_rate=1e-2,
+        **more,
+    )
+    if killed:
+        trainer.add_callback(At())
+    return fit(trainer, "micro_batches(2)", watch=quiet)
+
+
+def by_hand(adapt: Adapt, folder: Path, *, seed: int = 1, stop: int = 0, resume: bool = False) -> Any:
+    model = adapted(adapt, seed).train()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    torch.manual_seed(5)
+    loader = torch.utils.data.DataLoader(spoken(12), batch_size=4, shuffle=True, collate_fn=padded)
+    with accelerate(model, optimizer, loader, "plain", output_dir=folder, watch=quiet) as run:
+        if resume:
+            assert run.resume()
+        for _ in run.epochs(1):
+            for batch in run:
+                run.step(batch)
+                if run.steps == 2:
+                    run.save()
+                if run.steps == stop:
+                    return model
+    return model
+
+
+def assert_same(one: Any, another: Any) -> None:
+    """Every parameter and every buffer, those that no `state_dict` has too."""
+    ours = {**dict(one.named_parameters()), **dict(one.named_buffers())}
+    theirs = {**dict(another.named_parameters()), **dict(another.named_buffers())}
+    assert ours.keys() == theirs.keys()
+    assert not [name for name, value in ours.items() if not torch.equal(value, theirs[name])]
+
+
+@pytest.mark.parametrize(
+    "kind", [*KINDS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in MORE_KINDS)]
+)
+def test_a_killed_run_with_adapters_goes_on_bit_for_bit(kind: str, tmp_path: Path) -> None:
+    """Resumed beside adapters that begin otherwise; and what is kept of each is peft's."""
+    adapt = (KINDS | MORE_KINDS)[kind]
+    whole = fitted(adapt, tmp_path / "whole")
+    whole.train()
+    with pytest.raises(Killed):
+        fitted(adapt, tmp_path / "cut", killed=True).train()
+    resumed = fitted(adapt, tmp_path / "cut", seed=2)
+    resumed.train(resume_from_checkpoint=True)
+    assert_same(whole.model, resumed.model)
+    assert losses_of(whole) == losses_of(resumed)
+    assert_peft_loads(tmp_path / "cut" / "checkpoint-4", resumed.model)
+
+
+def assert_peft_loads(folder: Path, model: Any) -> None:
+    """`from_pretrained` gives each adapter, and the base weights that were trained with it. Of a prompt's
+    encoder peft keeps the prompt that it makes."""
+    prefix = "" if hasattr(model, "get_base_model") else "base_model.model."
+    ours = {f"{prefix}{name}": weight for name, weight in model.named_parameters()}
+    for name in model.peft_config:
+        inner = folder if name == "default" else folder / name
+        again = peft.PeftModel.from_pretrained(model_of("llama"), inner, adapter_name=name)
+        theirs = dict(again.named_parameters())
+        wrong = [
+            key
+            for key, value in theirs.items()
+            if key in ours and not torch.equal(value, ours[key]) and not key.startswith("prompt_encoder")
+        ]
+        assert not [key for key in wrong if name in key or model.peft_config.keys() <= {name}]
+
+
+@pytest.mark.parametrize("kind", ["another name", "base trains too", "two by transformers"])
+def test_by_hand_too(kind: str, tmp_path: Path) -> None:
+    adapt = (KINDS | MORE_KINDS)[kind]
+    whole = by_hand(adapt, tmp_path / "whole")
+    by_hand(adapt, tmp_path / "cut", stop=2)
+    assert_same(whole, by_hand(adapt, tmp_path / "cut", seed=2, resume=True))
+
+
+def test_the_best_model_is_all_of_it(tmp_path: Path) -> None:
+    """The Trainer would load one adapter, and leave the trained base as the last step made it."""
+    trainer = fitted(base_trains_too, tmp_path)
+    trainer.eval_dataset = spoken(8)
+    for name, value in {
+        "load_best_model_at_end": True, "eval_strategy": transformers.IntervalStrategy.STEPS, "eval_steps": 2,
+        "metric_for_best_model": "loss", "greater_is_better": True,
+    }.items():  # fmt: skip
+        setattr(trainer.args, name, value)
+    trainer.train()
+    best = adapted(base_trains_too, 3)
+    load_weights(best, Path(trainer.state.best_model_checkpoint))
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-2"), "the loss falls"
+    assert_same(best, trainer.model)
+
+
+class Normed(torch.nn.Module):
+    """A running mean beside a matrix, and a temperature that no `state_dict` has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4)
+        self.register_buffer("temperature", torch.ones(()), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.temperature += 1
+        return {"loss": (self.linear(self.norm(x)) * self.temperature).square().mean()}
+
+
+def test_buffers_of_the_base_are_kept_when_they_change(tmp_path: Path) -> None:
+    def adapted_norm(seed: int) -> Any:
+        torch.manual_seed(0)
+        model = Normed()
+        torch.manual_seed(seed)
+        return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["linear"]))
+
+    first, again = adapted_norm(1), adapted_norm(2)
+    weights_of(first)
+    first(x=torch.randn(8, 4))
+    weights_of(first).write(tmp_path)
+    load_weights(again, tmp_path)
+    assert_same(first, again)
+
+
+def test_what_no_checkpoint_can_hold_is_refused_at_the_start(tmp_path: Path) -> None:
+    def prompts(model: Any) -> Any:
+        config = peft.AdaptionPromptConfig(adapter_len=4, adapter_layers=1, task_type="CAUSAL_LM")
+        model = peft.get_peft_model(model, config)
+        model.add_adapter("second", config)
+        return model
+
+    with pytest.raises(SnugfitError, match="several adapters, one of them an adaption prompt"):
+        by_hand(prompts, tmp_path / "hand")
+    trainer = fitted(prompts, tmp_path / "fit")
+    with pytest.raises(SnugfitError, match="several adapters, one of them an adaption prompt"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+def another_base(model: Any) -> Any:
+    model.model.layers[1].mlp.up_proj.weight.data *= 2
+    return peft.get_peft_model(model, lora())
+
+
+REFUSALS: list[tuple[Adapt, Adapt, str]] = [
+    (with_peft(lora), another_base, "began with other frozen weights: .*up_proj"),
+    (second_is_active, with_peft(lora), "holds .*second.* which this model has not"),
+    (with_peft(lora), second_is_active, "does not hold .*second"),
+    (with_peft(lora), base_trains_too, "does not hold .*embed_tokens.* and 5 more, which train"),
+]
+
+
+@pytest.mark.parametrize(("before", "now", "told"), REFUSALS)
+def test_another_models_weights_are_refused_by_name(
+    before: Adapt, now: Adapt, told: str, tmp_path: Path
+) -> None:
+    weights_of(adapted(before)).write(tmp_path)
+    with pytest.raises(SnugfitError, match=told):
+        load_weights(adapted(now), tmp_path)
+
+
+def test_an_older_checkpoint_loads_and_is_refused_where_it_lacks_something(tmp_path: Path) -> None:
+    """It held the adapter called "default", as peft writes it, and nothing else."""
+    from safetensors.torch import save_file
+
+    model = adapted(with_peft(lora))
+    adapter = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
+    save_file(adapter, tmp_path / "adapter_model.safetensors")
+    again = adapted(with_peft(lora), 2)
+    load_weights(again, tmp_path)
+    assert_same(model, again)
+    with pytest.raises(SnugfitError, match=r"older snugfit.*norm"):
+        load_weights(adapted(base_trains_too), tmp_path)
+
+
+def test_our_own_loop_keeps_the_same_files(tmp_path: Path) -> None:
+    train(small_run(tmp_path, "lora", max_steps=1))
+    files = {path.name for path in (tmp_path / "checkpoint-1").iterdir()}
+    assert {"adapter_model.safetensors", "adapter_config.json", "model_state.json"} <= files
