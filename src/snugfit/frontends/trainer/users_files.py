@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from snugfit.training.checkpoint.model_state import has_model_state
 from snugfit.training.checkpoint.save_failed import why
 
 if TYPE_CHECKING:
@@ -44,8 +45,8 @@ def overrides(trainer: Any, *names: str) -> bool:
 
 def weights_folder(checkpoint: Path) -> Path:
     """Where the weights of a fitted trainer's checkpoint are."""
-    own = checkpoint / OWN_WEIGHTS
-    return own if own.is_dir() else checkpoint
+    own = checkpoint / OWN_WEIGHTS  # or an adapter of that name, beside the model's state
+    return own if own.is_dir() and not has_model_state(checkpoint) else checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
