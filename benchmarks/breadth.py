@@ -40,8 +40,11 @@ MENDED: dict[str, dict[str, Any]] = {
     "granite_speech": {"projector_config": {"encoder_hidden_size": 1024}},
     "granite_speech_plus": {"projector_config": {"encoder_hidden_size": 1024}},
     "moonshine_streaming": {"num_key_value_heads": 8},
+    "reformer": {"axial_pos_shape": [16, 32]},
+    "reformer causal-lm": {"is_decoder": True},
 }
-"""What contradicts itself or is missing in a class's own defaults, so that a real step fails with them."""
+"""What contradicts itself or is missing in a class's own defaults, so that a real step of 512 tokens fails
+with them."""
 
 FEW = 4
 """Layers that are kept where all are of one kind."""
@@ -81,13 +84,14 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def default_config(model_type: str) -> dict[str, Any]:
+def default_config(model_type: str, task: str) -> dict[str, Any]:
     """What transformers saves of a config that this type's class makes without being told anything."""
     from transformers import AutoConfig
 
     text = AutoConfig.for_model(model_type).to_json_string(use_diff=False)
     config = {**json.loads(text), "model_type": model_type}
-    for key, mended in MENDED.get(model_type, {}).items():
+    mendings = {**MENDED.get(model_type, {}), **MENDED.get(f"{model_type} {task}", {})}
+    for key, mended in mendings.items():
         config[key] = {**config[key], **mended} if isinstance(mended, dict) else mended
     return config
 
@@ -95,7 +99,7 @@ def default_config(model_type: str) -> dict[str, Any]:
 def predict_pair(model_type: str, task: str, recipe: str) -> dict[str, Any]:
     """How one pair ends."""
     try:
-        whole = default_config(model_type)
+        whole = default_config(model_type, task)
     except Exception as error:
         return {"ends": "no default config", "text": f"{type(error).__name__}: {error}".strip()[:300]}
     ending: dict[str, Any] = {}
