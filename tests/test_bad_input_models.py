@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import BertConfig
+from transformers import BertConfig, BertModel
 
 from snugfit.cli.main import run
 from snugfit.errors import JobError, ModelError, RecipeError, RehearsalError, SnugfitError
@@ -53,6 +53,18 @@ def job_of(facts: dict[str, Any], task: str, **settings: Any) -> Job:
 
 def trace_of(job: Job, recipe: str = "plain") -> Trace:
     return rehearse(job, Recipe.parse(recipe).setup(), CudaPolicy())
+
+
+@pytest.mark.parametrize("method", ["__init__", "forward"])
+def test_a_missing_package_is_named_with_its_cure(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """timm of Gemma 3n, natten of DiNAT: in place of the advice to check the config's sizes."""
+
+    def require(*_: Any, **__: Any) -> None:
+        raise ImportError("\nBertModel requires the natten library but it was not found. You can install it")
+
+    monkeypatch.setattr(BertModel, method, require)
+    with pytest.raises(ModelError, match=r"^tiny needs natten.*not installed. Try: pip install natten$"):
+        trace_of(job_of(BERT, "masked-lm"))
 
 
 # T5 and its kind ---------------------------------------------------------------------------------

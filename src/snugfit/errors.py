@@ -21,6 +21,7 @@ A command prints the message alone: no traceback is a message to a user.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 
@@ -90,6 +91,16 @@ def did_you_mean(word: str, legal: Iterable[str], *, cutoff: float = 0.5) -> str
     """` Did you mean a or b?`, or nothing when no legal word is near."""
     matches = nearest(word, legal, cutoff=cutoff)
     return f" Did you mean {' or '.join(repr(name) for name in matches)}?" if matches else ""
+
+
+def lacks_package(name: str, error: BaseException) -> str | None:
+    """That `name` needs a package, when that is what an import or transformers' `requires_backends` failed
+    for; None for another error."""
+    if not isinstance(error, ImportError):
+        return None
+    required = re.search(r"requires the ([\w.-]+) library", str(error))
+    package = required[1] if required else error.name
+    return f"{name} needs {package}, which is not installed. Try: pip install {package}" if package else None
 
 
 def one_line(error: BaseException, most: int = 200) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from snugfit.errors import ModelError, RecipeError, SnugfitError, one_line
+from snugfit.errors import ModelError, RecipeError, SnugfitError, lacks_package, one_line
 from snugfit.job.architectures import HEADS, transformers_version
 from snugfit.job.clone import clone_to_device
 from snugfit.job.config import ignored_keys
@@ -112,6 +112,8 @@ def _blame_config(model: Model, error: Exception) -> NoReturn:
     if isinstance(error, KeyError) and (key := _key_of(error.args[0], model.config)):
         says = f'"{key}" is {json.dumps(error.args[0])}, which transformers {transformers_version()}'
         raise ModelError(f"{model.name}: {says} does not know.") from error
+    if lacking := lacks_package(model.name, error):
+        raise ModelError(lacking) from error
     kind = type(error).__name__
     raise ModelError(
         f"{model.name}: transformers cannot build it ({kind}): {one_line(error, 1000)}"

@@ -17,7 +17,7 @@ import re
 import traceback
 from typing import TYPE_CHECKING
 
-from snugfit.errors import ModelError, RehearsalError, SnugfitError
+from snugfit.errors import ModelError, RehearsalError, SnugfitError, lacks_package
 from snugfit.rehearsal.record.asker import CodeLine, module_of
 
 if TYPE_CHECKING:
@@ -34,6 +34,8 @@ def refusal(job: Job, error: Exception) -> SnugfitError:
     name = job.model.name
     if key := _lacking_key(error):
         return ModelError(f'{name}: its config has no "{key}", which {job.task} needs{_where(error)}.')
+    if lacking := lacks_package(name, error):
+        return ModelError(lacking)
     if isinstance(error, NotImplementedError):
         return RehearsalError(
             f"{name} could not be rehearsed: {_what_depends(error)}{_where(error)}. A rehearsal has "
