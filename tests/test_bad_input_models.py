@@ -119,10 +119,9 @@ def test_a_key_that_the_config_lacks_is_named() -> None:
     assert told.value.exit_code == 2
 
 
-@pytest.mark.parametrize("facts", [T5 | {"is_encoder_decoder": False}, {"model_type": "qwen2_audio"}])
-def test_targets_need_a_decoder_of_their_own(facts: dict[str, Any]) -> None:
-    with pytest.raises(JobError, match=f"{facts['model_type']}.* has no decoder of its own"):
-        trace_of(job_of(facts, "seq2seq-lm"))
+def test_targets_need_a_decoder_of_their_own() -> None:
+    with pytest.raises(JobError, match=r"t5.* has no decoder of its own"):
+        trace_of(job_of(T5 | {"is_encoder_decoder": False}, "seq2seq-lm"))
 
 
 def test_a_model_that_fails_on_its_shapes_is_told_with_its_own_line() -> None:
