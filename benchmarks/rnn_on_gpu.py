@@ -112,12 +112,7 @@ def record(draw: dict[str, Any]) -> dict[str, Any]:
             module = module.to(dtype)
     shape = (draw["batch"], draw["length"]) if draw["batch_first"] else (draw["length"], draw["batch"])
     data = torch.randn(*shape, draw["input"], device="cuda", dtype=dtype, requires_grad=True)
-    operand: Any = data
-    if draw["packed"]:
-        lengths = [max(1, draw["length"] - number % 4) for number in range(draw["batch"])]
-        operand = pack_padded_sequence(
-            data, torch.tensor(lengths), batch_first=draw["batch_first"], enforce_sorted=False
-        )
+    lengths = torch.tensor([max(1, draw["length"] - number % 4) for number in range(draw["batch"])])
     low = draw["autocast"]
     sizes: dict[str, int] = {}
     for _ in range(2):
@@ -126,6 +121,11 @@ def record(draw: dict[str, Any]) -> dict[str, Any]:
         written.pop("forward", None)
         written.pop("backward", None)
         with torch.autocast("cuda", getattr(torch, low)) if low else nullcontext():
+            operand: Any = data
+            if draw["packed"]:
+                operand = pack_padded_sequence(
+                    data, lengths, batch_first=draw["batch_first"], enforce_sorted=False
+                )
             with events(written, "forward"):
                 out = module(operand)[0]
             result = out.data if draw["packed"] else out

@@ -30,7 +30,11 @@ def clone_to_device(module: nn.Module) -> nn.Module:
     tensors = [*module.parameters(), *module.buffers()]
     with torch.no_grad():
         memo: dict[int, object] = {id(tensor): _meta_tensor(tensor) for tensor in tensors}
-    return _with_own_forwards(module, copy.deepcopy(module, memo))
+    clone = _with_own_forwards(module, copy.deepcopy(module, memo))
+    for part in clone.modules():  # as `to` does, whose weights then lie in one buffer
+        if isinstance(part, torch.nn.RNNBase):
+            part.flatten_parameters()
+    return clone
 
 
 def _with_own_forwards(module: nn.Module, clone: nn.Module) -> nn.Module:

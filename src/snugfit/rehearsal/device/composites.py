@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.rehearsal.device import attention
 from snugfit.rehearsal.device.attention_choice import Operands
+from snugfit.rehearsal.device.recurrent import recurrent_kernels
 
 if TYPE_CHECKING:
     import torch
@@ -76,6 +77,8 @@ def composites(policy: Policy, notes: PolicyNotes) -> dict[str, Callable[..., An
         table["dropout"] = dropout
     if policy.fuses_rms_norm:
         table["rms_norm"] = _rms_norm
+    if policy.runs_cudnn:
+        table |= recurrent_kernels(notes.doubt)
     return table
 
 

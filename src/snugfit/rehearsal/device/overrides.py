@@ -30,6 +30,7 @@ from snugfit.rehearsal.device.building import built_as_on_a_device
 from snugfit.rehearsal.device.composites import composites
 from snugfit.rehearsal.device.notes import PolicyNotes
 from snugfit.rehearsal.device.other_programs import rehearsed_instead
+from snugfit.rehearsal.device.recurrent import flattened_weights
 
 if TYPE_CHECKING:
     from snugfit.rehearsal.device.policy import Policy
@@ -61,6 +62,8 @@ def in_force(policy: Policy, notes: PolicyNotes | None = None) -> Iterator[Polic
             undo.enter_context(bindings(policy, cache, autocasting.begin, notes))
             undo.enter_context(rehearsed_instead(notes.doubt))
             undo.enter_context(built_as_on_a_device())
+            if policy.runs_cudnn:
+                undo.enter_context(flattened_weights())
             if policy not in _PROBED:
                 _probe(policy)
                 _PROBED.add(policy)

@@ -39,6 +39,9 @@ class Policy(ABC):
     fuses_rms_norm: ClassVar[bool]
     """Whether `rms_norm` is one kernel (`_fused_rms_norm`)."""
 
+    runs_cudnn: ClassVar[bool]
+    """Whether recurrent networks are cuDNN's."""
+
     softmax_saves_input: bool = False
     """True for torch before 1.11, whose softmax kept its input for backward beside its output."""
 
@@ -91,6 +94,7 @@ class CudaPolicy(Policy):
     fuses_dropout = True
     softmax_upcasts_fp16 = True
     fuses_rms_norm = True
+    runs_cudnn = True
 
     capability: tuple[int, int] = (9, 0)
     """Compute capability: major and minor."""
@@ -162,6 +166,7 @@ class CpuPolicy(Policy):
     fuses_dropout = False
     softmax_upcasts_fp16 = False
     fuses_rms_norm = False
+    runs_cudnn = False
 
     def choose_attention(self, operands: attention_choice.Operands) -> str:
         """Flash attention for the CPU where it can, else math."""

@@ -24,7 +24,7 @@ On CUDA besides:
 - Efficient attention backward: a product and a row sum for delta, then its workspace. Exact at S = 512.
 - The norms of a list of tensors hold partial norms: `native/cuda/ForeachReduceOp.cu`.
 - Indexing and embedding backward: `indexing.py`. Sorts and scans: `sorting.py`. Convolutions:
-  `convolution.py`.
+  `convolution.py`. Recurrent layers: `recurrent_scratch.py`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from snugfit.rehearsal.device import convolution, indexing, reductions, sorting
+from snugfit.rehearsal.device import convolution, indexing, recurrent_scratch, reductions, sorting
 from snugfit.rehearsal.device.buffers import OUTPUTS, Buffer, GpuSize, Scratch, nest
 
 
@@ -175,6 +175,14 @@ def _convolution_backward(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> S
     return convolution.backward(arguments, out, summed)
 
 
+def _recurrent(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
+    return recurrent_scratch.forward_scratch(arguments, gpu.multiprocessors)
+
+
+def _recurrent_backward(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
+    return recurrent_scratch.backward_scratch(arguments, gpu.multiprocessors)
+
+
 _CUDA: dict[str, Callable[[Sequence[Any], Any, GpuSize], Scratch]] = {
     "aten::_foreach_norm": _foreach_norm,
     "aten::sum": _sum,
@@ -185,6 +193,8 @@ _CUDA: dict[str, Callable[[Sequence[Any], Any, GpuSize], Scratch]] = {
     "aten::_scaled_dot_product_cudnn_attention_backward": _fused_attention_backward,
     "aten::_scaled_dot_product_flash_attention_backward": _fused_attention_backward,
     "aten::_scaled_dot_product_efficient_attention_backward": _efficient_backward,
+    "aten::_cudnn_rnn": _recurrent,
+    "aten::_cudnn_rnn_backward": _recurrent_backward,
     "aten::convolution": _convolution,
     "aten::convolution_backward": _convolution_backward,
     "aten::pow": _pow,

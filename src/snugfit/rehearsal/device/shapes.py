@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from snugfit.rehearsal.device.recurrent_scratch import cudnn_rnn, cudnn_rnn_backward
+
 
 def grouped_mm(
     first: torch.Tensor,
@@ -86,5 +88,7 @@ SHAPE_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.aten._ctc_loss_backward.Tensor: ctc_loss_backward,
     torch.ops.aten._log_softmax_backward_data.default: softmax_backward,
     torch.ops.aten._softmax_backward_data.default: softmax_backward,
+    torch.ops.aten._cudnn_rnn.default: cudnn_rnn,
+    torch.ops.aten._cudnn_rnn_backward.default: cudnn_rnn_backward,
 }
 """Operators whose shapes are worked out here."""

@@ -23,7 +23,19 @@ ELEMENTWISE = "element-wise"
 TF32 = "tf32"
 GROUPS = (CONTRACTIONS, NORMALISATIONS, ELEMENTWISE)
 
-_CONTRACTING = ("mm", "bmm", "addmm", "baddbmm", "grouped_mm", "addmv", "mv", "dot", "einsum")
+_CONTRACTING = (
+    "mm",
+    "bmm",
+    "addmm",
+    "baddbmm",
+    "grouped_mm",
+    "cudnn_rnn",
+    "cudnn_rnn_backward",
+    "addmv",
+    "mv",
+    "dot",
+    "einsum",
+)
 _NORMALISING = ("norm", "softmax", "sum", "mean", "var", "std", "amax", "argmax", "cumsum", "nll_loss")
 
 LARGEST_CACHED = 50 * MIB
@@ -215,6 +227,10 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -
     and count what a causal mask spares, half of it."""
     if func._schema.name == "aten::_grouped_mm":
         return _grouped_flops(args[0], args[1])
+    if func._schema.name in _RECURRENT:
+        rows = args[0].numel() // args[0].size(-1)
+        of_one_row = sum(weight.numel() for weight in args[1] if weight.dim() > 1)
+        return int(2 * _RECURRENT[func._schema.name] * rows * of_one_row)
     formula = flop_registry.get(func._overloadpacket)
     if formula is None:
         return None
@@ -235,6 +251,9 @@ def _grouped_flops(first: torch.Tensor, second: torch.Tensor) -> int:
     whole = first.size(0) if first.dim() == second.dim() == 3 else 1
     return 2 * whole * first.size(-2) * first.size(-1) * second.size(-1)
 
+
+_RECURRENT = {"aten::_cudnn_rnn": 1, "aten::_cudnn_rnn_backward": 2}
+"""Products with each matrix of a recurrent network, by operator."""
 
 PRODUCTS = MATRIX_PRODUCTS | {"aten::convolution", "aten::convolution_backward"}
 """Operators of fp32 tensors that torch hands to cuBLAS and cuDNN, which may compute them in TF32."""
