@@ -95,7 +95,7 @@ def rehearsed_events(draw: dict[str, Any]) -> dict[str, list[list[int]]]:
     """As `benchmarks/rnn_on_gpu.py` writes them."""
     notes = PolicyNotes()
     low = draw["autocast"]
-    recorder = Recorder(CudaPolicy(), 1, padded=False)
+    recorder = Recorder(CudaPolicy(), 1)
     shape = (draw["batch"], draw["length"]) if draw["batch_first"] else (draw["length"], draw["batch"])
     with in_force(CudaPolicy(), notes), recorder, torch.device("meta"):
         module = module_of(draw, "meta")
