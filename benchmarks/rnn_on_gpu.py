@@ -4,8 +4,8 @@
 
 Each record is a module, an input, and the events of the caching allocator in their order: `[n, bytes]`
 allocates block n, `[-n]` frees it. `build` is the module made on the GPU, `move` the module made on the host
-and moved, `cast` its cast to half precision, `forward` and `backward` those of the second step, whose
-gradients were set to None before. The sizes are drawn with one seed.
+and moved, `cast` its cast to half precision, `first` the first forward pass, `forward` and `backward`
+those of the second step, whose gradients were set to None before. The sizes are drawn with one seed.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def record(draw: dict[str, Any]) -> dict[str, Any]:
     lengths = torch.tensor([max(1, draw["length"] - number % 4) for number in range(draw["batch"])])
     low = draw["autocast"]
     sizes: dict[str, int] = {}
-    for _ in range(2):
+    for step in range(2):
         module.zero_grad(set_to_none=True)
         data.grad = None
         written.pop("forward", None)
@@ -126,7 +126,7 @@ def record(draw: dict[str, Any]) -> dict[str, Any]:
                 operand = pack_padded_sequence(
                     data, lengths, batch_first=draw["batch_first"], enforce_sorted=False
                 )
-            with events(written, "forward"):
+            with events(written, "forward" if step else "first"):
                 out = module(operand)[0]
             result = out.data if draw["packed"] else out
             sizes = saved_sizes(result.grad_fn)
@@ -155,6 +155,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("out")
     parser.add_argument("--draws", type=int, default=300)
+    parser.add_argument("--packed", action="store_true", help="draw packed sequences and dropout only")
     parser.add_argument("--seconds", type=float, default=100, help="draw no more after so long")
     asked = parser.parse_args()
     torch.randn(8, 8, device="cuda") @ torch.randn(8, 8, device="cuda")
@@ -163,6 +164,8 @@ def main() -> None:
     for draw in draws(asked.draws):
         if time.monotonic() > ends:
             break
+        if asked.packed and not (draw["packed"] or draw["dropout"]):
+            continue
         try:
             records.append(record(draw))
         except RuntimeError as error:
