@@ -176,7 +176,9 @@ def test_every_argument_reaches_the_job(capsys: pytest.CaptureFixture[str], aske
     assert str(recipe) == "bf16 + tf32"
     assert (how["loop"], how["software"], how["gpu"].key) == ("trainer", "published-2022", "H200-SXM")
     assert run(["predict", "t5-large", "--task", "seq2seq-lm", "--target-length", "64"]) == 0
-    assert asked[1][0].target_length == 64
+    assert (asked[1][0].target_length, asked[1][0].routing) == (64, "balanced")
+    assert run(["predict", *BERT, "--routing", "worst"]) == 0
+    assert (asked[2][0].routing, asked[2][0].to_json()["routing"]) == ("worst", "worst")
 
 
 def test_json_is_one_document(capsys: pytest.CaptureFixture[str], asked: list[Any]) -> None:

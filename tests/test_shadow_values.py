@@ -8,6 +8,7 @@ Those that decide by weights have a doubt that names the line.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.nn import functional
 
 from aligned import peak
 from reported import foreseen, reports
-from snugfit.errors import RehearsalError
+from snugfit.errors import JobError, RehearsalError
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
 from snugfit.rehearsal.device.policy import CpuPolicy
@@ -142,6 +143,12 @@ def writes_by_a_mask(m: Any, ids: Tensor, mask: Tensor) -> Tensor:
     return m.head(states).mean()
 
 
+def indexes_by_a_list(m: Any, ids: Tensor) -> Tensor:
+    named = {"expert_2": m.inner}
+    states = named[f"expert_{ids[2, 30]}"](m.emb(ids))
+    return m.head(states if 0 in ids[:, [-1, 0]] else m.inner(states)).mean()
+
+
 def logs_and_checks(m: Any, states: Tensor) -> Tensor:
     hidden = m.inner(states)
     m.last, m.copy = hidden.mean().item() * 2, hidden.detach().mean().cpu()
@@ -166,6 +173,7 @@ EXACT: list[tuple[Callable[..., Tensor], dict[str, Tensor]]] = [
     (branches, {"ids": IDS, "mask": MASK}),
     (fills_a_mask, {"ids": IDS, "mask": MASK}),
     (writes_by_a_mask, {"ids": IDS, "mask": MASK}),
+    (indexes_by_a_list, {"ids": IDS}),
     (logs_and_checks, {"states": STATES}),
 ]
 
@@ -243,16 +251,25 @@ def splits(m: Any, states: Tensor) -> Tensor:
     return m.head(torch.cat([expert(part) for expert, part in zip(m.experts, parts, strict=True)])).mean()
 
 
+@pytest.mark.parametrize(("routing", "rows"), [("balanced", [128] * 4), ("worst", [256, 256, 0, 0])])
 @pytest.mark.parametrize("decides", [routes, splits])
-def test_tokens_go_evenly_to_experts_and_all_are_routed(decides: Callable[..., Tensor]) -> None:
-    trace = rehearse(job_of(decides, {"states": STATES}, experts=4), Recipe().setup(), CpuPolicy())
-    assert any("balanced routing" in doubt for doubt in trace.doubts)
+def test_tokens_go_to_experts_as_the_routing_says(
+    decides: Callable[..., Tensor], routing: str, rows: list[int]
+) -> None:
+    job = replace(job_of(decides, {"states": STATES}, experts=4), routing=routing)
+    trace = rehearse(job, Recipe().setup(), CpuPolicy())
+    assert any(f"{routing} routing" in doubt for doubt in trace.doubts)
     products = [
         kernel.shapes[1][0]
         for kernel in trace.kernels
         if kernel.operator == "aten::addmm" and kernel.phase == "forward" and "experts" in kernel.module
     ]
-    assert products == [128] * 4
+    assert products == rows
+
+
+def test_the_routing_is_balanced_or_worst() -> None:
+    with pytest.raises(JobError, match="'balanced', or 'worst'"):
+        replace(job_of(routes, {"states": STATES}), routing="fair")
 
 
 def loops_on_weights(m: Any, states: Tensor) -> Tensor:

@@ -64,6 +64,10 @@ GpuName = Annotated[
     str | None, option(WHERE, "h200, v100-16gb, 'rtx 4090'; snugfit gpus lists them.", "--gpu")
 ]
 Memory = Annotated[str | None, option(WHERE, "Memory that may be used: 24GiB, 16GB, 16000MiB.")]
+Routing = Annotated[
+    Literal["balanced", "worst"] | None,
+    option(JOB, "How tokens go to experts: evenly, or all to the same. \\[balanced]"),
+]
 Format = Annotated[Literal["terminal", "markdown", "json"], typer.Option("--format", help="What to print.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Compute again, also when the answer is cached.")]

@@ -49,6 +49,7 @@ NoLearn = Annotated[bool, typer.Option("--no-learn", help="With --verify: leave 
 def plan(
     request: Request,
     *,
+    routing: given.Routing = None,
     memory: given.Memory = None,
     lengths: of_lengths.Planned = None,
     fidelity: Fidelity = "rounds",

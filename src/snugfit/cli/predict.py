@@ -32,6 +32,7 @@ Operators = Annotated[bool, typer.Option("--operators", help="FLOPs, bytes and k
 def predict(
     request: Request,
     *,
+    routing: given.Routing = None,
     compare: Compare = None,
     software: Software = None,
     memory: given.Memory = None,

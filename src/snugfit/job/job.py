@@ -126,6 +126,10 @@ class Job:
     mixes_samples: str = field(default="", compare=False, repr=False)
     """Why its loss is no mean over samples, where that was found with data; `mixing_of` asks the model."""
 
+    routing: str = "balanced"
+    """How a rehearsal takes routers to choose, which depends on weights: `balanced` (tokens go evenly to
+    experts) or `worst` (all to the same ones)."""
+
     def __post_init__(self) -> None:
         _refuse_what_is_no_model(self.model)
         if not isinstance(self.task, Task):  # a plain string is what people write
@@ -149,6 +153,10 @@ class Job:
         if self.build_on not in ("device", "host"):
             raise JobError(
                 f"build_on is {self.build_on!r}; a model is built on the 'device' or on the 'host'."
+            )
+        if self.routing not in ("balanced", "worst"):
+            raise JobError(
+                f"routing is {self.routing!r}; tokens go to experts 'balanced', or 'worst': all to the same."
             )
         if self.padding and self.task in (Task.CUSTOM, Task.IMAGE_CLASSIFICATION):
             raise JobError(f"padding is {self.padding}; the batches of the task {self.task} have none.")

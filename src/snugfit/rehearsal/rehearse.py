@@ -91,7 +91,7 @@ def record_step(step: Step, policy: Policy, steps: int) -> Recording:
     from snugfit.rehearsal.record.recorder import Recorder
 
     import_code(step.setup)  # before it is overridden
-    recorder = Recorder(policy, steps, hides_masks=step.always_mask)
+    recorder = Recorder(policy, steps, routing=step.job.routing, hides_masks=step.always_mask)
     for sentence in step.job.model.doubts:
         recorder.doubt(sentence)
     gradients = MissingGradients()

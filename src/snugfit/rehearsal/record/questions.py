@@ -12,20 +12,19 @@ ends (`while p < 1`): it ends with an error.
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._device import _device_constructors
 
 from snugfit.errors import RehearsalError
 from snugfit.rehearsal.record.asker import CodeLine
 from snugfit.rehearsal.record.assumed import Assumption
 from snugfit.rehearsal.record.assumed_float import AssumedFloat
 from snugfit.rehearsal.record.effects import DISTINCT
-from snugfit.rehearsal.record.shadows import NotFollowed, Shadows, tensors_in
+from snugfit.rehearsal.record.shadow import NotFollowed, tensors_in
+from snugfit.rehearsal.record.shadows import Shadows
 
 aten = torch.ops.aten
 
@@ -53,6 +52,7 @@ class Questions:
         self._hides_masks = hides_masks
         self._by_item = False
         self._asked: Counter[Hashable] = Counter()
+        self._told: set[Hashable] = set()  # of a function, the first line that asks
         self.answers: list[list[Hashable]] = [[]]
         """What was answered exactly: of each micro-batch, in order."""
 
@@ -234,7 +234,9 @@ class Questions:
         line = CodeLine.asking()
         if line is None:
             return
-        self._doubt(f"{assumption}{line}.")
+        if (question := (assumption, line.frame.f_code)) not in self._told:
+            self._told.add(question)
+            self._doubt(f"{assumption}{line}.")
         site = self._call(), line.frame.f_code, line.line
         self._asked[site] += 1
         if self._asked[site] > MOST_ASKED:
@@ -258,36 +260,3 @@ class Questions:
         batches: Iterator[list[Hashable]] = (answers for answers in self.answers if answers)
         first = next(batches, None)
         return any(answers != first for answers in batches)
-
-
-@contextlib.contextmanager
-def numbers_watched(questions: Questions, shadows: Shadows) -> Iterator[None]:
-    """Within it, it is seen when numbers leave torch for plain Python (`.item()`, `.tolist()`, `.numpy()`).
-    What `torch.tensor` makes on `meta` of numbers has them as its shadow: no operator makes it there."""
-    item, tolist, numpy, make = (
-        torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy, torch.tensor,
-    )  # fmt: skip
-
-    def read_and(read: Callable[..., Any]) -> Callable[..., Any]:
-        def reading(tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
-            questions.read(tensor)
-            return read(tensor, *arguments, **keywords)
-
-        return reading
-
-    def make_with_shadow(data: Any, *arguments: Any, **keywords: Any) -> torch.Tensor:
-        tensor: torch.Tensor = make(data, *arguments, **keywords)
-        if tensor.is_meta and not isinstance(data, torch.Tensor):
-            shadows.hold(tensor, make(data, dtype=tensor.dtype, device="cpu"))
-        return tensor
-
-    _device_constructors()  # which remembers the functions that make tensors, by identity
-    patched: Any = torch.Tensor
-    patched.item = lambda tensor: questions.item_of(tensor, item)
-    patched.tolist, patched.numpy = read_and(tolist), read_and(numpy)
-    torch.tensor = make_with_shadow
-    try:
-        yield
-    finally:
-        del patched.item, patched.tolist, patched.numpy
-        torch.tensor = make

@@ -27,7 +27,8 @@ from snugfit.rehearsal.record.accumulation import sole_owner
 from snugfit.rehearsal.record.allocations import Allocations
 from snugfit.rehearsal.record.kernels import MATRICES, KernelCost, apart, copies_in, releases_context
 from snugfit.rehearsal.record.module_tracker import ModuleTracker
-from snugfit.rehearsal.record.questions import Questions, numbers_watched
+from snugfit.rehearsal.record.python_numbers import numbers_watched
+from snugfit.rehearsal.record.questions import Questions
 from snugfit.rehearsal.record.shadows import Shadows
 from snugfit.rehearsal.record.shape_cache import SHAPE_CACHE, ScratchCache
 from snugfit.rehearsal.trace.trace import COPY_IN, Block, Kernel, Mark, MarkKind, Recording, Trace

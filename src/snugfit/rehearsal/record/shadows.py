@@ -14,14 +14,25 @@ the first step might know them: every later one would not.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from snugfit.rehearsal.record.assumed import Assumed, Assumption, assume
 from snugfit.rehearsal.record.effects import EMPTIES, FILLED, OVERWRITES, Effect, finite_check
-from snugfit.step.batches import REAL_VALUES
+from snugfit.rehearsal.record.shadow import (
+    NOTHING,
+    DeferredRun,
+    Geometry,
+    HostValue,
+    NotFollowed,
+    Shadow,
+    View,
+    rests_on,
+    tensors_in,
+    values_of,
+)
 from snugfit.units import MIB
 
 if TYPE_CHECKING:
@@ -30,112 +41,8 @@ if TYPE_CHECKING:
 LARGEST = 512 * MIB
 """Bytes of the largest shadow; what is larger is not followed."""
 
-COPIED = MIB
-"""Bytes up to which what the host gives is copied at once; a larger tensor is read when it is asked for."""
-
-DEEPEST = 64
-"""Computations on one another that wait to be asked; a longer chain is run as far as it goes."""
 
 _CPU = torch.device("cpu")
-
-
-class NotFollowed(Exception):
-    """A value of which there is no shadow."""
-
-
-class Shadow:
-    """The contents of a storage, made when they are asked for."""
-
-    __slots__ = ("_contents", "_make", "assumption", "depth")
-
-    def __init__(
-        self,
-        make: Callable[[], torch.UntypedStorage],
-        assumption: Assumption | None = None,
-        depth: int = 0,
-    ) -> None:
-        self._make: Callable[[], torch.UntypedStorage] | None = make
-        self._contents: torch.UntypedStorage | None = None
-        self.assumption, self.depth = assumption, depth + 1
-        if depth >= DEEPEST:
-            self.contents()
-            self.depth = 1
-
-    def contents(self) -> torch.UntypedStorage:
-        """The bytes, on the CPU. Raises `NotFollowed` where the computation is one that the CPU refuses."""
-        if self._contents is None:
-            if self._make is None:
-                raise NotFollowed
-            make, self._make = self._make, None
-            try:
-                self._contents = make()
-            except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError) as refused:
-                raise NotFollowed from refused
-        return self._contents
-
-
-class View(NamedTuple):
-    """A tensor on `meta` that has a shadow: where it lies in its storage."""
-
-    shadow: Shadow
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, shadow: Shadow, tensor: torch.Tensor) -> View:
-        """As this tensor lies."""
-        return cls(shadow, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
-
-    def tensor(self) -> torch.Tensor:
-        """The value, on the CPU; not to be written into. Raises `NotFollowed`."""
-        return self.within(self.shadow.contents())
-
-    def within(self, contents: torch.UntypedStorage) -> torch.Tensor:
-        """As it lies in other contents."""
-        empty = torch.empty(0, dtype=self.dtype, device=_CPU)
-        return empty.set_(contents, self.offset, self.shape, self.stride)
-
-
-class _Host(NamedTuple):
-    """A tensor of the host's, as it is when it is noted."""
-
-    value: torch.Tensor
-    version: int
-    real: Callable[[], torch.Tensor] | None = None
-    """Makes the real one, of which the tensor is a stand-in (`step/batches.py`)."""
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> _Host:
-        value, real = tensor.detach(), getattr(tensor, REAL_VALUES, None)
-        if real is None and tensor.numel() * tensor.element_size() <= COPIED:
-            value = value.clone()
-        return cls(value, value._version, real)
-
-    def tensor(self) -> torch.Tensor:
-        """The value. Raises `NotFollowed` where it was written into meanwhile."""
-        if self.value._version != self.version:
-            raise NotFollowed
-        return self.value if self.real is None else self.real()
-
-
-class _DeferredRun:
-    """An operator that waits to be run on shadows: all its results come of one run."""
-
-    __slots__ = ("_arguments", "_func", "_results")
-
-    def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
-        self._func, self._arguments = func, (args, kwargs)
-        self._results: list[torch.Tensor] = []
-
-    def result(self, number: int) -> torch.Tensor:
-        """One of its results, of those that are tensors."""
-        if not self._results:
-            args, kwargs = _values(self._arguments)
-            self._results = list(tensors_in(self._func(*args, **kwargs)))
-            self._arguments = ((), {})
-        return self._results[number]
 
 
 class Shadows:
@@ -158,7 +65,7 @@ class Shadows:
 
     def set(self, tensor: torch.Tensor, value: torch.Tensor, assumption: Assumption | None = None) -> None:
         """A tensor on `meta` holds this value."""
-        nbytes, view = tensor.untyped_storage().nbytes(), _Geometry.of(tensor)
+        nbytes, view = tensor.untyped_storage().nbytes(), Geometry.of(tensor)
         self._put(tensor, Shadow(lambda: view.contents(value, nbytes), assumption))
 
     def hold(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
@@ -222,7 +129,7 @@ class Shadows:
         shape, dtype, nbytes = tuple(out.shape), out.dtype, out.untyped_storage().nbytes()
         if nbytes > LARGEST or isinstance(number, complex):
             return
-        view = _Geometry.of(out)
+        view = Geometry.of(out)
         self._put(
             out,
             Shadow(lambda: view.contents(torch.full(shape, number, dtype=dtype, device=_CPU), nbytes)),
@@ -237,10 +144,10 @@ class Shadows:
         results = list(tensors_in(out))
         if not results:
             return
-        assumption, depth = _rests_on(noted)
-        call = _DeferredRun(func, *noted)
+        assumption, depth = rests_on(noted)
+        call = DeferredRun(func, *noted)
         for number, tensor in enumerate(results):
-            nbytes, view = tensor.untyped_storage().nbytes(), _Geometry.of(tensor)
+            nbytes, view = tensor.untyped_storage().nbytes(), Geometry.of(tensor)
             if nbytes > LARGEST or tensor.untyped_storage()._cdata in self._by_address:
                 continue
             self._put(tensor, _result_shadow(call, number, view, nbytes, assumption, depth))
@@ -252,7 +159,7 @@ class Shadows:
         for number, tensor in enumerate(tensors_in(out)):
             if tensor.is_floating_point() or tensor.is_complex():
                 continue
-            nbytes, view = tensor.untyped_storage().nbytes(), _Geometry.of(tensor)
+            nbytes, view = tensor.untyped_storage().nbytes(), Geometry.of(tensor)
             if nbytes > LARGEST or tensor.untyped_storage()._cdata in self._by_address:
                 continue
             finite = finite_check(func, args)
@@ -280,15 +187,15 @@ class Shadows:
         except NotFollowed:
             self._by_address.pop(address, None)
             return
-        assumption, depth = _rests_on(noted)
+        assumption, depth = rests_on(noted)
         if before is not None and not whole:
             assumption, depth = before.assumption or assumption, max(depth, before.depth)
         nbytes = storage.nbytes()
-        view = View.of(before or _NOTHING, target)
+        view = View.of(before or NOTHING, target)
 
         def write() -> torch.UntypedStorage:
             contents = torch.UntypedStorage(nbytes) if whole else view.shadow.contents().clone()
-            operands, keywords = _values(noted)
+            operands, keywords = values_of(noted)
             func(view.within(contents), *operands, **keywords)
             return contents
 
@@ -303,7 +210,7 @@ class Shadows:
             if not operands.is_meta:
                 if self.is_unsure(operands):
                     raise NotFollowed
-                return _Host.of(operands)
+                return HostValue.of(operands)
             shadow = self._by_address.get(operands.untyped_storage()._cdata)
             if shadow is None or operands.is_complex():
                 raise NotFollowed
@@ -315,76 +222,14 @@ class Shadows:
         return _CPU if isinstance(operands, torch.device) else operands
 
 
-class _Geometry(NamedTuple):
-    """How a new tensor lies in its storage."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> _Geometry:
-        return cls(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
-
-    def contents(self, value: torch.Tensor, nbytes: int) -> torch.UntypedStorage:
-        """A storage of so many bytes that holds this value. Raises `NotFollowed` for another shape."""
-        if tuple(value.shape) != self.shape:
-            raise NotFollowed
-        contents = torch.UntypedStorage(nbytes)
-        empty = torch.empty(0, dtype=self.dtype, device=_CPU)
-        empty.set_(contents, self.offset, self.shape, self.stride).copy_(value)
-        return contents
-
-
-_NOTHING = Shadow(lambda: torch.UntypedStorage(0))
-
-
 def _result_shadow(
-    call: _DeferredRun, number: int, view: _Geometry, nbytes: int, assumption: Assumption | None, depth: int
+    call: DeferredRun, number: int, view: Geometry, nbytes: int, assumption: Assumption | None, depth: int
 ) -> Shadow:
     return Shadow(lambda: view.contents(call.result(number), nbytes), assumption, depth)
 
 
-def _assumed_shadow(taken: Assumed, view: _Geometry, nbytes: int) -> Shadow:
+def _assumed_shadow(taken: Assumed, view: Geometry, nbytes: int) -> Shadow:
     return Shadow(lambda: view.contents(taken.make(), nbytes), taken.assumption)
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors of an operator's operands or results, in order."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for one in value:
-            yield from tensors_in(one)
-
-
-def _values(noted: Any) -> Any:
-    """Noted operands as tensors on the CPU. Raises `NotFollowed`."""
-    if isinstance(noted, (View, _Host)):
-        return noted.tensor()
-    if isinstance(noted, (tuple, list)):
-        return type(noted)([_values(one) for one in noted])
-    if isinstance(noted, dict):
-        return {name: _values(one) for name, one in noted.items()}
-    return noted
-
-
-def _views(noted: Any) -> Iterator[View]:
-    if isinstance(noted, View):
-        yield noted
-    elif isinstance(noted, (tuple, list)):
-        for one in noted:
-            yield from _views(one)
-    elif isinstance(noted, dict):
-        yield from _views(list(noted.values()))
-
-
-def _rests_on(noted: Any) -> tuple[Assumption | None, int]:
-    """The first assumption that operands rest on, and the longest chain behind them."""
-    views = list(_views(noted))
-    assumption = next((view.shadow.assumption for view in views if view.shadow.assumption), None)
-    return assumption, max((view.shadow.depth for view in views), default=0)
 
 
 def _covers(tensor: torch.Tensor, nbytes: int) -> bool:

@@ -7,8 +7,9 @@ from snugfit.job.limits import NO_SEQUENCE, WITH_TARGET
 
 
 def job_line(job: Job) -> str:
-    """Model, task, phase, and the sizes of a batch."""
-    return f"{job.model.name} · {job.task} · {job.phase} · batch {sizes(job)}"
+    """Model, task, phase, the sizes of a batch, and how routers choose where that was said."""
+    routing = "" if job.routing == "balanced" else f" · {job.routing} routing"
+    return f"{job.model.name} · {job.task} · {job.phase} · batch {sizes(job)}{routing}"
 
 
 def sizes(job: Job) -> str:
