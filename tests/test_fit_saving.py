@@ -62,8 +62,10 @@ def run_of(folder: Path, kind: type[Any] = transformers.Trainer, *, at: At | Non
     trainer = trainer_of(folder, model_of("bert", dropout=0.2), data, kind=kind, more=evaluation, **wanted)
     if at is not None:
         trainer.add_callback(at)
-    trainer.told = []
-    return fit(trainer, "plain", watch=trainer.told.append)
+    told: list[dict[str, Any]] = []
+    fit(trainer, "plain", watch=told.append)
+    trainer.told = told
+    return trainer
 
 
 class Uploads(transformers.TrainerCallback):

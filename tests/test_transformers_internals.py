@@ -29,6 +29,7 @@ METHODS: dict[str, tuple[tuple[str, ...], str]] = {
     "_run_epoch": (("model", "epoch", "train_dataloader"), "_inner_training_loop"),
     "_maybe_log_save_evaluate": (("tr_loss", "grad_norm", "model"), "_run_epoch"),
     "_save_checkpoint": (("model", "trial"), "_maybe_log_save_evaluate"),
+    "_evaluate": (("trial", "ignore_keys_for_eval"), "_maybe_log_save_evaluate"),
     "_load_best_model": ((), "_finalize_training"),
     "_push_from_checkpoint": (("checkpoint_folder",), "_save_checkpoint"),
     "save_model": (("output_dir", "_internal_call"), "_save_checkpoint"),

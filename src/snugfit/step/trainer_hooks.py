@@ -7,10 +7,11 @@ and `tests/test_transformers_internals.py` holds it to the installed version.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -18,9 +19,21 @@ else:
     Trainer = object  # the real one stands behind it, in the class that a front-end makes
 
 
+class StepEnd(NamedTuple):
+    """What a log line says of the step before it; None where this process has taken none."""
+
+    norm: Any
+    """A number, or a tensor () on the device."""
+
+    learning_rate: float | None
+
+
 class TrainerHooks(Trainer):  # type: ignore[misc]
     """The private moments of `Trainer.train`, each as a method that a subclass overrides. Every one of them
     does what transformers does unless its docstring says that it stands in the place of that."""
+
+    control: Any
+    """What the Trainer's flow does next."""
 
     def snugfit_before_update(self, norm: Any) -> None:
         """The gradients of a step are there, clipped, with this norm; no weight has changed."""
@@ -33,9 +46,14 @@ class TrainerHooks(Trainer):  # type: ignore[misc]
         """An epoch begins; gives the loader to train over, which itself skips so many batches."""
         return loader
 
-    def snugfit_border(self, learning_rate: float | None, go_on: Callable[[], None]) -> None:
-        """A step ends; `go_on` logs, saves and evaluates as transformers does."""
-        go_on()
+    def snugfit_border(self, figures: StepEnd, go_on: Callable[[StepEnd], None]) -> None:
+        """A step or an epoch ends, after a step with these figures; `go_on` logs, saves and evaluates as
+        transformers does, which needs them."""
+        go_on(figures)
+
+    def snugfit_evaluate(self, go_on: Callable[[], Any]) -> Any:
+        """At the end of a step, or before the first one; `go_on` evaluates as transformers does."""
+        return go_on()
 
     def snugfit_save(self, go_on: Callable[[], None]) -> None:
         """Keeps a checkpoint; `go_on` saves as the user's subclass does, which ends in `snugfit_keep`."""
@@ -53,8 +71,10 @@ class TrainerHooks(Trainer):  # type: ignore[misc]
     def snugfit_load_generators(self, folder: Path) -> None:
         """Loads the random generators, in the place of the Trainer's own loading."""
 
-    def snugfit_before_finish(self) -> None:
-        """All steps are done; the best model may be read from a checkpoint now."""
+    def snugfit_before_finish(self) -> bool:
+        """All steps are done; the best model may be read from a checkpoint now. False where the run is
+        stopped and nothing more is to be done."""
+        return True
 
     def _get_grad_norm(self, *arguments: Any, **keywords: Any) -> Any:
         norm = super()._get_grad_norm(*arguments, **keywords)
@@ -72,8 +92,29 @@ class TrainerHooks(Trainer):  # type: ignore[misc]
             return super()._run_epoch(*arguments, train_dataloader=loader, **keywords)
 
     def _maybe_log_save_evaluate(self, *arguments: Any, **keywords: Any) -> None:
-        go_on = partial(super()._maybe_log_save_evaluate, *arguments, **keywords)
-        self.snugfit_border(keywords.get("learning_rate"), go_on)
+        loss, norm, *rest = arguments
+        end_step = super()._maybe_log_save_evaluate
+
+        def go_on(figures: StepEnd) -> None:
+            end_step(loss, figures.norm, *rest, **{**keywords, "learning_rate": figures.learning_rate})
+
+        self.snugfit_border(StepEnd(norm, keywords["learning_rate"]), go_on)
+
+    def _evaluate(self, *arguments: Any, **keywords: Any) -> Any:
+        return self.snugfit_evaluate(partial(super()._evaluate, *arguments, **keywords))
+
+    def save_now(self) -> None:
+        """A checkpoint that the Trainer's flow does not ask for."""
+        self._save_checkpoint(self.model_wrapped, None)
+        self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+
+    def repeat_boundary(self, *, save: bool, ignored_keys: list[str] | None) -> None:
+        """What the end of a step has left out: its evaluation, and to `save` after it."""
+        self.control.should_log, self.control.should_evaluate, self.control.should_save = False, True, save
+        super()._maybe_log_save_evaluate(
+            self._tr_loss, None, self.model_wrapped, None, self.state.epoch, ignored_keys, time.time()
+        )
+        self.control.should_evaluate = self.control.should_save = False
 
     def _save_checkpoint(self, *arguments: Any, **keywords: Any) -> None:
         self.store_flos()
@@ -96,8 +137,23 @@ class TrainerHooks(Trainer):  # type: ignore[misc]
             self.snugfit_load_generators(Path(checkpoint))
 
     def _finalize_training(self, *arguments: Any, **keywords: Any) -> Any:
-        self.snugfit_before_finish()
-        return super()._finalize_training(*arguments, **keywords)
+        if self.snugfit_before_finish():
+            with set_while(self.args, save_total_limit=None):  # which checkpoints go is not for it to say
+                return super()._finalize_training(*arguments, **keywords)
+        self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
+        self.is_in_train = False
+        return None
+
+
+@contextlib.contextmanager
+def set_while(holder: Any, **values: Any) -> Iterator[None]:
+    """Within it these attributes of an object have other values."""
+    before = {name: getattr(holder, name) for name in values}
+    vars(holder).update(values)
+    try:
+        yield
+    finally:
+        vars(holder).update(before)
 
 
 @contextlib.contextmanager

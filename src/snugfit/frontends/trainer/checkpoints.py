@@ -13,9 +13,6 @@ too (`data.py`). Weights are put into the model that stands, for it is the user'
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +20,13 @@ from snugfit.errors import UsageError
 from snugfit.frontends.data_facts import dataset_facts
 from snugfit.frontends.loader import count_of
 from snugfit.frontends.same_run import refuse_another_run
-from snugfit.frontends.trainer.data import DataPosition, position_of
+from snugfit.frontends.trainer.data import DataPosition
 from snugfit.frontends.trainer.facts import run_facts
+from snugfit.frontends.trainer.finished import finished_output, forget_finished, note_finished
 from snugfit.frontends.trainer.setup import change_recipe
+from snugfit.frontends.trainer.state_files import StateFiles
 from snugfit.frontends.trainer.users_files import CollectedFiles, UsersFiles
 from snugfit.step.trainer_hooks import calls_on_save, push_checkpoint
-from snugfit.step.transformers_internals import logged_losses, restore_logged_losses
 from snugfit.techniques.recipe import Recipe
 from snugfit.training.checkpoint.facts import (
     FACTS,
@@ -46,7 +44,6 @@ from snugfit.training.checkpoint.state import (
     TrainState,
     check_packable,
     restore,
-    restore_rng,
     snapshot,
 )
 from snugfit.versions import versions
@@ -59,7 +56,10 @@ if TYPE_CHECKING:
     from snugfit.training.interrupt import Interrupts
     from snugfit.training.journal import Journal
 
-EXTRA_STATE = "fit.json"
+FINISHED_TEXT = (
+    "Nothing is left to train: this run has finished after step {step:,}, and its result is given."
+    " trainer.train(resume_from_checkpoint=False) trains anew."
+)
 
 CURE = (
     " Set these back to go on with that run, or leave resume_from_checkpoint out: then its checkpoints are"
@@ -86,7 +86,9 @@ class TrainerCheckpoints:
     def __init__(
         self, trainer: Any, store: Store, journal: Journal, interrupts: Interrupts, data: DataPosition
     ) -> None:
-        self._trainer, self.interrupts, self._data = trainer, interrupts, data
+        self._trainer, self.interrupts, self._journal = trainer, interrupts, journal
+        self.state = StateFiles(trainer, data)
+        """What is kept beside weights and optimizer."""
         self._store, self.root = store, store.root
         self.users_files = UsersFiles(trainer, store.root)
         """What the trainer's subclass writes into checkpoints."""
@@ -96,7 +98,9 @@ class TrainerCheckpoints:
         self._facts: Facts = {}
         self._asked = str(trainer.snugfit.recipe)
         self._begun = self._is_update_checked = self._is_data_noted = False
-        self._restored = False
+        self._goes_back = False
+        self.finished: Any = None
+        """What `train()` gave, where this very run has finished already."""
         self.resumed: Checkpoint | None = None
         """Where this run was resumed from."""
 
@@ -120,14 +124,16 @@ class TrainerCheckpoints:
         self._facts = run_facts(self._trainer)
         if resume_from or self._trainer.args.save_strategy != "no":
             self._note_data()
-        if not resume_from:
-            self._manager.set_aside_earlier()
-        else:
+        self.finished = finished_output(self._trainer, self.root, self._about(), resume_from)
+        if self.finished is not None:
+            text = FINISHED_TEXT.format(step=self._trainer.state.global_step)
+            self._journal.tell("note", text=text)
+            return
+        if resume_from:
             named = None if resume_from is True else Path(str(resume_from))
             self.resumed = self._newest() if named is None else self._manager.checkpoint_at(named)
             self._refuse_another_run(self.resumed)
-            if named is not None:
-                self._manager.go_back_to(self.resumed)
+            self._goes_back, self.state.folder = named is not None, self.resumed.folder
             about = self.resumed.about
             self._seed = about["order_seed"]
             self._manager.saved_step = self.resumed.step
@@ -171,10 +177,20 @@ class TrainerCheckpoints:
         if self.resumed is not None:
             wrong = compare_facts(self.resumed.about, self._about())
             self._manager.refuse_another_run(self.resumed, wrong, [], cure=CURE)
+        self._make_room()
         if resumed_from is not None:
             restore(state, Path(resumed_from))
         if self._trainer.args.save_strategy != "no":
             self._manager.prepare(state)
+
+    def _make_room(self) -> None:
+        """What stands in the folder and is not gone on from gets other names: now nothing is refused any
+        more."""
+        forget_finished(self.root)
+        if self.resumed is None:
+            self._manager.set_aside_earlier()
+        elif self._goes_back:
+            self._manager.go_back_to(self.resumed)
 
     def check_first_update(self) -> None:
         """After this process's first update, when the optimizer has its states. Raises `SnugfitError` for
@@ -193,7 +209,6 @@ class TrainerCheckpoints:
             trainer.state.best_model_checkpoint = str(self.root / f"checkpoint-{best}")
         if self._manager.saved_step == step:
             return True
-        _note_callbacks(trainer)
         self._note_data()
         self._manager.about["recipe"] = str(trainer.snugfit.recipe)
         self._manager.save(step, lambda staging: self._take(staging, go_on), best=best)
@@ -211,57 +226,34 @@ class TrainerCheckpoints:
         draft = self._store.new_draft(snapshot.step)
         return self.users_files.collect(draft, snapshot, go_on)
 
+    @property
+    def is_saved(self) -> bool:
+        """Whether there is a checkpoint of this step."""
+        return bool(self._manager.saved_step == self._trainer.state.global_step)
+
     def _snapshot(self, staging: Staging) -> Snapshot:
         trainer = self._trainer
         processing = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
-        state = json.dumps(asdict(trainer.state), indent=2, sort_keys=True) + "\n"
-        extra = {
-            **logged_losses(trainer),
-            "data": self._data.to_json(trainer.args.per_device_train_batch_size),
-        }
         return snapshot(
             train_state_of(trainer),
             staging,
-            files={"trainer_state.json": state, EXTRA_STATE: json.dumps(extra) + "\n"},
+            files=self.state.files(is_stopped=self.interrupts.stopping is not None),
             processing=processing if hasattr(processing, "save_pretrained") else None,
         )
-
-    @cached_property
-    def _extra_state(self) -> dict[str, Any]:
-        """What the Trainer's own state does not hold, of the checkpoint that is resumed."""
-        assert self.resumed is not None
-        extra: dict[str, Any] = json.loads((self.resumed.folder / EXTRA_STATE).read_text(encoding="utf-8"))
-        rows = self._trainer.args.per_device_train_batch_size
-        if extra["data"].get("rows", rows) != rows:
-            extra["data"]["last"] = None  # there are no batches like it any more
-        return extra
-
-    @property
-    def position(self) -> tuple[int, int] | None:
-        """The epoch that is resumed and the batches of it that were seen, where a checkpoint says so."""
-        if self.resumed is None:
-            return None
-        return position_of(self._extra_state["data"], self._trainer.args.per_device_train_batch_size)
-
-    def restore_extra_state(self) -> dict[str, Any] | None:
-        """When the first epoch after a resume begins: puts back what the Trainer does not, and gives where
-        its data was. None in any other epoch."""
-        if self.resumed is None or self._restored:
-            return None
-        self._restored = True
-        restore_logged_losses(self._trainer, self._extra_state)
-        restore_rng(self.resumed.folder, self._trainer.args.device)
-        data: dict[str, Any] = self._extra_state["data"]
-        return data
 
     def wait(self) -> None:
         """Until nothing is being written; not beyond a signal's deadline."""
         self._manager.wait(stop=lambda: self.interrupts.too_late)
 
-    def finish(self) -> None:
-        """Waits for the last checkpoint. Raises `SnugfitError` when it could not be kept."""
+    def finish(self, output: Any) -> None:
+        """Waits for the last checkpoint, and notes what `train()` gives. Raises `SnugfitError` when the
+        checkpoint could not be kept."""
         self.wait()
         self._manager.raise_if_last_failed()
+        state, limit = self._trainer.state, self._trainer.args.save_total_limit
+        if limit == 1 and state.best_model_checkpoint is not None:  # the best alone, as the Trainer does
+            self._store.retain(limit, {state.best_global_step}, newest=False)
+        note_finished(self._trainer, self.root, self._about(), output)
 
 
 def _order_seed(trainer: Any) -> int:
@@ -270,15 +262,3 @@ def _order_seed(trainer: Any) -> int:
 
     given = trainer.args.data_seed
     return int(torch.random.initial_seed() if given is None else given)
-
-
-def _note_callbacks(trainer: Any) -> None:
-    """The state of callbacks that have one, into the Trainer's own, as the Trainer does it."""
-    from transformers.trainer_callback import ExportableState
-
-    states: dict[str, list[Any]] = {}
-    for callback in [*trainer.callback_handler.callbacks, trainer.control]:
-        if isinstance(callback, ExportableState):
-            states.setdefault(type(callback).__name__, []).append(callback.state())
-    for name, parts in states.items():
-        trainer.state.stateful_callbacks[name] = parts if len(parts) > 1 else parts[0]

@@ -12,7 +12,7 @@ from snugfit.frontends.next_recipe import next_recipe
 from snugfit.frontends.trainer.checkpoints import TrainerCheckpoints
 from snugfit.frontends.trainer.data import DataPosition, StepPrefetcher
 from snugfit.frontends.trainer.plan import compared_job
-from snugfit.frontends.trainer.step_state import StepState
+from snugfit.frontends.trainer.step_state import StepBoundary, StepState
 from snugfit.frontends.trainer.step_timer import StepTimer, logger_for
 from snugfit.techniques.technique import Slot
 from snugfit.training.backward_updates import BackwardWatch
@@ -42,6 +42,10 @@ class FitRun:
     prefetcher: StepPrefetcher
     """The micro-batches of the next step."""
 
+    ignored_keys: list[str] | None = None
+    """What the user leaves out of an evaluation's outputs."""
+
+    boundary: StepBoundary = field(default_factory=StepBoundary)
     step: StepState = field(default_factory=StepState)
     backward: BackwardWatch = field(default_factory=BackwardWatch)
 

@@ -15,6 +15,7 @@ from typing import Any
 from snugfit.errors import SnugfitError
 from snugfit.frontends.items import pieces_of
 from snugfit.frontends.loader import renew_workers
+from snugfit.frontends.trainer.boundary import end_step, evaluate, repeat_evaluation
 from snugfit.frontends.trainer.finite_check import begin_step, raise_if_non_finite
 from snugfit.frontends.trainer.fit_plan import FitPlan
 from snugfit.frontends.trainer.fit_run import FitRun, open_run
@@ -25,18 +26,17 @@ from snugfit.frontends.trainer.loss import (
     share_of,
     track_use,
 )
-from snugfit.frontends.trainer.out_of_memory import go_on_with_less, retry_step, update_broke
+from snugfit.frontends.trainer.out_of_memory import retry_step, update_broke
 from snugfit.frontends.trainer.setup import brings_optimizer, optimizer_for
 from snugfit.frontends.trainer.step_state import StepState
 from snugfit.frontends.trainer.users_files import weights_folder
 from snugfit.step.applier import forward_context, run_context, set_process
 from snugfit.step.memory_errors import memory_cause
-from snugfit.step.trainer_hooks import TrainerHooks, keeping_bases
+from snugfit.step.trainer_hooks import StepEnd, TrainerHooks, keeping_bases, set_while
 from snugfit.step.transformers_internals import average_losses_over_all_steps, weigh_losses_ourselves
 from snugfit.techniques.technique import Slot
-from snugfit.training.checkpoint.state import restore_rng
 from snugfit.training.checkpoint.weights import load_weights
-from snugfit.training.interrupt import EXIT_CODES
+from snugfit.training.interrupt import EXIT_CODES, EvaluationStopped
 from snugfit.training.run.trained import FINISHED, STOPPED
 
 
@@ -70,18 +70,21 @@ class FittedTrainer(TrainerHooks):
         set_process(setup, self.args.device)
         with (
             run_context(setup, self.snugfit.user_slots),
-            _set_while(self.args, logging_nan_inf_filter=False, restore_callback_states_from_checkpoint=True),
-            _set_while(self.accelerator.dataloader_config, non_blocking=_is_page_locked(self.args)),
+            set_while(self.args, logging_nan_inf_filter=False, restore_callback_states_from_checkpoint=True),
+            set_while(self.accelerator.dataloader_config, non_blocking=_is_page_locked(self.args)),
             open_run(self, resume_from_checkpoint) as run,
         ):
-            resumed = run.checkpoints.resumed
-            with _name_memory_errors(self):
+            if run.checkpoints.finished is not None:
+                return run.checkpoints.finished
+            run.ignored_keys = keywords.get("ignore_keys_for_eval", (*arguments, None, None)[1])
+            resumed, done = run.checkpoints.resumed, None
+            with _name_memory_errors(self), contextlib.suppress(EvaluationStopped):  # before the first step
                 done = super().train(str(resumed.folder) if resumed else None, *arguments, **keywords)
             stopped = run.checkpoints.interrupts.stopping
             outcome = FINISHED if stopped is None else STOPPED
             run.logger.end(outcome, self.state.global_step, in_words=True)
             if stopped is None:
-                run.checkpoints.finish()
+                run.checkpoints.finish(done)
         if stopped is not None:
             raise SystemExit(EXIT_CODES[stopped])
         return done
@@ -188,12 +191,8 @@ class FittedTrainer(TrainerHooks):
 
     def snugfit_position(self, epochs: int, batches: int) -> tuple[int, int]:
         """Where the checkpoint was taken. transformers knows the steps alone, and not how long the epochs of
-        a stream are; and of a run that is finished it would make one step more."""
-        if self._fit_run.checkpoints.resumed is not None and self.state.global_step >= self.state.max_steps:
-            done = f"all {self.state.global_step:,} steps of this run are done; none is made again."
-            self.snugfit.notices.tell("note", text=f"Nothing is left to train: {done}")
-            return self.state.num_train_epochs, 0
-        position = None if self.args.ignore_data_skip else self._fit_run.checkpoints.position
+        a stream are."""
+        position = None if self.args.ignore_data_skip else self._fit_run.checkpoints.state.position
         return position or (epochs, batches)
 
     def snugfit_epoch_begins(self, loader: Any, epoch: int, skipped: int) -> Any:
@@ -201,24 +200,28 @@ class FittedTrainer(TrainerHooks):
         checkpoints here, for now it has its optimizer."""
         run = self._fit_run
         run.checkpoints.begin(None)
-        loader = run.data.watch(loader)
-        return run.data.begin_epoch(loader, epoch, skipped, run.checkpoints.restore_extra_state())
-
-    def snugfit_border(self, learning_rate: float | None, go_on: Callable[[], None]) -> None:
-        """What was asked for during the step is done here: a checkpoint, an end, less memory."""
-        run, interrupts = self._fit_run, self._fit_run.checkpoints.interrupts
-        ended = run.timer.write(self, run.logger, run.step, learning_rate)
-        if not ended and not self.control.should_training_stop:
-            run.data.end_epoch()
-        stopping = interrupts.stopping is not None
-        run.checkpoints.check_first_update()
-        if interrupts.wants_checkpoint() or stopping:
-            self.control.should_save = True
-        if stopping:
+        loader, saved = run.data.watch(loader), run.checkpoints.state.restore()
+        if saved is not None:
+            repeat_evaluation(self, run)
+        loader = run.data.begin_epoch(loader, epoch, skipped, saved)
+        if saved is not None and self._is_at_its_end():
+            self._say_nothing_is_left()
             self.control.should_training_stop = True
-        go_on()
-        if ended and not self.control.should_training_stop and run.logger.is_thrashing():
-            go_on_with_less(self, run)
+            return ()
+        return loader
+
+    def _is_at_its_end(self) -> bool:
+        """Whether a run that is resumed has no step left."""
+        ends = self.control.should_training_stop or self._fit_run.checkpoints.state.ends
+        return ends or self.state.global_step >= self.state.max_steps
+
+    def snugfit_border(self, figures: StepEnd, go_on: Callable[[StepEnd], None]) -> None:
+        """What was asked for during the step is done here: a checkpoint, an end, less memory."""
+        end_step(self, self._fit_run, figures, go_on)
+
+    def snugfit_evaluate(self, go_on: Callable[[], Any]) -> Any:
+        """Until a signal comes."""
+        return evaluate(self._fit_run, go_on)
 
     def snugfit_save(self, go_on: Callable[[], None]) -> None:
         """By the run's own checkpoints, with the files of the user's subclass. Where that failed, no callback
@@ -242,14 +245,22 @@ class FittedTrainer(TrainerHooks):
 
     def snugfit_load_generators(self, folder: Path) -> None:
         """Those that the model draws from."""
-        restore_rng(folder, self.args.device)
+        self._fit_run.checkpoints.state.restore_generators(folder)
 
-    def snugfit_before_finish(self) -> None:
+    def snugfit_before_finish(self) -> bool:
         """The best model is read from a checkpoint, which may be being written. The mean loss is that of all
-        steps, those before a resume too."""
-        self._fit_run.checkpoints.wait()
-        self._fit_run.checkpoints.restore_extra_state()
+        steps, those before a resume too. A run that is stopped by a signal is not finished."""
+        run = self._fit_run
+        if run.checkpoints.state.restore() is not None:  # no epoch was left
+            repeat_evaluation(self, run)
+            self._say_nothing_is_left()
+        run.checkpoints.wait()
         average_losses_over_all_steps(self)
+        return run.checkpoints.interrupts.stopping is None
+
+    def _say_nothing_is_left(self) -> None:
+        done = f"all {self.state.global_step:,} steps of this run are done; none is made again."
+        self.snugfit.notices.tell("note", text=f"Nothing is left to train: {done}")
 
 
 @contextlib.contextmanager
@@ -261,17 +272,6 @@ def _name_memory_errors(trainer: Any) -> Iterator[None]:
         if cause is None:
             raise
         raise update_broke(trainer, cause, error) from error
-
-
-@contextlib.contextmanager
-def _set_while(args: Any, **values: Any) -> Iterator[None]:
-    """Arguments that are others while it trains."""
-    before = {name: getattr(args, name) for name in values}
-    vars(args).update(values)
-    try:
-        yield
-    finally:
-        vars(args).update(before)
 
 
 @contextlib.contextmanager

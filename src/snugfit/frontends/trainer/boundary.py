@@ -1,0 +1,77 @@
+"""The end of a fitted trainer's step: what was asked for in it, and an evaluation that is abandoned.
+
+After a step the Trainer logs, evaluates and saves, in this order, and at an epoch's end once more. A signal
+may come at any of these moments. A checkpoint is kept where the step stands; an evaluation is not waited for.
+The checkpoint then holds the Trainer's state and the random generators of before that evaluation, and says
+that it is to come, so that a resumed run makes it first. Of an epoch that the Trainer leaves because it is
+told to stop, no end is made: that comes when the run is resumed there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from snugfit.frontends.trainer.out_of_memory import go_on_with_less
+from snugfit.training.interrupt import EvaluationStopped
+
+if TYPE_CHECKING:
+    from snugfit.frontends.trainer.fit_run import FitRun
+    from snugfit.step.trainer_hooks import StepEnd
+
+
+def end_step(trainer: Any, run: FitRun, figures: StepEnd, go_on: Callable[[StepEnd], None]) -> None:
+    """The end of a step or of an epoch; `go_on` logs, evaluates and saves as the Trainer does."""
+    interrupts, boundary, step = run.checkpoints.interrupts, run.boundary, trainer.state.global_step
+    ended = run.timer.write(trainer, run.logger, run.step, figures.learning_rate)
+    if figures.learning_rate is None:  # this process has taken no step of the epoch
+        figures = run.checkpoints.state.last_figures or figures
+    run.checkpoints.state.last_figures = figures
+    is_of_epoch = boundary.step == step
+    boundary.step = step
+    if is_of_epoch and boundary.is_stopped:
+        return
+    if not ended and not trainer.control.should_training_stop:
+        run.data.end_epoch()
+    run.checkpoints.check_first_update()
+    asked = interrupts.wants_checkpoint()
+    _stop_where_asked(trainer, run)
+    try:
+        go_on(figures)
+    except EvaluationStopped:
+        _stop_where_asked(trainer, run)
+        run.checkpoints.state.rewind_evaluation()
+    if (asked or boundary.is_stopped) and not run.checkpoints.is_saved:
+        trainer.save_now()
+    if ended and not trainer.control.should_training_stop and run.logger.is_thrashing():
+        go_on_with_less(trainer, run)
+
+
+def _stop_where_asked(trainer: Any, run: FitRun) -> None:
+    if run.checkpoints.interrupts.stopping is not None:
+        run.boundary.is_stopped = trainer.control.should_training_stop = True
+
+
+def evaluate(run: FitRun, go_on: Callable[[], Any]) -> Any:
+    """The Trainer's own evaluation. Raises `EvaluationStopped` when a signal has come, or comes."""
+    interrupts = run.checkpoints.interrupts
+    run.checkpoints.state.note_before_evaluation()
+    interrupts.raise_if_stopping()
+    interrupts.watch_modules(lambda module: interrupts.raise_if_stopping())
+    try:
+        return go_on()
+    finally:
+        interrupts.watch_modules(None)
+
+
+def repeat_evaluation(trainer: Any, run: FitRun) -> None:
+    """When a run is resumed where an evaluation was abandoned: makes it."""
+    run.boundary.step = trainer.state.global_step
+    pending = run.checkpoints.state.unevaluated
+    if pending is None:
+        return
+    try:
+        trainer.repeat_boundary(save=pending["save"], ignored_keys=run.ignored_keys)
+    except EvaluationStopped:
+        _stop_where_asked(trainer, run)
+    run.checkpoints.state.note_generators()

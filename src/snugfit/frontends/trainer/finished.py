@@ -1,0 +1,100 @@
+"""A run that has finished says so when it is started again, and gives its result.
+
+A scheduler that starts a job once more runs the same script in the same folder, which would train anew, or
+take a step more than was asked for. When training is done `finished.json` is written into the run's folder:
+which run it was, what `train()` gave, the Trainer's state, and the checkpoint whose weights are the result.
+It counts while the run that is started is that very one; what goes on or begins anew removes it first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from snugfit.documents import BadDocument, read_document, write_document
+from snugfit.errors import SnugfitError
+from snugfit.frontends.trainer.users_files import weights_folder
+from snugfit.training.checkpoint.facts import compare_facts
+from snugfit.training.checkpoint.manager import differences
+from snugfit.training.checkpoint.manifest import verify
+from snugfit.training.checkpoint.packed_state import pack, unpack
+from snugfit.training.checkpoint.weights import load_weights
+
+FINISHED_RUN = "finished.json"
+
+SAME = ("trainer", "asked", "batch_size", "samples", "length")
+"""What a checkpoint says of its run that is compared beside its facts, and how long the run is."""
+
+FOLDERS_OF_THIS_PROCESS: set[Path] = set()
+"""Where this process has trained: whoever calls `train()` there twice wants to train twice."""
+
+
+def forget_finished(root: Path) -> None:
+    """A run goes on or begins in this folder."""
+    FOLDERS_OF_THIS_PROCESS.add(root.resolve())
+    with suppress(OSError):
+        (root / FINISHED_RUN).unlink()
+
+
+def note_finished(trainer: Any, root: Path, about: Mapping[str, Any], output: Any) -> None:
+    """Writes what `train()` has given, where a checkpoint holds the weights that it has left."""
+    best = trainer.state.best_global_step if trainer.args.load_best_model_at_end else None
+    step = best or trainer.state.global_step
+    if not (root / f"checkpoint-{step}").is_dir():
+        return
+    state, _ = pack({"state": asdict(trainer.state), "loss": output.training_loss, "metrics": output.metrics})
+    document = {"about": {**about, "length": _length(trainer)}, "checkpoint": step, "result": state}
+    with suppress(OSError):  # a full disk: the next start takes up the last checkpoint
+        write_document(root / FINISHED_RUN, document)
+
+
+def finished_output(
+    trainer: Any, root: Path, about: Mapping[str, Any], resume_from: str | bool | None
+) -> Any:
+    """What this very run's `train()` gave when it finished in this folder, with its model and its state put
+    into the trainer; None where it has not, or is to be trained anew."""
+    import torch
+    from transformers import TrainerState
+    from transformers.trainer_utils import TrainOutput
+
+    try:
+        document = read_document(root / FINISHED_RUN)
+        before, step = document["about"], document["checkpoint"]
+        now = {**about, "length": _length(trainer)}
+        if (
+            not _asks_for_it(root, resume_from)
+            or differences(before, now, SAME)
+            or compare_facts(before, now)
+        ):
+            return None
+        result = unpack(document["result"], {}, torch.device("cpu"))
+        weights = verify(root / f"checkpoint-{step}", step).folder
+        state = TrainerState(**result["state"])
+    except (BadDocument, FileNotFoundError, KeyError, TypeError, SnugfitError):
+        return None
+    load_weights(trainer.model, weights_folder(weights))
+    trainer.state = state
+    return TrainOutput(state.global_step, result["loss"], result["metrics"])
+
+
+def _asks_for_it(root: Path, resume_from: str | bool | None) -> bool:
+    """Whether the newest state of the folder is asked for; without a word only by another process."""
+    if resume_from is None:
+        return root.resolve() not in FOLDERS_OF_THIS_PROCESS
+    if isinstance(resume_from, bool):
+        return resume_from
+    named = Path(resume_from)
+    newest = max(root.glob("checkpoint-*"), key=_step_of, default=None)
+    return newest is not None and named.resolve() == newest.resolve()
+
+
+def _step_of(folder: Path) -> int:
+    number = folder.name.removeprefix("checkpoint-")
+    return int(number) if number.isdecimal() else -1
+
+
+def _length(trainer: Any) -> list[float]:
+    return [trainer.args.max_steps, trainer.args.num_train_epochs]

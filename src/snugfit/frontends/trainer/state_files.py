@@ -1,0 +1,149 @@
+"""What a fitted trainer's checkpoint keeps beside weights and optimizer, and how it is put back.
+
+    trainer_state.json    the Trainer's own: its log, the best metric, its callbacks
+    fit.json              what the Trainer forgets: losses since its last log, where the run is in its data,
+                          what its last log line says, and what of the step's end is still to come
+
+A resumed run makes an evaluation first that was abandoned. What an evaluation changes is therefore noted
+before it: the Trainer's state, its callbacks', and the random generators.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from snugfit.frontends.trainer.data import DataPosition, position_of
+from snugfit.step.trainer_hooks import StepEnd
+from snugfit.step.transformers_internals import logged_losses, restore_logged_losses
+from snugfit.training.checkpoint.state import restore_rng
+from snugfit.training.rng import all_rng_states, restore_all_rng_states
+
+if TYPE_CHECKING:
+    import torch
+
+EXTRA_STATE = "fit.json"
+
+
+@final
+class StateFiles:
+    """Writes and reads them, for one call of `train()`."""
+
+    def __init__(self, trainer: Any, data: DataPosition) -> None:
+        self._trainer, self._data = trainer, data
+        self._before_evaluation: tuple[str, dict[str, Any]] | None = None
+        self._rewound = ""
+        self._abandoned: dict[str, bool] | None = None
+        self._generators: dict[str, Any] | None = None
+        self._restored = False
+        self.folder: Path | None = None
+        """The checkpoint that is resumed."""
+        self.last_figures: StepEnd | None = None
+        """What the last log line says of the step before it."""
+
+    @property
+    def _device(self) -> torch.device:
+        device: torch.device = self._trainer.args.device
+        return device
+
+    # ---- kept --------------------------------------------------------------------------------------------
+
+    def files(self, *, is_stopped: bool) -> dict[str, str]:
+        """Their texts by their names, for a run that goes on or `is_stopped` by a signal."""
+        trainer = self._trainer
+        norm, learning_rate = self.last_figures or (None, None)
+        ends = trainer.control.should_training_stop and trainer.state.global_step < trainer.state.max_steps
+        extra = {
+            **logged_losses(trainer),
+            "figures": [None if norm is None else float(norm), learning_rate],
+            "unevaluated": self._abandoned,
+            "ends": bool(ends and not is_stopped),
+            "data": self._data.to_json(trainer.args.per_device_train_batch_size),
+        }
+        state = self._rewound or self._state_text()
+        return {"trainer_state.json": state, EXTRA_STATE: json.dumps(extra) + "\n"}
+
+    def _state_text(self) -> str:
+        _note_callbacks(self._trainer)
+        return json.dumps(asdict(self._trainer.state), indent=2, sort_keys=True) + "\n"
+
+    def note_before_evaluation(self) -> None:
+        """Notes what an evaluation changes."""
+        self._trainer.store_flos()
+        self._before_evaluation = self._state_text(), all_rng_states(self._device)
+
+    def rewind_evaluation(self) -> None:
+        """The evaluation that was noted before is abandoned: the next checkpoint is one of before it."""
+        assert self._before_evaluation is not None
+        self._rewound, generators = self._before_evaluation
+        restore_all_rng_states(generators, self._device)
+        self._abandoned = {"save": bool(self._trainer.control.should_save)}
+
+    # ---- resumed -----------------------------------------------------------------------------------------
+
+    @cached_property
+    def _extra_state(self) -> dict[str, Any]:
+        """What the Trainer's own state does not hold."""
+        if self.folder is None:
+            return {}
+        extra: dict[str, Any] = json.loads((self.folder / EXTRA_STATE).read_text(encoding="utf-8"))
+        rows = self._trainer.args.per_device_train_batch_size
+        if extra["data"].get("rows", rows) != rows:
+            extra["data"]["last"] = None  # there are no batches like it any more
+        return extra
+
+    @property
+    def position(self) -> tuple[int, int] | None:
+        """The epoch that is resumed and the batches of it that were seen, where a checkpoint says so."""
+        if self.folder is None:
+            return None
+        return position_of(self._extra_state["data"], self._trainer.args.per_device_train_batch_size)
+
+    @property
+    def unevaluated(self) -> dict[str, Any] | None:
+        """What the resumed step's end has left out, where its evaluation was abandoned."""
+        pending: dict[str, Any] | None = self._extra_state.get("unevaluated")
+        return pending
+
+    @property
+    def ends(self) -> bool:
+        """Whether the run that is resumed had ended there before its last step, as a callback asked."""
+        return bool(self._extra_state.get("ends"))
+
+    def restore(self) -> dict[str, Any] | None:
+        """When the first epoch after a resume begins: puts back what the Trainer does not, and gives where
+        its data was. None in any other epoch."""
+        if self.folder is None or self._restored:
+            return None
+        self._restored = True
+        self.last_figures = StepEnd(*self._extra_state.get("figures") or (None, None))
+        restore_logged_losses(self._trainer, self._extra_state)
+        restore_rng(self.folder, self._device)
+        data: dict[str, Any] = self._extra_state["data"]
+        return data
+
+    def note_generators(self) -> None:
+        """From here on a resumed run draws what follows, and not what the checkpoint says."""
+        self._generators = all_rng_states(self._device)
+
+    def restore_generators(self, folder: Path) -> None:
+        """Those that the model draws from, as a resumed run goes on with them."""
+        if self._generators is None:
+            restore_rng(folder, self._device)
+        else:
+            restore_all_rng_states(self._generators, self._device)
+
+
+def _note_callbacks(trainer: Any) -> None:
+    """The state of callbacks that have one, into the Trainer's own, as the Trainer does it."""
+    from transformers.trainer_callback import ExportableState
+
+    states: dict[str, list[Any]] = {}
+    for callback in [*trainer.callback_handler.callbacks, trainer.control]:
+        if isinstance(callback, ExportableState):
+            states.setdefault(type(callback).__name__, []).append(callback.state())
+    for name, parts in states.items():
+        trainer.state.stateful_callbacks[name] = parts if len(parts) > 1 else parts[0]
