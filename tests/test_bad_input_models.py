@@ -19,7 +19,6 @@ from transformers import BertConfig, BertModel
 
 from snugfit.cli.main import run
 from snugfit.errors import JobError, ModelError, RecipeError, RehearsalError, SnugfitError
-from snugfit.job import build
 from snugfit.job.batch import synthetic
 from snugfit.job.config import check_facts
 from snugfit.job.job import Job, Task
@@ -29,7 +28,7 @@ from snugfit.rehearsal.record import recorder
 from snugfit.rehearsal.record.shape_cache import ShapeCache
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import Trace
-from snugfit.techniques.adapters import lora
+from snugfit.techniques import lora_targets
 from snugfit.techniques.recipe import Recipe
 
 BERT = {
@@ -192,21 +191,17 @@ def test_the_task_of_a_module_may_be_written_as_text() -> None:
 
 
 @pytest.mark.parametrize("facts", [BERT | {"model_type": "modernbert"}, {"model_type": "vit"}])
-def test_lora_without_known_targets_is_refused_before_anything_is_built(
-    facts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lora_without_known_targets_adapts_all_linear_layers_and_says_so(facts: dict[str, Any]) -> None:
     task = "image-classification" if facts["model_type"] == "vit" else "masked-lm"
-    job = job_of(facts, task)
-    monkeypatch.setattr(build, "instantiate", None)
-    with pytest.raises(RecipeError, match=r"no default targets for (modernbert|vit).*targets=all-linear"):
-        Recipe.parse("lora").check(job)
-    Recipe.parse("lora(targets=all-linear)").check(job)
-    Recipe.parse("lora").check(job_of(BERT, "masked-lm"))
+    (said,) = Recipe.parse("lora").check(job_of(facts, task))
+    assert re.search(rf"no default targets for {facts['model_type']}.*lora\(targets=all-linear\)", said)
+    assert not Recipe.parse("lora(targets=all-linear)").check(job_of(facts, task))
+    assert not Recipe.parse("lora").check(job_of(BERT, "masked-lm"))
 
 
 def test_peft_s_table_read_from_its_source_is_the_imported_one() -> None:
     peft = pytest.importorskip("peft.utils.constants", reason="the extra peft is not installed")
-    assert lora._pefts_table() == frozenset(peft.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING)
+    assert lora_targets.pefts_table() == peft.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 
 
 def test_a_target_that_is_not_there_is_one_clear_error() -> None:

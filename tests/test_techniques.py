@@ -13,10 +13,17 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from awkward_autograd import CallsOneBlockOften
+from awkward_modules import numbers
 from small_models import small_job
 from snugfit.errors import RecipeError
+from snugfit.job.config import check_facts
+from snugfit.job.job import Job, Task
+from snugfit.job.model import Model
+from snugfit.prediction.predict import predict
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
+from snugfit.step.build import build_model
 from snugfit.techniques import roster
 from snugfit.techniques.hub_kernels import no_hub_kernels
 from snugfit.techniques.recipe import Recipe
@@ -268,10 +275,47 @@ def test_lora_trains_the_adapters_and_the_head_alone(device: str, targets: tuple
     assert adapters == layers * per_layer + pooler
 
 
+_SMALL = {
+    "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 48,
+    "vocab_size": 96, "num_hidden_layers": 2,
+}  # fmt: skip
+MIXTRAL = {"model_type": "mixtral", **_SMALL, "num_local_experts": 4}
+GEMMA3 = {
+    "model_type": "gemma3", "text_config": {"model_type": "gemma3_text", **_SMALL, "head_dim": 16},
+    "vision_config": {"model_type": "siglip_vision_model", "num_hidden_layers": 1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("facts", [MIXTRAL, GEMMA3], ids=lambda facts: facts["model_type"])
+def test_lora_finds_pefts_targets_where_peft_itself_does_not_look(facts: dict[str, Any]) -> None:
+    """Mixtral's experts are stored in another shape, and Gemma 3 stands in the table by its text part."""
+    pytest.importorskip("peft", reason="peft is not installed")
+    model = Model.from_config(check_facts(facts, where="test"), name=facts["model_type"])
+    job = Job(model=model, task=Task.CAUSAL_LM, sequence_length=16)
+    assert not Recipe.parse("lora").check(job)
+    built = build_model(job, Recipe.parse("lora").setup(), torch.device("meta"))
+    trained = {
+        name.split(".lora_")[0].split(".")[-1] for name, p in built.named_parameters() if p.requires_grad
+    }
+    assert trained == {"q_proj", "v_proj"}
+    assert "q_proj" in " ".join(roster.find("lora")().code(job))
+
+
+def test_lora_adapts_all_linear_layers_of_a_module_of_ones_own() -> None:
+    pytest.importorskip("peft", reason="peft is not installed")
+    job = Job(model=Model.from_module(CallsOneBlockOften(), numbers()), task=Task.CUSTOM)
+    prediction = predict(job, "lora")
+    assert any("a module of your own, so all linear layers" in doubt for doubt in prediction.doubts)
+    built = build_model(job, Recipe.parse("lora").setup(), torch.device("meta"))
+    trained = [name for name, p in built.named_parameters() if p.requires_grad]
+    assert len(trained) == 4
+    assert all("lora_" in name for name in trained)
+
+
 def test_lora_says_when_there_is_nothing_to_adapt() -> None:
     pytest.importorskip("peft", reason="peft is not installed")
-    with pytest.raises(RecipeError, match=r"lora\(targets=all-linear\)"):
-        adapted("ViTForImageClassification", "meta", r=4, targets=None)
+    with pytest.raises(RecipeError, match=r"lora: peft finds nothing to adapt in BertForSeq"):
+        adapted("BertForSequenceClassification", "meta", r=4, targets=("nothing",))
     with pytest.raises(RecipeError, match="BertForSequenceClassification"):
         adapted("BertForSequenceClassification", "meta", r=4, targets=("q_proj",))
 

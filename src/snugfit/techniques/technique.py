@@ -107,8 +107,8 @@ class Technique(ABC):
         that run without snugfit; nothing when `install` names other libraries' functions only."""
         return ()
 
-    def warnings(self, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """What the user should know on a GPU of this compute capability, though it runs."""
+    def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
+        """What the user should know of this job on a GPU of this compute capability, though it runs."""
         return iter(())
 
     @classmethod

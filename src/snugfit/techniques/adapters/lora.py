@@ -5,35 +5,32 @@ and optimizer states exist for A and B only. The activations that the frozen wei
 as before, so memory falls by states and gradients and not by activations.
 
 Defaults are peft's own (`LoraConfig`): rank 8, alpha 8, no dropout, and for each architecture the modules of
-peft's table (BERT: query and value). An architecture that the table lacks needs `targets`. Dropout costs, for
-each adapted matrix, the input that was dropped out and its mask, which the backward pass of A needs.
+peft's table (BERT: query and value); all linear layers of one that the table lacks (`lora_targets.py`).
+Dropout costs, for each adapted matrix, the input that was dropped out and its mask, which the backward pass
+of A needs.
 Adapters of a model in half precision are fp32, as peft makes them (`autocast_adapter_dtype`). The heads of
 classification models train whole, as peft's task types do it.
 """
 
 from __future__ import annotations
 
-import ast
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from snugfit.errors import RecipeError
 from snugfit.techniques.counterpart import Counterpart, Setting
 from snugfit.techniques.hub_kernels import no_hub_kernels
+from snugfit.techniques.lora_targets import ALL_LINEAR, chosen_by_peft, default_targets, has_default_targets
 from snugfit.techniques.setting import between
 from snugfit.techniques.setup import Call, Setup
-from snugfit.techniques.technique import Fidelity, Technique, TechniqueBySlot
+from snugfit.techniques.technique import Fidelity, Technique
 
 if TYPE_CHECKING:
     import torch
 
     from snugfit.job.job import Job
-    from snugfit.job.model import Model
 
 _PEFT_TASKS = {
     "ForSequenceClassification": "SEQ_CLS",
@@ -43,8 +40,6 @@ _PEFT_TASKS = {
     "ForConditionalGeneration": "SEQ_2_SEQ_LM",
 }
 """peft's task type by the end of a transformers class name; the type says which head trains whole."""
-
-_PEFTS_TABLE = "TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING"
 
 _TOKEN_HEADS = ("classifier", "score")
 """What peft trains whole in token classifiers; `all-linear` would adapt it too, and peft refuses both."""
@@ -73,7 +68,8 @@ class Lora(Technique):
     """Rank of the updates: columns of B and rows of A."""
 
     targets: tuple[str, ...] | None = None
-    """Ends of the names of the modules to adapt, or `all-linear`; by default peft's choice for the model."""
+    """Ends of the names of the modules to adapt, or `all-linear`; by default peft's choice for the
+    architecture, and all linear layers where it has none."""
 
     dropout: float = between(0.0, 1.0, default=0.0)
     """Share of the inputs of A that is dropped."""
@@ -92,7 +88,7 @@ class Lora(Technique):
             model.__name__,
             inputs=model.main_input_name,
             r=self.r,
-            targets=self.targets or (),
+            targets=self.targets or (() if chosen_by_peft(job.model) else default_targets(job.model)),
             dropout=self.dropout,
         )
         shown = ", ".join(f"{key}={value!r}" for key, value in given.items() if value is not None)
@@ -103,47 +99,22 @@ class Lora(Technique):
             f"model = get_peft_model(model, LoraConfig({shown}))",
         )
 
-    def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Without targets, peft's table must have the architecture; it has no module of the user's own."""
-        if self.targets or _has_default_targets(job.model):
-            return
-        what = "a module of your own" if job.model.module is not None else job.model.architecture
-        yield (
-            f"peft has no default targets for {what}. Name the modules to adapt by the ends of their names, "
-            f"{self.name}(targets=q_proj|v_proj), or take {self.name}(targets=all-linear)."
-        )
+    def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
+        """Without targets, and where peft has no choice of its own, every linear layer is adapted."""
+        if not self.targets and not has_default_targets(job.model):
+            what = "a module of your own" if job.model.module is not None else job.model.architecture
+            yield (
+                f"peft has no default targets for {what}, so all linear layers are adapted, as by "
+                f"{self.name}(targets={ALL_LINEAR}). Fewer are named by the ends of their names, "
+                f"{self.name}(targets=q_proj|v_proj)."
+            )
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
         """Ranks in use on peft's targets, and on every matrix, as QLoRA does it (arXiv 2305.14314)."""
-        yield from (cls(r=rank) for rank in (8, 16, 64))
-        yield from (cls(r=rank, targets=("all-linear",)) for rank in (8, 64))
-
-
-def _has_default_targets(model: Model) -> bool:
-    """Whether peft's table has the model's architecture, or that of its text part, which some heads build."""
-    table = _pefts_table()
-    part = model.config.get("text_config") or {}
-    names = {model.architecture, f"{model.architecture}_text", part.get("model_type")}
-    return model.module is None and (table is None or not table.isdisjoint(names))
-
-
-@cache
-def _pefts_table() -> frozenset[str] | None:
-    """The architectures for which peft has default targets, read from its source, for importing it imports
-    torch. None when it is not to be read; then `adapt` finds out."""
-    spec = find_spec("peft")
-    if spec is None or spec.origin is None:
-        return None
-    try:
-        source = Path(spec.origin).with_name("utils").joinpath("constants.py").read_text(encoding="utf-8")
-    except OSError:
-        return None
-    for statement in ast.parse(source).body:
-        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == _PEFTS_TABLE:
-            keys = statement.value.keys if isinstance(statement.value, ast.Dict) else ()
-            return frozenset(str(key.value) for key in keys if isinstance(key, ast.Constant)) or None
-    return None
+        if has_default_targets(job.model):
+            yield from (cls(r=rank) for rank in (8, 16, 64))
+        yield from (cls(r=rank, targets=(ALL_LINEAR,)) for rank in (8, 64))
 
 
 def adapt(model: torch.nn.Module, *, r: int, targets: Sequence[str], dropout: float = 0.0) -> torch.nn.Module:
@@ -153,7 +124,8 @@ def adapt(model: torch.nn.Module, *, r: int, targets: Sequence[str], dropout: fl
 
     name = type(model).__name__
     inputs = str(getattr(model, "main_input_name", "input_ids"))
-    config = LoraConfig(**_peft_arguments(name, inputs=inputs, r=r, targets=targets, dropout=dropout))
+    chosen = targets or default_targets(model)
+    config = LoraConfig(**_peft_arguments(name, inputs=inputs, r=r, targets=chosen, dropout=dropout))
     try:
         with warnings.catch_warnings():
             # GPT-2's Conv1D stores its weight transposed; peft sees that, does the right thing, and warns.
@@ -169,17 +141,19 @@ def adapt(model: torch.nn.Module, *, r: int, targets: Sequence[str], dropout: fl
 
 
 def _peft_arguments(
-    name: str, *, inputs: str, r: int, targets: Sequence[str], dropout: float
+    name: str, *, inputs: str, r: int, targets: str | Sequence[str], dropout: float
 ) -> dict[str, Any]:
     """`LoraConfig`'s arguments for a model of the class `name` whose main input is called `inputs`."""
     task = next((task for end, task in _PEFT_TASKS.items() if name.endswith(end)), None)
     if inputs != "input_ids":
         task = None  # peft's wrapper for seq2seq passes input_ids, which Whisper's decoder then gets twice
-    everywhere = list(targets) == ["all-linear"]
+    if list(targets) == [ALL_LINEAR]:
+        targets = ALL_LINEAR
+    everywhere = targets == ALL_LINEAR
     return {
         "r": r,
         "lora_dropout": dropout,
-        "target_modules": "all-linear" if everywhere else list(targets) or None,
+        "target_modules": targets if isinstance(targets, str) else list(targets) or None,
         "exclude_modules": list(_TOKEN_HEADS) if everywhere and task == "TOKEN_CLS" else None,
         "task_type": task,
         "modules_to_save": ["classifier"] if name.endswith("ForImageClassification") else None,

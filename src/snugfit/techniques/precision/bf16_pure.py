@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from snugfit.techniques.counterpart import Counterpart
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Technique
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +38,7 @@ class Bf16Pure(Technique):
         """Creates the weights in bfloat16 and uses no autocast."""
         return replace(setup, weights_dtype="bfloat16", autocast=None, scale_gradients=False)
 
-    def warnings(self, compute_capability: tuple[int, int] | None) -> Iterator[str]:
+    def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
         """Before Ampere bfloat16 is emulated."""
         if compute_capability and compute_capability < (8, 0):
             yield "this GPU has no bfloat16 of its own and emulates it slowly."
