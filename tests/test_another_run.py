@@ -14,11 +14,14 @@ from torch.utils.data import DataLoader
 
 from fitted import classified, model_of, padded, quiet, trainer_of
 from small_runs import assert_same_weights, rows
-from snugfit import accelerate, fit
+from snugfit import accelerate, fit, train
 from snugfit.documents import read_document, write_document
 from snugfit.errors import SnugfitError, UsageError
+from snugfit.job.job import Job, Task
+from snugfit.job.model import Model
 from snugfit.training.checkpoint.facts import compare_facts, flatten, schedule_facts
 from snugfit.training.checkpoint.manifest import MANIFEST, checksum
+from snugfit.training.run.run import depends_on_length
 
 pytestmark = pytest.mark.whole
 
@@ -264,6 +267,38 @@ def test_an_older_checkpoint_with_another_schedule_ends_in_one_line(
     with by_hand(tmp_path, schedule=lambda optimizer: chained(optimizer, lambda step: 1.0)) as run:
         with pytest.raises(SnugfitError, match="holds another schedule than this run's LambdaLR"):
             run.resume()
+
+
+# ---- our own loop ----------------------------------------------------------------------------------------
+
+
+class Small(torch.nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.dropout, self.layer = torch.nn.Dropout(dropout), torch.nn.Linear(2, 1)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.layer(self.dropout(x)).mean()}
+
+
+def test_dropout_of_a_module_of_ones_own_makes_another_run_of_train(tmp_path: Path) -> None:
+    samples = [{"x": torch.ones(2)}] * 4
+
+    def trained(dropout: float, steps: int) -> Any:
+        example = {"x": torch.ones(2, 2)}
+        job = Job(model=Model.from_module(Small(dropout), example), task=Task.CUSTOM, batch_size=2)
+        more: dict[str, Any] = {"max_steps": steps, "lr_scheduler_type": "constant"}
+        return train(job, "plain", samples, output_dir=tmp_path, **more)
+
+    trained(0.1, 1)
+    with pytest.raises(UsageError, match=r"dropout.Dropout.p was '0.1 x 1' and is '0.5 x 1'"):
+        trained(0.5, 2)
+    assert trained(0.1, 2).step == 2
+
+
+@pytest.mark.parametrize(("warmup", "goes_on"), [(3, True), (0.5, False)])
+def test_a_warm_up_that_is_a_share_depends_on_the_length(warmup: float, goes_on: bool) -> None:
+    assert depends_on_length("constant_with_warmup", warmup) is not goes_on
 
 
 # ---- facts -----------------------------------------------------------------------------------------------

@@ -187,13 +187,18 @@ def snapshot(
 def check_packable(state: TrainState) -> None:
     """Before the first step and after the first update, so that it is not found out when a checkpoint is due.
     Raises `SnugfitError` for a state that holds what no checkpoint can."""
-    try:
-        pack(_state_of(state), parameters_of(state.optimizer))
-    except SnugfitError as fault:
-        raise SnugfitError(
-            f"This run could not be kept: {fault} It is in the state of {type(state.optimizer).__name__} or"
-            f" of {type(state.scheduler).__name__}. Take another one, or train without snugfit."
-        ) from None
+    parts = {
+        "optimizer": (state.optimizer, optimizer_state(state.optimizer)),
+        "scheduler": (state.scheduler, state.scheduler.state_dict()),
+    }
+    for part, (owner, value) in parts.items():
+        try:
+            pack(value, parameters_of(state.optimizer))
+        except SnugfitError as fault:
+            raise SnugfitError(
+                f"This run could not be kept with the {part} {type(owner).__name__}: {fault} Take another, or"
+                " train without snugfit."
+            ) from None
 
 
 def tensor_bytes(state: TrainState) -> list[int]:
