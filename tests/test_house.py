@@ -44,6 +44,7 @@ HEAVY_THEMSELVES = {
     "rehearsal/record/shape_cache.py",
     "rehearsal/device/shapes.py",
     "rehearsal/device/host_draws.py",
+    "rehearsal/record/cuda_names.py",
     "prediction/published_optimizer.py",
 }
 """Their classes derive from torch's, or they run at every operator of a rehearsal."""

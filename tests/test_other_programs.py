@@ -18,7 +18,7 @@ from small_models import FAMILIES, small_job
 from snugfit.job.config import check_facts
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
-from snugfit.rehearsal.device.other_programs import COMPILED, without_package
+from snugfit.rehearsal.device.other_programs import COMPILED, FLEX, without_package
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import Trace
@@ -231,3 +231,45 @@ def test_layerdrop_of_transformers_is_a_doubt_where_it_is_on() -> None:
     ]
     assert off.doubts == ()
     assert on.peak() == off.peak()
+
+
+# ---- flex attention ------------------------------------------------------------------------------------
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("masked", [False, True])
+def test_flex_attention_saves_what_flash_attention_saves(masked: bool) -> None:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    compiled = torch.compile(flex_attention)
+
+    class Flex(nn.Module):
+        def __init__(self, *, flex: bool) -> None:
+            super().__init__()
+            self.flex, self.project = flex, nn.Linear(32, 96)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            batch, length, _ = x.shape
+            query, key, value = self.project(x).view(batch, length, 3, 2, 16).permute(2, 0, 3, 1, 4)
+            if not self.flex:
+                out = nn.functional.scaled_dot_product_attention(query, key, value)
+            elif masked:
+                mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, x.device)
+                out = compiled(query, key, value, block_mask=mask)
+            else:
+                out = compiled(query, key, value, score_mod=lambda score, b, h, i, j: score * 2)
+            return out.pow(2).mean()
+
+    def trace(*, flex: bool) -> Trace:
+        model = Model.from_module(Flex(flex=flex), {"x": torch.ones(2, 256, 32)})
+        job = Job(model=model, task=Task.CUSTOM, batch_size=2)
+        return rehearse(job, Recipe.parse("bf16").setup(), CudaPolicy(capability=(8, 0)))
+
+    def activations(trace: Trace) -> int:
+        return sum(block.nbytes for block in trace.blocks if block.kind == "activations" and block.step == 2)
+
+    flex, flash = trace(flex=True), trace(flex=False)
+    assert FLEX in flex.doubts
+    assert flash.attention == ("flash",)
+    scores = 2 * 2 * 256 * 256
+    assert abs(activations(flex) - activations(flash)) < scores / 2

@@ -88,6 +88,8 @@ def record_step(step: Step, policy: Policy, steps: int) -> Recording:
     from snugfit.rehearsal.device.notes import PolicyNotes
     from snugfit.rehearsal.device.other_programs import COMPILED, is_compiled
     from snugfit.rehearsal.device.overrides import in_force
+    from snugfit.rehearsal.device.policy import CudaPolicy
+    from snugfit.rehearsal.record.cuda_names import cuda_names
     from snugfit.rehearsal.record.recorder import Recorder
 
     import_code(step.setup)  # before it is overridden
@@ -105,6 +107,8 @@ def record_step(step: Step, policy: Policy, steps: int) -> Recording:
         stack.enter_context(rehearsal_context(step.setup))
         if step.job.model.module is not None and is_compiled(step.job.model.module):
             recorder.doubt(COMPILED)
+        if step.job.model.module is not None and isinstance(policy, CudaPolicy):
+            stack.enter_context(cuda_names(policy, notes, recorder.wait))
         try:
             with recorder, sets_in_order(step.job), gradients.follow():
                 step.run(steps, recorder)

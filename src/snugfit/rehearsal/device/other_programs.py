@@ -6,6 +6,9 @@
   packages (mamba-ssm, causal-conv1d, flash-linear-attention) where they are installed. Their kernels take no
   tensors on `meta`, so transformers' own PyTorch code is rehearsed, installed or not. Which functions these
   are is known by what transformers itself says and asks when one is called.
+- `flex_attention` becomes a kernel of its own, compiled on the GPU from the model's functions. It is
+  rehearsed as flash attention without a mask, which saves the same tensors; uncompiled it would hold every
+  score.
 - Some models' code loads kernels of its own (RWKV, YOSO, MRA, xLSTM), which is known by what it asks for.
 """
 
@@ -17,12 +20,21 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from snugfit.rehearsal.device.attention import run_kernel
+from snugfit.rehearsal.device.attention_choice import Operands
+
 if TYPE_CHECKING:
     from torch import nn
 
 COMPILED = (
     "The model's code compiles itself (torch.compile). It was rehearsed as it runs uncompiled: compiled "
     "kernels hold other tensors, mostly fewer, and take other seconds."
+)
+
+FLEX = (
+    "flex_attention was rehearsed as flash attention over all positions: a compiled kernel of it saves the "
+    "same tensors for backward, skips blocks that the mask hides, and has workspaces of its own. Uncompiled, "
+    "it would hold every score."
 )
 
 _FALLS_BACK = re.compile(r"`\w+` is falling back to its reference PyTorch implementation because `([^`]+)`")
@@ -60,6 +72,9 @@ def rehearsed_instead(doubt: Callable[[str], None]) -> Iterator[None]:
 
             undo.enter_context(torch.compiler.set_stance("force_eager"))
             _replace(undo, eval_frame, "_callback_from_stance", _no_callback(doubt))
+        if (flex := sys.modules.get("torch.nn.attention.flex_attention")) is not None:
+            _replace(undo, flex, "_validate_device", lambda query, key, value: None)
+            _replace(undo, flex, "flex_attention_hop", _flex_attention(doubt))
         logger: Any = hub_kernels.logger
         warn = logger.warning_once
 
@@ -104,6 +119,22 @@ def without_package(package: str, *, installed: bool) -> str:
         f"The model has faster kernels in {package}, which {state}: PyTorch code was rehearsed in their "
         "place. A GPU that runs them holds other bytes, mostly fewer, and takes other seconds."
     )
+
+
+def _flex_attention(doubt: Callable[[str], None]) -> Callable[..., Any]:
+    """Stands in for the operator: gives output, log-sum-exp of each row, and each row's largest score."""
+    import torch
+
+    def run_fused(query: Any, key: Any, value: Any, *others: Any, **keywords: Any) -> tuple[Any, ...]:
+        doubt(FLEX)
+        grad = torch.is_grad_enabled() and any(one.requires_grad for one in (query, key, value))
+        wide = (*value.shape[:-1], query.size(-1)) if value.size(-1) != query.size(-1) else None
+        padded = value if wide is None else torch.constant_pad_nd(value, (0, wide[-1] - value.size(-1)))
+        out = run_kernel("flash", Operands(query, key, padded, needs_grad=grad))[..., : value.size(-1)]
+        row = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        return out, row, row
+
+    return run_fused
 
 
 def _no_callback(doubt: Callable[[str], None]) -> Callable[[Any], None]:
