@@ -12,9 +12,11 @@ import torch
 import transformers
 
 from fitted import losses_of, model_of, padded, quiet, spoken, trainer_of
-from small_runs import Killed, small_run
+from small_runs import CPU, Killed, small_run
 from snugfit import accelerate, fit
 from snugfit.errors import SnugfitError
+from snugfit.training.checkpoint.staging import Staging
+from snugfit.training.checkpoint.state import HostCopies
 from snugfit.training.checkpoint.weights import load_weights, weights_of
 from snugfit.training.run.train import train
 
@@ -132,6 +134,11 @@ def by_hand(adapt: Adapt, folder: Path, *, seed: int = 1, stop: int = 0, resume:
     return model
 
 
+def keep(model: Any, folder: Path) -> None:
+    """Writes what a checkpoint holds of this model."""
+    weights_of(model).with_copies(HostCopies(Staging(CPU)).of).write(folder)
+
+
 def assert_same(one: Any, another: Any) -> None:
     """Every parameter and every buffer, those that no `state_dict` has too."""
     ours = {**dict(one.named_parameters()), **dict(one.named_buffers())}
@@ -221,7 +228,7 @@ def test_buffers_of_the_base_are_kept_when_they_change(tmp_path: Path) -> None:
     first, again = adapted_norm(1), adapted_norm(2)
     weights_of(first)
     first(x=torch.randn(8, 4))
-    weights_of(first).write(tmp_path)
+    keep(first, tmp_path)
     load_weights(again, tmp_path)
     assert_same(first, again)
 
@@ -258,7 +265,7 @@ REFUSALS: list[tuple[Adapt, Adapt, str]] = [
 def test_another_models_weights_are_refused_by_name(
     before: Adapt, now: Adapt, told: str, tmp_path: Path
 ) -> None:
-    weights_of(adapted(before)).write(tmp_path)
+    keep(adapted(before), tmp_path)
     with pytest.raises(SnugfitError, match=told):
         load_weights(adapted(now), tmp_path)
 

@@ -168,7 +168,7 @@ def snapshot(
     the last snapshot is written."""
     tree, tensors = pack(_state_of(state), parameters_of(state.optimizer))
     staging.begin()
-    copies = _Copies(staging)
+    copies = HostCopies(staging)
     copied = Snapshot(
         weights=weights_of(state.model, state.optimizer).with_copies(copies.of),
         tree=tree,
@@ -221,7 +221,7 @@ def release_unused_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-class _Copies:
+class HostCopies:
     """Host copies of tensors; tensors that share their memory (tied weights) get one copy."""
 
     def __init__(self, staging: Staging) -> None:
@@ -229,6 +229,7 @@ class _Copies:
         self._copied: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The copy of this tensor, contiguous."""
         key = (tensor.device.type, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
         if key not in self._copied or not tensor.numel():
             self._copied[key] = self._staging.copy(tensor)
@@ -238,11 +239,18 @@ class _Copies:
 def _state_of(state: TrainState) -> dict[str, Any]:
     return {
         "optimizer": optimizer_state(state.optimizer),
+        "optimized": _optimized_names(state),
         "scheduler": state.scheduler.state_dict(),
         "scaler": state.scaler.state_dict() if state.scaler else None,
         "random": all_rng_states(state.device),
         "progress": asdict(state.progress),
     }
+
+
+def _optimized_names(state: TrainState) -> list[str]:
+    """The optimizer's parameters in its order, which is all that its states are known by: their names."""
+    names = {id(weight): name for name, weight in state.model.named_parameters()}
+    return [names.get(id(weight), "") for weight in parameters_of(state.optimizer)]
 
 
 def restore(state: TrainState, folder: Path) -> None:
@@ -252,6 +260,13 @@ def restore(state: TrainState, folder: Path) -> None:
     """
     tree, tensors = _read(folder)
     saved = unpack(tree, tensors, state.device, parameters_of(state.optimizer))
+    names = _optimized_names(state)
+    for before, now in zip(saved.get("optimized", names), names):
+        if before != now:
+            raise SnugfitError(
+                f"{folder} holds the optimizer of other parameters, or in another order: {before} stood where"
+                f" {now} stands. Make the model, and the optimizer from it, as the run began."
+            )
     restore_optimizer(state.optimizer, saved["optimizer"])
     try:
         state.scheduler.load_state_dict(saved["scheduler"])

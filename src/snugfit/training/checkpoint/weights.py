@@ -206,7 +206,18 @@ def _load_pretrained(model: Any, folder: Path) -> None:
     )
     if missing := set(info["missing_keys"]) - beside:
         raise KeyError(f"{min(missing)} is missing")
-    model.load_state_dict(again.state_dict(), strict=True)
+    loaded = again.state_dict()
+    exact = {
+        name: value for name, value in saved.items() if name in loaded and _is_rounded(value, loaded[name])
+    }
+    model.load_state_dict({**loaded, **exact}, strict=True)
+
+
+def _is_rounded(saved: torch.Tensor, loaded: torch.Tensor) -> bool:
+    """Whether what was loaded is this in another dtype."""
+    import torch
+
+    return saved.dtype != loaded.dtype and torch.equal(saved.to(loaded.dtype), loaded.to(saved.device))
 
 
 @contextlib.contextmanager

@@ -1,0 +1,193 @@
+"""What a `state_dict` leaves out of a checkpoint: buffers, extra state, tensors that transformers drops."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fitted import model_of, quiet, trainer_of
+from small_runs import Killed
+from snugfit import accelerate, fit
+from snugfit.errors import SnugfitError
+from snugfit.training.checkpoint.weights import load_weights
+from test_adapter_checkpoints import At, assert_same, keep
+
+
+class Center(nn.Module):
+    """A mean of what it has seen: in a buffer that no `state_dict` has, in one that the forward pass makes,
+    and in extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(4, 4), {"count": 0, "last": 0.0}
+        self.register_buffer("mean", torch.zeros(4), persistent=False)
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return dict(self.calls)
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.calls = dict(state)
+
+    def forward(self, x: torch.Tensor, labels: Any = None) -> dict[str, torch.Tensor]:
+        if not hasattr(self, "first"):
+            self.register_buffer("first", x.mean(0), persistent=False)
+        self.calls = {"count": self.calls["count"] + 1, "last": float(x.mean())}
+        self.mean = self.mean * 0.9 + 0.1 * x.mean(0)
+        out = self.linear(x - self.mean - self.first) * self.calls["count"]
+        return {"loss": (out - self.calls["last"]).square().mean()}
+
+
+def centered() -> Center:
+    torch.manual_seed(0)
+    return Center()
+
+
+def points() -> list[dict[str, Any]]:
+    torch.manual_seed(1)
+    return [{"x": torch.randn(4), "labels": torch.tensor(0)} for _ in range(16)]
+
+
+def stack(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+
+
+def fitted_center(folder: Path, *, killed: bool = False) -> Any:
+    trainer = trainer_of(folder, centered(), points(), save_strategy="steps", save_steps=2)
+    trainer.data_collator = stack
+    if killed:
+        trainer.add_callback(At())
+    return fit(trainer, "plain", watch=quiet)
+
+
+@pytest.mark.whole
+def test_a_fitted_module_goes_on_with_its_buffers_and_extra_state(tmp_path: Path) -> None:
+    whole = fitted_center(tmp_path / "whole")
+    whole.train()
+    with pytest.raises(Killed):
+        fitted_center(tmp_path / "cut", killed=True).train()
+    resumed = fitted_center(tmp_path / "cut")
+    resumed.train(resume_from_checkpoint=True)
+    assert_same(whole.model, resumed.model)
+    assert whole.model.calls == resumed.model.calls
+
+
+def by_hand(folder: Path, *, stop: int = 0, resume: bool = False) -> Center:
+    model = centered()
+    loader = torch.utils.data.DataLoader(points(), batch_size=4, collate_fn=stack)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with accelerate(model, optimizer, loader, "plain", output_dir=folder, watch=quiet) as run:
+        if resume:
+            assert run.resume()
+        for _ in run.epochs(1):
+            for batch in run:
+                run.step(batch)
+                if run.steps == 2:
+                    run.save()
+                if run.steps == stop:
+                    return model
+    return model
+
+
+@pytest.mark.whole
+def test_a_module_of_ones_own_loop_too(tmp_path: Path) -> None:
+    whole = by_hand(tmp_path / "whole")
+    by_hand(tmp_path / "cut", stop=2)
+    again = by_hand(tmp_path / "cut", resume=True)
+    assert_same(whole, again)
+    assert whole.calls == again.calls
+
+
+@pytest.mark.whole
+def test_an_optimizer_of_another_order_is_refused(tmp_path: Path) -> None:
+    """States are by their place: those of matrices of one shape would change places without a word."""
+
+    def run(order: int) -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        loader = torch.utils.data.DataLoader(points(), batch_size=4, collate_fn=stack)
+        optimizer = torch.optim.Adam(list(model.parameters())[::order], lr=0.1)
+
+        def loss(model: Any, batch: Any) -> Any:
+            return model(batch["x"]).square().mean()
+
+        return accelerate(model, optimizer, loader, "plain", output_dir=tmp_path, loss=loss, watch=quiet)
+
+    with run(1) as first:
+        for batch in first:
+            first.step(batch)
+        first.save()
+    with run(-1) as again, pytest.raises(SnugfitError, match=r"0\.weight stood where 1\.bias stands"):
+        again.resume()
+
+
+@pytest.mark.whole
+def test_extra_state_that_no_file_can_hold_is_refused_at_the_start(tmp_path: Path) -> None:
+    class Object(Center):
+        """Its state holds a function."""
+
+        def get_extra_state(self) -> Any:
+            return {"made": len}
+
+    loader = torch.utils.data.DataLoader(points(), batch_size=4, collate_fn=stack)
+    model = Object()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(SnugfitError, match="get_extra_state"):
+        accelerate(model, optimizer, loader, "plain", output_dir=tmp_path, watch=quiet)
+
+
+class Tied(nn.Module):
+    """One matrix under two names, and a view of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.other.weight = self.one.weight
+        self.whole = nn.Parameter(torch.randn(6, 4))
+        self.register_buffer("part", self.whole.detach()[:2])
+
+
+def test_tied_weights_and_views_are_put_back(tmp_path: Path) -> None:
+    first, again = Tied(), Tied()
+    keep(first, tmp_path)
+    load_weights(again, tmp_path)
+    assert_same(first, again)
+    assert again.one.weight is again.other.weight
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "t5", "mixtral", "gemma2"])
+def test_models_of_transformers_come_back_in_every_bit(family: str, tmp_path: Path) -> None:
+    """Tied heads, experts that are kept under other names, and a part that is fp32 beside bf16."""
+    first, again = (model_of(family, seed=seed).bfloat16() for seed in (1, 2))
+    name = next(name for name, module in first.named_modules() if "norm" in type(module).__name__.lower())
+    for model in (first, again):
+        model.get_submodule(name).float()
+        for weight in model.get_submodule(name).parameters():
+            weight.data += 0.1 * torch.rand_like(weight)
+    keep(first, tmp_path)
+    load_weights(again, tmp_path)
+    assert_same(first, again)
+
+
+def test_what_transformers_drops_when_it_saves_is_kept(tmp_path: Path) -> None:
+    first, again = (model_of("bert", seed=seed) for seed in (1, 2))
+    for model in (first, again):
+        model._keys_to_ignore_on_save = ["bert.pooler.dense.weight"]
+        model.probe = nn.Linear(3, 3)
+    keep(first, tmp_path)
+    load_weights(again, tmp_path)
+    assert_same(first, again)
+
+
+def test_a_part_of_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    keep(model_of("bert"), tmp_path)
+    file = tmp_path / "model.safetensors"
+    kept = {name: value for name, value in load_file(file).items() if "layer.1" not in name}
+    save_file(kept, file, metadata={"format": "pt"})
+    with pytest.raises(SnugfitError, match=r"bert\.encoder\.layer\.1\..* is missing"):
+        load_weights(model_of("bert"), tmp_path)
