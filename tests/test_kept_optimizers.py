@@ -15,10 +15,12 @@ import torch
 import transformers
 
 from fitted import classified, model_of, quiet, trainer_of
-from small_runs import Killed, assert_same_weights
+from small_runs import Killed, assert_same_weights, losses, small_run
 from snugfit import accelerate, fit
 from snugfit.errors import SnugfitError, UsageError
 from snugfit.training.checkpoint.packed_state import pack, unpack
+from snugfit.training.run import active_run
+from snugfit.training.run.train import train
 from test_accelerate import loader_of
 
 CPU = torch.device("cpu")
@@ -293,3 +295,20 @@ def test_a_packed_state_names_parameters_and_no_other_tensor_as_a_key() -> None:
         pack({other: 1}, [weight])
     with pytest.raises(SnugfitError, match="parameter 0"):
         unpack(tree, tensors, CPU)
+
+
+@pytest.mark.whole
+def test_our_own_loop_looks_after_its_first_update_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = active_run.open_run
+
+    def with_objects(*arguments: Any) -> Any:
+        state = made(*arguments)
+        state.optimizer = GaLoreAdamW(state.model.parameters())
+        return state
+
+    monkeypatch.setattr(active_run, "open_run", with_objects)
+    with pytest.raises(SnugfitError, match="with the optimizer GaLoreAdamW"):
+        train(small_run(tmp_path))
+    assert len(losses(tmp_path)) == 0

@@ -25,7 +25,8 @@ FREE = frozenset({
     "enable_jit_checkpoint", "skip_memory_metrics", "use_cpu", "local_rank", "use_cache", "full_determinism",
     "average_tokens_across_devices", "remove_unused_columns", "torch_empty_cache_steps", "jit_mode_eval",
     "bf16_full_eval", "fp16_full_eval", "parallelism_config", "deepspeed", "predict_with_generate",
-    "dataset_num_proc", "per_device_eval_batch_size", "distributed_state", "deepspeed_plugin",
+    "dataset_num_proc", "generate_during_eval", "activation_offloading",
+    "per_device_eval_batch_size", "distributed_state", "deepspeed_plugin",
     # of a loader's work, not of its order
     "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers",
     "dataloader_prefetch_factor", "dataloader_multiprocessing_context", "dataloader_in_order",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from snugfit.errors import SnugfitError
 from snugfit.step.applier import loader_arguments
-from snugfit.training.checkpoint.state import RunProgress, TrainState, snapshot
+from snugfit.training.checkpoint.state import RunProgress, TrainState, check_packable, snapshot
 from snugfit.training.recovery import Exhausted
 from snugfit.training.rng import rng_states, set_rng_states
 from snugfit.training.run.loader import collate_for, feed
@@ -56,6 +56,7 @@ class ActiveRun:
         self.step = TrainingStep(run.job, self.setup, run.device)
         self.step.rejects = lambda loss: spikes.reject(loss, self.progress)
         self._rng_at_step_start: tuple[torch.Tensor, ...] = ()
+        self._is_update_checked = False
         self.state: TrainState = open_run(
             run, self.setup, self.steps, checkpoint, lambda text: journal.tell("note", text=text)
         )
@@ -101,6 +102,9 @@ class ActiveRun:
         if isinstance(result, StepResult):
             self.progress.count(result.updated, most_skipped=most)
             self._spikes.remember(result.loss, self.progress)
+            if not self._is_update_checked:  # the optimizer has its states now
+                self._is_update_checked = True
+                check_packable(self.state)
         return result
 
     def _stop_or_skip(self, fault: StepRejected) -> None:
