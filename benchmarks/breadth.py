@@ -39,9 +39,21 @@ from snugfit.versions import versions
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 GPU = "h200"
 
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+
 MENDED: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1]},
+    "blenderbot": {"encoder_layers": 4},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
+    "deepseek_v2": {"num_experts_per_tok": 6, "n_group": 1, "topk_group": 1},
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "esm": {"vocab_size": 33, "pad_token_id": 1},
+    "granitemoehybrid": {"layer_types": ["mamba"] * 31 + ["attention"]},
     "granite_speech": {"projector_config": {"encoder_hidden_size": 1024}},
     "granite_speech_plus": {"projector_config": {"encoder_hidden_size": 1024}},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128},
     "moonshine_streaming": {"num_key_value_heads": 8},
     "reformer": {"axial_pos_shape": [16, 32]},
     "reformer causal-lm": {"is_decoder": True},
@@ -87,26 +99,47 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def default_config(model_type: str, task: str) -> dict[str, Any]:
-    """What transformers saves of a config that this type's class makes without being told anything."""
+def default_configs(model_type: str, task: str) -> dict[str, dict[str, Any]]:
+    """What transformers saves of a config that this type's class makes without being told anything: `cut` to
+    a few layers of every kind, and `whole`."""
     from transformers import AutoConfig
 
-    text = AutoConfig.for_model(model_type).to_json_string(use_diff=False)
-    config = {**json.loads(text), "model_type": model_type}
-    mendings = {**MENDED.get(model_type, {}), **MENDED.get(f"{model_type} {task}", {})}
-    for key, mended in mendings.items():
-        config[key] = {**config[key], **mended} if isinstance(mended, dict) else mended
-    return config
+    mended = merge(MENDED.get(model_type, {}), MENDED.get(f"{model_type} {task}", {}))
+    made = AutoConfig.for_model(model_type)
+    saved = merge({**json.loads(made.to_json_string()), "model_type": model_type}, mended)
+    complete = merge(json.loads(made.to_json_string(use_diff=False)), mended)
+    return {"cut": merge(saved, difference(complete, cut(complete))), "whole": saved}
+
+
+def merge(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """The config with these changes, those of nested configs in their places."""
+    merged = dict(config)
+    for key, value in changes.items():
+        inner = merged.get(key)
+        merged[key] = merge(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def difference(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """The keys of `new` that differ, with the differing ones alone of nested configs."""
+    changes: dict[str, Any] = {}
+    for key, value in new.items():
+        if isinstance(value, dict) and isinstance(old.get(key), dict):
+            if inner := difference(old[key], value):
+                changes[key] = {k: v for k, v in value.items() if k == "model_type"} | inner
+        elif value != old.get(key):
+            changes[key] = value
+    return changes
 
 
 def predict_pair(model_type: str, task: str, recipe: str) -> dict[str, Any]:
     """How one pair ends."""
     try:
-        whole = default_config(model_type, task)
+        configs = default_configs(model_type, task)
     except Exception as error:
         return {"ends": "no default config", "text": f"{type(error).__name__}: {error}".strip()[:300]}
     ending: dict[str, Any] = {}
-    for name, config in (("cut", cut(whole)), ("whole", whole)):
+    for name, config in configs.items():
         ending = {**_predict(config, model_type, task, recipe), "config": name}
         if ending["ends"] == "predicted":
             break

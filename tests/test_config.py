@@ -209,8 +209,9 @@ def test_what_is_beside_a_known_architecture_is_ignored_and_said() -> None:
 
 
 def test_heads_may_have_a_width_that_only_their_class_names() -> None:
-    """GLM's, whose 4096 does not divide into 96 heads."""
-    check_facts({"model_type": "glm", "hidden_size": 4096, "num_attention_heads": 96}, where="here")
+    """GLM's, whose 4096 does not divide into 96 heads; GLM-4.5 cuts the rest."""
+    for name in ("glm", "glm4_moe"):
+        check_facts({"model_type": name, "hidden_size": 4096, "num_attention_heads": 96}, where="here")
 
 
 def test_whole_numbers_may_be_written_as_floats() -> None:

@@ -224,13 +224,13 @@ def _uneven_heads(config: Mapping[str, Any]) -> Iterator[str]:
     for heads_key, width_key in HEADS_OF:
         heads, width = config.get(heads_key), config.get(width_key)
         uneven = isinstance(heads, int) and isinstance(width, int) and width % heads
-        if uneven and not _has_head_width(config.get("model_type")):
+        if uneven and not _takes_uneven_heads(config.get("model_type"), heads_key, width_key):
             yield f'"{heads_key}" is {heads}, which does not divide "{width_key}", {width}.'
 
 
-def _has_head_width(model_type: object) -> bool:
-    """Whether heads of this architecture have a width of their own when its config names none (GLM's 128).
-    Imports transformers."""
+def _takes_uneven_heads(model_type: object, heads_key: str, width_key: str) -> bool:
+    """Whether heads of this architecture have a width of their own when its config names none (GLM's 128), or
+    its own defaults do not divide (GLM-4.5's 96 of 4096, of which the rest is cut). Imports transformers."""
     from transformers import CONFIG_MAPPING
 
     if model_type not in CONFIG_MAPPING:
@@ -239,7 +239,10 @@ def _has_head_width(model_type: object) -> bool:
         default = CONFIG_MAPPING[model_type]()
     except Exception:  # a class that cannot be made without sizes, and so has no width of its own
         return False
-    return any(isinstance(getattr(default, key, None), int) for key in HEAD_WIDTHS)
+    if any(isinstance(getattr(default, key, None), int) for key in HEAD_WIDTHS):
+        return True
+    heads, width = getattr(default, heads_key, None), getattr(default, width_key, None)
+    return isinstance(heads, int) and isinstance(width, int) and width % heads != 0
 
 
 def _uneven_parts(config: Mapping[str, Any]) -> Iterator[str]:
