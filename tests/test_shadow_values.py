@@ -16,16 +16,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers.models.bert.modeling_bert import BertEmbeddings
 
 from aligned import peak
 from reported import foreseen, reports
+from small_models import small_job
 from snugfit.errors import JobError, RehearsalError
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
-from snugfit.rehearsal.device.policy import CpuPolicy
+from snugfit.planning.search.search import plan
+from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
+from snugfit.rehearsal.splice import rehearse_passes, rehearse_update, splice
 from snugfit.rehearsal.trace.trace import Trace
+from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.technique import Slot
 from test_law_rehearsed_equals_real import compared
 
 WIDTH = 128
@@ -224,8 +230,28 @@ def copies_and_compares(m: Any, states: Tensor) -> Tensor:
     return m.head(hidden).mean() if mean > 0 else hidden.sum()  # a line that is named
 
 
+def scales_what_is_known(m: Any, states: Tensor) -> Tensor:
+    hidden = m.inner(states)
+    positions = torch.arange(64, device=states.device) * (hidden.mean().item() * 3)
+    return m.head(hidden[:, positions > 2]).mean()  # a line that is named
+
+
+def makes_a_tensor_of_it(m: Any, states: Tensor) -> Tensor:
+    hidden = m.inner(states)
+    mean = torch.tensor(hidden.mean().item() - 1.5)
+    return m.head(hidden).mean() if mean.abs() > 1 else hidden.sum()  # a line that is named
+
+
 @pytest.mark.parametrize(
-    "decides", [branches_on_weights, compares_a_number, picks_by_weights, copies_and_compares]
+    "decides",
+    [
+        branches_on_weights,
+        compares_a_number,
+        picks_by_weights,
+        copies_and_compares,
+        scales_what_is_known,
+        makes_a_tensor_of_it,
+    ],
 )
 def test_what_weights_decide_is_assumed_and_its_line_named(decides: Callable[..., Tensor]) -> None:
     (doubt,) = assumptions(rehearse(job_of(decides, {"states": STATES}), Recipe().setup(), CpuPolicy()))
@@ -282,3 +308,32 @@ def loops_on_weights(m: Any, states: Tensor) -> Tensor:
 def test_a_loop_that_weights_end_is_an_error() -> None:
     with pytest.raises(RehearsalError, match=r"loops on a value.*`while gate < 1:`.*1,000 times"):
         rehearse(job_of(loops_on_weights, {"states": STATES}), Recipe().setup(), CpuPolicy())
+
+
+# ---- steps that differ -----------------------------------------------------------------------------------
+
+
+def embed_once(self: Any, input_ids: Tensor, **_: Any) -> Tensor:
+    """As BERT embeds, each token once: how many there are differs from batch to batch."""
+    tokens, places = torch.unique(input_ids, return_inverse=True)
+    return self.LayerNorm(self.word_embeddings(tokens))[places]
+
+
+@pytest.mark.whole
+def test_micro_batches_that_values_tell_apart_are_all_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BertEmbeddings, "forward", embed_once)
+    job, setup = small_job("bert", 2, batch_size=16), Recipe.parse("micro_batches(4)").setup()
+    trace = rehearse(job, setup, CpuPolicy())
+    assert any(doubt.startswith("What a step allocates depends on values") for doubt in trace.doubts)
+    assert peak(compared(foreseen(trace))) == peak(compared(reports(job, setup)))
+    passes = rehearse_passes(job, setup, CudaPolicy())
+    assert splice(passes, rehearse_update(job, setup, CudaPolicy(), passes.gradients)) is None
+
+
+@pytest.mark.whole
+def test_a_plan_for_steps_that_differ_simulates_each_recipe_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BertEmbeddings, "forward", embed_once)
+    settled = {slot: roster.plain(slot) for slot in Slot if slot is not Slot.BATCHING}
+    answer = plan(small_job("bert", 2, batch_size=16), gpu="h200", settled=settled, workers=1)
+    assert answer.verified
+    assert any(doubt.startswith("What a step allocates depends on values") for doubt in answer.doubts)

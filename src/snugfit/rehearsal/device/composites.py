@@ -72,6 +72,7 @@ def composites(policy: Policy, notes: PolicyNotes) -> dict[str, Callable[..., An
         "scaled_dot_product_attention": scaled_dot_product_attention,
         "softmax.int": softmax,
         "log_softmax.int": log_softmax,
+        "one_hot": _one_hot,
     }
     if policy.fuses_dropout:
         table["dropout"] = dropout
@@ -80,6 +81,13 @@ def composites(policy: Policy, notes: PolicyNotes) -> dict[str, Callable[..., An
     if policy.runs_cudnn:
         table |= recurrent_kernels(notes.doubt)
     return table
+
+
+def _one_hot(x: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    """Zeros, and a one in each row; `meta` compares with every class instead (`native/Onehot.cpp`)."""
+    classes = int(x.max().item()) + 1 if num_classes == -1 else num_classes
+    out: torch.Tensor = x.new_zeros((*x.shape, classes)).scatter_(-1, x.unsqueeze(-1), 1)
+    return out
 
 
 def _keep_for_backward(x: torch.Tensor) -> torch.Tensor:

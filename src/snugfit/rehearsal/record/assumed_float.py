@@ -2,7 +2,8 @@
 
 Most numbers that a model asks for go into a log or scale something, and nothing that is allocated depends on
 them. So an assumed number is a float that tells when something is decided by it: a comparison, a count made
-of it. What is computed of it by Python's operators is such a float too.
+of it. What is computed of it by Python's operators is such a float too. In an operator of torch it is a
+number like any other, so its value is an odd one, and an operator that is given it gives nothing known.
 """
 
 from __future__ import annotations
@@ -11,17 +12,23 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+ABOUT_ONE = 1.0 + 2.0**-40
+"""An assumed number: 1, but for a bit by which it, and what is computed of it, is known again."""
+
 
 class AssumedFloat(float):
-    """A float that calls `decides` when something is decided by it."""
+    """A float that calls `decides` when something is decided by it. Its value is added to `known`."""
 
-    __slots__ = ("_decides",)
+    __slots__ = ("_decides", "_known")
     _decides: Callable[[], None]
+    _known: set[float]
 
-    def __new__(cls, value: float, decides: Callable[[], None]) -> AssumedFloat:
+    def __new__(cls, value: float, decides: Callable[[], None], known: set[float]) -> AssumedFloat:
         """A number of this value."""
         number = super().__new__(cls, value)
-        number._decides = decides
+        number._decides, number._known = decides, known
+        if not (4 * value).is_integer():  # 0, which is left of many, is no sign
+            known.add(value)
         return number
 
     __hash__ = float.__hash__
@@ -50,7 +57,7 @@ def _computing(name: str) -> Callable[..., Any]:
 
     def compute(self: AssumedFloat, *others: Any) -> Any:
         result = method(self, *others)
-        return AssumedFloat(result, self._decides) if type(result) is float else result
+        return AssumedFloat(result, self._decides, self._known) if type(result) is float else result
 
     return compute
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils._device import _device_constructors
 
+from snugfit.rehearsal.record.assumed_float import AssumedFloat
 from snugfit.rehearsal.record.questions import Questions
 from snugfit.rehearsal.record.shadows import Shadows
 
@@ -33,7 +34,10 @@ def numbers_watched(questions: Questions, shadows: Shadows) -> Iterator[None]:
 
     def make_with_shadow(data: Any, *arguments: Any, **keywords: Any) -> torch.Tensor:
         tensor: torch.Tensor = make(data, *arguments, **keywords)
-        if tensor.is_meta and not isinstance(data, torch.Tensor):
+        if isinstance(data, AssumedFloat):
+            if not tensor.is_meta:
+                shadows.set_unsure(tensor)
+        elif tensor.is_meta and not isinstance(data, torch.Tensor):
             shadows.hold(tensor, make(data, dtype=tensor.dtype, device="cpu"))
         return tensor
 

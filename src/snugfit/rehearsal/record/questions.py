@@ -21,7 +21,7 @@ import torch
 from snugfit.errors import RehearsalError
 from snugfit.rehearsal.record.asker import CodeLine
 from snugfit.rehearsal.record.assumed import Assumption
-from snugfit.rehearsal.record.assumed_float import AssumedFloat
+from snugfit.rehearsal.record.assumed_float import ABOUT_ONE, AssumedFloat
 from snugfit.rehearsal.record.effects import DISTINCT
 from snugfit.rehearsal.record.shadow import NotFollowed, tensors_in
 from snugfit.rehearsal.record.shadows import Shadows
@@ -129,7 +129,9 @@ class Questions:
             answer = item(tensor)
         finally:
             self._by_item = before
-        return AssumedFloat(answer, self.decide) if self._deferred else answer
+        if not self._deferred:
+            return answer
+        return AssumedFloat(ABOUT_ONE, self.decide, self._shadows.assumed_numbers)
 
     def decide(self) -> None:
         """Something is decided by a float that was assumed."""
@@ -142,10 +144,11 @@ class Questions:
         ):
             self._tell(Assumption.NUMBER)
 
-    def host_ran(self, args: Any, out: torch.Tensor) -> None:
+    def host_ran(self, args: Any, out: Any) -> None:
         """The host has computed `out` of its own tensors."""
         if self._shadows.is_unsure(args):
-            self._shadows.set_unsure(out)
+            for tensor in tensors_in(out):
+                self._shadows.set_unsure(tensor)
 
     # ---- shapes ------------------------------------------------------------------------------------------
 

@@ -203,6 +203,8 @@ class Recorder(TorchDispatchMode):
         if isinstance(out, torch.Tensor) and not out.is_meta:
             self._questions.host_ran(args, out)
             return out  # the host's own work
+        if not isinstance(out, torch.Tensor):
+            self._questions.host_ran(args, out)
         self._write_down(operator, call, args, kwargs, out, in_place=in_place)
         if in_place:
             self._shadows.forget(out.untyped_storage()._cdata)

@@ -51,6 +51,8 @@ class Shadows:
     def __init__(self, routing: str = "balanced") -> None:
         self.routing = routing
         self._by_address: dict[int, Shadow] = {}
+        self.assumed_numbers: set[float] = set()
+        """Numbers in the hands of the model's code that were assumed (`assumed_float.py`)."""
         self.unsure: dict[int, Any] = {}
         """Storages of the host's that hold numbers which were assumed, by address; a reference to each."""
 
@@ -98,10 +100,13 @@ class Shadows:
         self.unsure[address] = weakref.ref(storage, lambda gone: self.unsure.pop(address, None))
 
     def is_unsure(self, operands: Any) -> bool:
-        """Whether a tensor of the host's among these holds numbers that were assumed."""
-        return bool(self.unsure) and any(
-            not one.is_meta and one.untyped_storage()._cdata in self.unsure for one in tensors_in(operands)
-        )
+        """Whether a number or a tensor of the host's among these was assumed."""
+        if not self.unsure and not self.assumed_numbers:
+            return False
+        unsure, assumed = self.unsure, self.assumed_numbers
+        return any(
+            not one.is_meta and one.untyped_storage()._cdata in unsure for one in tensors_in(operands)
+        ) or (type(operands) is tuple and any(type(one) is float and one in assumed for one in operands))
 
     def _forget_all(self, operands: Sequence[Any]) -> None:
         known = self._by_address
@@ -127,7 +132,7 @@ class Shadows:
     def _fill(self, out: torch.Tensor, number: Any) -> None:
         """Also of zeros that will be optimizer states: the note is small, and gone when they are written."""
         shape, dtype, nbytes = tuple(out.shape), out.dtype, out.untyped_storage().nbytes()
-        if nbytes > LARGEST or isinstance(number, complex):
+        if nbytes > LARGEST or isinstance(number, complex) or number in self.assumed_numbers:
             return
         view = Geometry.of(out)
         self._put(
@@ -219,6 +224,8 @@ class Shadows:
             return type(operands)([self._note(one) for one in operands])
         if isinstance(operands, dict):
             return {name: self._note(one) for name, one in operands.items()}
+        if isinstance(operands, float) and operands in self.assumed_numbers:
+            raise NotFollowed
         return _CPU if isinstance(operands, torch.device) else operands
 
 
