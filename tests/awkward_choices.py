@@ -8,13 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from awkward_modules import HANGS, WIDTH, Numbers, Words, awkward, numbers, words
+from awkward_modules import WIDTH, Numbers, Words, awkward, numbers, words
 
-GUESSED = "what a rehearsal assumes of a value of the weights is told by no doubt yet"
 EXPERTS = 4
 
 
-@awkward(numbers, doubt=r"mean\(\) > 0", xfail=GUESSED)
+@awkward(numbers, doubt=r"mean\(\) > 0")
 class OpensAGate(Numbers):
     def forward(self, x: Tensor) -> Tensor:
         h = self.block(x)
@@ -23,7 +22,7 @@ class OpensAGate(Numbers):
         return h.square().mean()
 
 
-@awkward(numbers, doubt=r"\.item\(\)", xfail=GUESSED)
+@awkward(numbers, doubt=r"\.item\(\)")
 class GrowsByItsNorm(Numbers):
     def forward(self, x: Tensor) -> Tensor:
         h = self.block(x)
@@ -38,7 +37,7 @@ class _Routed(Words):
         self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(EXPERTS))
 
 
-@awkward(words, doubt=r"where|nonzero", xfail=GUESSED)
+@awkward(words, doubt=r"where|nonzero")
 class RoutesByWhere(_Routed):
     """Each expert on the tokens that chose it, as Mixtral was first written."""
 
@@ -52,7 +51,7 @@ class RoutesByWhere(_Routed):
         return self.loss(self.block(out), labels)
 
 
-@awkward(words, doubt=r"tolist", xfail=GUESSED)
+@awkward(words, doubt=r"tolist")
 class RoutesBySplit(_Routed):
     """Tokens sorted by expert, and split by how many each got, as JetMoE and DeepSeek are written."""
 
@@ -93,7 +92,7 @@ class RoutesByCapacity(_Routed):
         return self.loss(self.block(torch.einsum("tec,ecd->td", dispatch, out)), labels)
 
 
-@awkward(words, doubt=r"all\(\)|confidence", xfail=GUESSED)
+@awkward(words, doubt=r"all\(\)|confidence")
 class LeavesEarly(Words):
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         h = self.embed(ids)
@@ -105,7 +104,7 @@ class LeavesEarly(Words):
         return self.loss(h, labels)
 
 
-@awkward(numbers, refused=r"while|loop", xfail=HANGS)
+@awkward(numbers, refused=r"while|loop")
 class ComputesUntilSure(Numbers):
     """Adaptive computation time: halts when its weights say so."""
 
@@ -121,7 +120,7 @@ class ComputesUntilSure(Numbers):
         return h.square().mean()
 
 
-@awkward(numbers, xfail=HANGS)
+@awkward(numbers)
 class CountsUpAConstant(Numbers):
     def forward(self, x: Tensor) -> Tensor:
         h, p = x, torch.zeros((), device=x.device)
@@ -130,7 +129,7 @@ class CountsUpAConstant(Numbers):
         return h.square().mean()
 
 
-@awkward(numbers, doubt=r"nonzero|index", xfail=GUESSED)
+@awkward(numbers, doubt=r"condition.*mean\(-1\) > 0")
 class KeepsPositiveRows(Numbers):
     def forward(self, x: Tensor) -> Tensor:
         h = self.block(x).flatten(0, 1)
@@ -183,7 +182,7 @@ class DropsLayersByTorch(Numbers):
         return self.block(x).square().mean()
 
 
-@awkward(numbers, doubt=r"rand", xfail="chance is told by no doubt yet")
+@awkward(numbers, doubt=r"rand")
 class DropsLayersOnTheDevice(Numbers):
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(6):
@@ -223,7 +222,7 @@ class DrawsByGumbel(Words):
         return self.loss(self.block(chosen @ self.embed.weight), labels)
 
 
-@awkward(words, doubt=r"unique", xfail=GUESSED)
+@awkward(words, doubt=r"unique")
 class PoolsUniquePredictions(Words):
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         h = self.block(self.embed(ids))

@@ -25,8 +25,6 @@ LENGTHS = (41, 17, 29, 23)
 
 EQUAL = "equal"
 
-HANGS = "a loop on a value of the device hangs yet"
-
 
 @dataclass(frozen=True)
 class Case:

@@ -4,7 +4,8 @@ Whatever a model's code, torch or a library raises on tensors without data ends 
 mistakes. The causes are distinguished by the type of the error and by the frames it passed:
 
 1. a shape or a number that depends on data: torch refuses it on `meta` with a `NotImplementedError`. Such a
-   step has no trace; measuring it works;
+   step has no trace; measuring it works. So do code that asks for a device which is not here, and operators
+   that take no tensors on `meta` (flex attention, nested tensors): they say nothing of a real step;
 2. a key that the architecture's code asks its config for, and that is not there: the config's fault;
 3. an error that begins in snugfit's own code: ours. An operator's refusal comes out of C++, so its last frame
    is the line that ran it, which for a model's operators is the shape cache's; that counts as the model's;
@@ -28,6 +29,28 @@ if TYPE_CHECKING:
 _RUNS_OPERATORS = "snugfit.rehearsal.record.shape_cache"
 _RUNS_MODULES = "snugfit.step."
 
+_NOT_HERE = (
+    "That is for want of a device here, and says nothing of a step on a GPU; measure it there, with snugfit "
+    "measure."
+)
+_KNOWN = {
+    "not compiled with CUDA|NVIDIA driver|No CUDA GPUs": _NOT_HERE,
+    "on meta device|INTERNAL ASSERT": _NOT_HERE,
+    "not on the expected device|same device|device mismatch": (
+        "Its code mixes tensors of the host with those of the device, which fails on a GPU too. Make them "
+        "with device=x.device, or hold them as buffers of the module that uses them."
+    ),
+    "SparseTensorImpl": (
+        "The size of sparse gradients depends on data. Take nn.Embedding(sparse=False); of torch's "
+        "optimizers only SGD, Adagrad and SparseAdam take sparse ones."
+    ),
+    "same dtype|dtype mismatch|expected m1 and m2|Expected query, key, and value to have": (
+        "Its own code mixes dtypes, which torch refuses on a GPU too. Try 'bf16', which casts them, where "
+        "the recipe has 'bf16_pure'."
+    ),
+}
+"""What torch says where we know what it means for a real step, as regular expressions, with what to do."""
+
 
 def refusal(job: Job, error: Exception) -> SnugfitError:
     """The one clear error for what a rehearsal of this job raised."""
@@ -36,31 +59,35 @@ def refusal(job: Job, error: Exception) -> SnugfitError:
         return ModelError(f'{name}: its config has no "{key}", which {job.task} needs{_where(error)}.')
     if lacking := lacks_package(name, error):
         return ModelError(lacking)
+    return RehearsalError(f"{name} could not be rehearsed{_reason(job, error)}")
+
+
+def _reason(job: Job, error: Exception) -> str:
+    """What follows after `could not be rehearsed`: the cause, what it says of a real step, what to do."""
+    cause, where, last = _first_line(error), _where(error), _frames(error)[-1]
+    if hint := next((text for pattern, text in _KNOWN.items() if re.search(pattern, cause)), ""):
+        return f": {cause}{where}. {hint}"
     if isinstance(error, NotImplementedError):
-        return RehearsalError(
-            f"{name} could not be rehearsed: {_what_depends(error)}{_where(error)}. A rehearsal has "
-            "shapes and no data, so this step has no trace; measure it instead, with snugfit measure."
+        return (
+            f": {_what_depends(error)}{where}. A rehearsal has shapes and no data, so this step has no "
+            "trace; measure it instead, with snugfit measure."
         )
-    cause = _first_line(error)
-    last = _frames(error)[-1].frame
     # the loop that takes the loss out of a user's module fails at what the module gave
-    if job.model.module is not None and module_of(last).startswith(_RUNS_MODULES):
-        return RehearsalError(
-            f"{name} could not be rehearsed: its output holds no loss ({cause}). A module gives its loss as "
-            'a tensor of one number, as `.loss`, as "loss" of a dict, or first of a tuple.'
+    if job.model.module is not None and module_of(last.frame).startswith(_RUNS_MODULES):
+        return (
+            f": its output holds no loss ({cause}). A module gives its loss as a tensor of one number, as "
+            '`.loss`, as "loss" of a dict, or first of a tuple.'
         )
-    if _is_ours(error, last):
+    if _is_ours(error, last.frame):
         from snugfit.versions import __version__
 
-        return RehearsalError(
-            f"{name} could not be rehearsed, and that is a fault of snugfit {__version__}, not of your job: "
-            f"{cause}{_frames(error)[-1]}. Please report it with the job, the recipe and what "
-            "snugfit doctor prints."
+        return (
+            f", and that is a fault of snugfit {__version__}, not of your job: {cause}{last}. Please report "
+            "it with the job, the recipe and what snugfit doctor prints."
         )
-    return RehearsalError(
-        f"{name} could not be rehearsed: {cause}{_where(error)}. Most likely a real step fails there too: "
-        "check that the config's sizes agree, and that the task is the model's. If it does not, measure it "
-        "instead, with snugfit measure."
+    return (
+        f": {cause}{where}. Most likely a real step fails there too: check that the config's sizes agree, "
+        "and that the task is the model's. If it does not, measure it instead, with snugfit measure."
     )
 
 

@@ -27,6 +27,7 @@ from snugfit.rehearsal.trace.relative import RelativeTrace
 from snugfit.rehearsal.trace.repeat import repeat, short_run
 from snugfit.results.footprint import Kind
 from snugfit.step.applier import import_code, rehearsal_context
+from snugfit.step.loss import AssumedLoss
 from snugfit.step.open_step import open_step
 from snugfit.techniques.hub_kernels import import_peft, no_hub_kernels
 
@@ -99,8 +100,9 @@ def record_step(step: Step, policy: Policy, steps: int) -> Recording:
     gradients = MissingGradients()
     with _without_collector(), contextlib.ExitStack() as stack:
         stack.enter_context(no_hub_kernels())  # what a step imports first (Adafactor's file) may want them
-        stack.enter_context(warnings.catch_warnings())
+        caught = stack.enter_context(warnings.catch_warnings(record=True))
         warnings.simplefilter("ignore")
+        warnings.simplefilter("always", AssumedLoss)
         claim_cache = functools.partial(recorder.claim, kind=Kind.CACHES)
         notes = PolicyNotes(claim_cache, recorder.doubt, recorder.current_phase)
         stack.enter_context(in_force(policy, notes))
@@ -116,6 +118,8 @@ def record_step(step: Step, policy: Policy, steps: int) -> Recording:
             raise
         except Exception as error:  # whatever a model's own code raises on shapes alone, and our mistakes
             raise refusal(step.job, error) from error
+        for warning in caught:
+            recorder.doubt(str(warning.message))
         if step.model is not None and (sentence := gradients.sentence(step.model)):
             recorder.doubt(sentence)
         return recorder.recording(notes.attention)

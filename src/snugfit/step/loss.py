@@ -2,22 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
 
+class AssumedLoss(UserWarning):
+    """A model gives several numbers that could be its loss; a rehearsal's doubt says the same."""
+
+
 def loss_of(out: Any) -> torch.Tensor:
     """The loss in a forward pass's result: the tensor itself, `.loss`, `"loss"` of a dict, or first of a
-    tuple. The HF Trainer looks for itself."""
+    tuple; where the first is no single number, the only one of the tuple that is (`return logits, loss`).
+    The HF Trainer looks for itself.
+
+    Raises `TypeError` for what is no single number, and `KeyError` for a dict without a loss.
+    """
     import torch
 
     if isinstance(out, torch.Tensor):
-        return out
+        return _single_number(out)
     if hasattr(out, "loss"):
-        loss: torch.Tensor = out.loss
-        return loss
-    first: torch.Tensor = out["loss"] if isinstance(out, Mapping) else out[0]
+        return _single_number(out.loss)
+    if isinstance(out, Mapping):
+        return _single_number(out["loss"])
+    return _among(out) if isinstance(out, Sequence) and out else _single_number(out)
+
+
+def _among(values: Sequence[Any]) -> torch.Tensor:
+    losses = [value for value in values if _is_number(value)]
+    if not _is_number(values[0]):
+        return losses[0] if len(losses) == 1 else _single_number(values[0])
+    trained = sum(loss.requires_grad for loss in losses)
+    if trained > 1:
+        warnings.warn(
+            f"The model gives {trained} numbers that have gradients; the first alone is trained on. Where it "
+            "is not their sum, add them up in forward.",
+            AssumedLoss,
+            stacklevel=3,
+        )
+    first: torch.Tensor = values[0]
     return first
+
+
+def _is_number(value: Any) -> bool:
+    import torch
+
+    return isinstance(value, torch.Tensor) and value.numel() == 1 and value.is_floating_point()
+
+
+def _single_number(value: Any) -> torch.Tensor:
+    """The value, which must be a tensor of one number."""
+    import torch
+
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"what stands in its place is of type {type(value).__name__}")
+    if value.numel() != 1:
+        raise TypeError(f"what stands in its place has the shape {tuple(value.shape)}")
+    return value

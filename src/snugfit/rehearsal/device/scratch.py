@@ -61,6 +61,23 @@ def _operand_copy(arguments: Sequence[Any], out: Any) -> Scratch:
     return (OUTPUTS, *nest(Buffer("operand", operand.numel() * out.element_size())))
 
 
+def _elements(arguments: Sequence[Any], out: Any) -> Scratch:
+    """A number's storage is that of all elements, for it was shrunk to one."""
+    stored = out.untyped_storage().nbytes()
+    return (OUTPUTS, *nest(Buffer("elements", stored))) if stored > out.nbytes else ()
+
+
+def _huber(arguments: Sequence[Any], out: Any) -> Scratch:
+    elements = arguments[0].numel() * out.element_size()
+    return nest(Buffer("elements", elements), during=(OUTPUTS,)) if not out.dim() else ()
+
+
+def _with_logits(arguments: Sequence[Any], out: Any) -> Scratch:
+    elements = arguments[0].numel() * out.element_size()
+    buffers = (Buffer("log-sigmoid", elements), Buffer("elements", elements))
+    return nest(*buffers[: 1 + (not out.dim())], during=(OUTPUTS,))
+
+
 def _layer_norm(arguments: Sequence[Any], out: Any) -> Scratch:
     return _contiguous(arguments[0])
 
@@ -214,6 +231,10 @@ _COMPOSED: dict[str, Callable[[Sequence[Any], Any], Scratch]] = {
     "aten::mean": _operand_copy,
     "aten::cumsum": _operand_copy,
     "aten::cumprod": _operand_copy,
+    "aten::mse_loss": _elements,
+    "aten::smooth_l1_loss": _elements,
+    "aten::huber_loss": _huber,
+    "aten::binary_cross_entropy_with_logits": _with_logits,
     "aten::native_layer_norm": _layer_norm,
     "aten::native_layer_norm_backward": _layer_norm_backward,
     "aten::embedding": indexing.embedding,

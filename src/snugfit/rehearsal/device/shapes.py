@@ -4,7 +4,8 @@ torch's shape function of grouped matrix products pads the result's rows in a CU
 refuses dtypes that CUDA's fallback takes. A rehearsal must give the same on every build.
 
 RMS norm is one kernel on CUDA (`_fused_rms_norm_cuda`, `native/cuda/layer_norm_kernel.cu`) and has no shape
-function, because torch would compose it elsewhere. CTC's backward pass has none either.
+function, because torch would compose it elsewhere. CTC's backward pass has none either. Those of two losses
+hide how large the buffer is that their one number lies in.
 """
 
 from __future__ import annotations
@@ -81,6 +82,14 @@ def softmax_backward(
     return torch.empty_like(gradient, dtype=input_dtype, memory_format=torch.contiguous_format)
 
 
+def shrunk_loss(first: torch.Tensor, second: torch.Tensor, reduction: int = 1, *_: Any) -> torch.Tensor:
+    """A loss's elements, or one number that keeps the buffer of them all (`TORCH_META_FUNC(mse_loss)` and
+    `(smooth_l1_loss)`, `native/BinaryOps.cpp`)."""
+    shape, dtype = torch.broadcast_shapes(first.shape, second.shape), torch.result_type(first, second)
+    elements = torch.empty(shape, dtype=dtype, device="meta")
+    return elements.resize_(()) if reduction else elements
+
+
 SHAPE_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.aten._grouped_mm.default: grouped_mm,
     torch.ops.aten._fused_rms_norm.default: fused_rms_norm,
@@ -88,6 +97,8 @@ SHAPE_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.aten._ctc_loss_backward.Tensor: ctc_loss_backward,
     torch.ops.aten._log_softmax_backward_data.default: softmax_backward,
     torch.ops.aten._softmax_backward_data.default: softmax_backward,
+    torch.ops.aten.mse_loss.default: shrunk_loss,
+    torch.ops.aten.smooth_l1_loss.default: shrunk_loss,
     torch.ops.aten._cudnn_rnn.default: cudnn_rnn,
     torch.ops.aten._cudnn_rnn_backward.default: cudnn_rnn_backward,
 }
