@@ -32,6 +32,7 @@ class Batches:
         self._fault: Exception | None = None
         self._within = False
         self._lent: BatchMark | None = None
+        self._before_used: dict[str, Any] | None = None
         self.epoch = 0
         """Epochs that are done."""
 
@@ -100,6 +101,15 @@ class Batches:
         """The batch that was lent last has gone into a step. One that was not comes again in a resumed
         run."""
         if self._lent is not None:
+            began = self._rng.at_epoch_start
+            following = self._lent.before if self.position else began
+            self._before_used = {
+                "epoch": self.epoch,
+                "place": self.position,
+                "began": began,
+                "next": following,
+                "last": self._last if self.position else None,
+            }
             self._count_lent()
             self._next = self._fetched[0][0].before if self._fetched else self._rng.now
 
@@ -120,8 +130,20 @@ class Batches:
 
     # ---- kept --------------------------------------------------------------------------------------------
 
-    def to_json(self) -> dict[str, Any]:
-        """Where the run is in its data."""
+    @property
+    def can_repeat(self) -> bool:
+        """Whether the batch that was used last can be given again."""
+        return self._before_used is not None
+
+    def to_json(self, *, repeating: bool = False) -> dict[str, Any]:
+        """Where the run is in its data; for a run that is `repeating`, where it was before the batch that
+        was used last."""
+        if repeating:
+            assert self._before_used is not None
+            return {
+                name: value.to_json() if hasattr(value, "to_json") else value
+                for name, value in self._before_used.items()
+            }
         began = self._rng.now if self._iterator is None else self._rng.at_epoch_start
         following = self._next if self.position and self._next is not None else began
         return {

@@ -71,6 +71,8 @@ class RunCheckpoints:
         check_packable(state)
         self._manager.prepare(state)
         self._begun = self._closed = self._is_update_checked = False
+        self.repeated_loss: float | None = None
+        """Of the step before a resume, where it is to be repeated."""
 
     def begin(self) -> None:
         """A run that was not resumed begins anew: what stands in its folder is put aside."""
@@ -85,10 +87,14 @@ class RunCheckpoints:
             self._is_update_checked = True
             check_packable(self._state)
 
-    def save(self) -> None:
-        """A checkpoint of this boundary, unless there is one; it is written while the next steps run."""
+    def save(self, *, repeated_loss: float | None = None) -> None:
+        """A checkpoint of this boundary, unless there is one; it is written while the next steps run. With
+        the loss of the last step, that step is repeated when the run is resumed."""
         self.begin()
-        position = json.dumps(self._batches.to_json()) + "\n"
+        batches = self._batches.to_json(repeating=repeated_loss is not None)
+        if repeated_loss is not None:  # in the place of one that the loop has kept since
+            self._manager.saved_step = None
+        position = json.dumps({**batches, "repeated_loss": repeated_loss}) + "\n"
         self._manager.save(
             self._state.progress.step,
             lambda staging: snapshot(self._state, staging, files={DATA_POSITION: position}),
@@ -107,7 +113,9 @@ class RunCheckpoints:
             self._manager.go_back_to(checkpoint)
         load_weights(self._state.model, checkpoint.folder)
         restore(self._state, checkpoint.folder)
-        self._batches.resume(json.loads((checkpoint.folder / DATA_POSITION).read_text(encoding="utf-8")))
+        position = json.loads((checkpoint.folder / DATA_POSITION).read_text(encoding="utf-8"))
+        self._batches.resume(position)
+        self.repeated_loss = position.get("repeated_loss")
         self._manager.saved_step, self._begun = checkpoint.step, True
         self.journal.tell("note", text=f"The run goes on after step {checkpoint.step:,}.")
         return True

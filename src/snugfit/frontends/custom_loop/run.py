@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, final
 from snugfit.errors import OutOfMemory, SnugfitError, UsageError
 from snugfit.frontends.custom_loop.batches import Batches
 from snugfit.frontends.custom_loop.checkpoints import RunCheckpoints
+from snugfit.frontends.custom_loop.evaluation import EvaluationWatch, Stopped
 from snugfit.frontends.custom_loop.step import CustomStep
 from snugfit.frontends.cut_loss import job_with_mixing
 from snugfit.frontends.items import pieces_of, samples_in, write_batch
@@ -40,10 +41,6 @@ if TYPE_CHECKING:
 
 MOST_SKIPPED = 50
 """Steps in a row that a gradient scaler may leave out, as in the other front-ends."""
-
-
-class Stopped(SystemExit):
-    """A signal has stopped the run on a step's boundary, where a checkpoint was kept; `code` is 75 or 130."""
 
 
 def _close(run: weakref.ref[HandRun]) -> None:
@@ -75,7 +72,8 @@ class HandRun:
         predict = run_predictor(state.device)
         self._logger = StepLogger(journal, state.device, every=every, predict=predict)
         self._backward = BackwardWatch()
-        self._begun = self._closed = False
+        self._begun = self._closed = self._resumed = False
+        self._evaluations = EvaluationWatch(state, batches, checkpoints)
         if checkpoints is not None:
             weakref.finalize(self, checkpoints.close)
         atexit.register(_close, weakref.ref(self))
@@ -109,9 +107,13 @@ class HandRun:
 
     def epochs(self, count: int) -> Iterator[int]:
         """The numbers of the epochs that are left of so many: a resumed run begins with the one it was in."""
+        if self._resumed and self._batches.epoch >= count:
+            done = f"all {count:,} epochs are done, in {self.steps:,} steps"
+            self._checkpoints_for("resume").journal.tell("note", text=f"Nothing is left to train: {done}.")
         while self._batches.epoch < count:
             before = self._batches.epoch
             yield before
+            self._between_steps()
             if self._batches.epoch == before and not self._batches.leave():
                 raise UsageError(
                     "An epoch has passed without its batches. Take them from the run: `for batch in run:`."
@@ -120,18 +122,24 @@ class HandRun:
     def __iter__(self) -> Iterator[Any]:
         """An epoch's global batches, as the loader makes them."""
         self._refuse_closed()
-        return iter(self._batches)
+        for batch in self._batches:
+            yield batch
+            self._between_steps()
 
     def step(self, batch: Mapping[str, Any]) -> float:
         """One optimizer step over a global batch (B, ...), in micro-batches; gives its loss.
 
-        Raises `SnugfitError` when the loss or a gradient is no number, `OutOfMemory`, `Stopped`, and
-        `UsageError` for what is no batch of this run.
+        Raises `SnugfitError` when the loss or a gradient is no number, `OutOfMemory`, `Stopped` before a step
+        after a signal, and `UsageError` for what is no batch of this run.
         """
         self._refuse_closed()
         pieces = self._cut(batch)
+        self._between_steps()
         if not self._begun:
             self._begin()
+        self._evaluations.end()
+        if self._checkpoints is not None and self._checkpoints.repeated_loss is not None:
+            return self._repeat(self._checkpoints)
         began, before = time.perf_counter(), rng_states(self._state.device)
         self._backward.begin(self.model)
         with run_context(self.recipe.setup()):
@@ -145,7 +153,7 @@ class HandRun:
         self._state.progress.count(result.updated, most_skipped=MOST_SKIPPED)
         self._batches.used()
         self._log(result, pieces, time.perf_counter() - began)
-        self._at_boundary()
+        self._at_boundary(result.loss)
         return result.loss
 
     def save(self) -> None:
@@ -160,7 +168,8 @@ class HandRun:
         checkpoints = self._checkpoints_for("resume")
         if self._begun:
             raise UsageError("resume() comes before the first step.")
-        return checkpoints.resume(None if checkpoint is None else Path(checkpoint))
+        self._resumed = checkpoints.resume(None if checkpoint is None else Path(checkpoint))
+        return self._resumed
 
     def close(self) -> None:
         """Waits until the last checkpoint is written, and gives the folder back. Raises `SnugfitError` when
@@ -181,6 +190,8 @@ class HandRun:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is None and self._begun and self._checkpoints is not None:
+            self._between_steps()
         self.close()
 
     # ---- a step ------------------------------------------------------------------------------------------
@@ -253,16 +264,37 @@ class HandRun:
         )
         self._logger.write(self._step.norm)
 
-    def _at_boundary(self) -> None:
-        if self._checkpoints is None:
+    def _at_boundary(self, loss: float) -> None:
+        """A step is done. What the loop does after it is its own, and not yet done: a signal is obeyed before
+        the next step, or in an evaluation."""
+        if self._checkpoints is not None:
+            self._checkpoints.check_first_update()
+            self._evaluations.watch(loss)
+
+    def _between_steps(self) -> None:
+        """Everything that the loop does after a step is done: what was asked for is done now."""
+        if self._checkpoints is None or self._closed:
             return
-        self._checkpoints.check_first_update()
         stopping = self._checkpoints.interrupts.stopping
-        if self._checkpoints.interrupts.wants_checkpoint() or stopping is not None:
+        if self._begun and (self._checkpoints.interrupts.wants_checkpoint() or stopping is not None):
             self._checkpoints.save()
+        self._stop_where_asked()
+
+    def _stop_where_asked(self) -> None:
+        stopping = None if self._checkpoints is None else self._checkpoints.interrupts.stopping
         if stopping is not None:
             self.close()
             raise Stopped(EXIT_CODES[stopping])
+
+    def _repeat(self, checkpoints: RunCheckpoints) -> float:
+        """The step before a resume, for what the loop does after it; nothing is trained."""
+        loss, checkpoints.repeated_loss = checkpoints.repeated_loss, None
+        assert loss is not None
+        self._batches.used()
+        text = f"Step {self.steps:,} is given once more: what followed it had been abandoned for a signal."
+        checkpoints.journal.tell("note", text=text)
+        self._at_boundary(loss)
+        return loss
 
     def _checkpoints_for(self, what: str) -> RunCheckpoints:
         self._refuse_closed()
