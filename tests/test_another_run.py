@@ -92,6 +92,7 @@ ANOTHER: list[tuple[dict[str, Any], str]] = [
     ({"dataloader_drop_last": True}, r"dataloader_drop_last was false and is true"),
     ({"recipe": "bf16 + micro_batches(2)"}, r"the recipe's precision was"),
     ({"recipe": "adafactor_torch + micro_batches(2)"}, r"optimizer.class was 'AdamW' and is"),
+    ({"recipe": None, "optim": "adagrad"}, r"optim was 'adamw_torch' and is 'adagrad'"),
     ({"data_collator": Padding(0.3)}, r"data_collator.mask was 0.1 and is 0.3"),
 ]  # fmt: skip
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from snugfit.frontends.trainer.setup import brings_optimizer
 from snugfit.step.transformers_internals import has_users_schedule
-from snugfit.training.checkpoint.facts import Facts, flatten, model_facts, settings_of
+from snugfit.training.checkpoint.facts import Facts, flatten, model_facts, optimizer_facts, settings_of
 from snugfit.training.run.run import LENGTH_OPTIONS, depends_on_length
 
 FREE = frozenset({
@@ -44,8 +45,10 @@ OF_THE_BEST_MODEL = ("metric_for_best_model", "greater_is_better")
 
 
 def run_facts(trainer: Any) -> Facts:
-    """Facts about a trainer before it has an optimizer."""
+    """Facts about a trainer before it trains: of the optimizer, where it has one already."""
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # accelerate's is a shell
     return {
+        **({} if optimizer is None else optimizer_facts(optimizer)),
         **_arguments(trainer),
         **settings_of("data_collator", trainer.data_collator),
         **model_facts(trainer.model),
@@ -61,6 +64,8 @@ def _arguments(trainer: Any) -> Facts:
         and not name.startswith((*FREE_BEGINNINGS, "_"))
         and (value is not None or name not in OF_THE_BEST_MODEL)
     }
+    if not brings_optimizer(trainer):  # so that it is refused before any weight is put back
+        given["optim"] = getattr(args.optim, "value", args.optim).removesuffix("_fused")
     accelerators = vars(args.accelerator_config) if hasattr(args.accelerator_config, "__dict__") else {}
     given["accelerator_config"] = accelerators
     schedule = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
