@@ -17,6 +17,7 @@ from small_runs import Killed, assert_same_weights
 from small_streams import RESUMABLE, SAMPLES, Drawing, Entropy, Masking, ReadOnce, seed_all
 from snugfit import fit
 from snugfit.errors import SnugfitError, UsageError
+from snugfit.frontends.trainer.data import DataPosition
 from test_fit_keeping import At, die
 from tiers import slow_but
 
@@ -116,3 +117,26 @@ def test_other_data_is_refused_when_a_run_goes_on(tmp_path: Path, monkeypatch: p
     with pytest.raises(SnugfitError, match="another batch 3 than before"):
         again.train(resume_from_checkpoint=True)
     assert again.state.global_step == 3
+
+
+def test_a_checkpoint_of_before_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds the process's generators alone and no position, so transformers' is taken, and what the data
+    has of its own stays as it is."""
+    case, plain = "a loader of one's own", DataPosition.to_json
+    whole = run_of(case, tmp_path / "whole", save_strategy="no")
+    whole.train()
+
+    def old(position: DataPosition, rows: int) -> dict[str, Any]:
+        kept = plain(position, rows)
+        return {name: kept[name] and kept[name][0] for name in ("began", "now", "next")}
+
+    cut = run_of(case, tmp_path / "cut", at=4)
+    with monkeypatch.context() as patch:
+        patch.setattr(DataPosition, "to_json", old)
+        with pytest.raises(Killed):
+            cut.train()
+    resumed = run_of(case, tmp_path / "cut")
+    seed_all(2)
+    resumed.train(resume_from_checkpoint=True)
+    assert losses_of(resumed)[:5] == losses_of(whole)[:5]
+    assert resumed.state.global_step == 12

@@ -33,8 +33,8 @@ class DataRngStates(NamedTuple):
     host: HostRngStates
     """Of the process's generators."""
 
-    own: State
-    """Of the data's own, and its counters."""
+    own: State | None
+    """Of the data's own, and its counters; None where an older checkpoint says nothing of them."""
 
     def to_json(self) -> list[Any]:
         """JSON values; `states_from_json` reads them back."""
@@ -45,7 +45,7 @@ def states_from_json(document: list[Any]) -> DataRngStates:
     """The states that `DataRngStates.to_json` wrote. Older checkpoints hold a list of the loader's own
     generators, or the process's alone."""
     if len(document) != 2:
-        return DataRngStates(rng_states_from_json(document), {})
+        return DataRngStates(rng_states_from_json(document), None)
     host, own = document
     if isinstance(own, list):
         own = {
@@ -80,7 +80,8 @@ class DataRng:
     def set(self, states: DataRngStates) -> None:
         """Sets the generators to what `states` gave."""
         set_host_rng_states(states.host)
-        self._own.set(states.own)
+        if states.own is not None:
+            self._own.set(states.own)
 
     def begin_epoch(self) -> None:
         """The next fetch begins an epoch. What the data makes with its first batches is looked for then."""
@@ -96,7 +97,8 @@ class DataRng:
     def resume(self, at_epoch_start: DataRngStates, now: DataRngStates) -> None:
         """As they were in another process."""
         self.at_epoch_start, self.now, self._looks = at_epoch_start, now, LOOKS
-        self._own.set(now.own)
+        if now.own is not None:
+            self._own.set(now.own)
 
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:
