@@ -15,7 +15,8 @@
     |                                is not what the policies assume); the message says which
     +-- MeasurementError         1   a measurement's process died, or the GPU was not clean
 
-A command prints the message alone: no traceback is a message to a user.
+A command prints the message alone: no traceback is a message to a user. What a message quotes may come out of
+a file that somebody else wrote (a label, a name), so control characters stand in it as escapes.
 """
 
 from __future__ import annotations
@@ -24,11 +25,22 @@ import difflib
 import re
 from collections.abc import Iterable
 
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+"""Characters that speak to a terminal, or turn the direction of reading; a tab and a new line do not."""
+
+
+def escape_controls(text: str) -> str:
+    """The text with `\\x1b` for such a character."""
+    return CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+
 
 class SnugfitError(Exception):
     """The root: anything snugfit raises on purpose."""
 
     exit_code = 1
+
+    def __str__(self) -> str:
+        return escape_controls(super().__str__())
 
 
 class UsageError(SnugfitError):

@@ -38,7 +38,7 @@ from snugfit.cli.predict import predict
 from snugfit.cli.streams import forget, open_all
 from snugfit.cli.techniques import techniques
 from snugfit.cli.train import train
-from snugfit.errors import SnugfitError
+from snugfit.errors import SnugfitError, escape_controls
 
 _TypingMistake: type[Exception] = typer.BadParameter.__bases__[0]
 """Typer's root of all usage errors. It carries click with it under a private name, so the class is reached
@@ -119,7 +119,7 @@ def main() -> None:
 def _tell(message: str, code: int) -> int:
     """One message; further lines stand under the first, so that a recipe's marker stays under its word."""
     name = "snugfit: "
-    print(name + message.replace("\n", "\n" + " " * len(name)), file=sys.stderr)
+    print(name + escape_controls(message).replace("\n", "\n" + " " * len(name)), file=sys.stderr)
     return code
 
 

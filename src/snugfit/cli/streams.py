@@ -15,7 +15,7 @@ import os
 import sys
 from typing import TextIO
 
-from snugfit.errors import SnugfitError
+from snugfit.errors import SnugfitError, escape_controls
 
 
 class StandardOutput(io.TextIOWrapper):
@@ -61,7 +61,7 @@ def say_last(text: str) -> None:
     """Prints how a command ended; a stdout that takes nothing is ignored, because the exit code says it
     too."""
     try:
-        print(text, flush=True)
+        print(escape_controls(text), flush=True)
     except (BrokenPipeError, SnugfitError):
         return
 

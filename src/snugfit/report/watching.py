@@ -10,11 +10,12 @@ Speeds are means since the last line.
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TextIO
 
-from snugfit.report.text.terminal import harmless
+from snugfit.errors import escape_controls
 from snugfit.training.predicted import compare_with_prediction
 from snugfit.training.step_logger import THRASHING
 from snugfit.units import show_bytes, show_seconds
@@ -55,9 +56,10 @@ class Watching:
 
     def _say(self, text: str) -> None:
         if self._bar:
-            self._bar.say(harmless(text))
+            self._bar.say(escape_controls(text))
         else:
-            print(harmless(text), file=self._out, flush=True)
+            with suppress(OSError):  # a terminal that was closed: the run goes on to its checkpoint
+                print(escape_controls(text), file=self._out, flush=True)
 
     def _on_started(self, event: Event) -> None:
         self._steps = event["steps"]

@@ -15,8 +15,10 @@ subclass's name and above it. The global batch (`per_device_train_batch_size` ti
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from snugfit.errors import escape_controls
 from snugfit.frontends.cut_loss import cut_warning
 from snugfit.frontends.trainer.fit_plan import FitPlan, Notices
 from snugfit.frontends.trainer.job import job_of
@@ -33,7 +35,8 @@ if TYPE_CHECKING:
 def say(event: Event) -> None:
     """Prints warnings and changes of plan, a line each, where the user gives no `watch`."""
     if text := event.get("text"):
-        print(f"snugfit: {text}", flush=True)
+        with suppress(OSError):  # a terminal that was closed: the run goes on to its checkpoint
+            print(f"snugfit: {escape_controls(text)}", flush=True)
 
 
 def fit(

@@ -8,7 +8,6 @@ terminal instead of the reader.
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from io import StringIO
@@ -20,6 +19,8 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from snugfit.errors import CONTROL
+
 PIPE_WIDTH = 120
 """Columns where no terminal says how many it has: a pipe, a file, a notebook."""
 
@@ -29,8 +30,6 @@ NARROWEST_HEAD = 8
 LONGEST_WORD = 12
 """Longer words are broken where a column of texts has no more room."""
 
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-
 
 def words(value: object, style: str = "") -> Text:
     """Foreign words as data: no markup, and no control characters."""
@@ -39,7 +38,7 @@ def words(value: object, style: str = "") -> Text:
 
 def harmless(text: str) -> str:
     """Foreign words without characters that speak to a terminal, or turn the direction of reading."""
-    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
+    return CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 class PlainTable(Table):

@@ -1,0 +1,59 @@
+"""What somebody else wrote reaches the terminal without what speaks to it: control characters as escapes."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+
+from small_runs import bert_job, rows
+from snugfit.cli.main import run
+from snugfit.errors import SnugfitError, UsageError, escape_controls
+from snugfit.frontends.trainer.fit import say
+from snugfit.report.watching import Watching
+from snugfit.training.options import TrainOptions
+from snugfit.training.run.dataset import data_of
+
+EVIL = "\x1b]0;owned\x07\r\x9b2J\u202e"
+ESCAPED = "\\x1b]0;owned\\x07\\r\\x9b2J\\u202e"
+
+
+def test_control_characters_become_escapes_and_lines_stay() -> None:
+    assert escape_controls(f"a\tb\n{EVIL}ü") == f"a\tb\n{ESCAPED}ü"
+
+
+def test_labels_of_a_foreign_dataset() -> None:
+    """More of them than the job has."""
+    samples = [{**row, "label": f"{EVIL}{index}"} for index, row in enumerate(rows(4))]
+    with pytest.raises(UsageError, match="different labels") as refusal:
+        data_of(samples, bert_job(), None, columns=None, pack=False, collate=None, options=TrainOptions())
+    assert ESCAPED in str(refusal.value)
+    assert not set("\x1b\x07\r\x9b\u202e") & set(str(refusal.value))
+
+
+def test_whatever_an_error_quotes() -> None:
+    assert str(SnugfitError(f"the name {EVIL} is not known")) == f"the name {ESCAPED} is not known"
+
+
+def test_a_commands_messages(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert run(["predict", str(tmp_path / f"no{EVIL}"), "--task", "causal-lm"])
+    assert run([f"--{EVIL}"])
+    shown = "".join(capsys.readouterr())
+    assert not set("\x1b\x07\r\x9b\u202e") & set(shown)
+
+
+def test_a_runs_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    out = io.StringIO()
+    Watching(1, out=out, bar=False)({"event": "warning", "text": f"left out {EVIL}"})
+    say({"event": "warning", "text": f"left out {EVIL}"})
+    assert out.getvalue() == f"warning: left out {ESCAPED}\n"
+    assert capsys.readouterr().out == f"snugfit: left out {ESCAPED}\n"
+
+
+def test_a_closed_terminal_ends_no_run() -> None:
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(5, "Input/output error")
+
+    Watching(1, out=Closed(), bar=False)({"event": "note", "text": "goes on"})
