@@ -18,13 +18,14 @@ from test_adapter_checkpoints import At, assert_same, keep
 
 
 class Center(nn.Module):
-    """A mean of what it has seen: in a buffer that no `state_dict` has, in one that the forward pass makes,
-    and in extra state."""
+    """What it has seen: in a buffer that no `state_dict` has, in one that the forward pass makes, in extra
+    state, and in plain attributes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.calls = nn.Linear(4, 4), {"count": 0, "last": 0.0}
         self.register_buffer("mean", torch.zeros(4), persistent=False)
+        self.queue, self.turn = torch.zeros(3, 4), 0
 
     def get_extra_state(self) -> dict[str, Any]:
         return dict(self.calls)
@@ -37,7 +38,9 @@ class Center(nn.Module):
             self.register_buffer("first", x.mean(0), persistent=False)
         self.calls = {"count": self.calls["count"] + 1, "last": float(x.mean())}
         self.mean = self.mean * 0.9 + 0.1 * x.mean(0)
-        out = self.linear(x - self.mean - self.first) * self.calls["count"]
+        self.queue[self.turn] = x.mean(0)
+        self.turn = (self.turn + 1) % 3
+        out = self.linear(x - self.mean - self.first + self.queue.mean(0)) * self.calls["count"]
         return {"loss": (out - self.calls["last"]).square().mean()}
 
 
@@ -73,6 +76,7 @@ def test_a_fitted_module_goes_on_with_its_buffers_and_extra_state(tmp_path: Path
     resumed.train(resume_from_checkpoint=True)
     assert_same(whole.model, resumed.model)
     assert whole.model.calls == resumed.model.calls
+    assert torch.equal(whole.model.queue, resumed.model.queue)
 
 
 def by_hand(folder: Path, *, stop: int = 0, resume: bool = False) -> Center:
@@ -90,6 +94,31 @@ def by_hand(folder: Path, *, stop: int = 0, resume: bool = False) -> Center:
                 if run.steps == stop:
                     return model
     return model
+
+
+def test_a_rotary_embedding_that_has_grown_goes_on(tmp_path: Path) -> None:
+    """Its frequencies are in no `state_dict`, and how far it has grown is a number."""
+    import transformers
+
+    def grown(*lengths: int) -> Any:
+        rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(
+            hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=32,
+            max_position_embeddings=8, rope_parameters=rope,
+        )  # fmt: skip
+        model = transformers.LlamaForCausalLM(config)
+        keep(model, tmp_path)
+        for length in lengths:
+            model(input_ids=torch.zeros(1, length, dtype=torch.long))
+        return model
+
+    first, again = grown(24), grown()
+    keep(first, tmp_path)
+    load_weights(again, tmp_path)
+    for length in (6, 12):
+        ids = torch.arange(length)[None]
+        assert torch.equal(first(input_ids=ids).logits, again(input_ids=ids).logits)
 
 
 @pytest.mark.whole

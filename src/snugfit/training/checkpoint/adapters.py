@@ -35,6 +35,12 @@ def is_adapted(model: torch.nn.Module) -> bool:
     return isinstance(getattr(model, "peft_config", None), Mapping) and bool(model.peft_config)
 
 
+def is_of_adapter(model: Any, name: str) -> bool:
+    """Whether a tensor of this name belongs to an adapter, whose own name is a part of it."""
+    parts = name.split(".")
+    return parts[0] == "prompt_encoder" or any(part in model.peft_config for part in parts)
+
+
 def active_adapters(model: Any) -> list[str]:
     """The adapters that the forward pass uses."""
     active = getattr(model, "active_adapters", [])
@@ -89,14 +95,10 @@ def _base_weights_that_train(model: Any, exports: list[torch.Tensor]) -> dict[st
     """The weights that train and belong to no adapter."""
     addresses = {value.data_ptr() for value in exports}
 
-    def is_of_base(name: str) -> bool:
-        parts = name.split(".")
-        return parts[0] != "prompt_encoder" and not any(part in model.peft_config for part in parts)
-
     return {
         name: weight.detach()
         for name, weight in model.named_parameters()
-        if weight.requires_grad and weight.data_ptr() not in addresses and is_of_base(name)
+        if weight.requires_grad and weight.data_ptr() not in addresses and not is_of_adapter(model, name)
     }
 
 

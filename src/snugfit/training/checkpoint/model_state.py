@@ -1,7 +1,8 @@
 """What a model's own files leave out, so that a resumed run is the same run.
 
     model_state.json            where each tensor is kept that is in an adapter's file; checksums of what is
-                                frozen and kept nowhere; extra state of modules
+                                frozen and kept nowhere; extra state of modules, and
+                                what they remember in attributes (`module_attributes.py`)
     model_state.safetensors     tensors that are in no other file: buffers that are in no `state_dict`, and of
                                 adapted models what trains or has changed and is not in peft's files
 
@@ -21,6 +22,12 @@ from weakref import WeakKeyDictionary
 
 from snugfit.errors import SnugfitError
 from snugfit.training.checkpoint import adapters
+from snugfit.training.checkpoint.module_attributes import (
+    Numbers,
+    attributes_to_keep,
+    numbers_of,
+    restore_attributes,
+)
 from snugfit.training.checkpoint.packed_state import pack, unpack
 
 if TYPE_CHECKING:
@@ -31,8 +38,19 @@ MODEL_STATE, MODEL_TENSORS = "model_state.json", "model_state.safetensors"
 _WEIGHT, _EXTRA = "weight.", "extra."
 """How the names of tensors begin in the file: of the model's own, and of extra state."""
 
-_AT_FIRST: WeakKeyDictionary[torch.nn.Module, dict[str, int]] = WeakKeyDictionary()
-"""The checksums of what was frozen in a model when its run began."""
+
+@dataclass(frozen=True, kw_only=True)
+class ModelBeginning:
+    """What a model was when its run began."""
+
+    frozen: Mapping[str, int]
+    """Checksums of what was frozen; of adapted models only."""
+
+    numbers: Numbers
+    """Of its modules' attributes."""
+
+
+_BEGINNINGS: WeakKeyDictionary[torch.nn.Module, ModelBeginning] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,8 +118,8 @@ def model_state_of(
     model: torch.nn.Module, persistent: set[str], among: Sequence[torch.Tensor] | None = None
 ) -> ModelState:
     """The state of a live model, of which `persistent` are the names in its `state_dict`. With `among`, of
-    the frozen tensors only those that share their memory with one of these, or have changed since the run
-    began. Raises `SnugfitError` for extra state that no checkpoint can hold."""
+    the frozen tensors only those that share their memory with one of these, belong to an adapter, or have
+    changed since the run began. Raises `SnugfitError` for extra state that no checkpoint can hold."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     frozen: dict[str, int] = {}
     if among is not None:
@@ -109,9 +127,9 @@ def model_state_of(
         left_out = {
             name: value
             for name, value in _frozen_tensors(model, persistent).items()
-            if value.data_ptr() not in addresses
+            if value.data_ptr() not in addresses and not adapters.is_of_adapter(model, name)
         }
-        before, now = remember_frozen(model), _checksums(left_out)
+        before, now = beginning_of(model).frozen, _checksums(left_out)
         frozen = {name: now[name] for name in left_out if now[name] == before.get(name)}
         tensors = {name: value for name, value in tensors.items() if name not in frozen}
     extra, extra_tensors = _extra_state(model)
@@ -134,10 +152,11 @@ def _extra_state(model: torch.nn.Module) -> tuple[Any, dict[str, torch.Tensor]]:
         if type(module).get_extra_state is not nn.Module.get_extra_state
     }
     allocators = adapters.allocator_states(model)
-    if not states and not allocators:
+    attributes = attributes_to_keep(model, beginning_of(model).numbers)
+    if not states and not allocators and not attributes:
         return None, {}
     try:
-        return pack({"modules": states, "allocators": allocators})
+        return pack({"modules": states, "allocators": allocators, "attributes": attributes})
     except SnugfitError as fault:
         raise SnugfitError(f"get_extra_state of {', '.join(states)}: {fault}") from None
 
@@ -148,13 +167,13 @@ def _frozen_tensors(model: torch.nn.Module, persistent: set[str]) -> dict[str, t
     return weights | {name: buffer for name, buffer in model.named_buffers() if name in persistent}
 
 
-def remember_frozen(model: torch.nn.Module) -> dict[str, int]:
-    """Checksums of what was frozen in an adapted model when this was asked first: before its weights are
-    loaded, or before its first step."""
-    if model not in _AT_FIRST:
-        is_adapted = adapters.is_adapted(model)
-        _AT_FIRST[model] = _checksums(_frozen_tensors(model, set(model.state_dict()))) if is_adapted else {}
-    return _AT_FIRST[model]
+def beginning_of(model: torch.nn.Module) -> ModelBeginning:
+    """The model as it was when this was asked first: before its weights are loaded, or before its first
+    step."""
+    if model not in _BEGINNINGS:
+        frozen = _frozen_tensors(model, set(model.state_dict())) if adapters.is_adapted(model) else {}
+        _BEGINNINGS[model] = ModelBeginning(frozen=_checksums(frozen), numbers=numbers_of(model))
+    return _BEGINNINGS[model]
 
 
 def _checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
@@ -199,6 +218,7 @@ def load_model_state(model: torch.nn.Module, folder: Path) -> None:
     """
     from safetensors.torch import load_file
 
+    beginning_of(model)
     if not has_model_state(folder):
         return
     document = _read(folder)
@@ -222,6 +242,7 @@ def load_model_state(model: torch.nn.Module, folder: Path) -> None:
         for name, state in extra["modules"].items():
             model.get_submodule(name).set_extra_state(state)
         adapters.restore_allocators(model, extra["allocators"])
+        restore_attributes(model, extra.get("attributes", {}))
 
 
 def _put(model: torch.nn.Module, own: torch.Tensor, name: str, value: torch.Tensor) -> None:
@@ -260,7 +281,7 @@ def _refuse_another_base(
     due = (*values, *document["frozen"])
     lost = [name for name, weight in model.named_parameters() if weight.requires_grad and name not in values]
     unknown = [name for name in due if name not in own and name not in document["transient"]]
-    before, active = remember_frozen(model), adapters.active_adapters(model)
+    before, active = beginning_of(model).frozen, adapters.active_adapters(model)
     changed = [name for name, bits in document["frozen"].items() if before.get(name, bits) != bits]
     faults = {
         f"it does not hold {_first(lost)}, which train here": lost,

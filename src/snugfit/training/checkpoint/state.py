@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError
+from snugfit.training.checkpoint.model_state import beginning_of
 from snugfit.training.checkpoint.optimizer_state import (
     optimizer_state,
     parameters_of,
@@ -186,7 +187,9 @@ def snapshot(
 
 def check_packable(state: TrainState) -> None:
     """Before the first step and after the first update, so that it is not found out when a checkpoint is due.
-    Raises `SnugfitError` for a state that holds what no checkpoint can."""
+    Raises `SnugfitError` for a state that holds what no checkpoint can. What the model is as it begins is
+    noted."""
+    beginning_of(state.model)
     parts = {
         "optimizer": (state.optimizer, optimizer_state(state.optimizer)),
         "scheduler": (state.scheduler, state.scheduler.state_dict()),

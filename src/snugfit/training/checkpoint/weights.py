@@ -21,11 +21,11 @@ from snugfit.errors import SnugfitError
 from snugfit.training.checkpoint import adapters
 from snugfit.training.checkpoint.model_state import (
     ModelState,
+    beginning_of,
     has_model_state,
     load_model_state,
     model_state_of,
     names_kept_beside,
-    remember_frozen,
 )
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def load_weights(model: torch.nn.Module, folder: Path) -> None:
     are another model's."""
     from transformers import PreTrainedModel
 
-    remember_frozen(model)
+    beginning_of(model)
     try:
         if adapters.is_adapted(model):
             if not has_model_state(folder):

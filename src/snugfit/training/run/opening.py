@@ -15,7 +15,11 @@ from snugfit.errors import SnugfitError, UsageError
 from snugfit.job.weights import LoadedWeights
 from snugfit.step.applier import is_adapted, make_scaler, set_process
 from snugfit.step.build import build_model, build_optimizer
-from snugfit.training.checkpoint.model_state import load_model_state, names_kept_beside
+from snugfit.training.checkpoint.model_state import (
+    beginning_of,
+    load_model_state,
+    names_kept_beside,
+)
 from snugfit.training.checkpoint.state import TrainState, restore
 from snugfit.training.checkpoint.weights import load_weights
 
@@ -75,6 +79,7 @@ def _model(
                 tell(line)
 
     model = build_model(run.job, setup, run.device, weights=weights, on_loaded=on_loaded)
+    beginning_of(model)
     if checkpoint is not None:
         (load_model_state if whole else load_weights)(model, checkpoint.folder)
     return model
