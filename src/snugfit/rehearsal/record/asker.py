@@ -2,7 +2,7 @@
 
 A question passes torch and the rehearsal itself; the first frame beyond them asked. Where that is the loop
 (our own, accelerate's, the HF Trainer's) the value is read for a log or a check that ordinary data passes,
-and nothing that is allocated depends on it.
+and nothing that is allocated depends on it. So it is in functions that only warn.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ _PASSES_ON = ("torch", "snugfit.rehearsal", "contextlib", "functools")
 _LOOPS = ("snugfit", "accelerate", "transformers.trainer", "transformers.optimization", "bitsandbytes")
 """Packages that ask for a log or a check."""
 
+_WARNS = ("warn_if_padding_and_no_attention_mask",)
+"""Functions of transformers that ask and then warn, or do not."""
+
 
 class CodeLine(NamedTuple):
     """A line of code that runs."""
@@ -38,7 +41,9 @@ class CodeLine(NamedTuple):
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and _is_of(module_of(frame), _PASSES_ON):
             frame = frame.f_back
-        return None if frame is None or _is_of(module_of(frame), _LOOPS) else cls(frame, frame.f_lineno)
+        if frame is None or _is_of(module_of(frame), _LOOPS) or frame.f_code.co_name in _WARNS:
+            return None
+        return cls(frame, frame.f_lineno)
 
     def __str__(self) -> str:
         """`, in T5ForSequenceClassification.forward (modeling_t5.py, line 1305: `eos_mask = ...`)`."""

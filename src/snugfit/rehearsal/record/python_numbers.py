@@ -1,8 +1,9 @@
 """Where numbers pass between torch and plain Python, and no operator tells of it.
 
 Numbers leave by `.item()`, `.tolist()`, `.numpy()` and into text; those that were assumed are watched. And
-they come in: `torch.tensor` of numbers makes a tensor on `meta` without any, and so does an index written as
-a list (`x[:, [-1, 0]]`). Those tensors are given their numbers as shadows.
+they come in: `torch.tensor` of numbers makes a tensor on `meta` without any, which is given its numbers as a
+shadow. (So does an index that is written as a list, `x[:, [-1, 0]]`, and what it picks is not known:
+`Tensor.__getitem__` cannot be replaced, because that makes tensors sequences for torch ever after.)
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from snugfit.rehearsal.record.shadows import Shadows
 def numbers_watched(questions: Questions, shadows: Shadows) -> Iterator[None]:
     """Within it, numbers that pass between torch and plain Python are seen."""
     item, tolist, numpy = torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy
-    getitem, show, make = torch.Tensor.__getitem__, torch.Tensor.__format__, torch.tensor
+    show, make = torch.Tensor.__format__, torch.tensor
 
     def read_and(read: Callable[..., Any]) -> Callable[..., Any]:
         def read_numbers(tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
@@ -33,6 +34,7 @@ def numbers_watched(questions: Questions, shadows: Shadows) -> Iterator[None]:
         return read_numbers
 
     def make_with_shadow(data: Any, *arguments: Any, **keywords: Any) -> torch.Tensor:
+        data = _numbers_of(data) if isinstance(data, (list, tuple)) else data
         tensor: torch.Tensor = make(data, *arguments, **keywords)
         if isinstance(data, AssumedFloat):
             if not tensor.is_meta:
@@ -40,16 +42,6 @@ def numbers_watched(questions: Questions, shadows: Shadows) -> Iterator[None]:
         elif tensor.is_meta and not isinstance(data, torch.Tensor):
             shadows.hold(tensor, make(data, dtype=tensor.dtype, device="cpu"))
         return tensor
-
-    def index_of(part: Any) -> Any:
-        if isinstance(part, list) and part and all(isinstance(one, int) for one in part):
-            return make_with_shadow(part, device="meta")
-        return part
-
-    def get(tensor: torch.Tensor, index: Any) -> torch.Tensor:
-        if type(index) in (tuple, list) and tensor.is_meta:
-            index = tuple(map(index_of, index)) if type(index) is tuple else index_of(index)
-        return getitem(tensor, index)
 
     def show_number(tensor: torch.Tensor, how: str) -> str:
         if tensor.is_meta and tensor.dim() == 0:  # as on a device, and not as on `meta`
@@ -60,12 +52,24 @@ def numbers_watched(questions: Questions, shadows: Shadows) -> Iterator[None]:
     _device_constructors()  # which remembers the functions that make tensors, by identity
     patched: Any = torch.Tensor
     patched.item = lambda tensor: questions.item_of(tensor, item)
-    patched.tolist, patched.numpy, patched.__getitem__ = read_and(tolist), read_and(numpy), get
+    patched.tolist, patched.numpy = read_and(tolist), read_and(numpy)
     patched.__format__ = show_number
     torch.tensor = make_with_shadow
     try:
         yield
     finally:
-        del patched.item, patched.tolist, patched.numpy, patched.__getitem__
+        del patched.item, patched.tolist, patched.numpy
         patched.__format__ = show
         torch.tensor = make
+
+
+def _numbers_of(data: list[Any] | tuple[Any, ...]) -> list[Any]:
+    """Numbers of these, where tensors on `meta` are among them: torch would ask those out of our sight."""
+    return [
+        _numbers_of(one)
+        if isinstance(one, (list, tuple))
+        else one.item()
+        if isinstance(one, torch.Tensor) and one.is_meta and not one.dim()
+        else one
+        for one in data
+    ]
