@@ -4,11 +4,13 @@ layers and few micro-batches tell no more than the truth about many."""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from small_models import small_job
 from snugfit.errors import SnugfitError
+from snugfit.job.batch import SyntheticDataset
 from snugfit.job.gpu import find_gpu
 from snugfit.planning.cost.batch_sizes import rehearse_sizes, update_of
 from snugfit.planning.cost.parts import Parts
@@ -22,6 +24,8 @@ from snugfit.prediction.worker_pool import Question, WorkerPool
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.splice import rehearse_update
 from snugfit.rehearsal.trace.trace import Trace
+from snugfit.step import batches
+from snugfit.techniques.batching.micro_batches import MicroBatches
 from snugfit.techniques.recipe import Recipe
 
 GPUS = [find_gpu(name) for name in ("h200", "v100-16gb")]
@@ -159,3 +163,23 @@ def test_micro_batches_that_leave_something_behind_do_not_settle() -> None:
         mark._replace(event=mark.event - sum(n < mark.event for n in dying)) for mark in trace.marks
     )
     assert replay_periodic(replace(trace, events=kept, marks=marks), 16, expandable=False) is None
+
+
+def test_millions_of_samples_are_not_made_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of a million has 49 divisors, whose micro-batches hold two and a half million samples."""
+    made: list[int] = []
+    for kind in (batches._OneSample, SyntheticDataset):
+        plain = kind.__getitem__
+
+        def count(self: Any, index: int, plain: Any = plain) -> Any:
+            made.append(index)
+            return plain(self, index)
+
+        monkeypatch.setattr(kind, "__getitem__", count)
+    job = small_job("bert", 2, batch_size=1_000_000)
+    sizes = [job.batch_size // cut.n for cut in MicroBatches.settings(job)]
+    assert len(sizes) == 48
+    assert sizes == [size for size in range(500_000, 0, -1) if 1_000_000 % size == 0]
+    passes = rehearse_sizes(job, Recipe().setup(), CudaPolicy(), sizes[:3], whole=True)
+    assert set(passes.by_samples) == set(sizes[:3])
+    assert len(made) < 50

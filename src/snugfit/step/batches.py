@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections import UserDict
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
@@ -66,6 +66,23 @@ class _OneSample(SyntheticDataset):
 
     def __getitem__(self, index: int) -> Any:
         return _StandIn(self._first, lambda: self._of[index])
+
+    def __getitems__(self, indices: Sequence[int]) -> Sequence[Any]:
+        """The samples of a batch, none of which is made before it is asked for: a batch may have millions."""
+        return _StandIns(self, indices)
+
+
+class _StandIns(Sequence[Any]):
+    """The samples of a batch by their numbers in a dataset."""
+
+    def __init__(self, of: _OneSample, indices: Sequence[int]) -> None:
+        self._of, self._indices = of, indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._of[self._indices[index]]
 
 
 def collate(samples: list[Any]) -> Any:

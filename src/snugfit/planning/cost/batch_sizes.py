@@ -33,7 +33,7 @@ from snugfit.rehearsal.trace.repeat import split_steps
 from snugfit.rehearsal.trace.trace import Kernel, MarkKind, Work
 from snugfit.results.footprint import Kind
 from snugfit.step.applier import make_scaler, run_context
-from snugfit.step.batches import micro_batches
+from snugfit.step.batches import collator, dataset, micro_batches
 from snugfit.step.build import build_model, build_optimizer
 from snugfit.step.plain_loop import Built, PlainStep
 
@@ -152,6 +152,10 @@ class _StepsOfSizes(PlainStep):
 
     def _micro_batch(self, samples: int) -> dict[str, Any]:
         job = replace(self.job, batch_size=samples)
+        if job.model.module is None:  # a loader would number millions of samples, of which one is made
+            rows: Any = dataset(job, self.setup, self.device)
+            batch: dict[str, Any] = collator(job, self.device)(rows.__getitems__(range(samples)))
+            return batch
         with contextlib.closing(micro_batches(job, self.setup, self.device)) as batches:
             return next(batches)[0]
 

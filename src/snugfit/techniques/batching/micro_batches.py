@@ -6,6 +6,7 @@ its share of what the whole batch's mean is taken over. The job's batch never ch
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Self
@@ -65,12 +66,18 @@ class MicroBatches(Technique):
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
         """Every way to cut the job's batch."""
-        yield from (cls(n=n) for n in range(2, job.batch_size + 1) if job.batch_size % n == 0)
+        yield from (cls(n=n) for n in divisors_of(job.batch_size) if n > 1)
+
+
+def divisors_of(whole: int) -> list[int]:
+    """All numbers that divide `whole`, in order."""
+    pairs = ((i, whole // i) for i in range(1, math.isqrt(whole) + 1) if whole % i == 0)
+    return sorted({divisor for pair in pairs for divisor in pair})
 
 
 def nearest_divisors(whole: int, n: int) -> list[int]:
     """The largest divisor of `whole` below `n` and the smallest above, where there are such."""
-    divisors = sorted({d for i in range(1, int(whole**0.5) + 1) if whole % i == 0 for d in (i, whole // i)})
+    divisors = divisors_of(whole)
     below = [divisor for divisor in divisors if divisor < n]
     above = [divisor for divisor in divisors if divisor > n]
     return [*below[-1:], *above[:1]]
