@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -134,3 +135,21 @@ def test_an_evaluation_is_left_as_it_is(tmp_path: Path) -> None:
         return next(line for line in trainer.state.log_history if "eval_loss" in line)
 
     assert evaluated("plain")["eval_loss"] == pytest.approx(evaluated(None)["eval_loss"], abs=1e-6)
+
+
+def test_what_the_users_trainer_holds_stays_the_same_object(tmp_path: Path) -> None:
+    """Its loss is asked for once; what that collects is forgotten, and nothing is replaced by a copy."""
+
+    class Collects(transformers.Trainer):
+        def compute_loss(self, *arguments: Any, **more: Any) -> Any:
+            self.seen["losses"].append(1)  # type: ignore[attr-defined]
+            return super().compute_loss(*arguments, **more)
+
+    trainer = trainer_of(tmp_path, model_of("bert"), classified(8), kind=Collects)
+    teacher, seen = model_of("bert"), defaultdict(list, {"losses": [0]})
+    trainer.teachers, trainer.seen = [teacher], seen
+    fit(trainer, "micro_batches(2)", watch=quiet)
+    assert trainer.teachers[0] is teacher
+    assert trainer.seen is seen
+    assert seen == {"losses": [0]}
+    assert seen["others"] == []

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from copy import deepcopy
+from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -116,7 +116,7 @@ def unchanged_attributes(holder: Any) -> Iterator[None]:
     plain = (int, float, str, dict, list)
     names = set(vars(holder))
     before = {
-        name: deepcopy(value)
+        name: (value, _copy_containers(value))
         for name, value in vars(holder).items()
         if isinstance(value, plain) and not name.endswith("dataset")
     }
@@ -125,4 +125,20 @@ def unchanged_attributes(holder: Any) -> Iterator[None]:
     finally:
         for name in [name for name in vars(holder) if name not in names]:
             delattr(holder, name)
-        vars(holder).update(before)
+        for name, (value, content) in before.items():
+            vars(holder)[name] = value
+            if isinstance(value, dict):  # others may hold it too
+                value.clear()
+                value.update(content)
+            elif isinstance(value, list):
+                value[:] = content
+
+
+def _copy_containers(value: Any) -> Any:
+    """Dicts and lists once more, of the same classes; what they hold stays what it is."""
+    if isinstance(value, dict | list):
+        pairs = list(value.items() if isinstance(value, dict) else enumerate(value))
+        value = copy(value)
+        for key, item in pairs:
+            value[key] = _copy_containers(item)
+    return value
