@@ -233,6 +233,37 @@ def test_buffers_of_the_base_are_kept_when_they_change(tmp_path: Path) -> None:
     assert_same(first, again)
 
 
+def test_what_adalora_has_seen_of_its_ranks_is_kept(tmp_path: Path) -> None:
+    """It keeps the importance of each rank outside of the model, and masks by it."""
+
+    def ranked(seed: int) -> Any:
+        config = peft.AdaLoraConfig(
+            init_r=6, target_r=2, tinit=0, tfinal=1, deltaT=1, total_step=6, **TARGETS
+        )
+        return adapted(lambda model: peft.get_peft_model(model, config), seed)
+
+    def step(model: Any, number: int) -> None:
+        model(**padded(spoken(4))).loss.backward()
+        with torch.no_grad():
+            for weight in model.parameters():
+                if weight.grad is not None:
+                    weight.sub_(0.1 * weight.grad)
+        model.base_model.update_and_allocate(number)
+        model.zero_grad()
+
+    first, again = ranked(1), ranked(2)
+    keep(first, tmp_path)  # as a run begins
+    keep(again, tmp_path)
+    for number in (1, 2, 3):
+        step(first, number)
+    keep(first, tmp_path)
+    load_weights(again, tmp_path)
+    for number in (4, 5):
+        step(first, number)
+        step(again, number)
+    assert_same(first, again)
+
+
 def test_what_no_checkpoint_can_hold_is_refused_at_the_start(tmp_path: Path) -> None:
     def prompts(model: Any) -> Any:
         config = peft.AdaptionPromptConfig(adapter_len=4, adapter_layers=1, task_type="CAUSAL_LM")
@@ -246,6 +277,30 @@ def test_what_no_checkpoint_can_hold_is_refused_at_the_start(tmp_path: Path) -> 
     with pytest.raises(SnugfitError, match="several adapters, one of them an adaption prompt"):
         trainer.train()
     assert trainer.state.global_step == 0
+
+
+def test_frozen_weights_of_any_kind_are_told_apart(tmp_path: Path) -> None:
+    """Halves, an odd number of bytes, complex numbers; what has no bits to read is passed over."""
+
+    class Odd(torch.nn.Module):
+        """Frozen tensors of several dtypes beside a matrix that is adapted."""
+
+        def __init__(self, value: float) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(4, 4)
+            for number, dtype in enumerate((torch.bfloat16, torch.uint8, torch.complex64, torch.bool)):
+                self.register_buffer(f"odd_{number}", torch.full((3,), value).to(dtype))
+            sparse = torch.eye(3).to_sparse()
+            self.sparse = torch.nn.Parameter(sparse, requires_grad=False)
+
+    def odd(value: float) -> Any:
+        torch.manual_seed(0)
+        return peft.get_peft_model(Odd(value), peft.LoraConfig(r=2, target_modules=["linear"]))
+
+    keep(odd(1.0), tmp_path)
+    load_weights(odd(1.0), tmp_path)
+    with pytest.raises(SnugfitError, match=r"other frozen weights: .*odd_0 and 3 more"):
+        load_weights(odd(0.0), tmp_path)
 
 
 def another_base(model: Any) -> Any:

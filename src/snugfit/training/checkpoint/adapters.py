@@ -41,6 +41,15 @@ def is_of_adapter(model: Any, name: str) -> bool:
     return parts[0] == "prompt_encoder" or any(part in model.peft_config for part in parts)
 
 
+def address_of(tensor: torch.Tensor) -> int:
+    """By which a tensor is known under several names; one without memory of its own (sparse, some quantizers'
+    shells) by itself alone."""
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:
+        return -id(tensor)
+
+
 def active_adapters(model: Any) -> list[str]:
     """The adapters that the forward pass uses."""
     active = getattr(model, "active_adapters", [])
@@ -77,10 +86,10 @@ def files_of(
             for name in model.peft_config
         }
     base = _base_weights_that_train(model, [value for named in exports.values() for value in named.values()])
-    trained = {parameter.data_ptr() for parameter in model.parameters() if parameter.requires_grad}
+    trained = {address_of(parameter) for parameter in model.parameters() if parameter.requires_grad}
     is_prompt = {name: config.is_prompt_learning for name, config in model.peft_config.items()}
     for name, named in exports.items():
-        if is_prompt[name] or any(value.data_ptr() in trained for value in named.values()):
+        if is_prompt[name] or any(address_of(value) in trained for value in named.values()):
             named.update(base)
     prefix = "" if hasattr(model, "get_base_model") else _BASE
     folders = {name: "" if name == DEFAULT else quote(name, safe="") for name in exports}
@@ -93,12 +102,12 @@ def files_of(
 
 def _base_weights_that_train(model: Any, exports: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     """The weights that train and belong to no adapter."""
-    addresses = {value.data_ptr() for value in exports}
+    addresses = {address_of(value) for value in exports}
 
     return {
         name: weight.detach()
         for name, weight in model.named_parameters()
-        if weight.requires_grad and weight.data_ptr() not in addresses and not is_of_adapter(model, name)
+        if weight.requires_grad and address_of(weight) not in addresses and not is_of_adapter(model, name)
     }
 
 

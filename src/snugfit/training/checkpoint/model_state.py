@@ -123,11 +123,11 @@ def model_state_of(
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     frozen: dict[str, int] = {}
     if among is not None:
-        addresses = {tensor.data_ptr() for tensor in among}
+        addresses = {adapters.address_of(tensor) for tensor in among}
         left_out = {
             name: value
             for name, value in _frozen_tensors(model, persistent).items()
-            if value.data_ptr() not in addresses and not adapters.is_of_adapter(model, name)
+            if adapters.address_of(value) not in addresses and not adapters.is_of_adapter(model, name)
         }
         before, now = beginning_of(model).frozen, _checksums(left_out)
         frozen = {name: now[name] for name in left_out if now[name] == before.get(name)}
@@ -180,18 +180,23 @@ def _checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """The sum of each tensor's bits as integers: a reduction where it lies, and one wait for all of them."""
     import torch
 
-    sums = [_bits(tensor.detach()).sum(dtype=torch.int64) for tensor in tensors.values()]
-    return dict(zip(tensors, torch.stack(sums).tolist() if sums else [], strict=True))
+    sums = [_sum_of_bits(tensor.detach()) for tensor in tensors.values()]
+    on_one_device = [value.to(sums[0].device) for value in sums]
+    return dict(zip(tensors, torch.stack(on_one_device).tolist() if sums else [], strict=True))
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The content of a tensor as integers, (n,)."""
+def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """() of int64; 0 for a tensor whose bits cannot be read so, as those of some quantizers cannot."""
     import torch
 
-    flat = tensor.contiguous().reshape(-1)
-    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
-    words = flat.nbytes % 4 == 0 and flat.storage_offset() * flat.element_size() % 4 == 0
-    return flat.view(torch.int32 if words else torch.uint8)
+    try:
+        flat = tensor.contiguous().reshape(-1)
+        flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+        is_aligned = flat.nbytes % 4 == 0 and flat.storage_offset() * flat.element_size() % 4 == 0
+        bits = flat.view(torch.int32 if is_aligned else torch.uint8)
+        return bits.sum(dtype=torch.int64) if not tensor.is_meta else torch.zeros((), dtype=torch.int64)
+    except (RuntimeError, NotImplementedError, TypeError):
+        return torch.zeros((), dtype=torch.int64)
 
 
 # ---- put back --------------------------------------------------------------------------------------------

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from snugfit.training.checkpoint.adapters import address_of
+
 if TYPE_CHECKING:
     import torch
 
@@ -45,11 +47,11 @@ def attributes_to_keep(model: torch.nn.Module, before: Numbers) -> dict[str, dic
 def _plain_tensors(model: torch.nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
     import torch
 
-    addresses = {tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    addresses = {address_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
-            is_none = type(value) is not torch.Tensor or not value.is_leaf or value.is_meta
-            if not is_none and value.layout == torch.strided and value.data_ptr() not in addresses:
+            is_left_out = type(value) is not torch.Tensor or not value.is_leaf or value.is_meta
+            if not is_left_out and value.layout == torch.strided and value.data_ptr() not in addresses:
                 yield path, name, value
 
 
