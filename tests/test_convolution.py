@@ -12,10 +12,16 @@ from typing import Any
 import pytest
 import torch
 
+from snugfit.job.job import Job, Task
+from snugfit.job.model import Model
 from snugfit.rehearsal.device import convolution
 from snugfit.rehearsal.device.buffers import ONE_OUTPUT, OUTPUTS, GpuSize, Scratch, output
+from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.device.scratch import cuda_scratch
+from snugfit.rehearsal.record.shape_cache import SHAPE_CACHE
+from snugfit.rehearsal.rehearse import rehearse
 from snugfit.step.wishes.precision import matmul_precision
+from snugfit.techniques.recipe import Recipe
 
 H200 = GpuSize(132, 2048)
 """Multiprocessors, and threads of each."""
@@ -113,3 +119,30 @@ def moves(scratch: Scratch, outputs: tuple[torch.Tensor | None, ...]) -> list[in
 
 def size(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.numel() * tensor.element_size()
+
+
+class Convolved(torch.nn.Module):
+    """A convolution whose workspace depends on the precision of fp32 products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = torch.nn.Conv2d(16, 32, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv(x).square().mean()
+
+
+def test_a_prediction_does_not_depend_on_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What kernels take is remembered in a process, and was remembered in any precision for all."""
+    job = Job(model=Model.from_module(Convolved(), {"x": torch.zeros(4, 16, 24, 24)}), task=Task.CUSTOM)
+
+    def workspaces(recipe: str) -> int:
+        trace = rehearse(job, Recipe.parse(recipe).setup(), CudaPolicy())
+        return sum(block.nbytes for block in trace.blocks if "cuDNN workspace" in block.operator)
+
+    monkeypatch.setattr(SHAPE_CACHE, "_operators", {})
+    one_way = {recipe: workspaces(recipe) for recipe in ("ieee", "tf32", "ieee")}
+    monkeypatch.setattr(SHAPE_CACHE, "_operators", {})
+    other_way = {recipe: workspaces(recipe) for recipe in ("tf32", "ieee", "tf32")}
+    assert one_way == other_way
+    assert one_way["tf32"] > one_way["ieee"]

@@ -50,7 +50,7 @@ class KnownCall:
         """What makes the result again, or True where it is the first operand; None where nothing is known."""
         self.costs: dict[Any, KernelCost | None] = {}
         """By the precision of products of fp32; None for other calls."""
-        self.scratch: dict[int, Scratch] = {}
+        self.scratch: dict[Any, Scratch] = {}
         """By a policy's number."""
 
 
@@ -166,9 +166,11 @@ class ScratchCache:
         """The scratch of this call."""
         if call is None:
             return self.policy.scratch(operator.name, args, out)
-        scratch = call.scratch.get(self._number)
+        # what a convolution copies depends on the precision too
+        key = (self._number, _precision()) if operator.is_product else self._number
+        scratch = call.scratch.get(key)
         if scratch is None:
-            scratch = call.scratch[self._number] = self.policy.scratch(operator.name, args, out)
+            scratch = call.scratch[key] = self.policy.scratch(operator.name, args, out)
         return scratch
 
 
