@@ -19,7 +19,7 @@ from snugfit.job.model import Model
 from snugfit.rehearsal.device.notes import PolicyNotes
 from snugfit.rehearsal.device.overrides import in_force
 from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy
-from snugfit.rehearsal.device.recurrent import DOUBT
+from snugfit.rehearsal.device.recurrent import DOUBT, PACKED
 from snugfit.rehearsal.device.recurrent_sizes import RecurrentShape
 from snugfit.rehearsal.record.recorder import Recorder
 from snugfit.rehearsal.rehearse import rehearse
@@ -159,7 +159,7 @@ def test_a_step_runs_cudnn_and_says_what_is_uncertain(loop: str, packed: bool) -
         trace = rehearse(job_of(module), Recipe.parse(recipe).setup(), CudaPolicy(), loop=loop)
         names = [kernel.operator for kernel in trace.kernels]
         assert names.count("aten::_cudnn_rnn") == names.count("aten::_cudnn_rnn_backward") > 0
-        assert trace.doubts == (DOUBT,)
+        assert trace.doubts == ((DOUBT, PACKED) if packed else (DOUBT,))
         flat = sum(weight.numel() for weight in module.network.parameters()) * 4
         assert flat in [block.nbytes for block in trace.blocks if block.kind == "weights"]
 

@@ -30,6 +30,14 @@ DOUBT = (
     "bound."
 )
 
+PACKED = (
+    "Packed sequences: what cuDNN keeps of them was not measured; it is taken for that of sequences that are "
+    "all as long as the longest."
+)
+DROPS = (
+    "Dropout between recurrent layers: the random state that torch keeps for it, some MiB, is not counted."
+)
+
 _FLATTENED = ("torch.float32", "torch.float64", "torch.float16")
 """Which dtypes torch moves into one buffer (`CUDNN_TENSOR_DTYPES`)."""
 
@@ -46,6 +54,8 @@ def recurrent_kernels(doubt: Callable[[str], None]) -> dict[str, Callable[..., A
                 return composed["input"].call_boxed(_keys(), *arguments)
             x, states, weights, biases, layers, dropout, train, both, batch_first = arguments
             doubt(DOUBT)
+            if dropout and train and layers > 1:
+                doubt(DROPS)
             return _run(mode, x, states, weights, biases, layers, dropout, train, both, batch_first, [])
 
         def of_packed(*arguments: Any) -> Any:
@@ -53,6 +63,9 @@ def recurrent_kernels(doubt: Callable[[str], None]) -> dict[str, Callable[..., A
                 return composed["data"].call_boxed(_keys(), *arguments)
             x, batch_sizes, states, weights, biases, layers, dropout, train, both = arguments
             doubt(DOUBT)
+            doubt(PACKED)
+            if dropout and train and layers > 1:
+                doubt(DROPS)
             sizes = batch_sizes.tolist()
             return _run(mode, x, states, weights, biases, layers, dropout, train, both, False, sizes)
 
