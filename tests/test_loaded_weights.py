@@ -44,6 +44,7 @@ def loaded_from(folder: Path, family: str, **changes: Any) -> LoadedWeights:
         ("bert", ("classifier", "pooler"), ["bert.pooler.dense.bias", "classifier.weight"]),
         ("llama", ("lm_head",), ["lm_head.weight"]),
         ("vit", ("classifier",), ["classifier.weight"]),
+        ("modernbert", ("head.", "decoder.bias"), ["decoder.bias", "head.dense.weight"]),
         ("gpt2", ("nothing",), []),
     ],
 )

@@ -153,10 +153,11 @@ def check_loaded(model: Any, folder: Path, info: Mapping[str, Any]) -> LoadedWei
 
 def _new_heads(model: Any, missing: set[str]) -> set[str]:
     """Of the missing weights those that tasks add to a model: all outside of its base, and inside of that
-    poolers and the embedding of a mask. A module of which a part is there is none of them."""
+    poolers, heads and the embedding of a mask. A module of which a part is there is none of them."""
     from torch import nn
 
-    present = {name.rpartition(".")[0] for name in model.state_dict() if name not in missing}
+    without = missing | set(getattr(model, "all_tied_weights_keys", ()))  # a tied weight comes from elsewhere
+    present = {name.rpartition(".")[0] for name in model.state_dict() if name not in without}
     base = getattr(model, model.base_model_prefix, None) if model.base_model_prefix else None
     prefix = f"{model.base_model_prefix}." if base is not None else ""
     stacks = {
@@ -172,7 +173,8 @@ def _new_heads(model: Any, missing: set[str]) -> set[str]:
         child = name.removeprefix(prefix).partition(".")[0]
         if "mask" in leaf:
             return True
-        return owner not in present and ("pool" in child or (not prefix and child not in stacks))
+        is_added = "pool" in child or "head" in child or (not prefix and child not in stacks)
+        return owner not in present and is_added
 
     return {name for name in missing if is_head(name)}
 
