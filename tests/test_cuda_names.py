@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from snugfit.errors import RehearsalError
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
 from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy, Policy
@@ -91,3 +92,13 @@ def test_libraries_and_a_cpu_are_told_the_truth() -> None:
     assert torch.cuda.is_available is available
     plain = trace_of(lambda x: x, CpuPolicy())
     assert trace_of(double_on_cuda, CpuPolicy()).events == plain.events
+
+
+@pytest.mark.parametrize(
+    "code", [lambda x: torch.cuda.Stream() and x, lambda x: torch.Generator(x.device) and x]
+)
+def test_what_is_not_there_is_not_the_users_fault(code: Callable[[torch.Tensor], Any]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("CUDA is here")
+    with pytest.raises(RehearsalError, match="for want of a device here"):
+        trace_of(code)
