@@ -1,6 +1,7 @@
 """How much of transformers can be predicted: every architecture with every head of snugfit's tasks.
 
     python benchmarks/breadth.py [--recipe TEXT] [--types bert,t5] [--processes 2] [--seconds 120]
+    python benchmarks/breadth.py --again results/breadth-DATE.json  # what timed out, and --types
 
 For each model type of the seven tasks, the config is the one that its class has by default, written as
 transformers saves it and cut to a few layers, with every kind of layer kept. Where the cut config gives no
@@ -54,6 +55,9 @@ MENDED: dict[str, dict[str, Any]] = {
     "granite_speech_plus": {"projector_config": {"encoder_hidden_size": 1024}},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},
+    "lfm2_moe": {"layer_types": ["conv"] * 31 + ["full_attention"]},
+    "ministral": {"head_dim": 128},
+    "nemotron": {"num_key_value_heads": 8},
     "moonshine_streaming": {"num_key_value_heads": 8},
     "reformer": {"axial_pos_shape": [16, 32]},
     "reformer causal-lm": {"is_decoder": True},
@@ -227,8 +231,10 @@ def _work(connection: Any, recipe: str) -> None:
         connection.send(predict_pair(model_type, task, recipe))
 
 
-def record(types: list[str], recipe: str, processes: int, seconds: float) -> dict[str, Any]:
-    """The document: versions, how many pairs end how, and each pair."""
+def record(
+    types: list[str], recipe: str, processes: int, seconds: float, before: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """The document: versions, how many pairs end how, and each pair. Pairs of `before` stay as they are."""
     now = datetime.datetime.now(datetime.UTC)
     workers = [Worker(recipe, seconds) for _ in range(processes)]
     idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
@@ -243,7 +249,8 @@ def record(types: list[str], recipe: str, processes: int, seconds: float) -> dic
             idle.put(worker)
 
     with ThreadPoolExecutor(processes) as threads:
-        endings = list(threads.map(run, pairs(types)))
+        kept = {(end["model_type"], end["task"]): end for end in before}
+        endings = list(threads.map(lambda pair: kept.get(pair) or run(pair), pairs(types)))
     for worker in workers:
         worker.end()
     return {
@@ -279,9 +286,16 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=120.0, help="of each pair")
     parser.add_argument("--out", type=Path, help="results/breadth-DATE.json where not given")
+    parser.add_argument("--again", type=Path, help="a file of this script: what timed out, and --types, anew")
     asked = parser.parse_args()
     types = asked.types.split(",") if asked.types else sorted(model_types())
-    document = record(types, asked.recipe, asked.processes, asked.seconds)
+    before: list[dict[str, Any]] = []
+    if asked.again:
+        last = json.loads(asked.again.read_text())["pairs"]
+        anew = set(types) if asked.types else set()
+        before = [end for end in last if end["ends"] != "timed out" and end["model_type"] not in anew]
+        types = sorted({end["model_type"] for end in last})
+    document = record(types, asked.recipe, asked.processes, asked.seconds, before)
     print("\n".join(_refusals(document["pairs"])))
     print(document["counts"])
     path = asked.out or RESULTS / f"breadth-{document['date'][:10]}.json"

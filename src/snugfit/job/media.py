@@ -101,8 +101,9 @@ def sound(config: Any) -> SoundInput | None:
         mask, shape = _MASKS.get(model_type, "input_features_mask"), _features(model_type, part)
         if not shape:
             return SoundInput("input_values", (1, VIBEVOICE_SAMPLES), mask, tokens, token or 0)
-        added, stacked = model_type == ADDED, bool(getattr(part, "num_stacked_frames", None))
-        return SoundInput("input_features", shape, mask, tokens, token or 0, added, frames_first=stacked)
+        bins_first = model_type in BINS_FIRST or getattr(part, "max_source_positions", None) is not None
+        added = model_type == ADDED
+        return SoundInput("input_features", shape, mask, tokens, token or 0, added, 0, not bins_first)
     if model_type == "kyutai_speech_to_text":
         streams = (FRAMES // MIMI_HOP, 1 + config.num_codebooks)
         return SoundInput("input_ids", streams, codes=min(config.vocab_size, config.codebook_vocab_size))
