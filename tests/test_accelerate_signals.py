@@ -16,6 +16,7 @@ from fitted import classified, model_of, padded, quiet
 from small_runs import assert_same_weights
 from snugfit.frontends.custom_loop.run import Stopped
 from test_accelerate import loader_of, loop_of
+from tiers import slow_but
 
 pytestmark = pytest.mark.whole
 
@@ -90,7 +91,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Loop:
     return loop
 
 
-@pytest.mark.parametrize("step", [1, 5, 6, 11])
+@pytest.mark.parametrize("step", slow_but([1, 5, 6, 11], lambda step: step in (6, 11)))
 def test_what_the_loop_does_after_the_step_is_done(step: int, whole: Loop, tmp_path: Path) -> None:
     """Within an epoch, and after its last step."""
     cut = Loop(tmp_path, stop=step)
@@ -109,7 +110,9 @@ def test_what_the_loop_does_after_the_step_is_done(step: int, whole: Loop, tmp_p
     assert_same_weights(resumed.run.model, whole.run.model)
 
 
-@pytest.mark.parametrize(("stop_in", "step"), [(2, 4), (7, 6), (22, 12)])
+@pytest.mark.parametrize(
+    ("stop_in", "step"), slow_but([(2, 4), (7, 6), (22, 12)], lambda case: case[0] in (2, 7))
+)
 def test_an_evaluation_is_abandoned_and_made_again(
     stop_in: int, step: int, whole: Loop, tmp_path: Path
 ) -> None:

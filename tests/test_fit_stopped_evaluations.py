@@ -18,6 +18,7 @@ from snugfit import fit
 from snugfit.errors import UsageError
 from snugfit.training.checkpoint.manifest import verify
 from test_fit_keeping import At, Killed, die
+from tiers import slow_but
 
 pytestmark = pytest.mark.whole
 
@@ -72,17 +73,39 @@ def log_of(trainer: Any) -> list[dict[str, Any]]:
     return [line for line in lines if len(line) > 2]
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Runs that nobody stops, each once."""
+    runs: dict[str, Any] = {}
+
+    def made(more: dict[str, Any]) -> Any:
+        if repr(more) not in runs:
+            runs[repr(more)] = run_of(tmp_path_factory.mktemp("whole"), **more)
+            runs[repr(more)].train()
+        return runs[repr(more)]
+
+    return made
+
+
+CASES: list[Any] = [
+    (STEPS, 3, 2),
+    (STEPS, 12, 6),
+    (STEPS, 17, 8),
+    (EPOCHS, 2, 6),
+    (EPOCHS, 8, 8),
+    (BEST, 8, 4),
+]
+
+
 @pytest.mark.parametrize(
-    ("more", "stop_in", "step"),
-    [(STEPS, 3, 2), (STEPS, 12, 6), (STEPS, 17, 8), (EPOCHS, 2, 6), (EPOCHS, 8, 8), (BEST, 8, 4)],
+    ("more", "stop_in", "step"), slow_but(CASES, lambda case: case[:2] in ((STEPS, 12), (EPOCHS, 8)))
 )
 def test_a_resumed_run_makes_the_evaluation_that_was_abandoned(
-    more: dict[str, Any], stop_in: int, step: int, tmp_path: Path
+    more: dict[str, Any], stop_in: int, step: int, whole: Any, tmp_path: Path
 ) -> None:
     """In the first, at an epoch's end, and after the last step; by steps, by epochs, and where the best is
     kept."""
-    whole = run_of(tmp_path / "whole", **more)
-    whole.train()
+    whole = whole(more)
     cut = run_of(tmp_path / "cut", stop_in=stop_in, **more)
     with pytest.raises(SystemExit) as ended:
         cut.train()
@@ -206,7 +229,7 @@ class NoFolders(set[Path]):
 
 
 @pytest.mark.usefixtures("another_process")
-@pytest.mark.parametrize("best", [False, True])
+@pytest.mark.parametrize("best", slow_but([False, True], lambda best: best))
 def test_a_run_that_has_finished_gives_its_result_again(best: bool, tmp_path: Path) -> None:
     more: dict[str, Any] = {**PATIENCE, "save_steps": 2}
     if best:
@@ -236,10 +259,9 @@ def test_who_trains_twice_or_says_so_trains_anew(tmp_path: Path) -> None:
         assert not any("has finished" in event.get("text", "") for event in again.told)
 
 
-def test_a_run_without_a_step_left_takes_none(tmp_path: Path) -> None:
+def test_a_run_without_a_step_left_takes_none(whole: Any, tmp_path: Path) -> None:
     """Killed when its last step was kept, within an epoch."""
-    whole = run_of(tmp_path / "whole", **STEPS)
-    whole.train()
+    whole = whole(STEPS)
     cut = run_of(tmp_path / "cut", **STEPS)
 
     class AtEnd(transformers.TrainerCallback):

@@ -17,6 +17,7 @@ from snugfit.training.checkpoint.manifest import verify
 from snugfit.training.interrupt import Interrupts
 from snugfit.training.run.run import Run
 from snugfit.training.run.train import train
+from tiers import slow_but
 
 pytestmark = pytest.mark.whole
 
@@ -54,7 +55,7 @@ def evaluations(folder: Path) -> dict[int, tuple[float, float]]:
     return {event["step"]: (event["loss"], event["accuracy"]) for event in events(folder, "evaluated")}
 
 
-@pytest.mark.parametrize("batch", [1, 30, 50])
+@pytest.mark.parametrize("batch", slow_but([1, 30, 50], lambda batch: batch == 50))
 def test_our_own_loop_evaluates_that_step_again(batch: int, tmp_path: Path) -> None:
     """In the first evaluation of 21 batches, in the second, and after the last step."""
     whole = train(evaluating_run(tmp_path / "whole"))
