@@ -106,7 +106,8 @@ def collator(job: Job, device: torch.device) -> Callable[[list[Any]], Any]:
         batch = {name: value.expand(len(samples), *value.shape) for name, value in samples[0].items()}
         real = functools.cache(lambda: collate([sample.real() for sample in samples]))
         for name, value in batch.items():
-            setattr(value, REAL_VALUES, functools.partial(_tensor_of, real, name))
+            if name != "attention_mask":  # all samples are padded alike
+                setattr(value, REAL_VALUES, functools.partial(_tensor_of, real, name))
         return batch
 
     return repeat_first

@@ -33,10 +33,14 @@ def numbers_watched(questions: Questions, shadows: Shadows) -> Iterator[None]:
 
         return read_numbers
 
+    def read_one(tensor: torch.Tensor) -> Any:
+        plain = not tensor.is_meta and not shadows.is_unsure(tensor)  # an optimizer's step counters
+        return item(tensor) if plain else questions.item_of(tensor, item)
+
     def make_with_shadow(data: Any, *arguments: Any, **keywords: Any) -> torch.Tensor:
         data = _numbers_of(data) if isinstance(data, (list, tuple)) else data
         tensor: torch.Tensor = make(data, *arguments, **keywords)
-        if isinstance(data, AssumedFloat):
+        if any(isinstance(one, AssumedFloat) for one in (data if isinstance(data, list) else [data])):
             if not tensor.is_meta:
                 shadows.set_unsure(tensor)
         elif tensor.is_meta and not isinstance(data, torch.Tensor):
@@ -51,7 +55,7 @@ def numbers_watched(questions: Questions, shadows: Shadows) -> Iterator[None]:
 
     _device_constructors()  # which remembers the functions that make tensors, by identity
     patched: Any = torch.Tensor
-    patched.item = lambda tensor: questions.item_of(tensor, item)
+    patched.item = read_one
     patched.tolist, patched.numpy = read_and(tolist), read_and(numpy)
     patched.__format__ = show_number
     torch.tensor = make_with_shadow
