@@ -26,6 +26,7 @@ from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
 from snugfit.planning.search.search import plan
 from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy
+from snugfit.rehearsal.record.shadows import Shadows
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.splice import rehearse_passes, rehearse_update, splice
 from snugfit.rehearsal.trace.trace import Trace
@@ -346,3 +347,21 @@ def test_a_plan_for_steps_that_differ_simulates_each_recipe_in_full(monkeypatch:
     answer = plan(small_job("bert", 2, batch_size=16), gpu="h200", settled=settled, workers=1)
     assert answer.verified
     assert any(doubt.startswith("What a step allocates depends on values") for doubt in answer.doubts)
+
+
+def test_a_new_storage_at_an_old_address_has_no_shadow() -> None:
+    """Addresses are used again. What an operator did not return to the recorder is forgotten, too: else a
+    prediction would depend on where Python happens to put its objects."""
+    shadows = Shadows()
+    addresses = set()
+    for _ in range(100):
+        gone = torch.empty(4, dtype=torch.long, device="meta")
+        addresses.add(gone.untyped_storage()._cdata)
+        shadows.set(gone, torch.arange(4))
+        assert shadows.of(gone) is not None
+        del gone
+        new = torch.empty(4, dtype=torch.long, device="meta")
+        reused = new.untyped_storage()._cdata in addresses
+        assert shadows.of(new) is None
+        del new
+    assert reused, "no address was used again, so this shows nothing"

@@ -35,10 +35,8 @@ NO_BLOCK = -1
 class Allocations:
     """Writes down which storages of a run are allocated and freed."""
 
-    def __init__(
-        self, policy: Policy, modules: ModuleTracker, freed: Callable[[int], None] = lambda address: None
-    ) -> None:
-        self.policy, self.modules, self._freed = policy, modules, freed
+    def __init__(self, policy: Policy, modules: ModuleTracker) -> None:
+        self.policy, self.modules = policy, modules
         self.phase, self.step = "build", -1
         """Of what is allocated now."""
         self.events: list[int] = []
@@ -102,7 +100,6 @@ class Allocations:
         def free(reference: Any) -> None:
             if self._live.get(address, (None, None))[1] is reference:
                 del self._live[address]
-                self._freed(address)
             if index != NO_BLOCK:
                 self.events.append(-(index + 1))
 

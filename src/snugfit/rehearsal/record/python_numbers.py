@@ -44,7 +44,7 @@ def numbers_watched(questions: Questions, shadows: Shadows) -> Iterator[None]:
             if not tensor.is_meta:
                 shadows.set_unsure(tensor)
         elif tensor.is_meta and not isinstance(data, torch.Tensor):
-            shadows.hold(tensor, make(data, dtype=tensor.dtype, device="cpu"))
+            shadows.set(tensor, make(data, dtype=tensor.dtype, device="cpu"))
         return tensor
 
     def show_number(tensor: torch.Tensor, how: str) -> str:

@@ -64,7 +64,7 @@ class Recorder(TorchDispatchMode):
             call=lambda: self._modules.call,
             hides_masks=hides_masks,
         )
-        self._memory = Allocations(policy, self._modules, self._shadows.forget)
+        self._memory = Allocations(policy, self._modules)
         self._scratch = ScratchCache(policy)
         self._marks: list[Mark] = [Mark(0, -1, "build")]
         self._kernels: list[Kernel] = []
@@ -146,7 +146,7 @@ class Recorder(TorchDispatchMode):
                 self.claim(tensor, Kind.WEIGHTS, name)
             for parameter in module.parameters(recurse=False):  # only a step's first would know its value
                 if parameter.is_meta:
-                    self._shadows.forget(parameter.untyped_storage()._cdata)
+                    self._shadows.forget(parameter)
 
     def claim(self, tensor: torch.Tensor, kind: str, module: str = "") -> None:
         """This tensor's bytes are of this kind, and of this module where one is named."""
@@ -207,7 +207,7 @@ class Recorder(TorchDispatchMode):
             self._questions.host_ran(args, out)
         self._write_down(operator, call, args, kwargs, out, in_place=in_place)
         if in_place:
-            self._shadows.forget(out.untyped_storage()._cdata)
+            self._shadows.forget(out)
         elif not shaped:
             self._shadows.follow(operator, args, kwargs, out)
         return out

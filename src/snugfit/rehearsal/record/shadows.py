@@ -45,12 +45,39 @@ LARGEST = 512 * MIB
 _CPU = torch.device("cpu")
 
 
+class _ByStorage:
+    """Shadows by the storage that each belongs to, for as long as that lives. Addresses are used again: one
+    alone would give a new tensor what a tensor held that is gone."""
+
+    def __init__(self) -> None:
+        self._by_address: dict[int, tuple[weakref.ref[Any], Shadow]] = {}
+
+    def of(self, storage: Any) -> Shadow | None:
+        """The shadow of this storage; None where its contents are not known."""
+        known = self._by_address.get(storage._cdata)
+        return known[1] if known is not None and known[0]() is storage else None
+
+    def put(self, storage: Any, shadow: Shadow) -> None:
+        """This storage holds what the shadow says."""
+        address, known = storage._cdata, self._by_address
+
+        def forget(reference: Any) -> None:
+            if address in known and known[address][0] is reference:
+                del known[address]
+
+        known[address] = weakref.ref(storage, forget), shadow
+
+    def forget(self, storage: Any) -> None:
+        """Nobody knows any more what this storage holds."""
+        self._by_address.pop(storage._cdata, None)
+
+
 class Shadows:
-    """The shadows of one rehearsal, by the address of the storage that each belongs to."""
+    """The shadows of one rehearsal, by storage."""
 
     def __init__(self, routing: str = "balanced") -> None:
         self.routing = routing
-        self._by_address: dict[int, Shadow] = {}
+        self._known = _ByStorage()
         self.assumed_numbers: set[float] = set()
         """Numbers in the hands of the model's code that were assumed (`assumed_float.py`)."""
         self.unsure: dict[int, Any] = {}
@@ -58,23 +85,17 @@ class Shadows:
 
     def of(self, tensor: torch.Tensor) -> View | None:
         """The shadow of a tensor on `meta`; None where its value is not known."""
-        shadow = self._by_address.get(tensor.untyped_storage()._cdata)
+        shadow = self._known.of(tensor.untyped_storage())
         return View.of(shadow, tensor) if shadow is not None else None
 
-    def forget(self, address: int) -> None:
-        """The storage at this address is gone, or holds what nobody knows."""
-        self._by_address.pop(address, None)
+    def forget(self, tensor: torch.Tensor) -> None:
+        """A tensor on `meta` holds what nobody knows."""
+        self._known.forget(tensor.untyped_storage())
 
     def set(self, tensor: torch.Tensor, value: torch.Tensor, assumption: Assumption | None = None) -> None:
         """A tensor on `meta` holds this value."""
         nbytes, view = tensor.untyped_storage().nbytes(), Geometry.of(tensor)
         self._put(tensor, Shadow(lambda: view.contents(value, nbytes), assumption))
-
-    def hold(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """The same for a tensor that no operator made, as long as it lives."""
-        self.set(tensor, value)
-        address = tensor.untyped_storage()._cdata
-        weakref.finalize(tensor.untyped_storage(), self.forget, address).atexit = False
 
     def follow(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """An operator has run on `meta`: its results get shadows, or what it wrote into changes its own."""
@@ -109,10 +130,9 @@ class Shadows:
         ) or (type(operands) is tuple and any(type(one) is float and one in assumed for one in operands))
 
     def _forget_all(self, operands: Sequence[Any]) -> None:
-        known = self._by_address
         for operand in operands:
             if isinstance(operand, torch.Tensor):
-                known.pop(operand.untyped_storage()._cdata, None)
+                self._known.forget(operand.untyped_storage())
             elif isinstance(operand, (tuple, list)) and operand and isinstance(operand[0], torch.Tensor):
                 self._forget_all(operand)
 
@@ -124,7 +144,7 @@ class Shadows:
             and out.is_floating_point()
             and isinstance(first, torch.Tensor)
             and first.is_meta
-            and first.untyped_storage()._cdata not in self._by_address
+            and self._known.of(first.untyped_storage()) is None
         )
 
     # ---- new tensors -------------------------------------------------------------------------------------
@@ -153,7 +173,7 @@ class Shadows:
         call = DeferredRun(func, *noted)
         for number, tensor in enumerate(results):
             nbytes, view = tensor.untyped_storage().nbytes(), Geometry.of(tensor)
-            if nbytes > LARGEST or tensor.untyped_storage()._cdata in self._by_address:
+            if nbytes > LARGEST or self._known.of(tensor.untyped_storage()) is not None:
                 continue
             self._put(tensor, _result_shadow(call, number, view, nbytes, assumption, depth))
 
@@ -165,7 +185,7 @@ class Shadows:
             if tensor.is_floating_point() or tensor.is_complex():
                 continue
             nbytes, view = tensor.untyped_storage().nbytes(), Geometry.of(tensor)
-            if nbytes > LARGEST or tensor.untyped_storage()._cdata in self._by_address:
+            if nbytes > LARGEST or self._known.of(tensor.untyped_storage()) is not None:
                 continue
             finite = finite_check(func, args)
             if finite is not None:
@@ -181,16 +201,15 @@ class Shadows:
         if not target.is_meta:
             return
         storage = target.untyped_storage()
-        address = storage._cdata
-        before = self._by_address.get(address)
+        before = self._known.of(storage)
         whole = func in OVERWRITES and _covers(target, storage.nbytes())
         if (before is None and not whole) or storage.nbytes() > LARGEST:
-            self._by_address.pop(address, None)
+            self._known.forget(storage)
             return
         try:
             noted = self._note((args[1:], kwargs))
         except NotFollowed:
-            self._by_address.pop(address, None)
+            self._known.forget(storage)
             return
         assumption, depth = rests_on(noted)
         if before is not None and not whole:
@@ -207,7 +226,7 @@ class Shadows:
         self._put(target, Shadow(write, assumption, depth))
 
     def _put(self, tensor: torch.Tensor, shadow: Shadow) -> None:
-        self._by_address[tensor.untyped_storage()._cdata] = shadow
+        self._known.put(tensor.untyped_storage(), shadow)
 
     def _note(self, operands: Any) -> Any:
         """Operands with shadows in the place of tensors. Raises `NotFollowed` where one has none."""
@@ -216,7 +235,7 @@ class Shadows:
                 if self.is_unsure(operands):
                     raise NotFollowed
                 return HostValue.of(operands)
-            shadow = self._by_address.get(operands.untyped_storage()._cdata)
+            shadow = self._known.of(operands.untyped_storage())
             if shadow is None or operands.is_complex():
                 raise NotFollowed
             return View.of(shadow, operands)
