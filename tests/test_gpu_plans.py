@@ -161,7 +161,7 @@ def test_together_as_one_by_one(job: Job) -> None:
 def test_an_answer_is_by_the_gpu_s_own_scratch_and_workspaces() -> None:
     """Sums over many rows take scratch by the number of multiprocessors."""
     job = small_job("bert", 1, {"max_position_embeddings": 2048}, batch_size=4, sequence_length=2048)
-    gpus = [find_gpu(name) for name in ("rtx 3060", "a100-80gb", "rtx pro 6000")]
+    gpus = [find_gpu(name) for name in ("rtx 3060", "rtx 4090", "rtx pro 6000")]
     found = plan_gpus(job, gpus, fidelity="same", objective="memory", workers=1)
     assert len(found.counts) == 1
     taken = set()
@@ -214,8 +214,8 @@ def test_gpus_that_run_other_kernels_are_searched_apart() -> None:
     """The clock and the workspaces differ within a kind, its attention and its techniques do not."""
     kinds = {gpu.key: policy_for(gpu, Software()).decisions for gpu in all_gpus() if gpu.compute_capability}
     assert kinds["T4"] == kinds["V100-SXM2-16"] != kinds["RTX4090"]
-    assert kinds["RTX4090"] == kinds["A100-SXM-80"] == kinds["RTX5090"] != kinds["H200-SXM"]
-    assert kinds["H200-SXM"] == kinds["B200"]
+    assert kinds["RTX4090"] == kinds["RTX5090"]
+    assert len({kinds[key] for key in ("RTX4090", "A100-SXM-80", "H200-SXM", "B200")}) == 4, "by wide heads"
     setup, job = Recipe.parse("bf16").setup(), small_job("bert", 2)
     traces = {
         key: rehearse(job, setup, policy_for(find_gpu(key), Software())).kernels
