@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -140,3 +142,31 @@ def test_a_checkpoint_of_before_is_resumed(tmp_path: Path, monkeypatch: pytest.M
     resumed.train(resume_from_checkpoint=True)
     assert losses_of(resumed)[:5] == losses_of(whole)[:5]
     assert resumed.state.global_step == 12
+
+
+@pytest.mark.parametrize(("stop", "every"), [(12, "epoch"), (6, "steps")])
+def test_an_evaluation_draws_the_same_when_it_is_made_again(stop: int, every: str, tmp_path: Path) -> None:
+    """It has the collator of the training data, which draws from a generator of its own, and is ended by a
+    signal."""
+
+    class Ends(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_prediction_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            """A signal, at the first batch of an evaluation."""
+            if state.global_step == stop:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def made(folder: Path) -> Any:
+        more = {"eval_strategy": every, "eval_steps": 3, "save_steps": 3}
+        return run_of("a seeded collator", folder, **more)
+
+    whole = made(tmp_path / "whole")
+    whole.train()
+    cut = made(tmp_path / "cut")
+    cut.add_callback(Ends())
+    with pytest.raises(SystemExit):
+        cut.train()
+    resumed = made(tmp_path / "cut")
+    seed_all(2)
+    resumed.train(resume_from_checkpoint=True)
+    assert _log_of(resumed) == _log_of(whole)
+    assert_same_weights(resumed.model, whole.model)

@@ -101,6 +101,16 @@ class DataRng:
             self._own.set(now.own)
 
     @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """What draws within it, such as an evaluation with the same collator, leaves the data's own
+        generators as they were."""
+        own = self.states().own or {}
+        try:
+            yield
+        finally:
+            self._own.set(own)
+
+    @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:
         """Within it the process's generators are the data's, and then the model's again."""
         models = host_rng_states()

@@ -59,7 +59,8 @@ def evaluate(run: FitRun, go_on: Callable[[], Any]) -> Any:
     interrupts.raise_if_stopping()
     interrupts.watch_modules(lambda module: interrupts.raise_if_stopping())
     try:
-        return go_on()
+        with run.data.apart():
+            return go_on()
     finally:
         interrupts.watch_modules(None)
 

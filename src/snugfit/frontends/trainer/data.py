@@ -41,6 +41,14 @@ class DataPosition:
         """Within it the process's generators are the data's."""
         return self._rng.drawing()
 
+    def apart(self) -> AbstractContextManager[None]:
+        """What draws within it, such as an evaluation, changes nothing here."""
+        return self._rng.apart()
+
+    def resume(self, saved: dict[str, Any]) -> None:
+        """The random generators as they were when this was saved."""
+        self._rng.resume(**_states_of(saved, "now"))
+
     # ---- an epoch ----------------------------------------------------------------------------------------
 
     def watch(self, loader: Any) -> Any:

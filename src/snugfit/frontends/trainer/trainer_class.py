@@ -202,11 +202,13 @@ class FittedTrainer(TrainerHooks):
         run.checkpoints.begin(None)
         loader, saved = run.data.watch(loader), run.checkpoints.state.restore()
         if saved is not None:
+            run.data.resume(saved)
             repeat_evaluation(self, run)
         loader = run.data.begin_epoch(loader, epoch, skipped, saved)
         if saved is not None and self._is_at_its_end():
             self._say_nothing_is_left()
             self.control.should_training_stop = True
+            run.data.resume(saved)  # no batch is made again before what an epoch's end brings
             return ()
         return loader
 
@@ -251,7 +253,9 @@ class FittedTrainer(TrainerHooks):
         """The best model is read from a checkpoint, which may be being written. The mean loss is that of all
         steps, those before a resume too. A run that is stopped by a signal is not finished."""
         run = self._fit_run
-        if run.checkpoints.state.restore() is not None:  # no epoch was left
+        if (saved := run.checkpoints.state.restore()) is not None:  # no epoch was left
+            run.data.watch(self.callback_handler.train_dataloader)
+            run.data.resume(saved)
             repeat_evaluation(self, run)
             self._say_nothing_is_left()
         run.checkpoints.wait()
