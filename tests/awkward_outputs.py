@@ -117,7 +117,7 @@ class MovesToCuda(Numbers):
         return (self.block(x) + torch.ones(WIDTH).cuda()).square().mean()
 
 
-@awkward(numbers, refused="FlexAttention.*for want of a device")
+@awkward(numbers, doubt="flex_attention was rehearsed as flash attention")
 class FlexesItsAttention(Numbers):
     def forward(self, x: Tensor) -> Tensor:
         from torch.nn.attention.flex_attention import flex_attention

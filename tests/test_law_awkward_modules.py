@@ -8,8 +8,10 @@ CPU, byte for byte, as law 1 compares it (`reported.py`). A doubt says what was 
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
+import torch
 
 import awkward_autograd  # noqa: F401
 import awkward_choices  # noqa: F401
@@ -23,6 +25,7 @@ from snugfit.errors import SnugfitError
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
 from snugfit.rehearsal.device.policy import CpuPolicy
+from snugfit.rehearsal.record.questions import Questions
 from snugfit.rehearsal.record.recorder import Recorder
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.techniques.recipe import Recipe
@@ -68,10 +71,28 @@ def test_an_awkward_module_is_predicted_right_or_doubted_or_refused(case: Case) 
     hold_to_law(case)
 
 
-@pytest.mark.parametrize("name", ["DropsLayersByPython", "HasUnusedWeights"])
+@pytest.mark.parametrize("name", ["OpensAGate", "RoutesByWhere", "DropsLayersByPython", "HasUnusedWeights"])
 def test_a_guess_without_its_doubt_turns_the_law_red(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (case,) = (case for case in CASES if case.name == name)
     hold_to_law(case)
     monkeypatch.setattr(Recorder, "doubt", lambda self, sentence: None)
     with pytest.raises(AssertionError, match="no doubt says"):
+        hold_to_law(case)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", ["TrimsToTheLongestRow", "LoopsAsLongAsARow"])
+def test_a_silent_guess_of_what_the_batch_says_turns_the_law_red(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each number of the batch is taken for 20, and nobody is told."""
+    (case,) = (case for case in CASES if case.name == name)
+    real = Questions._value
+
+    def guess(self: Questions, tensor: torch.Tensor) -> Any:
+        value, assumption = real(self, tensor)
+        return (value, assumption) if value.is_floating_point() else (torch.full_like(value, 20), None)
+
+    monkeypatch.setattr(Questions, "_value", guess)
+    with pytest.raises(AssertionError, match="bytes predicted"):
         hold_to_law(case)

@@ -64,6 +64,7 @@ def replaced_by_eager(doubt: Callable[[str], None]) -> dict[Any, Any]:
 @contextlib.contextmanager
 def rehearsed_instead(doubt: Callable[[str], None]) -> Iterator[None]:
     """Within it, what was compiled before runs uncompiled, and transformers' functions run its own code."""
+    from torch.nn.attention import flex_attention as flex  # or the first forward pass imports the plain one
     from transformers.integrations import hub_kernels
 
     with contextlib.ExitStack() as undo:
@@ -72,9 +73,8 @@ def rehearsed_instead(doubt: Callable[[str], None]) -> Iterator[None]:
 
             undo.enter_context(torch.compiler.set_stance("force_eager"))
             _replace(undo, eval_frame, "_callback_from_stance", _no_callback(doubt))
-        if (flex := sys.modules.get("torch.nn.attention.flex_attention")) is not None:
-            _replace(undo, flex, "_validate_device", lambda query, key, value: None)
-            _replace(undo, flex, "flex_attention_hop", _flex_attention(doubt))
+        _replace(undo, flex, "_validate_device", lambda query, key, value: None)
+        _replace(undo, flex, "flex_attention_hop", _flex_attention(doubt))
         logger: Any = hub_kernels.logger
         warn = logger.warning_once
 
