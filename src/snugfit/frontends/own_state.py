@@ -6,6 +6,7 @@ of these. So the objects that a loader leads to are looked through once an epoch
 attributes are kept and put back that hold
 
     a generator        torch's, Python's `random.Random`, numpy's `Generator` and `RandomState`
+    None               where there may be a generator later
     a plain number     of the user's own classes: libraries' objects are led by `set_epoch`
 
 What stands in a closure's cell is found and cannot be replaced, but its state can be set. What is hidden
@@ -47,8 +48,9 @@ class OwnState:
         self._loader = loader
         self._held: dict[str, _Attribute] = {}
         self.look()
-        values = ((path, held.value()) for path, held in self._held.items())
-        self._numbers = {path: value for path, value in values if _kind_of(value) is None}
+        values = {path: held.value() for path, held in self._held.items()}
+        self._at_first = frozenset(values)
+        self._numbers = {path: value for path, value in values.items() if _kind_of(value) is None}
 
     def look(self) -> None:
         """Looks through the objects again; there may be others than before."""
@@ -64,11 +66,14 @@ class OwnState:
         }
 
     def set(self, state: Mapping[str, Any]) -> None:
-        """Puts back what `state` gave. A generator that was not there then is taken away, and one that is
-        not there now is made. Raises `SnugfitError` where it cannot be."""
+        """Puts back what `state` gave. What was not there then is taken away, and a generator that is not
+        there now is made. Raises `SnugfitError` where it cannot be."""
         self.look()
         for path in self._held.keys() - state.keys():
-            self._held[path].set(self._numbers.get(path))
+            if path in self._numbers:
+                self._held[path].set(self._numbers[path])
+            elif path not in self._at_first:
+                self._held[path].remove()
         for path, value in state.items():
             held = self._held.get(path) or _attribute_at(self._loader, path)
             held.set(value)
@@ -88,8 +93,13 @@ class _Attribute:
         before = self.value()
         if isinstance(state, list) and _kind_of(before) == state[0]:
             _SET[state[0]](before, state[1])
-        elif self._owner is not None and before != state:
-            setattr(self._owner, self._name, _new_generator(*state) if isinstance(state, list) else state)
+        elif self._owner is not None and before != state:  # frozen dataclasses, too
+            vars(self._owner)[self._name] = _new_generator(*state) if isinstance(state, list) else state
+
+    def remove(self) -> None:
+        """Takes the value away, such as what a `cached_property` has worked out."""
+        if self._owner is not None:
+            vars(self._owner).pop(self._name, None)
 
 
 def _is_librarys(value: Any) -> bool:
@@ -124,8 +134,8 @@ def _attributes(loader: Any) -> Iterator[tuple[str, _Attribute]]:
                 if id(child) not in visited:
                     visited.add(id(child))
                     yield inner, _Attribute(owner, name, child)
-            elif isinstance(child, bool | int | float):
-                if owner is not None and not _is_librarys(owner):
+            elif child is None or isinstance(child, bool | int | float):
+                if owner is not None and (child is None or not _is_librarys(owner)):
                     yield inner, _Attribute(owner, name, child)
             else:
                 waiting.append((inner, child, depth + 1))

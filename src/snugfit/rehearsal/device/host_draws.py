@@ -144,11 +144,13 @@ class _DrawnTensor(torch.Tensor):
         tensor.draw = draw
         return tensor
 
+    def item(self) -> Any:
+        """The number itself, which knows that it was drawn."""
+        return self.draw
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         draw: _Draw = args[0].draw if isinstance(args[0], cls) else args[1].draw
-        if func is torch.Tensor.item:
-            return draw
         with torch._C.DisableTorchFunctionSubclass():
             if func.__name__.strip("_") in _COMPARING and isinstance(args[0], cls):
                 draw.compare(args[1])
