@@ -72,6 +72,21 @@ def test_a_killed_run_goes_on_bit_for_bit(step: int, whole: Any, tmp_path: Path)
     assert losses_of(resumed) == losses_of(whole)
 
 
+def test_a_run_that_was_killed_twice_goes_on_in_its_precision(tmp_path: Path) -> None:
+    """accelerate marks a model that it has wrapped in autocast, and leaves a marked one as it is. A
+    checkpoint of a resumed run must not hold the mark."""
+    whole = run_of(tmp_path / "whole", recipe="bf16")
+    whole.train()
+    for step in (3, 5):
+        cut = run_of(tmp_path / "cut", at=At(step, die), recipe="bf16")
+        with pytest.raises(Killed):
+            cut.train(resume_from_checkpoint=step > 3 or None)
+    resumed = run_of(tmp_path / "cut", recipe="bf16")
+    resumed.train(resume_from_checkpoint=True)
+    assert losses_of(resumed) == losses_of(whole)
+    assert_same_weights(resumed.model, whole.model)
+
+
 @pytest.mark.parametrize(("steps", "logged"), [(7, 3), (10, 3), (9, 1), (7, 50)])
 def test_the_mean_loss_of_a_resumed_run_is_that_of_all_its_steps(
     steps: int, logged: int, tmp_path: Path

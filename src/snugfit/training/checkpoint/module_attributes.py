@@ -22,6 +22,15 @@ Numbers = Mapping[tuple[str, str], Any]
 _SWITCHES = frozenset({"training", "gradient_checkpointing"})
 """Attributes that loops set, and that are no memory."""
 
+_MARKS = ("_is_", "_hf_")
+"""How the names of marks begin that accelerate and transformers leave on a model. `_is_accelerate_prepared`,
+put back in another process, would keep accelerate from wrapping the model in autocast."""
+
+
+def _is_memory(name: str) -> bool:
+    """Whether an attribute of this name may be what a module remembers."""
+    return name not in _SWITCHES and not name.startswith(_MARKS)
+
 
 def numbers_of(model: torch.nn.Module) -> Numbers:
     """All numbers and switches that modules have as attributes."""
@@ -29,7 +38,7 @@ def numbers_of(model: torch.nn.Module) -> Numbers:
         (path, name): value
         for path, module in model.named_modules()
         for name, value in vars(module).items()
-        if type(value) in (bool, int, float) and name not in _SWITCHES
+        if type(value) in (bool, int, float) and _is_memory(name)
     }
 
 
@@ -63,7 +72,7 @@ def restore_attributes(model: torch.nn.Module, attributes: Mapping[str, Mapping[
     modules = dict(model.named_modules())
     for path, values in attributes.items():
         for name, value in values.items():
-            if path not in modules:
+            if path not in modules or not _is_memory(name):
                 continue
             own = vars(modules[path]).get(name)
             if isinstance(value, torch.Tensor) and isinstance(own, torch.Tensor) and own.shape == value.shape:
