@@ -1,6 +1,6 @@
 """Kills runs at random moments, in chains, and holds what comes of them to a run that nobody touched.
 
-    python benchmarks/kill_chains.py OUT.json [--kills 250] [--seeds 1 2] [--device cpu] [--only fit]
+    python benchmarks/kill_chains.py OUT.json [--kills 250] [--seeds 1 2] [--device cpu] [--only fit] [--bf16]
 
 Each configuration is drawn: the front-end (`train`, `fit`, `accelerate`), the data (lists, samples that
 draw, streams, generators and counters of their own, workers, loaders of the user's), adapters, the optimizer,
@@ -533,6 +533,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="a process for each")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--only", choices=RUNS)
+    parser.add_argument("--bf16", action="store_true", help="every configuration, not a fifth of them")
     parser.add_argument("--minutes", type=float, default=600.0)
     given = parser.parse_args()
     each = -(-given.kills // len(given.seeds))
@@ -558,6 +559,7 @@ def draw_chains(seed: int, wanted: int, given: argparse.Namespace, part: Path) -
     part.write_text("", encoding="utf-8")
     while kills < wanted and time.monotonic() < deadline:
         config = draw_config(draw, given.only)
+        config["bf16"] |= given.bf16
         done = chain(config, random.Random(draw.randrange(1 << 30)), given.device, wanted - kills)
         kills += done["kills"]
         with part.open("a", encoding="utf-8") as file:
