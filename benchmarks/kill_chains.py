@@ -413,6 +413,19 @@ def child(config: Config, folder: Path, device: str, stepped: int) -> int:
 # ---- chains ----------------------------------------------------------------------------------------------
 
 
+def exit_code_of(config: Config, folder: Path, device: str, stepped: int) -> int:
+    """Runs one start in this process."""
+    try:
+        return child(config, folder, device, stepped)
+    except SystemExit as stopped:
+        return stopped.code if isinstance(stopped.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    finally:
+        sys.stdout.flush()
+
+
 class Start:
     """One start of a run, which may be killed."""
 
@@ -430,13 +443,11 @@ class Start:
             with (folder.parent / "output.txt").open("a", encoding="utf-8") as output:
                 os.dup2(output.fileno(), 1)
                 os.dup2(output.fileno(), 2)
-                try:
-                    code = child(config, folder, device, write)
-                except SystemExit as stopped:
-                    code = stopped.code if isinstance(stopped.code, int) else 1
-                except BaseException:
-                    traceback.print_exc()
-                sys.stdout.flush()
+                if device != "cpu":  # CUDA does not survive a fork
+                    os.set_inheritable(write, True)
+                    given = json.dumps([config, str(folder), device, write])
+                    os.execv(sys.executable, [sys.executable, __file__, "--start", given])
+                code = exit_code_of(config, folder, device, write)
         finally:
             os._exit(code)
 
@@ -527,6 +538,9 @@ def _said(folder: Path) -> str:
 
 def main() -> None:
     """Draws configurations until so many kills are done, and writes what came of them."""
+    if sys.argv[1:2] == ["--start"]:
+        config, folder, device, stepped = json.loads(sys.argv[2])
+        os._exit(exit_code_of(config, Path(folder), device, stepped))
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("output", type=Path)
     parser.add_argument("--kills", type=int, default=250)
