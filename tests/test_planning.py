@@ -20,7 +20,7 @@ from snugfit.planning.cost.parts import Parts
 from snugfit.planning.cost.timer import SingleGpuTimer
 from snugfit.planning.search.search import plan, search
 from snugfit.planning.search.space import Space, space_of
-from snugfit.planning.search.state import MEMORY_RESOLUTION
+from snugfit.planning.search.state import MEMORY_RESOLUTION, SearchState
 from snugfit.planning.step_key import TOUCHES, as_rehearsed, passes_key, step_key, update_key
 from snugfit.prediction.worker_pool import WorkerPool
 from snugfit.rehearsal.device.policy import CudaPolicy
@@ -236,3 +236,11 @@ def test_what_cannot_be_is_refused_before_any_work(
 ) -> None:
     with pytest.raises(kind, match=told):
         plan(small_job("bert", 2), **{"gpu": "h200", **given})  # type: ignore[arg-type]
+
+
+@pytest.mark.whole
+def test_recipes_that_all_fail_after_the_screening_are_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefix tuning under one version of transformers: bounds could be told, and no recipe be rehearsed."""
+    monkeypatch.setattr(SearchState, "judge_all", lambda *arguments, **more: None)
+    with pytest.raises(SnugfitError, match="No recipe could be simulated"):
+        plan(small_job("bert", 1), gpu="h200", fidelity="same", workers=1)

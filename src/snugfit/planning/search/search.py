@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from snugfit.errors import UsageError
+from snugfit.errors import RehearsalError, UsageError
 from snugfit.planning.cost.startup_share import PlannedRun
 from snugfit.planning.plan import Plan
 from snugfit.planning.request import fidelity_of, refuse_bad_request, start_of
@@ -115,6 +115,9 @@ def _answer(asked: _PlanRequest, space: Space, pool: WorkerPool) -> Plan:
     job, memory, smallest = asked.job, asked.memory_bytes, asked.objective == "memory"
     state = search(space, pool, asked.tell, memory_bytes=memory, smallest=smallest)
     front = state.front()
+    if not front:
+        why = next((f"'{one.what}': {one.why}" for one in state.excluded), "the space is empty.")
+        raise RehearsalError(f"No recipe could be simulated, for one {why}")
     fitting = [n for n in front if memory is None or state.judged[n].needed_bytes <= memory]
     best = fitting[-1 if smallest else 0] if fitting else None
     shown = front[-1] if best is None else best
