@@ -531,9 +531,11 @@ def chain(config: Config, draw: random.Random, device: str, wanted: int) -> dict
 
 
 def _said(folder: Path) -> str:
-    """Why it was refused, or what was printed last."""
+    """Why it was refused, or the last line that was printed; without the path of the machine's own folder."""
     refusal, output = folder.parent / "refused.txt", folder.parent / "output.txt"
-    return (refusal if refusal.exists() else output).read_text(encoding="utf-8")[-1200:]
+    text = (refusal if refusal.exists() else output).read_text(encoding="utf-8").strip()
+    last = text if refusal.exists() else text.rpartition("\n")[2]
+    return last.replace(str(folder), "OUT")[-1200:]
 
 
 def main() -> None:
