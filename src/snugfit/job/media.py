@@ -121,17 +121,12 @@ def hears_in_place_of_tokens(model_type: str) -> bool:
 
 
 _ENCODERS = ("audio_config", "encoder_config", "encoder", "acoustic_tokenizer_encoder_config", "asr_config")
+"""Keys of the configs of parts that hear."""
 
 
 def _encoder(config: Any) -> Any:
     """The config of the part that hears; of several nested ones the innermost."""
-    for key in (
-        "audio_config",
-        "encoder_config",
-        "encoder",
-        "acoustic_tokenizer_encoder_config",
-        "asr_config",
-    ):
+    for key in _ENCODERS:
         if (part := getattr(config, key, None)) is not None and not isinstance(part, int):
             return _encoder(part)
     return config

@@ -14,6 +14,7 @@ import operator
 import sys
 from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from snugfit.rehearsal.device.autocast import SWITCH, WeightCache
 from snugfit.rehearsal.device.other_programs import replaced_by_eager
@@ -63,16 +64,16 @@ def bindings(
 
     if hasattr(moe, "_can_use_grouped_mm"):  # else transformers decides in another way, or has no such path
         replaced[moe._can_use_grouped_mm] = lambda *operands: policy.uses_grouped_mm
-    torch.clear_autocast_cache = clear_both
-    torch.autocast.__init__ = on_the_switch  # type: ignore[method-assign]
-    _look_for(replaced.keys())
-    _rebind(replaced)
-    try:
-        yield
-    finally:
-        _rebind({new: old for old, new in replaced.items()})
-        torch.autocast.__init__ = autocast_init  # type: ignore[method-assign]
-        torch.clear_autocast_cache = clear
+    with (
+        patch.object(torch, "clear_autocast_cache", clear_both),
+        patch.object(torch.autocast, "__init__", on_the_switch),
+    ):
+        _look_for(replaced.keys())
+        _rebind(replaced)
+        try:
+            yield
+        finally:
+            _rebind({new: old for old, new in replaced.items()})
 
 
 _LOOKED_THROUGH: dict[int, tuple[dict[str, Any], int]] = {}

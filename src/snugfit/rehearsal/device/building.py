@@ -15,6 +15,7 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 DEVICE_OF_CONTEXT = "get_torch_context_manager_or_global_device"
 """The function by which transformers finds out whether it builds on `meta`."""
@@ -29,20 +30,17 @@ def built_as_on_a_device() -> Iterator[None]:
         if hasattr(modeling_utils, DEVICE_OF_CONTEXT):  # else this transformers initialises on any device
             import torch
 
-            _replace(undo, modeling_utils, DEVICE_OF_CONTEXT, lambda: torch.device("cuda"))
+            undo.enter_context(patch.object(modeling_utils, DEVICE_OF_CONTEXT, lambda: torch.device("cuda")))
         model: Any = modeling_utils.PreTrainedModel
         if hasattr(model, "initialize_weights"):
-            _replace(undo, model, "initialize_weights", _as_far_as_it_goes(model.initialize_weights))
+            undo.enter_context(
+                patch.object(model, "initialize_weights", _as_far_as_it_goes(model.initialize_weights))
+            )
         if (tuners := sys.modules.get("peft.tuners.tuners_utils")) is not None:
             layer = tuners.BaseTunerLayer
             name = "_move_adapter_to_device_of_base_layer"
-            _replace(undo, layer, name, _cast_too(getattr(layer, name)))
+            undo.enter_context(patch.object(layer, name, _cast_too(getattr(layer, name))))
         yield
-
-
-def _replace(undo: contextlib.ExitStack, owner: Any, name: str, new: Any) -> None:
-    undo.callback(setattr, owner, name, getattr(owner, name))
-    setattr(owner, name, new)
 
 
 def _as_far_as_it_goes(initialize: Any) -> Any:

@@ -19,6 +19,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from snugfit.rehearsal.device.attention import run_kernel
 from snugfit.rehearsal.device.attention_choice import Operands
@@ -72,9 +73,9 @@ def rehearsed_instead(doubt: Callable[[str], None]) -> Iterator[None]:
             import torch
 
             undo.enter_context(torch.compiler.set_stance("force_eager"))
-            _replace(undo, eval_frame, "_callback_from_stance", _no_callback(doubt))
-        _replace(undo, flex, "_validate_device", lambda query, key, value: None)
-        _replace(undo, flex, "flex_attention_hop", _flex_attention(doubt))
+            undo.enter_context(patch.object(eval_frame, "_callback_from_stance", _no_callback(doubt)))
+        undo.enter_context(patch.object(flex, "_validate_device", lambda query, key, value: None))
+        undo.enter_context(patch.object(flex, "flex_attention_hop", _flex_attention(doubt)))
         logger: Any = hub_kernels.logger
         warn = logger.warning_once
 
@@ -83,8 +84,7 @@ def rehearsed_instead(doubt: Callable[[str], None]) -> Iterator[None]:
                 doubt(without_package(names[1], installed=False))
             warn(message, *arguments)
 
-        undo.callback(logger.__dict__.pop, "warning_once", None)
-        logger.warning_once = hear
+        undo.enter_context(patch.object(logger, "warning_once", hear))
         if hasattr(hub_kernels, "is_torchdynamo_exporting"):
 
             def not_the_packages() -> bool:
@@ -92,7 +92,7 @@ def rehearsed_instead(doubt: Callable[[str], None]) -> Iterator[None]:
                 doubt(without_package(package, installed=True))
                 return True
 
-            _replace(undo, hub_kernels, "is_torchdynamo_exporting", not_the_packages)
+            undo.enter_context(patch.object(hub_kernels, "is_torchdynamo_exporting", not_the_packages))
         yield
 
 
@@ -145,8 +145,3 @@ def _no_callback(doubt: Callable[[str], None]) -> Callable[[Any], None]:
             doubt(COMPILED)
 
     return callback_from_stance
-
-
-def _replace(undo: contextlib.ExitStack, owner: Any, name: str, new: Any) -> None:
-    undo.callback(setattr, owner, name, getattr(owner, name))
-    setattr(owner, name, new)

@@ -16,9 +16,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from snugfit.rehearsal.device.autocast import KEY, SWITCH
-from snugfit.rehearsal.device.recurrent_scratch import views_of
 from snugfit.rehearsal.device.recurrent_sizes import MODES, RecurrentShape
 
 if TYPE_CHECKING:
@@ -123,17 +123,17 @@ def _run(
 def _in_one_buffer(shape: RecurrentShape, weights: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """fp16 copies of these weights in one buffer, whose gradients come back in the weights' dtypes."""
     import torch
+    from torch._utils import _unflatten_dense_tensors
 
     class _Reflatten(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
             ctx.dtypes = [weight.dtype for weight in weights]
-            copies = views_of(
-                torch.zeros(shape.weight_elements(), dtype=torch.float16, device="meta"), weights
-            )
+            flat = torch.zeros(shape.weight_elements(), dtype=torch.float16, device="meta")
+            copies: tuple[torch.Tensor, ...] = _unflatten_dense_tensors(flat, weights)
             for copied, weight in zip(copies, weights, strict=True):
                 copied.copy_(weight)
-            return tuple(copies)
+            return copies
 
         @staticmethod
         def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -148,9 +148,9 @@ def _in_one_buffer(shape: RecurrentShape, weights: Sequence[torch.Tensor]) -> Se
 def flattened_weights() -> Iterator[None]:
     """Within it, a recurrent module's weights on `meta` move into one buffer, as they do on a GPU."""
     import torch
+    from torch._utils import _unflatten_dense_tensors
 
-    recurrent: Any = torch.nn.RNNBase
-    plain = recurrent.flatten_parameters
+    plain = torch.nn.RNNBase.flatten_parameters
 
     def flatten_parameters(module: Any) -> None:
         weights = module._flat_weights
@@ -169,11 +169,8 @@ def flattened_weights() -> Iterator[None]:
         )  # fmt: skip
         with torch.no_grad():
             flat = torch.zeros(shape.weight_elements(), dtype=shape.dtype, device="meta")
-            for weight, view in zip(weights, views_of(flat, weights), strict=True):
+            for weight, view in zip(weights, _unflatten_dense_tensors(flat, weights), strict=True):
                 weight.data = view
 
-    recurrent.flatten_parameters = flatten_parameters
-    try:
+    with patch.object(torch.nn.RNNBase, "flatten_parameters", flatten_parameters):
         yield
-    finally:
-        recurrent.flatten_parameters = plain

@@ -65,13 +65,17 @@ def cudnn_rnn_backward(
 ) -> tuple[Any, ...]:
     """The gradients of input, states and weights; those of weights lie in one buffer, but for a network
     without biases."""
+    from torch._utils import _unflatten_dense_tensors
+
     options, mask = others[4:13], others[15]
     shape, batch_first = _shape_of(x, options), options[4]
     dx = x.transpose(0, 1) if batch_first and not shape.packed else x
     dx = dx.new_empty(dx.shape)
     whole = per_layer in (4, 5) and mask[3]
-    of_weights = views_of(x.new_empty(shape.weight_elements()), weights) if whole else []
-    if mask[3] and not whole:
+    of_weights: Sequence[torch.Tensor] = ()
+    if whole:
+        of_weights = _unflatten_dense_tensors(x.new_empty(shape.weight_elements()), weights)
+    elif mask[3]:
         of_weights = [weight.new_empty(weight.shape) for weight in weights]
     return (
         dx.transpose(0, 1) if batch_first and not shape.packed else dx,
@@ -122,12 +126,3 @@ def _copy(name: str, x: torch.Tensor, shape: RecurrentShape, options: Sequence[A
 
 def _whole(name: str, like: torch.Tensor) -> Buffer:
     return Buffer(name, like.numel() * like.element_size())
-
-
-def views_of(flat: torch.Tensor, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Parts of a buffer in the shapes of these weights, one after the other."""
-    views, start = [], 0
-    for weight in weights:
-        views.append(flat[start : start + weight.numel()].view(weight.shape))
-        start += weight.numel()
-    return views

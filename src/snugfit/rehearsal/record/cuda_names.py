@@ -13,6 +13,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -37,6 +38,8 @@ _PROPERTIES: dict[Any, Any] = {
     torch.Tensor.get_device: 0,
 }
 _READINGS = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+"""Functions of `torch.cuda` that tell how much memory is in use."""
+
 _PLACES = frozenset({torch.Tensor.to, torch.Tensor.new_tensor, torch.Tensor.type})
 
 
@@ -114,16 +117,12 @@ def cuda_names(policy: CudaPolicy, notes: PolicyNotes, wait: Callable[[], None])
         "empty_cache": lambda: None,
         "set_device": lambda device: None,
         "Event": _TimedEvent,
-        **dict.fromkeys(
-            ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"),
-            bytes_in_use,
-        ),
+        **dict.fromkeys(_READINGS, bytes_in_use),
     }
     with contextlib.ExitStack() as undo:
         for name, answer in answers.items():
-            plain = getattr(torch.cuda, name)
-            undo.callback(setattr, torch.cuda, name, plain)
-            setattr(torch.cuda, name, _by_caller(plain, answer))
+            answer_user = _by_caller(getattr(torch.cuda, name), answer)
+            undo.enter_context(patch.object(torch.cuda, name, answer_user))
         undo.enter_context(CudaNames(notes.phase))
         yield
 

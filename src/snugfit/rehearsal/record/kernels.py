@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from snugfit.rehearsal.record.shadow import tensors_in
 from snugfit.rehearsal.trace.trace import CASTS, MATRIX_PRODUCTS, STRIDED, TRANSPOSED, WITH_BIAS, WITH_DROPOUT
 from snugfit.units import MIB
 
@@ -97,13 +98,13 @@ def cost_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
     """What the kernel of this operator costs; None for views and for operators that run no kernel."""
     if func.is_view or func._schema.name in _NO_KERNEL:
         return None
-    inputs = [*_tensors(args), *_tensors(kwargs.values())]
-    outputs = list(_tensors((out,)))
+    inputs = list(tensors_in((args, tuple(kwargs.values()))))
+    outputs = list(tensors_in(out))
     if not any(tensor.device.type == "meta" for tensor in (*inputs, *outputs)):
         return None
     returned = {id(tensor) for tensor in outputs}
     outputs += [
-        tensor for tensor in _tensors(_tensors_written(func, args, kwargs)) if id(tensor) not in returned
+        tensor for tensor in tensors_in(_tensors_written(func, args, kwargs)) if id(tensor) not in returned
     ]
     moved = sum(map(_nbytes, (*inputs, *outputs)))
     gathered = inputs[_GATHERING.get(func._schema.name, len(inputs)) :][:1]
@@ -277,11 +278,3 @@ _NO_KERNEL = frozenset(
         "prim::device", "aten::resize_",
     }
 )  # fmt: skip
-
-
-def _tensors(values: Any) -> Any:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)

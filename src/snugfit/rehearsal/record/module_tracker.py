@@ -17,6 +17,7 @@ import bisect
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -98,15 +99,11 @@ class ModuleTracker:
     def _count_checkpoints(self) -> Iterator[None]:
         from torch.autograd.graph import saved_tensors_hooks
 
-        hooks: Any = saved_tensors_hooks
-        before = hooks.__init__
+        init = saved_tensors_hooks.__init__
 
         def count(pair: Any, pack_hook: Hook, unpack_hook: Hook) -> None:
             self.checkpoints += 1
-            before(pair, pack_hook, unpack_hook)
+            init(pair, pack_hook, unpack_hook)
 
-        hooks.__init__ = count
-        try:
+        with patch.object(saved_tensors_hooks, "__init__", count):
             yield
-        finally:
-            hooks.__init__ = before

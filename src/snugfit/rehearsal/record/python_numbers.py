@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.utils._device import _device_constructors
@@ -54,17 +55,12 @@ def numbers_watched(questions: Questions, shadows: Shadows) -> Iterator[None]:
         return text
 
     _device_constructors()  # which remembers the functions that make tensors, by identity
-    patched: Any = torch.Tensor
-    patched.item = read_one
-    patched.tolist, patched.numpy = read_and(tolist), read_and(numpy)
-    patched.__format__ = show_number
-    torch.tensor = make_with_shadow
-    try:
+    methods: Any = {"item": read_one, "tolist": read_and(tolist), "numpy": read_and(numpy)}
+    with (
+        patch.multiple(torch.Tensor, **methods, __format__=show_number),
+        patch.object(torch, "tensor", make_with_shadow),
+    ):
         yield
-    finally:
-        del patched.item, patched.tolist, patched.numpy
-        patched.__format__ = show
-        torch.tensor = make
 
 
 def _numbers_of(data: list[Any] | tuple[Any, ...]) -> list[Any]:

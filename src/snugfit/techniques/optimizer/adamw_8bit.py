@@ -100,16 +100,13 @@ def prepare(model: torch.nn.Module, *, embeddings: int) -> None:
 def shapes() -> Iterator[None]:
     """Within it, bitsandbytes has a manager of its own and its step waits for a `meta` device as for a
     GPU."""
+    from unittest.mock import patch
+
     managers = _managers()
     from bitsandbytes.optim import optimizer
 
-    assert hasattr(optimizer, "sync_gpu"), "bitsandbytes waits for the device in another way now"
-    before, wait = managers._instance, optimizer.sync_gpu
-    managers._instance, optimizer.sync_gpu = None, _wait
-    try:
+    with patch.object(managers, "_instance", None), patch.object(optimizer, "sync_gpu", _wait):
         yield
-    finally:
-        managers._instance, optimizer.sync_gpu = before, wait
 
 
 def _wait(tensor: torch.Tensor) -> None:
