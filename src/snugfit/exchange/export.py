@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RecipeError, UsageError, did_you_mean
 from snugfit.exchange import installed
-from snugfit.exchange.script import Script, write_script
+from snugfit.exchange.script import script_values, write_script
 from snugfit.techniques.translate import write_arguments
 
 if TYPE_CHECKING:
@@ -57,10 +57,10 @@ def export(job: Job, recipe: Recipe, to: str) -> Export:
     recipe.check(job, installed=False)
     if to == "hf":
         return Export(to=to, files=_for_the_trainer(job, recipe))
-    script = Script.of(job, recipe, write_arguments(recipe)[0])
+    script = script_values(job, recipe, write_arguments(recipe)[0])
     files = {"train.py": write_script(to, script)}
     if to == "accelerate":
-        files["accelerate_config.yaml"] = _launch_config(script)
+        files["accelerate_config.yaml"] = _launch_config(script["mixed"])
     return Export(to=to, files=files)
 
 
@@ -117,14 +117,14 @@ def _as_installed(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def _for_the_trainer(job: Job, recipe: Recipe) -> dict[str, str]:
     arguments = training_arguments(job, recipe)
-    script = Script.of(job, recipe, write_arguments(recipe)[0], training_arguments=arguments)
+    script = script_values(job, recipe, write_arguments(recipe)[0], training_arguments=arguments)
     return {
         "training_arguments.py": write_script("hf", script),
         "training_arguments.json": json.dumps(arguments, indent=2) + "\n",
     }
 
 
-def _launch_config(script: Script) -> str:
+def _launch_config(mixed: str) -> str:
     """What `accelerate config` would write for one GPU."""
     import yaml
 
@@ -135,7 +135,7 @@ def _launch_config(script: Script) -> str:
         "downcast_bf16": "no",
         "machine_rank": 0,
         "main_training_function": "main",
-        "mixed_precision": script.mixed,
+        "mixed_precision": mixed,
         "num_machines": 1,
         "num_processes": 1,
         "use_cpu": False,

@@ -214,7 +214,8 @@ def accelerator_arguments(setup: Setup) -> dict[str, Any]:
 
 
 def script_fields(context: ScriptContext) -> dict[str, Any]:
-    """The fields of an exported `Script` that say the wishes. Raises `RecipeError` for what none can say."""
+    """The values of an exported script's template that say the wishes. Raises `RecipeError` for what none can
+    say."""
     for handler, value in _wishes(context.setup):
         if ("script", handler.wish) in REFUSED and value != getattr(_PLAIN, handler.wish):
             raise context.refusal(handler.slot, REFUSED["script", handler.wish])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Self
+from typing import Any
 
 from snugfit.errors import UsageError, did_you_mean
 
@@ -192,13 +192,8 @@ class TrainOptions:
         return () if tuple(named) == ("none",) else tuple(named)
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object; `TrainOptions.from_json` reads it back."""
+        """A JSON object of all fields."""
         return asdict(self)
-
-    @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """The options that `to_json` wrote."""
-        return cls(**document)
 
 
 _WHOLE = {

@@ -162,5 +162,5 @@ class Handler:
         return {}
 
     def script(self, value: Any, context: ScriptContext) -> dict[str, Any]:
-        """The fields of an exported `Script` that say it."""
+        """The values of an exported script's template (`exchange/scripts/`) that say it."""
         return {}
