@@ -6,12 +6,13 @@ and `tests/test_transformers_internals.py` holds it to the installed version.
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from snugfit.step.transformers_internals import set_while
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -85,10 +86,12 @@ class TrainerHooks(Trainer):  # type: ignore[misc]
         return self.snugfit_position(*super()._init_training_state(*arguments, **keywords))
 
     def _run_epoch(self, *arguments: Any, **keywords: Any) -> Any:
+        import transformers.trainer
+
         epoch, begins_at = keywords["epoch"], keywords["epochs_trained"]
         skipped = keywords["steps_trained_in_current_epoch"] if epoch == begins_at else 0
         loader = self.snugfit_epoch_begins(keywords.pop("train_dataloader"), epoch, skipped)
-        with _skipping_nothing():
+        with set_while(transformers.trainer, skip_first_batches=_skip_nothing):
             return super()._run_epoch(*arguments, train_dataloader=loader, **keywords)
 
     def _maybe_log_save_evaluate(self, *arguments: Any, **keywords: Any) -> None:
@@ -145,29 +148,9 @@ class TrainerHooks(Trainer):  # type: ignore[misc]
         return None
 
 
-@contextlib.contextmanager
-def set_while(holder: Any, **values: Any) -> Iterator[None]:
-    """Within it these attributes of an object have other values."""
-    before = {name: getattr(holder, name) for name in values}
-    vars(holder).update(values)
-    try:
-        yield
-    finally:
-        vars(holder).update(before)
-
-
-@contextlib.contextmanager
-def _skipping_nothing() -> Iterator[None]:
-    """Within it a Trainer's epoch takes its loader as it is, though batches of it were seen."""
-    import transformers.trainer
-
-    module: Any = transformers.trainer
-    before = module.skip_first_batches
-    module.skip_first_batches = lambda loader, num_batches=0: loader
-    try:
-        yield
-    finally:
-        module.skip_first_batches = before
+def _skip_nothing(loader: Any, num_batches: int = 0) -> Any:
+    """A Trainer's epoch takes its loader as it is, though batches of it were seen."""
+    return loader
 
 
 def keeping_bases(own: type[Any]) -> tuple[type, ...]:
@@ -180,6 +163,13 @@ def keeping_bases(own: type[Any]) -> tuple[type, ...]:
             self.snugfit_keep()
 
     return (KeepingTrainer,) if own is transformers.Trainer else (own, KeepingTrainer)
+
+
+def overrides(trainer: Any, *names: str) -> bool:
+    """Whether the user's subclass, a class that it mixes in, or the trainer by itself has one of these
+    methods of its own."""
+    kinds = [k for k in type(trainer).__mro__ if not k.__module__.startswith(("transformers.", "snugfit."))]
+    return any(name in vars(holder) for holder in (trainer, *kinds) for name in names)
 
 
 def calls_on_save(trainer: Any) -> bool:

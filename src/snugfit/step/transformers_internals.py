@@ -25,6 +25,18 @@ if TYPE_CHECKING:
 
 _DEVICE = "ACCELERATE_TORCH_DEVICE"
 
+
+@contextlib.contextmanager
+def set_while(holder: Any, **values: Any) -> Iterator[None]:
+    """Within it these attributes of an object or a module have other values."""
+    before = {name: getattr(holder, name) for name in values}
+    vars(holder).update(values)
+    try:
+        yield
+    finally:
+        vars(holder).update(before)
+
+
 # ---- a device that is not there --------------------------------------------------------------------------
 
 
@@ -60,18 +72,15 @@ def _as_on_a_gpu() -> Iterator[None]:
     import accelerate.accelerator
     import transformers.training_args
 
-    questions = (
-        (transformers.training_args, "is_torch_bf16_gpu_available"),
-        (accelerate.accelerator, "is_bf16_available"),
-    )
-    before = [getattr(module, name) for module, name in questions]
-    for module, name in questions:
-        setattr(module, name, lambda *arguments, **keywords: True)
-    try:
+    with (
+        set_while(transformers.training_args, is_torch_bf16_gpu_available=_always),
+        set_while(accelerate.accelerator, is_bf16_available=_always),
+    ):
         yield
-    finally:
-        for (module, name), value in zip(questions, before, strict=True):
-            setattr(module, name, value)
+
+
+def _always(*arguments: Any, **keywords: Any) -> bool:
+    return True
 
 
 def place_state(accelerator: Any, device: torch.device) -> None:
@@ -216,16 +225,9 @@ def bare_model(model: Any) -> Iterator[None]:
 def without_loader_record(trainer: Any) -> Iterator[None]:
     """A loader that is made within it has no workers, and accelerate does not remember it."""
     args, accelerator = trainer.args, trainer.accelerator
-    changed = {
-        "dataloader_num_workers": 0,
-        "dataloader_prefetch_factor": None,
-        "dataloader_persistent_workers": False,
-    }
-    before = {name: getattr(args, name) for name in changed}
-    known = list(accelerator._dataloaders)
-    vars(args).update(changed)
-    try:
+    workers = {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False}
+    with (
+        set_while(args, **{f"dataloader_{name}": value for name, value in workers.items()}),
+        set_while(accelerator, _dataloaders=list(accelerator._dataloaders)),
+    ):
         yield
-    finally:
-        vars(args).update(before)
-        accelerator._dataloaders[:] = known

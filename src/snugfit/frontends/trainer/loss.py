@@ -19,6 +19,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from snugfit.frontends.items import items_in, items_in_each, shifts_labels
+from snugfit.step.trainer_hooks import overrides
 from snugfit.step.transformers_internals import trainer_shifts_labels
 from snugfit.training.rng import preserve_rng
 
@@ -61,16 +62,7 @@ def share_of(trainer: Any, step: StepState, piece: Mapping[str, Any], index: int
 
 def is_users_own(trainer: Any) -> bool:
     """Whether the loss comes from the user's own code: a function, or a method of their subclass."""
-    if trainer.compute_loss_func is not None:
-        return True
-    first = next(
-        kind for kind in type(trainer).__mro__ if "compute_loss" in vars(kind) and not _is_ours(kind)
-    )
-    return not first.__module__.startswith("transformers.")
-
-
-def _is_ours(kind: type[Any]) -> bool:
-    return kind.__module__.startswith("snugfit.")
+    return trainer.compute_loss_func is not None or overrides(trainer, "compute_loss")
 
 
 @cache

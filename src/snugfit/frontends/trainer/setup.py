@@ -14,6 +14,7 @@ from snugfit.errors import UsageError
 from snugfit.frontends.own import capability_of
 from snugfit.step.applier import change_live, objections, refuse, training_arguments
 from snugfit.step.checkpointing import NAMES
+from snugfit.step.trainer_hooks import overrides
 from snugfit.step.transformers_internals import made_by_accelerate, replace_model, set_arguments
 from snugfit.step.wishes.handler import LiveTraining
 from snugfit.step.wishes.optimizer import known_numbers, make_optimizer
@@ -117,16 +118,7 @@ def _own_switch_off(args: Any) -> dict[str, Any]:
 
 def brings_optimizer(trainer: Any) -> bool:
     """Whether the user brings the optimizer: made already, as a class with its arguments, or by a method."""
-    import transformers
-
-    makers = ("create_optimizer", "get_optimizer_cls_and_kwargs")
-    written = any(
-        name in vars(kind)
-        for kind in type(trainer).__mro__
-        for name in makers
-        if not kind.__module__.startswith(("transformers.", "snugfit."))
-        and issubclass(kind, transformers.Trainer)
-    )
+    written = overrides(trainer, "create_optimizer", "get_optimizer_cls_and_kwargs")
     # Once train() has run, the optimizer is there because the Trainer made it.
     is_made = trainer.optimizer is not None and not made_by_accelerate(trainer.optimizer)
     return is_made or trainer.optimizer_cls_and_kwargs is not None or written

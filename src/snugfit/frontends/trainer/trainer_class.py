@@ -32,8 +32,12 @@ from snugfit.frontends.trainer.step_state import StepState
 from snugfit.frontends.trainer.users_files import weights_folder
 from snugfit.step.applier import forward_context, run_context, set_process
 from snugfit.step.memory_errors import memory_cause
-from snugfit.step.trainer_hooks import StepEnd, TrainerHooks, keeping_bases, set_while
-from snugfit.step.transformers_internals import average_losses_over_all_steps, weigh_losses_ourselves
+from snugfit.step.trainer_hooks import StepEnd, TrainerHooks, keeping_bases
+from snugfit.step.transformers_internals import (
+    average_losses_over_all_steps,
+    set_while,
+    weigh_losses_ourselves,
+)
 from snugfit.techniques.technique import Slot
 from snugfit.training.checkpoint.weights import load_weights
 from snugfit.training.interrupt import EXIT_CODES, EvaluationStopped

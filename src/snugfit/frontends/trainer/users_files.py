@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from snugfit.step.trainer_hooks import overrides
 from snugfit.training.checkpoint.model_state import has_model_state
 from snugfit.training.checkpoint.save_failed import why
 
@@ -28,19 +29,6 @@ OWN_WEIGHTS = "snugfit"
 """The folder within a checkpoint for the run's weights, where the user's subclass writes weights too."""
 
 SAVES_MODEL = ("_save", "save_model")
-
-
-def overrides(trainer: Any, *names: str) -> bool:
-    """Whether the user's subclass, or the trainer by itself, has one of these methods of its own."""
-    import transformers
-
-    kinds = [
-        kind
-        for kind in type(trainer).__mro__
-        if issubclass(kind, transformers.Trainer)
-        and not kind.__module__.startswith(("transformers.", "snugfit."))
-    ]
-    return any(name in vars(holder) for holder in (trainer, *kinds) for name in names)
 
 
 def weights_folder(checkpoint: Path) -> Path:
