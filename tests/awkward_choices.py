@@ -104,7 +104,7 @@ class LeavesEarly(Words):
         return self.loss(h, labels)
 
 
-@awkward(numbers, refused=r"while|loop")
+@awkward(numbers, refused=r"loops on a value.*`while p\.min\(\) < 1:`.*1,000 times")
 class ComputesUntilSure(Numbers):
     """Adaptive computation time: halts when its weights say so."""
 
@@ -141,6 +141,16 @@ class DividesByItsMean(Numbers):
     def forward(self, x: Tensor) -> Tensor:
         h = self.block(x)
         return (h / (abs(h.mean().item()) + 1)).square().mean()
+
+
+@awkward(numbers)
+class CopiesToTheHost(Numbers):
+    """Of what it computed, and decides nothing by that."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.block(x)
+        self.logged = f"{h.mean().item() * 2:.3f}", h.detach().mean().cpu()
+        return (h / h.std().item()).square().mean()
 
 
 @awkward(words)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,31 +13,9 @@ from torch.nn import functional as F
 from awkward_modules import WIDTH, Numbers, Words, awkward, numbers, words
 
 
-class _Gives(Words):
-    def forward(self, ids: Tensor, labels: Tensor) -> Any:
-        h = self.block(self.embed(ids))
-        logits = self.head(h)
-        return self.give(F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits)
-
-    def give(self, loss: Tensor, logits: Tensor) -> Any:
-        raise NotImplementedError
-
-
-@awkward()
-class GivesAPair(_Gives):
-    def give(self, loss: Tensor, logits: Tensor) -> Any:
-        return loss, logits
-
-
 class _Named(NamedTuple):
     loss: Tensor
     logits: Tensor
-
-
-@awkward()
-class GivesANamedPair(_Gives):
-    def give(self, loss: Tensor, logits: Tensor) -> Any:
-        return _Named(loss, logits)
 
 
 @dataclass
@@ -45,54 +24,37 @@ class _Output:
     loss: Tensor
 
 
-@awkward()
-class GivesADataclass(_Gives):
-    def give(self, loss: Tensor, logits: Tensor) -> Any:
-        return _Output(logits, loss)
+class _Gives(Words):
+    give: Callable[[Tensor, Tensor], Any]
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Any:
+        h = self.block(self.embed(ids))
+        logits = self.head(h)
+        return self.give(F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits)
 
 
-@awkward()
-class GivesADictionary(_Gives):
-    def give(self, loss: Tensor, logits: Tensor) -> Any:
-        return {"logits": logits, "loss": loss}
-
-
-@awkward()
-class GivesOneNumberInARow(_Gives):
-    def give(self, loss: Tensor, logits: Tensor) -> Any:
-        return loss[None]
-
-
-@awkward()
-class GivesItsLogitsFirst(_Gives):
-    """nanoGPT: the loss is the only number."""
-
-    def give(self, loss: Tensor, logits: Tensor) -> Any:
-        return logits, loss
-
-
-@awkward(doubt="2 numbers that have gradients; the first alone")
-class GivesTwoLosses(_Gives):
-    def give(self, loss: Tensor, logits: Tensor) -> Any:
-        return [loss, logits.square().mean()]
-
-
-@awkward(refused="holds no loss")
-class GivesADictionaryWithoutLoss(_Gives):
-    def give(self, loss: Tensor, logits: Tensor) -> Any:
-        return {"logits": logits}
-
-
-@awkward(refused=r"one number|has the shape \(4, 64\)")
-class GivesALossForEachToken(_Gives):
-    def give(self, loss: Tensor, logits: Tensor) -> Any:
-        return logits.logsumexp(-1)
-
-
-@awkward(refused="holds no loss")
-class GivesNothing(_Gives):
-    def give(self, loss: Tensor, logits: Tensor) -> Any:
-        return None
+GIVES: list[tuple[str, Callable[[Tensor, Tensor], Any], dict[str, str]]] = [
+    ("GivesAPair", lambda loss, logits: (loss, logits), {}),
+    ("GivesANamedPair", _Named, {}),
+    ("GivesADataclass", lambda loss, logits: _Output(logits, loss), {}),
+    ("GivesADictionary", lambda loss, logits: {"logits": logits, "loss": loss}, {}),
+    ("GivesOneNumberInARow", lambda loss, logits: loss[None], {}),
+    ("GivesItsLogitsFirst", lambda loss, logits: (logits, loss), {}),  # nanoGPT: the loss is the only number
+    (
+        "GivesTwoLosses",
+        lambda loss, logits: [loss, logits.square().mean()],
+        {"doubt": "2 numbers that have gradients; the first alone"},
+    ),
+    ("GivesADictionaryWithoutLoss", lambda loss, logits: {"logits": logits}, {"refused": "holds no loss"}),
+    (
+        "GivesALossForEachToken",
+        lambda loss, logits: logits.logsumexp(-1),
+        {"refused": r"one number|has the shape \(4, 64\)"},
+    ),
+    ("GivesNothing", lambda loss, logits: None, {"refused": "holds no loss"}),
+]
+for _name, _give, _says in GIVES:
+    awkward(**_says)(type(_name, (_Gives,), {"give": staticmethod(_give)}))
 
 
 def _nested() -> dict[str, Any]:

@@ -143,6 +143,42 @@ class SelectsByMask(Words):
 
 
 @awkward(masked)
+class SelectsStates(Words):
+    def forward(self, ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+        kept = torch.masked_select(self.embed(ids), mask[..., None].bool()).view(-1, WIDTH)
+        return self.loss(self.block(kept), labels[mask.bool()])
+
+
+@awkward(masked)
+class FillsAMask(Words):
+    def forward(self, ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+        chosen = torch.zeros(mask.shape, dtype=torch.bool, device=ids.device)
+        for row in range(len(ids)):
+            chosen[row, : int(mask[row].sum())] = True
+        return self.loss(self.block(self.embed(ids)[chosen]), labels[chosen])
+
+
+@awkward(masked)
+class WritesByAMask(Words):
+    """One row of numbers that learn, wherever there is padding."""
+
+    def forward(self, ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+        h = self.block(self.embed(ids)).clone()
+        h[mask == 0] = self.outer.bias
+        return self.loss(h, labels)
+
+
+@awkward(words)
+class CallsByName(Words):
+    """By the text of an id, by a tensor made of one, and by whether an id is there."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        h = {f"block {ids[0, 0].item()}": self.block}[f"block {ids[0, 0]}"](self.embed(ids))
+        width = torch.tensor([ids[0, 0].remainder(8) + 8, 7], device=ids.device).max()
+        return self.loss(h, labels) if WORDS in ids else self.loss(h[:, :width], labels[:, :width])
+
+
+@awkward(masked)
 class DropsIgnoredLabels(Words):
     def forward(self, ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
         counted = labels != -100
@@ -253,7 +289,8 @@ class ChecksItsIds(Words):
 class DropsAFullMask(Words):
     def forward(self, ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
         h = self.embed(ids)[:, None]
-        bias = None if mask.all() else mask.bool()[:, None, None, :]
+        full = mask.all() or torch.equal(mask, torch.ones_like(mask))
+        bias = None if full else mask.bool()[:, None, None, :]
         return self.loss(self.block(F.scaled_dot_product_attention(h, h, h, attn_mask=bias)), labels)
 
 

@@ -96,9 +96,7 @@ class MultiQuery(nn.Module):
         return out.pow(2).mean()
 
 
-def trace_of(
-    module: nn.Module, policy: Policy | None = None, length: int = 16, recipe: str = "bf16"
-) -> Trace:
+def trace_of(module: nn.Module, length: int = 16, recipe: str = "bf16") -> Trace:
     model = Model.from_module(module, {"x": torch.ones(2, length, 64)})
     job = Job(model=model, task=Task.CUSTOM, batch_size=2)
     return rehearse(job, Recipe.parse(recipe).setup(), CudaPolicy())

@@ -20,8 +20,6 @@ from snugfit.planning.lengths.lengths import plan_lengths
 from snugfit.planning.search.search import plan
 from snugfit.planning.search.space import space_of
 from snugfit.prediction.predict import predict
-from snugfit.rehearsal.device.notes import PolicyNotes
-from snugfit.rehearsal.device.overrides import in_force
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.report import compare
@@ -57,13 +55,6 @@ def test_a_trace_says_it_once(loop: str) -> None:
 
 def test_a_repeated_trace_says_it() -> None:
     assert rehearse(BERT, Recipe.parse("micro_batches(8)").setup(), CudaPolicy()).doubts == (SENTENCE,)
-
-
-def test_an_override_can_say_it_too() -> None:
-    sentences: list[str] = []
-    with in_force(CudaPolicy(), PolicyNotes(doubt=sentences.append)) as notes:
-        notes.doubt(SENTENCE)
-    assert sentences == [SENTENCE]
 
 
 def test_every_face_of_a_prediction_says_it() -> None:

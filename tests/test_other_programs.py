@@ -116,11 +116,7 @@ HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}
     ("model_type", "facts", "packages"),
     [
         ("mamba", {}, ("mamba_ssm", "causal_conv1d", "mambapy")),
-        (
-            "lfm2",
-            {"num_attention_heads": 2, "num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]},
-            ("causal_conv1d",),
-        ),
+        ("lfm2", {**HEADS, "layer_types": ["conv", "full_attention"]}, ("causal_conv1d",)),
         ("rwkv", {"attention_hidden_size": 32}, ("kernels",)),
     ],
 )
