@@ -5,18 +5,24 @@ A checkpointed step gives the gradients of the plain one, and its rehearsal comp
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from fitted import model_of, padded, quiet, spoken, trainer_of
+from snugfit import accelerate, fit
+from snugfit.errors import RecipeError
 from snugfit.job.config import check_facts
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
+from snugfit.planning.search.space import space_of
+from snugfit.prediction.predict import predict
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
-from snugfit.step.checkpointing import checkpoint_layers
+from snugfit.step.checkpointing import NAMES, checkpoint_layers
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import CheckpointWish
 
@@ -139,3 +145,50 @@ def test_stacks_of_two_classes_and_models_whose_cache_stays_on_are_checkpointed(
     plain = gradients(model, batch)
     checkpoint_layers(model, CheckpointWish())
     torch.testing.assert_close(gradients(model, batch), plain)
+
+
+# ---- adapters that hand the layers a cache ---------------------------------------------------------------
+
+RECOMPUTING = ("every_layer", "every_nth_layer", "segments(2)")
+DROPPED = "(?s)PREFIX_TUNING.*would be left out.*keep_all"
+
+
+def with_prefix() -> Any:
+    import peft
+
+    config = peft.PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    return peft.get_peft_model(model_of("llama"), config, adapter_name="mine")
+
+
+def prefix_job() -> Job:
+    example = padded(spoken(4))
+    return Job(model=Model.from_module(with_prefix(), example), task=Task.CUSTOM, batch_size=4)
+
+
+@pytest.mark.parametrize("recipe", RECOMPUTING)
+def test_a_prefix_that_recomputed_layers_would_drop_is_refused(recipe: str) -> None:
+    """The fault: transformers gives checkpointed layers no cache, and what trains is a model without it."""
+    with pytest.raises(RecipeError, match=DROPPED):
+        predict(prefix_job(), recipe, gpu="h200")
+
+
+def test_a_plan_leaves_out_what_drops_a_prefix_and_says_why() -> None:
+    space = space_of(prefix_job())
+    assert not any(candidate.setup.checkpoint for candidate in space.candidates)
+    assert any("PREFIX_TUNING" in one.why for one in space.excluded if one.what == "every_layer")
+
+
+def test_the_front_ends_refuse_to_drop_a_prefix(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, with_prefix(), spoken())
+    with pytest.raises(RecipeError, match=DROPPED):
+        fit(trainer, "every_layer", watch=quiet)
+    name = next(name for name in NAMES if hasattr(trainer.args, name))
+    for more in {}, {f"{name}_kwargs": {"offload": True}}:
+        asked_for = trainer_of(tmp_path, with_prefix(), spoken(), **{name: True, **more})
+        with pytest.raises(RecipeError, match=DROPPED):
+            fit(asked_for, watch=quiet)
+    model = with_prefix()
+    optimizer = torch.optim.SGD([weight for weight in model.parameters() if weight.requires_grad], lr=0.1)
+    loader = torch.utils.data.DataLoader(spoken(), batch_size=4, collate_fn=padded)
+    with pytest.raises(RecipeError, match=DROPPED):
+        accelerate(model, optimizer, loader, "segments(2)", watch=quiet)

@@ -18,6 +18,7 @@ from snugfit.step.trainer_hooks import overrides
 from snugfit.step.transformers_internals import made_by_accelerate, replace_model, set_arguments
 from snugfit.step.wishes.handler import LiveTraining
 from snugfit.step.wishes.optimizer import known_numbers, make_optimizer
+from snugfit.techniques.kv_prefix import dropped_prefix
 from snugfit.techniques.technique import Slot
 from snugfit.training.checkpoint.optimizer_state import refuse_optimizer
 
@@ -66,6 +67,8 @@ def apply(trainer: Any, job: Job, recipe: Recipe, user_slots: frozenset[Slot] = 
     recipe.check(job, capability_of(args.device))
     live, brings = live_of(trainer, recipe), brings_optimizer(trainer)
     reasons = [text for slot, text in _objections(trainer, live, brings) if slot not in user_slots]
+    if any(getattr(args, name, False) for name in NAMES):  # also as no recipe can say it
+        reasons += dropped_prefix(job) if Slot.CHECKPOINTING in user_slots else ()
     unchanged = user_slots | {Slot.OPTIMIZER} if brings else user_slots
     if Slot.OPTIMIZER in unchanged:
         _refuse_users_optimizer(trainer, brings)

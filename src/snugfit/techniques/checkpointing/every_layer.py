@@ -6,12 +6,17 @@ forward pass: a step takes about a third longer.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from snugfit.techniques.counterpart import Counterpart
+from snugfit.techniques.kv_prefix import dropped_prefix
 from snugfit.techniques.setup import CheckpointWish, Setup
-from snugfit.techniques.technique import Fidelity, Technique
+from snugfit.techniques.technique import Fidelity, Technique, TechniqueBySlot
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,3 +57,7 @@ class EveryLayer(Technique):
     def install(self, setup: Setup) -> Setup:
         """Makes each layer a span of its own and recomputes all of them."""
         return replace(setup, checkpoint=CheckpointWish())
+
+    def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
+        """A prefix of keys and values would be dropped."""
+        return dropped_prefix(job)

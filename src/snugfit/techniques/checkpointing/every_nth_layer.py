@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from snugfit.techniques.counterpart import Counterpart, Setting
+from snugfit.techniques.kv_prefix import dropped_prefix
 from snugfit.techniques.setting import between
 from snugfit.techniques.setup import CheckpointWish, Setup
-from snugfit.techniques.technique import Fidelity, Technique
+from snugfit.techniques.technique import Fidelity, Technique, TechniqueBySlot
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
@@ -42,6 +43,10 @@ class EveryNthLayer(Technique):
     def install(self, setup: Setup) -> Setup:
         """Makes each layer a span of its own and recomputes every n-th."""
         return replace(setup, checkpoint=CheckpointWish(every=self.n))
+
+    def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
+        """A prefix of keys and values would be dropped."""
+        return dropped_prefix(job)
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:

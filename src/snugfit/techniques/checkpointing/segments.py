@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
+from snugfit.techniques.kv_prefix import dropped_prefix
 from snugfit.techniques.setting import between
 from snugfit.techniques.setup import CheckpointWish, Setup
 from snugfit.techniques.technique import Fidelity, Technique, TechniqueBySlot
@@ -40,7 +41,9 @@ class Segments(Technique):
         return replace(setup, checkpoint=CheckpointWish(layers_per_span=0, spans=self.k))
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """A segment's layers are called together, so each may hand on its hidden state and nothing else."""
+        """A segment's layers are called together, so each may hand on its hidden state and nothing else; a
+        prefix of keys and values would be dropped."""
+        yield from dropped_prefix(job)
         if job.trains and job.model.architecture in HANDING_ON:
             yield (
                 f"the layers of {job.model.architecture} hand a position bias on from one to the next, and "
