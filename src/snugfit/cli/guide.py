@@ -40,6 +40,7 @@ def guide(
     """Predict (and measure) the experiments of the Hugging Face single-GPU guide."""
     from snugfit.cli.progress import show_progress
     from snugfit.errors import GpuError
+    from snugfit.evaluation.guide_suite import own_gpu
     from snugfit.job.gpu import find_gpu
     from snugfit.report.text.files import writable_folder
 
@@ -47,7 +48,7 @@ def guide(
     name = None if gpu and not measure else gpu_here()
     if measure and name is None:
         raise GpuError("--measure: there is no GPU here to run the suite on. Leave it out to predict.")
-    target = find_gpu(gpu or name or _guides_gpu())
+    target = find_gpu(gpu or name or own_gpu())
     folder = writable_folder(output)
 
     from snugfit.evaluation.guide import run
@@ -70,9 +71,3 @@ def _print(result: GuideResult, form: str) -> None:
         typer.echo(csv(result) if form == "csv" else markdown(result, plot="guide.png"), nl=False)
     else:
         print_as(form, result.to_json(), render(result))
-
-
-def _guides_gpu() -> str:
-    from snugfit.evaluation.guide_suite import own_gpu
-
-    return own_gpu()

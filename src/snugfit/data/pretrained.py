@@ -6,11 +6,11 @@ The hub itself is never asked, and code that comes with a tokenizer or a process
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from snugfit.errors import UsageError, one_line
 
@@ -29,6 +29,8 @@ def load_pretrained(
     `what` and `word` are what a person calls it, `file` is the one that its folder has as a rule; a folder is
     taken for one if it has a file of any of the `patterns`.
     """
+    from huggingface_hub import constants
+
     name = os.path.expanduser(os.fspath(name_or_folder))
     folder = Path(name)
     if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in patterns):
@@ -38,7 +40,9 @@ def load_pretrained(
     if not folder.is_dir() and (folder.exists() or name.startswith((".", "/"))):
         raise UsageError(f"{folder}: the {word} is a folder with a {file}, or a name on the hub.")
     try:
-        with _offline():
+        # `local_files_only` opens sockets all the same: the headers of a request that is never sent are made,
+        # and for them the hub is asked about coding agents.
+        with patch.object(constants, "HF_HUB_OFFLINE", True):
             return load(name, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # OSError, ValueError, and whatever a broken file makes of it
         cure = f"Give a folder with a {file}"
@@ -50,17 +54,3 @@ def load_pretrained(
         raise UsageError(
             f"{name}: transformers cannot load its {what} ({one_line(error, 300)}). {cure}."
         ) from None
-
-
-@contextlib.contextmanager
-def _offline() -> Iterator[None]:
-    """Within it, huggingface_hub opens no socket. `local_files_only` does not do for that: the headers of a
-    request that is never sent are made all the same, and for them the hub is asked about coding agents."""
-    from huggingface_hub import constants
-
-    before = constants.HF_HUB_OFFLINE
-    constants.HF_HUB_OFFLINE = True
-    try:
-        yield
-    finally:
-        constants.HF_HUB_OFFLINE = before

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from snugfit.frontends.items import items_in, shifts_labels
 from snugfit.job.batch_layout import BatchLayout, map_leaves
@@ -113,25 +114,18 @@ def _as_it_was(model: torch.nn.Module) -> Iterator[None]:
 def unchanged_attributes(holder: Any) -> Iterator[None]:
     """What an object counts and collects within it is afterwards forgotten: a Trainer's own loss may gather
     figures for its log."""
-    plain = (int, float, str, dict, list)
-    names = set(vars(holder))
-    before = {
-        name: (value, _copy_containers(value))
+    containers = [
+        (value, _copy_containers(value))
         for name, value in vars(holder).items()
-        if isinstance(value, plain) and not name.endswith("dataset")
-    }
-    try:
-        yield
-    finally:
-        for name in [name for name in vars(holder) if name not in names]:
-            delattr(holder, name)
-        for name, (value, content) in before.items():
-            vars(holder)[name] = value
-            if isinstance(value, dict):  # others may hold it too
+        if isinstance(value, dict | list) and not name.endswith("dataset")
+    ]
+    with patch.dict(vars(holder)):
+        try:
+            yield
+        finally:
+            for value, content in containers:  # others may hold it too
                 value.clear()
-                value.update(content)
-            elif isinstance(value, list):
-                value[:] = content
+                (value.update if isinstance(value, dict) else value.extend)(content)
 
 
 def _copy_containers(value: Any) -> Any:

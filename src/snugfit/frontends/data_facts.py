@@ -15,7 +15,7 @@ from typing import Any
 from snugfit.frontends.loader import count_of, fingerprint_of
 from snugfit.frontends.own_state import OwnState
 from snugfit.training.checkpoint.facts import CONTENT, Facts, settings_of
-from snugfit.training.rng import host_rng_states, set_host_rng_states
+from snugfit.training.rng import preserve_rng
 
 READ = 8
 """Samples that a fingerprint reads. A choice: other data is other in nearly all of them, and reading pictures
@@ -70,14 +70,11 @@ def _sample(dataset: Any, index: int) -> Any:
     import numpy
     import torch
 
-    before = host_rng_states()
-    torch.default_generator.manual_seed(0)
-    random.seed(0)
-    numpy.random.seed(0)
-    try:
+    with preserve_rng(torch.device("cpu")):
+        torch.default_generator.manual_seed(0)
+        random.seed(0)
+        numpy.random.seed(0)
         return dataset[index]
-    finally:
-        set_host_rng_states(before)
 
 
 def _values(sample: Any) -> Iterator[tuple[str, str]]:

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-from snugfit.step.transformers_internals import set_while
+from unittest.mock import patch
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -91,7 +90,7 @@ class TrainerHooks(Trainer):  # type: ignore[misc]
         epoch, begins_at = keywords["epoch"], keywords["epochs_trained"]
         skipped = keywords["steps_trained_in_current_epoch"] if epoch == begins_at else 0
         loader = self.snugfit_epoch_begins(keywords.pop("train_dataloader"), epoch, skipped)
-        with set_while(transformers.trainer, skip_first_batches=_skip_nothing):
+        with patch.object(transformers.trainer, "skip_first_batches", _skip_nothing):
             return super()._run_epoch(*arguments, train_dataloader=loader, **keywords)
 
     def _maybe_log_save_evaluate(self, *arguments: Any, **keywords: Any) -> None:
@@ -141,7 +140,8 @@ class TrainerHooks(Trainer):  # type: ignore[misc]
 
     def _finalize_training(self, *arguments: Any, **keywords: Any) -> Any:
         if self.snugfit_before_finish():
-            with set_while(self.args, save_total_limit=None):  # which checkpoints go is not for it to say
+            # Which checkpoints go is not for it to say.
+            with patch.object(self.args, "save_total_limit", None):
                 return super()._finalize_training(*arguments, **keywords)
         self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
         self.is_in_train = False

@@ -19,22 +19,12 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 if TYPE_CHECKING:
     import torch
 
 _DEVICE = "ACCELERATE_TORCH_DEVICE"
-
-
-@contextlib.contextmanager
-def set_while(holder: Any, **values: Any) -> Iterator[None]:
-    """Within it these attributes of an object or a module have other values."""
-    before = {name: getattr(holder, name) for name in values}
-    vars(holder).update(values)
-    try:
-        yield
-    finally:
-        vars(holder).update(before)
 
 
 # ---- a device that is not there --------------------------------------------------------------------------
@@ -45,25 +35,14 @@ def placed_on(device: torch.device) -> Iterator[None]:
     """Within it, accelerate sets itself up for `device`; afterwards its state is what it was."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
-    classes = (PartialState, AcceleratorState, GradientState)
-    before = [dict(kind._shared_state) for kind in classes]
-    environment = os.environ.get(_DEVICE)
-    for kind in classes:
-        kind._shared_state.clear()
-    if device.type == "meta":
-        os.environ[_DEVICE] = "cuda"
-    elif device.type == "cpu":
-        os.environ[_DEVICE] = "cpu"
-    try:
-        with _as_on_a_gpu() if device.type == "meta" else contextlib.nullcontext():
-            yield
-    finally:
-        os.environ.pop(_DEVICE, None)
-        if environment is not None:
-            os.environ[_DEVICE] = environment
-        for kind, state in zip(classes, before, strict=True):
-            kind._shared_state.clear()
-            kind._shared_state.update(state)
+    variables = {"meta": {_DEVICE: "cuda"}, "cpu": {_DEVICE: "cpu"}}
+    with contextlib.ExitStack() as changes:
+        for kind in (PartialState, AcceleratorState, GradientState):
+            changes.enter_context(patch.dict(kind._shared_state, clear=True))
+        changes.enter_context(patch.dict(os.environ, variables.get(device.type, {})))
+        if device.type == "meta":
+            changes.enter_context(_as_on_a_gpu())
+        yield
 
 
 @contextlib.contextmanager
@@ -73,8 +52,8 @@ def _as_on_a_gpu() -> Iterator[None]:
     import transformers.training_args
 
     with (
-        set_while(transformers.training_args, is_torch_bf16_gpu_available=_always),
-        set_while(accelerate.accelerator, is_bf16_available=_always),
+        patch.object(transformers.training_args, "is_torch_bf16_gpu_available", _always),
+        patch.object(accelerate.accelerator, "is_bf16_available", _always),
     ):
         yield
 
@@ -225,9 +204,13 @@ def bare_model(model: Any) -> Iterator[None]:
 def without_loader_record(trainer: Any) -> Iterator[None]:
     """A loader that is made within it has no workers, and accelerate does not remember it."""
     args, accelerator = trainer.args, trainer.accelerator
-    workers = {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False}
     with (
-        set_while(args, **{f"dataloader_{name}": value for name, value in workers.items()}),
-        set_while(accelerator, _dataloaders=list(accelerator._dataloaders)),
+        patch.multiple(
+            args,
+            dataloader_num_workers=0,
+            dataloader_prefetch_factor=None,
+            dataloader_persistent_workers=False,
+        ),
+        patch.object(accelerator, "_dataloaders", list(accelerator._dataloaders)),
     ):
         yield

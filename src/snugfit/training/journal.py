@@ -28,13 +28,9 @@ class Journal:
     """Writes a run's events, and passes them on to whoever watches; of a run without a folder it writes
     nothing."""
 
-    def __init__(self, folder: Path | None, watch: Callable[[Event], None] = lambda event: None) -> None:
-        self._path, self._watchers = folder and folder / JOURNAL, [watch]
+    def __init__(self, folder: Path | None, *watchers: Callable[[Event], None]) -> None:
+        self._path, self._watchers = folder and folder / JOURNAL, watchers
         self._begun = self._broken = False
-
-    def add_watcher(self, watch: Callable[[Event], None]) -> None:
-        """One more who hears the events."""
-        self._watchers.append(watch)
 
     def tell(self, kind: str, /, **fields: Any) -> None:
         """Writes an event of this kind, now, and passes it on."""

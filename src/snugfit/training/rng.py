@@ -63,18 +63,12 @@ def rng_states_to_json(states: HostRngStates) -> list[Any]:
 
 def rng_states_from_json(document: list[Any]) -> HostRngStates:
     """The states that `rng_states_to_json` wrote."""
+    import numpy
     import torch
 
-    words, (version, internal, gauss), numpys = document
-    python = (version, tuple(internal), gauss)
-    return HostRngStates(torch.tensor(words, dtype=torch.uint8), python, _numpy_state(numpys))
-
-
-def _numpy_state(parts: Any) -> tuple[Any, ...]:
-    import numpy
-
-    kind, words, *rest = parts
-    return (kind, numpy.array(words, dtype=numpy.uint32), *rest)
+    state, (version, internal, gauss), (kind, words, *rest) = document
+    python, numpys = (version, tuple(internal), gauss), (kind, numpy.array(words, numpy.uint32), *rest)
+    return HostRngStates(torch.tensor(state, dtype=torch.uint8), python, numpys)
 
 
 def all_rng_states(device: torch.device) -> dict[str, Any]:
@@ -82,11 +76,7 @@ def all_rng_states(device: torch.device) -> dict[str, Any]:
     checkpoints hold them."""
     host = host_rng_states()
     kind, words, *rest = host.numpy
-    return {
-        "torch": rng_states(device),
-        "numpy": (kind, words.tolist(), *rest),
-        "python": host.python,
-    }
+    return {"torch": rng_states(device), "numpy": (kind, words.tolist(), *rest), "python": host.python}
 
 
 def restore_all_rng_states(states: Mapping[str, Any], device: torch.device) -> None:
@@ -94,7 +84,7 @@ def restore_all_rng_states(states: Mapping[str, Any], device: torch.device) -> N
     import numpy
 
     set_rng_states(states["torch"], device)
-    numpy.random.set_state(_numpy_state(states["numpy"]))
+    numpy.random.set_state(states["numpy"])
     random.setstate(states["python"])
 
 

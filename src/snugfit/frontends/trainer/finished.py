@@ -82,18 +82,14 @@ def finished_output(
 
 def _asks_for_it(root: Path, resume_from: str | bool | None) -> bool:
     """Whether the newest state of the folder is asked for; without a word only by another process."""
+    from transformers.trainer_utils import get_last_checkpoint
+
     if resume_from is None:
         return root.resolve() not in FOLDERS_OF_THIS_PROCESS
     if isinstance(resume_from, bool):
         return resume_from
-    named = Path(resume_from)
-    newest = max(root.glob("checkpoint-*"), key=_step_of, default=None)
-    return newest is not None and named.resolve() == newest.resolve()
-
-
-def _step_of(folder: Path) -> int:
-    number = folder.name.removeprefix("checkpoint-")
-    return int(number) if number.isdecimal() else -1
+    newest = get_last_checkpoint(root)
+    return newest is not None and Path(resume_from).resolve() == Path(newest).resolve()
 
 
 def _length(trainer: Any) -> list[float]:

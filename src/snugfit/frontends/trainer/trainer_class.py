@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from snugfit.errors import SnugfitError
 from snugfit.frontends.items import pieces_of
@@ -33,11 +34,7 @@ from snugfit.frontends.trainer.users_files import weights_folder
 from snugfit.step.applier import forward_context, run_context, set_process
 from snugfit.step.memory_errors import memory_cause
 from snugfit.step.trainer_hooks import StepEnd, TrainerHooks, keeping_bases
-from snugfit.step.transformers_internals import (
-    average_losses_over_all_steps,
-    set_while,
-    weigh_losses_ourselves,
-)
+from snugfit.step.transformers_internals import average_losses_over_all_steps, weigh_losses_ourselves
 from snugfit.techniques.technique import Slot
 from snugfit.training.checkpoint.weights import load_weights
 from snugfit.training.interrupt import EXIT_CODES, EvaluationStopped
@@ -74,8 +71,10 @@ class FittedTrainer(TrainerHooks):
         set_process(setup, self.args.device)
         with (
             run_context(setup, self.snugfit.user_slots),
-            set_while(self.args, logging_nan_inf_filter=False, restore_callback_states_from_checkpoint=True),
-            set_while(self.accelerator.dataloader_config, non_blocking=_is_page_locked(self.args)),
+            patch.multiple(
+                self.args, logging_nan_inf_filter=False, restore_callback_states_from_checkpoint=True
+            ),
+            patch.object(self.accelerator.dataloader_config, "non_blocking", _is_page_locked(self.args)),
             open_run(self, resume_from_checkpoint) as run,
         ):
             if run.checkpoints.finished is not None:

@@ -63,9 +63,8 @@ def train(
     if restart and resume_from is not None:
         raise UsageError("restart begins anew, and resume_from_checkpoint goes back: leave one of them out.")
     named = None if resume_from is None else Path(resume_from)
-    journal = Journal(run.folder.absolute(), watch)
     reports = Reports(run, restart=restart, warn=lambda text: journal.tell("warning", text=text))
-    journal.add_watcher(reports)
+    journal = Journal(run.folder.absolute(), watch, reports)
     with (
         open_store(run.folder, begin_anew=BEGIN_ANEW) as store,
         run_context(run.recipe.setup()),
