@@ -312,3 +312,52 @@ class SinkhornsItsScores(Numbers):
                 plan = plan / plan.sum(0, keepdim=True)
                 plan = plan / plan.sum(1, keepdim=True)
         return -(plan * scores.log_softmax(-1)).sum(-1).mean()
+
+
+@awkward(numbers)
+class ProjectsATransposedInput(Numbers):
+    """A layer with a bias adds it in place to the product of an input that is not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.over_time = nn.Linear(LENGTH, 8 * LENGTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.over_time(self.block(x).transpose(1, 2)).mean()
+
+
+class _WithLoss(Numbers):
+    """One of the losses that are a single operator, on 4 x 64 x 256 scores."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.inner(self.block(x))
+        return self.criterion(scores, torch.ones_like(scores))
+
+    def criterion(self, scores: Tensor, target: Tensor) -> Tensor:
+        return F.soft_margin_loss(scores, target)
+
+
+@awkward(numbers)
+class TakesASoftMargin(_WithLoss):
+    pass
+
+
+@awkward(numbers)
+class TakesBinaryCrossEntropy(_WithLoss):
+    def criterion(self, scores: Tensor, target: Tensor) -> Tensor:
+        return F.binary_cross_entropy(scores.sigmoid(), target)
+
+
+@awkward(numbers)
+class WeighsBinaryCrossEntropy(_WithLoss):
+    def criterion(self, scores: Tensor, target: Tensor) -> Tensor:
+        weights = torch.ones_like(scores[0, 0])
+        return F.binary_cross_entropy_with_logits(2 * scores, target, target, pos_weight=weights)
+
+
+@awkward(numbers)
+class TakesMarginsOfClasses(_WithLoss):
+    def criterion(self, scores: Tensor, target: Tensor) -> Tensor:
+        rows = scores.flatten(0, 1)
+        several = F.multilabel_margin_loss(rows, target.long().flatten(0, 1))
+        return several + F.multi_margin_loss(rows, target[..., 0].long().flatten())

@@ -5,15 +5,22 @@ take a fused operator where there is one. On `meta` there is none. These kernels
 call the operator that the device's build would call, so that it saves the same tensors for backward.
 Sources: `aten/src/ATen/native/{Dropout,SoftMax,layer_norm}.cpp` and `native/transformers/attention.cpp`,
 torch 2.13.
+
+Others write in place on a device and make new tensors while a dispatch mode is active, such as the recorder:
+torch composes them so that tensors of other kinds can see every step (`isTensorSubclassLike`). A layer's bias
+is added to the product of an input that is not contiguous (`native/Linear.cpp`), and the gradient of binary
+cross-entropy is made in one tensor (`torch/csrc/autograd/FunctionsManual.cpp`; torch 2.11 to 2.13).
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from snugfit.rehearsal.device import attention
 from snugfit.rehearsal.device.attention_choice import Operands
+from snugfit.rehearsal.device.autocast import KEY
 from snugfit.rehearsal.device.recurrent import recurrent_kernels
 
 if TYPE_CHECKING:
@@ -73,6 +80,7 @@ def composites(policy: Policy, notes: PolicyNotes) -> dict[str, Callable[..., An
         "softmax.int": softmax,
         "log_softmax.int": log_softmax,
         "one_hot": _one_hot,
+        **_in_place_kernels(),
     }
     if policy.fuses_dropout:
         table["dropout"] = dropout
@@ -81,6 +89,71 @@ def composites(policy: Policy, notes: PolicyNotes) -> dict[str, Callable[..., An
     if policy.runs_cudnn:
         table |= recurrent_kernels(notes.doubt)
     return table
+
+
+def _in_place_kernels() -> dict[str, Callable[..., Any]]:
+    """Kernels that write in place, by operator name."""
+    import torch
+
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradMeta)
+    kernels = {"linear": _linear, "binary_cross_entropy_with_logits": _with_logits}
+    return {
+        name: kernel(torch.library.get_kernel(f"aten::{name}", KEY), keys) for name, kernel in kernels.items()
+    }
+
+
+def _linear(plain: Any, keys: Any) -> Callable[..., Any]:
+    import torch
+
+    forward_mode: Any = torch.autograd.forward_ad
+
+    def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if bias is None or x.dim() == 2 or x.is_contiguous() or forward_mode._current_level >= 0:
+            out: torch.Tensor = plain.call_boxed(keys, x, weight, bias)
+            return out
+        return torch.matmul(x, weight.t()).add_(bias)
+
+    return linear
+
+
+def _with_logits(plain: Any, keys: Any) -> Callable[..., Any]:
+    import torch
+
+    aten = torch.ops.aten
+
+    class _CrossEntropy(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, *others: Any) -> torch.Tensor:
+            ctx.save_for_backward(x, *others[:3])
+            ctx.reduction = others[3]
+            with torch._C._AutoDispatchBelowAutograd():
+                return aten.binary_cross_entropy_with_logits(x, *others)  # type: ignore[no-any-return]
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+            x, target, weight, pos_weight = ctx.saved_tensors
+            if pos_weight is None:
+                of_x = x.sigmoid().sub_(target)
+            else:
+                weighted = pos_weight.mul(target)
+                of_x = weighted.add(1).sub_(target).mul_(x.sigmoid()).sub_(weighted)
+            of_x.mul_(gradient)
+            if weight is not None:
+                of_x.mul_(weight)
+            return (of_x.div_(x.numel()) if ctx.reduction == 1 else of_x, None, None, None, None)
+
+    def cross_entropy(
+        x: torch.Tensor,
+        target: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        pos_weight: torch.Tensor | None = None,
+        reduction: int = 1,
+    ) -> torch.Tensor:
+        run: Any = functools.partial(plain.call_boxed, keys) if target.requires_grad else _CrossEntropy.apply
+        out: torch.Tensor = run(x, target, weight, pos_weight, reduction)
+        return out
+
+    return cross_entropy
 
 
 def _one_hot(x: torch.Tensor, num_classes: int = -1) -> torch.Tensor:

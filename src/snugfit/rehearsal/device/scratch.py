@@ -13,6 +13,7 @@ On every device, because dispatch sees one operator where torch composes several
   `native/layer_norm.cpp` and `native/cuda/layer_norm_kernel.cu`);
 - the backward pass of log-softmax, too, works on a contiguous copy of its gradient (`host_softmax_backward`,
   `native/SoftMax.cpp` and `native/cuda/SoftMax.cu`);
+- losses that end in one number hold all elements (`native/Loss.cpp`, `native/BinaryOps.cpp`);
 - embedding flattens its indices (`indexing.py`);
 - the backward pass of CTC has a table of its own beside forward's (`native/LossCTC.cpp`).
 
@@ -54,6 +55,10 @@ def _safe_softmax(arguments: Sequence[Any], out: Any) -> Scratch:
     return (OUTPUTS, *nest(*temporaries))
 
 
+def _nbytes(tensor: Any) -> int:
+    return int(tensor.numel() * tensor.element_size())
+
+
 def _operand_copy(arguments: Sequence[Any], out: Any) -> Scratch:
     operand = arguments[0]
     if operand.dtype == out.dtype:
@@ -74,8 +79,25 @@ def _huber(arguments: Sequence[Any], out: Any) -> Scratch:
 
 def _with_logits(arguments: Sequence[Any], out: Any) -> Scratch:
     elements = arguments[0].numel() * out.element_size()
-    buffers = (Buffer("log-sigmoid", elements), Buffer("elements", elements))
-    return nest(*buffers[: 1 + (not out.dim())], during=(OUTPUTS,))
+    log_sigmoid, loss = Buffer("log-sigmoid", elements), Buffer("elements", elements)
+    weights: Scratch = ()
+    if len(arguments) > 3 and arguments[3] is not None:
+        less_one = Buffer("pos_weight - 1", _nbytes(arguments[3]))
+        weights = (*nest(less_one, during=(Buffer("weights", elements),)), Buffer("weights", -elements))
+    reduced = nest(loss, during=(OUTPUTS,)) if not out.dim() else (OUTPUTS,)
+    return nest(log_sigmoid, during=(*weights, *reduced))
+
+
+def _mean_within(arguments: Sequence[Any], out: Any) -> Scratch:
+    """The mean of the elements, before it is written over the first of them."""
+    return (OUTPUTS, *nest(Buffer("mean", out.element_size()))) if not out.dim() else ()
+
+
+def _soft_margin_backward(arguments: Sequence[Any], out: Any) -> Scratch:
+    elements = out.numel() * out.element_size()
+    exponent = nest(Buffer("-target", elements), Buffer("exponent", elements))
+    z = Buffer("exp", elements)
+    return (*exponent[:2], z, *exponent[2:], OUTPUTS, Buffer("exp", -elements))
 
 
 def _layer_norm(arguments: Sequence[Any], out: Any) -> Scratch:
@@ -89,12 +111,11 @@ def _layer_norm_backward(arguments: Sequence[Any], out: Any) -> Scratch:
 def _contiguous(operand: Any) -> Scratch:
     if operand.is_contiguous():
         return ()
-    return nest(Buffer("contiguous input", operand.numel() * operand.element_size()), during=(OUTPUTS,))
+    return nest(Buffer("contiguous input", _nbytes(operand)), during=(OUTPUTS,))
 
 
 def _ctc_backward(arguments: Sequence[Any], out: Any) -> Scratch:
-    log_alpha = arguments[6]
-    return (OUTPUTS, *nest(Buffer("log beta", log_alpha.numel() * log_alpha.element_size())))
+    return (OUTPUTS, *nest(Buffer("log beta", _nbytes(arguments[6]))))
 
 
 def _log_softmax_backward(arguments: Sequence[Any], out: Any) -> Scratch:
@@ -105,7 +126,7 @@ def _log_softmax_backward(arguments: Sequence[Any], out: Any) -> Scratch:
 def _contiguous_copy(operand: Any) -> Scratch:
     if operand.is_contiguous():
         return ()
-    return nest(Buffer("contiguous gradient", operand.numel() * operand.element_size()))
+    return nest(Buffer("contiguous gradient", _nbytes(operand)))
 
 
 NORM_CHUNK = 65_536
@@ -147,7 +168,7 @@ def _norm(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
 
 def _softmax_backward(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
     gradient = arguments[0]
-    return _within("grad * output", gradient.numel() * gradient.element_size())
+    return _within("grad * output", _nbytes(gradient))
 
 
 def _cudnn_forward(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
@@ -166,7 +187,7 @@ def _fused_attention_backward(arguments: Sequence[Any], out: Any, gpu: GpuSize) 
 def _efficient_backward(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
     gradient, query = arguments[0], arguments[1]
     batch, heads, length, width = query.shape
-    product = gradient.numel() * gradient.element_size()
+    product = _nbytes(gradient)
     row = 4 * batch * heads * length
     workspace = batch * heads * -(-length // 64) * (64 * 64 * -(-width // 64) * 4 + 16)
     return (
@@ -235,6 +256,9 @@ _COMPOSED: dict[str, Callable[[Sequence[Any], Any], Scratch]] = {
     "aten::smooth_l1_loss": _elements,
     "aten::huber_loss": _huber,
     "aten::binary_cross_entropy_with_logits": _with_logits,
+    "aten::binary_cross_entropy": _mean_within,
+    "aten::soft_margin_loss": _mean_within,
+    "aten::soft_margin_loss_backward": _soft_margin_backward,
     "aten::native_layer_norm": _layer_norm,
     "aten::native_layer_norm_backward": _layer_norm_backward,
     "aten::embedding": indexing.embedding,

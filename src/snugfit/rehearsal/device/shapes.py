@@ -4,8 +4,8 @@ torch's shape function of grouped matrix products pads the result's rows in a CU
 refuses dtypes that CUDA's fallback takes. A rehearsal must give the same on every build.
 
 RMS norm is one kernel on CUDA (`_fused_rms_norm_cuda`, `native/cuda/layer_norm_kernel.cu`) and has no shape
-function, because torch would compose it elsewhere. CTC's backward pass has none either. Those of two losses
-hide how large the buffer is that their one number lies in.
+function, because torch would compose it elsewhere. The backward passes of CTC and of the margin losses have
+none either. Those of four losses hide how large the buffer is that their one number lies in.
 """
 
 from __future__ import annotations
@@ -90,6 +90,18 @@ def shrunk_loss(first: torch.Tensor, second: torch.Tensor, reduction: int = 1, *
     return elements.resize_(()) if reduction else elements
 
 
+def binary_cross_entropy(
+    x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None = None, reduction: int = 1
+) -> torch.Tensor:
+    """The same, in the input's shape (`native/Loss.cpp` and `native/cuda/Loss.cu`)."""
+    return shrunk_loss(x, x, reduction)
+
+
+def margin_backward(gradient: torch.Tensor, x: torch.Tensor, *_: Any) -> torch.Tensor:
+    """The gradient of the input (`native/cuda/MultiMarginLoss.cu` and `MultiLabelMarginCriterion.cu`)."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
 SHAPE_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.aten._grouped_mm.default: grouped_mm,
     torch.ops.aten._fused_rms_norm.default: fused_rms_norm,
@@ -99,6 +111,10 @@ SHAPE_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.aten._softmax_backward_data.default: softmax_backward,
     torch.ops.aten.mse_loss.default: shrunk_loss,
     torch.ops.aten.smooth_l1_loss.default: shrunk_loss,
+    torch.ops.aten.soft_margin_loss.default: shrunk_loss,
+    torch.ops.aten.binary_cross_entropy.default: binary_cross_entropy,
+    torch.ops.aten.multi_margin_loss_backward.default: margin_backward,
+    torch.ops.aten.multilabel_margin_loss_backward.default: margin_backward,
     torch.ops.aten._cudnn_rnn.default: cudnn_rnn,
     torch.ops.aten._cudnn_rnn_backward.default: cudnn_rnn_backward,
 }
