@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy
+import pytest
 import torch
 import transformers
 
 from small_models import small_job
-from small_runs import rows
+from small_runs import Killed, assert_same_weights, rows
+from snugfit import fit
 from snugfit.job.batch import IGNORED
 from snugfit.job.build import instantiate
 
@@ -87,9 +91,46 @@ def trainer_of(
     return made
 
 
+def fitted(trainer: Any, recipe: Any) -> Any:
+    """The trainer under a recipe; what it tells stands in its `told`."""
+    trainer.told = []
+    return fit(trainer, recipe, watch=trainer.told.append)
+
+
+def trained(trainer: Any, resume: Any = None) -> Any:
+    """The trainer, which has trained: from its last checkpoint or a named one where `resume` says so. Where
+    the process's generators stand before that makes no difference."""
+    if resume:
+        for set_seed in (torch.manual_seed, random.seed, numpy.random.seed):
+            set_seed(99)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def killed(trainer: Any, resume: Any = None) -> None:
+    """Trains until something kills the run."""
+    with pytest.raises(Killed):
+        trainer.train(resume_from_checkpoint=resume)
+
+
+def assert_same_run(one: Any, other: Any) -> None:
+    """Two trainers have logged the same losses and made the same weights."""
+    assert losses_of(one) == losses_of(other)
+    assert_same_weights(one.model, other.model)
+
+
 def losses_of(trainer: Any) -> list[float]:
     """What its log says of each step."""
     return [line["loss"] for line in trainer.state.log_history if "loss" in line]
+
+
+def log_of(trainer: Any) -> list[dict[str, Any]]:
+    """Its log without what the clock says."""
+    timed = ("runtime", "per_second", "train_loss", "total_flos")
+    return [
+        {name: value for name, value in line.items() if not any(part in name for part in timed)}
+        for line in trainer.state.log_history
+    ]
 
 
 def copy_of(model: Any) -> Any:

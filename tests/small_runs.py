@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from small_models import small_job
@@ -17,6 +18,7 @@ from snugfit.techniques.recipe import Recipe
 from snugfit.training.journal import Event, read_journal
 from snugfit.training.run.dataset import data_of
 from snugfit.training.run.run import Run
+from snugfit.training.run.train import train
 
 CPU = torch.device("cpu")
 
@@ -71,6 +73,12 @@ def killed_after(step: int) -> Callable[[Event], None]:
             raise Killed
 
     return watch
+
+
+def killed_in(run: Run, step: int) -> None:
+    """Trains until this step is told, and is killed there."""
+    with pytest.raises(Killed):
+        train(run, watch=killed_after(step))
 
 
 def losses(folder: Path) -> dict[int, tuple[float, float, float]]:

@@ -11,14 +11,16 @@ import pytest
 import torch
 import transformers
 
-from fitted import losses_of, model_of, padded, quiet, spoken, trainer_of
-from small_runs import CPU, Killed, small_run
+from fitted import killed, losses_of, model_of, padded, quiet, spoken, trained, trainer_of
+from small_runs import CPU, small_run
 from snugfit import accelerate, fit
 from snugfit.errors import SnugfitError
 from snugfit.training.checkpoint.staging import Staging
 from snugfit.training.checkpoint.state import HostCopies
 from snugfit.training.checkpoint.weights import load_weights, weights_of
 from snugfit.training.run.train import train
+from test_accelerate import go
+from test_fit_keeping import At, die
 
 pytestmark = pytest.mark.whole
 
@@ -93,15 +95,7 @@ def adapted(adapt: Adapt, seed: int = 1) -> Any:
     return adapt(model)
 
 
-class At(transformers.TrainerCallback):
-    """Ends the run after a step."""
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        if state.global_step == 3:
-            raise Killed
-
-
-def fitted(adapt: Adapt, folder: Path, *, seed: int = 1, killed: bool = False, **more: Any) -> Any:
+def fitted(adapt: Adapt, folder: Path, *, seed: int = 1, dies: bool = False, **more: Any) -> Any:
     trainer = trainer_of(
         folder,
         adapted(adapt, seed),
@@ -111,8 +105,8 @@ def fitted(adapt: Adapt, folder: Path, *, seed: int = 1, killed: bool = False, *
         learning_rate=1e-2,
         **more,
     )
-    if killed:
-        trainer.add_callback(At())
+    if dies:
+        trainer.add_callback(At(3, die))
     return fit(trainer, "micro_batches(2)", watch=quiet)
 
 
@@ -121,16 +115,9 @@ def by_hand(adapt: Adapt, folder: Path, *, seed: int = 1, stop: int = 0, resume:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     torch.manual_seed(5)
     loader = torch.utils.data.DataLoader(spoken(12), batch_size=4, shuffle=True, collate_fn=padded)
-    with accelerate(model, optimizer, loader, "plain", output_dir=folder, watch=quiet) as run:
-        if resume:
-            assert run.resume()
-        for _ in run.epochs(1):
-            for batch in run:
-                run.step(batch)
-                if run.steps == 2:
-                    run.save()
-                if run.steps == stop:
-                    return model
+    run = accelerate(model, optimizer, loader, "plain", output_dir=folder, watch=quiet)
+    assert not resume or run.resume()
+    go(run, 1, save=2, stop=stop)
     return model
 
 
@@ -153,12 +140,9 @@ def assert_same(one: Any, another: Any) -> None:
 def test_a_killed_run_with_adapters_goes_on_bit_for_bit(kind: str, tmp_path: Path) -> None:
     """Resumed beside adapters that begin otherwise; and what is kept of each is peft's."""
     adapt = (KINDS | MORE_KINDS)[kind]
-    whole = fitted(adapt, tmp_path / "whole")
-    whole.train()
-    with pytest.raises(Killed):
-        fitted(adapt, tmp_path / "cut", killed=True).train()
-    resumed = fitted(adapt, tmp_path / "cut", seed=2)
-    resumed.train(resume_from_checkpoint=True)
+    whole = trained(fitted(adapt, tmp_path / "whole"))
+    killed(fitted(adapt, tmp_path / "cut", dies=True))
+    resumed = trained(fitted(adapt, tmp_path / "cut", seed=2), True)
     assert_same(whole.model, resumed.model)
     assert losses_of(whole) == losses_of(resumed)
     assert_peft_loads(tmp_path / "cut" / "checkpoint-4", resumed.model)

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from fitted import classified, model_of, padded, quiet, trainer_of
+from fitted import classified, fitted, model_of, padded, quiet, trained, trainer_of
 from small_runs import assert_same_weights, rows
-from snugfit import accelerate, fit, train
+from snugfit import accelerate, train
 from snugfit.documents import read_document, write_document
 from snugfit.errors import SnugfitError, UsageError
 from snugfit.job.job import Job, Task
@@ -31,22 +31,19 @@ pytestmark = pytest.mark.whole
 
 def trainer_to_fit(folder: Path, **changed: Any) -> Any:
     """A run of ten steps that is kept at the fifth; what is `changed` is an argument, or data, model, recipe,
-    optimizers or collator."""
+    optimizers, samples to evaluate or collator."""
     model = changed.pop("model", None) or model_of("bert", dropout=0.1)
     data = changed.pop("data", None) or classified(22)
     recipe = changed.pop("recipe", "micro_batches(2)")
-    more = {name: changed.pop(name) for name in ("optimizers",) if name in changed}
+    more = {name: changed.pop(name) for name in ("optimizers", "eval_dataset") if name in changed}
     wanted: dict[str, Any] = {
         "max_steps": 10, "save_strategy": "steps", "save_steps": 5, "seed": 5, "learning_rate": 1e-3,
         "train_sampling_strategy": "random",
     }  # fmt: skip
-    told: list[dict[str, Any]] = []
     collator = changed.pop("data_collator", padded)
     trainer = trainer_of(folder, model, data, more=more, **{**wanted, **changed})
     trainer.data_collator = collator
-    fit(trainer, recipe, watch=told.append)
-    trainer.told = told
-    return trainer
+    return fitted(trainer, recipe)
 
 
 class Padding:
@@ -117,24 +114,12 @@ def test_fit_lets_alone_what_changes_no_step(kept: Path, tmp_path: Path) -> None
         "logging_steps": 7, "save_steps": 3, "save_total_limit": 1, "eval_strategy": "steps", "eval_steps": 4,
         "per_device_eval_batch_size": 2, "run_name": "other", "load_best_model_at_end": False,
         "dataloader_num_workers": 0, "recipe": "every_layer + micro_batches(4)", "report_to": "none",
-        "metric_for_best_model": "loss",
+        "metric_for_best_model": "loss", "eval_dataset": classified(4), "data_collator": Padding(0.1),
     }  # fmt: skip
     shutil.copytree(kept / "checkpoint-5", tmp_path / "checkpoint-5")
-    model = model_of("bert", dropout=0.1)
-    told: list[dict[str, Any]] = []
-    recipe = changed.pop("recipe")
-    wanted: dict[str, Any] = {
-        "max_steps": 10, "save_strategy": "steps", "seed": 5, "learning_rate": 1e-3,
-        "train_sampling_strategy": "random",
-    }  # fmt: skip
-    trainer = trainer_of(
-        tmp_path, model, classified(22), more={"eval_dataset": classified(4)}, **{**wanted, **changed}
-    )
-    trainer.data_collator = Padding(0.1)
-    fit(trainer, recipe, watch=told.append)
-    trainer.train(resume_from_checkpoint=True)
+    trainer = trained(trainer_to_fit(tmp_path, **changed), True)
     assert trainer.state.global_step == 10
-    texts = [event.get("text", "") for event in told]
+    texts = [event.get("text", "") for event in trainer.told]
     assert any("recipe was 'micro_batches(2)'" in text and "bit for bit" in text for text in texts)
     assert not any("earlier snugfit" in text for text in texts)
 
@@ -144,8 +129,7 @@ def test_more_steps_go_on_where_the_schedule_does_not_depend_on_them(tmp_path: P
     trainer_to_fit(tmp_path, max_steps=6, **more).train()
     longer = trainer_to_fit(tmp_path, max_steps=8, **more)
     longer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    whole = trainer_to_fit(tmp_path / "whole", max_steps=8, **more)
-    whole.train()
+    whole = trained(trainer_to_fit(tmp_path / "whole", max_steps=8, **more))
     assert_same_weights(longer.model, whole.model)
 
 
@@ -159,8 +143,7 @@ def without_facts(folder: Path) -> None:
 def test_an_older_checkpoint_goes_on_and_says_what_is_not_known(kept: Path, tmp_path: Path) -> None:
     shutil.copytree(kept / "checkpoint-5", tmp_path / "checkpoint-5")
     without_facts(tmp_path / "checkpoint-5")
-    trainer = trainer_to_fit(tmp_path)
-    trainer.train(resume_from_checkpoint=True)
+    trainer = trained(trainer_to_fit(tmp_path), True)
     assert any("written by an earlier snugfit" in event.get("text", "") for event in trainer.told)
     other_optimizer = trainer_to_fit(tmp_path / "b", recipe="adafactor_torch + micro_batches(2)")
     with pytest.raises(UsageError, match="optimizer"):

@@ -14,8 +14,8 @@ import torch
 import transformers
 from torch.utils.data import DataLoader
 
-from fitted import losses_of, model_of, padded, quiet, trainer_of
-from small_runs import Killed, assert_same_weights
+from fitted import assert_same_run, killed, log_of, losses_of, model_of, padded, quiet, trained, trainer_of
+from small_runs import assert_same_weights
 from small_streams import RESUMABLE, SAMPLES, Drawing, Entropy, Masking, ReadOnce, seed_all
 from snugfit import fit
 from snugfit.errors import SnugfitError, UsageError
@@ -69,9 +69,7 @@ def run_of(case: str, folder: Path, *, at: int | None = None, **more: Any) -> An
 
 @cache
 def whole_of(case: str, folder: Path) -> Any:
-    trainer = run_of(case, folder / case, save_strategy="no")
-    trainer.train()
-    return trainer
+    return trained(run_of(case, folder / case, save_strategy="no"))
 
 
 STOPS = [(case, stop) for case in CASES for stop in (3, 6, 8, 11)]
@@ -84,22 +82,10 @@ def test_the_data_goes_on_where_it_was(
 ) -> None:
     """In the first epoch, on a border, and in the epochs after it; the log is the same too."""
     whole = whole_of(case, tmp_path_factory.getbasetemp())
-    with pytest.raises(Killed):
-        run_of(case, tmp_path, at=stop).train()
-    resumed = run_of(case, tmp_path)
-    seed_all(2)
-    resumed.train(resume_from_checkpoint=True)
-    assert losses_of(resumed) == losses_of(whole)
-    assert_same_weights(resumed.model, whole.model)
-    assert _log_of(resumed) == _log_of(whole)
-
-
-def _log_of(trainer: Any) -> list[dict[str, Any]]:
-    timed = ("runtime", "per_second", "train_loss", "total_flos")
-    return [
-        {name: value for name, value in line.items() if not any(part in name for part in timed)}
-        for line in trainer.state.log_history
-    ]
+    killed(run_of(case, tmp_path, at=stop))
+    resumed = trained(run_of(case, tmp_path), True)
+    assert_same_run(resumed, whole)
+    assert log_of(resumed) == log_of(whole)
 
 
 @pytest.mark.parametrize("dataset", [Entropy, ReadOnce])
@@ -112,8 +98,7 @@ def test_data_that_cannot_be_made_again_is_refused_at_the_start(dataset: Any, tm
 def test_other_data_is_refused_when_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the other samples are none of those that are compared at the start, too."""
     monkeypatch.setattr("snugfit.frontends.trainer.checkpoints.dataset_facts", lambda data: {})
-    with pytest.raises(Killed):
-        run_of("drawing", tmp_path, at=4).train()
+    killed(run_of("drawing", tmp_path, at=4))
     again = run_of("drawing", tmp_path)
     again.train_dataset = SAMPLES[::-1]
     with pytest.raises(SnugfitError, match="another batch 3 than before"):
@@ -125,8 +110,7 @@ def test_a_checkpoint_of_before_is_resumed(tmp_path: Path, monkeypatch: pytest.M
     """It holds the process's generators alone and no position, so transformers' is taken, and what the data
     has of its own stays as it is."""
     case, plain = "a loader of one's own", DataPosition.to_json
-    whole = run_of(case, tmp_path / "whole", save_strategy="no")
-    whole.train()
+    whole = trained(run_of(case, tmp_path / "whole", save_strategy="no"))
 
     def old(position: DataPosition, rows: int) -> dict[str, Any]:
         kept = plain(position, rows)
@@ -135,11 +119,8 @@ def test_a_checkpoint_of_before_is_resumed(tmp_path: Path, monkeypatch: pytest.M
     cut = run_of(case, tmp_path / "cut", at=4)
     with monkeypatch.context() as patch:
         patch.setattr(DataPosition, "to_json", old)
-        with pytest.raises(Killed):
-            cut.train()
-    resumed = run_of(case, tmp_path / "cut")
-    seed_all(2)
-    resumed.train(resume_from_checkpoint=True)
+        killed(cut)
+    resumed = trained(run_of(case, tmp_path / "cut"), True)
     assert losses_of(resumed)[:5] == losses_of(whole)[:5]
     assert resumed.state.global_step == 12
 
@@ -159,14 +140,11 @@ def test_an_evaluation_draws_the_same_when_it_is_made_again(stop: int, every: st
         more = {"eval_strategy": every, "eval_steps": 3, "save_steps": 3}
         return run_of("a seeded collator", folder, **more)
 
-    whole = made(tmp_path / "whole")
-    whole.train()
+    whole = trained(made(tmp_path / "whole"))
     cut = made(tmp_path / "cut")
     cut.add_callback(Ends())
     with pytest.raises(SystemExit):
         cut.train()
-    resumed = made(tmp_path / "cut")
-    seed_all(2)
-    resumed.train(resume_from_checkpoint=True)
-    assert _log_of(resumed) == _log_of(whole)
+    resumed = trained(made(tmp_path / "cut"), True)
+    assert log_of(resumed) == log_of(whole)
     assert_same_weights(resumed.model, whole.model)

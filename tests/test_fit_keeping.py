@@ -13,7 +13,18 @@ import pytest
 import torch
 import transformers
 
-from fitted import classified, losses_of, model_of, padded, quiet, spoken, trainer_of
+from fitted import (
+    assert_same_run,
+    classified,
+    fitted,
+    killed,
+    model_of,
+    padded,
+    quiet,
+    spoken,
+    trained,
+    trainer_of,
+)
 from small_runs import Killed, assert_same_weights
 from snugfit import fit
 from snugfit.errors import SnugfitError, UsageError
@@ -43,48 +54,35 @@ def run_of(folder: Path, *, at: At | None = None, recipe: str = "micro_batches(2
         "max_steps": 10, "save_strategy": "steps", "save_steps": 2, "train_sampling_strategy": "random",
         "logging_steps": 3, "seed": 5, **more,
     }  # fmt: skip
-    told: list[dict[str, Any]] = []
     trainer = trainer_of(folder, model_of("bert", dropout=0.2), classified(22), **wanted)
     if at is not None:
         trainer.add_callback(at)
-    fit(trainer, recipe, watch=told.append)
-    trainer.told = told
-    return trainer
+    return fitted(trainer, recipe)
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    trainer = run_of(tmp_path_factory.mktemp("whole"))
-    trainer.train()
-    return trainer
+    return trained(run_of(tmp_path_factory.mktemp("whole")))
 
 
 @pytest.mark.parametrize("step", [3, 6, 7, 9])
 def test_a_killed_run_goes_on_bit_for_bit(step: int, whole: Any, tmp_path: Path) -> None:
     """Within an epoch, on its border (6 steps each), and in the second."""
-    with pytest.raises(Killed):
-        run_of(tmp_path, at=At(step, die)).train()
-    torch.manual_seed(99)
-    resumed = run_of(tmp_path)
-    resumed.train(resume_from_checkpoint=True)
+    killed(run_of(tmp_path, at=At(step, die)))
+    resumed = trained(run_of(tmp_path), True)
     assert resumed.snugfit_run is None
-    assert_same_weights(resumed.model, whole.model)
-    assert losses_of(resumed) == losses_of(whole)
+    assert_same_run(resumed, whole)
 
 
 def test_a_run_that_was_killed_twice_goes_on_in_its_precision(tmp_path: Path) -> None:
     """accelerate marks a model that it has wrapped in autocast, and leaves a marked one as it is. A
     checkpoint of a resumed run must not hold the mark."""
-    whole = run_of(tmp_path / "whole", recipe="bf16")
-    whole.train()
+    whole = trained(run_of(tmp_path / "whole", recipe="bf16"))
     for step in (3, 5):
         cut = run_of(tmp_path / "cut", at=At(step, die), recipe="bf16")
-        with pytest.raises(Killed):
-            cut.train(resume_from_checkpoint=step > 3 or None)
-    resumed = run_of(tmp_path / "cut", recipe="bf16")
-    resumed.train(resume_from_checkpoint=True)
-    assert losses_of(resumed) == losses_of(whole)
-    assert_same_weights(resumed.model, whole.model)
+        killed(cut, step > 3 or None)
+    resumed = trained(run_of(tmp_path / "cut", recipe="bf16"), True)
+    assert_same_run(resumed, whole)
 
 
 @pytest.mark.parametrize(("steps", "logged"), [(7, 3), (10, 3), (9, 1), (7, 50)])
@@ -110,10 +108,8 @@ def test_the_mean_loss_of_a_resumed_run_is_that_of_all_its_steps(
 def test_an_order_by_length_goes_on_too(tmp_path: Path) -> None:
     """transformers draws it from torch's generator when an epoch begins."""
     more = {"train_sampling_strategy": "group_by_length", "max_steps": 5}
-    ends = run_of(tmp_path / "whole", **more)
-    ends.train()
-    with pytest.raises(Killed):
-        run_of(tmp_path / "cut", at=At(3, die), **more).train()
+    ends = trained(run_of(tmp_path / "whole", **more))
+    killed(run_of(tmp_path / "cut", at=At(3, die), **more))
     resumed = run_of(tmp_path / "cut", **more)
     torch.manual_seed(99)
     resumed.train(resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-2"))
@@ -134,19 +130,15 @@ def test_a_collator_that_draws_goes_on_with_its_numbers(step: int, how: str, tmp
         trainer.data_collator = masked
         return trainer
 
-    whole = made(tmp_path / "whole")
-    whole.train()
+    whole = trained(made(tmp_path / "whole"))
     cut = made(tmp_path / "cut")
     spoil = cut.model.classifier.register_forward_hook
     wrong = (lambda: spoil(lambda module, given, out: out * math.nan)) if how == "no number" else die
     cut.add_callback(At(step, wrong))
     with pytest.raises((Killed, SnugfitError)):
         cut.train()
-    torch.manual_seed(99)
-    resumed = made(tmp_path / "cut")
-    resumed.train(resume_from_checkpoint=True)
-    assert_same_weights(resumed.model, whole.model)
-    assert losses_of(resumed) == losses_of(whole)
+    resumed = trained(made(tmp_path / "cut"), True)
+    assert_same_run(resumed, whole)
 
 
 def test_a_checkpoint_is_whole_and_loads(whole: Any) -> None:
@@ -157,14 +149,12 @@ def test_a_checkpoint_is_whole_and_loads(whole: Any) -> None:
 
 
 def test_a_broken_checkpoint_is_passed_over_and_told(whole: Any, tmp_path: Path) -> None:
-    with pytest.raises(Killed):
-        run_of(tmp_path, at=At(7, die)).train()
+    killed(run_of(tmp_path, at=At(7, die)))
     weights = tmp_path / "checkpoint-6" / "model.safetensors"
     data = bytearray(weights.read_bytes())
     data[-3] ^= 1
     weights.write_bytes(data)
-    resumed = run_of(tmp_path)
-    resumed.train(resume_from_checkpoint=True)
+    resumed = trained(run_of(tmp_path), True)
     assert any("ignored checkpoint-6" in event.get("text", "") for event in resumed.told)
     assert (tmp_path / "checkpoint-6.broken").is_dir()
     assert_same_weights(resumed.model, whole.model)
@@ -181,8 +171,7 @@ def test_what_is_no_checkpoint_of_this_run_is_refused(whole: Any, tmp_path: Path
 
 def test_a_new_start_puts_an_older_run_aside(tmp_path: Path) -> None:
     run_of(tmp_path, max_steps=2).train()
-    again = run_of(tmp_path, max_steps=2)
-    again.train()
+    trained(run_of(tmp_path, max_steps=2))
     assert (tmp_path / "checkpoint-2.before-restart").is_dir()
     assert (tmp_path / "checkpoint-2").is_dir()
 
@@ -205,10 +194,8 @@ def test_early_stopping_and_the_best_model_go_on(tmp_path: Path) -> None:
             trainer.add_callback(at)
         return fit(trainer, "plain", watch=quiet)
 
-    with pytest.raises(Killed):
-        made(At(5, die)).train()
-    resumed = made()
-    resumed.train(resume_from_checkpoint=True)
+    killed(made(At(5, die)))
+    resumed = trained(made(), True)
     evaluated = [line["eval_loss"] for line in resumed.state.log_history if "eval_loss" in line]
     best = min(evaluated)
     assert resumed.state.best_metric == best
@@ -223,14 +210,12 @@ def test_a_signal_ends_it_at_a_border(number: int, code: int, whole: Any, tmp_pa
         run_of(tmp_path, at=At(3, lambda: os.kill(os.getpid(), number))).train()
     assert ended.value.code == code
     assert (tmp_path / "checkpoint-3").is_dir()
-    resumed = run_of(tmp_path)
-    resumed.train(resume_from_checkpoint=True)
+    resumed = trained(run_of(tmp_path), True)
     assert_same_weights(resumed.model, whole.model)
 
 
 def test_a_checkpoint_on_demand_changes_nothing(whole: Any, tmp_path: Path) -> None:
-    trainer = run_of(tmp_path, at=At(5, lambda: os.kill(os.getpid(), signal.SIGUSR1)))
-    trainer.train()
+    trainer = trained(run_of(tmp_path, at=At(5, lambda: os.kill(os.getpid(), signal.SIGUSR1))))
     assert (tmp_path / "checkpoint-5").is_dir()
     assert_same_weights(trainer.model, whole.model)
 
@@ -275,8 +260,7 @@ def test_adapters_are_kept_and_resumed(tmp_path: Path) -> None:
         torch.manual_seed(1)
         return fit(trainer, "lora(r=4, targets=q_proj)", watch=quiet)
 
-    first = made()
-    first.train()
+    first = trained(made())
     assert (tmp_path / "checkpoint-3" / "adapter_model.safetensors").is_file()
     again = made()
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))

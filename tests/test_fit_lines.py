@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import transformers
 
-from fitted import classified, losses_of, model_of, quiet, trainer_of
+from fitted import classified, killed, losses_of, model_of, quiet, trained, trainer_of
 from small_runs import Killed, events, small_run
 from snugfit import fit
 from snugfit.frontends.trainer import step_timer
@@ -27,8 +27,7 @@ def run_of(folder: Path, recipe: str = "micro_batches(2)", **more: Any) -> Any:
 
 def test_each_step_has_its_line(tmp_path: Path) -> None:
     """The fourth step begins the second epoch, and the third has six samples."""
-    trainer = run_of(tmp_path, weight_decay=0.1, logging_steps=1)
-    trainer.train()
+    trainer = trained(run_of(tmp_path, weight_decay=0.1, logging_steps=1))
     told = events(tmp_path, "step")
     assert [event["step"] for event in told] == [1, 2, 3, 4]
     assert [event["loss"] for event in told] == pytest.approx(losses_of(trainer), rel=1e-6)
@@ -62,8 +61,7 @@ def test_a_resumed_run_goes_on_in_the_same_journal(tmp_path: Path) -> None:
     more = {"save_strategy": "steps", "save_steps": 2}
     trainer = run_of(tmp_path, **more)
     trainer.add_callback(Dies())
-    with pytest.raises(Killed):
-        trainer.train()
+    killed(trainer)
     run_of(tmp_path, **more).train(resume_from_checkpoint=True)
     assert [event["step"] for event in events(tmp_path, "step")] == [1, 2, 3, 4]
 

@@ -14,9 +14,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from fitted import classified, losses_of, model_of, trainer_of
-from small_runs import assert_same_weights
-from snugfit import fit
+from fitted import assert_same_run, classified, fitted, killed, model_of, trained, trainer_of
 from snugfit.training.checkpoint.manifest import verify
 from test_fit_keeping import At, Killed, die
 
@@ -62,10 +60,7 @@ def run_of(folder: Path, kind: type[Any] = transformers.Trainer, *, at: At | Non
     trainer = trainer_of(folder, model_of("bert", dropout=0.2), data, kind=kind, more=evaluation, **wanted)
     if at is not None:
         trainer.add_callback(at)
-    told: list[dict[str, Any]] = []
-    fit(trainer, "plain", watch=told.append)
-    trainer.told = told
-    return trainer
+    return fitted(trainer, "plain")
 
 
 class Uploads(transformers.TrainerCallback):
@@ -111,10 +106,8 @@ def test_a_callback_is_not_told_of_a_checkpoint_that_could_not_be_kept(
 def test_a_subclasss_files_are_in_the_checkpoint_and_it_resumes_bit_for_bit(
     kind: type[Any], tmp_path: Path
 ) -> None:
-    whole = run_of(tmp_path / "whole", kind)
-    whole.train()
-    with pytest.raises(Killed):
-        run_of(tmp_path / "cut", kind, at=At(5, die)).train()
+    whole = trained(run_of(tmp_path / "whole", kind))
+    killed(run_of(tmp_path / "cut", kind, at=At(5, die)))
     files = verify(tmp_path / "cut" / "checkpoint-4", 4).files
     if kind is Sentences:
         assert {"modules.json", "0_Bert/model.safetensors", "model.safetensors"} <= files.keys()
@@ -125,32 +118,25 @@ def test_a_subclasss_files_are_in_the_checkpoint_and_it_resumes_bit_for_bit(
         assert after == f"{len(load_file(tmp_path / 'cut' / 'checkpoint-4' / 'model.safetensors'))} True"
         assert {"before.txt", "after.txt", "model.safetensors"} <= files.keys()
         assert (tmp_path / "cut" / "README.md").read_text() == "# cut after step 4\n"
-    resumed = run_of(tmp_path / "cut", kind)
-    torch.manual_seed(9)
-    resumed.train(resume_from_checkpoint=True)
-    assert_same_weights(resumed.model, whole.model)
-    assert losses_of(resumed) == losses_of(whole)
+    resumed = trained(run_of(tmp_path / "cut", kind), True)
+    assert_same_run(resumed, whole)
     assert not [path for path in (tmp_path / "cut").iterdir() if path.name.startswith(".draft")]
 
 
 def test_damage_to_a_subclasss_file_is_found(tmp_path: Path) -> None:
-    with pytest.raises(Killed):
-        run_of(tmp_path, Sentences, at=At(5, die)).train()
+    killed(run_of(tmp_path, Sentences, at=At(5, die)))
     (tmp_path / "checkpoint-4" / "modules.json").write_text("[]")
-    resumed = run_of(tmp_path, Sentences)
-    resumed.train(resume_from_checkpoint=True)
+    resumed = trained(run_of(tmp_path, Sentences), True)
     assert any("ignored checkpoint-4: modules.json" in event.get("text", "") for event in resumed.told)
 
 
 def test_a_run_that_dies_while_its_subclass_saves_leaves_nothing_half_done(tmp_path: Path) -> None:
     trainer = run_of(tmp_path, Sentences)
     trainer.breaks_at = 4
-    with pytest.raises(Killed):
-        trainer.train()
+    killed(trainer)
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2"]
     assert trainer.args.output_dir == str(tmp_path)
-    resumed = run_of(tmp_path, Sentences)
-    resumed.train(resume_from_checkpoint=True)
+    trained(run_of(tmp_path, Sentences), True)
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".draft")]
 
 
@@ -200,8 +186,7 @@ def test_a_push_to_the_hub_follows_each_whole_checkpoint(
 ) -> None:
     hub = FakeHub()
     monkeypatch.setattr("transformers.trainer.hf_api", lambda *_, **__: hub)
-    trainer = run_of(tmp_path, push_to_hub=True, hub_strategy="checkpoint", max_steps=4)
-    trainer.train()
+    trained(run_of(tmp_path, push_to_hub=True, hub_strategy="checkpoint", max_steps=4))
     assert [message for message, _ in hub.uploads] == [
         "Training in progress, step 2", "Training in progress, step 2, checkpoint",
         "Training in progress, step 4", "Training in progress, step 4, checkpoint",

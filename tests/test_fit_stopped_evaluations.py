@@ -12,9 +12,8 @@ import pytest
 import torch
 import transformers
 
-from fitted import classified, model_of, trainer_of
+from fitted import classified, fitted, killed, log_of, model_of, trained, trainer_of
 from small_runs import assert_same_weights
-from snugfit import fit
 from snugfit.errors import UsageError
 from snugfit.training.checkpoint.manifest import verify
 from test_fit_keeping import At, Killed, die
@@ -48,10 +47,7 @@ def run_of(folder: Path, *, stop_in: int = 0, callbacks: Any = (), **more: Any) 
                 os.kill(os.getpid(), signal.SIGTERM)
 
     trainer.model.register_forward_pre_hook(count)
-    told: list[dict[str, Any]] = []
-    fit(trainer, "micro_batches(2)", watch=told.append)
-    trainer.told = told
-    return trainer
+    return fitted(trainer, "micro_batches(2)")
 
 
 def dies_in_evaluations(trainer: Any) -> Any:
@@ -62,15 +58,6 @@ def dies_in_evaluations(trainer: Any) -> Any:
             die()
 
     return hook
-
-
-def log_of(trainer: Any) -> list[dict[str, Any]]:
-    timed = ("runtime", "_per_second", "total_flos", "train_loss")
-    lines = [
-        {name: value for name, value in line.items() if not name.endswith(timed)}
-        for line in trainer.state.log_history
-    ]
-    return [line for line in lines if len(line) > 2]
 
 
 @pytest.fixture(scope="module")
@@ -111,9 +98,7 @@ def test_a_resumed_run_makes_the_evaluation_that_was_abandoned(
         cut.train()
     assert (ended.value.code, cut.state.global_step) == (75, step)
     assert verify(tmp_path / "cut" / f"checkpoint-{step}", step)
-    resumed = run_of(tmp_path / "cut", **more)
-    torch.manual_seed(99)
-    resumed.train(resume_from_checkpoint=True)
+    resumed = trained(run_of(tmp_path / "cut", **more), True)
     assert_same_weights(resumed.model, whole.model)
     assert log_of(resumed) == log_of(whole)
     assert resumed.state.best_metric == whole.state.best_metric
@@ -128,14 +113,12 @@ def test_patience_is_counted_once_and_ends_the_run_where_it_would_have(tmp_path:
             **PATIENCE, "save_steps": 2,
         })  # fmt: skip
 
-    whole = made(tmp_path / "whole")
-    whole.train()
+    whole = trained(made(tmp_path / "whole"))
     assert whole.state.global_step == 4
     with pytest.raises(SystemExit):
         made(tmp_path / "cut", stop_in=7).train()
     for _ in range(2):
-        resumed = made(tmp_path / "cut")
-        resumed.train(resume_from_checkpoint=True)
+        resumed = trained(made(tmp_path / "cut"), True)
         assert resumed.state.global_step == 4
         assert resumed.state.best_global_step == whole.state.best_global_step
         assert_same_weights(resumed.model, whole.model)
@@ -147,12 +130,10 @@ def test_several_sets_are_all_evaluated_again(tmp_path: Path) -> None:
         trainer.eval_dataset = {"one": classified(20), "two": classified(8)}
         return trainer
 
-    whole = made(tmp_path / "whole")
-    whole.train()
+    whole = trained(made(tmp_path / "whole"))
     with pytest.raises(SystemExit):
         made(tmp_path / "cut", stop_in=6).train()
-    resumed = made(tmp_path / "cut")
-    resumed.train(resume_from_checkpoint=True)
+    resumed = trained(made(tmp_path / "cut"), True)
     assert log_of(resumed) == log_of(whole)
     assert_same_weights(resumed.model, whole.model)
 
@@ -173,14 +154,11 @@ def test_a_signal_before_the_evaluation_is_not_kept_waiting(tmp_path: Path) -> N
 def test_an_epochs_end_that_did_not_come_is_made_up_for(tmp_path: Path) -> None:
     """Killed in the evaluation at an epoch's end, after its last step was kept."""
     more = {**EPOCHS, "save_steps": 6}
-    whole = run_of(tmp_path / "whole", **more)
-    whole.train()
+    whole = trained(run_of(tmp_path / "whole", **more))
     cut = run_of(tmp_path / "cut", **more)
     cut.model.register_forward_pre_hook(dies_in_evaluations(cut))
-    with pytest.raises(Killed):
-        cut.train()
-    resumed = run_of(tmp_path / "cut", **more)
-    resumed.train(resume_from_checkpoint=True)
+    killed(cut)
+    resumed = trained(run_of(tmp_path / "cut", **more), True)
     assert log_of(resumed) == log_of(whole)
     assert_same_weights(resumed.model, whole.model)
 
@@ -208,8 +186,7 @@ def test_the_checkpoint_of_a_signal_stays_where_the_limit_is_one(tmp_path: Path)
     with pytest.raises(SystemExit):
         trainer.train()
     assert verify(tmp_path / "checkpoint-7", 7)
-    resumed = run_of(tmp_path, **more)
-    resumed.train(resume_from_checkpoint=True)
+    resumed = trained(run_of(tmp_path, **more), True)
     best = resumed.state.best_global_step
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == [f"checkpoint-{best}"], "as transformers"
 
@@ -244,15 +221,13 @@ def test_a_run_that_has_finished_gives_its_result_again(best: bool, tmp_path: Pa
         assert again.state.log_history == first.state.log_history
         assert_same_weights(again.model, first.model)
     assert sorted(path.name for path in tmp_path.iterdir()) == files
-    longer = run_of(tmp_path, **{**more, "learning_rate": 1e-4})
-    longer.train()
+    longer = trained(run_of(tmp_path, **{**more, "learning_rate": 1e-4}))
     assert len(log_of(longer)) == len(log_of(first)), "another run begins, and the old one is kept"
     assert any(path.name.endswith(".before-restart") for path in tmp_path.iterdir())
 
 
 def test_who_trains_twice_or_says_so_trains_anew(tmp_path: Path) -> None:
-    first = run_of(tmp_path, max_steps=2, save_strategy="steps")
-    first.train()
+    trained(run_of(tmp_path, max_steps=2, save_strategy="steps"))
     for resume in (None, False):
         again = run_of(tmp_path, max_steps=2, save_strategy="steps")
         again.train(resume_from_checkpoint=resume)
@@ -269,10 +244,8 @@ def test_a_run_without_a_step_left_takes_none(whole: Any, tmp_path: Path) -> Non
             raise Killed
 
     cut.add_callback(AtEnd())
-    with pytest.raises(Killed):
-        cut.train()
-    resumed = run_of(tmp_path / "cut", **STEPS)
-    resumed.train(resume_from_checkpoint=True)
+    killed(cut)
+    resumed = trained(run_of(tmp_path / "cut", **STEPS), True)
     assert resumed.state.global_step == 8
     assert_same_weights(resumed.model, whole.model)
     assert log_of(resumed) == log_of(whole)

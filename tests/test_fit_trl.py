@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fitted import copy_of, losses_of, model_of, quiet
+from fitted import copy_of, losses_of, model_of, quiet, trained
 from small_tokenizers import NUMBERS, tokenizer
 from snugfit import fit
 
@@ -43,10 +43,8 @@ def model() -> Any:
 
 @pytest.mark.parametrize("recipe", ["plain", "micro_batches(2)", "every_layer + micro_batches(4)"])
 def test_a_recipe_changes_no_loss(recipe: str, model: Any, tmp_path: Path) -> None:
-    whole = tuner(tmp_path / "whole", copy_of(model))
-    whole.train()
-    fitted = fit(tuner(tmp_path / "fitted", copy_of(model)), recipe, watch=quiet)
-    fitted.train()
+    whole = trained(tuner(tmp_path / "whole", copy_of(model)))
+    fitted = trained(fit(tuner(tmp_path / "fitted", copy_of(model)), recipe, watch=quiet))
     assert losses_of(fitted) == pytest.approx(losses_of(whole), rel=1e-4)
     assert type(fitted).__name__ == "SFTTrainer"
 
@@ -54,9 +52,7 @@ def test_a_recipe_changes_no_loss(recipe: str, model: Any, tmp_path: Path) -> No
 def test_it_is_resumed(tmp_path: Path) -> None:
     wanted = {"micro": (2, 2), "save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "constant"}
     model = model_of("llama")
-    whole = fit(tuner(tmp_path / "whole", copy_of(model), **wanted), watch=quiet)
-    whole.train()
+    whole = trained(fit(tuner(tmp_path / "whole", copy_of(model), **wanted), watch=quiet))
     fit(tuner(tmp_path / "run", copy_of(model), max_steps=3, **wanted), watch=quiet).train()
-    again = fit(tuner(tmp_path / "run", copy_of(model), **wanted), watch=quiet)
-    again.train(resume_from_checkpoint=True)
+    again = trained(fit(tuner(tmp_path / "run", copy_of(model), **wanted), watch=quiet), True)
     assert losses_of(again) == losses_of(whole)

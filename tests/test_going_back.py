@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from fitted import killed
 from small_runs import small_run
 from snugfit.errors import SnugfitError, UsageError
 from snugfit.training.run.train import train
 from test_accelerate import go, loop_of
-from test_fit_keeping import At, Killed, die, run_of
+from test_fit_keeping import At, die, run_of
 
 pytestmark = pytest.mark.whole
 
@@ -28,19 +29,16 @@ def said(told: list[dict[str, Any]]) -> list[str]:
 
 
 def test_fit_goes_back(tmp_path: Path) -> None:
-    with pytest.raises(Killed):
-        run_of(tmp_path, at=At(7, die), logging_steps=1).train()
+    killed(run_of(tmp_path, at=At(7, die), logging_steps=1))
     back = run_of(tmp_path, at=At(3, die), logging_steps=1)
-    with pytest.raises(Killed):
-        back.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    killed(back, str(tmp_path / "checkpoint-2"))
     assert checkpoints(tmp_path) == ["checkpoint-2", *SUPERSEDED]
     assert said(back.told) == [
         "The run goes back to checkpoint-2; checkpoint-6 is kept as checkpoint-6.superseded.",
         "The run goes back to checkpoint-2; checkpoint-4 is kept as checkpoint-4.superseded.",
     ]
     again = run_of(tmp_path, at=At(5, die), logging_steps=1)
-    with pytest.raises(Killed):
-        again.train(resume_from_checkpoint=True)
+    killed(again, True)
     steps = [line["step"] for line in again.state.log_history]
     assert steps[:3] == [1, 2, 3], "it went on after step 2"
     assert "checkpoint-4" in checkpoints(tmp_path)

@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 
-from fitted import classified, model_of, quiet, trainer_of
+from fitted import classified, killed, model_of, quiet, trained, trainer_of
 from small_runs import Killed, assert_same_weights, losses, small_run
 from snugfit import accelerate, fit
 from snugfit.errors import SnugfitError, UsageError
@@ -146,14 +146,11 @@ def test_grokadamw_is_resumed_with_its_states(packages: None, tmp_path: Path) ->
             if state.global_step == 5:
                 raise Killed
 
-    whole = fit(trainer_under(tmp_path / "whole", "grokadamw"), watch=quiet)
-    whole.train()
+    whole = trained(fit(trainer_under(tmp_path / "whole", "grokadamw"), watch=quiet))
     cut = fit(trainer_under(tmp_path / "cut", "grokadamw"), watch=quiet)
     cut.add_callback(Dies())
-    with pytest.raises(Killed):
-        cut.train()
-    resumed = fit(trainer_under(tmp_path / "cut", "grokadamw"), watch=quiet)
-    resumed.train(resume_from_checkpoint=True)
+    killed(cut)
+    resumed = trained(fit(trainer_under(tmp_path / "cut", "grokadamw"), watch=quiet), True)
     assert_same_weights(resumed.model, whole.model)
 
 

@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from fitted import model_of, quiet, trainer_of
-from small_runs import Killed
+from fitted import killed, model_of, quiet, trained, trainer_of
 from snugfit import accelerate, fit
 from snugfit.errors import SnugfitError
 from snugfit.training.checkpoint.weights import load_weights
-from test_adapter_checkpoints import At, assert_same, keep
+from test_accelerate import go
+from test_adapter_checkpoints import assert_same, keep
+from test_fit_keeping import At, die
 
 
 class Center(nn.Module):
@@ -62,18 +63,15 @@ def fitted_center(folder: Path, *, killed: bool = False) -> Any:
     trainer = trainer_of(folder, centered(), points(), save_strategy="steps", save_steps=2)
     trainer.data_collator = stack
     if killed:
-        trainer.add_callback(At())
+        trainer.add_callback(At(3, die))
     return fit(trainer, "plain", watch=quiet)
 
 
 @pytest.mark.whole
 def test_a_fitted_module_goes_on_with_its_buffers_and_extra_state(tmp_path: Path) -> None:
-    whole = fitted_center(tmp_path / "whole")
-    whole.train()
-    with pytest.raises(Killed):
-        fitted_center(tmp_path / "cut", killed=True).train()
-    resumed = fitted_center(tmp_path / "cut")
-    resumed.train(resume_from_checkpoint=True)
+    whole = trained(fitted_center(tmp_path / "whole"))
+    killed(fitted_center(tmp_path / "cut", killed=True))
+    resumed = trained(fitted_center(tmp_path / "cut"), True)
     assert_same(whole.model, resumed.model)
     assert whole.model.calls == resumed.model.calls
     assert torch.equal(whole.model.queue, resumed.model.queue)
@@ -83,16 +81,9 @@ def by_hand(folder: Path, *, stop: int = 0, resume: bool = False) -> Center:
     model = centered()
     loader = torch.utils.data.DataLoader(points(), batch_size=4, collate_fn=stack)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with accelerate(model, optimizer, loader, "plain", output_dir=folder, watch=quiet) as run:
-        if resume:
-            assert run.resume()
-        for _ in run.epochs(1):
-            for batch in run:
-                run.step(batch)
-                if run.steps == 2:
-                    run.save()
-                if run.steps == stop:
-                    return model
+    run = accelerate(model, optimizer, loader, "plain", output_dir=folder, watch=quiet)
+    assert not resume or run.resume()
+    go(run, 1, save=2, stop=stop)
     return model
 
 

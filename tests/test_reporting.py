@@ -10,7 +10,7 @@ import pytest
 import transformers
 from transformers.integrations import integration_utils
 
-from small_runs import Killed, bert_job, events, killed_after, losses, small_run
+from small_runs import bert_job, events, killed_in, losses, small_run
 from snugfit.errors import SnugfitError, UsageError
 from snugfit.frontends.own import train as snugfit_train
 from snugfit.techniques.recipe import Recipe
@@ -37,8 +37,7 @@ def test_a_killed_run_goes_on_in_the_same_log(tmp_path: Path, save_steps: int) -
     """Killed after step 8, taken up after step 5 or from the beginning: every line once, under the Trainer's
     names."""
     more = {**BOARD, "save_steps": save_steps, "eval_strategy": "steps", "eval_steps": 4}
-    with pytest.raises(Killed):
-        train(small_run(tmp_path, **more), watch=killed_after(8))
+    killed_in(small_run(tmp_path, **more), 8)
     train(small_run(tmp_path, **more))
     (log,) = logs_under(tmp_path)
     found = scalars_in(log)

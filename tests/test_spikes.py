@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from small_runs import Killed, assert_same_weights, events, killed_after, losses, small_run
+from small_runs import assert_same_weights, events, killed_in, losses, small_run
 from snugfit.errors import SnugfitError, UsageError
 from snugfit.training.run.loop import TrainingStep
 from snugfit.training.run.train import train
@@ -74,8 +74,7 @@ def test_it_is_left_out_also_after_a_resume(tmp_path: Path) -> None:
     whole = train(small_run(tmp_path / "whole", **options))
     left_out = [event["step"] for event in events(tmp_path / "whole", "step") if not event["updated"]]
     assert left_out == [JUMPS]
-    with pytest.raises(Killed):
-        train(small_run(tmp_path / "run", **options), watch=killed_after(12))
+    killed_in(small_run(tmp_path / "run", **options), 12)
     resumed = train(small_run(tmp_path / "run", **options))
     assert_same_weights(resumed.model, whole.model)
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")

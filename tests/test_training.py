@@ -15,7 +15,15 @@ import pytest
 import torch
 
 from small_models import small_job
-from small_runs import Killed, assert_same_weights, bert_job, events, killed_after, losses, rows, small_run
+from small_runs import (
+    assert_same_weights,
+    bert_job,
+    events,
+    killed_in,
+    losses,
+    rows,
+    small_run,
+)
 from snugfit.errors import ModelError, OutOfMemory, SnugfitError, UsageError
 from snugfit.job.job import Job
 from snugfit.techniques.recipe import Recipe
@@ -57,8 +65,7 @@ def untouched(recipe: str = "plain", *, clip: float | None = 1.0, dropout: bool 
 def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path, recipe: str) -> None:
     """Resumed bit for bit, with dropout on: losses, norms, learning rates and weights."""
     whole = untouched(recipe)
-    with pytest.raises(Killed):
-        train(small_run(tmp_path / "killed", recipe, save_steps=5), watch=killed_after(8))
+    killed_in(small_run(tmp_path / "killed", recipe, save_steps=5), 8)
     resumed = train(small_run(tmp_path / "killed", recipe, save_steps=5))
     assert events(tmp_path / "killed", "started")[1]["resumed_from"] == 5
     assert losses(tmp_path / "killed") == whole.losses
@@ -67,8 +74,7 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path, recipe: str) -> None:
 
 @pytest.mark.parametrize("step", slow_but(range(1, 12), lambda step: step in (1, 7, 11)))
 def test_from_any_step(tmp_path: Path, step: int) -> None:
-    with pytest.raises(Killed):
-        train(small_run(tmp_path, save_steps=1), watch=killed_after(step))
+    killed_in(small_run(tmp_path, save_steps=1), step)
     assert_same_weights(train(small_run(tmp_path, save_steps=1)).model, untouched().model)
     assert losses(tmp_path) == untouched().losses
 
@@ -101,8 +107,7 @@ CHANGES: tuple[tuple[dict[str, Any], str], ...] = (
 
 @pytest.mark.parametrize(("change", "told"), CHANGES)
 def test_another_run_is_never_resumed_as_this_one(tmp_path: Path, change: dict[str, Any], told: str) -> None:
-    with pytest.raises(Killed):
-        train(small_run(tmp_path, save_steps=2), watch=killed_after(5))
+    killed_in(small_run(tmp_path, save_steps=2), 5)
     with pytest.raises(UsageError, match="checkpoint of another run") as refusal:
         train(small_run(tmp_path, save_steps=2, **change))
     assert told in str(refusal.value)
@@ -119,8 +124,7 @@ def test_adapters_go_on_beside_the_weights_that_they_were_made_for(tmp_path: Pat
         train(small_run(tmp_path / name, job=job, max_steps=1))
     base = {name: tmp_path / name / "checkpoint-1" for name in ("one", "other")}
     begun = small_run(tmp_path / "run", "lora", save_steps=2)
-    with pytest.raises(Killed):
-        train(replace(begun, weights=base["one"]), watch=killed_after(5))
+    killed_in(replace(begun, weights=base["one"]), 5)
     for weights in (None, base["other"]):
         with pytest.raises(UsageError, match="weights was"):
             train(replace(begun, weights=weights))
@@ -139,8 +143,7 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
 
 
 def test_what_only_keeps_or_watches_may_change(tmp_path: Path) -> None:
-    with pytest.raises(Killed):
-        train(small_run(tmp_path, save_steps=2), watch=killed_after(5))
+    killed_in(small_run(tmp_path, save_steps=2), 5)
     again = train(
         small_run(tmp_path, save_steps=3, logging_steps=1, eval_strategy="steps", save_total_limit=None)
     )
@@ -155,8 +158,7 @@ def test_a_constant_rate_may_go_on_for_longer(tmp_path: Path) -> None:
 
 
 def test_other_software_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(Killed):
-        train(small_run(tmp_path, save_steps=2), watch=killed_after(5))
+    killed_in(small_run(tmp_path, save_steps=2), 5)
     monkeypatch.setattr("snugfit.training.run.run.versions", lambda: {"torch": "1.0"})
     train(small_run(tmp_path, save_steps=2))
     (told, *_) = [event["text"] for event in events(tmp_path, "warning") if "torch was" in event["text"]]
@@ -217,8 +219,7 @@ def test_a_loss_that_is_no_number_stops_before_the_update(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float
 ) -> None:
     """Weights finite and as they were, the batch's samples written down, a checkpoint to go on from."""
-    with pytest.raises(Killed):
-        train(small_run(tmp_path / "before"), watch=killed_after(4))
+    killed_in(small_run(tmp_path / "before"), 4)
     _poison(monkeypatch, 5, value)
     with pytest.raises(
         SnugfitError, match=r"Step 5: The loss is (nan|inf); no weight was changed"
@@ -446,8 +447,7 @@ def test_the_best_model_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         small_run(tmp_path / "best", eval_strategy="steps", eval_steps=2, load_best_model_at_end=True)
     )
     monkeypatch.undo()
-    with pytest.raises(Killed):
-        train(small_run(tmp_path / "four", save_steps=4), watch=killed_after(5))
+    killed_in(small_run(tmp_path / "four", save_steps=4), 5)
     four = train(small_run(tmp_path / "four", save_steps=4))
     assert best.outcome == "finished"
     assert (tmp_path / "best" / "checkpoint-4").is_dir(), "the best one outlives the limit of two"
