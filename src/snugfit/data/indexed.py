@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, TypeVar, final, overload
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar, final, overload
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from snugfit.data.ragged import Ragged
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -37,8 +43,36 @@ class Indexed(Sequence[T_co]):
         return int(index) % len(self)
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
 class IndexedSamples(Indexed[Sample]):
-    """A dataset's samples, which may look otherwise in another epoch."""
+    """A dataset of N samples, which may look otherwise in another epoch; picklable and without a state."""
+
+    label: np.ndarray | None = None
+    """One class or number to each sample, (N)."""
+
+    labels: Ragged | None = None
+    """A label to each token, or the tokens of a target, of each sample."""
+
+    label_names: tuple[str, ...] = ()
+    """The names of the classes, in order."""
+
+    cut: int = 0
+    """How many samples were too long."""
+
+    cut_tokens: int = 0
+    """How many tokens these lost; packed, the few left over at the end."""
+
+    left_out: int = 0
+    """Rows of which no sample was made, because nothing in them enters a loss."""
+
+    notes: tuple[str, ...] = ()
+    """What somebody who trains on this should know."""
+
+    def target(self, index: int) -> Sample:
+        """What the sample at this index, which exists, is to teach; empty where that is not kept here."""
+        if self.label is not None:
+            return {"label": self.label[index].item()}
+        return {"labels": self.labels[index]} if self.labels is not None else {}
 
     @abstractmethod
     def _sample(self, index: int, epoch: int) -> Sample:

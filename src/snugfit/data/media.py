@@ -16,7 +16,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, final
 
@@ -27,7 +27,7 @@ from snugfit.data.labels import class_numbers, one_order, regression_values
 from snugfit.data.media_files import MediaEntry, path_in
 from snugfit.data.pictures import PicturePreprocessor
 from snugfit.data.processors import settings_of
-from snugfit.data.ragged import Ragged, RaggedBuilder
+from snugfit.data.ragged import RaggedBuilder
 from snugfit.data.samples import refuse_unknown_tokens
 from snugfit.data.sounds import SoundPreprocessor
 from snugfit.data.tokens import Tokenizer
@@ -36,8 +36,6 @@ from snugfit.job.batch import synthetic
 from snugfit.job.job import Job, Task
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from snugfit.data.rows import Rows
 
 RATE = "sampling_rate"
@@ -47,7 +45,7 @@ RATE = "sampling_rate"
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MediaSamples(IndexedSamples):
-    """A dataset of N pictures or sounds, picklable and without a state."""
+    """Samples of pictures or sounds, with a class, a number, or the tokens of what is said."""
 
     media: Rows
     """The rows, with no more columns than are needed to make a sample."""
@@ -58,24 +56,6 @@ class MediaSamples(IndexedSamples):
     preprocessor: PicturePreprocessor | SoundPreprocessor
     """Makes a sample's input of what is in that column."""
 
-    label: np.ndarray | None = None
-    """One class or number to each sample, (N)."""
-
-    labels: Ragged | None = None
-    """The tokens of what is said in each sample."""
-
-    label_names: tuple[str, ...] = ()
-    """The names of the classes, in order."""
-
-    cut: int = 0
-    """How many texts were too long."""
-
-    cut_tokens: int = 0
-    """How many tokens these lost."""
-
-    notes: tuple[str, ...] = field(default=())
-    """What somebody who trains on this should know."""
-
     def __len__(self) -> int:
         return len(self.media)
 
@@ -83,19 +63,14 @@ class MediaSamples(IndexedSamples):
         """The sample, which is the same in every epoch."""
         row = self.media[index]
         entry = self._entry(row, index)
-        return {self.preprocessor.input_name: self.preprocessor.input_of(entry), **self._target(index)}
+        return {self.preprocessor.input_name: self.preprocessor.input_of(entry), **self.target(index)}
 
     def checksum(self, index: int) -> bytes:
         """A checksum of what this sample is made of, without making it."""
         checksum = hashlib.sha256(self.preprocessor.raw_bytes(self._entry(self.media[index], index)))
         settings = settings_of(self.preprocessor)
-        checksum.update(json.dumps([self._target(index), settings], default=str).encode())
+        checksum.update(json.dumps([self.target(index), settings], default=str).encode())
         return checksum.digest()
-
-    def _target(self, index: int) -> Sample:
-        if self.label is not None:
-            return {"label": self.label[index].item()}
-        return {"labels": self.labels[index]} if self.labels is not None else {}
 
     def _entry(self, row: Mapping[str, Any], index: int) -> MediaEntry:
         return MediaEntry(

@@ -39,37 +39,16 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Samples(IndexedSamples):
-    """A dataset of N samples, picklable and without a state."""
+    """Samples of tokens. Without a label or labels the tokens themselves are predicted."""
 
     inputs: Ragged
     """The token ids of each sample."""
-
-    labels: Ragged | None = None
-    """A label to each token, or the target's tokens. None where the tokens themselves are predicted."""
-
-    label: np.ndarray | None = None
-    """One class or number to each sample, (N)."""
 
     types: Ragged | None = None
     """1 for each token of a second text, else 0."""
 
     masking: Masking | None = None
     """What hides tokens from a masked language model."""
-
-    label_names: tuple[str, ...] = ()
-    """The names of the classes, in order."""
-
-    cut: int = 0
-    """How many samples were too long."""
-
-    cut_tokens: int = 0
-    """How many tokens these lost; packed, the few left over at the end."""
-
-    left_out: int = 0
-    """Rows of which no sample was made, because nothing in them enters a loss."""
-
-    notes: tuple[str, ...] = ()
-    """What somebody who trains on this should know."""
 
     @property
     def lengths(self) -> np.ndarray:
@@ -85,10 +64,8 @@ class Samples(IndexedSamples):
         sample: Sample = {"input_ids": ids}
         if self.types is not None:
             sample["token_type_ids"] = self.types[index]
-        if self.label is not None:
-            sample["label"] = self.label[index].item()
-        elif self.labels is not None:
-            sample["labels"] = self.labels[index]
+        if target := self.target(index):
+            sample |= target
         elif self.masking is not None:
             sample["input_ids"], sample["labels"] = self.masking.mask(ids, epoch=epoch, index=index)
         else:

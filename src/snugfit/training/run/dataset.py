@@ -125,9 +125,8 @@ def _notes_on_cuts(samples: Samples | MediaSamples) -> Iterator[str]:
     """What the samples have lost of their rows, for who trains on them."""
     if samples.cut:
         yield f"{samples.cut:,} samples were too long: {samples.cut_tokens:,} tokens of them were cut off."
-    left_out = getattr(samples, "left_out", 0)
-    if left_out:
-        yield f"{left_out:,} rows were left out: there is nothing in them that a loss could look at."
+    if samples.left_out:
+        yield f"{samples.left_out:,} rows were left out: there is nothing in them that a loss could look at."
 
 
 def stack(samples: list[Any]) -> dict[str, Any]:
