@@ -498,7 +498,7 @@ def test_a_library_that_tells_the_systems_refusal_in_words(out: Path) -> None:
     ) as told:
         Store(out).save(30, fail, {}, needed_bytes=3 << 30)
     assert "3.00 GiB are needed, " in str(told.value)
-    assert told.value.free_bytes == pytest.approx(shutil.disk_usage(out).free, rel=0.1)
+    assert " are free). What was saved before stands." in str(told.value)
 
 
 def test_a_save_that_is_told_to_stop_leaves_nothing(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -361,17 +361,15 @@ def a_small_disk(at: Path) -> bool:
 def test_a_full_disk(tmp_path: Path) -> None:
     def act() -> None:
         if a_small_disk(tmp_path):
-            reason, room = r"No space left on device \(3.0 MiB are needed, \d", 2 << 20
+            reason = r"No space left on device \(3.0 MiB are needed, \d"
         else:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (2 << 20, resource.RLIM_INFINITY))
-            reason, room = r"File too large \(3.0 MiB are needed, \d", 1 << 60
+            reason = r"File too large \(3.0 MiB are needed, \d"
         store = stored(tmp_path, 10)
         for _ in range(2):
-            with pytest.raises(SaveFailed, match=rf"saved: optimizer\.safetensors: {reason}") as told:
+            with pytest.raises(SaveFailed, match=rf"saved: optimizer\.safetensors: {reason}"):
                 store.save(20, large, {}, needed_bytes=LARGE)
-            assert told.value.needed_bytes == LARGE
-            assert 0 < (told.value.free_bytes or 0) < room
             assert visible(tmp_path) == ["checkpoint-10"]
             assert not hidden(tmp_path)
         store.save(20, fill(20), {"seed": 17, "run": 0})

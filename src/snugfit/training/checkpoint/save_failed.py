@@ -24,11 +24,6 @@ _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 class SaveFailed(SnugfitError):
     """The system refused a save. Nothing of it can be seen, and what was saved before stands."""
 
-    def __init__(self, message: str, *, needed_bytes: int | None, free_bytes: int | None) -> None:
-        super().__init__(message)
-        self.needed_bytes = needed_bytes
-        self.free_bytes = free_bytes
-
 
 def why(fault: BaseException, draft: Path) -> str | None:
     """The file and the reason, when the system (or a file that is no plain one) is to blame; None when it is
@@ -45,19 +40,13 @@ def why(fault: BaseException, draft: Path) -> str | None:
 
 def save_failed(final: Path, fault: BaseException, reason: str, needed_bytes: int | None) -> SaveFailed:
     """The error for it. Called when the draft is gone: what is free is then free indeed."""
-    free = None
-    with suppress(OSError):
-        free = shutil.disk_usage(final.parent).free
     room = []
     if (refusal := _refusal(fault)) and refusal.errno in _NO_ROOM:
         room += [f"{show_bytes(needed_bytes)} are needed"] if needed_bytes is not None else []
-        room += [f"{show_bytes(free)} are free"] if free is not None else []
+        with suppress(OSError):
+            room.append(f"{show_bytes(shutil.disk_usage(final.parent).free)} are free")
     figures = f" ({', '.join(room)})" if room else ""
-    return SaveFailed(
-        f"{final} could not be saved: {reason}{figures}. What was saved before stands.",
-        needed_bytes=needed_bytes,
-        free_bytes=free,
-    )
+    return SaveFailed(f"{final} could not be saved: {reason}{figures}. What was saved before stands.")
 
 
 def _refusal(fault: BaseException) -> OSError | None:
