@@ -22,11 +22,14 @@ from snugfit.techniques.kv_prefix import dropped_prefix
 from snugfit.techniques.technique import Slot
 from snugfit.training.checkpoint.optimizer_state import refuse_optimizer
 
-_BACKWARD_UPDATERS = ("layerwise", "lomo")
-"""Parts of the names of optimizers that update in gradient hooks (transformers' `OptimizerNames`)."""
-
-_OBJECT_KEEPERS = ("galore", "apollo", "adamw_torch_4bit", "adamw_torch_8bit")
-"""Beginnings of the names of those whose states are objects: projectors, and torchao's own tensors."""
+_REFUSED_OPTIMIZERS = {
+    ("layerwise", "lomo"): "updates weights within the backward pass: then no step could be stopped before"
+    " its update, or be taken again",
+    ("galore", "apollo", "adamw_torch_4bit", "adamw_torch_8bit"): "keeps objects in its state: no checkpoint"
+    " here holds them, so the run could not be resumed",
+}
+"""By parts of their names (transformers' `OptimizerNames`), why no run is begun with these: those that update
+in gradient hooks, and those whose states are projectors or torchao's own tensors."""
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
@@ -146,18 +149,13 @@ def _refuse_users_optimizer(trainer: Any, brings: bool) -> None:
     name = _value_of(trainer.args, "optim")
     if trainer.optimizer is not None:
         refuse_optimizer(getattr(trainer.optimizer, "optimizer", trainer.optimizer), keeps=True)
-    elif not brings and any(word in name for word in _BACKWARD_UPDATERS):
-        raise UsageError(
-            f"optim is {name!r}, which updates weights within the backward pass: then no step could be"
-            " stopped before its update, or be taken again. Take another (adafactor and adamw_8bit need"
-            " little memory too), name a recipe, or leave fit out."
-        )
-    elif not brings and name.startswith(_OBJECT_KEEPERS):
-        raise UsageError(
-            f"optim is {name!r}, which keeps objects in its state: no checkpoint here holds them, so the run"
-            " could not be resumed. Take another (adafactor and adamw_8bit need little memory too), name a"
-            " recipe, or leave fit out."
-        )
+        return
+    for words, why in _REFUSED_OPTIMIZERS.items():
+        if not brings and any(word in name for word in words):
+            raise UsageError(
+                f"optim is {name!r}, which {why}. Take another (adafactor and adamw_8bit need little memory"
+                " too), name a recipe, or leave fit out."
+            )
 
 
 def _value_of(args: Any, name: str) -> Any:
