@@ -10,12 +10,14 @@ wanted. What stays unseen: samples that look at each other in a way that few of 
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
+from snugfit.errors import one_line
 from snugfit.frontends.items import items_in, shifts_labels
 from snugfit.job.batch_layout import BatchLayout, map_leaves
 from snugfit.job.sample_mixing import mixing_of
@@ -54,7 +56,9 @@ def job_with_mixing(
 
     try:
         reason = _difference(job, model, loss_of, items_of)
-    except Exception:  # whatever the user's loss raises outside of training: nothing is known
+    except Exception as fault:  # whatever the user's loss raises outside of training
+        kind = f"{type(fault).__name__}: {one_line(fault)}"
+        warnings.warn(f"Whether the loss is a mean over samples is not known: {kind}", stacklevel=2)
         return job
     return replace(job, mixes_samples=reason) if reason else job
 
