@@ -10,7 +10,9 @@ before it: the Trainer's state, its callbacks', and the random generators.
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +21,7 @@ from typing import TYPE_CHECKING, Any, final
 from snugfit.frontends.trainer.data import DataPosition, position_of
 from snugfit.step.trainer_hooks import StepEnd
 from snugfit.step.transformers_internals import logged_losses, restore_logged_losses
-from snugfit.training.checkpoint.state import restore_rng
+from snugfit.training.checkpoint.state import restore_frozen, restore_rng
 from snugfit.training.rng import all_rng_states, restore_all_rng_states
 
 if TYPE_CHECKING:
@@ -113,6 +115,28 @@ class StateFiles:
         """Whether the run that is resumed had ended there before its last step, as a callback asked."""
         return bool(self._extra_state.get("ends"))
 
+    @contextlib.contextmanager
+    def train_begin_freezes_nothing(self) -> Iterator[None]:
+        """Within it callbacks that freeze weights when training begins do so in no resumed run: it has begun
+        long ago, and others may train since."""
+        from transformers import TrainerCallback
+
+        state = self
+
+        class RestoreFrozen(TrainerCallback):  # type: ignore[misc]
+            """Comes after the callbacks of the user's."""
+
+            def on_train_begin(self, *arguments: Any, **keywords: Any) -> None:
+                if state.folder is not None:
+                    restore_frozen(state._trainer.model, state.folder)
+
+        callback = RestoreFrozen()
+        self._trainer.add_callback(callback)
+        try:
+            yield
+        finally:
+            self._trainer.remove_callback(callback)
+
     def restore(self) -> dict[str, Any] | None:
         """When the first epoch after a resume begins: puts back what the Trainer does not, and gives where
         its data was. None in any other epoch."""
@@ -122,6 +146,8 @@ class StateFiles:
         self.last_figures = StepEnd(*self._extra_state.get("figures") or (None, None))
         restore_logged_losses(self._trainer, self._extra_state)
         restore_rng(self.folder, self._device)
+        if self.position is None or self.position[1]:  # an epoch that begins may freeze and unfreeze
+            restore_frozen(self._trainer.model, self.folder)
         data: dict[str, Any] = self._extra_state["data"]
         return data
 

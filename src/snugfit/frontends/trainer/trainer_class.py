@@ -81,8 +81,9 @@ class FittedTrainer(TrainerHooks):
                 return run.checkpoints.finished
             run.ignored_keys = keywords.get("ignore_keys_for_eval", (*arguments, None, None)[1])
             resumed, done = run.checkpoints.resumed, None
-            with _name_memory_errors(self), contextlib.suppress(EvaluationStopped):  # before the first step
-                done = super().train(str(resumed.folder) if resumed else None, *arguments, **keywords)
+            with _name_memory_errors(self), run.checkpoints.state.train_begin_freezes_nothing():
+                with contextlib.suppress(EvaluationStopped):  # before the first step
+                    done = super().train(str(resumed.folder) if resumed else None, *arguments, **keywords)
             stopped = run.checkpoints.interrupts.stopping
             outcome = FINISHED if stopped is None else STOPPED
             run.logger.end(outcome, self.state.global_step, in_words=True)

@@ -1,4 +1,5 @@
-"""What modules remember in plain attributes: a count, a switch, a queue of samples that is no buffer.
+"""What modules remember in plain attributes: a count, a switch, a queue of samples that is no buffer; and
+which parameters train, which may change during a run.
 
 No `state_dict` has them, and a step may depend on them: a rotary embedding that grows with its sequences
 remembers how far in a number. Numbers are kept once they are no longer what they were when the run began;
@@ -8,7 +9,7 @@ that are parameters and buffers under another name, and results that still have 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from snugfit.training.checkpoint.adapters import address_of
@@ -80,3 +81,19 @@ def restore_attributes(model: torch.nn.Module, attributes: Mapping[str, Mapping[
                     own.copy_(value)
             else:
                 setattr(modules[path], name, value)
+
+
+def frozen_parameters(model: torch.nn.Module) -> list[str]:
+    """The names of those that do not train."""
+    return [name for name, weight in model.named_parameters() if not weight.requires_grad]
+
+
+def set_frozen(model: torch.nn.Module, names: Collection[str] | None) -> None:
+    """Has the parameters of these names not train, and all others train. Nothing for None, where an older
+    checkpoint does not say."""
+    if names is None:
+        return
+    frozen = frozenset(names)
+    for name, weight in model.named_parameters():
+        if weight.requires_grad == (name in frozen):
+            weight.requires_grad_(name not in frozen)

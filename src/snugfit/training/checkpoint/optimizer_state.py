@@ -56,7 +56,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]
     if counts != before:
         raise SnugfitError(
             f"The checkpoint's optimizer has groups of {before} parameters, this run's has {counts}: it was"
-            " written by another job or recipe."
+            " written by another job or recipe, or groups were added to it during the run. Add them before."
         )
     optimizer.state.clear()
     for index, values in saved["states"].items():

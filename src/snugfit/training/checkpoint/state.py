@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError
 from snugfit.training.checkpoint.model_state import beginning_of
+from snugfit.training.checkpoint.module_attributes import frozen_parameters, set_frozen
 from snugfit.training.checkpoint.optimizer_state import (
     optimizer_state,
     parameters_of,
@@ -243,6 +244,7 @@ def _state_of(state: TrainState) -> dict[str, Any]:
     return {
         "optimizer": optimizer_state(state.optimizer),
         "optimized": _optimized_names(state),
+        "frozen": frozen_parameters(state.model),
         "scheduler": state.scheduler.state_dict(),
         "scaler": state.scaler.state_dict() if state.scaler else None,
         "random": all_rng_states(state.device),
@@ -271,6 +273,7 @@ def restore(state: TrainState, folder: Path) -> None:
                 f" {now} stands. Make the model, and the optimizer from it, as the run began."
             )
     restore_optimizer(state.optimizer, saved["optimizer"])
+    set_frozen(state.model, saved.get("frozen"))
     try:
         state.scheduler.load_state_dict(saved["scheduler"])
     except (KeyError, TypeError, IndexError, AttributeError) as fault:
@@ -282,6 +285,11 @@ def restore(state: TrainState, folder: Path) -> None:
         state.scaler.load_state_dict(saved["scaler"])
     state.progress = RunProgress(**saved["progress"])
     restore_all_rng_states(saved["random"], state.device)
+
+
+def restore_frozen(model: torch.nn.Module, folder: Path) -> None:
+    """Which parameters train, alone, as it was when the checkpoint was taken."""
+    set_frozen(model, dict(_read(folder)[0][PAIRS]).get("frozen"))
 
 
 def restore_rng(folder: Path, device: torch.device) -> None:
