@@ -290,7 +290,9 @@ def test_a_warm_up_that_is_a_share_depends_on_the_length(warmup: float, goes_on:
 
 def test_facts_that_one_side_lacks_are_not_compared_but_dropout_is() -> None:
     def said(before: dict[str, Any], now: dict[str, Any], torch: str = "2") -> list[str]:
-        return compare_facts({"facts": before, "versions": "2"}, {"facts": now, "versions": torch})
+        return compare_facts(
+            {"facts": before, "versions": {"torch": "2"}}, {"facts": now, "versions": {"torch": torch}}
+        )
 
     assert said({"a": 1}, {"a": 1, "b": 2}) == []
     assert said({"a": 1, "dropout.Dropout.p": "0.1 x 2"}, {"b": 2}, "3") == [

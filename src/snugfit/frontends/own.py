@@ -58,32 +58,30 @@ def train(
     device: str | None = None,
     restart: bool = False,
     resume_from_checkpoint: str | os.PathLike[str] | None = None,
+    compare_code: bool = True,
     foresee: bool = True,
     watch: Callable[[Event], None] = lambda event: None,
     **options: Any,
 ) -> Trained:
-    """Trains `job` under `recipe` (which may be text) on `dataset`, and gives how it ended.
+    """Trains `job` under `recipe` (which may be text) on `dataset`; gives how it ended.
 
     `dataset` and `evaluation` are a path (text, JSONL, CSV, Parquet, several of them, a saved `datasets`
     folder, pictures), rows in memory, or samples as the model takes them, for which `collate` makes batches.
-    `tokenizer` is one, or its folder, and `processor` what makes pictures or sound ready; `columns` says
-    which column is the text and which the label where their names do not. `weights` is the folder that
-    training begins with, or "random"; without it the model's own folder, where it has weights. `device` is
-    `cpu`, `cuda` or `cuda:1`. `options` are those of `TrainOptions`.
+    `tokenizer` is one, or its folder, `processor` what makes pictures or sound ready; `columns` says which
+    is the text and which the label where their names do not. `weights` is the folder that training begins
+    with, or "random"; without it the model's own, where it has any. `device` is `cpu`, `cuda` or `cuda:1`.
+    `options` are those of `TrainOptions`.
 
-    What stands in `output_dir` is resumed when it is this very run; `restart` begins anew, and
-    `resume_from_checkpoint` goes back to one of its checkpoints, `out/checkpoint-10`. On a GPU that is
-    known memory and seconds are predicted first, unless `foresee` is False. `watch` hears every event of the
-    journal.
+    What stands in `output_dir` is resumed when it is this very run, its functions too (`collate`, forward
+    passes) unless `compare_code` is False; `restart` begins anew, and `resume_from_checkpoint` goes back to
+    one of its checkpoints. On a GPU that is known memory and seconds are predicted first, unless `foresee` is
+    False. `watch` hears every event of the journal.
 
     Raises `UsageError` for what cannot be run or resumed, `OutOfMemory` when no recipe is left that needs
     less memory, and `SnugfitError` when a loss is no number.
     """
-    chosen, target = options_of(options), device_of(device)
+    chosen, target = _options_for(options, evaluation), device_of(device)
     recipe = _recipe_for(job, recipe, target, watch)
-    if evaluation is None and chosen.eval_strategy != "no":
-        raise UsageError(f"eval_strategy is {chosen.eval_strategy!r}, and there is no evaluation data.")
-    callbacks_for(chosen)  # what is not installed is told before any data is read
     how: dict[str, Any] = {"tokenizer": tokenizer, "processor": processor, "columns": columns, "pack": pack}
     read: Callable[..., Data] = functools.partial(data_of, job=job, collate=collate, options=chosen, **how)
     data = read(dataset)
@@ -96,10 +94,20 @@ def train(
         folder=folder_of(output_dir),
         weights=weights_of(job, weights),
         device=target,
+        compare_code=compare_code,
     )
     predict, replan = run_predictor(target) if foresee else predict_nothing, next_recipe(target)
-    start: dict[str, Any] = {"restart": restart, "resume_from": resume_from_checkpoint}
-    return run_to_its_end(run, **start, replan=replan, predict=predict, watch=watch)
+    how = {"restart": restart, "resume_from": resume_from_checkpoint, "predict": predict, "watch": watch}
+    return run_to_its_end(run, replan=replan, **how)
+
+
+def _options_for(given: Mapping[str, Any], evaluation: Source | None) -> TrainOptions:
+    """The options, when what they need is there: it is told before any data is read."""
+    chosen = options_of(given)
+    if evaluation is None and chosen.eval_strategy != "no":
+        raise UsageError(f"eval_strategy is {chosen.eval_strategy!r}, and there is no evaluation data.")
+    callbacks_for(chosen)
+    return chosen
 
 
 def _recipe_for(

@@ -65,6 +65,7 @@ def accelerate(
     clip: float | None = None,
     output_dir: str | os.PathLike[str] | None = None,
     save_total_limit: int | None = None,
+    compare_code: bool = True,
     logging_steps: int = 10,
     watch: Callable[[Event], None] | None = None,
 ) -> HandRun:
@@ -75,8 +76,9 @@ def accelerate(
     to tensors (B, ...). `scheduler` takes a step with each of the run's; it is torch's, or a function that
     makes one of an optimizer. `loss(model, batch)` gives the loss where the model does not, a mean over as
     many `items(batch)`; without that, over the labels that count, or the samples. `clip` is the global norm
-    of gradients. Checkpoints and journal go to `output_dir`. `watch` hears every event; without one a line is
-    printed every `logging_steps`, and what is kept, changed or wrong.
+    of gradients. Checkpoints and journal go to `output_dir`; a run is resumed with the code that it began
+    with (loss, collator, forward passes), unless `compare_code` is False. `watch` hears every event; without
+    one a line is printed every `logging_steps`, and what is kept, changed or wrong.
 
     Raises `UsageError` for what cannot be trained so and `RecipeError` for a wish that these cannot be given,
     by name, `NothingFits` for a plan of nothing; nothing is changed then.
@@ -97,20 +99,18 @@ def accelerate(
         state, notes = _train_state(live, optimizer, scheduler)
         batches = Batches(loader_for(loader, recipe.setup(), device))
         journal = Journal(folder and folder.store.root, watch)
-        checkpoints = None
-        if folder is not None:
-            checkpoints = RunCheckpoints(
-                folder, journal, job=job, recipe=recipe, state=state, batches=batches,
-                save_total_limit=save_total_limit,
-            )  # fmt: skip
+        code = _code(loss, items, loader) if compare_code else None
+        checkpoints = folder and RunCheckpoints(
+            folder, journal, job=job, recipe=recipe, state=state, batches=batches, code=code,
+            save_total_limit=save_total_limit,
+        )  # fmt: skip
         unless_it_begins.pop_all()
     for text in notes:
         watch({"event": "note", "text": text})
     step = CustomStep(job, recipe.setup(), device, model=model, loss=loss, items=items)
     return HandRun(
         job=_job_to_train(job, live, step, watch), recipe=recipe, state=state, step=step, batches=batches,
-        checkpoints=checkpoints,
-        journal=journal, every=logging_steps,
+        checkpoints=checkpoints, journal=journal, every=logging_steps,
     )  # fmt: skip
 
 
@@ -121,6 +121,10 @@ def _job_to_train(job: Job, live: LiveTraining, step: CustomStep, watch: Callabl
     for warning in cut_warning(job, live.recipe):
         watch(warning)
     return job
+
+
+def _code(loss: LossOf | None, items: ItemsOf | None, loader: Any) -> dict[str, Any]:
+    return {"loss": loss, "items": items, "collate_fn": getattr(loader, "collate_fn", None)}
 
 
 def _refuse_what_cannot_be_called(**given: Any) -> None:

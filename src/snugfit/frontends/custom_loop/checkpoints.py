@@ -9,12 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from snugfit.frontends.custom_loop.batches import Batches
 from snugfit.frontends.same_run import refuse_another_run
-from snugfit.training.checkpoint.facts import FACTS, model_facts, optimizer_facts, schedule_facts
+from snugfit.training.checkpoint.code_facts import code_facts
+from snugfit.training.checkpoint.facts import (
+    FACTS,
+    forward_facts,
+    model_facts,
+    optimizer_facts,
+    schedule_facts,
+)
 from snugfit.training.checkpoint.manager import CheckpointManager, open_store
 from snugfit.training.checkpoint.state import TrainState, check_packable, restore, snapshot
 from snugfit.training.checkpoint.weights import load_weights
@@ -62,12 +70,13 @@ class RunCheckpoints:
         state: TrainState,
         batches: Batches,
         save_total_limit: int | None,
+        code: Mapping[str, Any] | None,
     ) -> None:
         self._folder, self._state, self._batches = folder, state, batches
         self.root, self.interrupts = folder.store.root, folder.interrupts
         self.journal = journal
         self._manager = CheckpointManager(folder.store, journal, state.device, limit=save_total_limit)
-        self._manager.about = _about(job, recipe, state, batches)
+        self._manager.about = _about(job, recipe, state, batches, code)
         check_packable(state)
         self._manager.prepare(state)
         self._begun = self._closed = self._is_update_checked = False
@@ -137,8 +146,12 @@ class RunCheckpoints:
             self._folder.close()
 
 
-def _about(job: Job, recipe: Recipe, state: TrainState, batches: Batches) -> dict[str, Any]:
-    """What every checkpoint says of its run, as it began."""
+def _about(
+    job: Job, recipe: Recipe, state: TrainState, batches: Batches, code: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """What every checkpoint says of its run, as it began; with the functions whose `code` is compared."""
+    import torch
+
     groups = state.optimizer.param_groups
     return {
         "door": "accelerate",
@@ -150,6 +163,7 @@ def _about(job: Job, recipe: Recipe, state: TrainState, batches: Batches) -> dic
         "samples": batches.samples,
         "batch_size": job.batch_size,
         "clip": job.clip,
+        "seed": torch.initial_seed(),
         "recipe": str(recipe),
         "versions": versions(),
         FACTS: {
@@ -157,5 +171,6 @@ def _about(job: Job, recipe: Recipe, state: TrainState, batches: Batches) -> dic
             **optimizer_facts(state.optimizer),
             **schedule_facts(state.scheduler),
             **batches.facts(),
+            **(code_facts(code) | forward_facts(state.model) if code is not None else {}),
         },
     }

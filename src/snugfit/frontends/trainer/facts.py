@@ -10,7 +10,15 @@ from typing import Any
 
 from snugfit.frontends.trainer.setup import brings_optimizer
 from snugfit.step.transformers_internals import has_users_schedule
-from snugfit.training.checkpoint.facts import Facts, flatten, model_facts, optimizer_facts, settings_of
+from snugfit.training.checkpoint.code_facts import code_facts
+from snugfit.training.checkpoint.facts import (
+    Facts,
+    flatten,
+    forward_facts,
+    model_facts,
+    optimizer_facts,
+    settings_of,
+)
 from snugfit.training.run.run import LENGTH_OPTIONS, depends_on_length
 
 FREE = frozenset({
@@ -48,11 +56,23 @@ def run_facts(trainer: Any) -> Facts:
     """Facts about a trainer before it trains: of the optimizer, where it has one already."""
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # accelerate's is a shell
     return {
+        **(_code(trainer) if trainer.snugfit.compare_code else {}),
         **({} if optimizer is None else optimizer_facts(optimizer)),
         **_arguments(trainer),
         **settings_of("data_collator", trainer.data_collator),
         **model_facts(trainer.model),
     }
+
+
+def _code(trainer: Any) -> Facts:
+    """Of the user's functions that make a step: collator, loss, and the methods of a subclass."""
+    kinds = [kind for kind in type(trainer).__mro__ if not kind.__module__.startswith("snugfit.")]
+    methods = {
+        name: next(vars(holder)[name] for holder in (trainer, *kinds) if name in vars(holder))
+        for name in ("compute_loss", "training_step")
+    }
+    functions = {"data_collator": trainer.data_collator, "compute_loss_func": trainer.compute_loss_func}
+    return code_facts({**functions, **methods}) | forward_facts(trainer.model)
 
 
 def _arguments(trainer: Any) -> Facts:

@@ -45,14 +45,16 @@ def fit(
     *,
     gpu: str | None = None,
     fidelity: Fidelity | str = Fidelity.SAME,
+    compare_code: bool = True,
     watch: Callable[[Event], None] = say,
 ) -> Any:
     """Makes `trainer`, a `transformers.Trainer` or a subclass's, train under `recipe`; gives it back.
 
     `recipe` may be text. Without one it is planned, no less exact than the trainer's own arguments and
     `fidelity`: for the `gpu` of this name, or the one here; where there is neither, the trainer keeps what it
-    asks for. `watch` hears every event of the journal, and what is changed; those that are to be read have
-    a `text`.
+    asks for. A run is resumed with the code that it began with (collator, loss, forward passes), unless
+    `compare_code` is False. `watch` hears every event of the journal, and what is changed; those that are to
+    be read have a `text`.
 
     Raises `UsageError` for a trainer or a recipe that this cannot honour, by name, and `NothingFits`; nothing
     is changed then.
@@ -71,6 +73,12 @@ def fit(
             notices.tell(**warning)
     if not isinstance(trainer, FittedTrainer):
         trainer.__class__ = fitted_class(type(trainer))
-    trainer.snugfit = FitPlan(job=job, recipe=chosen.recipe, user_slots=chosen.user_slots, notices=notices)
+    trainer.snugfit = FitPlan(
+        job=job,
+        recipe=chosen.recipe,
+        user_slots=chosen.user_slots,
+        notices=notices,
+        compare_code=compare_code,
+    )
     trainer.snugfit_run = None
     return trainer

@@ -56,6 +56,9 @@ class FitPlan:
     notices: Notices
     """Takes events to whoever listens."""
 
+    compare_code: bool = True
+    """Whether a run is resumed with the code that it began with alone."""
+
     loss: LossTraits = field(default_factory=LossTraits)
     """What is known of the model's loss."""
 

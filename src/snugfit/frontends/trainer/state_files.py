@@ -124,9 +124,8 @@ class StateFiles:
         state = self
 
         class RestoreFrozen(TrainerCallback):  # type: ignore[misc]
-            """Comes after the callbacks of the user's."""
-
             def on_train_begin(self, *arguments: Any, **keywords: Any) -> None:
+                """Comes after the callbacks of the user's."""
                 if state.folder is not None:
                     restore_frozen(state._trainer.model, state.folder)
 

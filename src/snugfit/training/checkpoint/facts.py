@@ -22,6 +22,7 @@ import types
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from snugfit.training.checkpoint.code_facts import CODE, TO_GO_ON, code_facts, is_users
 from snugfit.training.checkpoint.manager import differences
 
 if TYPE_CHECKING:
@@ -69,8 +70,11 @@ _NO_FACT = object()
 
 def compare_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What is not the same in what two runs say of themselves, by name; nothing where one of them was noted
-    by an earlier snugfit. Other versions of the libraries know other arguments."""
-    described = DESCRIBED if before.get("versions") == now["versions"] else DROPOUT
+    by an earlier snugfit. Other versions of the libraries know other arguments, and another Python compiles
+    code otherwise."""
+    software, own_software = before.get("versions", {}), now["versions"]
+    described = DESCRIBED if software == own_software else DROPOUT
+    left_out = CONTENT if software.get("python") == own_software.get("python") else (CONTENT, CODE)
     before, now = before.get(FACTS, {}), now[FACTS]
     if not before:
         return []
@@ -79,7 +83,9 @@ def compare_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
         for name in dict.fromkeys((*now, *before))
         if (name in before and name in now) or name.startswith(described)
     ]
-    wrong = differences(before, now, [name for name in names if name != CONTENT]) if names else []
+    names = [name for name in names if not name.startswith(left_out)]
+    wrong = differences(before, now, names) if names else []
+    wrong = [f"{text}{TO_GO_ON}" if text.startswith(CODE) else text for text in wrong]
     factors = [text for text in wrong if _FACTOR in text]
     wrong = [text for text in wrong if text not in factors[1:]]
     if before.get(CONTENT, now.get(CONTENT)) != now.get(CONTENT, before.get(CONTENT)):
@@ -100,6 +106,14 @@ def model_facts(model: torch.nn.Module) -> Facts:
     if config is not None and hasattr(config, "to_dict"):
         facts |= flatten("config", {k: v for k, v in config.to_dict().items() if k not in _NO_CONFIG_FACTS})
     return facts | _dropout(model) | _adapters(model)
+
+
+def forward_facts(model: torch.nn.Module) -> Facts:
+    """The code of a model's forward passes, by their names; of the user's own classes alone."""
+    kinds = {type(module) for module in getattr(model, "_orig_mod", model).modules()}
+    forwards = [vars(kind).get("forward") for kind in kinds]
+    users = [forward for forward in forwards if isinstance(forward, types.FunctionType) and is_users(forward)]
+    return code_facts({forward.__qualname__: forward for forward in users})
 
 
 def _dropout(model: torch.nn.Module) -> Facts:
@@ -178,7 +192,7 @@ def _factors(scheduler: Any, prefix: str) -> Facts:
 
 def settings_of(prefix: str, owner: Any) -> Facts:
     """The class of a user's object and its plain public attributes: of a collator, say, how much it masks. Of
-    a function nothing is known."""
+    a function none."""
     if owner is None or isinstance(owner, types.FunctionType | types.MethodType | functools.partial):
         return {}
     return {f"{prefix}.class": type(owner).__name__, **flatten(prefix, getattr(owner, "__dict__", {}))}

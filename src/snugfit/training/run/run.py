@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from snugfit.job.job import Job
 from snugfit.techniques.recipe import Recipe
-from snugfit.training.checkpoint.facts import FACTS, compare_facts, model_facts
+from snugfit.training.checkpoint.code_facts import code_facts
+from snugfit.training.checkpoint.facts import FACTS, Facts, compare_facts, forward_facts, model_facts
 from snugfit.training.checkpoint.manager import differences
 from snugfit.training.options import TrainOptions
 from snugfit.training.run.order import SampleOrder
@@ -112,6 +113,9 @@ class Run:
 
     device: torch.device
 
+    compare_code: bool = True
+    """Whether it is resumed with the code that it began with alone."""
+
     def order(self, micro_batches: int) -> SampleOrder:
         """Which samples each step sees, in so many pieces."""
         sampling = self.options.train_sampling_strategy
@@ -138,13 +142,21 @@ class Run:
             "asked": str(self.recipe),
             "recipe": str(recipe),
             "options": self.options.to_json(),
-            FACTS: model_facts(self.job.model.module) if self.job.model.module is not None else {},
+            FACTS: self._facts(),
             "weights": self._weights(),
             "samples": len(self.data.samples),
             "data": self.data.fingerprint(),
             "device": _device_name(self.device),
             "versions": versions(),
         }
+
+    def _facts(self) -> Facts:
+        module = self.job.model.module
+        facts = {} if module is None else model_facts(module)
+        if self.compare_code:
+            facts |= code_facts({"collate": self.data.collate})
+            facts |= {} if module is None else forward_facts(module)
+        return facts
 
     def _weights(self) -> list[list[Any]] | None:
         """Names and sizes of the files that training begins with. Adapters are kept without the weights that

@@ -1,0 +1,158 @@
+"""What the code of a user's functions is, so that a run is not resumed with another loss or collator.
+
+    {"code of loss": "focal (5f0c91aa02be)", "code of loss: gamma": 2.0, ...}
+
+Compared is what Python compiles, without the names of files, lines, comments and docstrings: a file may be
+moved and explained. Functions of the user's that a function calls count as its own code, and so do the plain
+values that it has from around it: arguments that are bound, defaults, cells of a closure, constants of its
+module (by their capital letters), settings of a module without parameters such as torch's losses. Code of
+installed packages is known by its name alone: their versions are compared elsewhere, and so is Python's,
+whose versions compile differently. What a function reads from files or other objects is not seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+import hashlib
+import inspect
+import math
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+CODE = "code of "
+"""How the names of these facts begin."""
+
+TO_GO_ON = " (compare_code=False goes on with it)"
+"""What follows such a fact in an error."""
+
+_DIGITS = 12
+"""Hexadecimal digits of a digest. A choice: enough for no two versions of a function to share them."""
+
+_INSTALLED = ("site-packages", "dist-packages", "<frozen")
+"""Parts of the names of files whose code is not the user's."""
+
+
+def code_facts(functions: Mapping[str, Any]) -> dict[str, Any]:
+    """Of each function, method, or object that is called, by its name: its code, and the plain values that
+    it works with. None where there is none."""
+    facts: dict[str, Any] = {}
+    for name, given in functions.items():
+        code = _Code(given)
+        facts[f"{CODE}{name}"] = None if given is None else code.text
+        facts |= {f"{CODE}{name}: {key}": value for key, value in code.values.items()}
+    return facts
+
+
+class _Code:
+    """The code that one callable runs, as far as it is the user's."""
+
+    def __init__(self, given: Any) -> None:
+        self.values: dict[str, Any] = {}
+        self._digest, self._visited, self._is_users = hashlib.sha256(), set[types.CodeType](), False
+        self._add(given)
+        name = getattr(_function_of(given), "__qualname__", type(given).__qualname__)
+        name = name.rpartition("<locals>.")[2]
+        self.text = f"{name} ({self._digest.hexdigest()[:_DIGITS]})" if self._is_users else name
+
+    def _add(self, given: Any) -> None:
+        """Takes in a function with what is bound to it, or the methods of an object's class."""
+        if isinstance(given, functools.partial):
+            bound = {**{str(index): value for index, value in enumerate(given.args)}, **given.keywords}
+            self._add_values(bound)
+            self._add(given.func)
+        elif isinstance(function := _function_of(given), types.FunctionType):
+            self._add_function(function)
+        elif not isinstance(given, types.BuiltinFunctionType | types.BuiltinMethodType):
+            for kind in type(given).__mro__:
+                for method in vars(kind).values():
+                    if isinstance(method, types.FunctionType):
+                        self._add_function(method)
+
+    def _add_function(self, function: types.FunctionType) -> None:
+        if function.__code__ in self._visited or not is_users(function):
+            return
+        self._visited.add(function.__code__)
+        self._is_users, codes = True, list(_with_inner(function.__code__))
+        names: set[str] = set()
+        written: set[str] = set()
+        for code in codes:
+            self._digest.update(repr((code.co_varnames[: code.co_argcount], code.co_flags)).encode())
+            names |= set(code.co_names)
+            for step in dis.get_instructions(code):
+                self._digest.update(f"{step.opname} {_text(step.argval)};".encode())
+                if step.opname in ("STORE_DEREF", "STORE_GLOBAL"):
+                    written.add(step.argval)
+        around = {name: function.__globals__[name] for name in names if name in function.__globals__}
+        around = {name: value for name, value in around.items() if name.isupper() or not _is_plain(value)}
+        around |= dict(_cells(function))
+        self._add_values({name: value for name, value in around.items() if name not in written})
+        self._add_values(dict(_defaults(function)))
+
+    def _add_values(self, values: Mapping[str, Any]) -> None:
+        import torch
+
+        for key, value in values.items():
+            if _is_plain(value):
+                self.values[key] = value
+            elif isinstance(value, types.FunctionType | functools.partial):
+                self._add(value)
+            elif isinstance(value, torch.nn.Module) and not list(value.parameters()):
+                self._add(value)
+                settings = {name: inner for name, inner in vars(value).items() if name != "training"}
+                self.values |= {
+                    f"{key}.{name}": inner
+                    for name, inner in settings.items()
+                    if _is_plain(inner) and not name.startswith("_")
+                }
+
+
+def _function_of(given: Any) -> Any:
+    """The function behind a bound method or a partial; whatever else is given as it is."""
+    if isinstance(given, functools.partial):
+        return _function_of(given.func)
+    return getattr(given, "__func__", given)
+
+
+def is_users(function: types.FunctionType) -> bool:
+    """Whether this is no code of an installed package, of Python or of ours."""
+    file, module = function.__code__.co_filename, function.__module__ or ""
+    is_pythons = file.startswith(inspect.__file__.rpartition("/")[0]) and "-packages" not in file
+    return not (is_pythons or module.startswith("snugfit.") or any(part in file for part in _INSTALLED))
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a fact can hold it: a number, a switch, text or None."""
+    is_finite = not isinstance(value, float) or math.isfinite(value)
+    return value is None or (isinstance(value, bool | int | float | str) and is_finite)
+
+
+def _with_inner(code: types.CodeType) -> Iterator[types.CodeType]:
+    """The code, and that of the functions and classes that are written within it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _with_inner(constant)
+
+
+def _text(value: Any) -> str:
+    """What an instruction works with. The order of a set is chance, and code is looked at by itself."""
+    if isinstance(value, frozenset):
+        return repr(sorted(map(repr, value)))
+    return value.co_name if isinstance(value, types.CodeType) else repr(value)
+
+
+def _cells(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """What a function has from those around it, by name."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # not filled yet
+            yield name, cell.cell_contents
+
+
+def _defaults(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """The default values of arguments, by name."""
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    yield from zip(reversed(names), reversed(function.__defaults__ or ()), strict=False)
+    yield from (function.__kwdefaults__ or {}).items()
