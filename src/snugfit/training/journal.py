@@ -11,6 +11,7 @@ it is missing.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -31,12 +32,29 @@ class Journal:
     def __init__(self, folder: Path | None, *watchers: Callable[[Event], None]) -> None:
         self._path, self._watchers = folder and folder / JOURNAL, watchers
         self._begun = self._broken = False
+        self._warned: set[str] = set()
+
+    @contextlib.contextmanager
+    def writing_to(self, folder: Path) -> Iterator[None]:
+        """Within it the events are written into this folder too."""
+        self._path, self._begun, self._broken = folder / JOURNAL, False, False
+        try:
+            yield
+        finally:
+            self._path = None
 
     def tell(self, kind: str, /, **fields: Any) -> None:
         """Writes an event of this kind, now, and passes it on."""
         event: Event = {"event": kind, **fields}
         self._append(event)
         self._pass_on(event)
+
+    def warn_once(self, text: str) -> bool:
+        """Tells a warning the first time that it is given; says whether `text` is one at all."""
+        if text and text not in self._warned:
+            self._warned.add(text)
+            self.tell("warning", text=text)
+        return bool(text)
 
     def _pass_on(self, event: Event) -> None:
         for watch in self._watchers:

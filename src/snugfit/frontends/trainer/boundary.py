@@ -22,14 +22,13 @@ if TYPE_CHECKING:
 
 def end_step(trainer: Any, run: FitRun, figures: StepEnd, go_on: Callable[[StepEnd], None]) -> None:
     """The end of a step or of an epoch; `go_on` logs, evaluates and saves as the Trainer does."""
-    interrupts, boundary, step = run.checkpoints.interrupts, run.boundary, trainer.state.global_step
+    interrupts, step = run.checkpoints.interrupts, trainer.state.global_step
     ended = run.timer.write(trainer, run.logger, run.step, figures.learning_rate)
     if figures.learning_rate is None:  # this process has taken no step of the epoch
         figures = run.checkpoints.state.last_figures or figures
     run.checkpoints.state.last_figures = figures
-    is_of_epoch = boundary.step == step
-    boundary.step = step
-    if is_of_epoch and boundary.is_stopped:
+    is_of_epoch, run.last_boundary = run.last_boundary == step, step
+    if is_of_epoch and run.is_stopped:
         return
     if not ended and not trainer.control.should_training_stop:
         run.data.end_epoch()
@@ -41,7 +40,7 @@ def end_step(trainer: Any, run: FitRun, figures: StepEnd, go_on: Callable[[StepE
     except EvaluationStopped:
         _stop_where_asked(trainer, run)
         run.checkpoints.state.rewind_evaluation()
-    if (asked or boundary.is_stopped) and not run.checkpoints.is_saved:
+    if (asked or run.is_stopped) and not run.checkpoints.is_saved:
         trainer.save_now()
     if ended and not trainer.control.should_training_stop and run.logger.is_thrashing():
         go_on_with_less(trainer, run)
@@ -49,7 +48,7 @@ def end_step(trainer: Any, run: FitRun, figures: StepEnd, go_on: Callable[[StepE
 
 def _stop_where_asked(trainer: Any, run: FitRun) -> None:
     if run.checkpoints.interrupts.stopping is not None:
-        run.boundary.is_stopped = trainer.control.should_training_stop = True
+        run.is_stopped = trainer.control.should_training_stop = True
 
 
 def evaluate(run: FitRun, go_on: Callable[[], Any]) -> Any:
@@ -59,7 +58,7 @@ def evaluate(run: FitRun, go_on: Callable[[], Any]) -> Any:
     interrupts.raise_if_stopping()
     interrupts.watch_modules(lambda module: interrupts.raise_if_stopping())
     try:
-        with run.data.apart():
+        with run.data.rng.apart():
             return go_on()
     finally:
         interrupts.watch_modules(None)
@@ -67,7 +66,7 @@ def evaluate(run: FitRun, go_on: Callable[[], Any]) -> Any:
 
 def repeat_evaluation(trainer: Any, run: FitRun) -> None:
     """When a run is resumed where an evaluation was abandoned: makes it."""
-    run.boundary.step = trainer.state.global_step
+    run.last_boundary = trainer.state.global_step
     pending = run.checkpoints.state.unevaluated
     if pending is None:
         return

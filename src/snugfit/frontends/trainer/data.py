@@ -15,7 +15,6 @@ still at the backward pass of the step before, it takes 2.8 % (train-overhead-do
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from itertools import count
 from typing import Any, final
 
@@ -29,7 +28,9 @@ class DataPosition:
     random generators before each of the others."""
 
     def __init__(self) -> None:
-        self._rng = DataRng()
+        self.rng = DataRng()
+        """What the data draws from."""
+
         self._marks: dict[int, BatchMark] = {}
         self._saved: dict[str, Any] | None = None
         self._epoch = self._used = self._made = 0
@@ -37,17 +38,9 @@ class DataPosition:
         self.epoch_is_over = False
         """Whether this epoch has no batches left and its end is being dealt with."""
 
-    def drawing(self) -> AbstractContextManager[None]:
-        """Within it the process's generators are the data's."""
-        return self._rng.drawing()
-
-    def apart(self) -> AbstractContextManager[None]:
-        """What draws within it, such as an evaluation, changes nothing here."""
-        return self._rng.apart()
-
     def resume(self, saved: dict[str, Any]) -> None:
         """The random generators as they were when this was saved."""
-        self._rng.resume(**_states_of(saved, "now"))
+        self.rng.resume(**_states_of(saved, "now"))
 
     # ---- an epoch ----------------------------------------------------------------------------------------
 
@@ -58,7 +51,7 @@ class DataPosition:
         real = loader if shell is None else shell.base_dataloader
         if isinstance(real, _WatchedLoader):
             return loader
-        self._rng.watch(real)
+        self.rng.watch(real)
         watched = _WatchedLoader(real, self._batches)
         if shell is None:
             return watched
@@ -72,9 +65,9 @@ class DataPosition:
         self._is_exhausted = self.epoch_is_over = False
         self._marks.clear()
         if saved is not None:
-            self._rng.resume(**_states_of(saved, "began" if skipped else "now"))
+            self.rng.resume(**_states_of(saved, "began" if skipped else "now"))
         if not skipped:
-            self._rng.begin_epoch()
+            self.rng.begin_epoch()
         if skipped and saved and not saved.get("left", True):
             return ()  # accelerate's loaders of streams raise where there is no batch
         return loader
@@ -83,7 +76,7 @@ class DataPosition:
         """Its batches are all taken, and what an epoch's end brings is to come."""
         self.epoch_is_over = True
         if self._saved is not None and not self._made:  # none of them was left when the run was resumed
-            self._rng.resume(**_states_of(self._saved, "now"))
+            self.rng.resume(**_states_of(self._saved, "now"))
 
     def _batches(self, loader: Any) -> Iterator[Any]:
         """This epoch's batches, from the one on that comes next."""
@@ -92,9 +85,9 @@ class DataPosition:
         if last is not None:
             self._marks[self._used - 1] = last
         states = None if following is None else states_from_json(following)
-        batches = batches_from(loader, self._used, self._rng, last, states)
+        batches = batches_from(loader, self._used, self.rng, last, states)
         for index in count(self._used):
-            before = self._rng.states()
+            before = self.rng.states()
             try:
                 batch = next(batches)
             except StopIteration:
@@ -122,8 +115,8 @@ class DataPosition:
             "place": 0 if self.epoch_is_over else self._used,
             "rows": rows,
             "left": not self._is_exhausted or following is not None,
-            "began": self._rng.at_epoch_start.to_json(),
-            "now": self._rng.between_epochs.to_json(),
+            "began": self.rng.at_epoch_start.to_json(),
+            "now": self.rng.between_epochs.to_json(),
             "next": following.before.to_json() if following else None,
             "last": last.to_json() if last else None,
         }

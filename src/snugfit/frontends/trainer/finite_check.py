@@ -37,7 +37,7 @@ def begin_step(trainer: Any, step: StepState) -> None:
         trainer.model.zero_grad(set_to_none=True)
         loss_since_log(trainer).copy_(step.logged_loss_at_start)
         count = trainer.args.gradient_accumulation_steps
-        trainer.snugfit.notices.warn_once(LEFT_OVER.format(n=step.pending_micro_batches, count=count))
+        trainer.snugfit.journal.warn_once(LEFT_OVER.format(n=step.pending_micro_batches, count=count))
     step.pending_micro_batches = len(step.batches)
     step.rng_at_step_start = rng_states(trainer.args.device)
     step.logged_loss_at_start = loss_since_log(trainer).clone()

@@ -16,20 +16,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from snugfit.errors import escape_controls
 from snugfit.frontends.cut_loss import cut_warning
-from snugfit.frontends.trainer.fit_plan import FitPlan, Notices
+from snugfit.frontends.trainer.fit_plan import FitPlan
 from snugfit.frontends.trainer.job import job_of
 from snugfit.frontends.trainer.plan import choose, compared_job
 from snugfit.frontends.trainer.setup import apply, refuse_what_cannot_be_fitted
 from snugfit.frontends.trainer.trainer_class import FittedTrainer, fitted_class
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Fidelity, Slot
-
-if TYPE_CHECKING:
-    from snugfit.training.journal import Event
+from snugfit.training.journal import Event, Journal
 
 
 def say(event: Event) -> None:
@@ -62,22 +60,22 @@ def fit(
     refuse_what_cannot_be_fitted(trainer)
     job = job_of(trainer)
     chosen = choose(trainer, job, recipe, gpu, fidelity)
-    notices = Notices(watch)
+    journal = Journal(None, watch)
     if chosen.says:
-        notices.tell("planned", text=chosen.says)
+        journal.tell("planned", text=chosen.says)
     for line in apply(trainer, job, chosen.recipe, chosen.user_slots):
-        notices.tell("changed", text=line)
+        journal.tell("changed", text=line)
     if Slot.BATCHING not in chosen.user_slots and chosen.recipe.setup().micro_batches > 1:
         job = compared_job(trainer, job)
         for warning in cut_warning(job, chosen.recipe):
-            notices.tell(**warning)
+            journal.tell("warning", text=warning["text"])
     if not isinstance(trainer, FittedTrainer):
         trainer.__class__ = fitted_class(type(trainer))
     trainer.snugfit = FitPlan(
         job=job,
         recipe=chosen.recipe,
         user_slots=chosen.user_slots,
-        notices=notices,
+        journal=journal,
         compare_code=compare_code,
     )
     trainer.snugfit_run = None

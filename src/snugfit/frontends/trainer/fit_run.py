@@ -12,13 +12,12 @@ from snugfit.frontends.next_recipe import next_recipe
 from snugfit.frontends.trainer.checkpoints import TrainerCheckpoints
 from snugfit.frontends.trainer.data import DataPosition, StepPrefetcher
 from snugfit.frontends.trainer.plan import compared_job
-from snugfit.frontends.trainer.step_state import StepBoundary, StepState
+from snugfit.frontends.trainer.step_state import StepState
 from snugfit.frontends.trainer.step_timer import StepTimer, logger_for
 from snugfit.techniques.technique import Slot
 from snugfit.training.backward_updates import BackwardWatch
 from snugfit.training.checkpoint.manager import open_store
 from snugfit.training.interrupt import Interrupts
-from snugfit.training.journal import Journal
 from snugfit.training.recovery import Recovery
 from snugfit.training.rng import preserve_rng
 from snugfit.training.step_logger import StepLogger
@@ -26,6 +25,7 @@ from snugfit.training.step_logger import StepLogger
 if TYPE_CHECKING:
     from snugfit.job.job import Job
     from snugfit.techniques.recipe import Recipe
+    from snugfit.training.journal import Journal
 
 
 @dataclass(kw_only=True)
@@ -45,7 +45,12 @@ class FitRun:
     ignored_keys: list[str] | None = None
     """What the user leaves out of an evaluation's outputs."""
 
-    boundary: StepBoundary = field(default_factory=StepBoundary)
+    last_boundary: int | None = None
+    """The step whose end came last: comes it again, it is an epoch's end."""
+
+    is_stopped: bool = False
+    """Whether a signal was obeyed there, so that the Trainer leaves the epoch."""
+
     step: StepState = field(default_factory=StepState)
     backward: BackwardWatch = field(default_factory=BackwardWatch)
 
@@ -54,11 +59,14 @@ class FitRun:
 def open_run(trainer: Any, resume_from: str | bool | None) -> Iterator[FitRun]:
     """The run of one `train()`, in a folder that is locked meanwhile; `checkpoints.resumed` is where it goes
     on. `trainer.snugfit_run` is the run within this context, and None outside of it."""
-    notices = trainer.snugfit.notices
+    journal = trainer.snugfit.journal
     folder, begin_anew = Path(trainer.args.output_dir), "without resume_from_checkpoint"
-    with open_store(folder, begin_anew=begin_anew) as store, Interrupts(store.root) as interrupts:
+    with (
+        open_store(folder, begin_anew=begin_anew) as store,
+        Interrupts(store.root) as interrupts,
+        journal.writing_to(store.root),
+    ):
         data = DataPosition()
-        journal = notices.journal = Journal(store.root, notices.watch)
         checkpoints = TrainerCheckpoints(trainer, store, journal, interrupts, data)
         try:
             checkpoints.open(resume_from)
@@ -73,7 +81,7 @@ def open_run(trainer: Any, resume_from: str | bool | None) -> Iterator[FitRun]:
             yield trainer.snugfit_run
         finally:
             checkpoints.wait()  # nobody writes here once the folder is given back
-            notices.journal = trainer.snugfit_run = None
+            trainer.snugfit_run = None
 
 
 def _recovery(trainer: Any, journal: Journal) -> Recovery:

@@ -55,14 +55,3 @@ class StepState:
             pending_micro_batches=self.pending_micro_batches,
             logged_loss_at_start=self.logged_loss_at_start,
         )
-
-
-@dataclass(kw_only=True)
-class StepBoundary:
-    """Where a run is between two steps."""
-
-    step: int | None = None
-    """The step whose end came last: comes it again, it is an epoch's end."""
-
-    is_stopped: bool = False
-    """Whether a signal was obeyed there, so that the Trainer leaves the epoch."""

@@ -29,7 +29,6 @@ from snugfit.frontends.trainer.loss import (
 )
 from snugfit.frontends.trainer.out_of_memory import retry_step, update_broke
 from snugfit.frontends.trainer.setup import brings_optimizer, optimizer_for
-from snugfit.frontends.trainer.step_state import StepState
 from snugfit.frontends.trainer.users_files import weights_folder
 from snugfit.step.applier import forward_context, run_context, set_process
 from snugfit.step.memory_errors import memory_cause
@@ -112,7 +111,7 @@ class FittedTrainer(TrainerHooks):
         run, get_batch_samples = self._fit_run, super().get_batch_samples
 
         def fetch() -> Any:
-            with run.timer.fetching(), run.data.drawing():
+            with run.timer.fetching(), run.data.rng.drawing():
                 return get_batch_samples(epoch_iterator, *arguments, **keywords)
 
         run.timer.begin()
@@ -157,7 +156,7 @@ class FittedTrainer(TrainerHooks):
         for index, batch in enumerate(batches, start=step.micro_batch_index - len(batches)):
             for piece in pieces_of(batch, self.snugfit.max_rows):
                 if share := share_of(self, step, piece, index):
-                    with _counting(step, share):
+                    with patch.object(step, "share", share):
                         total = total + super().training_step(model, piece, *arguments, **keywords)
         return total
 
@@ -171,14 +170,14 @@ class FittedTrainer(TrainerHooks):
         users_own = is_users_own(self)
         given = track_use(items) if users_own and items is not None else None
         if not users_own and len(step.batches) > 1 and not plan.loss.corrected:
-            plan.loss.corrected = plan.notices.warn_once(
+            plan.loss.corrected = plan.journal.warn_once(
                 problem_of_model_loss(self, step, model, inputs, items)
             )
         with forward_context(plan.recipe.setup(), self.args.device, in_accelerate=True):
             loss = super().compute_loss(model, inputs, *arguments, num_items_in_batch=given, **keywords)
         used = bool(given.used) if given is not None and scaled is None else bool(scaled)
         if users_own and len(step.batches) > 1 and not used:
-            plan.notices.warn_once(problem_of_users_loss(self, step, items))
+            plan.journal.warn_once(problem_of_users_loss(self, step, items))
         if used or share == 1:
             return loss
         return (loss[0] * share, *loss[1:]) if isinstance(loss, tuple) else loss * share
@@ -268,7 +267,7 @@ class FittedTrainer(TrainerHooks):
 
     def _say_nothing_is_left(self) -> None:
         done = f"all {self.state.global_step:,} steps of this run are done; none is made again."
-        self.snugfit.notices.tell("note", text=f"Nothing is left to train: {done}")
+        self.snugfit.journal.tell("note", text=f"Nothing is left to train: {done}")
 
 
 @contextlib.contextmanager
@@ -280,16 +279,6 @@ def _name_memory_errors(trainer: Any) -> Iterator[None]:
         if cause is None:
             raise
         raise update_broke(trainer, cause, error) from error
-
-
-@contextlib.contextmanager
-def _counting(step: StepState, share: float) -> Iterator[None]:
-    """Within it losses are weighed."""
-    step.share = share
-    try:
-        yield
-    finally:
-        step.share = None
 
 
 def _is_page_locked(args: Any) -> bool:
