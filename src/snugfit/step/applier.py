@@ -65,7 +65,7 @@ def _wishes(setup: Setup, skip: Collection[Slot] = ()) -> Iterator[tuple[Handler
             yield handler, getattr(setup, handler.wish)
 
 
-def _refused(front_end: str, setup: Setup, skip: Collection[Slot] = ()) -> Iterator[tuple[Handler, str]]:
+def _refusals(front_end: str, setup: Setup, skip: Collection[Slot] = ()) -> Iterator[tuple[Handler, str]]:
     """The handlers of wishes that this front-end cannot honour, each with the reason."""
     for handler, value in _wishes(setup, skip):
         if value != getattr(_PLAIN, handler.wish) and (front_end, handler.wish) in REFUSED:
@@ -76,7 +76,7 @@ def refuse_unsupported(front_end: str, setup: Setup) -> None:
     """Raises `UsageError` for wishes that this front-end cannot honour, by name."""
     refusals = [
         f"{handler.wish} = {getattr(setup, handler.wish)!r}: {why}"
-        for handler, why in _refused(front_end, setup)
+        for handler, why in _refusals(front_end, setup)
     ]
     if refusals:
         raise UsageError("\n".join([f"The {front_end} loop cannot do this:", *refusals]))
@@ -186,7 +186,7 @@ def _all_of(contexts: list[Context]) -> Iterator[None]:
 
 def objections(live: LiveTraining, setup: Setup, skip: Collection[Slot] = ()) -> Iterator[str]:
     """Why this model cannot be given these wishes, in words."""
-    for handler, why in _refused(live.front_end, setup, skip):
+    for handler, why in _refusals(live.front_end, setup, skip):
         yield f"{live.technique(handler.slot)}: {why}"
     for handler, value in _wishes(setup, skip):
         yield from handler.objections(value, live)
@@ -222,7 +222,7 @@ def accelerator_arguments(setup: Setup) -> dict[str, Any]:
 def script_fields(context: ScriptContext) -> dict[str, Any]:
     """The values of an exported script's template that say the wishes. Raises `RecipeError` for what none can
     say."""
-    for handler, why in _refused("script", context.setup):
+    for handler, why in _refusals("script", context.setup):
         raise context.refusal(handler.slot, why)
     return _merge(handler.script(value, context) for handler, value in _wishes(context.setup))
 
