@@ -13,7 +13,7 @@ from snugfit.cli.main import run
 from snugfit.errors import UsageError
 from snugfit.exchange.account import Reading
 from snugfit.exchange.dialect import DIALECTS, dialect
-from snugfit.exchange.installed import defaults
+from snugfit.exchange.installed import checkpointing_name, defaults
 from snugfit.exchange.read import read_arguments
 from snugfit.techniques import roster
 from snugfit.techniques.translate import read_slots
@@ -147,10 +147,11 @@ def test_an_accelerator_in_a_script(tmp_path: Path) -> None:
 def test_what_transformers_itself_writes_is_understood_whole(tmp_path: Path, suffix: str) -> None:
     from transformers import TrainingArguments
 
+    name = checkpointing_name()
     made = TrainingArguments(
         str(tmp_path), use_cpu=True, optim="sgd", optim_args="momentum=0.5", per_device_train_batch_size=3,
-        gradient_accumulation_steps=5, activation_checkpointing=True, max_grad_norm=0.3,
-        activation_checkpointing_kwargs={"every_n_layers": 3}, dataloader_num_workers=2,
+        gradient_accumulation_steps=5, max_grad_norm=0.3, dataloader_num_workers=2,
+        **{name: True, f"{name}_kwargs": {"every_n_layers": 3}},
     )  # fmt: skip
     document = {**json.loads(made.to_json_string()), "use_cpu": False}
     content = yaml.safe_dump(document) if suffix == "yaml" else json.dumps(document)

@@ -14,7 +14,7 @@ import pytest
 from transformers.integrations import moe, sdpa_attention
 from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 
-from snugfit.errors import RecipeError, RehearsalError
+from snugfit.errors import RecipeError
 from snugfit.evaluation.families import FAMILIES, Family
 from snugfit.job.config import check_facts
 from snugfit.job.find import read_preset
@@ -38,7 +38,7 @@ and softmax it does not know (5.17 leaves the caps out, 5.23 takes eager)."""
 
 WHOLE_FALLBACK = hasattr(moe, "_grouped_mm_fallback_bwd")
 """Whether the backward pass of experts without grouped products is one operator (in 5.17 it reads the number
-of each expert's tokens from the device, so a rehearsal ends there)."""
+of each expert's tokens from the device, which a rehearsal has to assume)."""
 
 FUSED_ATTENTION = {
     **({"gemma2": ((), ())} if CAPPED else {}),
@@ -124,13 +124,11 @@ def test_experts_are_multiplied_as_the_gpu_can() -> None:
     counts = [sum(k.operator == "aten::mm" for k in trace.kernels) for trace in (apart, grouped)]
     assert counts[0] - counts[1] == experts * len(products), "in fp32 each group is a product of its own"
     assert len(apart.waits) == len(products), "whose ends the host reads"
-    if not WHOLE_FALLBACK:
-        with pytest.raises(RehearsalError, match=r"grouped_mm_fallback_backward.*measure it"):
-            trace_of(job, "fp16", V100)
-        return
-    old = {kernel.operator for kernel in trace_of(job, "fp16", V100).kernels}
-    assert "aten::_grouped_mm" not in old
-    assert "transformers::grouped_mm_fallback" in old
+    old = trace_of(job, "fp16", V100)
+    operators = {kernel.operator for kernel in old.kernels}
+    assert "aten::_grouped_mm" not in operators
+    assert "transformers::grouped_mm_fallback" in operators
+    assert WHOLE_FALLBACK or any("_grouped_mm_fallback_backward" in doubt for doubt in old.doubts)
 
 
 def test_sound_and_pictures_come_in_the_weights_dtype_where_nothing_casts_them() -> None:
