@@ -31,4 +31,9 @@ def macro(name: str) -> set[str]:
     ],
 )
 def test_cuda_s_lists_are_torch_s(ours: tuple[str, ...], name: str) -> None:
-    assert set(ours) == macro(name)
+    assert set(CUDA.of_installed_torch(ours)) == macro(name)
+
+
+def test_what_the_installed_torch_does_not_cast_is_left_out() -> None:
+    """Nor what it does not have: lists of a newer torch say nothing of an older one."""
+    assert list(CUDA.of_installed_torch(["mm", "relu", "no_such_operator"])) == ["mm"]

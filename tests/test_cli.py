@@ -79,7 +79,7 @@ TYPED = {
     "batch 0": (["predict", *BERT, "--batch-size", "0"], "batch size is 0"),
     "batch -1": (["predict", *BERT, "--batch-size", "-1"], "batch size is -1"),
     "batch 10^12": (["predict", *BERT, "--batch-size", "1000000000000"], "batch size is 1000000000000"),
-    "batch a word": (["predict", *BERT, "--batch-size", "four"], "valid integer"),
+    "batch a word": (["predict", *BERT, "--batch-size", "four"], "for '--batch-size'"),
     "padding nan": (["predict", *BERT, "--padding", "nan"], "padding"),
     "padding whole": (["predict", *BERT, "--padding", "1"], "padding"),
     "a technique left out for its licence": (["predict", *BERT, "--recipe", "apollo_adamw"], "licence"),

@@ -107,15 +107,12 @@ class Autocasting:
         import torch
 
         with overriding():
-            for name in names:
+            for name in self._lists.of_installed_torch(names):
                 before = self._composites.get(name)
                 if before is not None:
                     previous = _without_keyset(before)
                 else:
-                    try:
-                        previous = torch.library.get_kernel(f"aten::{name}", KEY).call_boxed
-                    except RuntimeError:
-                        continue  # an operator that this torch does not have
+                    previous = torch.library.get_kernel(f"aten::{name}", KEY).call_boxed
                 self._library.impl(name, wrap(previous), KEY, with_keyset=True, allow_override=True)
 
 

@@ -2,11 +2,14 @@
 
 Source: `aten/src/ATen/autocast_mode.h` and `autocast_mode.cpp`, torch 2.13 (BSD-3): the names of the
 operators under AT_FORALL_LOWER_PRECISION_FP, AT_FORALL_FP32, AT_FORALL_FP32_SET_OPT_DTYPE and
-AT_FORALL_PROMOTE for CUDA, and the CPU's own registrations.
+AT_FORALL_PROMOTE for CUDA, and the CPU's own registrations. An older torch casts fewer of them, so the
+installed one is asked.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 
@@ -22,6 +25,17 @@ class AutocastLists:
     """Those whose half-precision inputs are left, and whose result's dtype is set to fp32."""
     promote: tuple[str, ...]
     """Those whose arguments are cast to the widest dtype among them."""
+    key: str
+    """The dispatch key of torch's own kernels for them, which every build has."""
+
+    def of_installed_torch(self, names: Iterable[str]) -> Iterator[str]:
+        """Those of these operators that the installed torch has, and casts."""
+        import torch
+
+        for name in names:
+            with contextlib.suppress(RuntimeError):  # an operator that it does not have
+                if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", self.key):
+                    yield name
 
 
 def _names(words: str) -> tuple[str, ...]:
@@ -34,6 +48,7 @@ _CONVOLUTIONS = """
 """
 
 CUDA = AutocastLists(
+    key="AutocastCUDA",
     lower=_names(
         _CONVOLUTIONS
         + """
@@ -70,6 +85,7 @@ CUDA = AutocastLists(
 )
 
 CPU = AutocastLists(
+    key="AutocastCPU",
     lower=_names(
         _CONVOLUTIONS
         + """
