@@ -19,19 +19,30 @@ from snugfit.job.model import Model
 from snugfit.rehearsal.device.notes import PolicyNotes
 from snugfit.rehearsal.device.overrides import in_force
 from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy
-from snugfit.rehearsal.device.recurrent import DOUBT, PACKED
+from snugfit.rehearsal.device.recurrent import DOUBT
 from snugfit.rehearsal.device.recurrent_sizes import RecurrentShape
 from snugfit.rehearsal.record.recorder import Recorder
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.techniques.recipe import Recipe
 
-HISTORIES = Path(__file__).parents[1] / "results" / "h200-2026-11-22" / "recurrent-layers.json"
+HISTORIES = Path(__file__).parents[1] / "results" / "h200-2026-11-22"
 
 
 @functools.cache
 def records() -> list[dict[str, Any]]:
-    every: list[dict[str, Any]] = json.loads(HISTORIES.read_text(encoding="utf-8"))["records"]
-    return every
+    names = ("recurrent-layers.json", "recurrent-layers-packed.json")
+    return [
+        draw
+        for name in names
+        for draw in json.loads((HISTORIES / name).read_text(encoding="utf-8"))["records"]
+    ]
+
+
+def lengths_of(draw: dict[str, Any]) -> torch.Tensor:
+    """Of the packed sequences, as `benchmarks/rnn_on_gpu.py` draws them."""
+    return torch.tensor(
+        [max(1, draw["length"] - number % 4) for number in range(draw["batch"])], device="cpu"
+    )
 
 
 def shape_of(draw: dict[str, Any]) -> RecurrentShape:
@@ -40,6 +51,7 @@ def shape_of(draw: dict[str, Any]) -> RecurrentShape:
         inputs=draw["input"], hidden=draw["hidden"], projected=draw["proj"], layers=draw["layers"],
         directions=1 + draw["bidirectional"], drops=draw["dropout"] > 0,
         dtype=torch.float16 if draw["autocast"] else getattr(torch, draw["dtype"]),
+        tokens=int(lengths_of(draw).sum()) if draw["packed"] else 0,
     )  # fmt: skip
 
 
@@ -79,7 +91,20 @@ def test_a_recurrent_network_allocates_what_an_h200_did() -> None:
             assert order(rehearsed[phase]) == order(truth), (draw, phase)
     assert statistics.median(errors) < 0.002
     assert statistics.quantiles(errors, n=10)[8] < 0.025
-    assert max(errors) < 0.19
+    assert max(errors) < 0.31
+
+
+def test_the_state_of_dropout_is_kept_once() -> None:
+    firsts = (allocated(draw["events"].get("first", [])) for draw in records())
+    (sizes,) = (sizes for sizes in firsts if 8 in sizes)
+    nbytes = sizes[sizes.index(8) + 1]
+    network = nn.LSTM(16, 24, 2, batch_first=True, bidirectional=True, dropout=0.2)
+    for recipe in ("plain", "bf16 + micro_batches(2)"):
+        module = Tagger()
+        module.network = network
+        trace = rehearse(job_of(module), Recipe.parse(recipe).setup(), CudaPolicy())
+        assert [block.kind for block in trace.blocks if block.nbytes == nbytes] == ["workspaces"]
+        assert trace.doubts == (DOUBT,)
 
 
 def allocated(events: list[list[int]]) -> list[int]:
@@ -101,9 +126,17 @@ def rehearsed_events(draw: dict[str, Any]) -> dict[str, list[list[int]]]:
         module = module_of(draw, "meta")
         dtype = getattr(torch, draw["dtype"])
         data = torch.empty(*shape, draw["input"], dtype=dtype, requires_grad=True)
+        operand: Any = data
+        if draw["packed"]:
+            operand = nn.utils.rnn.pack_padded_sequence(
+                data, lengths_of(draw), batch_first=draw["batch_first"], enforce_sorted=False
+            )
+        if draw["dropout"]:
+            module(operand)  # dropout's state stays
         start = len(recorder._memory.events)
         with torch.autocast("cuda", getattr(torch, low)) if low else contextlib.nullcontext():
-            out = module(data)[0]
+            out = module(operand)[0]
+            out = out.data if draw["packed"] else out
             middle = len(recorder._memory.events)
             gradient = torch.ones_like(out)
         begins = len(recorder._memory.events)
@@ -159,7 +192,7 @@ def test_a_step_runs_cudnn_and_says_what_is_uncertain(loop: str, packed: bool) -
         trace = rehearse(job_of(module), Recipe.parse(recipe).setup(), CudaPolicy(), loop=loop)
         names = [kernel.operator for kernel in trace.kernels]
         assert names.count("aten::_cudnn_rnn") == names.count("aten::_cudnn_rnn_backward") > 0
-        assert trace.doubts == ((DOUBT, PACKED) if packed else (DOUBT,))
+        assert trace.doubts == (DOUBT,)
         flat = sum(weight.numel() for weight in module.network.parameters()) * 4
         assert flat in [block.nbytes for block in trace.blocks if block.kind == "weights"]
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import functools
 import gc
 import sys
 import warnings
@@ -25,7 +24,6 @@ from snugfit.rehearsal.missing_gradients import MissingGradients
 from snugfit.rehearsal.refusal import refusal
 from snugfit.rehearsal.trace.relative import RelativeTrace
 from snugfit.rehearsal.trace.repeat import repeat, short_run
-from snugfit.results.footprint import Kind
 from snugfit.step.applier import import_code, rehearsal_context
 from snugfit.step.loss import AssumedLoss
 from snugfit.step.open_step import open_step
@@ -103,8 +101,7 @@ def record_step(step: Step, policy: Policy, steps: int) -> Recording:
         caught = stack.enter_context(warnings.catch_warnings(record=True))
         warnings.simplefilter("ignore")
         warnings.simplefilter("always", AssumedLoss)
-        claim_cache = functools.partial(recorder.claim, kind=Kind.CACHES)
-        notes = PolicyNotes(claim_cache, recorder.doubt, recorder.current_phase)
+        notes = PolicyNotes(recorder.claim, recorder.doubt, recorder.current_phase)
         stack.enter_context(in_force(policy, notes))
         stack.enter_context(rehearsal_context(step.setup))
         if step.job.model.module is not None and is_compiled(step.job.model.module):

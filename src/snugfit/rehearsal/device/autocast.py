@@ -13,6 +13,8 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from snugfit.results.footprint import Kind
+
 if TYPE_CHECKING:
     import torch
 
@@ -45,10 +47,10 @@ class WeightCache:
     Which tensors are cached: `cached_cast` of `aten/src/ATen/autocast_mode.cpp`.
     """
 
-    def __init__(self, on_cached: Callable[[torch.Tensor], None]) -> None:
+    def __init__(self, claim: Callable[[torch.Tensor, str], None]) -> None:
         self.entries: dict[int, _CachedCast] = {}
         """By the weight's id."""
-        self.on_cached = on_cached
+        self._claim = claim
 
     def cast(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The tensor in `dtype`, from the cache where torch would take it from there."""
@@ -65,7 +67,7 @@ class WeightCache:
         entry = self.entries.get(id(tensor))
         if entry is None:
             entry = self.entries[id(tensor)] = _CachedCast(tensor, tensor.to(dtype))
-            self.on_cached(entry.cast)
+            self._claim(entry.cast, Kind.CACHES)
         return entry.cast
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from snugfit.rehearsal.device import attention
 from snugfit.rehearsal.device.attention_choice import Operands
 from snugfit.rehearsal.device.autocast import KEY
+from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.device.recurrent import recurrent_kernels
 
 if TYPE_CHECKING:
@@ -86,8 +87,8 @@ def composites(policy: Policy, notes: PolicyNotes) -> dict[str, Callable[..., An
         table["dropout"] = dropout
     if policy.fuses_rms_norm:
         table["rms_norm"] = _rms_norm
-    if policy.runs_cudnn:
-        table |= recurrent_kernels(notes.doubt)
+    if isinstance(policy, CudaPolicy):
+        table |= recurrent_kernels(policy, notes)
     return table
 
 

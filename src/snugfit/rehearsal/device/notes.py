@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import torch
 
 
-def _nothing(about: object) -> None:
+def _nothing(*about: object) -> None:
     """Nobody hears of it."""
 
 
@@ -18,8 +18,9 @@ def _nothing(about: object) -> None:
 class PolicyNotes:
     """Where overrides write down what they decided."""
 
-    on_cached: Callable[[torch.Tensor], None] = _nothing
-    """Called with each copy that autocast caches."""
+    claim: Callable[[torch.Tensor, str], None] = _nothing
+    """Called with each tensor that torch keeps for itself (autocast's copies, dropout's state), and its
+    kind."""
 
     doubt: Callable[[str], None] = _nothing
     """Called with a sentence on each thing that had to be assumed."""

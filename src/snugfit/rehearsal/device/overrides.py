@@ -45,7 +45,7 @@ def in_force(policy: Policy, notes: PolicyNotes | None = None) -> Iterator[Polic
     if _ACTIVE:
         raise RehearsalError("A rehearsal is running already in this process; they do not nest.")
     notes = notes or PolicyNotes()
-    cache = WeightCache(notes.on_cached)
+    cache = WeightCache(notes.claim)
     with contextlib.ExitStack() as undo:
         undo.callback(_ACTIVE.clear)
         _ACTIVE.append(True)

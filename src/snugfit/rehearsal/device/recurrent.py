@@ -20,31 +20,42 @@ from unittest.mock import patch
 
 from snugfit.rehearsal.device.autocast import KEY, SWITCH
 from snugfit.rehearsal.device.recurrent_sizes import MODES, RecurrentShape
+from snugfit.results.footprint import Kind
 
 if TYPE_CHECKING:
     import torch
 
+    from snugfit.rehearsal.device.notes import PolicyNotes
+    from snugfit.rehearsal.device.policy import CudaPolicy
+
 DOUBT = (
     "Recurrent layers: cuDNN sizes its workspaces by itself. They are computed as an H200 with cuDNN 9.19 "
-    "took them (right to 1 % in nine of ten measured layers, to 18 % at worst); their seconds are a lower "
+    "took them (right to 1 % in nine of ten measured layers, to 30 % at worst); their seconds are a lower "
     "bound."
 )
 
-PACKED = (
-    "Packed sequences: what cuDNN keeps of them was not measured; it is taken for that of sequences that are "
-    "all as long as the longest."
-)
-DROPS = (
-    "Dropout between recurrent layers: the random state that torch keeps for it, some MiB, is not counted."
-)
+BYTES_PER_THREAD = 24
+"""Of dropout's random state: a generator for each thread that a GPU can hold (6,488,064 bytes on an H200)."""
 
 _FLATTENED = ("torch.float32", "torch.float64", "torch.float16")
 """Which dtypes torch moves into one buffer (`CUDNN_TENSOR_DTYPES`)."""
 
 
-def recurrent_kernels(doubt: Callable[[str], None]) -> dict[str, Callable[..., Any]]:
+def recurrent_kernels(policy: CudaPolicy, notes: PolicyNotes) -> dict[str, Callable[..., Any]]:
     """By name, the operators of recurrent networks, run by cuDNN's."""
     import torch
+
+    dropout_states: list[torch.Tensor] = []  # one for the process, made when it is first needed
+
+    def run(mode: str, batch_sizes: list[int], *arguments: Any) -> Any:
+        notes.doubt(DOUBT)
+        dropout, train = arguments[5:7]
+        if dropout and train and not dropout_states:
+            threads = policy.multiprocessors * policy.threads_per_multiprocessor
+            state = torch.empty(threads * BYTES_PER_THREAD, dtype=torch.uint8, device="meta")
+            notes.claim(state, Kind.WORKSPACES)
+            dropout_states.append(state)
+        return _run(mode, batch_sizes, *arguments)
 
     def kernels_of(name: str, mode: str) -> dict[str, Callable[..., Any]]:
         composed = {form: torch.library.get_kernel(f"aten::{name}.{form}", KEY) for form in ("input", "data")}
@@ -52,22 +63,13 @@ def recurrent_kernels(doubt: Callable[[str], None]) -> dict[str, Callable[..., A
         def of_sequences(*arguments: Any) -> Any:
             if not torch.backends.cudnn.enabled:
                 return composed["input"].call_boxed(_keys(), *arguments)
-            x, states, weights, biases, layers, dropout, train, both, batch_first = arguments
-            doubt(DOUBT)
-            if dropout and train and layers > 1:
-                doubt(DROPS)
-            return _run(mode, x, states, weights, biases, layers, dropout, train, both, batch_first, [])
+            return run(mode, [], *arguments)
 
         def of_packed(*arguments: Any) -> Any:
             if not torch.backends.cudnn.enabled:
                 return composed["data"].call_boxed(_keys(), *arguments)
-            x, batch_sizes, states, weights, biases, layers, dropout, train, both = arguments
-            doubt(DOUBT)
-            doubt(PACKED)
-            if dropout and train and layers > 1:
-                doubt(DROPS)
-            sizes = batch_sizes.tolist()
-            return _run(mode, x, states, weights, biases, layers, dropout, train, both, False, sizes)
+            x, batch_sizes, *settings = arguments
+            return run(mode, batch_sizes.tolist(), x, *settings, False)
 
         return {f"{name}.input": of_sequences, f"{name}.data": of_packed}
 
@@ -83,6 +85,7 @@ def _keys() -> Any:
 
 def _run(
     mode: str,
+    batch_sizes: list[int],
     x: torch.Tensor,
     states: Any,
     weights: Sequence[torch.Tensor],
@@ -92,7 +95,6 @@ def _run(
     train: bool,
     both: bool,
     batch_first: bool,
-    batch_sizes: list[int],
 ) -> Any:
     """Output and states of a network; `states` is a list for LSTM."""
     import torch

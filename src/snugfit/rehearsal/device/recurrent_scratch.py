@@ -22,7 +22,7 @@ def _shape_of(x: torch.Tensor, options: Sequence[Any]) -> RecurrentShape:
     return RecurrentShape(
         kind=MODES[mode], steps=steps, batch=batch, inputs=x.size(-1), hidden=hidden, projected=projected,
         layers=layers, directions=1 + both, dtype=x.dtype, drops=train and dropout > 0,
-        packed=bool(batch_sizes),
+        tokens=x.size(0) if batch_sizes else 0,
     )  # fmt: skip
 
 
@@ -40,7 +40,7 @@ def cudnn_rnn(
     import torch
 
     shape, batch_first, train = _shape_of(x, options[:9]), options[4], options[6]
-    packed = shape.packed
+    packed = shape.tokens > 0
     width = shape.outputs * shape.directions
     out = x.new_empty((x.size(0), width) if packed else (shape.steps, shape.batch, width))
     reserve = torch.empty(shape.reserve_bytes() if train else 0, dtype=torch.uint8, device="meta")
@@ -69,7 +69,7 @@ def cudnn_rnn_backward(
 
     options, mask = others[4:13], others[15]
     shape, batch_first = _shape_of(x, options), options[4]
-    dx = x.transpose(0, 1) if batch_first and not shape.packed else x
+    dx = x.transpose(0, 1) if batch_first and not shape.tokens else x
     dx = dx.new_empty(dx.shape)
     whole = per_layer in (4, 5) and mask[3]
     of_weights: Sequence[torch.Tensor] = ()
@@ -78,7 +78,7 @@ def cudnn_rnn_backward(
     elif mask[3]:
         of_weights = [weight.new_empty(weight.shape) for weight in weights]
     return (
-        dx.transpose(0, 1) if batch_first and not shape.packed else dx,
+        dx.transpose(0, 1) if batch_first and not shape.tokens else dx,
         hx.new_empty(hx.shape),
         cx.new_empty(cx.shape) if cx is not None else None,
         of_weights,
@@ -120,7 +120,7 @@ def backward_scratch(arguments: Sequence[Any], multiprocessors: int) -> Scratch:
 
 
 def _copy(name: str, x: torch.Tensor, shape: RecurrentShape, options: Sequence[Any]) -> Scratch:
-    by_steps = x.transpose(0, 1) if options[4] and not shape.packed else x
+    by_steps = x.transpose(0, 1) if options[4] and not shape.tokens else x
     return () if by_steps.is_contiguous() else (_whole(name, x),)
 
 
