@@ -20,20 +20,6 @@ DIALECTS = ("axolotl", "accelerate", "deepspeed", "trainer")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Refusal:
-    """Keys without a counterpart."""
-
-    keys: list[str]
-    """Patterns of dotted keys, as `fnmatch` reads them."""
-
-    but: list[Any]
-    """Values that ask for nothing, so that they are allowed."""
-
-    why: str
-    """What is missing in snugfit."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Dialect:
     """The keys of one library's configuration files, with their meaning here."""
 
@@ -56,7 +42,8 @@ class Dialect:
     """By reason: keys that are ignored."""
 
     refused: list[dict[str, Any]]
-    """The fields of one `Refusal` each."""
+    """Keys without a counterpart: `keys` are patterns as `fnmatch` reads them, `but` values that ask for
+    nothing, and `why` is what is missing in snugfit."""
 
     only_with: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Keys that do nothing unless another has a certain value."""
@@ -97,9 +84,9 @@ class Dialect:
         """Why this key may be ignored; None when it may not."""
         return next((why for why, keys in self.ignored.items() if _matches(key, keys)), None)
 
-    def refusal(self, key: str) -> Refusal | None:
-        """Why this key has no counterpart, and the values for which that does not matter."""
-        return next((Refusal(**one) for one in self.refused if _matches(key, one["keys"])), None)
+    def refusal(self, key: str) -> Mapping[str, Any] | None:
+        """The entry of `refused` that is about this key."""
+        return next((one for one in self.refused if _matches(key, one["keys"])), None)
 
     def words(self) -> list[str]:
         """Every key that the table knows, patterns left out: what a misspelt key may have meant."""

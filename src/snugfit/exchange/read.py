@@ -216,9 +216,9 @@ class _Reader:
     ) -> None:
         name, given = (name, given) if name else (key, value)
         refusal = table.refusal(key)
-        if refusal and not any(value == one and type(value) is type(one) for one in refusal.but):
+        if refusal and not any(value == one and type(value) is type(one) for one in refusal["but"]):
             unsure = ". Whether it is asked for is computed while the script runs"
-            says = refusal.why + (unsure if isinstance(value, Unknown) else "")
+            says = refusal["why"] + (unsure if isinstance(value, Unknown) else "")
             self._line(self.refused, name, given, says)
         elif reason := table.reason_to_ignore(key):
             self._line(self.ignored, name, given, reason)
