@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from typing import Any, final
 
-from snugfit.data.chat import conversation_of
+from snugfit.data.chat import chat_tokens, conversation_of
 from snugfit.data.rows import Row, Rows, as_text
 from snugfit.data.tokens import Tokenizer, Tokens
 from snugfit.errors import UsageError
@@ -116,7 +116,7 @@ class Encoder:
         where = [self.rows.where(index) for index, _ in chunk]
         values = [self.rows.value(row, column, index) for index, row in chunk]
         chats = [conversation_of(value, of) for value, of in zip(values, where, strict=True)]
-        for chat in self._needed_tokenizer().chats(chats, where):
+        for chat in chat_tokens(self._needed_tokenizer().of_transformers, chats, where):
             labels = None
             if chat.assistant is not None:
                 labels = [

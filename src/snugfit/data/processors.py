@@ -23,11 +23,14 @@ FILES = ("preprocessor_config.json", "processor_config.json")
 def load_processor(given: Any, job: Job) -> Any:
     """The image processor or feature extractor of this name, in this folder, or in this object of
     transformers. Raises `UsageError`."""
+    from transformers import AutoFeatureExtractor
+
     inner, what = _KINDS[job.task]
     if isinstance(given, str | os.PathLike):
+        is_picture = job.task is Task.IMAGE_CLASSIFICATION
         return load_pretrained(
             given,
-            _load_image_processor if inner == "image_processor" else _load_feature_extractor,
+            _load_image_processor if is_picture else AutoFeatureExtractor.from_pretrained,
             what,
             word="processor",
             patterns=FILES,
@@ -88,9 +91,3 @@ def _by_its_class(folder: Path) -> Any:
 
     named = json.loads((folder / FILES[0]).read_text())["image_processor_type"].removesuffix("Fast")
     return getattr(transformers, f"{named}Pil").from_pretrained(folder, local_files_only=True)
-
-
-def _load_feature_extractor(name: str, **options: Any) -> Any:
-    from transformers import AutoFeatureExtractor
-
-    return AutoFeatureExtractor.from_pretrained(name, **options)

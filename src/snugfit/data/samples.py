@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, final
 
-from snugfit.data.chat import ALL_WORDS, NO_TOOLS, ONLY_THE_ASSISTANT
+from snugfit.data.chat import ALL_WORDS, NO_TOOLS, ONLY_THE_ASSISTANT, marks_the_assistant
 from snugfit.data.columns import columns_of
 from snugfit.data.encoding import Encoded, Encoder
 from snugfit.data.indexed import IndexedSamples, Sample
@@ -122,8 +122,8 @@ def samples_of(
     refuse_unknown_tokens(samples.inputs, vocabulary, job, rows.where)
     if samples.labels is not None and job.task is not Task.TOKEN_CLASSIFICATION:
         refuse_unknown_tokens(samples.labels, vocabulary, job, rows.where, ignored=True)
-    if "messages" in columns and words is not None:
-        note = ONLY_THE_ASSISTANT if words.marks_the_assistant else ALL_WORDS
+    if "messages" in columns and tokenizer is not None:
+        note = ONLY_THE_ASSISTANT if marks_the_assistant(tokenizer) else ALL_WORDS
         samples = replace(samples, notes=(note, *((NO_TOOLS,) if "tools" in rows.columns else ())))
     if job.task is Task.MASKED_LM and samples.labels is None:
         samples = replace(samples, masking=Masking.of(tokenizer, vocabulary, seed=seed))

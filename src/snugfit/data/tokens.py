@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
-from snugfit.data.chat import Chat, ChatTokens, chat_tokens, marks_the_assistant
 from snugfit.data.pretrained import load_pretrained
 from snugfit.errors import UsageError, one_line
 from snugfit.job.job import Job
@@ -61,7 +60,7 @@ class Tokenizer:
     """A transformers tokenizer, of which no more is used than lists of ids."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+        self.of_transformers = tokenizer
         # Workers are forked after the tokenizer's threads have run. They never use it, but it warns at every
         # fork of a process that has not said whether it wants threads.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
@@ -77,7 +76,7 @@ class Tokenizer:
     ) -> list[Tokens]:
         """The tokens of each text, at most `limit` of them: what is longer goes through the tokenizer again,
         to be cut."""
-        if words and not getattr(self._tokenizer, "is_fast", False):
+        if words and not getattr(self.of_transformers, "is_fast", False):
             raise UsageError("token-classification needs a fast tokenizer: one that knows its tokens' words.")
         if limit is not None:
             self._refuse_without_room(limit, pair=pairs is not None)
@@ -91,15 +90,6 @@ class Tokenizer:
                 tokens[i] = replace(short, cut=len(tokens[i].ids) - len(short.ids))
         return tokens
 
-    def chats(self, chats: Sequence[Chat], where: Sequence[str]) -> list[ChatTokens]:
-        """What the chat template makes of each conversation; `where` says where a person finds each."""
-        return chat_tokens(self._tokenizer, chats, where)
-
-    @property
-    def marks_the_assistant(self) -> bool:
-        """Whether its chat template marks the assistant's words."""
-        return marks_the_assistant(self._tokenizer)
-
     def with_end(self, ids: list[int]) -> list[int]:
         """The tokens with the end token behind them, once; as they are where there is none."""
         end = self.end
@@ -108,12 +98,12 @@ class Tokenizer:
     @property
     def end(self) -> int | None:
         """The token that ends a text."""
-        token: int | None = self._tokenizer.eos_token_id
+        token: int | None = self.of_transformers.eos_token_id
         return token
 
     def _call(self, inputs: dict[str, Sequence[Any] | None], words: bool, **more: Any) -> list[Tokens]:
         try:
-            encoding = self._tokenizer(
+            encoding = self.of_transformers(
                 **inputs, is_split_into_words=words, padding=False, verbose=False, **more
             )
         except Exception as error:  # whatever a tokenizer of somebody's making raises
@@ -129,7 +119,7 @@ class Tokenizer:
         ]
 
     def _refuse_without_room(self, limit: int, *, pair: bool) -> None:
-        special = self._tokenizer.num_special_tokens_to_add(pair=pair)
+        special = self.of_transformers.num_special_tokens_to_add(pair=pair)
         if limit <= special:
             raise UsageError(
                 f"{limit} tokens leave no room for text: this tokenizer adds {special} of its own to each."
