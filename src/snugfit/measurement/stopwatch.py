@@ -28,6 +28,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from snugfit.results.footprint import Startup, Timing
+from snugfit.step.step import Observer
 
 if TYPE_CHECKING:
     import torch
@@ -71,7 +72,7 @@ class _Boundary(NamedTuple):
     """The same, with the sample that is taken here."""
 
 
-class Stopwatch:
+class Stopwatch(Observer):
     """Times a step as its `Observer`; `seconds()`, `quiet()` and `startup()` answer afterwards."""
 
     def __init__(

@@ -12,7 +12,7 @@ is the same object each time: only its device and its observer differ. Each loop
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -25,8 +25,8 @@ LOOPS = ("plain", "accelerate", "trainer")
 """The loops by name; `open_step.py` gives the Step of each."""
 
 
-class Observer(Protocol):
-    """Whoever watches a step: a trace that is being written, or a stopwatch."""
+class Observer:
+    """Whoever watches a step: a trace that is being written, or a stopwatch. The methods here do nothing."""
 
     def step_begins(self, index: int) -> None:
         """Optimizer step `index` (from 0) begins."""

@@ -33,6 +33,7 @@ from snugfit.rehearsal.record.shadows import Shadows
 from snugfit.rehearsal.record.shape_cache import SHAPE_CACHE, ScratchCache
 from snugfit.rehearsal.trace.trace import COPY_IN, Block, Kernel, Mark, MarkKind, Recording, Trace
 from snugfit.results.footprint import Kind
+from snugfit.step.step import Observer
 
 if TYPE_CHECKING:
     from snugfit.rehearsal.device.policy import Policy
@@ -47,7 +48,7 @@ STEPS_DIFFER = (
 )
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode, Observer):
     """Writes a run on `meta` tensors onto a trace; it is the run's observer too."""
 
     def __init__(

@@ -22,6 +22,7 @@ from snugfit.documents import write_document
 from snugfit.errors import SnugfitError
 from snugfit.step.memory_errors import memory_cause
 from snugfit.step.plain_loop import Built, PlainStep
+from snugfit.step.step import Observer
 from snugfit.training.recovery import Exhausted
 from snugfit.training.run.finite_check import FiniteCheck, all_finite
 
@@ -86,24 +87,15 @@ class StepResult:
     """False when the gradient scaler found an overflow and left the weights as they were."""
 
 
-class PhaseTracker:
+class PhaseTracker(Observer):
     """An observer that remembers where a step is, for whoever must say where it broke."""
 
     def __init__(self) -> None:
         self.now = "build"
 
-    def step_begins(self, index: int) -> None:
-        """Does nothing: only phases are remembered."""
-
-    def step_ends(self, index: int) -> None:
-        """Does nothing: only phases are remembered."""
-
     def phase(self, name: str) -> None:
         """The step is in this phase from here on."""
         self.now = name
-
-    def build_ends(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        """Does nothing: only phases are remembered."""
 
 
 def _nothing() -> None:
