@@ -215,9 +215,10 @@ class TrainerCheckpoints:
         if not trainer.args.push_to_hub and not calls_on_save(trainer):
             return True
         self.wait()
-        if trainer.args.push_to_hub and not self._manager.has_failed:
+        is_kept = self._manager.failure is None
+        if trainer.args.push_to_hub and is_kept:
             push_checkpoint(trainer, self.root / f"checkpoint-{step}")
-        return not self._manager.has_failed
+        return is_kept
 
     def _take(self, staging: Staging, go_on: Callable[[], None]) -> Snapshot | CollectedFiles:
         snapshot = self._snapshot(staging)

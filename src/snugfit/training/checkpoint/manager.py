@@ -150,11 +150,6 @@ class CheckpointManager:
         self._stop = lambda: False
 
     @property
-    def has_failed(self) -> bool:
-        """Whether the checkpoint that was written last could not be kept."""
-        return self._failure is not None
-
-    @property
     def failure(self) -> str | None:
         """Why the checkpoint that was saved last could not be kept; None where it was."""
         return None if self._failure is None else f"The last checkpoint is not kept: {self._failure}"

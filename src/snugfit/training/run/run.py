@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from snugfit.job.job import Job
 from snugfit.techniques.recipe import Recipe
@@ -166,24 +166,15 @@ class Run:
         return sorted([file.name, file.stat().st_size] for file in self.weights.glob("*.safetensors"))
 
 
-class RunDifferences(NamedTuple):
-    """How a run differs from the one that a checkpoint was written by."""
-
-    wrong: list[str]
-    """What would change a number: the run cannot be resumed."""
-
-    changed: list[str]
-    """What only keeps the numbers from being the same bit for bit."""
-
-
 def depends_on_length(schedule: str, warmup_steps: float) -> bool:
     """Whether the learning rate of a step depends on how many there are, by transformers' name for the
     schedule; below 1 the warm-up is a share of them."""
     return schedule not in LENGTH_FREE_SCHEDULES or 0 < warmup_steps < 1
 
 
-def compare_runs(before: Mapping[str, Any], run: Run) -> RunDifferences:
-    """`run` beside what a checkpoint says of the run that it is of."""
+def compare_runs(before: Mapping[str, Any], run: Run) -> tuple[list[str], list[str]]:
+    """How `run` differs from the run that a checkpoint says it is of: in what would change a number, so that
+    it cannot be resumed, and in what only keeps the numbers from being the same bit for bit."""
     now = json.loads(json.dumps(run.about(run.recipe)))
     options = before.get("options", {})
     depends = depends_on_length(run.options.lr_scheduler_type, run.options.warmup_steps)
@@ -197,7 +188,7 @@ def compare_runs(before: Mapping[str, Any], run: Run) -> RunDifferences:
     if before.get("data") != now["data"] and before.get("samples") == now["samples"]:
         wrong.append("data has the same number of samples, and other samples")
     changed = differences(before.get("versions", {}), now["versions"])
-    return RunDifferences(wrong, changed + differences(before, now, ("device",)))
+    return wrong, changed + differences(before, now, ("device",))
 
 
 def _device_name(device: torch.device) -> str:
