@@ -20,6 +20,7 @@ import awkward_outputs  # noqa: F401
 import awkward_shapes  # noqa: F401
 from aligned import peak
 from awkward_modules import CASES, EQUAL, Case
+from cpu_scratch import compared
 from reported import foreseen, reports
 from snugfit.errors import SnugfitError
 from snugfit.job.job import Job, Task
@@ -29,7 +30,6 @@ from snugfit.rehearsal.record.questions import Questions
 from snugfit.rehearsal.record.recorder import Recorder
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.techniques.recipe import Recipe
-from test_law_rehearsed_equals_real import compared
 
 
 def hold_to_law(case: Case) -> None:

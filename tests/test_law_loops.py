@@ -17,6 +17,7 @@ import torch
 import transformers
 
 from aligned import Event, compare, peak
+from cpu_scratch import compared
 from reported import foreseen, reports
 from snugfit.job.job import Job
 from snugfit.prediction.predict import predict
@@ -24,7 +25,7 @@ from snugfit.rehearsal.device.policy import CpuPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.step.trainer_loop import TrainerStep
 from snugfit.techniques.recipe import Recipe
-from test_law_rehearsed_equals_real import compared, job
+from test_law_rehearsed_equals_real import job
 
 CASES = (
     ("bert", "plain"),

@@ -14,16 +14,15 @@ What stays different on CUDA, by class; nothing else may:
 - *A number written into a slice* (T5's `shifted[..., 0] = start`): CUDA keeps the number on the host, `meta`
   makes a tensor of 8 bytes of it that dies at once (`THPVariable_setitem`).
 
-What stays different on the CPU are buffers of its kernels that have no counterpart on a GPU (`SCRATCH`), and
-blocks below `LEAST` bytes: numbers that Python wraps, optimizers' step counters, the statistics of layer
-norm, which the CPU alone keeps in bf16 when its weights are.
+What stays different on the CPU are buffers of its kernels that have no counterpart on a GPU
+(`cpu_scratch.py`), and blocks below its `LEAST` bytes: numbers that Python wraps, optimizers' step counters,
+the statistics of layer norm, which the CPU alone keeps in bf16 when its weights are.
 """
 
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,7 +30,8 @@ import pytest
 import torch
 import transformers
 
-from aligned import Event, compare, peak
+from aligned import compare, peak
+from cpu_scratch import HOST_TABLES, compared
 from recorded import CASES, history, rehearsed, third_step
 from reported import foreseen, reports
 from snugfit.errors import RecipeError
@@ -125,59 +125,6 @@ def assert_red(case: str, trace: Trace) -> None:
 
 
 # ---- the CPU -------------------------------------------------------------------------------------------
-
-LEAST = 512
-"""Bytes below which a block is not compared."""
-
-ONEDNN = "oneDNN computes in another layout or wider than it stores, and converts on the way"
-BLAS = "the CPU's matrix products copy operands whose strides they do not take, other strides than CUDA's"
-PER_THREAD = "the CPU's kernel keeps a buffer for each of its threads"
-CAST = "the CPU's element-wise kernels read one dtype only, and convert the other operand; CUDA's read both"
-COMPOSED = "on a CPU bitsandbytes composes torch's operators of what is one kernel on a GPU"
-SCRATCH = {
-    ("aten::mm", "aten::mm"): ONEDNN,
-    ("aten::addmm", "aten::addmm"): ONEDNN,
-    ("aten::bmm", "aten::bmm"): ONEDNN,
-    ("aten::mm", "aten::clone"): BLAS,
-    ("aten::addmm", "aten::clone"): BLAS,
-    ("aten::addmm_", "aten::clone"): BLAS,
-    ("aten::bmm", "aten::clone"): BLAS,
-    ("aten::mean", ""): "the CPU sums half precision in fp32 and converts before and after",
-    ("aten::mkldnn_convolution", ""): ONEDNN,
-    ("aten::_convolution", ""): ONEDNN,
-    ("aten::convolution_backward", ""): ONEDNN,
-    ("aten::gelu_backward", ""): ONEDNN,
-    (
-        "aten::_slow_conv2d_forward",
-        "",
-    ): "the CPU unfolds the input of a convolution that oneDNN does not take",
-    ("aten::native_batch_norm_backward", ""): PER_THREAD,
-    ("aten::native_group_norm_backward", ""): PER_THREAD,
-    ("aten::native_layer_norm_backward", "aten::resize_"): PER_THREAD,
-    ("aten::_scaled_dot_product_flash_attention_for_cpu", ""): PER_THREAD,
-    ("aten::_scaled_dot_product_flash_attention_for_cpu_backward", ""): PER_THREAD,
-    ("aten::embedding_dense_backward", "aten::clone"): "the CPU copies scattered indices after its result",
-    ("aten::add", "aten::_to_copy"): CAST,
-    ("aten::add_", "aten::_to_copy"): CAST,
-    ("aten::mul", "aten::_to_copy"): CAST,
-    ("bitsandbytes::optimizer_update_32bit", ""): COMPOSED,
-    ("bitsandbytes::optimizer_update_8bit_blockwise", ""): COMPOSED,
-    (
-        "aten::masked_select",
-        "aten::empty",
-    ): "the CPU counts what comes before each element",
-    ("aten::sort", "aten::arange"): "the CPU sorts positions beside values; CUDA's sort writes them itself",
-}
-"""Scratch of CPU kernels that a trace does not hold: born and dead inside one call of the first operator, and
-allocated by the second where it is named."""
-
-HOST_TABLES = 2048
-"""bitsandbytes' two tables of 256 numbers: it makes them on the host, before they go where the states are."""
-
-IN_ANOTHER_ORDER = {
-    "aten::convolution_backward": "oneDNN makes the gradients of weight and bias in another order than meta",
-}
-"""Operators whose results are left out of both accounts."""
 
 WIDTH = 128
 FAMILIES: dict[str, tuple[dict[str, Any], Task]] = {
@@ -319,21 +266,6 @@ def left_over(family: str) -> list[Recipe]:
     seen = {technique for index in range(LONGEST) for technique in mixed(family, index)}
     rest = [technique for found in techniques() for technique in found if technique not in seen]
     return [recipe for technique in rest if goes(family, recipe := Recipe((technique,)))]
-
-
-def compared(events: Sequence[Event]) -> list[Event]:
-    """Without what is listed as the CPU's own."""
-    generator = torch.get_rng_state().numel()  # checkpointing keeps the generator's state, on the host
-    return [
-        event
-        for event in events
-        if abs(event.nbytes) >= LEAST
-        and not any(
-            outer in event.inside and (not inner or inner in event.operators[-3:]) for outer, inner in SCRATCH
-        )
-        and not IN_ANOTHER_ORDER.keys() & {*event.operators}
-        and not (abs(event.nbytes) == generator and not (event.operators or ("",))[-1].startswith("aten::"))
-    ]
 
 
 def hold_to_reports(this: Job, recipe: Recipe, policy: Policy | None = None) -> None:

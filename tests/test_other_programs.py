@@ -14,12 +14,16 @@ import torch
 from torch import nn
 from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
 
+from aligned import peak
+from cpu_scratch import compared
+from reported import foreseen, reports
 from small_models import FAMILIES, small_job
 from snugfit.job.config import check_facts
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
 from snugfit.rehearsal.device.other_programs import COMPILED, FLEX, without_package
-from snugfit.rehearsal.device.policy import CudaPolicy
+from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy
+from snugfit.rehearsal.record import cuda_names
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import Trace
 from snugfit.techniques.recipe import Recipe
@@ -269,3 +273,25 @@ def test_flex_attention_saves_what_flash_attention_saves(masked: bool) -> None:
     assert flash.attention == ("flash",)
     scores = 2 * 2 * 256 * 256
     assert abs(activations(flex) - activations(flash)) < scores / 2
+
+
+# ---- models that ask whether they are on meta ----------------------------------------------------------
+
+
+@pytest.mark.whole
+def test_longt5_s_buckets_are_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes `device=None`, the host, where its weights are on `meta`; the buckets live until backward."""
+    facts = {
+        "model_type": "longt5", "d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4, "num_layers": 2,
+        "vocab_size": 96, "decoder_start_token_id": 0, "local_radius": 48,
+    }  # fmt: skip
+    model = Model.from_config(check_facts(facts, where="longt5"), name="longt5")
+    job = Job(model=model, task=Task.SEQ2SEQ_LM, batch_size=2, sequence_length=64, target_length=12)
+
+    def predicted() -> int:
+        return peak(compared(foreseen(rehearse(job, Recipe().setup(), CpuPolicy()))))
+
+    real = peak(compared(reports(job, Recipe().setup())))
+    assert predicted() == real
+    monkeypatch.setattr(cuda_names, "makes_on_the_host", lambda code: False)
+    assert predicted() == real - 49 * 3 * 49 * 8, "each bucket is an int64"

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers.models.bert.modeling_bert import BertEmbeddings
 
 from aligned import peak
+from cpu_scratch import compared
 from reported import foreseen, reports
 from small_models import small_job
 from snugfit.errors import JobError
@@ -30,7 +31,6 @@ from snugfit.rehearsal.trace.trace import Trace
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Slot
-from test_law_rehearsed_equals_real import compared
 
 WIDTH = 128
 STATES = torch.randn(4, 64, WIDTH, generator=torch.Generator().manual_seed(0))

@@ -10,12 +10,12 @@ that a real run may have, and always the same.
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import gc
 import sys
 import warnings
 from collections.abc import Iterator
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError, UsageError
@@ -88,7 +88,7 @@ def record_step(step: Step, policy: Policy, steps: int) -> Recording:
     from snugfit.rehearsal.device.other_programs import COMPILED, is_compiled
     from snugfit.rehearsal.device.overrides import in_force
     from snugfit.rehearsal.device.policy import CudaPolicy
-    from snugfit.rehearsal.record.cuda_names import cuda_names
+    from snugfit.rehearsal.record.cuda_names import CudaNames, cuda_names, makes_on_the_host
     from snugfit.rehearsal.record.recorder import Recorder
 
     import_code(step.setup)  # before it is overridden
@@ -108,6 +108,8 @@ def record_step(step: Step, policy: Policy, steps: int) -> Recording:
             recorder.doubt(COMPILED)
         if step.job.model.module is not None and isinstance(policy, CudaPolicy):
             stack.enter_context(cuda_names(policy, notes, recorder.wait))
+        if (code := _code_of(step.job)) is not None and makes_on_the_host(code):
+            stack.enter_context(CudaNames(recorder.current_phase, only=code.__name__))
         try:
             with recorder, sets_in_order(step.job), gradients.follow():
                 step.run(steps, recorder)
@@ -156,23 +158,23 @@ class SortedSet(set[Any]):
 @contextlib.contextmanager
 def sets_in_order(job: Job) -> Iterator[None]:
     """Within it, `set` in the code of the job's model, where that is transformers', is a `SortedSet`."""
-    names = _names_of_its_code(job)
-    if names.get("set", builtins.set) is not builtins.set:  # the code has something of its own by this name
+    code = _code_of(job)
+    if code is None or "set" in vars(code):  # the code has something of its own by this name
         yield
         return
-    names["set"] = SortedSet
+    vars(code)["set"] = SortedSet
     try:
         yield
     finally:
-        del names["set"]
+        del vars(code)["set"]
 
 
-def _names_of_its_code(job: Job) -> dict[str, Any]:
-    """The global names of the model's file. None where the model is the user's, or where transformers has no
-    class for it, as building will say."""
+def _code_of(job: Job) -> ModuleType | None:
+    """The model's file. None where the model is the user's, or where transformers has no class for it, as
+    building will say."""
     if job.model.module is not None:
-        return {}
+        return None
     try:
-        return vars(sys.modules[class_of(job.task, job.transformers_config()).__module__])
+        return sys.modules[class_of(job.task, job.transformers_config()).__module__]
     except KeyError:
-        return {}
+        return None

@@ -5,13 +5,19 @@ In a rehearsal its tensors are on `meta`, and there may be no CUDA at all. So wh
 for a GPU, devices named `cuda` are `meta` to every function of torch. To code that is neither torch's nor a
 library's and asks, a tensor is on `cuda:0` while the model runs, and CUDA is there. What no rehearsal can
 answer (how much memory is in use) is answered with 0, as a doubt.
+
+Some models of transformers' own ask whether their weights are on `meta`, and make tensors on the host if so
+(`makes_on_the_host`, LongT5's buckets). To their file, and to it alone, a tensor is on a GPU too.
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
+import re
 import sys
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -41,14 +47,21 @@ _READINGS = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max
 """Functions of `torch.cuda` that tell how much memory is in use."""
 
 _PLACES = frozenset({torch.Tensor.to, torch.Tensor.new_tensor, torch.Tensor.type})
+_NONE_ON_META = re.compile(r"""device\.type != "meta"\s+else None\b""")
+
+
+def makes_on_the_host(code: ModuleType) -> bool:
+    """Whether a model's file takes no device for its tensors where its weights are on `meta`."""
+    return _NONE_ON_META.search(inspect.getsource(code)) is not None
 
 
 class CudaNames(TorchFunctionMode):
-    """Devices named `cuda` are `meta`; `phase` gives that of the step."""
+    """Devices named `cuda` are `meta`; `phase` gives that of the step. To the file called `only`, or else to
+    the user's code, a tensor is on a GPU."""
 
-    def __init__(self, phase: Callable[[], str]) -> None:
+    def __init__(self, phase: Callable[[], str], only: str = "") -> None:
         super().__init__()
-        self._phase = phase
+        self._phase, self._only = phase, only
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _PROPERTIES and args[0].is_meta and self._answers(sys._getframe(1)):
@@ -63,7 +76,9 @@ class CudaNames(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _answers(self, frame: Any) -> bool:
-        return self._phase() in ("forward", "backward") and _asked_by_the_user(frame)
+        if self._phase() not in ("forward", "backward"):
+            return False
+        return frame.f_globals.get("__name__") == self._only if self._only else _asked_by_the_user(frame)
 
 
 def _on_meta(value: Any) -> Any:

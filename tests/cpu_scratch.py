@@ -1,0 +1,82 @@
+"""What a real run on the CPU allocates and a trace does not: buffers of the CPU's own kernels.
+
+Law 1 and law 7 leave it out of both accounts before they compare them. Everything here is born and dead
+inside one call of one operator and has no counterpart on a GPU, whose kernels' buffers are the policy's
+(`rehearsal/device`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from aligned import Event
+
+LEAST = 512
+"""Bytes below which a block is not compared."""
+
+ONEDNN = "oneDNN computes in another layout or wider than it stores, and converts on the way"
+BLAS = "the CPU's matrix products copy operands whose strides they do not take, other strides than CUDA's"
+PER_THREAD = "the CPU's kernel keeps a buffer for each of its threads"
+CAST = "the CPU's element-wise kernels read one dtype only, and convert the other operand; CUDA's read both"
+COMPOSED = "on a CPU bitsandbytes composes torch's operators of what is one kernel on a GPU"
+SCRATCH = {
+    ("aten::mm", "aten::mm"): ONEDNN,
+    ("aten::addmm", "aten::addmm"): ONEDNN,
+    ("aten::bmm", "aten::bmm"): ONEDNN,
+    ("aten::mm", "aten::clone"): BLAS,
+    ("aten::addmm", "aten::clone"): BLAS,
+    ("aten::addmm_", "aten::clone"): BLAS,
+    ("aten::bmm", "aten::clone"): BLAS,
+    ("aten::mean", ""): "the CPU sums half precision in fp32 and converts before and after",
+    ("aten::mkldnn_convolution", ""): ONEDNN,
+    ("aten::_convolution", ""): ONEDNN,
+    ("aten::convolution_backward", ""): ONEDNN,
+    ("aten::gelu_backward", ""): ONEDNN,
+    (
+        "aten::_slow_conv2d_forward",
+        "",
+    ): "the CPU unfolds the input of a convolution that oneDNN does not take",
+    ("aten::native_batch_norm_backward", ""): PER_THREAD,
+    ("aten::native_group_norm_backward", ""): PER_THREAD,
+    ("aten::native_layer_norm_backward", "aten::resize_"): PER_THREAD,
+    ("aten::_scaled_dot_product_flash_attention_for_cpu", ""): PER_THREAD,
+    ("aten::_scaled_dot_product_flash_attention_for_cpu_backward", ""): PER_THREAD,
+    ("aten::embedding_dense_backward", "aten::clone"): "the CPU copies scattered indices after its result",
+    ("aten::add", "aten::_to_copy"): CAST,
+    ("aten::add_", "aten::_to_copy"): CAST,
+    ("aten::mul", "aten::_to_copy"): CAST,
+    ("bitsandbytes::optimizer_update_32bit", ""): COMPOSED,
+    ("bitsandbytes::optimizer_update_8bit_blockwise", ""): COMPOSED,
+    (
+        "aten::masked_select",
+        "aten::empty",
+    ): "the CPU counts what comes before each element",
+    ("aten::sort", "aten::arange"): "the CPU sorts positions beside values; CUDA's sort writes them itself",
+}
+"""Scratch of CPU kernels that a trace does not hold: born and dead inside one call of the first operator, and
+allocated by the second where it is named."""
+
+HOST_TABLES = 2048
+"""bitsandbytes' two tables of 256 numbers: it makes them on the host, before they go where the states are."""
+
+IN_ANOTHER_ORDER = {
+    "aten::convolution_backward": "oneDNN makes the gradients of weight and bias in another order than meta",
+}
+"""Operators whose results are left out of both accounts."""
+
+
+def compared(events: Sequence[Event]) -> list[Event]:
+    """Without what is listed as the CPU's own."""
+    generator = torch.get_rng_state().numel()  # checkpointing keeps the generator's state, on the host
+    return [
+        event
+        for event in events
+        if abs(event.nbytes) >= LEAST
+        and not any(
+            outer in event.inside and (not inner or inner in event.operators[-3:]) for outer, inner in SCRATCH
+        )
+        and not IN_ANOTHER_ORDER.keys() & {*event.operators}
+        and not (abs(event.nbytes) == generator and not (event.operators or ("",))[-1].startswith("aten::"))
+    ]
