@@ -7,6 +7,7 @@ becomes an error that says what happened.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import signal
@@ -14,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast, final
 
 from snugfit.errors import OutOfMemory, SnugfitError
@@ -41,26 +41,15 @@ REPORTED_WITHIN = 2.0
 """Seconds that the system may take to report a dead worker."""
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class CastingCollate:
-    """A picklable function from samples to a batch in this dtype."""
-
-    collate: Collate
-    """Makes the batch, in whatever dtype."""
-
-    dtype: str
-    """As torch calls it."""
-
-    def __call__(self, samples: Sequence[Any]) -> dict[str, Any]:
-        return cast_inputs(self.collate(list(samples)), self.dtype)
-
-
 def collate_for(job: Job, setup: Setup, collate: Collate) -> Collate:
     """`collate`, and a cast to the weights' dtype where nothing else casts: pictures and sound are made in
     fp32, and a model whose weights are all bfloat16 takes them only so."""
     dtype = input_dtype(job, setup)
-    return collate if dtype is None else CastingCollate(collate=collate, dtype=dtype)
+    return collate if dtype is None else functools.partial(_collate_and_cast, collate, dtype)
+
+
+def _collate_and_cast(collate: Collate, dtype: str, samples: list[Any]) -> dict[str, Any]:
+    return cast_inputs(collate(samples), dtype)
 
 
 def feed(
@@ -84,7 +73,7 @@ def feed(
     ahead = max(2, -(-PREFETCH_STEPS * order.micro_batches // workers)) if workers else None
     loader: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
         cast("torch.utils.data.Dataset[Any]", _EpochDataset(samples, collate)),
-        batch_sampler=_EpochKeys(order, start_step, stop_step),
+        batch_sampler=_epoch_keys(order, start_step, stop_step),
         collate_fn=_identity,
         num_workers=workers,
         pin_memory=pinned,
@@ -131,18 +120,12 @@ class Prefetcher:
         return self._fetched.pop(0)
 
 
-@final
-class _EpochKeys:
+def _epoch_keys(order: SampleOrder, start: int, stop: int) -> Iterator[list[tuple[int, int]]]:
     """For the loader: the (epoch, sample) pairs of one micro-batch after the other."""
-
-    def __init__(self, order: SampleOrder, start: int, stop: int) -> None:
-        self._order, self._steps = order, range(start, stop)
-
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        for step in self._steps:
-            epoch = self._order.epoch(step)
-            for piece in self._order.step(step):
-                yield [(epoch, index) for index in piece]
+    for step in range(start, stop):
+        epoch = order.epoch(step)
+        for piece in order.step(step):
+            yield [(epoch, index) for index in piece]
 
 
 @final
