@@ -17,13 +17,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import Any, NamedTuple, final
 
 from snugfit.errors import SnugfitError
 from snugfit.frontends.data_rng import DataRng, DataRngStates, states_from_json
-
-if TYPE_CHECKING:
-    pass
 
 SAMPLED = 4096
 """Values of a tensor that go into a fingerprint, spread over it. Noise changes nearly all values, and to read

@@ -56,6 +56,18 @@ def stop_own_checkpointing(model: Any) -> None:
         getattr(model, f"{known}_disable")()
 
 
+def copy_without_data(model: Any) -> Any:
+    """The model on the device `meta`, without transformers' own checkpointing of layers."""
+    import torch
+
+    from snugfit.job.clone import clone_to_device
+
+    with torch.device("meta"):
+        copy = clone_to_device(model)
+    stop_own_checkpointing(copy)
+    return copy
+
+
 def layer_stacks(model: torch.nn.Module) -> list[list[torch.nn.Module]]:
     """The model's stacks of layers: lists of at least two modules of one class, or of transformers' layers of
     several (Jamba's attention and Mamba layers), outermost only, and of these the ones that hold a worthwhile

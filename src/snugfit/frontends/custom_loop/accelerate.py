@@ -40,7 +40,7 @@ from snugfit.job.model import Model
 from snugfit.planning.plan import Plan
 from snugfit.report.watching import Watching
 from snugfit.step.applier import make_scaler, set_process
-from snugfit.step.checkpointing import stop_own_checkpointing
+from snugfit.step.checkpointing import copy_without_data
 from snugfit.techniques.recipe import Recipe
 from snugfit.training.checkpoint.optimizer_state import refuse_schedule
 from snugfit.training.checkpoint.state import TrainState
@@ -173,8 +173,9 @@ def job_of(
     size = getattr(loader, "batch_size", None) or getattr(
         getattr(loader, "batch_sampler", None), "batch_size", None
     )
+    copy = copy_without_data(model)
     return Job(
-        model=Model.from_module(_meta_copy(model, loss), example),
+        model=Model.from_module(copy if loss is None else _with_loss(copy, loss), example),
         task=Task.CUSTOM,
         batch_size=int(size or samples_in(example)),
         clip=clip,
@@ -191,18 +192,6 @@ def _first_batch(loader: Any, device: torch.device, resumes: bool) -> dict[str, 
             f" {type(loader).__name__}. A torch DataLoader is one."
         )
     return example_of(lambda: loader, device, resumes=resumes)
-
-
-def _meta_copy(model: Any, loss: LossOf | None) -> Any:
-    """The model without data; with the user's loss, a module that gives it."""
-    import torch
-
-    from snugfit.job.clone import clone_to_device
-
-    with torch.device("meta"):
-        copy = clone_to_device(model)
-    stop_own_checkpointing(copy)
-    return copy if loss is None else _with_loss(copy, loss)
 
 
 def _with_loss(model: Any, loss: LossOf) -> Any:

@@ -12,7 +12,7 @@ from snugfit.errors import UsageError
 from snugfit.frontends.items import example_of
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
-from snugfit.step.checkpointing import stop_own_checkpointing
+from snugfit.step.checkpointing import copy_without_data
 from snugfit.step.transformers_internals import bare_model, without_loader_record
 
 
@@ -34,17 +34,10 @@ def job_of(trainer: Any) -> Job:
 def meta_copy(trainer: Any) -> Any:
     """The trainer's model without data, as it was before anything was done to train it: what a fit has made
     of it, and what accelerate puts around its forward pass when it has been trained, are left out."""
-    import torch
-
-    from snugfit.job.clone import clone_to_device
-
     if (plan := getattr(trainer, "snugfit", None)) is not None:
         return plan.job.model.module
-    model = trainer.model
-    with bare_model(model), torch.device("meta"):
-        copy = clone_to_device(model)
-    stop_own_checkpointing(copy)
-    return copy
+    with bare_model(trainer.model):
+        return copy_without_data(trainer.model)
 
 
 def _first_batch(trainer: Any) -> dict[str, Any]:
