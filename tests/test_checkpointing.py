@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fitted import model_of, padded, quiet, spoken, trainer_of
+from fitted import classified, model_of, padded, quiet, spoken, trainer_of
 from snugfit import accelerate, fit
 from snugfit.errors import RecipeError
 from snugfit.job.config import check_facts
@@ -153,11 +153,11 @@ RECOMPUTING = ("every_layer", "every_nth_layer", "segments(2)")
 DROPPED = "(?s)PREFIX_TUNING.*would be left out.*keep_all"
 
 
-def with_prefix() -> Any:
+def with_prefix(family: str = "llama", task: str = "CAUSAL_LM") -> Any:
     import peft
 
-    config = peft.PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
-    return peft.get_peft_model(model_of("llama"), config, adapter_name="mine")
+    config = peft.PrefixTuningConfig(num_virtual_tokens=3, task_type=task)
+    return peft.get_peft_model(model_of(family), config, adapter_name="mine")
 
 
 def prefix_job() -> Job:
@@ -192,3 +192,15 @@ def test_the_front_ends_refuse_to_drop_a_prefix(tmp_path: Path) -> None:
     loader = torch.utils.data.DataLoader(spoken(), batch_size=4, collate_fn=padded)
     with pytest.raises(RecipeError, match=DROPPED):
         accelerate(model, optimizer, loader, "segments(2)", watch=quiet)
+
+
+@pytest.mark.whole
+def test_a_model_with_a_prefix_is_planned(tmp_path: Path) -> None:
+    """With an adapter of a name of its own, accumulated in bf16, and an optimizer of the user's."""
+    model = with_prefix("bert", "SEQ_CLS")
+    optimizer = torch.optim.Adagrad([weight for weight in model.parameters() if weight.requires_grad])
+    trainer = trainer_of(
+        tmp_path, model, classified(), micro=(2, 2), bf16=True, more={"optimizers": (optimizer, None)}
+    )
+    fit(trainer, gpu="h200", watch=quiet)
+    assert "bf16" in str(trainer.snugfit.recipe)
