@@ -6,10 +6,14 @@ is said of decisions by weights, where routers send tokens, and steps that diffe
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Callable
 from dataclasses import replace
+from math import log2
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -95,14 +99,59 @@ def makes_a_tensor_of_it(m: Any, states: Tensor) -> Tensor:
     return m.head(hidden).mean() if mean.abs() > 1 else hidden.sum()  # a line that is named
 
 
+def compares_a_root(m: Any, states: Tensor) -> Tensor:
+    hidden = m.inner(states)
+    norm = math.sqrt(hidden.mean().item() + 1)
+    return m.head(hidden).mean() if norm > 1 else hidden.sum()  # a line that is named
+
+
+def compares_a_logarithm(m: Any, states: Tensor) -> Tensor:
+    hidden = m.inner(states)
+    bits = log2(hidden.mean().item())
+    return m.head(hidden).mean() if bits > 1 else hidden.sum()  # a line that is named
+
+
+def compares_the_root_of_numpy(m: Any, states: Tensor) -> Tensor:
+    hidden = m.inner(states)
+    norm = numpy.sqrt(hidden.mean().item())  # a line that is named
+    return m.head(hidden).mean() if norm > 1 else hidden.sum()
+
+
+def compares_a_plain_float(m: Any, states: Tensor) -> Tensor:
+    hidden = m.inner(states)
+    mean = float(hidden.mean().item())  # a line that is named
+    return m.head(hidden).mean() if mean > 2 else hidden.sum()
+
+
+def compares_the_root_of_a_draw(m: Any, states: Tensor) -> Tensor:
+    hidden = m.inner(states)
+    return m.head(hidden).mean() if math.sqrt(random.random()) > 0.5 else hidden.sum()
+
+
 @pytest.mark.parametrize(
-    "decides", [compares_a_number, copies_and_compares, scales_what_is_known, makes_a_tensor_of_it]
+    "decides",
+    [
+        compares_a_number,
+        compares_a_root,
+        compares_a_logarithm,
+        compares_the_root_of_numpy,
+        compares_a_plain_float,
+        copies_and_compares,
+        scales_what_is_known,
+        makes_a_tensor_of_it,
+    ],
 )
 def test_what_weights_decide_is_assumed_and_its_line_named(decides: Callable[..., Tensor]) -> None:
     (doubt,) = assumptions(rehearse(job_of(decides), Recipe().setup(), CpuPolicy()))
     assert "depends on weights" in doubt
     assert f"in {decides.__name__} (test_shadow_values.py, line" in doubt
     assert "a line that is named" in doubt
+
+
+def test_the_root_of_a_number_that_was_drawn_is_a_doubt() -> None:
+    (doubt,) = assumptions(rehearse(job_of(compares_the_root_of_a_draw), Recipe().setup(), CpuPolicy()))
+    assert "random numbers that compares_the_root_of_a_draw" in doubt
+    assert type(math.sqrt).__name__ == "builtin_function_or_method"
 
 
 def routes(m: Any, states: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ def bindings(
     import torch.utils._foreach_utils as foreach
     from transformers.utils import generic
 
-    from snugfit.rehearsal.device.host_draws import replaced_draws
+    from snugfit.rehearsal.device.host_draws import replaced_draws, replaced_functions
 
     maybe_autocast = generic.maybe_autocast
     clear = torch.clear_autocast_cache
@@ -59,6 +59,7 @@ def bindings(
         foreach._get_fused_kernels_supported_devices: lambda: ["cuda", "xpu", "mps", "cpu", "meta"],
         **replaced_by_eager(notes.doubt),
         **replaced_draws(notes.doubt, notes.phase),
+        **replaced_functions(),
     }
     from transformers.integrations import moe
 

@@ -11,6 +11,7 @@ Draws elsewhere (a loader's order, the initialisation of weights) are what they 
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 from collections.abc import Callable, Sequence
@@ -79,6 +80,29 @@ def replaced_draws(doubt: Doubt, phase: Callable[[], str]) -> dict[Any, Any]:
     }
 
 
+def replaced_functions() -> dict[Any, Any]:
+    """What stands in for the functions of `math`: numbers that were assumed, or drawn, stay known as such."""
+
+    def watch(function: Any) -> Any:
+        def compute(*numbers: Any, **keywords: Any) -> Any:
+            result = function(*numbers, **keywords)
+            for number in numbers:
+                if type(number) is not float and (after := getattr(number, "after_function", None)):
+                    return after(result)
+            return result
+
+        return compute
+
+    return {getattr(math, name): watch(getattr(math, name)) for name in _FUNCTIONS if hasattr(math, name)}
+
+
+_FUNCTIONS = (
+    "acos", "asin", "atan", "atan2", "cbrt", "copysign", "cos", "cosh", "degrees", "dist", "erf", "erfc",
+    "exp", "exp2", "expm1", "fabs", "fmod", "frexp", "gamma", "hypot", "isclose", "ldexp", "lgamma", "log",
+    "log10", "log1p", "log2", "modf", "pow", "radians", "remainder", "sin", "sinh", "sqrt", "tan", "tanh",
+)  # fmt: skip
+"""Functions of `math` that take floats, but for those that round or ask whether one is finite."""
+
 _ONE: tuple[Any, ...] = ((1,), ([],), ((),), ([1],), ((1,),))
 """Arguments of `torch.rand` with which it draws one number."""
 
@@ -103,6 +127,11 @@ class _Draw(float):
         sentence = _sentence(frame)
         draw.tell = lambda: doubt(sentence)
         return draw
+
+    def after_function(self, result: Any) -> Any:
+        """What a function has computed of it."""
+        self.tell()
+        return result
 
     def compare(self, other: Any) -> None:
         """Notes a comparison with another number."""

@@ -2,8 +2,9 @@
 
 Most numbers that a model asks for go into a log or scale something, and nothing that is allocated depends on
 them. So an assumed number is a float that tells when something is decided by it: a comparison, a count made
-of it. What is computed of it by Python's operators is such a float too. In an operator of torch it is a
-number like any other, so its value is an odd one, and an operator that is given it gives nothing known.
+of it. What is computed of it by Python's operators and by `math` is such a float too; a plain float made of
+it, or one of numpy's, could no longer tell, and so tells at once. In an operator of torch it is a number like
+any other, so its value is an odd one, and an operator that is given it gives nothing known.
 """
 
 from __future__ import annotations
@@ -32,6 +33,18 @@ class AssumedFloat(float):
         return number
 
     __hash__ = float.__hash__
+
+    def after_function(self, result: Any) -> Any:
+        """What a function has computed of it: an assumed number too, if it is one."""
+        if type(result) is float:
+            return AssumedFloat(result, self._decides, self._known)
+        self._decides()
+        return result
+
+    def __array_ufunc__(self, function: Any, method: str, *operands: Any, **keywords: Any) -> Any:
+        self._decides()
+        plain = [float.__add__(one, 0.0) if isinstance(one, AssumedFloat) else one for one in operands]
+        return getattr(function, method)(*plain, **keywords)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy is a plain number."""
@@ -63,7 +76,7 @@ def _computing(name: str) -> Callable[..., Any]:
 
 
 _DECIDING = (
-    "lt", "le", "gt", "ge", "eq", "ne", "bool", "int", "trunc", "floor", "ceil", "round", "divmod",
+    "lt", "le", "gt", "ge", "eq", "ne", "bool", "int", "float", "trunc", "floor", "ceil", "round", "divmod",
     "floordiv",
 )  # fmt: skip
 _COMPUTING = (
