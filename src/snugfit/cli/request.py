@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+import typer
+
 from snugfit.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from snugfit.exchange.account import Reading
     from snugfit.job.gpu import Gpu
     from snugfit.job.job import Job
+    from snugfit.job.model import Model
     from snugfit.techniques.recipe import Recipe
 
 
@@ -154,21 +157,36 @@ def _with_lengths(settings: Mapping[str, Any], lengths: Lengths | None) -> Mappi
 
 
 def _job(settings: Mapping[str, Any], *, online: bool) -> Job:
-    from snugfit.job.job import Job, Task
+    from snugfit.job.find import preset_named
+    from snugfit.job.job import Job
     from snugfit.job.model import Model
 
     if "model" not in settings:
         raise UsageError(
             "No model. Name one and its task, for example: bert-large-uncased --task sequence-classification"
         )
-    if "task" not in settings:
-        tasks = ", ".join(task.value for task in Task if task is not Task.CUSTOM)
-        raise UsageError(f"No task: add --task. Tasks: {tasks}.")
     given = {field.name: settings[field.name] for field in fields(Job) if field.name in settings}
-    given["model"] = Model.find(given["model"], online=online)
+    given["model"] = model = Model.find(settings["model"], online=online)
+    if model.origin == "preset" and not preset_named(settings["model"]):
+        typer.echo(f"model: {settings['model']} has the sizes of {model.name}", err=True)
+    if "task" not in given:
+        given["task"] = _task(model)
     job = Job(**given)
     _refuse_unused(settings, job)
     return job
+
+
+def _task(model: Model) -> str:
+    """The task that the model's architecture says, told on stderr. Raises `UsageError` where it says none."""
+    from snugfit.job.architectures import tasks_of
+
+    if task := model.task:
+        typer.echo(f"task: {task}, from the architecture", err=True)
+        return task
+    possible = ", ".join(tasks_of(model.architecture)) or "none"
+    raise UsageError(
+        f"No task: {model.name} ({model.architecture}) does not say one. Add --task, one of: {possible}."
+    )
 
 
 def _refuse_unused(settings: Mapping[str, Any], job: Job) -> None:

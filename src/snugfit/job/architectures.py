@@ -9,7 +9,7 @@ holds the tables read here against the imported ones.
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -48,9 +48,21 @@ def model_types() -> frozenset[str]:
 
 def tasks_of(model_type: str) -> tuple[str, ...]:
     """The tasks for which transformers has a head on this architecture."""
-    return tuple(
-        task for task, (_, table) in HEADS.items() if model_type in _table("modeling_auto.py", table)
-    )
+    return tuple(task for task in HEADS if _classes(task, model_type))
+
+
+def task_of(model_type: str, architectures: Sequence[str]) -> str | None:
+    """The task whose head the classes in `architectures` are, or the only one that the architecture has; None
+    where both leave a choice.
+
+    Of two tasks that share a class (BART's), the one that is no pretraining objective.
+    """
+    possible = tasks_of(model_type)
+    named = [task for task in possible if _classes(task, model_type).intersection(architectures)]
+    if len(named) > 1:
+        named.remove("masked-lm")
+    chosen = named or possible
+    return chosen[0] if len(chosen) == 1 else None
 
 
 def class_of(task: str, config: Any) -> Any:
@@ -66,23 +78,33 @@ def transformers_version() -> str:
     return version("transformers")
 
 
+def _classes(task: str, model_type: str) -> frozenset[str]:
+    """Names of the classes that transformers has for a task on an architecture."""
+    return _table("modeling_auto.py", HEADS[task][1]).get(model_type, frozenset())
+
+
 @cache
-def _table(file: str, name: str) -> frozenset[str]:
-    """The model types in the table `name`: keys of its literal pairs and dicts, updates included."""
-    keys: list[ast.expr | None] = []
+def _table(file: str, name: str) -> Mapping[str, frozenset[str]]:
+    """The table `name` as class names by model type: its literal pairs and dicts, updates included."""
+    pairs: list[tuple[ast.expr | None, ast.expr]] = []
     for statement in _source(file).body:
         if name not in _names_in(statement):
             continue
         for node in ast.walk(statement):
             if isinstance(node, ast.List):
-                keys += [pair.elts[0] for pair in node.elts if isinstance(pair, ast.Tuple)]
+                pairs += [(pair.elts[0], pair.elts[1]) for pair in node.elts if isinstance(pair, ast.Tuple)]
             elif isinstance(node, ast.Dict):
-                keys += node.keys
-    constants = [key.value for key in keys if isinstance(key, ast.Constant)]
-    names = frozenset(text for text in constants if isinstance(text, str))
-    if not names:
+                pairs += zip(node.keys, node.values, strict=True)
+    table = {key: names for node, value in pairs for key in _texts(node) if (names := _texts(value))}
+    if not table:
         raise ModelError(f"transformers {transformers_version()} has no table {name} in {file}.")
-    return names
+    return table
+
+
+def _texts(node: ast.expr | None) -> frozenset[str]:
+    """The texts in a literal: a text alone, or a tuple of them."""
+    constants = [inner.value for inner in ast.walk(node) if isinstance(inner, ast.Constant)] if node else []
+    return frozenset(text for text in constants if isinstance(text, str))
 
 
 def _names_in(statement: ast.stmt) -> set[str]:

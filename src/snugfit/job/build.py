@@ -74,8 +74,7 @@ def _from_facts(job: Job, dtype: str, attention: str, weights: Path | None, on_l
             "trains none of those. Give a folder with the unquantized weights."
         )
     if weights is None:
-        model = auto_class.from_config(config, trust_remote_code=False, **asked)
-        return model
+        return _from_config(job, auto_class, config, asked)
     try:
         model, loaded = auto_class.from_pretrained(
             weights,
@@ -96,7 +95,25 @@ def _from_facts(job: Job, dtype: str, attention: str, weights: Path | None, on_l
         ) from None
     on_loaded(check_loaded(model, weights, loaded))
     with torch.device("meta"):
-        freeze_as(auto_class.from_config(config, trust_remote_code=False, **asked), model)
+        freeze_as(_from_config(job, auto_class, config, asked), model)
+    return model
+
+
+def _from_config(job: Job, auto_class: Any, config: Any, asked: Mapping[str, Any]) -> nn.Module:
+    """The model that transformers makes of a config alone, its head as the checkpoint has it.
+
+    FLAN-T5, T5 1.1 and mT5 were trained with a head of their own: their configs say `tie_word_embeddings:
+    false`. transformers 5 ties the head all the same (`configuration_t5.py`), until it loads weights and
+    finds two different ones (`tie_weights`), which is the model that people fine-tune.
+    """
+    import torch
+
+    model: nn.Module = auto_class.from_config(config, trust_remote_code=False, **asked)
+    head = getattr(model, "lm_head", None)
+    untied = config.is_encoder_decoder and job.model.config.get("tie_word_embeddings") is False
+    if untied and isinstance(head, torch.nn.Linear):
+        head.weight = torch.nn.Parameter(head.weight.detach().clone())
+        getattr(model, "all_tied_weights_keys", {}).pop("lm_head.weight", None)
     return model
 
 

@@ -12,12 +12,9 @@ from typing import Any, NamedTuple
 
 from snugfit.errors import ModelError, did_you_mean
 from snugfit.job.config import parse_config, read_config
+from snugfit.job.names import presets_like, same_sizes, unquantized_name
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
-_TUNED = re.compile(r"-(instruct|it|base|chat)(?=-v\d|-hf|$)", re.IGNORECASE)
-"""What a name adds to that of the base model, whose sizes the tuned one has: Qwen2.5-7B-Instruct,
-Mistral-7B-Instruct-v0.3, gemma-2-2b-it, or Qwen's -Base for the base itself."""
-
 LONGEST_NAME = 4096
 ONE_MODEL = 0.9
 """How like a name must be to one that is known, to be taken for a slip of the pen (1 is equal)."""
@@ -40,7 +37,7 @@ def find_facts(name: str, *, online: bool) -> ModelFacts:
         raise ModelError(f"{name[:80]!r} is no name of a model. {_ALLOWED}")
     if name.startswith((".", "/", "~")) or name.endswith(".json"):
         return ModelFacts(name, "path", read_config(_config_file(os.path.expanduser(name))))
-    full_name = _preset_named(name)
+    full_name = preset_named(name)
     if full_name:
         _refuse_two_meanings(name, full_name)
         return ModelFacts(full_name, "preset", read_preset(full_name))
@@ -79,8 +76,8 @@ def _presets() -> Traversable:
     return resources.files("snugfit.job").joinpath("presets")
 
 
-def _preset_named(name: str) -> str | None:
-    """The preset of this name, with or without its owner, in any case of letters."""
+def preset_named(name: str) -> str | None:
+    """The full name of the preset of this name, with or without its owner, in any case of letters."""
     lowered = name.lower()
     for full_name in preset_names():
         if lowered in (full_name.lower(), full_name.lower().split("/")[1]):
@@ -130,14 +127,26 @@ def _from_hub(name: str, *, online: bool) -> ModelFacts:
         return ModelFacts(name, "hub cache", read_config(cached))
     if online:
         return ModelFacts(name, "hub", read_config(_download_config(name)))
-    if base := _preset_named(_TUNED.sub("", name)):
+    if base := same_sizes(name, preset_names()):
         return ModelFacts(base, "preset", read_preset(base))
+    _refuse_quantized(name)
     bare = [full_name.split("/")[1] for full_name in preset_names()]
     names = [preset for preset in (preset_names() if "/" in name else bare) if _sizes(preset) == _sizes(name)]
     raise ModelError(
         f"No preset, folder or cached hub model {name!r}.{did_you_mean(name, names, cutoff=ONE_MODEL)}"
-        f" {_ALLOWED} Presets: {', '.join(bare)}."
+        f" {_ALLOWED} {presets_like(name, preset_names())}"
     )
+
+
+def _refuse_quantized(name: str) -> None:
+    """Raises `ModelError` for a name that says its weights are quantized, when the unquantized model's sizes
+    are known."""
+    plain_name = unquantized_name(name)
+    if plain_name and (base := same_sizes(plain_name, preset_names())):
+        raise ModelError(
+            f"{name!r} names quantized weights, and snugfit predicts and trains unquantized ones."
+            f" Of the same sizes, unquantized: {base}."
+        )
 
 
 def _sizes(name: str) -> list[str]:

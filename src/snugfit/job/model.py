@@ -13,7 +13,7 @@ from Python, together with an example batch; such a model lives in one process o
    message says how to write each;
 3. an existing folder or file;
 4. a hub id: in the local cache, or from the hub when `online` is asked for. Otherwise no socket is opened;
-5. the name of a preset with `-Instruct`, `-it`, `-chat` or `-Base`: the preset, which has the same sizes.
+5. a tuned model's, a mirror's or a distilled model's name (`names.py`): the preset that has its sizes.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 from snugfit.errors import JobError, ModelError, one_line
+from snugfit.job.architectures import task_of
 from snugfit.job.batch_layout import BatchDims, BatchLayout, leaves
 from snugfit.job.config import check_facts, ignored_keys, without_ignored
 from snugfit.job.find import find_facts
@@ -114,6 +115,12 @@ class Model:
     def architecture(self) -> str:
         """transformers' `model_type`, or `python`."""
         return str(self.config.get("model_type", "python"))
+
+    @property
+    def task(self) -> str | None:
+        """The task whose head the checkpoint has, or the only one of its architecture; None where the config
+        leaves a choice."""
+        return task_of(self.architecture, self.config.get("architectures") or ())
 
     @property
     def doubts(self) -> tuple[str, ...]:

@@ -1,0 +1,96 @@
+"""Names that people bring: which bundled preset has the sizes of a model that is no preset itself.
+
+A tuned model has its base's sizes (`Qwen2.5-7B-Instruct`), a mirror its original's (`unsloth/Llama-3.2-1B`),
+and a distilled one those of the model that it started from. Quantized weights have none of these: their bytes
+are others, so such a name has no base here and is refused by name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+_TUNED = re.compile(
+    r"^meta-(?=llama)|-(coder|math)(?=-)|-(instruct|it|base|chat|pt|thinking)(?=-v\d|-hf|-\d{4}|$)",
+    re.IGNORECASE,
+)
+"""What one name of the same sizes has and another has not: Mistral-7B-Instruct-v0.3, gemma-2-2b-it,
+Mistral-Nemo-Base-2407, Qwen2.5-Coder-7B; Meta-Llama-3.1-8B is Llama-3.1-8B's first name."""
+
+_QUANTIZED = re.compile(
+    r"-(?:(?:unsloth-)?bnb-[48]bit|gptq|awq|gguf|fp8|nvfp4|mxfp4|w[48]a\d+|int[48]|[48]bit)(?:-.*)?$",
+    re.IGNORECASE,
+)
+"""How a name says that the weights are quantized."""
+
+MIRRORS = ("unsloth", "NousResearch")
+"""Owners who publish others' models under the same names."""
+
+CONVERTED = re.compile(r"unsloth/phi-(3\.5-mini|4)(?!-mini)", re.IGNORECASE)
+"""Mirrors whose layers are other ones than the original's: a Llama made of a Phi."""
+
+SAME_SIZES = {
+    "allenai/Olmo-3-7B-Instruct": "allenai/Olmo-3-1025-7B",
+    "allenai/Olmo-3-7B-Think": "allenai/Olmo-3-1025-7B",
+    "allenai/Olmo-3-32B-Think": "allenai/Olmo-3-1125-32B",
+    "allenai/Olmo-3.1-32B-Instruct": "allenai/Olmo-3-1125-32B",
+    "allenai/Olmo-3.1-32B-Think": "allenai/Olmo-3-1125-32B",
+    "deepseek-ai/DeepSeek-R1-0528-Qwen3-8B": "Qwen/Qwen3-8B",
+    "deepseek-ai/DeepSeek-R1-Distill-Llama-8B": "meta-llama/Llama-3.1-8B",
+    "deepseek-ai/DeepSeek-R1-Distill-Llama-70B": "meta-llama/Llama-3.3-70B-Instruct",
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": "Qwen/Qwen2.5-7B",
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-14B": "Qwen/Qwen2.5-14B",
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-32B": "Qwen/Qwen2.5-32B",
+    "Qwen/Qwen3-Coder-30B-A3B-Instruct": "Qwen/Qwen3-30B-A3B-Instruct-2507",
+    "unsloth/gemma-2-2b": "google/gemma-2-2b-it",
+    "unsloth/gemma-2-9b": "google/gemma-2-9b-it",
+    "unsloth/gemma-2-27b": "google/gemma-2-27b-it",
+}
+"""Models by the preset of their sizes and dtype, where the names do not say it. unsloth's Gemma 2 is in
+bfloat16, as Google's tuned ones are and its base models are not."""
+
+
+def same_sizes(name: str, presets: Iterable[str]) -> str | None:
+    """The preset whose sizes the model `name` has; None when none is known.
+
+    An exact name goes before one that a tuning or a base adds to, since a tuned model's dtype may differ.
+    """
+    if CONVERTED.match(name):
+        return None
+    owner, _, bare = name.rpartition("/")
+    known = {preset: preset for preset in presets} | SAME_SIZES
+    if name in SAME_SIZES:
+        return SAME_SIZES[name]
+    if owner.lower() in map(str.lower, MIRRORS):
+        owner = ""
+    named = [(full_name.split("/"), preset) for full_name, preset in known.items()]
+    for reduce in (str.lower, _without_tuning):
+        for (its_owner, its_bare), preset in named:
+            if reduce(bare) == reduce(its_bare) and owner.lower() in ("", its_owner.lower()):
+                return preset
+    return None
+
+
+def unquantized_name(name: str) -> str | None:
+    """The name without what says that its weights are quantized; None for one that says no such thing."""
+    rest = _QUANTIZED.sub("", name)
+    return rest if rest != name else None
+
+
+def presets_like(name: str, presets: Iterable[str]) -> str:
+    """A sentence with the presets of the same family as `name`, by the letters in front, or else with the
+    families that there are."""
+    families: dict[str, list[str]] = {}
+    for preset in presets:
+        families.setdefault(_family(preset), []).append(preset.split("/")[1])
+    if like := families.get(_family(name)):
+        return f"Presets: {', '.join(like)}."
+    return f"Presets: of {', '.join(sorted(families))}."
+
+
+def _family(name: str) -> str:
+    return re.split(r"[\d_.-]", name.rpartition("/")[2].lower())[0]
+
+
+def _without_tuning(bare: str) -> str:
+    return _TUNED.sub("", bare).lower()
