@@ -67,7 +67,7 @@ TYPED = {
     "no command": (["fit"], "fit"),
     "unknown option": (["predict", *BERT, "--batchsize", "4"], "batch"),
     "no model": (["predict", "--task", "causal-lm"], "Name one"),
-    "no task": (["predict", "gpt2"], "--task"),
+    "no task": (["predict", "deberta-v3-base"], "--task"),
     "unknown task": (["predict", "gpt2", "--task", "causal-ml"], "causal-lm"),
     "unknown model": (["predict", "bert-large-uncasd", "--task", "masked-lm"], "bert-large-uncased"),
     "unknown phase": (["predict", *BERT, "--phase", "eval"], "evaluate"),

@@ -234,7 +234,7 @@ def test_without_a_job_it_lists_as_before(capsys: pytest.CaptureFixture[str]) ->
 MISTAKES = {
     "a job without a model": (["gpus", "--task", "causal-lm"], "--for MODEL"),
     "prices without a model": (["gpus", "--price", "h200=2"], "--for MODEL"),
-    "no task": (ASK[:3], "--task"),
+    "no task": (["gpus", "--for", "deberta-v3-base"], "--task"),
     "no such gpu": ([*ASK, "rtx 9999"], "RTX4090"),
     "a price without a gpu": ([*ASK, "--price", "2.5"], "NAME=PRICE"),
     "a price of words": ([*ASK, "--price", "h200=cheap"], "USD for an hour"),
