@@ -7,14 +7,19 @@ JSON (no NaN, no Infinity, no number beyond a double), an object at the top. Not
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
 import secrets
 import stat
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import repeat
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
 
 LARGEST_DOCUMENT = 8 << 20
 """Bytes; a real one has a few kilobytes, with a thousand timed steps fifty."""
@@ -107,6 +112,53 @@ def _finite(digits: str) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{digits} is infinite")
     return number
+
+
+def encode_fields(value: Any, **derived: Any) -> dict[str, Any]:
+    """A dataclass as a JSON object of its fields, with what is derived of them beside or in their place."""
+    names = (entry.name for entry in dataclasses.fields(value))
+    return {name: encode(getattr(value, name)) for name in names if name not in derived} | derived
+
+
+def encode(value: Any) -> Any:
+    """A value for JSON: by its own `to_json` where it has one, a dataclass by its fields."""
+    if hasattr(value, "to_json"):
+        return value.to_json()
+    if dataclasses.is_dataclass(value):
+        return encode_fields(value)
+    if isinstance(value, Mapping):
+        return {name: encode(one) for name, one in value.items()}
+    return [encode(one) for one in value] if isinstance(value, tuple | list) else value
+
+
+def decode_fields(kind: type[T], document: Mapping[str, Any]) -> T:
+    """The dataclass whose fields `encode_fields` wrote; keys that are no fields of it are passed over. Raises
+    `KeyError` where a field without a default is missing, `TypeError` for what is no object."""
+    hints, given = get_type_hints(kind), dict(document)
+    entries = dataclasses.fields(kind)  # type: ignore[arg-type]
+    for entry in entries:
+        if entry.default is entry.default_factory is dataclasses.MISSING and entry.name not in given:
+            raise KeyError(entry.name)
+    names = (entry.name for entry in entries if entry.name in given)
+    return kind(**{name: _decode(hints[name], given[name]) for name in names})
+
+
+def _decode(kind: Any, value: Any) -> Any:
+    """A value of this type: of `X | None`, tuples, mappings, dataclasses, and types with `from_json`."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if value is None:
+        return None
+    if origin is UnionType:
+        return _decode(inner[0], value)
+    if origin is tuple:
+        kinds = repeat(inner[0]) if inner[-1] is Ellipsis else inner
+        return tuple(_decode(of, one) for of, one in zip(kinds, value, strict=False))
+    if origin is Mapping:
+        return {name: _decode(inner[1], one) for name, one in dict(value).items()}
+    if hasattr(kind, "from_json"):
+        return kind.from_json(value)
+    is_class = dataclasses.is_dataclass(kind) and isinstance(kind, type)
+    return decode_fields(kind, value) if is_class else value
 
 
 def finite_or_null(numbers: Sequence[float]) -> list[float | None]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from snugfit.comparison.compare import ErrorLine, error_lines, step_seconds_line
+from snugfit.documents import decode_fields, encode_fields
 from snugfit.job.job import Job
 from snugfit.results.footprint import Footprint
 from snugfit.techniques.recipe import Recipe
@@ -19,9 +20,6 @@ READABLE = (1, 2)
 
 BAND: Mapping[str, float] = {"allocated_bytes": 0.005, "reserved_bytes": 0.03, "nvml_bytes": 0.03}
 """The largest error that a drawn run may have, as a share of what was measured."""
-
-_FOOTPRINTS = ("predicted", "measured", "original")
-_DERIVED = ("errors", "complaint", "job_id")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,28 +128,12 @@ class ComparedRun:
     def to_json(self) -> dict[str, Any]:
         """A JSON object; `ComparedRun.from_json` reads it back."""
         errors = {line.figure: line.error for line in self.lines}
-        footprints = {name: getattr(self, name) for name in _FOOTPRINTS}
-        return {
-            **{declared.name: getattr(self, declared.name) for declared in fields(self)},
-            "job": self.job.to_json(),
-            "job_id": self.job_id,
-            "recipe": str(self.recipe),
-            **{name: footprint.to_json() if footprint else None for name, footprint in footprints.items()},
-            "versions": dict(self.versions),
-            "errors": errors,
-            "complaint": self.complaint,
-        }
+        return encode_fields(self, job_id=self.job_id, errors=errors, complaint=self.complaint)
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
         """The run that `to_json` wrote."""
-        values = {name: value for name, value in document.items() if name not in _DERIVED}
-        for name in _FOOTPRINTS:
-            values[name] = Footprint.from_json(values[name]) if values.get(name) else None
-        for name in ("passed_over", "doubts"):
-            values[name] = tuple(values[name])
-        values["job"], values["recipe"] = Job.from_json(values["job"]), Recipe.parse(values["recipe"])
-        return cls(**values)
+        return decode_fields(cls, document)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,28 +172,12 @@ class Accuracy:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object; `Accuracy.from_json` reads it back."""
-        return {
-            "schema": SCHEMA,
-            "what": "accuracy",
-            **{name: getattr(self, name) for name in _PLAIN},
-            "versions": dict(self.versions),
-            "original_versions": dict(self.original_versions),
-            "band": dict(BAND),
-            "runs": [run.to_json() for run in self.runs],
-        }
+        return {"schema": SCHEMA, "what": "accuracy", **encode_fields(self, band=dict(BAND))}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
         """The draw that `to_json` wrote."""
-        missing = [name for name in ("seed", "gpu", "device", "versions") if name not in document]
-        if missing:
-            raise KeyError(missing[0])
-        names = {declared.name for declared in fields(cls)} - {"runs"}
-        values = {name: document[name] for name in names & document.keys()}
-        return cls(**values, runs=tuple(ComparedRun.from_json(run) for run in document["runs"]))
-
-
-_PLAIN = ("seed", "gpu", "device", "kind", "rates", "rescored")
+        return decode_fields(cls, document)
 
 
 def error_quantiles(errors: list[float]) -> Iterator[float | None]:

@@ -149,6 +149,12 @@ class Lengths:
             "histogram": {str(length): samples for length, samples in self.counts},
         }
 
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Lengths:
+        """The lengths that `to_json` wrote."""
+        histogram = {int(length): samples for length, samples in document["histogram"].items()}
+        return cls.of(histogram, source=document["source"])
+
 
 # ---- one number -----------------------------------------------------------------------------------------
 

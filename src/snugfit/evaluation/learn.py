@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from snugfit.documents import encode_fields
 from snugfit.prediction.device import policy_for
 from snugfit.prediction.profile import Software
 from snugfit.prediction.rates import Rates
@@ -115,14 +116,7 @@ class LearnedFactors:
 
     def to_json(self) -> dict[str, Any]:
         """The factors and errors as a JSON object."""
-        return {
-            "host": self.host,
-            "device": self.device,
-            "before": list(self.before),
-            "after": list(self.after),
-            "why_not": self.why_not,
-            "file": self.file,
-        }
+        return encode_fields(self)
 
 
 def learn(

@@ -13,6 +13,7 @@ from typing import Any
 
 from snugfit.comparison.compared_runs import ComparedRun
 from snugfit.comparison.ranking import RankAgreement, gap, rank_agreement
+from snugfit.documents import encode_fields
 from snugfit.evaluation.accuracy import measure_run
 from snugfit.evaluation.learn import LearnedFactors
 from snugfit.evaluation.predict_runs import PlannedRecipe
@@ -58,13 +59,7 @@ class Verification:
         return {
             "schema": SCHEMA,
             "what": "verification",
-            "gpu": self.gpu,
-            "device": self.device,
-            "versions": dict(self.versions),
-            "tau": self.order.tau,
-            "gap": self.gap,
-            "learned": self.learned.to_json() if self.learned else None,
-            "runs": [run.to_json() for run in self.runs],
+            **encode_fields(self, tau=self.order.tau, gap=self.gap),
         }
 
 

@@ -26,6 +26,7 @@ from functools import cache
 from importlib import resources
 from typing import Any, Self
 
+from snugfit.documents import decode_fields
 from snugfit.errors import GpuError, nearest
 
 _VENDOR_WORDS = frozenset(
@@ -163,16 +164,7 @@ class Gpu:
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
         """The GPU that `to_json` wrote."""
-        capability = document["compute_capability"]
-        return cls(
-            **{
-                **document,
-                "names": tuple(document["names"]),
-                "compute_capability": tuple(capability) if capability else None,
-                "doubts": tuple(document["doubts"]),
-                "notes": tuple(document["notes"]),
-            }
-        )
+        return decode_fields(cls, document)
 
 
 @cache

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
 
-from snugfit.documents import BadDocument, finite_or_null, null_to_nan
+from snugfit.documents import BadDocument, decode_fields, finite_or_null, null_to_nan
 from snugfit.results.footprint import Startup
 
 _COUNTS = (
@@ -101,13 +101,7 @@ class ChildResult:
         for name, is_valid in _CHECKS.items():
             if not is_valid(document[name]):
                 raise BadDocument(f"a result with {name} = {str(document[name])[:80]}")
-        startup = Startup.from_json(document["startup"]) if document["startup"] else None
-        lists = {
-            "seconds": tuple(document["seconds"]),
-            "quiet": tuple(document["quiet"]),
-            "losses": null_to_nan(document["losses"]),
-        }
-        return cls(**dict(document) | lists | {"startup": startup})
+        return decode_fields(cls, {**document, "losses": null_to_nan(document["losses"])})
 
 
 def _is_text_or_none(value: Any) -> bool:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Self
 
+from snugfit.documents import decode_fields, encode, encode_fields
 from snugfit.errors import UsageError
 from snugfit.job.gpu import Gpu
 from snugfit.job.job import Job
@@ -42,6 +43,9 @@ class Choice:
 
     once_seconds: float = 0.0
     """Seconds of start-up, from the process's beginning to steady steps."""
+
+    def __post_init__(self) -> None:
+        Recipe.parse(self.recipe)
 
     @property
     def needed_bytes(self) -> int:
@@ -233,27 +237,8 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """The document that `snugfit plan --json` prints; `Plan.from_json` reads it back."""
-        document = {name: getattr(self, name) for name in ("memory_bytes", "fidelity", "objective", "steps")}
-        return {
-            "schema": SCHEMA,
-            "what": "plan",
-            "job": self.job.to_json(),
-            "gpu": self.gpu.to_json() if self.gpu else None,
-            **document,
-            "fits": self.fits,
-            "best": asdict(self.best) if self.best else None,
-            "nearest_miss": None if self.best else asdict(self.nearest),
-            "front": [asdict(choice) for choice in self.front],
-            "ranked": [asdict(choice) for choice in self.ranked],
-            "reasons": [asdict(reason) for reason in self.reasons],
-            "start": asdict(self.start) if self.start else None,
-            "cures": list(self.cures),
-            "refused": [asdict(refusal) for refusal in self.refused],
-            "counts": asdict(self.counts),
-            "verified": self.verified,
-            "versions": dict(self.versions),
-            "doubts": list(self.doubts),
-        }
+        missed = None if self.best else encode(self.nearest)
+        return {"schema": SCHEMA, "what": "plan", **encode_fields(self, fits=self.fits, nearest_miss=missed)}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
@@ -261,36 +246,6 @@ class Plan:
         if document.get("what") != "plan" or document.get("schema") != SCHEMA:
             raise UsageError("This is no plan that this version of snugfit wrote.")
         try:
-            return cls(
-                job=Job.from_json(document["job"]),
-                gpu=Gpu.from_json(document["gpu"]) if document["gpu"] else None,
-                memory_bytes=document["memory_bytes"],
-                fidelity=document["fidelity"],
-                objective=document["objective"],
-                steps=document["steps"],
-                front=tuple(map(choice_from, document["front"])),
-                ranked=tuple(map(choice_from, document["ranked"])),
-                best=choice_from(document["best"]) if document["best"] else None,
-                reasons=tuple(Reason(**reason) for reason in document["reasons"]),
-                start=start_from(document["start"]) if document["start"] else None,
-                cures=tuple(document["cures"]),
-                refused=tuple(Exclusion(**exclusion) for exclusion in document["refused"]),
-                counts=Counts(**document["counts"]),
-                verified=document["verified"],
-                versions=dict(document["versions"]),
-                doubts=tuple(document["doubts"]),
-            )
+            return decode_fields(cls, document)
         except (KeyError, TypeError) as damaged:
             raise UsageError(f"This plan is damaged: {damaged}.") from None
-
-
-def choice_from(document: Mapping[str, Any]) -> Choice:
-    """The choice that a plan's document holds."""
-    fields = dict(document)
-    Recipe.parse(fields["recipe"])
-    return Choice(**fields)
-
-
-def start_from(document: Mapping[str, Any]) -> Start:
-    """The start that a plan's document holds."""
-    return Start(**{**document, "changes": tuple(Change(**change) for change in document["changes"])})

@@ -19,6 +19,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Self
 
+from snugfit.documents import decode_fields
 from snugfit.errors import GpuError
 from snugfit.job.gpu import Gpu, find_gpu
 
@@ -186,15 +187,7 @@ class Rates:
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
         """The rates of one entry of `rates.json`."""
-        fields = dict(document)
-        fields["products"] = {
-            name: MatmulRate(**{**rate, **{key: tuple(rate[key]) for key in ("efficiency", "unaligned")}})
-            for name, rate in fields["products"].items()
-        }
-        for name in ("attention", "patterns"):
-            fields[name] = {operator: tuple(pair) for operator, pair in fields[name].items()}
-        fields["host"] = HostLaunchCosts.from_json(fields["host"])
-        return cls(**fields)
+        return decode_fields(cls, document)
 
 
 def rates_for(gpu: Gpu) -> Rates:

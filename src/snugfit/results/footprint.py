@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any, Self
 
+from snugfit.documents import decode_fields
+
 
 class Kind(StrEnum):
     """What bytes on the device are used for."""
@@ -86,9 +88,7 @@ class Footprint:
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
         """The footprint that `to_json` wrote."""
-        fields = dict(document)
-        fields["at"] = Moment(**fields["at"]) if fields.get("at") else None
-        return cls(**fields)
+        return decode_fields(cls, document)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,9 +124,7 @@ class Timing:
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
         """The timing that `to_json` wrote."""
-        fields = dict(document)
-        fields["seconds"] = tuple(fields.get("seconds", ()))
-        return cls(**fields)
+        return decode_fields(cls, document)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Self
 
-from snugfit.documents import finite_or_null, null_to_nan
+from snugfit.documents import decode_fields, encode_fields, finite_or_null, null_to_nan
 from snugfit.job.job import Job
 from snugfit.results.footprint import Footprint, Startup, Timing
 from snugfit.techniques.recipe import Recipe
@@ -74,38 +74,10 @@ class Measurement:
 
     def to_json(self) -> dict[str, Any]:
         """The document that the ledger keeps."""
-        return {
-            "schema": SCHEMA,
-            "what": "measurement",
-            "job": self.job.to_json(),
-            "recipe": str(self.recipe),
-            "loop": self.loop,
-            "device": asdict(self.device),
-            "outcome": self.outcome,
-            "footprint": self.footprint.to_json() if self.footprint else None,
-            "timing": self.timing.to_json() if self.timing else None,
-            "startup": self.startup.to_json() if self.startup else None,
-            "versions": dict(self.versions),
-            "when": self.when,
-            "first_context_bytes": self.first_context_bytes,
-            "smi_bytes": self.smi_bytes,
-            "smi_nvml_bytes": self.smi_nvml_bytes,
-            "contaminated": self.contaminated,
-            "crowded": self.crowded,
-            "disturbed": self.disturbed,
-            "losses": finite_or_null(self.losses),
-            "message": self.message,
-        }
+        fields = encode_fields(self, losses=finite_or_null(self.losses))
+        return {"schema": SCHEMA, "what": "measurement", **fields}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
         """The measurement that `to_json` wrote."""
-        fields = {name: value for name, value in document.items() if name not in ("schema", "what")}
-        fields["job"] = Job.from_json(fields["job"])
-        fields["recipe"] = Recipe.parse(fields["recipe"])
-        fields["device"] = Device(**fields["device"])
-        fields["footprint"] = Footprint.from_json(fields["footprint"]) if fields["footprint"] else None
-        fields["timing"] = Timing.from_json(fields["timing"]) if fields["timing"] else None
-        fields["startup"] = Startup.from_json(fields["startup"]) if fields.get("startup") else None
-        fields["losses"] = null_to_nan(fields["losses"])
-        return cls(**fields)
+        return decode_fields(cls, {**document, "losses": null_to_nan(document["losses"])})

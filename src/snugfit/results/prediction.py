@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
+from snugfit.documents import encode_fields
 from snugfit.job.gpu import Gpu
 from snugfit.job.job import Job
 from snugfit.results.footprint import Footprint, Startup
@@ -114,21 +115,5 @@ class Prediction:
 
     def to_json(self) -> dict[str, Any]:
         """The document that `snugfit predict --json` prints."""
-        return {
-            "schema": SCHEMA,
-            "what": "prediction",
-            "job": self.job.to_json(),
-            "recipe": str(self.recipe),
-            "loop": self.loop,
-            "gpu": self.gpu.to_json() if self.gpu else None,
-            "memory_bytes": self.memory_bytes,
-            "fits": self.fits,
-            "spare_bytes": self.spare_bytes,
-            "footprint": self.footprint.to_json(),
-            "timing": self.timing.to_json() if self.timing else None,
-            "startup": self.startup.to_json() if self.startup else None,
-            "anatomy": asdict(self.anatomy),
-            "software": self.software,
-            "versions": dict(self.versions),
-            "doubts": list(self.doubts),
-        }
+        fields = encode_fields(self, fits=self.fits, spare_bytes=self.spare_bytes)
+        return {"schema": SCHEMA, "what": "prediction", **fields}

@@ -63,6 +63,12 @@ class Recipe:
             chosen[technique.slot] = technique
         return cls(tuple(chosen.values()))
 
+    from_json = parse
+
+    def to_json(self) -> str:
+        """The recipe's text, which stands in documents."""
+        return str(self)
+
     def __str__(self) -> str:
         named = [str(technique) for technique in self if technique != roster.plain(technique.slot)]
         return " + ".join(named) or PLAIN

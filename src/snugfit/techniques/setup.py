@@ -25,6 +25,8 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any, ClassVar, Self
 
+from snugfit.documents import decode_fields
+
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
@@ -164,12 +166,4 @@ class Setup:
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
         """The Setup that `to_json` wrote."""
-        fields = dict(document)
-        wish = dict(fields["optimizer"])
-        for name in ("factory", "prepare", "shapes"):
-            wish[name] = Call(**wish[name]) if wish[name] else None
-        fields["optimizer"] = OptimizerWish(**wish)
-        fields["adapt"] = Call(**fields["adapt"]) if fields["adapt"] else None
-        fields["checkpoint"] = CheckpointWish(**fields["checkpoint"]) if fields["checkpoint"] else None
-        fields["loader"] = LoaderWish(**fields["loader"])
-        return cls(**fields)
+        return decode_fields(cls, document)

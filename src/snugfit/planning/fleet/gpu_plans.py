@@ -7,13 +7,14 @@ this answer). A GPU whose bytes or seconds are not known stands in the list with
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Self
 
+from snugfit.documents import decode_fields, encode_fields
 from snugfit.errors import UsageError
 from snugfit.job.gpu import Gpu
 from snugfit.job.job import Job
-from snugfit.planning.plan import Choice, Counts, choice_from
+from snugfit.planning.plan import Choice, Counts
 
 SCHEMA = 1
 
@@ -112,19 +113,11 @@ class GpuPlans:
 
     def to_json(self) -> dict[str, Any]:
         """The document that `snugfit gpus --for MODEL --json` prints; `GpuPlans.from_json` reads it back."""
-        return {
-            "schema": SCHEMA,
-            "what": "plans for many GPUs",
-            "job": self.job.to_json(),
-            "fidelity": self.fidelity,
-            "objective": self.objective,
-            "steps": self.steps,
+        keys = {
             "smallest": self.smallest.key if self.smallest else None,
             "fastest": self.fastest.key if self.fastest else None,
-            "answers": [asdict(answer) for answer in self.answers],
-            "counts": [asdict(counts) for counts in self.counts],
-            "versions": dict(self.versions),
         }
+        return {"schema": SCHEMA, "what": "plans for many GPUs", **encode_fields(self, **keys)}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
@@ -132,20 +125,6 @@ class GpuPlans:
         if document.get("what") != "plans for many GPUs" or document.get("schema") != SCHEMA:
             raise UsageError("These are no plans that this version of snugfit wrote.")
         try:
-            return cls(
-                job=Job.from_json(document["job"]),
-                fidelity=document["fidelity"],
-                objective=document["objective"],
-                steps=document["steps"],
-                answers=tuple(map(_answer, document["answers"])),
-                counts=tuple(Counts(**counts) for counts in document["counts"]),
-                versions=dict(document["versions"]),
-            )
+            return decode_fields(cls, document)
         except (KeyError, TypeError) as damaged:
             raise UsageError(f"These plans are damaged: {damaged}.") from None
-
-
-def _answer(document: Mapping[str, Any]) -> OnGpu:
-    choice = choice_from(document["choice"]) if document["choice"] else None
-    doubts = tuple(document.get("doubts", ()))
-    return OnGpu(**{**document, "gpu": Gpu.from_json(document["gpu"]), "choice": choice, "doubts": doubts})

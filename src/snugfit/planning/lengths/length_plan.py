@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from snugfit.data.lengths import Lengths
+from snugfit.documents import decode_fields, encode, encode_fields
 from snugfit.errors import UsageError
 from snugfit.job.gpu import Gpu
 from snugfit.job.job import Job
@@ -16,9 +17,6 @@ from snugfit.prediction.rates import knows_alignment
 from snugfit.techniques.recipe import Recipe
 
 SCHEMA = 1
-PLAIN = ("loop", "memory_bytes", "bound", "steps", "rehearsed", "off")
-"""Fields of a `LengthPlan` that are JSON as they stand."""
-
 AS_FAST = 0.01
 """Of the best samples per second: what is less than this from it is as fast, and the simpler is chosen."""
 
@@ -118,22 +116,9 @@ class LengthPlan:
 
     def to_json(self) -> dict[str, Any]:
         """The document that `snugfit lengths --json` prints."""
-        return {
-            "schema": SCHEMA,
-            "what": "lengths",
-            "job": self.job.to_json(),
-            "recipe": str(self.recipe),
-            "gpu": self.gpu.to_json(),
-            **{name: getattr(self, name) for name in PLAIN},
-            "lengths": self.lengths.to_json(),
-            "best": asdict(self.best) if self.best else None,
-            "assumed": self.is_assumed,
-            "ways": [{**asdict(way), "fits": self.fits(way)} for way in self.ways],
-            "cut": {**asdict(self.cut), "ways": list(map(asdict, self.cut.ways))} if self.cut else None,
-            "sizes": [size.to_json() for size in self.sizes],
-            "versions": dict(self.versions),
-            "doubts": list(self.doubts),
-        }
+        ways = [encode_fields(way, fits=self.fits(way)) for way in self.ways]
+        derived = {"ways": ways, "best": encode(self.best), "assumed": self.is_assumed}
+        return {"schema": SCHEMA, "what": "lengths", **encode_fields(self, **derived)}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
@@ -141,28 +126,9 @@ class LengthPlan:
         if document.get("what") != "lengths" or document.get("schema") != SCHEMA:
             raise UsageError("This is no answer about lengths that this version of snugfit wrote.")
         try:
-            lengths, cut = document["lengths"], document["cut"]
-            histogram = {int(length): samples for length, samples in lengths["histogram"].items()}
-            return cls(
-                job=Job.from_json(document["job"]),
-                recipe=Recipe.parse(document["recipe"]),
-                gpu=Gpu.from_json(document["gpu"]),
-                **{name: document[name] for name in PLAIN},
-                lengths=Lengths.of(histogram, source=lengths["source"]),
-                ways=_ways(document["ways"]),
-                cut=Cut(**{**cut, "ways": _ways(cut["ways"])}) if cut else None,
-                sizes=tuple(Size(**size) for size in document["sizes"]),
-                versions=dict(document["versions"]),
-                doubts=tuple(document["doubts"]),
-            )
+            return decode_fields(cls, document)
         except (KeyError, TypeError, ValueError) as damaged:
             raise UsageError(f"This answer about lengths is damaged: {damaged}.") from None
-
-
-def _ways(documents: Sequence[Mapping[str, Any]]) -> tuple[Way, ...]:
-    return tuple(
-        Way(**{name: value for name, value in document.items() if name != "fits"}) for document in documents
-    )
 
 
 def _best(ways: Sequence[Way]) -> Way | None:

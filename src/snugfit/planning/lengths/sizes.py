@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError
@@ -77,10 +77,6 @@ class Size:
 
     where: str = ""
     """Of a width: a module that has it."""
-
-    def to_json(self) -> dict[str, Any]:
-        """This size as a JSON object."""
-        return asdict(self)
 
 
 def sizes_of(profiler: LengthProfiler, length: int, padded: bool) -> tuple[Size, ...]:
