@@ -225,6 +225,21 @@ def test_gpus_that_run_other_kernels_are_searched_apart() -> None:
     assert traces["H200-SXM"] == traces["B200"] != traces["RTX4090"]
 
 
+@pytest.mark.whole
+@pytest.mark.parametrize("width", [128, 224])
+def test_gpus_that_differ_by_wide_heads_share_a_search_of_narrow_ones(
+    width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settled = {slot: roster.plain(slot) for slot in Slot if slot is not Slot.PRECISION}
+    monkeypatch.setattr(search_gpus, "space_of", partial(space_of, settled=settled))
+    wide = {"hidden_size": 2 * width, "num_attention_heads": 2, "hidden_dropout_prob": 0.1}
+    job, gpus = small_job("bert", 2, wide), ["rtx 4090", "a100-sxm-80"]
+    found = plan_gpus(job, gpus, workers=1)
+    assert len(found.counts) == (1 if width <= 128 else 2)
+    for gpu, answer in zip(gpus, found.answers, strict=True):
+        assert answer.choice == plan(job, gpu=gpu, workers=1, settled=settled).best
+
+
 def test_seconds_of_those_that_have_none_are_nothing(job: Job) -> None:
     trace = rehearse(job, Recipe().setup(), policy_for(H200, Software()))
     clock, seconds = (

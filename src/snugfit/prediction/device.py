@@ -7,6 +7,8 @@ is taken, and the prediction says so.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from snugfit.errors import GpuError
@@ -47,6 +49,14 @@ def policy_for(gpu: Gpu | None, software: Software) -> CudaPolicy:
         threads_per_multiprocessor=THREADS.get(gpu.compute_capability, 2048),
         softmax_saves_input=software.softmax_saves_input,
     )
+
+
+def common_policy(gpus: Sequence[Gpu | None], software: Software) -> CudaPolicy:
+    """That of the first of these GPUs, with one peer for each way in which others may decide."""
+    policies = [policy_for(gpu, software) for gpu in gpus]
+    by_decisions = {policy.decisions: policy for policy in policies}
+    del by_decisions[policies[0].decisions]
+    return replace(policies[0], peers=tuple(by_decisions.values()))
 
 
 def context_of(gpu: Gpu | None, software: Software, trace: Trace) -> tuple[int, list[str]]:

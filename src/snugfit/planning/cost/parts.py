@@ -28,7 +28,7 @@ from snugfit.planning.cost.startup_share import ENDLESS, PlannedRun, StartupShar
 from snugfit.planning.cost.timer import Timer, seconds_of
 from snugfit.planning.step_key import as_rehearsed, passes_key, step_key, timing_key, update_key
 from snugfit.prediction.allocator import Replay, replay
-from snugfit.prediction.device import context_of, policy_for
+from snugfit.prediction.device import common_policy, context_of, policy_for
 from snugfit.prediction.predict import predict
 from snugfit.prediction.profile import Software
 from snugfit.rehearsal.rehearse import rehearse
@@ -89,7 +89,7 @@ class Parts:
     ) -> None:
         self.job, self.gpus, self.timer = job, gpus, timer
         self.startup = StartupShares(job, run)
-        self.policy: CudaPolicy = policy_for(gpus[0], Software())
+        self.policy: CudaPolicy = common_policy(gpus, Software())
         self.shallow_jobs = ShallowJobs(job, few=shallow)
         self.lower_bounds = LowerBounds(self.shallow_jobs, self.policy, timer, self.startup)
         self._redundant: dict[Hashable, bool] = {}

@@ -5,6 +5,9 @@ grouped products), and a little on the workspaces and scratch of those. So GPUs 
 allow the same techniques are searched together, one rehearsal for all of them: each has seconds and a context
 of its own for every recipe (`Parts`), and each decides for itself what is worth judging (`per_gpu.py`). The
 answers are those that a plan for each GPU alone would give.
+
+Many GPUs decide otherwise only about heads that are wide. They are searched together too, until a rehearsal
+asks what they do not agree on (`CudaPolicy.peers`): then each kind is searched alone.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from snugfit.prediction.profile import Software, installed_versions
 from snugfit.prediction.rates import rates_for
 from snugfit.prediction.startup import STARTUP_RATES, StartupRates
 from snugfit.prediction.worker_pool import Question, WorkerPool
+from snugfit.rehearsal.device.policy import PoliciesDiffer
 from snugfit.techniques import roster
 from snugfit.techniques.technique import Fidelity
 
@@ -74,11 +78,17 @@ def plan_gpus(
             groups[_kind(gpu)].append(gpu)
         except GpuError as unknown:
             answers[gpu.key] = OnGpu(gpu=gpu, fits=None, why=str(unknown))
-    counts = []
+    counts: list[Counts] = []
     began = time.monotonic()
-    for number, group in enumerate(groups.values()):
-        tell_group = _tell_for_group(tell, number, len(groups), len(group), began)
-        answer = _plan_group(job, group, fidelity, objective, clock_of, workers, run, tell_group)
+    waiting = [*groups.values()]
+    while waiting:
+        group = waiting.pop(0)
+        tell_group = _tell_for_group(tell, len(counts), len(counts) + len(waiting) + 1, len(group), began)
+        try:
+            answer = _plan_group(job, group, fidelity, objective, clock_of, workers, run, tell_group)
+        except PoliciesDiffer:
+            waiting = [*_split(group), *waiting]
+            continue
         answers |= {on_gpu.key: on_gpu for on_gpu in answer.on_gpus}
         counts.append(answer.counts)
     return GpuPlans(
@@ -101,7 +111,8 @@ def _gpus_of(gpus: Iterable[Gpu | str] | None) -> list[Gpu]:
 
 
 def _kind(gpu: Gpu) -> Hashable:
-    """Equal for GPUs that one search can serve: they run the same kernels and allow the same techniques."""
+    """Equal for GPUs that one search may serve: they run the same kernels in most steps, and allow the same
+    techniques."""
     policy = policy_for(gpu, Software())
     if gpu.memory_bytes is None:
         raise GpuError(f"{gpu.name}: how much memory processes can use is not in the table.")
@@ -110,7 +121,15 @@ def _kind(gpu: Gpu) -> Hashable:
         for technique in roster.techniques()
         if technique.least_capability is None or policy.capability >= technique.least_capability
     )
-    return policy.decisions, allowed
+    return policy.may_share, allowed
+
+
+def _split(gpus: Sequence[Gpu]) -> list[list[Gpu]]:
+    """Those that run the same kernels in any step."""
+    groups: dict[Hashable, list[Gpu]] = defaultdict(list)
+    for gpu in gpus:
+        groups[policy_for(gpu, Software()).decisions].append(gpu)
+    return [*groups.values()]
 
 
 def _tell_for_group(tell: Tell, number: int, groups: int, gpus: int, began: float) -> Tell:

@@ -26,6 +26,7 @@ from snugfit.planning.cost.figures import BelowLowerBound, Bound, Figures
 from snugfit.planning.plan import Choice, Counts, Exclusion
 from snugfit.planning.search.space import Space, not_plain
 from snugfit.prediction.worker_pool import Question, WorkerPool
+from snugfit.rehearsal.device.policy import PoliciesDiffer
 
 Tell = Callable[[str], None]
 
@@ -264,6 +265,9 @@ class Progress:
 
 
 def exclusion(space: Space, group: list[int], error: SnugfitError) -> Exclusion:
-    """That these candidates cannot be rehearsed."""
+    """That these candidates cannot be rehearsed. Raises the error itself where they can, on fewer GPUs at a
+    time."""
+    if isinstance(error, PoliciesDiffer):
+        raise error
     recipe = space.candidates[group[0]].recipe
     return Exclusion(what=str(recipe), why=str(error).splitlines()[0], recipes=len(group))

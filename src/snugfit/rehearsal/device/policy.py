@@ -15,12 +15,17 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from snugfit.errors import SnugfitError
 from snugfit.rehearsal.device import attention_choice, autocast_lists
 from snugfit.rehearsal.device.buffers import Buffer, GpuSize, Scratch
 from snugfit.rehearsal.device.scratch import composed_scratch, cuda_scratch
 
 if TYPE_CHECKING:
     import torch
+
+
+class PoliciesDiffer(SnugfitError):
+    """GPUs that were to share a rehearsal would run another kernel each; no user meets it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,9 +110,17 @@ class CudaPolicy(Policy):
     threads_per_multiprocessor: int = 2048
     """Resident threads of one multiprocessor."""
 
+    peers: tuple[CudaPolicy, ...] = ()
+    """Those of other GPUs that share the rehearsals, with the same order of attention kernels: where one of
+    them decides otherwise about a step, its rehearsal ends with `PoliciesDiffer`."""
+
     def choose_attention(self, operands: attention_choice.Operands) -> str:
         """As `sdp_utils.cpp` decides for this capability."""
-        return attention_choice.choose_on_cuda(operands, self._attention_kernels)
+        kernels = {one._attention_kernels for one in (self, *self.peers)}
+        choices = {attention_choice.choose_on_cuda(operands, fused) for fused in kernels}
+        if len(choices) > 1:
+            raise PoliciesDiffer(f"GPUs that share a rehearsal run different kernels: {sorted(choices)}.")
+        return choices.pop()
 
     @property
     def attention_order(self) -> Sequence[str]:
@@ -122,8 +135,14 @@ class CudaPolicy(Policy):
     def decisions(self) -> Hashable:
         """Equal for GPUs that run the same kernels whatever they are given; they may yet differ in
         workspaces and scratch."""
+        return self._attention_kernels, self.may_share
+
+    @property
+    def may_share(self) -> Hashable:
+        """Equal for GPUs that run the same kernels but for heads of more than 128, and may be each other's
+        `peers`."""
         grouped = self.uses_grouped_mm, self.capability[0] in _FUSING_GROUPS
-        return self._attention_kernels, grouped, self.softmax_saves_input
+        return self.attention_order, grouped, self.softmax_saves_input
 
     @property
     def scratch_size(self) -> ScratchSize:
