@@ -16,7 +16,6 @@ from small_runs import CPU, small_run
 from snugfit import accelerate, fit
 from snugfit.errors import SnugfitError
 from snugfit.training.checkpoint.staging import Staging
-from snugfit.training.checkpoint.state import HostCopies
 from snugfit.training.checkpoint.weights import load_weights, weights_of
 from snugfit.training.run.train import train
 from test_accelerate import go
@@ -123,7 +122,7 @@ def by_hand(adapt: Adapt, folder: Path, *, seed: int = 1, stop: int = 0, resume:
 
 def keep(model: Any, folder: Path) -> None:
     """Writes what a checkpoint holds of this model."""
-    weights_of(model).with_copies(HostCopies(Staging(CPU)).of).write(folder)
+    weights_of(model).with_copies(Staging(CPU).copy).write(folder)
 
 
 def assert_same(one: Any, another: Any) -> None:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +32,7 @@ class Staging:
         self._locks = device.type == "cuda"
         self._chunks: list[torch.Tensor] = []
         self._chunk, self._offset = 0, 0
+        self._copies: WeakValueDictionary[Any, torch.Tensor] = WeakValueDictionary()
         self._preparing: threading.Thread | None = None
 
     def prepare(self, sizes: Iterable[int]) -> None:
@@ -47,9 +49,18 @@ class Staging:
             self._preparing.join()
             self._preparing = None
         self._chunk, self._offset = 0, 0
+        self._copies.clear()
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A contiguous copy on the host. From a GPU it is there when the device has been waited for."""
+        """A contiguous copy on the host; tensors that share their memory (tied weights) get one copy. From a
+        GPU it is there when the device has been waited for."""
+        key = (tensor.device.type, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+        copied = self._copies.get(key) if tensor.numel() else None
+        if copied is None:
+            copied = self._copies[key] = self._new_copy(tensor)
+        return copied
+
+    def _new_copy(self, tensor: torch.Tensor) -> torch.Tensor:
         import torch
 
         if not self._locks or tensor.device.type != "cuda" or not tensor.numel():

@@ -170,11 +170,10 @@ def snapshot(
     the last snapshot is written."""
     tree, tensors = pack(_state_of(state), parameters_of(state.optimizer))
     staging.begin()
-    copies = HostCopies(staging)
     copied = Snapshot(
-        weights=weights_of(state.model, state.optimizer).with_copies(copies.of),
+        weights=weights_of(state.model, state.optimizer).with_copies(staging.copy),
         tree=tree,
-        tensors={name: copies.of(value) for name, value in tensors.items()},
+        tensors={name: staging.copy(value) for name, value in tensors.items()},
         step=state.progress.step,
         files=files or {},
         processing=processing,
@@ -223,21 +222,6 @@ def release_unused_memory(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-class HostCopies:
-    """Host copies of tensors; tensors that share their memory (tied weights) get one copy."""
-
-    def __init__(self, staging: Staging) -> None:
-        self._staging = staging
-        self._copied: dict[tuple[Any, ...], torch.Tensor] = {}
-
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The copy of this tensor, contiguous."""
-        key = (tensor.device.type, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
-        if key not in self._copied or not tensor.numel():
-            self._copied[key] = self._staging.copy(tensor)
-        return self._copied[key]
 
 
 def _state_of(state: TrainState) -> dict[str, Any]:
