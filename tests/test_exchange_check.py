@@ -183,7 +183,7 @@ def test_a_corrected_script_is_taken_by_the_real_class(tmp_path: Path) -> None:
         return TrainingArguments(**own | {"output_dir": str(tmp_path), "use_cpu": True})
 
     with pytest.raises(TypeError):
-        taken(read_script(SCRIPT, "train.py").arguments)
+        taken(read_script(SCRIPT, "train.py")[1])
     made = taken(correct(found(tmp_path, "train.py", SCRIPT)).values)
     assert (made.optim, made.bf16, getattr(made, checkpointing_name())) == ("adafactor", True, True)
 

@@ -38,8 +38,8 @@ def open_document(path: Path) -> Document:
         raise UsageError(f"{path}: its name must end in {', '.join(FORMATS)}, to say what it is.")
     text, kind = read_text(path), FORMATS[path.suffix.lower()]
     if kind == "python":
-        call = read_script(text, str(path))
-        return Document(path=path, format=kind, dialect=call.dialect, values=call.arguments)
+        caller, arguments = read_script(text, str(path))
+        return Document(path=path, format=kind, dialect=caller, values=arguments)
     values = load_json(text, str(path)) if kind == "json" else load_yaml(text, str(path))
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise UsageError(f"{path}: a configuration is one mapping of words to values, and this is not.")

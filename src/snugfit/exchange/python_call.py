@@ -34,19 +34,10 @@ class Unknown:
         return self.text
 
 
-@dataclass(frozen=True, kw_only=True)
-class PythonCall:
-    """The main call of a script, with the calls that belong to it."""
-
-    arguments: dict[str, Any]
-    """By name, with `model.` and `lora.` before the arguments of those calls."""
-
-    dialect: str
-    """Which call it is: `trainer` or `accelerate`."""
-
-
-def read_script(text: str, where: str) -> PythonCall:
-    """The arguments in a script; raises `UsageError` when there is no such call, or more than one."""
+def read_script(text: str, where: str) -> tuple[str, dict[str, Any]]:
+    """Which call a script is read for, `trainer` or `accelerate`, and its arguments by name; before those of
+    the calls that belong to it stands `model.` or `lora.`. Raises `UsageError` when there is no such call, or
+    more than one."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -75,7 +66,7 @@ def read_script(text: str, where: str) -> PythonCall:
         elif _name(call) == "LoraConfig":
             inner = reader.call(call)
             arguments |= {f"lora.{key}": value for key, value in inner.items()} or {"lora.task_type": None}
-    return PythonCall(arguments=arguments, dialect=kind)
+    return kind, arguments
 
 
 class _CallReader:
