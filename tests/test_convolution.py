@@ -18,6 +18,7 @@ from snugfit.rehearsal.device import convolution
 from snugfit.rehearsal.device.buffers import ONE_OUTPUT, OUTPUTS, GpuSize, Scratch, output
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.device.scratch import cuda_scratch
+from snugfit.rehearsal.device.shapes import SHAPE_FUNCTIONS
 from snugfit.rehearsal.record.shape_cache import SHAPE_CACHE
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.step.wishes.precision import matmul_precision
@@ -146,3 +147,25 @@ def test_a_prediction_does_not_depend_on_those_before_it(monkeypatch: pytest.Mon
     other_way = {recipe: workspaces(recipe) for recipe in ("tf32", "ieee", "tf32")}
     assert one_way == other_way
     assert one_way["tf32"] > one_way["ieee"]
+
+
+@pytest.mark.parametrize("last", [(), ("x",), ("weight",), ("gradient",)], ids="+".join)
+def test_gradients_lie_as_input_and_weight_do(last: tuple[str, ...]) -> None:
+    """Not as the gradient of the output, which comes transposed to the patches of a ViT: a weight's gradient
+    that lies otherwise than the weight would be copied."""
+    sizes = {"gradient": (2, 8, 4, 4), "x": (2, 3, 16, 16), "weight": (8, 3, 4, 4)}
+    given = {
+        name: torch.empty(
+            size,
+            device="meta",
+            memory_format=torch.channels_last if name in last else torch.contiguous_format,
+        )
+        for name, size in sizes.items()
+    }
+    out = SHAPE_FUNCTIONS[torch.ops.aten.convolution_backward.default](
+        given["gradient"], given["x"], given["weight"], [8],
+        [4, 4], [0, 0], [1, 1], False, [0, 0], 1, [True, True, True],
+    )  # fmt: skip
+    layout = torch.channels_last if {"x", "weight"} & set(last) else torch.contiguous_format
+    assert [gradient.shape for gradient in out] == [sizes["x"], sizes["weight"], (8,)]
+    assert all(gradient.is_contiguous(memory_format=layout) for gradient in out[:2])

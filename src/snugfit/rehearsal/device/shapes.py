@@ -1,7 +1,9 @@
 """Shape functions of our own, where torch's differ between builds or refuse what a GPU takes.
 
 torch's shape function of grouped matrix products pads the result's rows in a CUDA build only, and in 2.11
-refuses dtypes that CUDA's fallback takes. A rehearsal must give the same on every build.
+refuses dtypes that CUDA's fallback takes. How the gradients of a convolution lie changed between releases,
+and what accumulates one that lies otherwise than its weight copies it. A rehearsal must give the same on
+every build.
 
 RMS norm is one kernel on CUDA (`_fused_rms_norm_cuda`, `native/cuda/layer_norm_kernel.cu`) and has no shape
 function, because torch would compose it elsewhere. The backward passes of CTC and of the margin losses have
@@ -102,6 +104,25 @@ def margin_backward(gradient: torch.Tensor, x: torch.Tensor, *_: Any) -> torch.T
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
+def convolution_backward(
+    gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias_sizes: Sequence[int] | None, *how: Any
+) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of input, weight and bias, those that are asked for. Input and weight alone decide whether
+    the channels come last (`determine_backend_memory_format`, `native/Convolution.cpp`)."""
+    layouts = [torch._prims_common.suggest_memory_format(operand) for operand in (x, weight)]
+    layout = layouts[0] if layouts[0] is not torch.contiguous_format else layouts[1]
+
+    def like(operand: torch.Tensor) -> torch.Tensor:
+        return torch.empty(operand.shape, dtype=gradient.dtype, device="meta", memory_format=layout)
+
+    of_x, of_weight, of_bias = how[-1]  # the last argument: which of them are asked for
+    return (
+        like(x) if of_x else None,
+        like(weight) if of_weight else None,
+        gradient.new_empty(bias_sizes or ()) if of_bias else None,
+    )
+
+
 SHAPE_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.aten._grouped_mm.default: grouped_mm,
     torch.ops.aten._fused_rms_norm.default: fused_rms_norm,
@@ -115,6 +136,7 @@ SHAPE_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.binary_cross_entropy.default: binary_cross_entropy,
     torch.ops.aten.multi_margin_loss_backward.default: margin_backward,
     torch.ops.aten.multilabel_margin_loss_backward.default: margin_backward,
+    torch.ops.aten.convolution_backward.default: convolution_backward,
     torch.ops.aten._cudnn_rnn.default: cudnn_rnn,
     torch.ops.aten._cudnn_rnn_backward.default: cudnn_rnn_backward,
 }
