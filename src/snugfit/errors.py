@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 """Characters that speak to a terminal, or turn the direction of reading; a tab and a new line do not."""
@@ -113,6 +113,12 @@ def lacks_package(name: str, error: BaseException) -> str | None:
     required = re.search(r"requires the ([\w.-]+) library", str(error))
     package = required[1] if required else error.name
     return f"{name} needs {package}, which is not installed. Try: pip install {package}" if package else None
+
+
+def some_of(names: Sequence[str], most: int = 3) -> str:
+    """`a, b, c and 2 more`: the first few of these names, and how many there are besides."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}"
 
 
 def one_line(error: BaseException, most: int = 200) -> str:

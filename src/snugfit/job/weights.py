@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from snugfit.errors import ModelError
+from snugfit.errors import ModelError, some_of
 from snugfit.job.find import cached_file
 
 if TYPE_CHECKING:
@@ -124,9 +124,9 @@ class LoadedWeights:
     def lines(self, folder: Path) -> Iterator[str]:
         """A sentence on each."""
         if self.new:
-            yield f"{folder} has no {_some(self.new)}: newly initialised."
+            yield f"{folder} has no {some_of(self.new)}: newly initialised."
         if self.unused:
-            yield f"Of {folder} this model does not use {_some(self.unused)}."
+            yield f"Of {folder} this model does not use {some_of(self.unused)}."
 
 
 def check_loaded(model: Any, folder: Path, info: Mapping[str, Any]) -> LoadedWeights:
@@ -144,9 +144,9 @@ def check_loaded(model: Any, folder: Path, info: Mapping[str, Any]) -> LoadedWei
         raise ModelError(f"{folder} holds none of the weights of {type(model).__name__}: another model's?")
     if lost := sorted(missing - _new_heads(model, missing)):
         raise ModelError(
-            f"{folder} lacks weights of {type(model).__name__} that are no new head's: {_some(lost)}. Give a"
-            " folder that is whole. Where they are to begin at random, load it with from_pretrained and save"
-            " that with save_pretrained."
+            f"{folder} lacks weights of {type(model).__name__} that are no new head's: {some_of(lost)}. Give"
+            " a folder that is whole. Where they are to begin at random, load it with from_pretrained and"
+            " save that with save_pretrained."
         )
     return LoadedWeights(new=sorted(missing), unused=sorted(info["unexpected_keys"]))
 
@@ -177,12 +177,6 @@ def _new_heads(model: Any, missing: set[str]) -> set[str]:
         return owner not in present and is_added
 
     return {name for name in missing if is_head(name)}
-
-
-def _some(names: Sequence[str]) -> str:
-    """The first three of the names, and how many more there are."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{', '.join(names[:3])}{more}"
 
 
 def freeze_as(built: nn.Module, loaded: nn.Module) -> None:

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
+from snugfit.errors import some_of
 from snugfit.measurement.nvml import Card, GpuProcess, NvmlUnavailable
 from snugfit.measurement.sampler import Census, Sampler
 from snugfit.units import MIB, show_mib
@@ -190,7 +191,7 @@ def _compute_processes(card: Card) -> list[GpuProcess]:
 def _list(processes: list[GpuProcess]) -> str:
     """The processes as text, at most four by number: `process 17 (512 MiB), this process (23)`."""
     shown = []
-    for process in processes[:4]:
+    for process in processes:
         name = f"this process ({process.pid})" if process.pid == os.getpid() else f"process {process.pid}"
         shown.append(name if process.bytes is None else f"{name} ({show_mib(process.bytes)} MiB)")
-    return ", ".join(shown) + (f" and {len(processes) - 4} more" if len(processes) > 4 else "")
+    return some_of(shown, 4)

@@ -11,11 +11,10 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from snugfit.errors import some_of
+
 if TYPE_CHECKING:
     import torch
-
-MOST_NAMED = 3
-"""Modules that a sentence names."""
 
 
 class MissingGradients:
@@ -47,11 +46,10 @@ class MissingGradients:
         if not missing:
             return ""
         names = list(self._modules(model, ""))
-        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
         count, of = (sum(parameter.numel() for parameter in some) for some in (missing, trained))
         return (
             f"{count:,} of {of:,} trainable parameters get no gradient from this batch:"
-            f" {', '.join(names[:MOST_NAMED])}{more}. Batches that reach them take more memory and time."
+            f" {some_of(names)}. Batches that reach them take more memory and time."
         )
 
     def _modules(self, module: torch.nn.Module, name: str) -> Iterator[str]:

@@ -27,13 +27,7 @@ def _shape_of(x: torch.Tensor, options: Sequence[Any]) -> RecurrentShape:
 
 
 def cudnn_rnn(
-    x: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    per_layer: int,
-    flat: Any,
-    hx: Any,
-    cx: Any,
-    *options: Any,
+    x: torch.Tensor, weights: Any, per_layer: int, flat: Any, hx: Any, cx: Any, *options: Any
 ) -> tuple[Any, ...]:
     """The results of `_cudnn_rnn`: output, both states, reserve, and the buffer of the weights, of which
     nothing is new where they lie in one."""
@@ -55,13 +49,7 @@ def cudnn_rnn(
 
 
 def cudnn_rnn_backward(
-    x: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    per_layer: int,
-    flat: Any,
-    hx: Any,
-    cx: Any,
-    *others: Any,
+    x: torch.Tensor, weights: Any, per_layer: int, flat: Any, hx: Any, cx: Any, *others: Any
 ) -> tuple[Any, ...]:
     """The gradients of input, states and weights; those of weights lie in one buffer, but for a network
     without biases."""

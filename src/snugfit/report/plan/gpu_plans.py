@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
+from snugfit.errors import some_of
 from snugfit.planning.fleet.gpu_plans import GpuPlans, OnGpu
 from snugfit.planning.fleet.prices import Cost, Prices, cheapest, cost
 from snugfit.planning.plan import Choice
@@ -86,7 +87,7 @@ def the_run(plans: GpuPlans, prices: Prices) -> Iterator[str]:
         )
     unpriced = [answer.key for answer in plans.fitting if answer.key not in prices.per_hour]
     if prices.per_hour and unpriced:
-        yield f"No price was given for {_some(unpriced)}, which would train this too."
+        yield f"No price was given for {some_of(unpriced, FEW)}, which would train this too."
 
 
 def table(plans: GpuPlans, prices: Prices) -> Grid:
@@ -176,17 +177,11 @@ def _agreement(plans: GpuPlans) -> str:
     other = [answer.key for answer in plans.answers if answer.verified is False]
     if other:
         return (
-            f"Simulated in full, {_some(other)} came out otherwise than in the search: the figures are those "
-            "of the full simulation."
+            f"Simulated in full, {some_of(other, FEW)} came out otherwise than in the search: the figures "
+            "are those of the full simulation."
         )
     known = any(answer.verified for answer in plans.answers)
     return "Simulated in full, each answer takes the same bytes." if known else ""
-
-
-def _some(keys: Sequence[str]) -> str:
-    """A few of these GPUs by name, and how many more there are."""
-    more = f" and {len(keys) - FEW} more" if len(keys) > FEW else ""
-    return f"{', '.join(keys[:FEW])}{more}"
 
 
 def _ms(answer: OnGpu, choice: Choice) -> str:
