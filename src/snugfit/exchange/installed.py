@@ -8,9 +8,10 @@ from functools import cache
 from typing import Any, get_type_hints
 
 from snugfit.job.architectures import transformers_version
+from snugfit.step.checkpointing import NAMES
 from snugfit.techniques.hub_kernels import no_hub_kernels
 
-OLD_CHECKPOINTING, CHECKPOINTING = "gradient_checkpointing", "activation_checkpointing"
+CHECKPOINTING, OLD_CHECKPOINTING = NAMES
 
 
 @cache

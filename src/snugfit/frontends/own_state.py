@@ -201,21 +201,6 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def _set_torch(generator: Any, state: Any) -> None:
-    import torch
-
-    generator.set_state(torch.tensor(state, dtype=torch.uint8))
-
-
-def _set_python(generator: Any, state: Any) -> None:
-    version, internal, gauss = state
-    generator.setstate((version, tuple(internal), gauss))
-
-
-def _set_numpy(generator: Any, state: Any) -> None:
-    generator.bit_generator.state = state
-
-
 _GET: dict[str, Callable[[Any], Any]] = {
     "torch": lambda generator: generator.get_state().tolist(),
     "python": lambda generator: generator.getstate(),
@@ -223,9 +208,9 @@ _GET: dict[str, Callable[[Any], Any]] = {
     "numpy.RandomState": lambda generator: _plain(generator.get_state(legacy=False)),
 }
 _SET: dict[str, Callable[[Any, Any], None]] = {
-    "torch": _set_torch,
-    "python": _set_python,
-    "numpy": _set_numpy,
+    "torch": lambda generator, state: generator.set_state(generator.get_state().new_tensor(state)),
+    "python": lambda generator, state: generator.setstate((state[0], tuple(state[1]), state[2])),
+    "numpy": lambda generator, state: setattr(generator.bit_generator, "state", state),
     "numpy.RandomState": lambda generator, state: generator.set_state(state),
 }
 
