@@ -106,16 +106,22 @@ class CompilesItself(Numbers):
         return self.block(x).square().mean()
 
 
-@awkward(numbers, refused="mixes tensors of the host")
+@awkward(numbers)
 class ClosesOverItself(Numbers):
-    """A function closes over the module: that of a copy still calls the original, which is on the host."""
+    """Functions close over the module: those of a copy call the copy."""
 
     def __init__(self) -> None:
         super().__init__()
+
+        def repeat(x: Tensor, times: int) -> Tensor:
+            return repeat(self.block(x), times - 1) if times else x
+
         self.call = lambda x: 1 * self.block(x)
+        self.steps = {"first": [repeat]}
+        self.inner.register_forward_hook(lambda module, args, out: out + self.outer.bias.sum())
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.call(x).square().mean()
+        return self.call(self.steps["first"][0](x, 2)).square().mean()
 
 
 @awkward(numbers, refused="mixes tensors of the host")

@@ -4,14 +4,17 @@ On `meta` no weight may be copied: every parameter and buffer gets a counterpart
 `copy.deepcopy` starts, through its memo. Deepcopy then carries over everything else: ties (one tensor, one
 counterpart), the modules' hooks, `requires_grad`, and plain attributes.
 
-Deepcopy leaves functions as they are, and a function that a library has put in the place of a module's
-`forward` holds that module in its closure (TRL's fused loss does): the copy would run the original. So such a
-function is built anew, with the copy in the original's place.
+Deepcopy leaves functions as they are, and a function that closes over a module (one that TRL's fused loss
+puts in the place of `forward`, a hook, an attribute such as `self.call = lambda x: self.block(x)`) would run
+the original from the copy. So such a function is built anew, with the copy in the original's place.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
+from collections.abc import Iterator
 from types import CellType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -26,46 +29,75 @@ def clone_to_device(module: nn.Module) -> nn.Module:
 
     device = torch.get_default_device()
     if device.type != "meta":
-        return _with_own_forwards(module, copy.deepcopy(module)).to(device)
+        return _with_own_functions(module, copy.deepcopy(module)).to(device)
     tensors = [*module.parameters(), *module.buffers()]
     with torch.no_grad():
         memo: dict[int, object] = {id(tensor): _meta_tensor(tensor) for tensor in tensors}
-    clone = _with_own_forwards(module, copy.deepcopy(module, memo))
+    clone = _with_own_functions(module, copy.deepcopy(module, memo))
     for part in clone.modules():  # as `to` does, whose weights then lie in one buffer
         if isinstance(part, torch.nn.RNNBase):
             part.flatten_parameters()
     return clone
 
 
-def _with_own_forwards(module: nn.Module, clone: nn.Module) -> nn.Module:
-    """The clone, whose modules call each other where the original's do."""
+def _with_own_functions(module: nn.Module, clone: nn.Module) -> nn.Module:
+    """The clone, whose functions call its modules where the original's call the original's."""
     pairs = list(zip(module.modules(), clone.modules(), strict=True))
-    clones = {id(original): copied for original, copied in pairs}
-    for original, copied in pairs:
-        if "forward" in original.__dict__:
-            copied.__dict__["forward"] = _rebind(original.__dict__["forward"], clones)
+    clones: dict[int, Any] = {id(original): copied for original, copied in pairs}
+    for _, copied in pairs:
+        attributes = copied.__dict__
+        for container in (attributes, *(value for value in attributes.values() if isinstance(value, dict))):
+            for name, value in list(container.items()):
+                if _reaches(value, clones, set()):
+                    container[name] = _rebind(value, clones)
     return clone
 
 
-def _rebind(value: Any, clones: dict[int, nn.Module]) -> Any:
-    """`value` with clones in the places of modules, in closures and methods too; itself when it has none."""
+def _parts(value: Any) -> Iterator[Any]:
+    """What a function, a method or a list holds."""
+    if isinstance(value, MethodType):
+        yield from (value.__func__, value.__self__)
+    elif type(value) is functools.partial:
+        yield value.func
+    elif type(value) in (list, tuple):
+        yield from value
+    elif isinstance(value, FunctionType):
+        for cell in value.__closure__ or ():
+            with contextlib.suppress(ValueError):  # a name that is not bound yet
+                yield cell.cell_contents
+
+
+def _reaches(value: Any, clones: dict[int, Any], visited: set[int]) -> bool:
+    """Whether a module of the original's is held by `value`, a function or a list of them."""
+    if id(value) in clones or id(value) in visited:
+        return id(value) in clones
+    visited.add(id(value))
+    return any(_reaches(part, clones, visited) for part in _parts(value))
+
+
+def _rebind(value: Any, clones: dict[int, Any]) -> Any:
+    """`value` with clones in the places of modules; itself when it has none. `clones` are the copies of
+    modules, functions and the cells of closures, by the originals' identities."""
     if id(value) in clones:
         return clones[id(value)]
+    if not _reaches(value, clones, set()):
+        return value
     if isinstance(value, MethodType):
-        return MethodType(_rebind(value.__func__, clones), _rebind(value.__self__, clones))
-    if not isinstance(value, FunctionType) or not value.__closure__:
-        return value
-    try:
-        contents = [cell.cell_contents for cell in value.__closure__]
-    except ValueError:  # a name that is not bound yet
-        return value
-    rebound = [content if content is value else _rebind(content, clones) for content in contents]
-    if all(new is old for new, old in zip(rebound, contents, strict=True)):
-        return value
-    cells = tuple(CellType(content) for content in rebound)
-    function = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
+        return MethodType(*(_rebind(part, clones) for part in _parts(value)))
+    if type(value) is functools.partial:
+        return functools.partial(_rebind(value.func, clones), *value.args, **value.keywords)
+    if type(value) in (list, tuple):
+        return type(value)(_rebind(part, clones) for part in value)
+    cells = [clones.setdefault(id(cell), CellType()) for cell in value.__closure__]
+    function = FunctionType(
+        value.__code__, value.__globals__, value.__name__, value.__defaults__, tuple(cells)
+    )
+    clones[id(value)] = function  # which may call itself
     function.__kwdefaults__ = value.__kwdefaults__
     function.__dict__.update(value.__dict__)
+    for cell, original in zip(cells, value.__closure__, strict=True):
+        with contextlib.suppress(ValueError):
+            cell.cell_contents = _rebind(original.cell_contents, clones)
     return function
 
 
