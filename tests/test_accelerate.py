@@ -556,3 +556,39 @@ def test_it_prints_what_it_does(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "samples/s" in said[1]
     assert any(line.startswith(f"saved {tmp_path}") for line in said)
     assert said[-1] == "closed after step 6" or said[-2] == "closed after step 6"
+
+
+class Table:
+    """A schedule's function that no checkpoint can hold."""
+
+    def __init__(self) -> None:
+        self.lock = object()
+
+    def __call__(self, step: int) -> float:
+        return 1.0
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "says"),
+    [
+        (torch.optim.lr_scheduler.ReduceLROnPlateau, "needs 'metrics'"),
+        (lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, Table()), "could not be kept"),
+    ],
+)
+@pytest.mark.parametrize("recipe", ["bf16_pure + every_layer + adamw_fused", "every_layer"])
+def test_a_schedule_is_refused_before_anything_is_changed(
+    recipe: str, scheduler: Any, says: str, tmp_path: Path
+) -> None:
+    """Also one that is made by a function, of the optimizer that the recipe puts in."""
+    model = model_of("bert").train()
+    before = {name: value.dtype for name, value in model.named_parameters()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    forwards = [module.forward for module in model.modules()]
+    with pytest.raises(SnugfitError, match=says):
+        accelerate(
+            model, optimizer, loader_of(), recipe, scheduler=scheduler, output_dir=tmp_path, watch=quiet
+        )
+    assert {name: value.dtype for name, value in model.named_parameters()} == before
+    assert [module.forward for module in model.modules()] == forwards
+    assert "initial_lr" not in optimizer.param_groups[0]
+    assert "step" not in vars(optimizer)

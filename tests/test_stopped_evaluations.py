@@ -5,16 +5,20 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
-from dataclasses import replace
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from small_runs import assert_same_weights, events, losses, small_run
-from snugfit.training.checkpoint.manifest import verify
+from small_runs import CPU, assert_same_weights, events, losses, small_run
+from snugfit.training.checkpoint import store
+from snugfit.training.checkpoint.manager import CheckpointManager
+from snugfit.training.checkpoint.manifest import SaveStopped, verify
 from snugfit.training.interrupt import Interrupts
+from snugfit.training.journal import Journal
 from snugfit.training.run.run import Run
 from snugfit.training.run.train import train
 from tiers import slow_but
@@ -125,3 +129,43 @@ def test_a_hangup_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
     with Interrupts(tmp_path) as interrupts:
         os.kill(os.getpid(), signal.SIGHUP)
         assert interrupts.stopping is None
+
+
+def test_the_save_before_the_last_is_not_waited_for_beyond_the_time_to_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow disk: the save of step 1 goes on until it is told to stop."""
+    seal, stopped = store.seal, []
+
+    def slowly(folder: Path, step: int, about: Any, stop: Callable[[], bool]) -> Any:
+        deadline = time.monotonic() + 2
+        while time.monotonic() < deadline:
+            if stop():
+                stopped.append(step)
+                raise SaveStopped(f"The save of step {step} was stopped.")
+        return seal(folder, step, about, stop)
+
+    monkeypatch.setattr(store, "seal", slowly)
+    told: list[dict[str, Any]] = []
+    manager = CheckpointManager(store.Store(tmp_path), Journal(None, told.append), CPU, limit=None)
+    manager.is_too_late = lambda: True
+    for step in (1, 2):
+        manager.save(step, lambda staging, step=step: SavedStep(step))  # type: ignore[misc]
+    manager.wait()
+    assert stopped == [1, 2]
+    assert [event["text"][:26] for event in told] == [
+        "The save of step 1 was sto",
+        "The save of step 2 was sto",
+    ]
+    assert manager.has_failed
+
+
+@dataclass
+class SavedStep:
+    """What is saved."""
+
+    step: int
+    bytes: int = 0
+
+    def write(self, folder: Path) -> None:
+        (folder / "file").write_text("x")

@@ -52,7 +52,7 @@ def job_with_mixing(
         shifts = shifts_labels(model)
 
         def items_of(piece: Mapping[str, Any]) -> int:
-            return items_in(piece, shifts=shifts)
+            return items_in(piece, shifts=shifts, dims=job.model.batch_dims)
 
     try:
         reason = _difference(job, model, loss_of, items_of)

@@ -13,7 +13,7 @@ from snugfit.errors import UsageError
 from snugfit.frontends.data_rng import DataRng
 from snugfit.frontends.loader import fingerprint_of, has_an_order, name_of, without_workers
 from snugfit.job.batch import IGNORED
-from snugfit.job.batch_layout import BatchLayout, leaves, map_leaves
+from snugfit.job.batch_layout import BatchDims, BatchLayout, leaves, map_leaves
 from snugfit.training.rng import preserve_rng
 
 if TYPE_CHECKING:
@@ -66,50 +66,61 @@ def _first_of(loader: Any, device: torch.device) -> Any:
     return first
 
 
-def samples_in(batch: Mapping[str, Any]) -> int:
-    """Samples of a batch, by the first dimensions of its tensors (`BatchLayout`)."""
-    return BatchLayout.of(batch).samples
+def layout_of(batch: Mapping[str, Any], dims: BatchDims | None) -> BatchLayout:
+    """Where the samples of a loader's batch lie. Of what `dims` names, a batch need not have everything."""
+    present = {name for name, _ in leaves(batch)}
+    return BatchLayout.of(batch, {name: at for name, at in (dims or {}).items() if name in present})
 
 
-def items_in(batch: Mapping[str, Any], *, shifts: bool) -> int:
+def samples_in(batch: Mapping[str, Any], dims: BatchDims | None = None) -> int:
+    """Samples of a batch, by the first dimensions of its tensors or those that are named."""
+    return layout_of(batch, dims).samples
+
+
+def items_in(batch: Mapping[str, Any], *, shifts: bool, dims: BatchDims | None = None) -> int:
     """Labels that count, without the first of each row where the model `shifts` them; samples, where there
     are no labels or they are numbers."""
-    return items_in_each([batch], shifts=shifts)[0]
+    return items_in_each([batch], shifts=shifts, dims=dims)[0]
 
 
-def items_in_each(batches: Sequence[Mapping[str, Any]], *, shifts: bool) -> list[int]:
+def items_in_each(
+    batches: Sequence[Mapping[str, Any]], *, shifts: bool, dims: BatchDims | None = None
+) -> list[int]:
     """`items_in` of several batches; where they are on a device, it is waited for once."""
     import torch
 
-    counted = [_count(batch, shifts) for batch in batches]
+    counted = [_count(batch, shifts, dims) for batch in batches]
     if all(isinstance(count, torch.Tensor) for count in counted) and counted:
         counts: list[int] = torch.stack(counted).tolist()  # type: ignore[arg-type]
         return counts
     return [int(count) for count in counted]
 
 
-def _count(batch: Mapping[str, Any], shifts: bool) -> torch.Tensor | int:
+def _count(batch: Mapping[str, Any], shifts: bool, dims: BatchDims | None) -> torch.Tensor | int:
     import torch
 
     labels = batch.get("shift_labels", batch.get("labels"))
     if not isinstance(labels, torch.Tensor) or not labels.dim() or labels.is_floating_point():
-        return samples_in(batch)
+        return samples_in(batch, dims)
     if "shift_labels" not in batch and labels.dim() > 1 and shifts:
         labels = labels[..., 1:]
     return labels.ne(IGNORED).sum()
 
 
-def pieces_of(batch: Mapping[str, Any], rows: int | None) -> Iterator[Mapping[str, Any]]:
+def pieces_of(
+    batch: Mapping[str, Any], rows: int | None, dims: BatchDims | None = None
+) -> Iterator[Mapping[str, Any]]:
     """The batch in pieces of at most so many samples. What holds no samples goes along with each. Raises
     `JobError` for a batch in which that is not clear."""
-    layout = BatchLayout.of(batch)
+    layout = layout_of(batch, dims)
     if rows is None or (layout.rows and layout.samples <= rows):
         yield batch
         return
     layout.refuse_unclear(
         f"A batch is to be cut into pieces of {rows}",
-        "Train it uncut: a recipe with micro_batches(1); or make batches whose tensors all begin with the"
-        " dimension of the samples, in a collate_fn.",
+        "Name them, batch_dims={'edges': None, 'x': 0} of fit and accelerate, with None for a tensor that"
+        " goes along whole and a number for the dimension of its samples; or train it uncut, under"
+        " micro_batches(1).",
     )
     for start in range(0, layout.samples, rows):
         yield layout.part(batch, start, start + rows)

@@ -35,6 +35,7 @@ from snugfit.frontends.custom_loop.step import CustomStep, ItemsOf, LossOf
 from snugfit.frontends.cut_loss import cut_warning, job_with_mixing
 from snugfit.frontends.items import example_of, samples_in
 from snugfit.frontends.own import capability_of, folder_of, options_of
+from snugfit.job.batch_layout import BatchDims
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
 from snugfit.planning.plan import Plan
@@ -42,7 +43,6 @@ from snugfit.report.watching import Watching
 from snugfit.step.applier import make_scaler, set_process
 from snugfit.step.checkpointing import copy_without_data
 from snugfit.techniques.recipe import Recipe
-from snugfit.training.checkpoint.optimizer_state import refuse_schedule
 from snugfit.training.checkpoint.state import TrainState
 from snugfit.training.journal import Journal
 
@@ -63,6 +63,7 @@ def accelerate(
     loss: LossOf | None = None,
     items: ItemsOf | None = None,
     clip: float | None = None,
+    batch_dims: BatchDims | None = None,
     output_dir: str | os.PathLike[str] | None = None,
     save_total_limit: int | None = None,
     compare_code: bool = True,
@@ -73,12 +74,12 @@ def accelerate(
     that is named.
 
     The model is where it is to be trained. `loader` gives global batches, mappings of the model's arguments
-    to tensors (B, ...). `scheduler` takes a step with each of the run's; it is torch's, or a function that
-    makes one of an optimizer. `loss(model, batch)` gives the loss where the model does not, a mean over as
-    many `items(batch)`; without that, over the labels that count, or the samples. `clip` is the global norm
-    of gradients. Checkpoints and journal go to `output_dir`; a run is resumed with the code that it began
-    with (loss, collator, forward passes), unless `compare_code` is False. `watch` hears every event; without
-    one a line is printed every `logging_steps`, and what is kept, changed or wrong.
+    to tensors (B, ...); `batch_dims` names another dimension, as in `Model.from_module`. `scheduler` takes a
+    step with each of the run's; it is torch's, or a function that makes one of an optimizer. `loss(model,
+    batch)` gives the loss where the model does not, a mean over as many `items(batch)`; without that, over
+    the labels that count, or the samples. `clip` is the global norm of gradients. Checkpoints and journal go
+    to `output_dir`; unless `compare_code` is False, a run is resumed with the code that it began with.
+    `watch` hears every event; without one a line is printed every `logging_steps`, and what is kept or wrong.
 
     Raises `UsageError` for what cannot be trained so and `RecipeError` for a wish that these cannot be given,
     by name, `NothingFits` for a plan of nothing; nothing is changed then.
@@ -87,11 +88,12 @@ def accelerate(
     _refuse_what_cannot_be_called(loss=loss, items=items, scheduler=getattr(scheduler, "step", scheduler))
     watch = watch or Watching(logging_steps, bar=False)
     device = device_of_model(model, optimizer)
-    job = job_of(model, optimizer, loader, device, loss=loss, clip=clip, resumes=output_dir is not None)
+    keeps = output_dir is not None
+    job = job_of(model, optimizer, loader, device, loss=loss, clip=clip, dims=batch_dims, resumes=keeps)
     recipe = recipe_of(plan, job)
     recipe.check(job, capability_of(device))
     live = live_of(model, recipe, device)
-    refuse(live, optimizer, loader, scheduler, keeps=output_dir is not None)
+    refuse(live, optimizer, loader, scheduler, keeps=keeps)
     with contextlib.ExitStack() as unless_it_begins:
         folder = None if output_dir is None else RunFolder(folder_of(output_dir))
         if folder is not None:
@@ -105,17 +107,20 @@ def accelerate(
             save_total_limit=save_total_limit,
         )  # fmt: skip
         unless_it_begins.pop_all()
-    for text in notes:
-        watch({"event": "note", "text": text})
     step = CustomStep(job, recipe.setup(), device, model=model, loss=loss, items=items)
     return HandRun(
-        job=_job_to_train(job, live, step, watch), recipe=recipe, state=state, step=step, batches=batches,
-        checkpoints=checkpoints, journal=journal, every=logging_steps,
+        job=_job_to_train(job, live, step, notes, watch), recipe=recipe, state=state, step=step,
+        batches=batches, checkpoints=checkpoints, journal=journal, every=logging_steps,
     )  # fmt: skip
 
 
-def _job_to_train(job: Job, live: LiveTraining, step: CustomStep, watch: Callable[[Event], None]) -> Job:
-    """The job, with what its loss says of a batch in pieces where the recipe cuts it; `watch` hears it."""
+def _job_to_train(
+    job: Job, live: LiveTraining, step: CustomStep, notes: list[str], watch: Callable[[Event], None]
+) -> Job:
+    """The job, with what its loss says of a batch in pieces where the recipe cuts it; `watch` hears it, and
+    the notes before."""
+    for text in notes:
+        watch({"event": "note", "text": text})
     if live.recipe.setup().micro_batches > 1:
         job = job_with_mixing(job, live.model, step.value_of, step.items_of)
     for warning in cut_warning(job, live.recipe):
@@ -166,6 +171,7 @@ def job_of(
     *,
     loss: LossOf | None,
     clip: float | None,
+    dims: BatchDims | None,
     resumes: bool,
 ) -> Job:
     """What this loop trains: a copy of the model without data, and an example from its loader."""
@@ -175,9 +181,11 @@ def job_of(
     )
     copy = copy_without_data(model)
     return Job(
-        model=Model.from_module(copy if loss is None else _with_loss(copy, loss), example),
+        model=Model.from_module(
+            copy if loss is None else _with_loss(copy, loss), example, batch_dims=dims
+        ),
         task=Task.CUSTOM,
-        batch_size=int(size or samples_in(example)),
+        batch_size=int(size or samples_in(example, dims)),
         clip=clip,
         learning_rate=float(optimizer.param_groups[0]["lr"]),
         build_on="host",
@@ -238,11 +246,7 @@ def _schedule(given: Any, optimizer: Any) -> Any:
     """The user's schedule, or none."""
     if given is None:
         return NoSchedule()
-    if is_schedule(given):
-        return given
-    schedule = given(optimizer)
-    refuse_schedule(schedule)
-    return schedule
+    return given if is_schedule(given) else given(optimizer)
 
 
 @final

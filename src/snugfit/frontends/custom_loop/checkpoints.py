@@ -130,8 +130,8 @@ class RunCheckpoints:
         return True
 
     def wait(self) -> None:
-        """Until nothing is being written; not beyond a signal's deadline."""
-        self._manager.wait(stop=lambda: self.interrupts.too_late)
+        """Until nothing is being written."""
+        self._manager.wait()
 
     def close(self) -> None:
         """Waits until the last checkpoint is written, and gives the folder back. Raises `SnugfitError` when

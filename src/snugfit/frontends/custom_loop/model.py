@@ -7,7 +7,9 @@ with workers or page-locked memory. Everything that can be refused is refused be
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import UsageError
@@ -20,6 +22,7 @@ from snugfit.step.wishes.optimizer import known_numbers, make_optimizer
 from snugfit.techniques import roster
 from snugfit.techniques.technique import Slot
 from snugfit.training.checkpoint.optimizer_state import refuse_optimizer, refuse_schedule
+from snugfit.training.checkpoint.state import refuse_unpackable
 
 if TYPE_CHECKING:
     import torch
@@ -86,8 +89,6 @@ def refuse(live: LiveTraining, optimizer: Any, loader: Any, scheduler: Any, *, k
     """Raises `RecipeError` for wishes that these cannot be given, by name, and `UsageError` for an optimizer
     or a schedule that no step can be taken with, or that a run which `keeps` checkpoints cannot keep."""
     refuse_optimizer(optimizer, keeps=keeps)
-    if is_schedule(scheduler):
-        refuse_schedule(scheduler)
     setup = live.recipe.setup()
     reasons = [*objections(live, setup, user_slots(live)), *_objections(live, setup, optimizer, loader)]
     if not live.is_plain(Slot.OPTIMIZER) and is_schedule(scheduler):
@@ -96,6 +97,24 @@ def refuse(live: LiveTraining, optimizer: Any, loader: Any, scheduler: Any, *, k
             " takes. Give a function that makes it: scheduler=lambda optimizer: LambdaLR(optimizer, ...)."
         )
     refuse_for(live, "model", reasons)
+    if scheduler is not None:
+        of = optimizer if is_schedule(scheduler) else _trial_optimizer(optimizer, live.recipe)
+        schedule = scheduler if is_schedule(scheduler) else scheduler(of)
+        refuse_schedule(schedule)
+        if keeps:
+            refuse_unpackable("scheduler", schedule, schedule.state_dict(), of)
+
+
+def _trial_optimizer(given: Any, recipe: Recipe) -> Any:
+    """The run's optimizer over other parameters, for a schedule that is made to see what it is."""
+    import torch
+
+    trial = copy(given)
+    trial.state = defaultdict(dict)
+    trial.param_groups = [
+        {**group, "params": [torch.nn.Parameter(torch.zeros(1))]} for group in given.param_groups
+    ]
+    return optimizer_for(None, trial, recipe)
 
 
 def _objections(live: LiveTraining, setup: Setup, optimizer: Any, loader: Any) -> Iterator[str]:
@@ -126,7 +145,7 @@ def apply(live: LiveTraining) -> list[str]:
 
 def optimizer_for(model: Any, given: Any, recipe: Recipe) -> Any:
     """The recipe's optimizer over the user's groups, with their numbers as far as it knows them; the user's
-    own where the recipe names none."""
+    own where the recipe names none. Without a model nothing is prepared for it."""
     if recipe[Slot.OPTIMIZER] == roster.plain(Slot.OPTIMIZER):
         return given
     wish = recipe.setup().optimizer

@@ -214,11 +214,12 @@ class HandRun:
                 f"step takes a batch, a mapping of the model's arguments to tensors, and not {batch!r:.80}. A"
                 " collate_fn of the loader can make one."
             )
-        whole, count = self.job.batch_size, samples_in(batch)
+        dims = self.job.model.batch_dims
+        whole, count = self.job.batch_size, samples_in(batch, dims)
         if count > whole:
             raise UsageError(f"The batch has {count} samples; this run's global batch is {whole}.")
         micro_batches = self.recipe.setup().micro_batches
-        pieces = pieces_of(batch, whole // micro_batches if micro_batches > 1 else None)
+        pieces = pieces_of(batch, whole // micro_batches if micro_batches > 1 else None, dims)
         return [dict(piece) for piece in pieces]
 
     def _stop(self, fault: NonFinite, batch: Mapping[str, Any], before: Any) -> NoReturn:
@@ -259,7 +260,7 @@ class HandRun:
             updated=result.updated,
             seconds=seconds,
             stall_seconds=min(stalled, seconds),
-            samples=sum(samples_in(piece) for piece in pieces),
+            samples=sum(samples_in(piece, self.job.model.batch_dims) for piece in pieces),
             tokens=sum(tokens_of(piece) for piece in pieces),
         )
         self._logger.write(self._step.norm)

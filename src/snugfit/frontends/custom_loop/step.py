@@ -40,7 +40,9 @@ class CustomStep(TrainingStep):
     ) -> None:
         super().__init__(job, setup, device)
         self.sync_before_update, shifts = True, shifts_labels(model)
-        self.items_of = partial(items_in, shifts=shifts) if items is None else lambda piece: int(items(piece))
+        self.items_of = partial(items_in, shifts=shifts, dims=job.model.batch_dims)
+        if items is not None:
+            self.items_of = lambda piece: int(items(piece))
         self.value_of = partial(_value, loss)
         self.loss_of = partial(_loss, loss)
 

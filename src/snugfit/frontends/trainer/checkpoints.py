@@ -243,8 +243,8 @@ class TrainerCheckpoints:
         )
 
     def wait(self) -> None:
-        """Until nothing is being written; not beyond a signal's deadline."""
-        self._manager.wait(stop=lambda: self.interrupts.too_late)
+        """Until nothing is being written."""
+        self._manager.wait()
 
     def finish(self, output: Any) -> None:
         """Waits for the last checkpoint, and notes what `train()` gives. Raises `SnugfitError` when the

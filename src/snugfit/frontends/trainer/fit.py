@@ -25,6 +25,7 @@ from snugfit.frontends.trainer.job import job_of
 from snugfit.frontends.trainer.plan import choose, compared_job
 from snugfit.frontends.trainer.setup import apply, refuse_what_cannot_be_fitted
 from snugfit.frontends.trainer.trainer_class import FittedTrainer, fitted_class
+from snugfit.job.batch_layout import BatchDims
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Fidelity, Slot
 from snugfit.training.journal import Event, Journal
@@ -43,6 +44,7 @@ def fit(
     *,
     gpu: str | None = None,
     fidelity: Fidelity | str = Fidelity.SAME,
+    batch_dims: BatchDims | None = None,
     compare_code: bool = True,
     watch: Callable[[Event], None] = say,
 ) -> Any:
@@ -50,15 +52,16 @@ def fit(
 
     `recipe` may be text. Without one it is planned, no less exact than the trainer's own arguments and
     `fidelity`: for the `gpu` of this name, or the one here; where there is neither, the trainer keeps what it
-    asks for. A run is resumed with the code that it began with (collator, loss, forward passes), unless
-    `compare_code` is False. `watch` hears every event of the journal, and what is changed; those that are to
-    be read have a `text`.
+    asks for. `batch_dims` names the dimension of the samples where the tensors of a batch do not all begin
+    with it, as `Model.from_module` does. A run is resumed with the code that it began with (collator, loss,
+    forward passes), unless `compare_code` is False. `watch` hears every event of the journal, and what is
+    changed; those that are to be read have a `text`.
 
     Raises `UsageError` for a trainer or a recipe that this cannot honour, by name, and `NothingFits`; nothing
     is changed then.
     """
     refuse_what_cannot_be_fitted(trainer)
-    job = job_of(trainer)
+    job = job_of(trainer, batch_dims)
     chosen = choose(trainer, job, recipe, gpu, fidelity)
     journal = Journal(None, watch)
     if chosen.says:

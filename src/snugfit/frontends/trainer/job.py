@@ -10,18 +10,20 @@ from typing import Any
 
 from snugfit.errors import UsageError
 from snugfit.frontends.items import example_of
+from snugfit.job.batch_layout import BatchDims
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
 from snugfit.step.checkpointing import copy_without_data
 from snugfit.step.transformers_internals import bare_model, without_loader_record
 
 
-def job_of(trainer: Any) -> Job:
-    """What this trainer trains. Raises `UsageError` when there is nothing to look at."""
+def job_of(trainer: Any, dims: BatchDims | None = None) -> Job:
+    """What this trainer trains; `dims` names where the samples of its batches lie. Raises `UsageError` when
+    there is nothing to look at."""
     args = trainer.args
     module, example = meta_copy(trainer), _first_batch(trainer)
     return Job(
-        model=Model.from_module(module, example),
+        model=Model.from_module(module, example, batch_dims=dims),
         task=Task.CUSTOM,
         batch_size=args.per_device_train_batch_size * args.gradient_accumulation_steps,
         clip=float(args.max_grad_norm),

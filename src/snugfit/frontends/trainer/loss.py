@@ -54,9 +54,10 @@ def share_of(trainer: Any, step: StepState, piece: Mapping[str, Any], index: int
     if traits.shifts_labels is None:
         model = trainer.accelerator.unwrap_model(trainer.model)
         traits.shifts_labels = trainer_shifts_labels(trainer) or shifts_labels(model)
+    counting = {"shifts": traits.shifts_labels, "dims": trainer.snugfit.job.model.batch_dims}
     if not step.item_counts:
-        step.item_counts = items_in_each(step.batches, shifts=traits.shifts_labels)
-    items: int = step.item_counts[index] if whole else items_in(piece, shifts=traits.shifts_labels)
+        step.item_counts = items_in_each(step.batches, **counting)
+    items: int = step.item_counts[index] if whole else items_in(piece, **counting)
     return items / sum(step.item_counts) if items else 0.0
 
 

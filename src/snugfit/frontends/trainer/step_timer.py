@@ -16,6 +16,7 @@ from snugfit.frontends.items import samples_in
 from snugfit.frontends.predicted import run_predictor
 from snugfit.frontends.trainer.setup import brings_optimizer
 from snugfit.job.batch import token_count
+from snugfit.job.batch_layout import BatchDims
 from snugfit.training.predicted import PredictedRun, predict_nothing
 from snugfit.training.rng import preserve_rng
 from snugfit.training.step_logger import StepLogger
@@ -76,9 +77,9 @@ class StepTimer:
         if self._launched is None or self._launched.query():
             self._stalled += time.perf_counter() - began
 
-    def count(self, batches: list[Any]) -> None:
-        """These are the micro-batches of the step."""
-        self._samples = sum(samples_in(batch) for batch in batches)
+    def count(self, batches: list[Any], dims: BatchDims | None) -> None:
+        """These are the micro-batches of the step, with the named dimensions of their samples."""
+        self._samples = sum(samples_in(batch, dims) for batch in batches)
         self.tokens = sum(token_count(batch) for batch in batches)
         self._unwritten = bool(batches)
 

@@ -116,7 +116,7 @@ class FittedTrainer(TrainerHooks):
 
         run.timer.begin()
         samples, items = run.prefetcher.take(epoch_iterator, fetch)
-        run.timer.count(samples)
+        run.timer.count(samples, self.snugfit.job.model.batch_dims)
         run.data.use(len(samples))
         run.step = run.step.following(samples)
         return samples, items
@@ -154,7 +154,7 @@ class FittedTrainer(TrainerHooks):
         total = torch.zeros((), device=self.args.device)
         weigh_losses_ourselves(self)
         for index, batch in enumerate(batches, start=step.micro_batch_index - len(batches)):
-            for piece in pieces_of(batch, self.snugfit.max_rows):
+            for piece in pieces_of(batch, self.snugfit.max_rows, self.snugfit.job.model.batch_dims):
                 if share := share_of(self, step, piece, index):
                     with patch.object(step, "share", share):
                         total = total + super().training_step(model, piece, *arguments, **keywords)

@@ -45,8 +45,9 @@ class OptimizerHandler(Handler):
 
 
 def make_optimizer(wish: OptimizerWish, model: Any, groups: Any, **numbers: Any) -> torch.optim.Optimizer:
-    """The optimizer over these parameters or groups; numbers that the recipe has chosen win over these."""
-    if wish.prepare:
+    """The optimizer over these parameters or groups; numbers that the recipe has chosen win over these. The
+    model is prepared for it, where there is one."""
+    if wish.prepare and model is not None:
         wish.prepare.run(model)
     optimizer: torch.optim.Optimizer = wish.factory.run(groups, **numbers)
     return optimizer

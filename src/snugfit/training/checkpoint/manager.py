@@ -73,7 +73,10 @@ class CheckpointManager:
         self.store, self._journal, self._limit = store, journal, limit
         self._staging = Staging(device)
         self._thread: threading.Thread | None = None
-        self._stop: Callable[[], bool] = lambda: False
+        self._is_waited_for = False
+        self.is_too_late: Callable[[], bool] = lambda: False
+        """Whether the time that a stop may take is over: then what is being written is given up while it is
+        waited for."""
         self.about: dict[str, Any] = {}
         """What every checkpoint says of its run; JSON can hold it."""
         self.saved_step: int | None = None
@@ -121,6 +124,8 @@ class CheckpointManager:
             self.store.retain(self._limit, keep)
         except SaveStopped as stopped:
             self._failure = stopped
+            text = f"{stopped} The time to stop is over; what was kept before stands."
+            self._journal.tell("warning", text=text)
         except SaveFailed as failed:
             self._failure = failed
             self._journal.tell("warning", text=f"{failed} The run goes on.")
@@ -139,15 +144,15 @@ class CheckpointManager:
             )
 
     def _is_told_to_stop(self) -> bool:
-        return self._stop()
+        return self._is_waited_for and self.is_too_late()
 
-    def wait(self, stop: Callable[[], bool] = lambda: False) -> None:
-        """Until nothing is being written; gives up what is being written when `stop` says so."""
-        self._stop = stop
+    def wait(self) -> None:
+        """Until nothing is being written; not longer than a stop may take."""
+        self._is_waited_for = True
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        self._stop = lambda: False
+        self._is_waited_for = False
 
     @property
     def failure(self) -> str | None:

@@ -190,18 +190,19 @@ def check_packable(state: TrainState) -> None:
     Raises `SnugfitError` for a state that holds what no checkpoint can. What the model is as it begins is
     noted."""
     beginning_of(state.model)
-    parts = {
-        "optimizer": (state.optimizer, optimizer_state(state.optimizer)),
-        "scheduler": (state.scheduler, state.scheduler.state_dict()),
-    }
-    for part, (owner, value) in parts.items():
-        try:
-            pack(value, parameters_of(state.optimizer))
-        except SnugfitError as fault:
-            raise SnugfitError(
-                f"This run could not be kept with the {part} {type(owner).__name__}: {fault} Take another, or"
-                " train without snugfit."
-            ) from None
+    refuse_unpackable("optimizer", state.optimizer, optimizer_state(state.optimizer), state.optimizer)
+    refuse_unpackable("scheduler", state.scheduler, state.scheduler.state_dict(), state.optimizer)
+
+
+def refuse_unpackable(part: str, owner: Any, value: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Raises `SnugfitError` where this part's state holds what no checkpoint can."""
+    try:
+        pack(value, parameters_of(optimizer))
+    except SnugfitError as fault:
+        raise SnugfitError(
+            f"This run could not be kept with the {part} {type(owner).__name__}: {fault} Take another, or"
+            " train without snugfit."
+        ) from None
 
 
 def tensor_bytes(state: TrainState) -> list[int]:

@@ -60,6 +60,7 @@ class Session:
         self._spikes = Spikes(run.options, journal)
         self._last: StepResult | None = None
         self._sync_to = 0
+        checkpoints.is_too_late = lambda: interrupts.too_late
 
     def train(self, checkpoint: Checkpoint | None) -> Trained:
         """To the end, from where `checkpoint` was taken or from the beginning."""
@@ -293,7 +294,7 @@ class Session:
             self._interrupts.begin_last_save()
         if options.save_strategy != "no" or outcome == STOPPED:
             self._active.save()
-        self._checkpoints.wait(stop=lambda: self._interrupts.too_late)
+        self._checkpoints.wait()
         self._logger.end(outcome, progress.step)
         self._reports.end(self._active.state.model)
         model, root = self._active.state.model, self._checkpoints.store.root
