@@ -14,8 +14,11 @@ from torch.utils.data import DataLoader
 
 from fitted import classified, model_of, padded, spoken, trainer_of
 from small_models import small_job
+from small_runs import events, small_run
 from snugfit import accelerate, fit, predict
+from snugfit import train as snugfit_train
 from snugfit.errors import OutOfMemory
+from snugfit.frontends import own
 from snugfit.frontends.next_recipe import cut_smaller, next_recipe
 from snugfit.frontends.trainer.plan import compared_job
 from snugfit.job.job import Job, Task
@@ -24,6 +27,7 @@ from snugfit.job.sample_mixing import mixing_of
 from snugfit.planning.search.space import space_of
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Slot
+from snugfit.training.run.train import train
 from test_fit_memory import limited
 
 
@@ -207,3 +211,53 @@ def test_a_fitted_trainer_is_not_cut_when_memory_runs_out(tmp_path: Path) -> Non
         trainer.train()
     assert trainer.snugfit.recipe == Recipe()
     assert Slot.BATCHING not in trainer.snugfit.user_slots
+
+
+# ---- our own loop ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("sums", [True, False])
+def test_train_compares_the_whole_and_the_cut_loss_of_a_head(
+    sums: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head of transformers whose loss adds up over the samples, as CTC's does by its config's reduction."""
+    kind = transformers.BertForSequenceClassification
+    forward = kind.forward
+
+    def summing(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        output = forward(self, *arguments, **keywords)
+        output.loss = output.loss * len(keywords["labels"])
+        return output
+
+    if sums:
+        monkeypatch.setattr(kind, "forward", summing)
+    text = "the loss of 4 samples is"
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    train(small_run(whole, "plain", max_steps=1), compare=own.compare_cut)
+    train(small_run(cut, "micro_batches(2)", max_steps=1), compare=own.compare_cut)
+    warned = [event["text"] for event in events(cut, "warning")]
+    assert sum(text in line for line in warned) == sums
+    assert not events(whole, "warning")
+
+
+@pytest.mark.whole
+def test_train_compares_before_a_recovery_cuts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And finding out moves no number of the run."""
+
+    class Summed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.calls = torch.nn.Linear(2, 1), 0
+
+        def forward(self, x: Any) -> dict[str, Any]:
+            self.calls += 1
+            if torch.is_grad_enabled() and len(x) > 2:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return {"loss": self.layer(x).square().sum()}
+
+    model = Summed()
+    job = Job(model=Model.from_module(model, {"x": torch.ones(4, 2)}), task=Task.CUSTOM, batch_size=4)
+    samples = [{"x": torch.full((2,), float(number))} for number in range(4)]
+    with pytest.raises(OutOfMemory, match=r"the batch is not cut: .*the loss of 4 samples is"):
+        snugfit_train(job, "plain", samples, output_dir=tmp_path, max_steps=1, device="cpu")

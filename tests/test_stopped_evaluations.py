@@ -157,7 +157,7 @@ def test_the_save_before_the_last_is_not_waited_for_beyond_the_time_to_stop(
         "The save of step 1 was sto",
         "The save of step 2 was sto",
     ]
-    assert manager.has_failed
+    assert manager.failure is not None
 
 
 @dataclass

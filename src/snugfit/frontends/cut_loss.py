@@ -21,15 +21,12 @@ from snugfit.errors import one_line
 from snugfit.frontends.items import items_in, shifts_labels
 from snugfit.job.batch_layout import BatchLayout, map_leaves
 from snugfit.job.sample_mixing import mixing_of
-from snugfit.techniques.technique import Slot
 from snugfit.training.rng import preserve_rng
 
 if TYPE_CHECKING:
     import torch
 
     from snugfit.job.job import Job
-    from snugfit.techniques.recipe import Recipe
-    from snugfit.training.journal import Event
 
 SAMPLES = 4
 """Of which the loss is taken, where the batch has so many."""
@@ -43,9 +40,14 @@ LossOf = Callable[[Any, dict[str, Any]], Any]
 
 
 def job_with_mixing(
-    job: Job, model: Any, loss_of: LossOf, items_of: Callable[[Mapping[str, Any]], int] | None = None
+    job: Job,
+    model: Any,
+    loss_of: LossOf,
+    items_of: Callable[[Mapping[str, Any]], int] | None = None,
+    example: Mapping[str, Any] | None = None,
 ) -> Job:
-    """The job, with a reason in `mixes_samples` where this live model's loss is no mean over samples."""
+    """The job, with a reason in `mixes_samples` where this live model's loss is no mean over samples: those
+    of the job's own example, or of this one."""
     if mixing_of(job).reason:
         return job
     if items_of is None:
@@ -55,7 +57,7 @@ def job_with_mixing(
             return items_in(piece, shifts=shifts, dims=job.model.batch_dims)
 
     try:
-        reason = _difference(job, model, loss_of, items_of)
+        reason = _difference(job, example or job.model.example or {}, model, loss_of, items_of)
     except Exception as fault:  # whatever the user's loss raises outside of training
         kind = f"{type(fault).__name__}: {one_line(fault)}"
         warnings.warn(f"Whether the loss is a mean over samples is not known: {kind}", stacklevel=2)
@@ -63,17 +65,15 @@ def job_with_mixing(
     return replace(job, mixes_samples=reason) if reason else job
 
 
-def cut_warning(job: Job, recipe: Recipe) -> Iterator[Event]:
-    """A warning where this recipe, which the user has named, cuts a batch that is another in pieces."""
-    cut = recipe[Slot.BATCHING]
-    if recipe.setup().micro_batches > 1 and (why := cut.planning_objection(job)):
-        yield {"event": "warning", "text": f"{cut}: {why}."}
-
-
-def _difference(job: Job, model: Any, loss_of: LossOf, items_of: Callable[[Mapping[str, Any]], int]) -> str:
+def _difference(
+    job: Job,
+    example: Mapping[str, Any],
+    model: Any,
+    loss_of: LossOf,
+    items_of: Callable[[Mapping[str, Any]], int],
+) -> str:
     import torch
 
-    example = job.model.example or {}
     layout = BatchLayout.of(example, job.model.batch_dims, samples=job.batch_size)
     count = min(SAMPLES, layout.samples) // 2 * 2
     if not count or layout.unclear:
@@ -101,17 +101,16 @@ def _difference(job: Job, model: Any, loss_of: LossOf, items_of: Callable[[Mappi
 
 @contextlib.contextmanager
 def _as_it_was(model: torch.nn.Module) -> Iterator[None]:
-    """Within it the model evaluates; afterwards its modes and buffers are what they were."""
-    modes = [(module, module.training) for module in model.modules()]
+    """Within it the model evaluates; afterwards its buffers, and what its modules have in plain attributes,
+    their modes too, are what they were."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    model.eval()
-    try:
+    with contextlib.ExitStack() as unchanged:
+        for module in model.modules():
+            unchanged.enter_context(unchanged_attributes(module))
+        model.eval()
         yield
-    finally:
-        for module, training in modes:
-            module.training = training
-        for buffer, value in buffers:
-            buffer.copy_(value)
+    for buffer, value in buffers:
+        buffer.copy_(value)
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import JobError, UsageError, did_you_mean
-from snugfit.frontends.cut_loss import cut_warning
+from snugfit.frontends.cut_loss import job_with_mixing
 from snugfit.frontends.next_recipe import next_recipe
 from snugfit.frontends.predicted import run_predictor
 from snugfit.job.job import Job, refuse_what_is_no_job
@@ -27,6 +27,7 @@ from snugfit.step.applier import refuse_unsupported
 from snugfit.techniques.recipe import Recipe
 from snugfit.training.options import TrainOptions
 from snugfit.training.predicted import predict_nothing
+from snugfit.training.recovery import cut_warning
 from snugfit.training.run.dataset import Source, data_of
 from snugfit.training.run.reporting import callbacks_for
 from snugfit.training.run.run import Data, Run
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     import torch
 
     from snugfit.training.journal import Event
+    from snugfit.training.run.loop import TrainingStep
     from snugfit.training.run.trained import Trained
 
 RANDOM = "random"
@@ -98,7 +100,12 @@ def train(
     )
     predict, replan = run_predictor(target) if foresee else predict_nothing, next_recipe(target)
     how = {"restart": restart, "resume_from": resume_from_checkpoint, "predict": predict, "watch": watch}
-    return run_to_its_end(run, replan=replan, **how)
+    return run_to_its_end(run, replan=replan, compare=compare_cut, **how)
+
+
+def compare_cut(job: Job, step: TrainingStep, model: Any, batch: Mapping[str, Any]) -> Job:
+    """The job, with a reason where the loss of this batch is another than that of its halves."""
+    return job_with_mixing(job, model, step.loss_of, step.items_of, batch)
 
 
 def _options_for(given: Mapping[str, Any], evaluation: Source | None) -> TrainOptions:

@@ -6,21 +6,26 @@ changes its live model, a hand-written loop gets an error and decides). No answe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
 from snugfit.errors import OutOfMemory
 from snugfit.job.job import Job
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.technique import Slot
 from snugfit.training.step_logger import RETRIES_IN_A_ROW, THRASHING
 
 if TYPE_CHECKING:
-    from snugfit.training.journal import Journal
+    from snugfit.training.journal import Event, Journal
 
 Replan = Callable[[Job, Recipe, str], Recipe | None]
 """A job, the recipe that ran out of memory and the cause: the recipe to go on with, or None."""
+
+Compare = Callable[[Job, Any, Any, Mapping[str, Any]], Job]
+"""A job, its training step, its live model and a host batch (B, ...): the job, with a reason in
+`mixes_samples` where the batch in pieces is another."""
 
 STEP_BOUNDARY = "step boundary"
 """The phase of memory that was found to be short between two steps."""
@@ -57,6 +62,13 @@ def out_of_memory(exhausted: Exhausted, recipe: Recipe, step: int, advice: str) 
         f"Memory ran out in step {step + 1} ({exhausted.phase}, {exhausted.cause}) under '{recipe}'."
         f" {advice} {exhausted.message.splitlines()[0]}"
     )
+
+
+def cut_warning(job: Job, recipe: Recipe) -> Iterator[Event]:
+    """A warning where this recipe, which the user has named, cuts a batch that is another in pieces."""
+    cut = recipe[Slot.BATCHING]
+    if recipe.setup().micro_batches > 1 and (why := cut.planning_objection(job)):
+        yield {"event": "warning", "text": f"{cut}: {why}."}
 
 
 @final

@@ -32,7 +32,7 @@ from snugfit.frontends.custom_loop.model import (
 )
 from snugfit.frontends.custom_loop.run import HandRun
 from snugfit.frontends.custom_loop.step import CustomStep, ItemsOf, LossOf
-from snugfit.frontends.cut_loss import cut_warning, job_with_mixing
+from snugfit.frontends.cut_loss import job_with_mixing
 from snugfit.frontends.items import example_of, samples_in
 from snugfit.frontends.own import capability_of, folder_of, options_of
 from snugfit.job.batch_layout import BatchDims
@@ -45,6 +45,7 @@ from snugfit.step.checkpointing import copy_without_data
 from snugfit.techniques.recipe import Recipe
 from snugfit.training.checkpoint.state import TrainState
 from snugfit.training.journal import Journal
+from snugfit.training.recovery import cut_warning
 
 if TYPE_CHECKING:
     import torch
@@ -181,9 +182,7 @@ def job_of(
     )
     copy = copy_without_data(model)
     return Job(
-        model=Model.from_module(
-            copy if loss is None else _with_loss(copy, loss), example, batch_dims=dims
-        ),
+        model=Model.from_module(copy if loss is None else _with_loss(copy, loss), example, batch_dims=dims),
         task=Task.CUSTOM,
         batch_size=int(size or samples_in(example, dims)),
         clip=clip,

@@ -19,7 +19,6 @@ from contextlib import suppress
 from typing import Any
 
 from snugfit.errors import escape_controls
-from snugfit.frontends.cut_loss import cut_warning
 from snugfit.frontends.trainer.fit_plan import FitPlan
 from snugfit.frontends.trainer.job import job_of
 from snugfit.frontends.trainer.plan import choose, compared_job
@@ -29,6 +28,7 @@ from snugfit.job.batch_layout import BatchDims
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Fidelity, Slot
 from snugfit.training.journal import Event, Journal
+from snugfit.training.recovery import cut_warning
 
 
 def say(event: Event) -> None:

@@ -13,7 +13,7 @@ from snugfit.errors import SnugfitError
 from snugfit.step.applier import loader_arguments
 from snugfit.training.checkpoint.state import RunProgress, TrainState, check_packable, snapshot
 from snugfit.training.recovery import Exhausted
-from snugfit.training.rng import rng_states, set_rng_states
+from snugfit.training.rng import preserve_rng, rng_states, set_rng_states
 from snugfit.training.run.loader import collate_for, feed
 from snugfit.training.run.loop import StepRejected, StepResult, TrainingStep
 from snugfit.training.run.opening import open_run
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from snugfit.training.run.run import Run
     from snugfit.training.run.spikes import Spikes
     from snugfit.training.step_logger import StepLogger
+
+
+COMPARED = 4
+"""Samples of which the loss is compared, whole and cut, where there are so many."""
 
 
 @final
@@ -69,6 +73,13 @@ class ActiveRun:
     def progress(self) -> RunProgress:
         """How far the run is."""
         return self.state.progress
+
+    def first_samples(self) -> dict[str, torch.Tensor]:
+        """A host batch (B, ...) of the first samples. Moves no random generator."""
+        data = self._run.data
+        with preserve_rng(self._run.device):
+            samples = [data.samples[index] for index in range(min(COMPARED, len(data.samples)))]
+            return collate_for(self._run.job, self.setup, data.collate)(samples)
 
     def batches(self) -> Generator[list[dict[str, torch.Tensor]]]:
         """The host micro-batches (B, ...) of each step that is left."""

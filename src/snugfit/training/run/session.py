@@ -20,9 +20,11 @@ from snugfit.training.predicted import PredictRun
 from snugfit.training.recovery import (
     STEP_BOUNDARY,
     WHAT_TO_TRY,
+    Compare,
     Exhausted,
     Recovery,
     Replan,
+    cut_warning,
     short_of_memory,
 )
 from snugfit.training.run.active_run import ActiveRun
@@ -51,15 +53,16 @@ class Session:
         reports: Reports,
         *,
         replan: Replan,
+        compare: Compare,
         predict: PredictRun,
     ) -> None:
         self._run, self._checkpoints, self._journal = run, checkpoints, journal
         self._interrupts, self._reports = interrupts, reports
         self._logger = StepLogger(journal, run.device, every=run.options.logging_steps, predict=predict)
-        self._recovery = Recovery(run.job, journal, replan)
+        self._recovery, self._compare = Recovery(run.job, journal, replan), compare
         self._spikes = Spikes(run.options, journal)
         self._last: StepResult | None = None
-        self._sync_to = 0
+        self._sync_to, self._is_compared = 0, False
         checkpoints.is_too_late = lambda: interrupts.too_late
 
     def train(self, checkpoint: Checkpoint | None) -> Trained:
@@ -75,6 +78,8 @@ class Session:
             samples=len(run.data.samples),
             resumed_from=checkpoint.step if checkpoint else None,
         )
+        if self._active.setup.micro_batches > 1:
+            self._compare_cut()
         if checkpoint is not None and not self._progress.unevaluated and (outcome := self._outcome()):
             text = f"This run is {outcome}: its result is given, and nothing is trained. {TO_TRAIN_ANEW}"
             self._journal.tell("note", text=text)
@@ -83,6 +88,17 @@ class Session:
                 return self._end(self._run_to_the_end())
         finally:
             self._checkpoints.wait()  # nobody writes here once the folder is given back
+
+    def _compare_cut(self) -> None:
+        """Compares the loss of a few samples with that of halves, once, when a cut is first wanted."""
+        if self._is_compared:
+            return
+        self._is_compared, active = True, self._active
+        before = self._recovery.job
+        after = self._compare(before, active.step, active.state.model, active.first_samples())
+        self._recovery.job = after
+        for warning in cut_warning(after, self._recipe) if after is not before else ():
+            self._journal.tell("warning", text=warning["text"])
 
     def _run_to_the_end(self) -> str:
         while True:
@@ -260,6 +276,7 @@ class Session:
         before, step = self._recipe, self._progress.step
         if exhausted.phase != "update":
             self._active.check_weights()
+        self._compare_cut()
         chosen = self._recovery.next_recipe(exhausted, before, step)
         if chosen is None:
             self._logger.ignore_retries()

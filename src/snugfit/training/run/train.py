@@ -20,6 +20,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from snugfit.errors import UsageError
 from snugfit.step.applier import run_context
@@ -28,7 +29,7 @@ from snugfit.training.checkpoint.weights import no_progress_bars
 from snugfit.training.interrupt import Interrupts
 from snugfit.training.journal import Event, Journal
 from snugfit.training.predicted import PredictRun, predict_nothing
-from snugfit.training.recovery import Replan
+from snugfit.training.recovery import Compare, Replan
 from snugfit.training.run.reporting import Reports
 from snugfit.training.run.run import Run, compare_runs
 from snugfit.training.run.session import Session
@@ -48,6 +49,7 @@ def train(
     restart: bool = False,
     resume_from: str | os.PathLike[str] | None = None,
     replan: Replan = lambda job, recipe, cause: None,
+    compare: Compare = lambda job, step, model, batch: job,
     predict: PredictRun = predict_nothing,
     watch: Callable[[Event], None] = lambda event: None,
 ) -> Trained:
@@ -55,7 +57,8 @@ def train(
 
     `restart` begins anew and keeps the old checkpoints under other names; `resume_from` goes back to one of
     the folder's checkpoints, and those after it get other names. `replan` is asked for another
-    recipe when memory runs out, `predict` what a recipe should take. `watch` hears every event.
+    recipe when memory runs out, `compare` whether the batch may be cut, `predict` what a recipe should take.
+    `watch` hears every event.
 
     Raises `UsageError` for what cannot be run or resumed, `OutOfMemory` when no recipe is left, and
     `SnugfitError` when a loss is no number or the last checkpoint could not be kept.
@@ -82,7 +85,8 @@ def train(
             if named is not None:
                 checkpoints.go_back_to(checkpoint)
         with Interrupts(store.root, stop_seconds=run.options.stop_seconds) as interrupts:
-            session = Session(run, checkpoints, journal, interrupts, reports, replan=replan, predict=predict)
+            asked: dict[str, Any] = {"replan": replan, "compare": compare, "predict": predict}
+            session = Session(run, checkpoints, journal, interrupts, reports, **asked)
             try:
                 return session.train(checkpoint)
             finally:
