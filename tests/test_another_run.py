@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +23,8 @@ from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
 from snugfit.training.checkpoint.facts import compare_facts, flatten, schedule_facts
 from snugfit.training.checkpoint.manifest import MANIFEST, checksum
-from snugfit.training.run.run import depends_on_length
+from snugfit.training.options import TrainOptions
+from snugfit.training.run.run import compare_runs, depends_on_length
 
 pytestmark = pytest.mark.whole
 
@@ -321,3 +324,19 @@ def test_schedules_are_compared_by_their_settings_and_parts() -> None:
     before, now = ({"facts": schedule_facts(chain(gamma)), "versions": {}} for gamma in (0.9, 0.8))
     differing = compare_facts(before, now)
     assert differing == ["schedule.1.gamma was 0.9 and is 0.8"]
+
+
+def test_a_checkpoint_of_a_preset_that_named_no_class_is_of_the_same_run() -> None:
+    """Presets did not name their checkpoint's class; the sizes are the same, and another size is refused."""
+    job = Job(model=Model.find("gpt2"), task=Task.CAUSAL_LM, sequence_length=16)
+    options = TrainOptions()
+    about: dict[str, Any] = {
+        "job": job.to_json(),
+        **dict.fromkeys(("options", "versions", "facts", "data"), {}),
+    }
+    run: Any = SimpleNamespace(about=lambda recipe: about, recipe=None, options=options)
+    before = copy.deepcopy(about)
+    del before["job"]["model"]["config"]["architectures"]
+    assert compare_runs(before, run) == ([], [])
+    before["job"]["model"]["config"]["n_layer"] = 6
+    assert compare_runs(before, run)[0][0].startswith("job.model was ")

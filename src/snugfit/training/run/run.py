@@ -180,7 +180,7 @@ def compare_runs(before: Mapping[str, Any], run: Run) -> tuple[list[str], list[s
     depends = depends_on_length(run.options.lr_scheduler_type, run.options.warmup_steps)
     free = FREE_OPTIONS | (frozenset() if depends else LENGTH_OPTIONS)
     wrong = differences(before, now, ("asked", "weights", "samples"))
-    wrong += differences(before.get("job", {}), now["job"], prefix="job.")
+    wrong += differences(_earlier_job(before.get("job", {}), now["job"]), now["job"], prefix="job.")
     wrong += compare_facts(before, now)
     wrong += differences(
         options, now["options"], [name for name in {**now["options"], **options} if name not in free]
@@ -189,6 +189,15 @@ def compare_runs(before: Mapping[str, Any], run: Run) -> tuple[list[str], list[s
         wrong.append("data has the same number of samples, and other samples")
     changed = differences(before.get("versions", {}), now["versions"])
     return wrong, changed + differences(before, now, ("device",))
+
+
+def _earlier_job(before: Mapping[str, Any], now: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The job of a checkpoint, with the class that today's presets name; earlier ones named none."""
+    model, now_model = before.get("model", {}), now["model"]
+    if model.get("origin") != "preset" or "architectures" in model["config"]:
+        return before
+    named = {key: value for key, value in now_model["config"].items() if key == "architectures"}
+    return {**before, "model": {**model, "config": {**model["config"], **named}}}
 
 
 def _device_name(device: torch.device) -> str:
