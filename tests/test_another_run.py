@@ -329,12 +329,14 @@ def test_schedules_are_compared_by_their_settings_and_parts() -> None:
 def test_a_checkpoint_of_a_preset_that_named_no_class_is_of_the_same_run() -> None:
     """Presets did not name their checkpoint's class; the sizes are the same, and another size is refused."""
     job = Job(model=Model.find("gpt2"), task=Task.CAUSAL_LM, sequence_length=16)
-    options = TrainOptions()
     about: dict[str, Any] = {
         "job": job.to_json(),
-        **dict.fromkeys(("options", "versions", "facts", "data"), {}),
+        "options": {},
+        "versions": {},
+        "facts": {},
+        "data": None,
     }
-    run: Any = SimpleNamespace(about=lambda recipe: about, recipe=None, options=options)
+    run: Any = SimpleNamespace(about=lambda recipe: about, recipe=None, options=TrainOptions())
     before = copy.deepcopy(about)
     del before["job"]["model"]["config"]["architectures"]
     assert compare_runs(before, run) == ([], [])

@@ -89,7 +89,9 @@ def presets_like(name: str, presets: Iterable[str]) -> str:
 
 
 def _family(name: str) -> str:
-    return re.split(r"[\d_.-]", name.rpartition("/")[2].lower())[0]
+    first = re.split(r"[_.-]", _without_tuning(name.rpartition("/")[2]))[0]
+    letters = first.rstrip("0123456789")
+    return letters if len(letters) > len("mt") else first
 
 
 def _without_tuning(bare: str) -> str:
