@@ -255,7 +255,7 @@ def test_predicting_fetches_no_kernels(tmp_path: Path) -> None:
         text=True,
         timeout=120,
         check=False,
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert not fetched.exists()

@@ -28,7 +28,8 @@ def test_traces_do_not_depend_on_the_hash_seed() -> None:
     """Here, and in a process that walks the kinds in the other order."""
     first, *_ = KINDS
     other = "1" if first == "full_attention" else "0"
-    environment = {**os.environ, "PYTHONHASHSEED": other, "PYTHONPATH": str(Path(__file__).parent)}
+    folders = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    environment = {**os.environ, "PYTHONHASHSEED": other, "PYTHONPATH": folders}
     code = "import test_ordered_sets as there; print(*there.KINDS); print(there.account())"
     command = [sys.executable, "-W", "ignore", "-c", code]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
