@@ -173,18 +173,6 @@ def test_what_a_recipe_decides_is_left_out_of_the_facts() -> None:
     assert facts == BERT | {"text_config": {"hidden_size": 32}}
 
 
-def test_absent_sizes_and_lists_of_sizes_are_lawful() -> None:
-    check_facts({"model_type": "gpt2", "n_inner": None}, where="here")
-    check_facts({"model_type": "deberta-v2", "type_vocab_size": 0}, where="here")
-    check_facts(
-        {"model_type": "granitemoehybrid", "num_local_experts": 0, "num_experts_per_tok": 8}, where="h"
-    )
-    check_facts({"model_type": "vit", "image_size": [224, 256]}, where="here")
-    check_facts(
-        {"model_type": "gemma", "hidden_size": 3072, "num_attention_heads": 7, "head_dim": 256}, where="h"
-    )
-
-
 def test_infinite_numbers_are_read_as_python_and_as_transformers_write_them() -> None:
     """Mamba-2 and its hybrids have a `time_step_limit` of (0, infinity)."""
     for written in ("Infinity", '{"__float__": "Infinity"}'):
@@ -208,14 +196,22 @@ def test_what_is_beside_a_known_architecture_is_ignored_and_said() -> None:
     assert not Model.find("gpt2").doubts
 
 
-def test_heads_may_have_a_width_that_only_their_class_names() -> None:
-    """GLM's, whose 4096 does not divide into 96 heads; GLM-4.5 cuts the rest."""
-    for name in ("glm", "glm4_moe"):
-        check_facts({"model_type": name, "hidden_size": 4096, "num_attention_heads": 96}, where="here")
-
-
-def test_whole_numbers_may_be_written_as_floats() -> None:
-    facts = {"model_type": "musicflamingo", "max_position_embeddings": 1200.0}
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"model_type": "gpt2", "n_inner": None},
+        {"model_type": "deberta-v2", "type_vocab_size": 0},
+        {"model_type": "granitemoehybrid", "num_local_experts": 0, "num_experts_per_tok": 8},
+        {"model_type": "vit", "image_size": [224, 256]},
+        {"model_type": "musicflamingo", "max_position_embeddings": 1200.0},
+        {"model_type": "glm", "hidden_size": 4096, "num_attention_heads": 96},
+        {"model_type": "glm4_moe", "hidden_size": 4096, "num_attention_heads": 96},
+    ],
+    ids=lambda facts: facts["model_type"],
+)
+def test_facts_that_stand_as_they_are(facts: dict[str, Any]) -> None:
+    """Sizes that are absent, 0, lists or floats; heads of a width that only their class names (GLM), or that
+    are cut (GLM-4.5)."""
     assert check_facts(facts, where="here") == facts
 
 

@@ -43,16 +43,13 @@ class Divides(transformers.Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
-class Averages(transformers.Trainer):
+class Averages(Divides):
     """As most people have it: the number is taken and not used."""
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
-        loss, items = summed(outputs, labels)
-        return (loss / items, outputs) if return_outputs else loss / items
+        return super().compute_loss(model, inputs, return_outputs)
 
 
 class Passes(transformers.Trainer):
@@ -68,8 +65,7 @@ def divided(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) 
 
 
 def averaged(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-    loss, items = summed(outputs, labels)
-    return loss / items
+    return divided(outputs, labels)
 
 
 class NoKeywords(nn.Module):
