@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,13 +34,13 @@ class Assumption(StrEnum):
     NUMBER = "A number that depends on weights or on chance is assumed to be 1"
 
 
-class Assumed:
-    """An assumed value: what it rests on, and how to make it on the CPU."""
+class Assumed(NamedTuple):
+    """A value that is assumed, and why."""
 
-    __slots__ = ("assumption", "make")
-
-    def __init__(self, assumption: Assumption, make: Callable[[], torch.Tensor]) -> None:
-        self.assumption, self.make = assumption, make
+    assumption: Assumption
+    """What it rests on."""
+    make: Callable[[], torch.Tensor]
+    """Makes it on the CPU."""
 
 
 def assume(func: Any, args: tuple[Any, ...], index: int, out: torch.Tensor, routing: str) -> Assumed:

@@ -59,28 +59,51 @@ class Shadow:
         return self._contents
 
 
-class View(NamedTuple):
-    """A tensor on `meta` that has a shadow: where it lies in its storage."""
+class Geometry(NamedTuple):
+    """How a tensor lies in its storage."""
 
-    shadow: Shadow
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
     dtype: torch.dtype
+    nbytes: int
+    """Of the whole storage."""
 
     @classmethod
-    def of(cls, shadow: Shadow, tensor: torch.Tensor) -> View:
+    def of(cls, tensor: torch.Tensor) -> Geometry:
         """As this tensor lies."""
-        return cls(shadow, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
+        nbytes, offset = tensor.untyped_storage().nbytes(), int(tensor.storage_offset())
+        return cls(tuple(tensor.shape), tensor.stride(), offset, tensor.dtype, nbytes)
+
+    def within(self, contents: torch.UntypedStorage) -> torch.Tensor:
+        """The tensor that lies so in these contents."""
+        empty = torch.empty(0, dtype=self.dtype, device=_CPU)
+        return empty.set_(contents, self.offset, self.shape, self.stride)
+
+    def contents(self, value: torch.Tensor) -> torch.UntypedStorage:
+        """A storage that holds this value. Raises `NotFollowed` for another shape."""
+        if tuple(value.shape) != self.shape:
+            raise NotFollowed
+        contents = torch.UntypedStorage(self.nbytes)
+        self.within(contents).copy_(value)
+        return contents
+
+    def shadow(
+        self, make: Callable[[], torch.Tensor], assumption: Assumption | None = None, depth: int = 0
+    ) -> Shadow:
+        """The shadow of a storage that holds what `make` gives."""
+        return Shadow(lambda: self.contents(make()), assumption, depth)
+
+
+class View(NamedTuple):
+    """A tensor on `meta` that has a shadow, and where it lies in its storage."""
+
+    shadow: Shadow
+    geometry: Geometry
 
     def tensor(self) -> torch.Tensor:
         """The value, on the CPU; not to be written into. Raises `NotFollowed`."""
-        return self.within(self.shadow.contents())
-
-    def within(self, contents: torch.UntypedStorage) -> torch.Tensor:
-        """As it lies in other contents."""
-        empty = torch.empty(0, dtype=self.dtype, device=_CPU)
-        return empty.set_(contents, self.offset, self.shape, self.stride)
+        return self.geometry.within(self.shadow.contents())
 
 
 class HostValue(NamedTuple):
@@ -122,33 +145,6 @@ class DeferredRun:
             self._results = list(tensors_in(self._func(*args, **kwargs)))
             self._arguments = ((), {})
         return self._results[number]
-
-
-class Geometry(NamedTuple):
-    """How a new tensor lies in its storage."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Geometry:
-        """As this tensor lies."""
-        return cls(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
-
-    def contents(self, value: torch.Tensor, nbytes: int) -> torch.UntypedStorage:
-        """A storage of so many bytes that holds this value. Raises `NotFollowed` for another shape."""
-        if tuple(value.shape) != self.shape:
-            raise NotFollowed
-        contents = torch.UntypedStorage(nbytes)
-        empty = torch.empty(0, dtype=self.dtype, device=_CPU)
-        empty.set_(contents, self.offset, self.shape, self.stride).copy_(value)
-        return contents
-
-
-NOTHING = Shadow(lambda: torch.UntypedStorage(0))
-"""The contents of a storage that nothing was written into."""
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

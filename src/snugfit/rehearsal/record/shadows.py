@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from snugfit.rehearsal.record.assumed import Assumed, Assumption, assume
+from snugfit.rehearsal.record.assumed import Assumption, assume
 from snugfit.rehearsal.record.effects import EMPTIES, FILLED, OVERWRITES, Effect, finite_check
 from snugfit.rehearsal.record.shadow import (
-    NOTHING,
     DeferredRun,
     Geometry,
     HostValue,
@@ -86,7 +86,7 @@ class Shadows:
     def of(self, tensor: torch.Tensor) -> View | None:
         """The shadow of a tensor on `meta`; None where its value is not known."""
         shadow = self._known.of(tensor.untyped_storage())
-        return View.of(shadow, tensor) if shadow is not None else None
+        return View(shadow, Geometry.of(tensor)) if shadow is not None else None
 
     def forget(self, tensor: torch.Tensor) -> None:
         """A tensor on `meta` holds what nobody knows."""
@@ -94,8 +94,7 @@ class Shadows:
 
     def set(self, tensor: torch.Tensor, value: torch.Tensor, assumption: Assumption | None = None) -> None:
         """A tensor on `meta` holds this value."""
-        nbytes, view = tensor.untyped_storage().nbytes(), Geometry.of(tensor)
-        self._put(tensor, Shadow(lambda: view.contents(value, nbytes), assumption))
+        self._put(tensor, Geometry.of(tensor).shadow(lambda: value, assumption))
 
     def follow(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """An operator has run on `meta`: its results get shadows, or what it wrote into changes its own."""
@@ -151,14 +150,11 @@ class Shadows:
 
     def _fill(self, out: torch.Tensor, number: Any) -> None:
         """Also of zeros that will be optimizer states: the note is small, and gone when they are written."""
-        shape, dtype, nbytes = tuple(out.shape), out.dtype, out.untyped_storage().nbytes()
-        if nbytes > LARGEST or isinstance(number, complex) or number in self.assumed_numbers:
+        geometry = Geometry.of(out)
+        if geometry.nbytes > LARGEST or isinstance(number, complex) or number in self.assumed_numbers:
             return
-        view = Geometry.of(out)
-        self._put(
-            out,
-            Shadow(lambda: view.contents(torch.full(shape, number, dtype=dtype, device=_CPU), nbytes)),
-        )
+        make = partial(torch.full, geometry.shape, number, dtype=geometry.dtype, device=_CPU)
+        self._put(out, geometry.shadow(make))
 
     def _compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         try:
@@ -172,10 +168,10 @@ class Shadows:
         assumption, depth = rests_on(noted)
         call = DeferredRun(func, *noted)
         for number, tensor in enumerate(results):
-            nbytes, view = tensor.untyped_storage().nbytes(), Geometry.of(tensor)
-            if nbytes > LARGEST or self._known.of(tensor.untyped_storage()) is not None:
+            geometry = Geometry.of(tensor)
+            if geometry.nbytes > LARGEST or self._known.of(tensor.untyped_storage()) is not None:
                 continue
-            self._put(tensor, _result_shadow(call, number, view, nbytes, assumption, depth))
+            self._put(tensor, geometry.shadow(partial(call.result, number), assumption, depth))
 
     def _assume(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
         """Of results whose operands are not known: whole numbers and truths."""
@@ -184,15 +180,15 @@ class Shadows:
         for number, tensor in enumerate(tensors_in(out)):
             if tensor.is_floating_point() or tensor.is_complex():
                 continue
-            nbytes, view = tensor.untyped_storage().nbytes(), Geometry.of(tensor)
-            if nbytes > LARGEST or self._known.of(tensor.untyped_storage()) is not None:
+            geometry = Geometry.of(tensor)
+            if geometry.nbytes > LARGEST or self._known.of(tensor.untyped_storage()) is not None:
                 continue
             finite = finite_check(func, args)
             if finite is not None:
                 self._fill(tensor, finite)
                 continue
             taken = assume(func, args, number, tensor, self.routing)
-            self._put(tensor, _assumed_shadow(taken, view, nbytes))
+            self._put(tensor, geometry.shadow(taken.make, taken.assumption))
 
     # ---- writing -----------------------------------------------------------------------------------------
 
@@ -212,15 +208,14 @@ class Shadows:
             self._known.forget(storage)
             return
         assumption, depth = rests_on(noted)
-        if before is not None and not whole:
-            assumption, depth = before.assumption or assumption, max(depth, before.depth)
-        nbytes = storage.nbytes()
-        view = View.of(before or NOTHING, target)
+        geometry, rest = Geometry.of(target), None if whole else before
+        if rest is not None:
+            assumption, depth = rest.assumption or assumption, max(depth, rest.depth)
 
         def write() -> torch.UntypedStorage:
-            contents = torch.UntypedStorage(nbytes) if whole else view.shadow.contents().clone()
+            contents = torch.UntypedStorage(geometry.nbytes) if rest is None else rest.contents().clone()
             operands, keywords = values_of(noted)
-            func(view.within(contents), *operands, **keywords)
+            func(geometry.within(contents), *operands, **keywords)
             return contents
 
         self._put(target, Shadow(write, assumption, depth))
@@ -238,7 +233,7 @@ class Shadows:
             shadow = self._known.of(operands.untyped_storage())
             if shadow is None or operands.is_complex():
                 raise NotFollowed
-            return View.of(shadow, operands)
+            return View(shadow, Geometry.of(operands))
         if isinstance(operands, (tuple, list)):
             return type(operands)([self._note(one) for one in operands])
         if isinstance(operands, dict):
@@ -246,16 +241,6 @@ class Shadows:
         if isinstance(operands, float) and operands in self.assumed_numbers:
             raise NotFollowed
         return _CPU if isinstance(operands, torch.device) else operands
-
-
-def _result_shadow(
-    call: DeferredRun, number: int, view: Geometry, nbytes: int, assumption: Assumption | None, depth: int
-) -> Shadow:
-    return Shadow(lambda: view.contents(call.result(number), nbytes), assumption, depth)
-
-
-def _assumed_shadow(taken: Assumed, view: Geometry, nbytes: int) -> Shadow:
-    return Shadow(lambda: view.contents(taken.make(), nbytes), taken.assumption)
 
 
 def _covers(tensor: torch.Tensor, nbytes: int) -> bool:
