@@ -28,7 +28,6 @@ from snugfit.rehearsal.device.overrides import in_force
 from snugfit.rehearsal.device.policy import Policy
 from snugfit.rehearsal.record.recorder import Recorder
 from snugfit.rehearsal.trace.trace import Trace
-from snugfit.results.footprint import Kind
 
 FOLDER = Path(__file__).parent / "data" / "history-h200"
 CASES = tuple(sorted(file.stem for file in FOLDER.glob("*.json")))
@@ -84,7 +83,7 @@ def rehearsed(case: str, policy: Policy, *, a_mask_too_many: bool = False) -> Tr
         warnings.simplefilter("ignore")
         stack.enter_context(_without_collector())
         stack.enter_context(_biases_as_recorded())
-        notes = PolicyNotes(lambda copy: recorder.claim(copy, Kind.CACHES))
+        notes = PolicyNotes(recorder.claim)
         stack.enter_context(in_force(policy, notes))
         stack.enter_context(recorder)
         model, batch = _moved(*_built(case))
