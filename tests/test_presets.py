@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from importlib import resources
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -293,7 +294,14 @@ def test_quantized_weights_are_refused_with_the_name_that_is_not(name: str, base
 
 
 @pytest.mark.parametrize(
-    "name", ["someone/Llama-3.1-8B", "unsloth/phi-4", "NousResearch/Hermes-3-Llama-3.1-8B", "Qwen/Qwen3-9B"]
+    "name",
+    [
+        "someone/Llama-3.1-8B",
+        "unsloth/phi-4",
+        "unsloth/Phi-3-mini-4k-instruct",
+        "NousResearch/Hermes-3-Llama-3.1-8B",
+        "Qwen/Qwen3-9B",
+    ],
 )
 def test_a_model_of_other_sizes_has_no_preset_s(name: str) -> None:
     with pytest.raises(ModelError, match="No preset"):
@@ -329,3 +337,20 @@ def test_a_command_says_the_task_and_the_sizes_that_it_took(capsys: pytest.Captu
     assert capsys.readouterr().err == ""
     with pytest.raises(UsageError, match=r"does not say one\. Add --task, one of: sequence-classification, "):
         Request.read({"model": "deberta-v3-base"})
+
+
+def test_a_head_that_the_config_says_is_untied_is_so_with_and_without_weights(
+    tmp_path: Path,
+) -> None:
+    """FLAN-T5's and mT5's: transformers ties it in what it builds, and not in what it loads."""
+    sizes = {"d_model": 16, "d_ff": 32, "d_kv": 8, "num_heads": 2, "num_layers": 1, "vocab_size": 100}
+    facts = {"model_type": "t5", **sizes, "tie_word_embeddings": False, "is_encoder_decoder": True}
+    job = Job(model=Model.from_config(facts, name="tiny"), task=Task.SEQ2SEQ_LM, sequence_length=8)
+    built: Any = instantiate(job, dtype="float32", attention="eager")
+    with torch.no_grad():
+        built.lm_head.weight.mul_(2)
+    built.save_pretrained(tmp_path)
+    loaded: Any = instantiate(job, dtype="float32", attention="eager", weights=tmp_path)
+    for model in (built, loaded):
+        assert torch.equal(model.lm_head.weight, 2 * model.shared.weight)
+        assert model.encoder.embed_tokens.weight is model.shared.weight

@@ -26,8 +26,8 @@ _QUANTIZED = re.compile(
 MIRRORS = ("unsloth", "NousResearch")
 """Owners who publish others' models under the same names."""
 
-CONVERTED = re.compile(r"unsloth/phi-(3\.5-mini|4)(?!-mini)", re.IGNORECASE)
-"""Mirrors whose layers are other ones than the original's: a Llama made of a Phi."""
+CONVERTED = re.compile(r"unsloth/phi-", re.IGNORECASE)
+"""Mirrors whose layers may be other ones than the original's: a Llama or a Mistral made of a Phi."""
 
 SAME_SIZES = {
     "allenai/Olmo-3-7B-Instruct": "allenai/Olmo-3-1025-7B",
