@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import subprocess
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -273,6 +274,26 @@ def test_flex_attention_saves_what_flash_attention_saves(masked: bool) -> None:
     assert flash.attention == ("flash",)
     scores = 2 * 2 * 256 * 256
     assert abs(activations(flex) - activations(flash)) < scores / 2
+
+
+@pytest.mark.whole
+def test_an_optimizers_library_that_compiles_itself_is_no_doubt_about_the_model() -> None:
+    """bitsandbytes compiles functions while it is imported, which a prediction may be the first to do."""
+    command = [
+        "predict",
+        "bert-base-uncased",
+        "--task",
+        "sequence-classification",
+        "--gpu",
+        "h200",
+        "--recipe",
+        "adamw_8bit",
+    ]
+    ran = subprocess.run(
+        [sys.executable, "-m", "snugfit", *command], capture_output=True, text=True, check=True
+    )
+    assert "adamw_8bit" in ran.stdout
+    assert "Uncertain" not in ran.stdout
 
 
 # ---- models that ask whether they are on meta ----------------------------------------------------------

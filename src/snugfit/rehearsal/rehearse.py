@@ -102,8 +102,8 @@ def record_step(step: Step, policy: Policy, steps: int) -> Recording:
         warnings.simplefilter("ignore")
         warnings.simplefilter("always", AssumedLoss)
         notes = PolicyNotes(recorder.claim, recorder.doubt, recorder.current_phase)
+        stack.enter_context(rehearsal_context(step.setup))  # which may import what compiles itself
         stack.enter_context(in_force(policy, notes))
-        stack.enter_context(rehearsal_context(step.setup))
         if step.job.model.module is not None and is_compiled(step.job.model.module):
             recorder.doubt(COMPILED)
         if step.job.model.module is not None and isinstance(policy, CudaPolicy):
