@@ -156,6 +156,8 @@ PARAMETERS = {
     "albert/albert-xxlarge-v2": 206_368_944,
     "facebook/bart-base": 139_420_416,
     "facebook/bart-large-cnn": 406_290_432,
+    "facebook/mbart-large-cc25": 610_851_840,
+    "facebook/mbart-large-50-many-to-many-mmt": 610_879_488,
     "google/pegasus-large": 570_797_056,
     "google-t5/t5-small": 60_506_624,
     "google-t5/t5-base": 222_903_552,
