@@ -2,8 +2,7 @@
 
 Numbers leave by `.item()`, `.tolist()`, `.numpy()` and into text; those that were assumed are watched. And
 they come in: `torch.tensor` of numbers makes a tensor on `meta` without any, which is given its numbers as a
-shadow. (So does an index that is written as a list, `x[:, [-1, 0]]`, and what it picks is not known:
-`Tensor.__getitem__` cannot be replaced, because that makes tensors sequences for torch ever after.)
+shadow. (So does an index that is written as a list: `index_lists.py`.)
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from snugfit.rehearsal.device.other_programs import kernels_asked_for
 from snugfit.rehearsal.record.accumulation import sole_owner
 from snugfit.rehearsal.record.allocations import Allocations
+from snugfit.rehearsal.record.index_lists import lists_in_index
 from snugfit.rehearsal.record.kernels import MATRICES, KernelCost, apart, copies_in, releases_context
 from snugfit.rehearsal.record.module_tracker import ModuleTracker
 from snugfit.rehearsal.record.python_numbers import numbers_watched
@@ -242,6 +243,7 @@ class Recorder(TorchDispatchMode, Observer):
         `native/IndexingUtils.h`). One number that is written by masks alone goes by `masked_fill`, which
         asks nothing."""
         indices: list[torch.Tensor | None] = list(args[1])
+        self._read_lists(indices)
         writes_number = len(args) > 2 and args[2].numel() == 1 and not (len(args) > 3 and args[3])
         if writes_number and all(one is None or one.dtype is torch.bool for one in indices):
             return indices
@@ -254,6 +256,17 @@ class Recorder(TorchDispatchMode, Observer):
             selects = ((where, 1, dim) for dim in range(one.dim()))
             numbers += [self.__torch_dispatch__(aten.select.int, (), select) for select in selects]
         return numbers
+
+    def _read_lists(self, indices: Sequence[torch.Tensor | None]) -> None:
+        """Indices that nothing is known of were lists, if the code that runs has as many of their shapes."""
+        unknown = [
+            one for one in indices if one is not None and one.is_meta and self._shadows.of(one) is None
+        ]
+        values = [torch.tensor(numbers, device="cpu") for numbers in lists_in_index()] if unknown else []
+        if [(one.shape, one.dtype) for one in unknown] == [(value.shape, value.dtype) for value in values]:
+            for one, value in zip(unknown, values, strict=True):
+                self._memory.add_outputs("aten::index", one)
+                self._shadows.set(one, value)
 
     def _run(
         self,
