@@ -200,6 +200,10 @@ class Questions:
         self, result: torch.Tensor, value: torch.Tensor | None, assumptions: list[Assumption]
     ) -> torch.Tensor:
         tensor = torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device="meta")
+        nbytes = result.untyped_storage().nbytes()
+        if nbytes > tensor.untyped_storage().nbytes():  # `unique_consecutive` shrinks its input's size
+            whole = torch.empty(nbytes // result.element_size(), dtype=result.dtype, device="meta")
+            tensor = whole.resize_(result.shape)
         if value is not None:
             self._shadows.set(tensor, value, assumptions[0] if assumptions else None)
         return tensor
