@@ -24,11 +24,13 @@ from small_models import small_job
 from small_runs import losses
 from small_streams import RESUMABLE, Entropy, Masking, ReadOnce
 from snugfit import accelerate, plan, train
+from snugfit.documents import read_document
 from snugfit.errors import NothingFits, OutOfMemory, RecipeError, SnugfitError, UsageError
 from snugfit.frontends.custom_loop.run import HandRun, Stopped
 from snugfit.frontends.custom_loop.step import CustomStep
 from snugfit.techniques import roster
 from snugfit.techniques.technique import Slot
+from snugfit.training.checkpoint.manifest import MANIFEST, seal
 from snugfit.training.rng import all_rng_states
 from tiers import slow_but
 
@@ -592,3 +594,25 @@ def test_a_schedule_is_refused_before_anything_is_changed(
     assert [module.forward for module in model.modules()] == forwards
     assert "initial_lr" not in optimizer.param_groups[0]
     assert "step" not in vars(optimizer)
+
+
+def test_a_checkpoint_of_other_content_under_right_checksums_ends_in_one_line(tmp_path: Path) -> None:
+    def rewritten(file: Path, text: str) -> None:
+        manifest = read_document(file.parent / MANIFEST)
+        file.write_text(text)
+        (file.parent / MANIFEST).unlink()
+        seal(file.parent, manifest["step"], manifest["about"], lambda: False)
+
+    torch.manual_seed(1)
+    go(loop_of(tmp_path), save=1, stop=1)
+    for name in ("hand.json", "state.json"):
+        file = tmp_path / "checkpoint-1" / name
+        before = file.read_text()
+        for text in ("[]", "{}", "{"):
+            rewritten(file, text)
+            says = r"checkpoint-1 has its checksums|with the keys"
+            with loop_of(tmp_path) as run, pytest.raises(SnugfitError, match=says):
+                run.resume()
+        rewritten(file, before)
+    with loop_of(tmp_path) as run:
+        assert run.resume()

@@ -18,7 +18,7 @@ def indexed(folder: Path, target: Path) -> Path:
     folder.mkdir(parents=True)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_bytes(b"")
-    (folder / INDEX).write_text(json.dumps({"weight_map": {"weight": SHARD}}))
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": {"weight": SHARD}}))
     (folder / SHARD).symlink_to(target)
     return folder
 
@@ -35,3 +35,15 @@ def test_links_within_the_folder_and_of_the_hubs_cache_are_read(tmp_path: Path) 
     snapshot = indexed(cached / "snapshots" / "0123", cached / "blobs" / "weights")
     assert find_weights(own) == own
     assert find_weights(snapshot) == snapshot
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "null", '{"weight_map": {}}', '{"metadata": {}, "weight_map": []}', "{"]
+)
+def test_an_index_that_lacks_a_part_is_one_line(text: str, tmp_path: Path) -> None:
+    """transformers ends with a bare KeyError for one without `metadata`."""
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ModelError, match="is no index of weights: ") as refused:
+        find_weights(tmp_path)
+    assert "object is not" not in str(refused.value)
+    assert "'metadata'" not in str(refused.value)

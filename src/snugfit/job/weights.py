@@ -87,9 +87,16 @@ def _shards(index: Path) -> list[str]:
     try:
         if index.stat().st_size > LARGEST_INDEX:
             raise ModelError(f"{index} is larger than {LARGEST_INDEX:,} bytes, which no index is.")
-        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as fault:
+        document = json.loads(index.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as fault:
         raise ModelError(f"{index} is no index of weights: {fault}") from None
+    for name in ("metadata", "weight_map"):  # transformers reads both
+        if not isinstance(document, dict) or not isinstance(document.get(name), dict):
+            raise ModelError(
+                f'{index} is no index of weights: it has no object "{name}". Save the model once more with'
+                " save_pretrained, or copy its files again."
+            )
+    shards = list(document["weight_map"].values())
     for shard in shards:
         if (
             not isinstance(shard, str)
@@ -98,7 +105,7 @@ def _shards(index: Path) -> list[str]:
             or shard in (".", "..")
         ):
             raise ModelError(f"{index} names {shard!r}: an index names files of its own folder only.")
-    return sorted(shards)
+    return sorted(set(shards))
 
 
 def _cached_folder(name: str) -> Path:

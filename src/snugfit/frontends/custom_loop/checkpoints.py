@@ -24,7 +24,7 @@ from snugfit.training.checkpoint.facts import (
     schedule_facts,
 )
 from snugfit.training.checkpoint.manager import CheckpointManager, open_store
-from snugfit.training.checkpoint.state import TrainState, check_packable, restore, snapshot
+from snugfit.training.checkpoint.state import TrainState, as_written, check_packable, restore, snapshot
 from snugfit.training.checkpoint.weights import load_weights
 from snugfit.training.interrupt import Interrupts
 from snugfit.versions import versions
@@ -122,8 +122,9 @@ class RunCheckpoints:
             self._manager.go_back_to(checkpoint)
         load_weights(self._state.model, checkpoint.folder)
         restore(self._state, checkpoint.folder)
-        position = json.loads((checkpoint.folder / DATA_POSITION).read_text(encoding="utf-8"))
-        self._batches.resume(position)
+        with as_written(checkpoint.folder):
+            position = json.loads((checkpoint.folder / DATA_POSITION).read_text(encoding="utf-8"))
+            self._batches.resume(position)
         self.repeated_loss = position.get("repeated_loss")
         self._manager.saved_step, self._begun = checkpoint.step, True
         self.journal.tell("note", text=f"The run goes on after step {checkpoint.step:,}.")

@@ -73,7 +73,7 @@ def finished_output(
         result = unpack(document["result"], {}, torch.device("cpu"))
         weights = verify(root / f"checkpoint-{step}", step).folder
         state = TrainerState(**result["state"])
-    except (BadDocument, FileNotFoundError, KeyError, TypeError, SnugfitError):
+    except (BadDocument, OSError, LookupError, TypeError, ValueError, AttributeError, SnugfitError):
         return None
     load_weights(trainer.model, weights_folder(weights))
     trainer.state = state

@@ -13,10 +13,11 @@ run. Weights are never cast: what was trained is what is kept, and a resumed run
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
     from snugfit.training.checkpoint.staging import Staging
 
 STATE, TENSORS = "state.json", "state.safetensors"
+
+_KEPT = ("optimizer", "scheduler", "scaler", "random", "progress")
+"""What every checkpoint's state has."""
 
 
 @dataclass(kw_only=True)
@@ -243,15 +247,31 @@ def _optimized_names(state: TrainState) -> list[str]:
     return [names.get(id(weight), "") for weight in parameters_of(state.optimizer)]
 
 
+@contextlib.contextmanager
+def as_written(folder: Path) -> Iterator[None]:
+    """Within it this checkpoint's files are read. Raises `SnugfitError` where they are not what we write:
+    they have their checksums, so another program, or hand, has made them so."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError) as fault:
+        raise SnugfitError(
+            f"{folder} has its checksums, and its files are not as snugfit writes them"
+            f" ({type(fault).__name__}: {fault}). Take an earlier checkpoint, or begin anew."
+        ) from None
+
+
 def restore(state: TrainState, folder: Path) -> None:
     """Makes a run that was just built (its weights from `folder` already) the one that was kept there.
 
     Raises `SnugfitError` when it is another model's or another optimizer's.
     """
-    tree, tensors = _read(folder)
-    saved = unpack(tree, tensors, state.device, parameters_of(state.optimizer))
-    names = _optimized_names(state)
-    for before, now in zip(saved.get("optimized", names), names):
+    with as_written(folder):
+        tree, tensors = _read(folder)
+        saved = unpack(tree, tensors, state.device, parameters_of(state.optimizer))
+        names = _optimized_names(state)
+        optimized = saved.get("optimized", names)
+        saved = {name: saved[name] for name in _KEPT} | {"frozen": saved.get("frozen")}
+    for before, now in zip(optimized, names):
         if before != now:
             raise SnugfitError(
                 f"{folder} holds the optimizer of other parameters, or in another order: {before} stood where"

@@ -172,7 +172,7 @@ def load_weights(model: torch.nn.Module, folder: Path) -> None:
         else:
             _load_module(model, folder)
         load_model_state(model, folder)
-    except (RuntimeError, KeyError, ValueError, OSError) as fault:
+    except (RuntimeError, LookupError, ValueError, TypeError, AttributeError, OSError) as fault:
         raise SnugfitError(f"{folder} holds no weights of this model: {fault}") from None
 
 
