@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 NO_BLOCK = -1
 """Stands for the block of a storage without bytes."""
 
+_ZEROS = "aten::_efficientzerotensor"
+"""Makes the zeros of forward-mode autograd, which no memory is requested for (`ZeroTensorAllocator`)."""
+
 
 class Allocations:
     """Writes down which storages of a run are allocated and freed."""
@@ -84,7 +87,7 @@ class Allocations:
         storage = tensor.untyped_storage()
         address = storage._cdata
         if address not in self._live:
-            nbytes = storage.nbytes()
+            nbytes = 0 if operator == _ZEROS else storage.nbytes()
             index = self._add_block(operator, nbytes) if nbytes else NO_BLOCK
             self._live[address] = (index, weakref.ref(storage, self._on_free(address, index)))
 
