@@ -27,6 +27,7 @@ from fitted import (
 )
 from small_runs import Killed, assert_same_weights
 from snugfit import fit
+from snugfit.documents import read_document, write_document
 from snugfit.errors import SnugfitError, UsageError
 from snugfit.training.checkpoint.manifest import verify
 
@@ -265,3 +266,13 @@ def test_adapters_are_kept_and_resumed(tmp_path: Path) -> None:
     again = made()
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert_same_weights(first.model, again.model)
+
+
+@pytest.mark.parametrize("part", ["about", "result", "checkpoint"])
+def test_a_finished_run_whose_note_is_broken_goes_on_from_its_checkpoints(part: str, tmp_path: Path) -> None:
+    run_of(tmp_path, max_steps=2).train()
+    note = read_document(tmp_path / "finished.json")
+    write_document(tmp_path / "finished.json", {**note, part: [1]})
+    again = run_of(tmp_path, max_steps=2)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 2

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, final
 from snugfit.frontends.trainer.data import DataPosition, position_of
 from snugfit.step.trainer_hooks import StepEnd
 from snugfit.step.transformers_internals import logged_losses, restore_logged_losses
-from snugfit.training.checkpoint.state import restore_frozen, restore_rng
+from snugfit.training.checkpoint.state import as_written, restore_frozen, restore_rng
 from snugfit.training.rng import all_rng_states, restore_all_rng_states
 
 if TYPE_CHECKING:
@@ -91,10 +91,11 @@ class StateFiles:
         """What the Trainer's own state does not hold."""
         if self.folder is None:
             return {}
-        extra: dict[str, Any] = json.loads((self.folder / EXTRA_STATE).read_text(encoding="utf-8"))
         rows = self._trainer.args.per_device_train_batch_size
-        if extra["data"].get("rows", rows) != rows:
-            extra["data"]["last"] = None  # there are no batches like it any more
+        with as_written(self.folder):
+            extra: dict[str, Any] = json.loads((self.folder / EXTRA_STATE).read_text(encoding="utf-8"))
+            if extra["data"].get("rows", rows) != rows:
+                extra["data"]["last"] = None  # there are no batches like it any more
         return extra
 
     @property
