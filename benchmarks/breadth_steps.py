@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import logging
 import random
@@ -41,8 +42,11 @@ from breadth import RESULTS, default_configs, difference, merge
 from snugfit.documents import write_document
 from snugfit.versions import versions
 
-SHAPES = {"batch_size": 4, "sequence_length": 64, "target_length": 32}
-LARGEST = 3 << 30
+SHAPES = {"sequence_length": 64, "target_length": 32}
+ROWS = (4, 1)
+"""Samples of a batch; the second where nothing else makes it small enough."""
+
+LARGEST = 6 << 30
 """Bytes of a rehearsed peak that is run for real."""
 
 DIVISIONS = (8, 4, 2, 1)
@@ -51,7 +55,7 @@ DIVISIONS = (8, 4, 2, 1)
 WORDS, EXPERTS, PIXELS = 1024, 16, 224
 """Most entries of a vocabulary, experts of a layer, and pixels of a side, of a narrowed config."""
 
-WIDTHS = re.compile(r"size|dim|width|channel|d_model|d_ff|d_kv|n_embd|n_inner|ffn|_rank|features")
+WIDTHS = re.compile(r"size|dim|width|channel|d_model|d_ff|d_kv|d_head|n_embd|n_inner|ffn|_rank|features")
 NO_WIDTHS = re.compile(r"vocab|image|patch|kernel|window|chunk|position|num_|group|block|stride|token|_rate")
 
 EXPLAINS_NOTHING = ("The model has faster kernels in", "trainable parameters get no gradient from this batch")
@@ -65,7 +69,7 @@ def narrow(config: dict[str, Any], division: int) -> dict[str, Any]:
     for key, value in config.items():
         if isinstance(value, dict):
             narrowed[key] = narrow(value, division)
-        elif key.endswith("vocab_size") and _is_count(value):
+        elif "vocab_size" in key and _is_count(value):
             narrowed[key] = min(value, WORDS)
         elif key.endswith(("token_id", "token_index")) and _is_count(value) and value >= WORDS:
             narrowed[key] = WORDS - 1 - value % 64
@@ -115,20 +119,22 @@ def held_to_steps(model_type: str, task: str, name: str, lengths: dict[str, Any]
 
     shapes = SHAPES | {k: min(v, SHAPES.get(k, v)) if _is_count(v) else v for k, v in lengths.items()}
     refusals: dict[str, str] = {}
-    for division, config in narrowed_configs(model_type, task, name):
-        ending: dict[str, Any] = {"narrowed": division}
+    for rows, (division, config) in itertools.product(ROWS, [*narrowed_configs(model_type, task, name)]):
+        ending: dict[str, Any] = {"narrowed": division, "batch_size": rows}
+        tried = f"{division}, batch of {rows}"
         try:
             facts = parse_config(json.dumps(config).encode(), where=model_type)
-            job = Job(model=Model.from_config(facts, name=model_type), task=task, **shapes)  # type: ignore[arg-type]
+            model = Model.from_config(facts, name=model_type)
+            job = Job(model=model, task=task, batch_size=rows, **shapes)  # type: ignore[arg-type]
             trace = rehearse(job, Recipe().setup(), CpuPolicy())
         except SnugfitError as refused:
-            refusals[division] = str(refused)
+            refusals[tried] = str(refused)
             continue
         except Exception:
             return ending | {"ends": "crashed", "text": traceback.format_exc()[-2000:]}
         if trace.peak()[0] <= LARGEST:
             break
-        refusals[division] = f"a peak of {trace.peak()[0]:,} bytes"
+        refusals[tried] = f"a peak of {trace.peak()[0]:,} bytes"
     else:
         return {"ends": "refused", "text": refusals}
     ending |= {"doubts": list(trace.doubts)}
@@ -181,7 +187,7 @@ def document_of(asked: argparse.Namespace) -> dict[str, Any]:
     """The document: versions, how many pairs end how, and each pair."""
     now = datetime.datetime.now(datetime.UTC)
     breadth = json.loads(asked.breadth.read_text())
-    last = json.loads(asked.again.read_text())["pairs"] if asked.again else []
+    last = [end for path in asked.again for end in json.loads(path.read_text())["pairs"]]
     kept = {(end["model_type"], end["task"]): end for end in last if end["ends"] in ("same", "doubted")}
     with ThreadPoolExecutor(asked.processes) as threads:
         endings = list(
@@ -210,7 +216,9 @@ def main() -> None:
     parser.add_argument("--sample", type=int, default=100)
     parser.add_argument("--seed", type=int, default=20261122)
     parser.add_argument("--pairs", help="TYPE:TASK, with commas, in the place of a sample")
-    parser.add_argument("--again", type=Path, help="a file of this script: all but `same` and `doubted` anew")
+    parser.add_argument(
+        "--again", type=Path, nargs="+", default=[], help="files of this: `same`, `doubted` stay"
+    )
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=240.0, help="of each pair")
     parser.add_argument("--out", type=Path, help="results/breadth-steps-DATE.json where not given")

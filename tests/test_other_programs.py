@@ -316,3 +316,9 @@ def test_longt5_s_buckets_are_on_the_device(monkeypatch: pytest.MonkeyPatch) -> 
     assert predicted() == real
     monkeypatch.setattr(cuda_names, "makes_on_the_host", lambda code: False)
     assert predicted() == real - 49 * 3 * 49 * 8, "each bucket is an int64"
+
+
+def test_buffers_that_a_model_makes_on_the_host_are_a_doubt() -> None:
+    """LeViT's are `torch.LongTensor`s, which no ambient device moves."""
+    trace = trace_of_config("levit", Task.IMAGE_CLASSIFICATION, image_size=224, depths=[1, 1, 1])
+    assert "made on the host" in " ".join(trace.doubts)

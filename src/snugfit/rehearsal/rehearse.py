@@ -40,6 +40,9 @@ STEPS = 3
 """Optimizer steps of a rehearsal. States are made at the end of the first, so the second is the first with
 all of them; the third is the steady state that every figure of ours means."""
 
+LEAST_LEFT = 1 << 16
+"""Bytes of buffers on the host below which nothing is said of them."""
+
 
 def rehearse(
     job: Job,
@@ -121,7 +124,17 @@ def record_step(step: Step, policy: Policy, steps: int) -> Recording:
             recorder.doubt(str(warning.message))
         if step.model is not None and (sentence := gradients.sentence(step.model)):
             recorder.doubt(sentence)
+        if step.model is not None and (sentence := _left_on_the_host(step.model)):
+            recorder.doubt(sentence)
         return recorder.recording(notes.attention)
+
+
+def _left_on_the_host(model: Any) -> str:
+    """What to say of buffers that a model's code makes on the host, whatever device it is built on."""
+    left = {name: buffer.nbytes for name, buffer in model.named_buffers() if buffer.device.type == "cpu"}
+    if (nbytes := sum(left.values())) < LEAST_LEFT:
+        return ""
+    return f"{nbytes:,} bytes of buffers are made on the host and are not counted: {next(iter(left))} ..."
 
 
 def _refuse_no_trainer(trainer_class: type[Any], loop: str) -> None:
