@@ -186,6 +186,44 @@ def test_the_answer_is_that_of_brute_force_and_the_front_is_up_to_a_grain(seed: 
         assert front[-1][1] == min(size for _, size in everything)
 
 
+def recomputed(told: Told, space: Space, rng: random.Random) -> Told:
+    """The same, but what recomputes takes longer than without, and no less than its update."""
+    plain = roster.plain(Slot.CHECKPOINTING)
+    traces: dict[int, tuple[Bound, Figures | None]] = {}
+    for number, candidate in enumerate(space.candidates):  # those that recompute nothing come first
+        without = space.number(candidate.recipe.with_(plain))
+        assert without is not None
+        needed, seconds = told.bounds[without][:2]
+        resting = int(needed * 0.8)
+        if without != number:
+            needed, seconds = rng.randrange(resting, needed + 1), seconds * rng.uniform(1, 1.4)
+        after = Figures(needed, needed, needed, 0, seconds)
+        traces.setdefault(candidate.trace, (Bound(needed, seconds, resting), after))
+    known = [traces[candidate.trace] for candidate in space.candidates]
+    return Told(told.numbers, [least for least, _ in known], [after for _, after in known])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_recomputing_that_cannot_matter_is_not_looked_at_and_changes_no_answer(seed: int) -> None:
+    rng = random.Random(seed)
+    space = space_of(small_job("bert", 2, batch_size=2), fidelity=Fidelity.ROUNDS)
+    told = recomputed(told_of(space, rng), space, rng)
+    sizes = sorted(figures.needed_bytes for figures in told.figures if figures)
+    kinds = len({candidate.passes for candidate in space.candidates})
+    for memory in (None, sizes[-1], sizes[len(sizes) // 8], sizes[0], sizes[0] - 1):
+        answers: list[object] = []
+        for every_bound in (False, True):
+            pool = WorkerPool([told])  # type: ignore[list-item]
+            state = search(space, pool, memory_bytes=memory, every_bound=every_bound)
+            assert (state.kinds == kinds) == every_bound
+            fitting = [each for each in state.judged.values() if each.needed_bytes <= (memory or sizes[-1])]
+            answers.append(
+                min((each.seconds, each.needed_bytes) for each in fitting) if fitting else sizes[0]
+            )
+            assert fitting or state.smallest == sizes[0]
+        assert answers[0] == answers[1]
+
+
 @pytest.mark.whole
 def test_a_recipe_to_start_from_may_be_text() -> None:
     job = small_job("gpt2", 1, batch_size=1)

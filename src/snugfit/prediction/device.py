@@ -52,9 +52,12 @@ def policy_for(gpu: Gpu | None, software: Software) -> CudaPolicy:
 
 
 def common_policy(gpus: Sequence[Gpu | None], software: Software) -> CudaPolicy:
-    """That of the first of these GPUs, with one peer for each way in which others may decide."""
+    """That of the first of these GPUs, with one peer for each way in which others may decide that share a
+    search with it."""
     policies = [policy_for(gpu, software) for gpu in gpus]
-    by_decisions = {policy.decisions: policy for policy in policies}
+    by_decisions = {
+        policy.decisions: policy for policy in policies if policy.may_share == policies[0].may_share
+    }
     del by_decisions[policies[0].decisions]
     return replace(policies[0], peers=tuple(by_decisions.values()))
 

@@ -16,6 +16,8 @@ class Bound(NamedTuple):
     """Live bytes at the worst moment, and the context."""
     seconds: float
     """A step's, with its share of the start-up."""
+    resting_bytes: int = 0
+    """Of the bytes, those that are live in an update: no recomputing of activations changes them."""
 
 
 class Figures(NamedTuple):

@@ -59,6 +59,8 @@ class StepBounds(NamedTuple):
     """At the worst moment."""
     seconds: Sequence[float]
     """Of the step, on each GPU."""
+    resting_bytes: int
+    """Live at the worst moment of the update."""
 
 
 class Bounds(NamedTuple):
@@ -92,8 +94,9 @@ class LowerBounds:
             by_update = {update_key(setups[number]): setups[number] for number in numbers}
             seconds = passes.seconds(list(by_update.values()))
             by_key = {
-                key: StepBounds(passes.live(setup), one)
+                key: StepBounds(max(passes.rise(setup), resting), one, resting)
                 for (key, setup), one in zip(by_update.items(), seconds, strict=True)
+                for resting in (passes.resting(setup),)
             }
             bounds |= {number: by_key[update_key(setups[number])] for number in numbers}
         return Bounds([bounds[number] for number in range(len(setups))], passes.by_depth[0].attention)
@@ -152,14 +155,22 @@ class _PassesBounds:
 
     # ---- bytes -------------------------------------------------------------------------------------------
 
-    def live(self, setup: Setup) -> int:
-        """Live bytes at the worst moment of a step."""
+    def rise(self, setup: Setup) -> int:
+        """Live bytes at the worst moment of the passes."""
+        return int(self._standing(setup) + self._rise(setup))
+
+    def resting(self, setup: Setup) -> int:
+        """Live bytes at the worst moment of the update."""
         updates = [self.bounds.update(setup, shallow) for shallow in self.update_fit.depths]
         after = self.fit.extrapolate([profile.residual_bytes for profile in self._profiles(setup)])
         after += self.update_fit.extrapolate([update.peak_increase for update in updates])
+        return int(self._standing(setup) + after)
+
+    def _standing(self, setup: Setup) -> float:
+        """Live bytes between steps."""
+        updates = [self.bounds.update(setup, shallow) for shallow in self.update_fit.depths]
         standing = self.fit.extrapolate([passes.baseline_bytes for passes in self.by_depth])
-        states = self.update_fit.extrapolate([update.state_bytes for update in updates])
-        return int(standing + states + max(self._rise(setup), after))
+        return float(standing + self.update_fit.extrapolate([update.state_bytes for update in updates]))
 
     def _profiles(self, setup: Setup) -> list[PassProfile]:
         """Of each depth, the passes of such a step."""

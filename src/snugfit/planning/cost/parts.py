@@ -105,12 +105,19 @@ class Parts:
         bounds = self.lower_bounds.of(setups)
         self.startup.forget()
         trace = Trace((), (), (Mark(0, 0, "backward"),), (), (), bounds.attention)
-        return [self._bounds(step.live_bytes, trace, step.seconds) for step in bounds.per_setup]
+        return [
+            self._bounds(step.live_bytes, trace, step.seconds, step.resting_bytes)
+            for step in bounds.per_setup
+        ]
 
-    def _bounds(self, live_bytes: int, trace: Trace, seconds: Sequence[float]) -> tuple[Bound, ...]:
+    def _bounds(
+        self, live_bytes: int, trace: Trace, seconds: Sequence[float], resting: int = 0
+    ) -> tuple[Bound, ...]:
         """One for each GPU; of the trace, what its context depends on."""
-        contexts = self._contexts(trace)
-        return tuple(Bound(live_bytes + context, s) for context, s in zip(contexts, seconds, strict=True))
+        return tuple(
+            Bound(live_bytes + context, s, resting + context)
+            for context, s in zip(self._contexts(trace), seconds, strict=True)
+        )
 
     def _contexts(self, trace: Trace) -> list[int]:
         return [context_of(gpu, Software(), trace)[0] for gpu in self.gpus]

@@ -39,7 +39,7 @@ class PerGpuSearch:
         self.own: dict[int, bool] = {}
         """Candidates that were simulated in full by this GPU's own policy, and whether that took what they
         had been judged to take."""
-        self._by_seconds = sorted(state.bounds, key=lambda number: state.bounds[number][::-1])
+        self._by_seconds = sorted(state.bounds, key=lambda number: state.bounds[number][1::-1])
         self._by_bytes = sorted(state.bounds, key=lambda number: state.bounds[number])
 
     def open_candidates(self) -> Iterator[int]:

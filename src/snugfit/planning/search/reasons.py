@@ -45,6 +45,7 @@ def explain(state: SearchState, pool: WorkerPool, answer: int) -> Explanation:
     the answer cannot be simulated."""
     candidates = state.space.candidates
     recipe = candidates[answer].recipe
+    state.screen_these(_compared(state, recipe))
     alternatives = {slot: _alternative(state, recipe, slot) for slot in Slot}
     numbers = {slot: state.space.number(other) for slot, other in alternatives.items() if other is not None}
     unknown = {n for n in numbers.values() if n is not None and n in state.bounds and n not in state.judged}
@@ -65,6 +66,16 @@ def explain(state: SearchState, pool: WorkerPool, answer: int) -> Explanation:
         for number in (numbers[slot],)
     )
     return Explanation(verified, doubts, tuple(reasons))
+
+
+def _compared(state: SearchState, recipe: Recipe) -> Iterator[int]:
+    """All that may be the `_alternative` of a slot."""
+    for slot in Slot:
+        plain = roster.plain(slot)
+        if recipe[slot] == plain:
+            yield from state.space.others(recipe, slot)
+        elif (number := state.space.number(recipe.with_(plain))) is not None:
+            yield number
 
 
 def _alternative(state: SearchState, recipe: Recipe, slot: Slot) -> Recipe | None:

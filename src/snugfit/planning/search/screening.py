@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -28,13 +29,16 @@ class Screening:
     """How many kinds of passes were rehearsed."""
 
 
-def screen(space: Space, pool: WorkerPool, tell: Tell = lambda what: None) -> Screening:
-    """Gives every candidate its lower bounds. One worker begins at each end of the list, which is in the
-    order of what updates depend on, so that few updates are rehearsed in both. Raises `SnugfitError` when
-    nothing can be rehearsed."""
+def screen(
+    space: Space, pool: WorkerPool, tell: Tell = lambda what: None, kinds: Collection[int] | None = None
+) -> Screening:
+    """Gives every candidate its lower bounds, or those of some kinds of passes. One worker begins at each end
+    of the list, which is in the order of what updates depend on, so that few updates are rehearsed in both.
+    Raises `SnugfitError` when nothing at all can be rehearsed."""
     groups: dict[int, list[int]] = defaultdict(list)
     for number, candidate in enumerate(space.candidates):
-        groups[candidate.passes].append(number)
+        if kinds is None or candidate.passes in kinds:
+            groups[candidate.passes].append(number)
     order = sorted(groups.values(), key=lambda group: repr(space.candidates[group[0]].update))
     waiting = deque(range(len(order)))
     screening = Screening(kinds=len(order))
@@ -53,7 +57,7 @@ def screen(space: Space, pool: WorkerPool, tell: Tell = lambda what: None) -> Sc
             screening.excluded.append(exclusion(space, order[index], answer))
         else:
             screening.bounds.update(zip(order[index], answer, strict=True))
-    if not screening.bounds:
+    if kinds is None and not screening.bounds:
         why = screening.excluded[0].why if screening.excluded else "there is none"
         raise SnugfitError(f"No recipe could be simulated: {why}")
     return screening

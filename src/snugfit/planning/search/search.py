@@ -1,11 +1,12 @@
 """The search: every valid recipe, as few full rehearsals as that takes, and still an exact answer.
 
-Each Setup first gets its lower bounds (`Parts.screen`). Then Setups are judged in the order of their least
-seconds: put together in full, timed, and sent through the allocator. A Setup that is dominated by one that
-was judged, by its lower bounds and up to a resolution of memory, is left out, unless it may fit where that
-one does not. So what remains is the Pareto front of the space, up to that resolution, and the fastest that
-fits, exactly: less memory can never give a faster plan. Where the smallest is asked for, or nothing fits,
-whatever could be smaller yet is judged too.
+Each Setup first gets its lower bounds (`Parts.screen`), but for kinds of recomputing that cannot matter
+(`recomputing.py`). Then Setups are judged in the order of their least seconds: put together in full, timed,
+and sent through the allocator. A Setup that is dominated by one that was judged, by its lower bounds and up
+to a resolution of memory, is left out, unless it may fit where that one does not. So what remains is the
+Pareto front of the space, up to that resolution, and the fastest that fits, exactly: less memory can never
+give a faster plan. Where the smallest is asked for, or nothing fits, whatever could be smaller yet is judged
+too.
 
 What is judged must never be less than its lower bound. Where it is, the model's layers do not grow as they
 seemed to, and the search starts again without shortcuts.
@@ -25,7 +26,7 @@ from snugfit.errors import RehearsalError, UsageError
 from snugfit.planning.cost.startup_share import PlannedRun
 from snugfit.planning.plan import Plan
 from snugfit.planning.request import fidelity_of, refuse_bad_request, start_of
-from snugfit.planning.search.screening import screen
+from snugfit.planning.search.recomputing import RecomputingKinds
 from snugfit.planning.search.space import Space, space_of
 from snugfit.planning.search.state import SearchState, Tell
 from snugfit.prediction.device import doubts_about
@@ -113,7 +114,8 @@ def _answer(asked: _PlanRequest, space: Space, pool: WorkerPool) -> Plan:
     from snugfit.planning.search.reasons import compare_with_start, cures, explain
 
     job, memory, smallest = asked.job, asked.memory_bytes, asked.objective == "memory"
-    state = search(space, pool, asked.tell, memory_bytes=memory, smallest=smallest)
+    listed = asked.ranked > 0  # any candidate may be among the best few
+    state = search(space, pool, asked.tell, memory_bytes=memory, smallest=smallest, every_bound=listed)
     front = state.front()
     if not front:
         why = next((f"'{one.what}': {one.why}" for one in state.excluded), "the space is empty.")
@@ -157,15 +159,20 @@ def search(
     *,
     memory_bytes: int | None = None,
     smallest: bool = False,
+    every_bound: bool = False,
 ) -> SearchState:
     """The space's Pareto front, with the fastest recipe that fits so much memory on it; and with the smallest
-    there is, where that is asked for or nothing fits. Raises `BelowLowerBound`, and `SnugfitError` when
-    nothing can be rehearsed."""
-    first = screen(space, pool, tell)
-    bounds = {number: bound for number, (bound,) in first.bounds.items()}
-    state = SearchState(space, bounds, excluded=first.excluded, kinds=first.kinds, memory_bytes=memory_bytes)
+    there is, where that is asked for or nothing fits. `every_bound` gives what is not judged its lower bounds
+    too. Raises `BelowLowerBound`."""
+    state = SearchState(space, memory_bytes=memory_bytes)
+    recomputing = RecomputingKinds(state, pool, tell)
+    others = {candidate.passes for candidate in space.candidates}.difference(recomputing.waiting)
+    recomputing.add(others)
+    state.judge_all(pool, tell)
+    recomputing.screen(lambda number, least: every_bound or not state.is_dominated(number, least))
     state.judge_all(pool, tell)
     if smallest or (memory_bytes is not None and state.smallest > memory_bytes):
+        recomputing.screen(lambda number, least: least.needed_bytes <= state.smallest)
         state.judge_all(pool, tell, smallest=True)
     return state
 

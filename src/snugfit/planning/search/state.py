@@ -57,6 +57,8 @@ class SearchState:
     """How many kinds of passes were rehearsed for the bounds."""
     memory_bytes: int | None = None
     """What the answer has to fit; None where nothing is asked to."""
+    screen_these: Callable[[Iterable[int]], None] = lambda numbers: None
+    """Gives these candidates lower bounds, of whatever kinds were left out so far."""
     _best: list[tuple[float, int]] = field(default_factory=list)
     """Seconds and bytes of the judged ones that no other dominates, the fastest first."""
     _worker_of: dict[int, int] = field(default_factory=dict, init=False)
@@ -131,10 +133,10 @@ class SearchState:
         skip = self.cannot_be_smallest if smallest else self.is_dominated
 
         def order(number: int) -> tuple[float, float]:
-            needed_bytes, seconds = self.bounds[number]
+            needed_bytes, seconds, _ = self.bounds[number]
             return (needed_bytes, seconds) if smallest else (seconds, needed_bytes)
 
-        groups = self._traces(self.bounds)
+        groups = self._traces(number for number in self.bounds if number not in self.judged)
         groups.sort(key=lambda group: min(map(order, group)))
         tell("judging")
         self.judge(groups, pool, skip=skip, step=Progress("judging", len(groups), tell).step)
@@ -148,10 +150,10 @@ class SearchState:
             groups[self.space.candidates[number].trace].append(number)
         return list(groups.values())
 
-    def is_dominated(self, number: int) -> bool:
+    def is_dominated(self, number: int, least: Bound | None = None) -> bool:
         """Whether some judged recipe is as fast as this one can be, and this one can be neither smaller by
         `MEMORY_RESOLUTION` nor fit where that one does not."""
-        least = self.bounds[number]
+        least = least or self.bounds[number]
         faster = bisect.bisect_right(self._best, (least.seconds * (1 - TIME_BOUND_MARGIN), math.inf))
         if not faster:
             return False
