@@ -45,7 +45,7 @@ def explain(state: SearchState, pool: WorkerPool, answer: int) -> Explanation:
     the answer cannot be simulated."""
     candidates = state.space.candidates
     recipe = candidates[answer].recipe
-    state.screen_these(_compared(state, recipe))
+    state.screen_these(_comparable(state, recipe))
     alternatives = {slot: _alternative(state, recipe, slot) for slot in Slot}
     numbers = {slot: state.space.number(other) for slot, other in alternatives.items() if other is not None}
     unknown = {n for n in numbers.values() if n is not None and n in state.bounds and n not in state.judged}
@@ -68,7 +68,7 @@ def explain(state: SearchState, pool: WorkerPool, answer: int) -> Explanation:
     return Explanation(verified, doubts, tuple(reasons))
 
 
-def _compared(state: SearchState, recipe: Recipe) -> Iterator[int]:
+def _comparable(state: SearchState, recipe: Recipe) -> Iterator[int]:
     """All that may be the `_alternative` of a slot."""
     for slot in Slot:
         plain = roster.plain(slot)

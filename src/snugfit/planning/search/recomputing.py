@@ -46,13 +46,13 @@ class RecomputingKinds:
                 self._without[number] = state.space.number(candidate.recipe.with_(keep))
         state.screen_these = self.screen_these
 
-    def screen(self, wanted: Callable[[int, Bound], bool]) -> None:
-        """Gives those kinds their lower bounds of which a candidate is `wanted`, by the least that is known
+    def screen(self, is_needed: Callable[[int, Bound], bool]) -> None:
+        """Gives those kinds their lower bounds of which a candidate `is_needed`, by the least that is known
         of it."""
         kinds = {
             kind
             for kind, numbers in self.waiting.items()
-            if any(wanted(number, self._least(number)) for number in numbers)
+            if any(is_needed(number, self._least(number)) for number in numbers)
         }
         if not kinds:
             return

@@ -166,8 +166,7 @@ def search(
     too. Raises `BelowLowerBound`."""
     state = SearchState(space, memory_bytes=memory_bytes)
     recomputing = RecomputingKinds(state, pool, tell)
-    others = {candidate.passes for candidate in space.candidates}.difference(recomputing.waiting)
-    recomputing.add(others)
+    recomputing.add({candidate.passes for candidate in space.candidates}.difference(recomputing.waiting))
     state.judge_all(pool, tell)
     recomputing.screen(lambda number, least: every_bound or not state.is_dominated(number, least))
     state.judge_all(pool, tell)
