@@ -30,6 +30,7 @@ from snugfit import fit
 from snugfit.documents import read_document, write_document
 from snugfit.errors import SnugfitError, UsageError
 from snugfit.training.checkpoint.manifest import verify
+from tiers import slow_but
 
 pytestmark = pytest.mark.whole
 
@@ -66,7 +67,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return trained(run_of(tmp_path_factory.mktemp("whole")))
 
 
-@pytest.mark.parametrize("step", [3, 6, 7, 9])
+@pytest.mark.parametrize("step", slow_but([6, 7, 3, 9], 2))
 def test_a_killed_run_goes_on_bit_for_bit(step: int, whole: Any, tmp_path: Path) -> None:
     """Within an epoch, on its border (6 steps each), and in the second."""
     killed(run_of(tmp_path, at=At(step, die)))
@@ -86,7 +87,7 @@ def test_a_run_that_was_killed_twice_goes_on_in_its_precision(tmp_path: Path) ->
     assert_same_run(resumed, whole)
 
 
-@pytest.mark.parametrize(("steps", "logged"), [(7, 3), (10, 3), (9, 1), (7, 50)])
+@pytest.mark.parametrize(("steps", "logged"), slow_but([(7, 3), (10, 3), (9, 1), (7, 50)], 1))
 def test_the_mean_loss_of_a_resumed_run_is_that_of_all_its_steps(
     steps: int, logged: int, tmp_path: Path
 ) -> None:
@@ -124,7 +125,7 @@ def masked(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return {**batch, "input_ids": batch["input_ids"].masked_fill(hidden, 3)}
 
 
-@pytest.mark.parametrize(("step", "how"), [(3, "killed"), (7, "killed"), (3, "no number")])
+@pytest.mark.parametrize(("step", "how"), slow_but([(7, "killed"), (3, "killed"), (3, "no number")], 1))
 def test_a_collator_that_draws_goes_on_with_its_numbers(step: int, how: str, tmp_path: Path) -> None:
     def made(folder: Path) -> Any:
         trainer = run_of(folder, max_steps=8)
@@ -268,7 +269,7 @@ def test_adapters_are_kept_and_resumed(tmp_path: Path) -> None:
     assert_same_weights(first.model, again.model)
 
 
-@pytest.mark.parametrize("part", ["about", "result", "checkpoint"])
+@pytest.mark.parametrize("part", slow_but(["about", "result", "checkpoint"], 1))
 def test_a_finished_run_whose_note_is_broken_goes_on_from_its_checkpoints(part: str, tmp_path: Path) -> None:
     run_of(tmp_path, max_steps=2).train()
     note = read_document(tmp_path / "finished.json")

@@ -53,18 +53,18 @@ def hold_to_law(case: Case) -> None:
     assert predicted == real, f"{predicted:,} bytes predicted, {real:,} real"
 
 
+def marks(number: int, case: Case) -> list[pytest.MarkDecorator]:
+    """Two of three cases are in the slow tier."""
+    tier = [pytest.mark.slow] if number % 3 else []
+    return [*tier, pytest.mark.xfail(reason=case.xfail, strict=True)] if case.xfail else tier
+
+
 @pytest.mark.whole
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(
-            case,
-            id=case.name,
-            marks=pytest.mark.xfail(reason=case.xfail, strict=True),
-        )
-        if case.xfail
-        else pytest.param(case, id=case.name)
-        for case in CASES
+        pytest.param(case, id=case.name, marks=marks(number, case))
+        for number, case in enumerate(sorted(CASES, key=lambda case: case.name))
     ],
 )
 def test_an_awkward_module_is_predicted_right_or_doubted_or_refused(case: Case) -> None:
