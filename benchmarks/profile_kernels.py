@@ -177,7 +177,8 @@ def device_jobs(seed: int, draws: int) -> Iterator[tuple[Job, Recipe]]:
     """The jobs of `NAMED`, and drawn ones."""
     for name, task, batch, length, recipes in NAMED:
         for recipe in recipes:
-            job = Job(model=Model.find(name), task=Task.parse(task), batch_size=batch, sequence_length=length)
+            sizes = {"batch_size": batch, "sequence_length": length}
+            job = Job(model=Model.find(name), task=Task.parse(task), dtype="float32", **sizes)  # type: ignore[arg-type]
             yield job, Recipe.parse(recipe)
     for number in range(draws):
         drawn = next(proposals(seed, number))
@@ -208,7 +209,8 @@ def small_job(family: Family, depth: int = 6, heads: int = 6) -> Job:
     model = Model.from_config(
         check_facts(facts, where=family.name), name=f"{family.name}-small", origin="drawn"
     )
-    return Job(model=model, task=family.tasks[-1], batch_size=4, sequence_length=64, target_length=64)
+    sizes = {"batch_size": 4, "sequence_length": 64, "target_length": 64}
+    return Job(model=model, task=family.tasks[-1], dtype="float32", **sizes)  # type: ignore[arg-type]
 
 
 def run_profiled(job: Job, recipe: Recipe, *, device: bool) -> dict[str, Any]:

@@ -56,7 +56,8 @@ def main() -> None:
     runs = []
     for name, task, batch, recipe, lengths in MODELS:
         for length in lengths:
-            job = Job(model=Model.find(name), task=Task.parse(task), batch_size=batch, sequence_length=length)
+            sizes = {"batch_size": batch, "sequence_length": length}
+            job = Job(model=Model.find(name), task=Task.parse(task), dtype="float32", **sizes)  # type: ignore[arg-type]
             runs.append(measure_length(job, Recipe.parse(recipe)))
             print(f"{name}, {length}: {1e3 * runs[-1]['step_seconds']:.1f} ms", flush=True)
             gc.collect()

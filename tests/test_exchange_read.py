@@ -112,8 +112,8 @@ def test_an_axolotl_file(tmp_path: Path) -> None:
     reading = read(tmp_path, "lora.yml", AXOLOTL)
     assert reading.settings == {
         "model": "meta-llama/Llama-3.2-1B", "task": "causal-lm", "sequence_length": 2048, "batch_size": 4,
-        "learning_rate": 2e-4, "loop": "trainer",
-        "recipe": "lora(r=16, targets=all-linear, dropout=0.05) + bf16_pure + tf32 + every_layer + "
+        "learning_rate": 2e-4, "loop": "trainer", "dtype": "bfloat16",
+        "recipe": "lora(r=16, targets=all-linear, dropout=0.05) + bf16 + tf32 + every_layer + "
         "micro_batches(2) + adamw_8bit",
     }  # fmt: skip
     assert not reading.refused
@@ -208,7 +208,6 @@ def test_what_changes_memory_or_maths_is_refused_by_name(
         ("q.yml", "base_model: gpt2\nadapter: qlora\nload_in_4bit: true", "load_in_4bit"),
         ("q.yml", "base_model: gpt2\nadapter: qlora\nload_in_4bit: true", "adapter"),
         ("q.yml", "base_model: gpt2\ngradient_checkpointing: offload", "gradient_checkpointing"),
-        ("q.yml", "base_model: gpt2\nfp16: true", "fp16"),
         ("q.yml", "base_model: gpt2\nplugins: [axolotl.integrations.liger.LigerPlugin]", "plugins"),
         ("t.py", "m = AutoModelForCausalLM.from_pretrained('gpt2', load_in_4bit=True)\n"
          "a = TrainingArguments('x')", "model.load_in_4bit"),

@@ -66,7 +66,8 @@ def small(family: Family, task: Task | None = None, **changes: Any) -> Job:
         facts[family.vocabulary] = 1000
         facts |= {key: 1 for key, value in facts.items() if key.endswith("_token_id") and value is not None}
     model = Model.from_config(check_facts(facts, where=family.name), name=family.name)
-    job = Job(model=model, task=task or family.tasks[-1], batch_size=4, sequence_length=96, target_length=40)
+    sizes = {"batch_size": 4, "sequence_length": 96, "target_length": 40}
+    job = Job(model=model, task=task or family.tasks[-1], dtype="float32", **sizes)  # type: ignore[arg-type]
     return replace(job, **changes)
 
 

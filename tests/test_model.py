@@ -35,7 +35,7 @@ def tiny(**keys: Any) -> Model:
     return Model.from_config(TINY | keys, name="tiny")
 
 
-def on_meta(model: Model, job: Job, *, dtype: str = "float32", attention: str = "sdpa") -> nn.Module:
+def on_meta(model: Model, job: Job, *, dtype: str | None = None, attention: str = "sdpa") -> nn.Module:
     with torch.device("meta"):
         return instantiate(job, dtype=dtype, attention=attention)
 

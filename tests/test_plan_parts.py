@@ -31,7 +31,7 @@ from snugfit.techniques.recipe import Recipe
 GPUS = [find_gpu(name) for name in ("h200", "v100-16gb")]
 
 
-@pytest.mark.parametrize("recipe", ["fp32", "fp16 + every_layer"])  # a scaler asks: the host waits
+@pytest.mark.parametrize("recipe", ["as_loaded", "fp16 + every_layer"])  # a scaler asks: the host waits
 @pytest.mark.parametrize("pieces", [1, 3])
 def test_pieces_of_a_step_take_as_long_as_the_step(recipe: str, pieces: int) -> None:
     job, setup = small_job("bert", 2, batch_size=4), Recipe.parse(recipe).setup()
@@ -82,7 +82,7 @@ def answers(pool: WorkerPool, questions: list[Question]) -> dict[int, object]:
 @pytest.mark.whole
 def test_workers_answer_as_parts_do_and_a_killed_one_is_told() -> None:
     job, clock = small_job("bert", 2, batch_size=2), GpuTimers(GPUS[:1])
-    setups = [Recipe.parse(text).setup() for text in ("fp32", "bf16")]
+    setups = [Recipe.parse(text).setup() for text in ("as_loaded", "bf16")]
     questions: list[Question] = [
         Question(0, "judge", ([setups[0]],)),
         Question(1, "screen", ([setups[1]],)),
@@ -108,7 +108,7 @@ def test_workers_answer_as_parts_do_and_a_killed_one_is_told() -> None:
 @pytest.mark.parametrize(
     "recipe",
     [
-        "fp32",
+        "as_loaded",
         "fp16 + every_nth_layer(2) + micro_batches(4)",  # the scaler asks: the host waits
         "bf16 + tf32 + segments + adamw_8bit + workers",  # waits for each parameter
         "bf16_pure + every_layer + adafactor_torch + micro_batches(2)",
@@ -125,7 +125,7 @@ def test_joined_pieces_of_few_layers_take_no_longer_than_the_step(recipe: str) -
 
 def test_updates_are_rehearsed_once_whatever_is_recomputed() -> None:
     parts = Parts(small_job("bert", 13, batch_size=2), GPUS, GpuTimers(GPUS))
-    for recipe in ("fp32", "every_nth_layer(2)", "every_nth_layer(3)"):
+    for recipe in ("as_loaded", "every_nth_layer(2)", "every_nth_layer(3)"):
         parts.screen([Recipe.parse(recipe).setup()])
     assert len(parts.lower_bounds._updates) == 2, "one for each of two depths"
 

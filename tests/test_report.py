@@ -307,10 +307,10 @@ def test_the_head_of_a_report_names_the_sizes_that_a_batch_has() -> None:
     def line(name: str, task: Task) -> str:
         return job_line(Job(model=Model.find(name), task=task))
 
-    assert line("bert-base-uncased", Task.MASKED_LM).endswith("· batch 4 × 512")
-    assert line("google/vit-large-patch16-224", Task.IMAGE_CLASSIFICATION).endswith("· batch 4")
-    assert line("google-t5/t5-3b", Task.SEQ2SEQ_LM).endswith("· batch 4 × 512 → 128")
-    assert line("openai/whisper-medium", Task.SPEECH_TO_TEXT).endswith("· batch 4 → 128")
+    assert "· batch 4 × 512 ·" in line("bert-base-uncased", Task.MASKED_LM)
+    assert "· batch 4 ·" in line("google/vit-large-patch16-224", Task.IMAGE_CLASSIFICATION)
+    assert "· batch 4 × 512 → 128 ·" in line("google-t5/t5-3b", Task.SEQ2SEQ_LM)
+    assert "· batch 4 → 128 ·" in line("openai/whisper-medium", Task.SPEECH_TO_TEXT)
 
 
 def test_results_print_themselves_once_attached(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,6 +64,10 @@ GpuName = Annotated[
     str | None, option(WHERE, "h200, v100-16gb, 'rtx 4090'; snugfit gpus lists them.", "--gpu")
 ]
 Memory = Annotated[str | None, option(WHERE, "Memory that may be used: 24GiB, 16GB, 16000MiB.")]
+Dtype = Annotated[
+    str | None,
+    option(JOB, "Of the loaded weights: float32, bfloat16, float16, or auto: the checkpoint's own. \\[auto]"),
+]
 Routing = Annotated[
     Literal["balanced", "worst"] | None,
     option(JOB, "How tokens go to experts: evenly, or all to the same. \\[balanced]"),
@@ -83,6 +87,7 @@ def _job_arguments(
     batch_size: BatchSize = None,
     labels: Labels = None,
     clip: Clip = None,
+    dtype: Dtype = None,
     phase: Phase = None,
     job_file: JobFile = None,
     arguments_file: ArgumentsFile = None,

@@ -108,6 +108,7 @@ def _draw_job(family: Family, rng: random.Random) -> Job | None:
         return None
     name = f"{family.name}-{sizes.depth}x{sizes.width}"
     return Job(
+        dtype="float32",
         model=Model.from_config(check_facts(config, where=name), name=name, origin="drawn"),
         task=task,
         phase=Phase.EVALUATE if rng.random() < EVALUATION_SHARE else Phase.TRAIN,

@@ -141,8 +141,11 @@ def own_gpu() -> str:
 
 
 def job_of(facts: Mapping[str, Any]) -> Job:
-    """The job of a few fields, with its model by name and its task as text."""
-    return Job(**{**facts, "model": Model.find(facts["model"]), "task": Task(facts["task"])})
+    """The job of a few fields, with its model by name and its task as text. The guide makes its models in
+    fp32."""
+    return Job(
+        **{"dtype": "float32", **facts, "model": Model.find(facts["model"]), "task": Task(facts["task"])}
+    )
 
 
 @cache

@@ -1,9 +1,10 @@
 """A Python script's arguments, read from its syntax tree and never executed.
 
-Found are the call of `TrainingArguments` (or, where there is none, of `Accelerator`), of `from_pretrained` on
-one of transformers' auto classes, and of peft's `LoraConfig`. An argument is known when it is a literal, a
-dtype of torch, or a name that the script gives such a value exactly once; `**name` of a dict works likewise,
-as the guide has it. What is computed while the script runs stays unknown, and is reported as such.
+Found are the call of `TrainingArguments` (or, where there is none, of `Accelerator`), of `from_pretrained` or
+`from_config` on one of transformers' auto classes, and of peft's `LoraConfig`. An argument is known when it
+is a literal, a dtype of torch, or a name that the script gives such a value exactly once; `**name` of a dict
+works likewise, as the guide has it. What is computed while the script runs stays unknown, and is reported as
+such.
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ def read_script(text: str, where: str) -> tuple[str, dict[str, Any]]:
     for call in calls:
         if _name(call) == "from_pretrained" and (task := _AUTO.get(_owner(call))):
             arguments |= reader.model(call, task)
+        elif _name(call) == "from_config" and (task := _AUTO.get(_owner(call))):
+            arguments |= {**reader.model(call, task), **_config_dtype(call, calls)}
         elif _name(call) == "LoraConfig":
             inner = reader.call(call)
             arguments |= {f"lora.{key}": value for key, value in inner.items()} or {"lora.task_type": None}
@@ -136,6 +139,14 @@ def _name(call: ast.Call) -> str:
     if isinstance(call.func, ast.Attribute):
         return call.func.attr
     return call.func.id if isinstance(call.func, ast.Name) else ""
+
+
+def _config_dtype(from_config: ast.Call, calls: list[ast.Call]) -> dict[str, Any]:
+    """The dtype of the random weights that `from_config` makes: the one that is said, that of a config which
+    the script reads, or else float32."""
+    said = any(keyword.arg in ("dtype", "torch_dtype") for keyword in from_config.keywords)
+    read = any(_name(call) == "from_pretrained" and _owner(call).endswith("Config") for call in calls)
+    return {} if said or read else {"job.dtype": "float32"}
 
 
 def _owner(call: ast.Call) -> str:

@@ -115,15 +115,6 @@ class _Reader:
         for prefix, group in trainer.groups.items():
             if any(key.startswith(f"{prefix}.") for key in self.arguments):
                 whole |= group
-        if (
-            "job.model" in self.origins
-            and self.document.format == "python"
-            and "model.dtype" not in self.arguments
-        ):
-            says = "without dtype transformers takes the checkpoint's own; here its weights are fp32"
-            self.differs.append(
-                Line(key="from_pretrained", value=str(self.arguments["job.model"]), says=says)
-            )
         whole |= {key: value for key, value in self.arguments.items() if not _unset(key, value, whole)}
         targets = whole.get("lora.target_modules")
         if isinstance(targets, list | str):

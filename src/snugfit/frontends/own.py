@@ -129,6 +129,9 @@ def _recipe_for(
     refuse_unsupported("plain", recipe.setup())
     for warning in cut_warning(job, recipe):
         watch(warning)
+    if target.type == "cpu":  # for a GPU the prediction says it
+        for text in recipe.lost_updates(job):
+            watch({"event": "warning", "text": text})
     return recipe
 
 

@@ -17,6 +17,7 @@ from snugfit.errors import ModelError, RecipeError, SnugfitError, lacks_package,
 from snugfit.job.architectures import HEADS, transformers_version
 from snugfit.job.clone import clone_to_device
 from snugfit.job.config import ignored_keys
+from snugfit.job.dtype import cast_weights
 from snugfit.job.job import Job, refuse_lengths
 from snugfit.job.model import Model
 from snugfit.job.weights import LoadedWeights, check_loaded, freeze_as
@@ -32,12 +33,13 @@ OnLoaded = Callable[[LoadedWeights], None]
 def instantiate(
     job: Job,
     *,
-    dtype: str,
+    dtype: str | None,
     attention: str,
     weights: Path | None = None,
     on_loaded: OnLoaded = lambda loaded: None,
 ) -> nn.Module:
-    """The real model of a job on the ambient `torch.device`, its weights in `dtype`, in train or eval mode.
+    """The real model of a job on the ambient `torch.device`, in train or eval mode, its weights in `dtype`,
+    or as the job has them loaded.
 
     Weights are random, or those of the folder `weights` (`find_weights`). Raises `ModelError` for a config
     that transformers cannot use or weights that the folder lacks, `RecipeError` for an attention that the
@@ -45,7 +47,9 @@ def instantiate(
     """
     module = job.model.module
     if module is not None:
-        return clone_to_device(module).train(job.trains)
+        clone = clone_to_device(module).train(job.trains)
+        return clone if dtype is None else cast_weights(clone, dtype)
+    dtype = dtype or job.dtype
     refuse_lengths(job, job.transformers_config().to_dict())
     try:
         return _from_facts(job, dtype, attention, weights, on_loaded).train(job.trains)

@@ -8,9 +8,9 @@ A config.json is untrusted input, and transformers trusts it: a key may name cod
    writes as `Infinity` and transformers as `{"__float__": "Infinity"}`, is kept in the second form, so that
    the facts stay strict JSON;
 3. the facts: every size is a whole number in its range (1200.0 is one: transformers writes it), the
-   architecture is known, and nothing in it chooses code, weights or kernels. What a recipe decides (dtype,
-   attention and expert kernels) and what names things without changing a byte (labels, versions, paths) is
-   left out of the facts.
+   architecture is known, and nothing in it chooses code, weights or kernels. What a recipe decides
+   (attention and expert kernels) and what names things without changing a byte (labels, versions, paths) is
+   left out of the facts. The checkpoint's dtype stands in them once, under "dtype".
 
 `auto_map` (code of the model's own) and `quantization_config` beside an architecture that transformers has
 are ignored when a model is built, as transformers ignores the first without trust_remote_code. The facts keep
@@ -32,6 +32,7 @@ from typing import Any
 from snugfit.documents import BadDocument, parse_json, read_limited
 from snugfit.errors import ModelError, did_you_mean
 from snugfit.job.architectures import model_types, transformers_version
+from snugfit.job.dtype import KEYS, config_dtype
 
 LARGEST_FILE = 4 << 20
 DEEPEST = 32
@@ -81,7 +82,6 @@ FLOAT_TAG = "__float__"
 INFINITE = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 """How transformers writes a number that JSON does not know: alone in an object, under this key."""
 
-RECIPE_DECIDES = ("dtype", "torch_dtype")
 NAMES_ONLY = frozenset({
     "_name_or_path", "_commit_hash", "transformers_version", "id2label", "label2id",
     "num_labels", "problem_type", "finetuning_task", "task_specific_params", "tokenizer_class",
@@ -136,7 +136,8 @@ def check_facts(document: Mapping[str, Any], *, where: str) -> Facts:
             f" {model_type!r}.{did_you_mean(model_type, model_types())}"
             f"{own_code if document.get('auto_map') else ''}"
         )
-    return _sizes_of(document)
+    dtype = config_dtype(document)
+    return _sizes_of(document) | ({"dtype": dtype} if dtype else {})
 
 
 def without_ignored(facts: str) -> Facts:
@@ -183,7 +184,7 @@ def _complaints(config: Mapping[str, Any]) -> Iterator[str]:
         yield f'"text_config" is {_show(config["text_config"])}; it is an object, the text model\'s config.'
     yield from _uneven_heads(config)
     yield from _uneven_parts(config)
-    for key in ("dtype", "torch_dtype"):
+    for key in KEYS:
         dtype = config.get(key)
         if dtype is not None and str(dtype).removeprefix("torch.") not in DTYPES:
             yield f'"{key}" is {_show(dtype)}, which is no floating-point dtype of torch, such as "bfloat16".'
@@ -268,11 +269,11 @@ def _configs(document: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _sizes_of(config: Mapping[str, Any]) -> Facts:
-    """The config without keys that a recipe decides, and without names that change no size."""
+    """The config without what a recipe decides, without dtypes, and without names that change no size."""
     return {
         key: _sizes_of(value) if isinstance(value, dict) else value
         for key, value in config.items()
-        if key not in NAMES_ONLY and key not in RECIPE_DECIDES and not _chooses_kernels(key)
+        if key not in NAMES_ONLY and key not in KEYS and not _chooses_kernels(key)
     }
 
 

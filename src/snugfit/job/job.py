@@ -16,6 +16,7 @@ from typing import Any, Self
 
 from snugfit.errors import JobError, did_you_mean
 from snugfit.job.architectures import tasks_of, transformers_version
+from snugfit.job.dtype import DTYPES, dtype_name
 from snugfit.job.limits import length_problem
 from snugfit.job.model import Model
 
@@ -123,6 +124,10 @@ class Job:
     build_on: str = "device"
     """`device`: the model is built where it trains. `host`: built on the CPU, then moved."""
 
+    dtype: str = "auto"
+    """In which dtype the weights are loaded: `float32`, `bfloat16` or `float16`. `auto`, or None, is the
+    model's own, as transformers loads it, and `float32` where the model says none."""
+
     mixes_samples: str = field(default="", compare=False, repr=False)
     """Why its loss is no mean over samples, where that was found with data; `mixing_of` asks the model."""
 
@@ -136,6 +141,7 @@ class Job:
             object.__setattr__(self, "task", Task.parse(self.task))
         if not isinstance(self.phase, Phase):
             object.__setattr__(self, "phase", Phase.parse(self.phase))
+        object.__setattr__(self, "dtype", _loaded_dtype(self.dtype, self.model))
         _in_range("batch size", self.batch_size, LARGEST_BATCH)
         _in_range("sequence length", self.sequence_length, LARGEST_LENGTH)
         _in_range("target length", self.target_length, LARGEST_LENGTH)
@@ -189,7 +195,8 @@ class Job:
             )
         if unknown := set(document) - {entry.name for entry in fields(cls) if entry.compare}:
             raise JobError(f"A job of another version of snugfit: unknown are {', '.join(sorted(unknown))}.")
-        return cls(**{**document, "model": Model.from_json(document["model"])})
+        earlier = {"dtype": "float32"}  # before jobs had a dtype, weights were made in this one
+        return cls(**{**earlier, **document, "model": Model.from_json(document["model"])})
 
 
 def refuse_what_is_no_job(job: object) -> None:
@@ -213,6 +220,25 @@ def _refuse_what_is_no_model(model: object) -> None:
     raise JobError(
         f"model is {shown}; a job takes a snugfit.Model: {named}, or Model.from_module(module, example)."
     )
+
+
+def _loaded_dtype(asked: object, model: Model) -> str:
+    """In which dtype a model's weights are loaded. Raises `JobError` for one that no job has."""
+    name = dtype_name("auto" if asked is None else asked)
+    if model.module is not None:
+        if name not in ("auto", model.dtype):
+            raise JobError(
+                f"dtype is {name!r}, and the weights of the module {model.name} are {model.dtype}. Cast the"
+                f" module itself, module.to(torch.{name}), or leave dtype out."
+            )
+        return model.dtype or DTYPES[0]
+    source = ""
+    if name == "auto":
+        name, source = model.dtype or DTYPES[0], f", as the checkpoint of {model.name} is"
+    if name not in DTYPES:
+        guess = did_you_mean(name, DTYPES)
+        raise JobError(f"dtype is {name!r}{source}.{guess} Allowed are {', '.join(DTYPES)}, and auto.")
+    return name
 
 
 def refuse_lengths(job: Job, config: Mapping[str, Any]) -> None:

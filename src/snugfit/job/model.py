@@ -28,8 +28,10 @@ from snugfit.errors import JobError, ModelError, one_line
 from snugfit.job.architectures import task_of
 from snugfit.job.batch_layout import BatchDims, BatchLayout, leaves
 from snugfit.job.config import check_facts, ignored_keys, without_ignored
+from snugfit.job.dtype import main_dtype
 from snugfit.job.find import find_facts
 from snugfit.job.media import hears_in_place_of_tokens
+from snugfit.job.weights import own_folder, stored_dtype
 
 if TYPE_CHECKING:
     from torch import nn
@@ -55,6 +57,10 @@ class Model:
     module: nn.Module | None = None
     """The user's own module; None for models that are built from facts."""
 
+    dtype: str | None = None
+    """In which dtype the checkpoint's weights are, by torch's name, or those of `module`; None where nothing
+    says it."""
+
     example: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
     """A batch that `module` takes as keyword arguments."""
 
@@ -67,12 +73,17 @@ class Model:
         if not isinstance(name, str | os.PathLike):
             raise ModelError(f"{name!r} is no name of a model: give text or a path.")
         full_name, origin, facts = find_facts(os.fspath(name), online=online)
+        if "dtype" not in facts and (folder := own_folder(full_name, origin)):
+            facts |= {"dtype": stored_dtype(folder)}
         return cls.from_config(facts, name=full_name, origin=origin)
 
     @classmethod
     def from_config(cls, facts: Mapping[str, Any], *, name: str, origin: str = "path") -> Self:
         """The model of a config's keys; they must have passed `check_facts`."""
-        return cls(name=name, origin=origin, facts=json.dumps(facts, sort_keys=True))
+        sizes = {key: value for key, value in facts.items() if key != "dtype"}
+        return cls(
+            name=name, origin=origin, facts=json.dumps(sizes, sort_keys=True), dtype=facts.get("dtype")
+        )
 
     @classmethod
     def from_module(
@@ -98,8 +109,14 @@ class Model:
                 kind = type(value).__name__
                 raise ModelError(f"The example batch's {key!r} is of type {kind}; give a tensor.")
         BatchLayout.of(example, batch_dims)
-        name = type(module).__name__
-        return cls(name=name, origin="python", module=module, example=dict(example), batch_dims=batch_dims)
+        return cls(
+            name=type(module).__name__,
+            origin="python",
+            module=module,
+            dtype=main_dtype(module),
+            example=dict(example),
+            batch_dims=batch_dims,
+        )
 
     def layout(self, samples: int) -> BatchLayout:
         """Where the samples of batches like the example lie, for jobs of so many samples."""
@@ -142,7 +159,8 @@ class Model:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object; `Model.from_json` reads it back, except for a module from Python."""
-        return {"name": self.name, "origin": self.origin, "config": self.config}
+        dtype = {"dtype": self.dtype} if self.dtype else {}
+        return {"name": self.name, "origin": self.origin, "config": self.config, **dtype}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
@@ -159,6 +177,7 @@ class Model:
                 f"The model {document['name']!r} lived in Python only; give the module itself again."
             )
         facts = check_facts(document["config"], where=str(document["name"]))
+        facts |= {"dtype": document.get("dtype")}
         return cls.from_config(facts, name=document["name"], origin=document["origin"])
 
     def transformers_config(self, task: str, labels: int) -> Any:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import ModelError, some_of
+from snugfit.job.dtype import file_dtype
 from snugfit.job.find import cached_file
 
 if TYPE_CHECKING:
@@ -57,6 +58,24 @@ def find_weights(name: str | os.PathLike[str]) -> Path:
             " move its files elsewhere."
         )
     return folder
+
+
+def own_folder(name: str, origin: str) -> Path | None:
+    """The folder in which the model of this name and origin stands, whether it holds weights or not; None
+    for a model that has none of its own."""
+    if origin == "hub cache":
+        file = cached_file(name, "config.json")
+        return file and file.parent
+    named = Path(os.path.expanduser(name))
+    return (named if named.is_dir() else named.parent) if origin == "path" else None
+
+
+def stored_dtype(folder: Path) -> str | None:
+    """The dtype of the weights in a folder, by torch's name; None where it has none that can be read."""
+    try:
+        return file_dtype(next(iter(_files(folder))))
+    except ModelError:
+        return None
 
 
 def _files(folder: Path) -> Iterator[Path]:

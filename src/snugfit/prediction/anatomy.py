@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
+from snugfit.job.job import Job
 from snugfit.rehearsal.trace.trace import Block, Trace
 from snugfit.results.footprint import Kind
 from snugfit.results.prediction import Anatomy, CurvePoint, KindLine, OperatorLine, TensorLine
@@ -18,8 +20,9 @@ POINTS = 240
 """Points of the curve."""
 
 
-def anatomy(trace: Trace, peak: int, reserved: Sequence[int], setup: Setup) -> Anatomy:
+def anatomy(trace: Trace, peak: int, reserved: Sequence[int], job: Job, setup: Setup) -> Anatomy:
     """The anatomy of `trace` at the event `peak`; `reserved` are the allocator's bytes after each event."""
+    setup = replace(setup, weights_dtype=setup.weights_dtype or job.dtype)
     alive = [trace.blocks[index] for index in trace.alive_at(peak)]
     return Anatomy(
         kinds=tuple(_kinds(alive, setup)),

@@ -85,7 +85,7 @@ def predict(
         gpu=gpu,
         memory_bytes=memory_bytes if memory_bytes is not None else gpu.memory_bytes if gpu else None,
         footprint=_footprint(trace, peak, after, context, _host_bytes(job, setup, trace, loop)),
-        anatomy=anatomy(trace, peak, after.reserved, setup),
+        anatomy=anatomy(trace, peak, after.reserved, job, setup),
         versions=installed_versions(),
         doubts=(*warnings, *trace.doubts, *about_context, *doubts_about(gpu), *about_seconds),
         timing=timing,

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 from snugfit.job.batch import Batch, SyntheticDataset
 from snugfit.job.batch_layout import map_leaves
 from snugfit.step.applier import loader_arguments
-from snugfit.step.wishes.model import casts_inputs
+from snugfit.step.wishes.model import input_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -138,12 +138,6 @@ def cast_inputs(batch: Mapping[str, Any], dtype: str) -> dict[str, Any]:
         else value
         for name, value in batch.items()
     }
-
-
-def input_dtype(job: Job, setup: Setup) -> str | None:
-    """What floating-point inputs are cast to on the host; None where they stay fp32: the weights are, or
-    autocast does it. A user's own module is given what it was given before."""
-    return setup.weights_dtype if casts_inputs(setup) and job.model.module is None else None
 
 
 def dataset(job: Job, setup: Setup, device: torch.device, steps: int = 1) -> SyntheticDataset:

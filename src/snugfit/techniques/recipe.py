@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from snugfit.errors import RecipeError
+from snugfit.job.dtype import LOST_BELOW
 from snugfit.techniques import roster
 from snugfit.techniques.notation import parse
 from snugfit.techniques.setup import Setup
@@ -121,6 +122,16 @@ class Recipe:
                 yield f"{technique}: {doubt}."
             if not job.trains and technique.slot in ONLY_TRAINING and not technique.plain:
                 yield f"{technique}: an evaluation takes no optimizer step, so this changes nothing."
+        yield from self.lost_updates(job)
+
+    def lost_updates(self, job: Job) -> Iterator[str]:
+        """What training weights of 16 bits loses; nothing where none train."""
+        if job.trains and (below := LOST_BELOW.get(dtype := self.setup().trained_dtype(job))):
+            yield (
+                f"All weights train in {dtype}, so an update below about {below} of a weight is lost in"
+                " rounding, and small learning rates stall. 'bf16' with dtype float32 updates weights of 32"
+                " bits; adapters ('lora') are fp32."
+            )
 
 
 def _clash(first: Technique, second: Technique) -> str:

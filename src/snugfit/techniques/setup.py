@@ -23,9 +23,13 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from snugfit.documents import decode_fields
+from snugfit.job.dtype import LOST_BELOW, dtype_name
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,8 +126,9 @@ class Setup:
 
     ORDER: ClassVar[tuple[str, ...]] = ("build", "adapt", "checkpoint", "optimizer", "loop", "loader")
 
-    weights_dtype: str = "float32"
-    """build: dtype of the model's floating-point weights, by torch's name."""
+    weights_dtype: str | None = None
+    """build: dtype of the model's floating-point weights, by torch's name; None leaves them as they are
+    loaded (`Job.dtype`)."""
 
     attention: str = "sdpa"
     """build: the attention, by the values of transformers' `attn_implementation`."""
@@ -158,6 +163,17 @@ class Setup:
 
     expandable_segments: bool = False
     """process: the CUDA allocator grows segments in place instead of taking new ones."""
+
+    def trained_dtype(self, job: Job) -> str:
+        """The dtype of the weights that train, by torch's name: a module's narrowest, where it has several.
+        peft makes adapters fp32, whatever the weights beside them are (`autocast_adapter_dtype`)."""
+        module = job.model.module
+        if self.adapt is not None:
+            return "float32"
+        if module is None or self.weights_dtype:
+            return self.weights_dtype or job.dtype
+        dtypes = {dtype_name(weight.dtype) for weight in module.parameters() if weight.requires_grad}
+        return next((name for name in dtypes if name in LOST_BELOW), job.dtype)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object; `Setup.from_json` reads it back."""

@@ -82,7 +82,8 @@ class Recovery:
         """The recipe that follows this one, after so many steps. None, with a warning, where memory is only
         short and no other recipe is left. Raises `OutOfMemory` where it ran out."""
         chosen = self._replan(self.job, recipe, exhausted.cause)
-        uncut = next(filter(None, (kind.planning_objection(self.job) for kind in roster.techniques())), "")
+        cuts = (kind for kind in roster.techniques() if kind.slot is Slot.BATCHING)
+        uncut = next(filter(None, (kind.planning_objection(self.job) for kind in cuts)), "")
         why = f" (the batch is not cut: {uncut})" if uncut else ""
         if chosen is None and exhausted.phase != STEP_BOUNDARY:
             raise out_of_memory(exhausted, recipe, step, f"No other recipe is left{why}. {WHAT_TO_TRY}")

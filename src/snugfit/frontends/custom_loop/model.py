@@ -120,7 +120,7 @@ def _trial_optimizer(given: Any, recipe: Recipe) -> Any:
 def _objections(live: LiveTraining, setup: Setup, optimizer: Any, loader: Any) -> Iterator[str]:
     """What stands beside the model and a wish would clash with."""
     another = not live.is_plain(Slot.OPTIMIZER)
-    if (another or dtype_of(live.model) != setup.weights_dtype) and optimizer.state:
+    if (another or setup.weights_dtype not in (None, dtype_of(live.model))) and optimizer.state:
         yield "The optimizer has taken steps already. Call accelerate before the first."
     if another and (lost := _lost_decay(optimizer, setup)):
         name = live.technique(Slot.OPTIMIZER)

@@ -19,7 +19,6 @@ from snugfit.frontends.trainer.setup import brings_optimizer
 from snugfit.job.sample_mixing import mixing_of
 from snugfit.planning.request import fidelity_of
 from snugfit.step.checkpointing import NAMES
-from snugfit.step.wishes.model import dtype_of
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Fidelity, Slot, Technique
@@ -129,7 +128,6 @@ def arguments_of(trainer: Any) -> dict[str, Any]:
         new: bool(getattr(args, name)) or recomputed,
         "optim": getattr(args.optim, "value", args.optim),
         "optim_args.momentum": 0.0,
-        "model.dtype": dtype_of(model),
         "model.attn_implementation": getattr(getattr(model, "config", None), "_attn_implementation", "sdpa"),
         "lora.r": None,
         "environment.PYTORCH_ALLOC_CONF": os.environ.get("PYTORCH_ALLOC_CONF"),

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from snugfit.errors import RecipeError
+from snugfit.job.dtype import cast_weights, dtype_name
 from snugfit.step.checkpointing import checkpoint_layers, stop_own_checkpointing
 from snugfit.step.wishes.handler import Handler, LiveTraining, ScriptContext
 from snugfit.step.wishes.python_text import call_text, literal
@@ -17,6 +18,7 @@ from snugfit.techniques.hub_kernels import import_peft
 from snugfit.techniques.technique import Slot
 
 if TYPE_CHECKING:
+    from snugfit.job.job import Job
     from snugfit.techniques.setup import Call, CheckpointWish, Setup
 
 
@@ -69,38 +71,39 @@ class WeightsDtypeHandler(Handler):
 
     wish, slot = "weights_dtype", Slot.PRECISION
 
-    def model_arguments(self, value: str) -> dict[str, Any]:
+    def model_arguments(self, value: str | None) -> dict[str, Any]:
         """Under the name that `instantiate` knows."""
         return {"dtype": value}
 
-    def objections(self, value: str, live: LiveTraining) -> Iterator[str]:
+    def objections(self, value: str | None, live: LiveTraining) -> Iterator[str]:
         """Quantized weights have no such dtype."""
-        if getattr(live.model, "is_quantized", False) and dtype_of(live.model) != value:
+        if value and getattr(live.model, "is_quantized", False):
             yield f"{live.technique(self.slot)}: the model's weights are quantized and stay what they are."
 
-    def change(self, value: str, live: LiveTraining) -> Iterator[str]:
-        """All weights of the live model are cast."""
-        import torch
-
-        if (before := dtype_of(live.model)) != value:
-            live.model.to(getattr(torch, value))
+    def change(self, value: str | None, live: LiveTraining) -> Iterator[str]:
+        """All weights of the live model are cast, where a dtype is asked for."""
+        if value and (before := dtype_of(live.model)) != value:
+            cast_weights(live.model, value)
             yield f"weights were {before} and are {value}"
 
-    def script(self, value: str, context: ScriptContext) -> dict[str, Any]:
+    def script(self, value: str | None, context: ScriptContext) -> dict[str, Any]:
         """As an argument of `from_pretrained`; inputs are cast too where no autocast does it."""
-        text = f"torch.{value}"
-        return {"model_arguments": {"dtype": text}, "cast": text if casts_inputs(context.setup) else ""}
+        text = f"torch.{value or context.job.dtype}"
+        cast = input_dtype(context.job, context.setup)
+        return {"model_arguments": {"dtype": text}, "cast": f"torch.{cast}" if cast else ""}
 
 
-def casts_inputs(setup: Setup) -> bool:
-    """Whether floating-point inputs must be cast to the weights' dtype, because no autocast does it."""
-    return setup.weights_dtype != "float32" and setup.autocast is None
+def input_dtype(job: Job, setup: Setup) -> str | None:
+    """What floating-point inputs are cast to on the host; None where they stay fp32: the weights are, or
+    autocast does it. A user's own module is given what it was given before."""
+    dtype = setup.weights_dtype or job.dtype
+    return None if setup.autocast or dtype == "float32" or job.model.module is not None else dtype
 
 
 def dtype_of(model: Any) -> str:
     """The dtype of its floating-point weights, by torch's name; `mixed` where they have several."""
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-    return str(next(iter(dtypes))).removeprefix("torch.") if len(dtypes) == 1 else "mixed"
+    return dtype_name(next(iter(dtypes))) if len(dtypes) == 1 else "mixed"
 
 
 class AdaptHandler(Handler):

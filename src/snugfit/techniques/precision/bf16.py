@@ -1,7 +1,9 @@
-"""Mixed precision with bfloat16: weights, gradients and states in 32 bits, products in 16.
+"""Mixed precision with bfloat16: weights, gradients and states as loaded, products in 16 bits.
 
-bfloat16 has the exponent of fp32, so nothing underflows and no gradient is scaled. Autocast keeps a 16-bit
-copy of each weight through the forward pass, so weights cost 6 bytes an element there instead of 4.
+bfloat16 has the exponent of fp32, so nothing underflows and no gradient is scaled. Beside weights of 32 bits
+autocast keeps a 16-bit copy of each through the forward pass, so they cost 6 bytes an element there instead
+of 4. Around weights that are bfloat16 already it changes little: normalisations, softmax and the loss are
+computed in 32 bits.
 """
 
 from __future__ import annotations
@@ -20,16 +22,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Bf16(Technique):
-    """Computes products in bfloat16 under autocast; weights and updates stay in 32 bits."""
+    """Computes products in bfloat16 under autocast; weights and updates stay as loaded."""
 
     fidelity: ClassVar = Fidelity.ROUNDS
     source: ClassVar = "Kalamkar et al., arXiv 1905.12322; torch.autocast"
     elsewhere: ClassVar = ("bfloat16", "bf16_mixed", "bf16-mixed", "amp_bf16")
-    counterparts: ClassVar = (Counterpart(arguments={"bf16": True, "fp16": False, "model.dtype": "float32"}),)
+    counterparts: ClassVar = (Counterpart(arguments={"bf16": True, "fp16": False}),)
 
     def install(self, setup: Setup) -> Setup:
         """Runs the forward pass and the loss under autocast."""
-        return replace(setup, weights_dtype="float32", autocast="bfloat16", scale_gradients=False)
+        return replace(setup, weights_dtype=None, autocast="bfloat16", scale_gradients=False)
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
         """Before Ampere bfloat16 is emulated."""

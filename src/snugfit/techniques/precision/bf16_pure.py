@@ -25,18 +25,18 @@ class Bf16Pure(Technique):
     fidelity: ClassVar = Fidelity.LEARNS
     source: ClassVar = "torch.nn.Module.to(torch.bfloat16); Zamirai et al., arXiv 2010.06192, on its limits"
     elsewhere: ClassVar = ("bf16_true", "bf16-true", "pure_bf16", "bf16_full")
-    counterparts: ClassVar = (
-        Counterpart(arguments={"bf16": False, "fp16": False, "model.dtype": "bfloat16"}),
-        Counterpart(
-            arguments={"bf16": True, "fp16": False, "model.dtype": "bfloat16"},
-            note="autocast around weights that are bfloat16 already changes little: it computes some "
-            "normalisations and the loss in 32 bits, which is not predicted",
-        ),
-    )
+    counterparts: ClassVar = (Counterpart(arguments={"bf16": False, "fp16": False}),)
 
     def install(self, setup: Setup) -> Setup:
         """Creates the weights in bfloat16 and uses no autocast."""
         return replace(setup, weights_dtype="bfloat16", autocast=None, scale_gradients=False)
+
+    @classmethod
+    def planning_objection(cls, job: Job) -> str:
+        """It changes nothing where the weights are bfloat16."""
+        if job.dtype == "bfloat16":
+            return "the weights are loaded in bfloat16 already, so it changes nothing"
+        return ""
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
         """Before Ampere bfloat16 is emulated."""

@@ -1,28 +1,45 @@
-"""Mixed precision with float16: weights, gradients and states in 32 bits, products in 16.
+"""Mixed precision with float16: weights, gradients and states as loaded, in 32 bits; products in 16.
 
 float16 reaches down to 6e-8 only, so the loss is scaled up before the backward pass and the gradients down
 after it; steps whose gradients overflow are skipped and the scale halves (Micikevicius et al., section 3.2).
+What trains must be fp32: torch's scaler takes no gradients of 16 bits ("Attempting to unscale FP16
+gradients").
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
+from snugfit.job.dtype import LOST_BELOW
 from snugfit.techniques.counterpart import Counterpart
 from snugfit.techniques.setup import Setup
-from snugfit.techniques.technique import Fidelity, Technique
+from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fp16(Technique):
-    """Computes products in float16 under autocast, with scaled gradients; weights stay in 32 bits."""
+    """Computes products in float16 under autocast, with scaled gradients; weights stay as loaded."""
 
     fidelity: ClassVar = Fidelity.ROUNDS
     source: ClassVar = "Micikevicius et al., arXiv 1710.03740; torch.autocast and torch.amp.GradScaler"
     elsewhere: ClassVar = ("float16", "half", "amp", "fp16_mixed", "16-mixed", "amp_fp16")
-    counterparts: ClassVar = (Counterpart(arguments={"bf16": False, "fp16": True, "model.dtype": "float32"}),)
+    counterparts: ClassVar = (Counterpart(arguments={"bf16": False, "fp16": True}),)
 
     def install(self, setup: Setup) -> Setup:
         """Runs forward pass and loss under autocast, with a gradient scaler around the update."""
-        return replace(setup, weights_dtype="float32", autocast="float16", scale_gradients=True)
+        return replace(setup, weights_dtype=None, autocast="float16", scale_gradients=True)
+
+    def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
+        """The scaler takes gradients of 32 bits alone."""
+        adapted = recipe[Slot.ADAPTERS].install(self.install(Setup()))
+        if job.trains and (dtype := adapted.trained_dtype(job)) in LOST_BELOW:
+            yield (
+                f"the weights are loaded in {dtype}, and its gradient scaler takes fp32 gradients alone"
+                ' (torch: "Attempting to unscale FP16 gradients"). Load them in float32 (dtype: float32,'
+                " --dtype float32), train adapters, which are fp32, or try 'bf16'."
+            )

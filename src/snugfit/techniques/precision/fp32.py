@@ -1,27 +1,37 @@
-"""Everything in 32 bits: weights, activations, gradients and states."""
+"""Everything in 32 bits: weights are cast up when they are loaded; activations, gradients and states follow.
+
+For weights that are loaded in 32 bits anyway it changes nothing.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from snugfit.techniques.counterpart import Counterpart
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Technique
 
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fp32(Technique):
-    """Keeps weights, activations, gradients and states in 32 bits."""
+    """Casts weights to 32 bits, and so activations, gradients and states."""
 
-    fidelity: ClassVar = Fidelity.SAME
-    plain: ClassVar = True
-    source: ClassVar = "torch's default dtype"
+    fidelity: ClassVar = Fidelity.ROUNDS
+    source: ClassVar = "from_pretrained(dtype=torch.float32)"
     elsewhere: ClassVar = ("float32", "float", "single", "32-true")
-    counterparts: ClassVar = (
-        Counterpart(arguments={"bf16": False, "fp16": False, "model.dtype": "float32"}),
-    )
+    counterparts: ClassVar = (Counterpart(arguments={"bf16": False, "fp16": False}),)
 
     def install(self, setup: Setup) -> Setup:
         """Creates the weights in 32 bits and uses no autocast."""
         return replace(setup, weights_dtype="float32", autocast=None, scale_gradients=False)
+
+    @classmethod
+    def planning_objection(cls, job: Job) -> str:
+        """It changes nothing, or it asks for twice the memory of the weights."""
+        if job.dtype == "float32":
+            return "the weights are loaded in float32 already, so it changes nothing"
+        return f"it is more exact than the weights as loaded, {job.dtype}, and needs twice their memory"

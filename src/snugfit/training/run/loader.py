@@ -18,7 +18,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast, final
 
 from snugfit.errors import OutOfMemory, SnugfitError
-from snugfit.step.batches import cast_inputs, input_dtype
+from snugfit.step.batches import cast_inputs
+from snugfit.step.wishes.model import input_dtype
 from snugfit.training.run.order import SampleOrder
 
 if TYPE_CHECKING:

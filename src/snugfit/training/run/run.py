@@ -192,12 +192,16 @@ def compare_runs(before: Mapping[str, Any], run: Run) -> tuple[list[str], list[s
 
 
 def _earlier_job(before: Mapping[str, Any], now: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The job of a checkpoint, with the class that today's presets name; earlier ones named none."""
+    """The job of a checkpoint, with what earlier ones did not name: the class of a preset, the dtype of its
+    checkpoint, and the one in which weights were loaded, which was float32."""
     model, now_model = before.get("model", {}), now["model"]
-    if model.get("origin") != "preset" or "architectures" in model["config"]:
-        return before
-    named = {key: value for key, value in now_model["config"].items() if key == "architectures"}
-    return {**before, "model": {**model, "config": {**model["config"], **named}}}
+    if "dtype" not in before:
+        stored = {key: value for key, value in now_model.items() if key == "dtype"}
+        before, model = {**before, "dtype": "float32"}, {**stored, **model}
+    if model.get("origin") == "preset" and "architectures" not in model["config"]:
+        named = {key: value for key, value in now_model["config"].items() if key == "architectures"}
+        model = {**model, "config": {**model["config"], **named}}
+    return {**before, "model": model}
 
 
 def _device_name(device: torch.device) -> str:

@@ -1,0 +1,84 @@
+"""In which dtype a model's weights are: its checkpoint's, its module's, or the one that is asked for.
+
+Names are torch's (`bfloat16`). transformers 5 loads a checkpoint in the dtype that its config names, and
+where that names none in that of its first floating-point tensor (`modeling_utils._get_dtype`, dtype "auto").
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+DTYPES = ("float32", "bfloat16", "float16")
+"""In which weights are loaded; the first where nothing says it."""
+
+KEYS = ("dtype", "torch_dtype")
+"""Where a config says it; the second is the older name."""
+
+SHORT_NAMES = {"half": "float16", "float": "float32", "double": "float64"}
+"""Names that torch has beside a dtype's own."""
+
+STORED_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""safetensors' names for the dtypes that a model can be made in."""
+
+LOST_BELOW = {"bfloat16": "1/256", "float16": "1/2048"}
+"""Share of a weight below which adding an update to it changes nothing, by the dtype of 16 bits that both are
+in: they have 8 and 11 significant bits (Micikevicius et al., arXiv 1710.03740, section 3.1, on why mixed
+precision keeps a copy of the weights in fp32)."""
+
+
+def dtype_name(dtype: object) -> str:
+    """torch's own name for a dtype: `float16` for `torch.float16` and for `half`."""
+    name = str(dtype).removeprefix("torch.")
+    return SHORT_NAMES.get(name, name)
+
+
+def config_dtype(config: Mapping[str, Any]) -> str | None:
+    """The dtype that a config.json names; None where it names none. A model of several parts may say it of
+    its text model alone."""
+    for part in (config, config.get("text_config") or {}):
+        for key in KEYS:
+            if name := part.get(key):
+                return dtype_name(name)
+    return None
+
+
+def file_dtype(file: Path) -> str | None:
+    """The dtype of the first floating-point tensor in a file of safetensors; None where it has none, or
+    cannot be read."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="numpy") as tensors:
+            kinds = (tensors.get_slice(name).get_dtype() for name in tensors.keys())  # noqa: SIM118
+            return next((STORED_NAMES[kind] for kind in kinds if kind in STORED_NAMES), None)
+    except (SafetensorError, OSError):
+        return None
+
+
+def main_dtype(module: nn.Module) -> str | None:
+    """The dtype of most of a module's floating-point weights; None where it has none."""
+    sizes: Counter[str] = Counter()
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            sizes[dtype_name(parameter.dtype)] += parameter.numel()
+    return max(sizes, key=lambda name: sizes[name], default=None)
+
+
+def cast_weights(module: nn.Module, dtype: str) -> nn.Module:
+    """The module itself, its floating-point weights in `dtype`. Of a model that peft has adapted, what trains
+    stays as it is: peft makes adapters fp32 beside weights of 16 bits too (`autocast_adapter_dtype`)."""
+    import torch
+
+    adapted = hasattr(module, "peft_config")
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        stays = not tensor.is_floating_point() or (adapted and tensor.requires_grad)
+        return tensor if stays else tensor.to(getattr(torch, dtype))
+
+    return module._apply(cast)  # type: ignore[no-any-return]  # as `module.to` does, tensor by tensor

@@ -1,0 +1,29 @@
+"""No change of dtype: weights, activations, gradients and states are in the dtype of the loaded weights.
+
+Which that is belongs to the job (`Job.dtype`): transformers 5 loads a checkpoint in its own dtype, bfloat16
+for most language models, and makes random weights of a config in float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from snugfit.techniques.counterpart import Counterpart
+from snugfit.techniques.setup import Setup
+from snugfit.techniques.technique import Fidelity, Technique
+
+
+@dataclass(frozen=True, kw_only=True)
+class AsLoaded(Technique):
+    """Keeps the weights in the dtype in which they were loaded."""
+
+    fidelity: ClassVar = Fidelity.SAME
+    plain: ClassVar = True
+    source: ClassVar = "from_pretrained(dtype='auto'), transformers' default"
+    elsewhere: ClassVar = ("no", "auto")
+    counterparts: ClassVar = (Counterpart(arguments={"bf16": False, "fp16": False}),)
+
+    def install(self, setup: Setup) -> Setup:
+        """Casts nothing and uses no autocast."""
+        return replace(setup, weights_dtype=None, autocast=None, scale_gradients=False)

@@ -1,0 +1,194 @@
+"""In which dtype weights are loaded: whose word it is, what a recipe makes of it, and what is said."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from snugfit.errors import JobError, RecipeError
+from snugfit.exchange.export import export
+from snugfit.exchange.read import read_arguments
+from snugfit.job.job import Job, Phase, Task
+from snugfit.job.model import Model
+from snugfit.planning.search.space import space_of
+from snugfit.prediction.predict import predict
+from snugfit.report.text.job import dtype_note
+from snugfit.step.applier import change_live
+from snugfit.step.build import build_model
+from snugfit.step.wishes.handler import LiveTraining
+from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.technique import Fidelity, Slot
+from snugfit.training.run.run import _earlier_job
+
+FACTS = {
+    "model_type": "llama", "vocab_size": 128, "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
+    "max_position_embeddings": 64, "architectures": ["LlamaForCausalLM"],
+}  # fmt: skip
+
+
+def tiny(folder: Path, *, weights: str | None = None, **keys: Any) -> Model:
+    """The model of a folder, with weights in this dtype where one is given."""
+    (folder / "config.json").write_text(json.dumps(FACTS | keys))
+    if weights:
+        from safetensors.torch import save_file
+
+        weight = torch.zeros(2).to(getattr(torch, weights))
+        save_file({"a.index": torch.zeros(2, dtype=torch.long), "b": weight}, folder / "model.safetensors")
+    return Model.find(folder)
+
+
+def job_of(model: Model, **changes: Any) -> Job:
+    return Job(model=model, task=Task.CAUSAL_LM, **({"sequence_length": 32} | changes))
+
+
+@pytest.mark.parametrize(
+    ("keys", "weights", "expected"),
+    [
+        ({}, None, "float32"),
+        ({"dtype": "bfloat16"}, None, "bfloat16"),
+        ({"torch_dtype": "half"}, None, "float16"),
+        ({"dtype": "bfloat16", "torch_dtype": "float32"}, "float16", "bfloat16"),
+        ({"text_config": {"dtype": "bfloat16"}}, None, "bfloat16"),
+        ({}, "float16", "float16"),
+    ],
+)
+def test_a_folder_is_loaded_as_transformers_loads_it(
+    tmp_path: Path, keys: dict[str, Any], weights: str | None, expected: str
+) -> None:
+    assert job_of(tiny(tmp_path, weights=weights, **keys)).dtype == expected
+
+
+def test_a_preset_s_job_is_in_the_dtype_of_its_checkpoint_unless_another_is_asked_for() -> None:
+    model = Model.find("meta-llama/Llama-3.1-8B")
+    job, asked = job_of(model), job_of(model, dtype="float32")
+    assert (job.dtype, asked.dtype) == ("bfloat16", "float32")
+    assert dtype_note(job) == "bfloat16 weights, as the checkpoint"
+    assert dtype_note(asked) == "float32 weights, not bfloat16"
+    assert job_of(model, dtype="torch.float16").dtype == job_of(model, dtype=torch.float16).dtype == "float16"
+    assert Job.from_json(job.to_json()) == job
+    earlier = job.to_json()
+    del earlier["dtype"], earlier["model"]["dtype"]
+    assert Job.from_json(earlier).dtype == "float32"
+
+
+def test_a_dtype_that_no_weights_are_loaded_in_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match="float32, bfloat16, float16, and auto"):
+        job_of(tiny(tmp_path), dtype="int8")
+    with pytest.raises(JobError, match="'float64', as the checkpoint"):
+        job_of(tiny(tmp_path, dtype="float64"))
+    module = Model.from_module(nn.Linear(2, 2).bfloat16(), {"input": torch.ones(4, 2)})
+    assert Job(model=module, task=Task.CUSTOM).dtype == "bfloat16"
+    with pytest.raises(JobError, match="Cast the module itself"):
+        Job(model=module, task=Task.CUSTOM, dtype="float32")
+
+
+def test_what_is_loaded_in_bf16_takes_what_pure_bf16_takes(tmp_path: Path) -> None:
+    model = tiny(tmp_path, dtype="bfloat16")
+
+    def footprint(dtype: str, recipe: str) -> Any:
+        return predict(job_of(model, dtype=dtype), recipe, gpu="rtx 4090").footprint
+
+    assert footprint("auto", "plain") == footprint("float32", "bf16_pure")
+    assert footprint("auto", "fp32") == footprint("float32", "plain")
+
+
+def test_adapters_are_fp32_beside_weights_of_16_bits(tmp_path: Path) -> None:
+    model = tiny(tmp_path, dtype="bfloat16")
+    for dtype, recipe in (("auto", "lora"), ("float32", "lora + bf16_pure"), ("auto", "lora + bf16")):
+        built = build_model(job_of(model, dtype=dtype), Recipe.parse(recipe).setup(), torch.device("meta"))
+        dtypes = {(weight.requires_grad, weight.dtype) for weight in built.parameters()}
+        assert dtypes == {(True, torch.float32), (False, torch.bfloat16)}, recipe
+
+
+def test_the_scaler_of_fp16_takes_what_trains_in_fp32_alone(tmp_path: Path) -> None:
+    job = job_of(tiny(tmp_path, dtype="bfloat16"))
+    with pytest.raises(RecipeError, match=r"loaded in bfloat16.*unscale FP16 gradients.*--dtype float32"):
+        Recipe.parse("fp16").check(job)
+    Recipe.parse("fp16 + lora").check(job)
+    Recipe.parse("fp16").check(replace(job, dtype="float32"))
+
+
+def test_a_plan_leaves_out_what_changes_nothing(tmp_path: Path) -> None:
+    job = job_of(tiny(tmp_path, dtype="bfloat16"))
+    for dtype, names, why in (
+        ("bfloat16", {"as_loaded", "bf16"}, {"bf16_pure": "already", "fp32": "twice", "fp16": "unscale"}),
+        ("float32", {"as_loaded", "bf16", "bf16_pure", "fp16"}, {"fp32": "already"}),
+    ):
+        space = space_of(replace(job, dtype=dtype), fidelity=Fidelity.LEARNS, capability=(8, 9),
+                         settled={slot: Recipe()[slot] for slot in Slot if slot != "precision"})  # fmt: skip
+        assert {candidate.recipe[Slot.PRECISION].name for candidate in space.candidates} == names
+        excluded = {one.what: one.why for one in space.excluded}
+        assert all(text in excluded[name] for name, text in why.items())
+
+
+def test_updates_that_16_bits_lose_are_said_once(tmp_path: Path) -> None:
+    job = job_of(tiny(tmp_path, dtype="bfloat16"))
+
+    def lost(job: Job, recipe: str) -> int:
+        return sum("1/256" in text for text in Recipe.parse(recipe).check(job, (8, 9)))
+
+    assert [lost(job, recipe) for recipe in ("plain", "bf16", "lora", "fp32")] == [1, 1, 0, 0]
+    in_fp32 = replace(job, dtype="float32")
+    assert [lost(in_fp32, recipe) for recipe in ("plain", "bf16", "bf16_pure")] == [0, 0, 1]
+    assert lost(replace(job, phase=Phase.EVALUATE), "plain") == 0
+    assert sum("1/256" in text for text in predict(job, gpu="rtx 4090").doubts) == 1
+
+
+@pytest.mark.parametrize(
+    ("script", "dtype", "recipe"),
+    [
+        ("AutoModelForCausalLM.from_pretrained('gpt2', torch_dtype=torch.bfloat16)", "bfloat16", "bf16"),
+        ("AutoModelForCausalLM.from_pretrained('gpt2', dtype='auto')", None, "bf16"),
+        ("AutoModelForCausalLM.from_pretrained('gpt2')", None, "bf16"),
+        ("AutoModelForCausalLM.from_config(GPT2Config())", "float32", "bf16"),
+        ("AutoModelForCausalLM.from_config(AutoConfig.from_pretrained('gpt2'))", None, "bf16"),
+        ("AutoModelForCausalLM.from_config(GPT2Config(), dtype=torch.float16)", "float16", "bf16"),
+    ],
+)
+def test_a_script_s_dtype_is_the_job_s(tmp_path: Path, script: str, dtype: str | None, recipe: str) -> None:
+    file = tmp_path / "train.py"
+    arguments = "TrainingArguments('x', bf16=True, optim='adamw_torch')"
+    file.write_text(f"import torch\nm = {script}\na = {arguments}\n")
+    reading = read_arguments(file)
+    assert (reading.settings.get("dtype"), reading.settings["recipe"]) == (dtype, recipe)
+    assert not reading.refused
+    assert not [line for line in reading.differs if "dtype" in line.key]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "frozen"), [("plain", torch.bfloat16), ("bf16", torch.bfloat16), ("fp32", torch.float32)]
+)
+def test_a_live_model_keeps_its_dtype_unless_a_cast_is_named(
+    tmp_path: Path, recipe: str, frozen: torch.dtype
+) -> None:
+    job, chosen = job_of(tiny(tmp_path, dtype="bfloat16")), Recipe.parse(recipe)
+    model: Any = build_model(job, Recipe.parse("lora").setup(), torch.device("cpu"))
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    live = LiveTraining(front_end="custom_loop", recipe=chosen, model=model, device=torch.device("cpu"))
+    lines = change_live(live, chosen.setup(), skip={Slot.ATTENTION})
+    assert {weight.dtype for weight in model.parameters() if not weight.requires_grad} == {frozen}
+    after = [weight for weight in model.parameters() if weight.requires_grad]
+    assert [id(weight) for weight in after] == [id(weight) for weight in trained], "an optimizer holds them"
+    assert {weight.dtype for weight in after} == {torch.float32}
+    assert len(lines) == (frozen is torch.float32)
+
+
+def test_a_run_that_began_before_jobs_had_a_dtype_goes_on_in_fp32() -> None:
+    now = job_of(Model.find("meta-llama/Llama-3.1-8B"), dtype="float32").to_json()
+    before = json.loads(json.dumps(now))
+    del before["dtype"], before["model"]["dtype"]
+    assert _earlier_job(before, now) == now
+    assert _earlier_job(before, {**now, "dtype": "bfloat16"})["dtype"] == "float32"
+
+
+def test_an_export_says_the_dtype(tmp_path: Path) -> None:
+    job = job_of(tiny(tmp_path, dtype="bfloat16"))
+    texts = [export(job, Recipe.parse(recipe), "torch").files["train.py"] for recipe in ("plain", "fp32")]
+    assert ["dtype=torch.bfloat16" in texts[0], "dtype=torch.float32" in texts[1]] == [True, True]
