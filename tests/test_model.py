@@ -7,12 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import nn
 
+from snugfit.cli.main import run
 from snugfit.errors import JobError, ModelError, RecipeError
+from snugfit.job import find
 from snugfit.job.architectures import HEADS, _table, model_types
 from snugfit.job.build import instantiate
 from snugfit.job.job import Job, Phase, Task
@@ -92,7 +95,7 @@ def test_a_folder_named_like_a_preset_is_refused_until_it_is_written_as_a_path(
     [
         ("bert-larg-uncased", "Did you mean 'bert-large-uncased'"),
         ("google-t5/t5-3", "google-t5/t5-3b"),
-        ("nobody/has-this", "hub id (with --online"),
+        ("nobody/has-this", "HF_HUB_OFFLINE forbids to ask the hub"),
         ("a/b/c", "A model is a preset"),
         ("a--b", "A model is a preset"),
         ("", "A model is a preset"),
@@ -107,41 +110,94 @@ def test_unknown_names_say_what_is_allowed(name: str, expected: str) -> None:
     assert expected in str(caught.value)
 
 
-def test_the_hub_cache_is_read_and_the_hub_asked_only_online(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import huggingface_hub
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A hub that may be asked; what it answers is for the test to say (`_fetch_config`)."""
+    from huggingface_hub import constants
 
+    def fail(name: str) -> str:
+        raise AssertionError(f"the hub was asked for {name}")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(find, "cached_file", lambda *_: None)
+    monkeypatch.setattr(find, "_fetch_config", fail)
+    return monkeypatch
+
+
+def test_the_hub_is_asked_for_a_config_when_nothing_here_has_one(
+    hub: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps(TINY))
-    asked = []
-
-    def download(repository: str, name: str) -> str:
-        asked.append((repository, name))
-        return str(file)
-
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: None)
-    with pytest.raises(ModelError, match="online"):
-        Model.find("someone/something")
-    assert not asked
-    assert Model.find("someone/something", online=True).origin == "hub"
-    assert asked == [("someone/something", "config.json")]
-    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: str(file))
-    assert Model.find("someone/something").origin == "hub cache"
+    sentences: list[str] = []
+    assert Model.find("unsloth/Llama-3.2-1B", tell=sentences.append).name == "meta-llama/Llama-3.2-1B"
+    hub.setattr(find, "_fetch_config", lambda name: str(file))
+    assert Model.find("someone/something", tell=sentences.append).origin == "hub cache"
+    assert sentences == ["config of someone/something from the hub"]
+    hub.setattr(find, "cached_file", lambda *_: file)
+    assert Model.find("someone/something", tell=sentences.append).config == TINY
+    assert len(sentences) == 1
 
 
-def test_a_hub_that_fails_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
+@pytest.mark.parametrize("forbidden", ["--offline", "HF_HUB_OFFLINE"])
+def test_no_socket_opens_where_it_is_forbidden(
+    forbidden: str, hub: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import socket
 
-    def fail(*_: str) -> str:
-        raise RuntimeError("401 Client Error\nlots\nmore")
+    from huggingface_hub import constants
 
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
-    with pytest.raises(
-        ModelError, match=r"^someone/something: the hub gave no config.json: 401 Client Error$"
-    ):
-        Model.find("someone/something", online=True)
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("a socket was opened")
+
+    hub.setattr(socket, "socket", refuse)
+    hub.setattr(constants, "HF_HUB_OFFLINE", forbidden == "HF_HUB_OFFLINE")
+    flags = ["--offline"] if forbidden == "--offline" else ["--online"]
+    assert run(["predict", "someone/qwen-tune", *flags]) == 2
+    words = capsys.readouterr().err
+    assert f"{forbidden} forbids to ask the hub" in words
+    assert "Presets: Qwen2.5" in words
+    assert run(["predict", "someone/qwen-tune", "--online", "--offline"]) == 2
+    assert "contradict each other" in capsys.readouterr().err
+
+
+def _hub_error(kind: str) -> Exception:
+    from huggingface_hub import errors
+
+    error: Exception = getattr(errors, kind)("404 Client Error\nlots\nmore", response=Mock(headers={}))
+    return error
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("GatedRepoError", "accepted its terms"),
+        ("RepositoryNotFoundError", "the hub shows none"),
+        ("RemoteEntryNotFoundError", "has no config.json"),
+        ("HfHubHTTPError", "cannot be reached (404 Client Error)"),
+    ],
+)
+def test_a_hub_that_fails_is_one_clear_error(kind: str, says: str, hub: pytest.MonkeyPatch) -> None:
+    def fail(name: str) -> str:
+        raise _hub_error(kind)
+
+    hub.setattr(find, "_fetch_config", fail)
+    with pytest.raises(ModelError) as caught:
+        Model.find("someone/gemma-tune")
+    assert says in str(caught.value)
+    assert "Presets: gemma" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_hub_that_hangs_is_left_after_some_seconds(hub: pytest.MonkeyPatch) -> None:
+    from threading import Event
+
+    let_go = Event()
+    hub.setattr(find, "HUB_SECONDS", 0.01)
+    hub.setattr(find, "_fetch_config", lambda name: let_go.wait())
+    with pytest.raises(ModelError, match="did not answer within"):
+        Model.find("someone/gemma-tune")
+    let_go.set()
 
 
 # The value

@@ -55,7 +55,8 @@ ArgumentsFile = Annotated[
 Settings = Annotated[
     list[str] | None, option(JOB, "Change one key of the job file; repeatable.", "--set", metavar="KEY=VALUE")
 ]
-Online = Annotated[bool, option(JOB, "May fetch a configuration from the hub.", "--online")]
+Online = Annotated[bool, typer.Option("--online", hidden=True)]
+Offline = Annotated[bool, option(JOB, "Fetch no configuration from the hub.", "--offline")]
 RecipeText = Annotated[
     str | None, option(HOW, 'Techniques: "bf16 + every_layer + micro_batches(4)". \\[plain]', "--recipe")
 ]
@@ -93,6 +94,7 @@ def _job_arguments(
     arguments_file: ArgumentsFile = None,
     settings: Settings = None,
     online: Online = False,
+    offline: Offline = False,
     recipe: RecipeText = None,
     loop: Loop = None,
     gpu: GpuName = None,

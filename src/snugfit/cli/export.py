@@ -33,6 +33,7 @@ def export(
     job_file: given.JobFile = None,
     settings: given.Settings = None,
     online: given.Online = False,
+    offline: given.Offline = False,
     output: Output = None,
     force: Force = False,
     as_json: given.AsJson = False,
@@ -45,7 +46,7 @@ def export(
     flags: dict[str, Any] = {
         "model": model, "task": task, "sequence_length": sequence_length, "target_length": target_length,
         "batch_size": batch_size, "labels": labels, "clip": clip, "job_file": job_file,
-        "settings": settings, "online": online, "recipe": recipe,
+        "settings": settings, "online": online, "offline": offline, "recipe": recipe,
     }  # fmt: skip
     if output is None and force:
         raise UsageError("--force is about the files in the folder of --output, and none was named.")

@@ -7,6 +7,7 @@ keys, then a flag. What none of them gives is the job's own default.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -78,7 +79,7 @@ class Request:
             loop=_known_loop(settings.get("loop", "plain")),
             software=settings.get("software", "installed"),
             training={key: value for key, value in settings.items() if key in training_keys()},
-            job=_job(_with_lengths(settings, lengths), online=bool(flags.get("online"))),
+            job=_job(_with_lengths(settings, lengths), online=_may_ask_hub(flags)),
         )
 
     def refuse_recipe_and_loop(self) -> None:
@@ -166,7 +167,9 @@ def _job(settings: Mapping[str, Any], *, online: bool) -> Job:
             "No model. Name one and its task, for example: bert-large-uncased --task sequence-classification"
         )
     given = {field.name: settings[field.name] for field in fields(Job) if field.name in settings}
-    given["model"] = model = Model.find(settings["model"], online=online)
+    given["model"] = model = Model.find(
+        settings["model"], online=online, tell=functools.partial(typer.echo, err=True)
+    )
     if model.origin == "preset" and not preset_named(settings["model"]):
         typer.echo(f"model: {settings['model']} has the sizes of {model.name}", err=True)
     if "task" not in given:
@@ -174,6 +177,13 @@ def _job(settings: Mapping[str, Any], *, online: bool) -> Job:
     job = Job(**given)
     _refuse_unused(settings, job)
     return job
+
+
+def _may_ask_hub(flags: Mapping[str, Any]) -> bool:
+    """Whether a config may come from the hub. Raises `UsageError` for flags that contradict each other."""
+    if flags.get("online") and flags.get("offline"):
+        raise UsageError("--online and --offline contradict each other. The hub is asked without either.")
+    return not flags.get("offline")
 
 
 def _task(model: Model) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib import resources
 from importlib.resources.abc import Traversable
@@ -18,6 +20,8 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 LONGEST_NAME = 4096
 ONE_MODEL = 0.9
 """How like a name must be to one that is known, to be taken for a slip of the pen (1 is equal)."""
+HUB_SECONDS = 4.0
+"""How long the hub may take to say what it has."""
 
 
 class ModelFacts(NamedTuple):
@@ -26,13 +30,14 @@ class ModelFacts(NamedTuple):
     name: str
     """The full name of the model, with its owner."""
     origin: str
-    """`preset`, `path`, `hub cache` or `hub`."""
+    """`preset`, `path` or `hub cache`, where a config from the hub lies too."""
     facts: dict[str, Any]
     """The checked config, as a dict of JSON values."""
 
 
-def find_facts(name: str, *, online: bool) -> ModelFacts:
-    """The facts that `name` stands for. Raises `ModelError` with the names that are allowed."""
+def find_facts(name: str, *, online: bool, tell: Callable[[str], None]) -> ModelFacts:
+    """The facts that `name` stands for. Raises `ModelError` with the names that are allowed. `tell` hears
+    what was fetched."""
     if not name.strip() or "\0" in name or len(name) > LONGEST_NAME:
         raise ModelError(f"{name[:80]!r} is no name of a model. {_ALLOWED}")
     if name.startswith((".", "/", "~")) or name.endswith(".json"):
@@ -43,13 +48,10 @@ def find_facts(name: str, *, online: bool) -> ModelFacts:
         return ModelFacts(full_name, "preset", read_preset(full_name))
     if os.path.lexists(name):
         return ModelFacts(name, "path", read_config(_config_file(name)))
-    return _from_hub(name, online=online)
+    return _from_hub(name, online=online, tell=tell)
 
 
-_ALLOWED = (
-    "A model is a preset's name, a folder with a config.json, the path of a config.json,"
-    " or a hub id (with --online, or from the local cache)."
-)
+_ALLOWED = "A model is a preset's name, a folder with a config.json, the path of a config.json, or a hub id."
 
 
 @cache
@@ -119,22 +121,27 @@ def _is_missing(path: str | Path) -> bool:
     return False
 
 
-def _from_hub(name: str, *, online: bool) -> ModelFacts:
+def _from_hub(name: str, *, online: bool, tell: Callable[[str], None]) -> ModelFacts:
+    """A model of the local cache, one with the sizes of a preset, or one whose config the hub has."""
     if not _HUB_ID.fullmatch(name):
         raise ModelError(f"No model {name!r}. {_ALLOWED}")
-    cached = _cached_config(name)
-    if cached:
+    if cached := _cached_config(name):
         return ModelFacts(name, "hub cache", read_config(cached))
-    if online:
-        return ModelFacts(name, "hub", read_config(_download_config(name)))
     if base := same_sizes(name, preset_names()):
         return ModelFacts(base, "preset", read_preset(base))
     _refuse_quantized(name)
+    fetched = read_config(_download_config(name, online=online))
+    tell(f"config of {name} from the hub")
+    return ModelFacts(name, "hub cache", fetched)
+
+
+def _unknown_model(name: str, why: str) -> ModelError:
+    """That no such model is known: why, what may have been meant, and presets of like names."""
     bare = [full_name.split("/")[1] for full_name in preset_names()]
     names = [preset for preset in (preset_names() if "/" in name else bare) if _sizes(preset) == _sizes(name)]
-    raise ModelError(
-        f"No preset, folder or cached hub model {name!r}.{did_you_mean(name, names, cutoff=ONE_MODEL)}"
-        f" {_ALLOWED} {presets_like(name, preset_names())}"
+    return ModelError(
+        f"No preset, folder or cached hub model {name!r}, and {why}."
+        f"{did_you_mean(name, names, cutoff=ONE_MODEL)} {_ALLOWED} {presets_like(name, preset_names())}"
     )
 
 
@@ -170,14 +177,46 @@ def cached_file(name: str, file: str) -> Path | None:
     return Path(path) if isinstance(path, str) else None
 
 
-def _download_config(name: str) -> Path:
-    """Downloads the config.json of a hub model and no other file."""
-    from huggingface_hub import hf_hub_download
+def _download_config(name: str, *, online: bool) -> Path:
+    """Downloads the config.json of a hub model and no other file. Raises `ModelError` when the hub may not be
+    asked, does not answer within `HUB_SECONDS`, or has none."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
 
+    if not online or constants.HF_HUB_OFFLINE:
+        cause = "HF_HUB_OFFLINE forbids" if online else "--offline forbids"
+        raise _unknown_model(name, f"{cause} to ask the hub")
     try:
-        return Path(hf_hub_download(name, "config.json"))
+        executor = ThreadPoolExecutor(1)  # no library bounds the time that a name server may take
+        try:
+            return Path(executor.submit(_fetch_config, name).result(HUB_SECONDS))
+        finally:
+            executor.shutdown(wait=False)
+    except TimeoutError:
+        raise _unknown_model(name, f"the hub did not answer within {HUB_SECONDS:.0f} s") from None
+    except GatedRepoError:
+        why = "the hub gives its config only to those who accepted its terms there and are logged in"
+        raise _unknown_model(name, f"{why} (hf auth login)") from None
+    except RepositoryNotFoundError:
+        raise _unknown_model(name, "the hub shows none (private ones only to those logged in)") from None
     except Exception as error:
-        raise ModelError(f"{name}: the hub gave no config.json: {_first_line(error)}") from None
+        has_none = isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError)
+        why = "has no config.json for it" if has_none else f"cannot be reached ({_first_line(error)})"
+        raise _unknown_model(name, f"the hub {why}") from None
+
+
+def _fetch_config(name: str) -> str:
+    """The path, in the local cache, of a config from the hub. Asked for its size first: that fails at once
+    without a network, where a download would try again for 20 s."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+
+    get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=HUB_SECONDS)
+    return hf_hub_download(name, "config.json", etag_timeout=HUB_SECONDS)
 
 
 def _first_line(error: Exception) -> str:

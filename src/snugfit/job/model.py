@@ -12,15 +12,17 @@ from Python, together with an example batch; such a model lives in one process o
    with a config.json also stands in the working directory, the two could be meant: it is refused, and the
    message says how to write each;
 3. an existing folder or file;
-4. a hub id: in the local cache, or from the hub when `online` is asked for. Otherwise no socket is opened;
-5. a tuned model's, a mirror's or a distilled model's name (`names.py`): the preset that has its sizes.
+4. a hub id whose config lies in the local cache;
+5. a tuned model's, a mirror's or a distilled model's name (`names.py`): the preset that has its sizes;
+6. a hub id: its config.json, a few kB, from the hub, and no other file. HF_HUB_OFFLINE=1 and `online=False`
+   forbid it, and no socket is opened.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
@@ -49,7 +51,7 @@ class Model:
     """As the hub, the path or the class calls it."""
 
     origin: str
-    """`preset`, `path`, `hub cache`, `hub` or `python`."""
+    """`preset`, `path`, `hub cache`, where a config from the hub lies too, or `python`."""
 
     facts: str = field(default="{}", repr=False)
     """The checked config as canonical JSON text; `{}` for a module from Python."""
@@ -68,11 +70,18 @@ class Model:
     """Dimension of the samples by the name of a tensor of the example; None for one without any."""
 
     @classmethod
-    def find(cls, name: str | os.PathLike[str], *, online: bool = False) -> Self:
-        """The model that `name` stands for. Raises `ModelError` with what is allowed."""
+    def find(
+        cls,
+        name: str | os.PathLike[str],
+        *,
+        online: bool = True,
+        tell: Callable[[str], None] = lambda sentence: None,
+    ) -> Self:
+        """The model that `name` stands for; `tell` hears of a config that was fetched from the hub. Raises
+        `ModelError` with what is allowed."""
         if not isinstance(name, str | os.PathLike):
             raise ModelError(f"{name!r} is no name of a model: give text or a path.")
-        full_name, origin, facts = find_facts(os.fspath(name), online=online)
+        full_name, origin, facts = find_facts(os.fspath(name), online=online, tell=tell)
         if "dtype" not in facts and (folder := own_folder(full_name, origin)):
             facts |= {"dtype": stored_dtype(folder)}
         return cls.from_config(facts, name=full_name, origin=origin)
