@@ -34,7 +34,8 @@ _NOT_HERE = (
     "measure."
 )
 _KNOWN = {
-    "not compiled with CUDA|NVIDIA driver|No CUDA GPUs|requires CUDA support|without ATen_cuda": _NOT_HERE,
+    "not compiled with CUDA|NVIDIA driver|No CUDA GPUs|no CUDA-capable device": _NOT_HERE,
+    "requires CUDA support|without ATen_cuda": _NOT_HERE,
     "on meta device|INTERNAL ASSERT": _NOT_HERE,
     "not on the expected device|same device|device mismatch": (
         "Its code mixes tensors of the host with those of the device, which fails on a GPU too. Make them "

@@ -74,7 +74,8 @@ CUDA = AutocastLists(
     fp32_result=_names(
         """
         prod prod.dim_int softmax.int log_softmax.int cumprod cumsum sum sum.dim_IntList linalg_vector_norm
-        linalg_matrix_norm linalg_matrix_norm.str_ord
+        linalg_matrix_norm linalg_matrix_norm.str_ord cumprod.dimname cumsum.dimname prod.dim_Dimname
+        sum.dim_DimnameList softmax.Dimname log_softmax.Dimname
         """
     ),
     promote=_names(
