@@ -191,7 +191,7 @@ def _ranking(
     from snugfit.planning.search.search import plan
 
     def rank(job: Job) -> list[PlannedRecipe]:
-        ranked = plan(job, gpu=gpu, ranked=count, workers=workers, tell=tell).ranked
+        ranked = plan(job, gpu=gpu, headroom=0, ranked=count, workers=workers, tell=tell).ranked
         return [planned_recipe(choice) for choice in ranked]
 
     return rank

@@ -69,6 +69,14 @@ Dtype = Annotated[
     str | None,
     option(JOB, "Of the loaded weights: float32, bfloat16, float16, or auto: the checkpoint's own. \\[auto]"),
 ]
+Headroom = Annotated[
+    str | None,
+    option(
+        WHERE,
+        "Memory to leave free: 1GiB, 2% or 0. \\[2% of the GPU's, more where the bytes are in doubt; 0 with "
+        "--memory]",
+    ),
+]
 Routing = Annotated[
     Literal["balanced", "worst"] | None,
     option(JOB, "How tokens go to experts: evenly, or all to the same. \\[balanced]"),

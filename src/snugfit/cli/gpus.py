@@ -53,6 +53,7 @@ def _arguments(
     names: Names = None,
     for_model: For = None,
     *,
+    headroom: given.Headroom = None,
     fidelity: Fidelity = "rounds",
     objective: Objective = "speed",
     prices: PriceFile = None,
@@ -135,7 +136,12 @@ def _answers(request: Request, gpus: Sequence[Gpu], steps: int | None, asked: Ma
     from snugfit.planning.fleet.search_gpus import plan_gpus
 
     objective = "speed" if asked["objective"] == "cost" else asked["objective"]
-    question = {"fidelity": asked["fidelity"], "objective": objective, "steps": steps}
+    question = {
+        "fidelity": asked["fidelity"],
+        "objective": objective,
+        "steps": steps,
+        "headroom": asked["headroom"],
+    }
     answers = answer(
         GpuPlans.from_json,
         lambda tell: plan_gpus(request.job, gpus, workers=asked["workers"], tell=tell, **question),

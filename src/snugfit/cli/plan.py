@@ -51,6 +51,7 @@ def plan(
     *,
     routing: given.Routing = None,
     memory: given.Memory = None,
+    headroom: given.Headroom = None,
     lengths: of_lengths.Planned = None,
     fidelity: Fidelity = "rounds",
     objective: Objective = "speed",
@@ -70,7 +71,13 @@ def plan(
 
     request = _check(request, plot, verify)
     steps = steps_of(samples, steps, request.job.batch_size)
-    asked = {"fidelity": fidelity, "objective": objective, "steps": steps, "ranked": verify or 0}
+    asked = {
+        "fidelity": fidelity,
+        "objective": objective,
+        "steps": steps,
+        "ranked": verify or 0,
+        "headroom": headroom,
+    }
     chosen = _plan(request, asked, workers, fresh=fresh)
     if plot:
         from snugfit.report.plan.plot import draw

@@ -36,6 +36,7 @@ def predict(
     compare: Compare = None,
     software: Software = None,
     memory: given.Memory = None,
+    headroom: given.Headroom = None,
     largest: Largest = None,
     operators: Operators = False,
     as_json: given.AsJson = False,
@@ -44,13 +45,15 @@ def predict(
     if largest and compare:
         raise UsageError("--largest and --compare are two questions. Ask one at a time.")
     predictions = (
-        [_largest(request, largest, quiet=as_json)] if largest else _predict_all(request, compare or [])
+        [_largest(request, largest, headroom, quiet=as_json)]
+        if largest
+        else _predict_all(request, compare or [], headroom)
     )
     _print(predictions, operators=operators, as_json=as_json)
     return NothingFits.exit_code if all(one.fits is False for one in predictions) else 0
 
 
-def _predict_all(request: Request, compared: list[str]) -> list[Prediction]:
+def _predict_all(request: Request, compared: list[str], headroom: str | None) -> list[Prediction]:
     from snugfit.prediction.predict import predict as foresee
     from snugfit.techniques.recipe import Recipe
 
@@ -61,6 +64,7 @@ def _predict_all(request: Request, compared: list[str]) -> list[Prediction]:
             recipe,
             gpu=request.gpu,
             memory_bytes=request.memory_bytes,
+            headroom=headroom,
             loop=request.loop,
             software=request.software,
         )
@@ -68,7 +72,7 @@ def _predict_all(request: Request, compared: list[str]) -> list[Prediction]:
     ]
 
 
-def _largest(request: Request, of: str, *, quiet: bool) -> Prediction:
+def _largest(request: Request, of: str, headroom: str | None, *, quiet: bool) -> Prediction:
     if request.gpu is None and request.memory_bytes is None:
         raise UsageError("--largest needs a bound: add --gpu NAME or --memory 24GiB.")
     if request.software != "installed":
@@ -80,6 +84,7 @@ def _largest(request: Request, of: str, *, quiet: bool) -> Prediction:
         request.recipe,
         gpu=request.gpu,
         memory_bytes=request.memory_bytes,
+        headroom=headroom,
         loop=request.loop,
         of=of,
     )

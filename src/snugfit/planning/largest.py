@@ -39,11 +39,12 @@ def largest(
     *,
     gpu: Gpu | str | None = None,
     memory_bytes: int | None = None,
+    headroom: int | str | None = None,
     loop: str = "plain",
     of: str = "batch",
 ) -> LargestFit:
     """The largest global batch (a multiple of the recipe's micro-batches) or sequence length that fits, and
-    its prediction. Recipe and GPU may be given as text.
+    its prediction. Recipe and GPU may be given as text. A `headroom` that is asked for stays free.
 
     Raises `UsageError` without a bound, for another `of`, or for the sequence length of a task that has none;
     `NothingFits` when the smallest does not fit.
@@ -56,7 +57,9 @@ def largest(
         raise UsageError(f"largest of {of!r}: the task {job.task} has none. Try 'batch'.")
     if gpu is None and memory_bytes is None:
         raise UsageError("The largest that fits needs a bound: a GPU, or an amount of memory.")
-    sizes = _Sizes(job, recipe, of, {"gpu": gpu, "memory_bytes": memory_bytes, "loop": loop})
+    sizes = _Sizes(
+        job, recipe, of, {"gpu": gpu, "memory_bytes": memory_bytes, "headroom": headroom, "loop": loop}
+    )
     low, high = 1, sizes.limit + 1
     if sizes.spare(low) < 0:
         raise NothingFits(
@@ -89,10 +92,13 @@ class _Sizes:
         return count * self.unit
 
     def spare(self, count: int) -> int:
-        """Bytes that are left at `count` units; negative when it does not fit."""
+        """Bytes that are left at `count` units, but for a headroom that was asked for; negative when it does
+        not fit."""
         if count not in self.asked:
             self.asked[count] = predict(self._job(count), self.recipe, **self.options)
-        return self.asked[count].spare_bytes or 0
+        prediction = self.asked[count]
+        margin = 0 if self.options["headroom"] is None else prediction.headroom_bytes
+        return (prediction.spare_bytes or 0) - margin
 
     def guess(self, low: int, high: int, *, halve: bool) -> int:
         """A size between `low`, which fits, and `high`, which does not or is not valid."""

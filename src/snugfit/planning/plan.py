@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -172,6 +173,9 @@ class Plan:
     memory_bytes: int | None
     """What may be used; None sets no bound."""
 
+    headroom_bytes: int = 0
+    """How much of it should stay free."""
+
     fidelity: str
     """The least exact that the user allows."""
 
@@ -186,7 +190,8 @@ class Plan:
     than a faster one by less than `MEMORY_RESOLUTION` may be missing, the answer never."""
 
     best: Choice | None
-    """Of those that fit, the one that the objective asks for; None when nothing fits."""
+    """Of those that fit and leave the headroom, the one that the objective asks for; where none leaves it,
+    the smallest that fits; None when nothing fits."""
 
     ranked: tuple[Choice, ...] = ()
     """The best that fit and are timed differently, as many as were asked for, the best first."""
@@ -220,6 +225,23 @@ class Plan:
         """Whether any recipe fits the memory."""
         return self.best is not None
 
+    @property
+    def tight(self) -> bool:
+        """Whether the best recipe leaves less than the headroom."""
+        return self.best is not None and self.is_tight(self.best)
+
+    def is_tight(self, choice: Choice) -> bool:
+        """Whether a recipe fits and leaves less than the headroom."""
+        return self.fitting(choice) and self.spare_bytes(choice) < self.headroom_bytes
+
+    def fitting(self, choice: Choice) -> bool:
+        """Whether a recipe fits the memory."""
+        return self.spare_bytes(choice) >= 0
+
+    def spare_bytes(self, choice: Choice) -> float:
+        """What a recipe leaves of the memory; infinite where there is no bound."""
+        return math.inf if self.memory_bytes is None else self.memory_bytes - choice.needed_bytes
+
     def speed(self, choice: Choice) -> float:
         """Samples per second of one of its recipes, with the start-up where the run's length was said."""
         pace = choice.pace(self.steps)
@@ -238,7 +260,11 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """The document that `snugfit plan --json` prints; `Plan.from_json` reads it back."""
         missed = None if self.best else encode(self.nearest)
-        return {"schema": SCHEMA, "what": "plan", **encode_fields(self, fits=self.fits, nearest_miss=missed)}
+        return {
+            "schema": SCHEMA,
+            "what": "plan",
+            **encode_fields(self, fits=self.fits, tight=self.tight, nearest_miss=missed),
+        }
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 USUAL_CONTEXT = 600 * MIB
 """Context where none was measured: the figures in the GPU table for torch 2.x lie between 426 and 621 MiB."""
 
+CONTEXT_ERROR = 200 * MIB
+"""By how much such a context may be off."""
+
 USUAL_LIBRARIES, USUAL_BACKWARD, USUAL_CUDNN = 63 * MIB, 64 * MIB, 16 * MIB
 """Bytes that loading kernels and libraries adds, where it was not measured: an H200's figures."""
 
@@ -81,7 +84,7 @@ def context_of(gpu: Gpu | None, software: Software, trace: Trace) -> tuple[int, 
     name = gpu.name if gpu else "an unnamed GPU"
     return total, [
         f"The CUDA context of {name} is estimated ({show_mib(total)} MiB with its libraries, give or take "
-        "200); no reading is known."
+        f"{show_mib(CONTEXT_ERROR)}); no reading is known."
     ]
 
 

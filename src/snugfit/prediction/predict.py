@@ -10,6 +10,7 @@ from snugfit.job.job import refuse_what_is_no_job
 from snugfit.prediction.allocator import replay
 from snugfit.prediction.anatomy import anatomy, by_kind
 from snugfit.prediction.device import context_of, doubts_about, policy_for
+from snugfit.prediction.headroom import headroom_of
 from snugfit.prediction.profile import INSTALLED, find_software, installed_versions
 from snugfit.prediction.rates import Rates, rates_for
 from snugfit.prediction.seconds import step_seconds
@@ -47,6 +48,7 @@ def predict(
     *,
     gpu: Gpu | str | None = None,
     memory_bytes: int | None = None,
+    headroom: int | str | None = None,
     loop: str = "plain",
     software: str = INSTALLED,
     trainer_class: type[Any] | None = None,
@@ -54,13 +56,16 @@ def predict(
 ) -> Prediction:
     """The prediction for `job` under `recipe` on `gpu`, made without a GPU. Both may be given as text.
 
-    `memory_bytes` is what may be used, when it is not all of the GPU's. `loop` is `plain`, `accelerate` or
+    `memory_bytes` is what may be used, when it is not all of the GPU's. What fits and leaves less of it than
+    `headroom` (bytes, or text such as `2%`) is marked as tight; by default 2 % of the GPU's, and more where
+    the bytes are in doubt. `loop` is `plain`, `accelerate` or
     `trainer`; `trainer_class` is a subclass of `transformers.Trainer` to rehearse in its place; `rates` are
     by default this GPU's. Raises `UsageError` for what cannot be, `RehearsalError` for a step without a
     trace.
     """
     _refuse(job, memory_bytes)
     gpu = gpu if gpu is None or isinstance(gpu, Gpu) else find_gpu(gpu)
+    headroom_bytes = headroom_of(headroom, gpu, memory_bytes)
     profile = find_software(software)
     recipe = profile.with_defaults(recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe))
     warnings = recipe.check(job, gpu.compute_capability if gpu else None)
@@ -84,6 +89,7 @@ def predict(
         loop=loop,
         gpu=gpu,
         memory_bytes=memory_bytes if memory_bytes is not None else gpu.memory_bytes if gpu else None,
+        headroom_bytes=headroom_bytes,
         footprint=_footprint(trace, peak, after, context, _host_bytes(job, setup, trace, loop)),
         anatomy=anatomy(trace, peak, after.reserved, job, setup),
         versions=installed_versions(),

@@ -83,6 +83,8 @@ def _fits(prediction: Prediction) -> Text:
     spare = prediction.spare_bytes
     if spare is None:
         return words("?")
+    if prediction.tight:
+        return words(f"tight, {show_bytes(spare)} spare", "yellow")
     return (
         words(f"yes, {show_bytes(spare)} spare", "green")
         if spare >= 0

@@ -66,6 +66,11 @@ def verdict(prediction: Prediction) -> Text:
     spare, memory = prediction.spare_bytes, prediction.memory_bytes
     if spare is None or memory is None:
         return words("To know whether it fits, name a GPU with --gpu, or an amount with --memory.")
+    if prediction.tight:
+        short = f"less than the headroom of {show_bytes(prediction.headroom_bytes)}"
+        return words(
+            f"Fits, but tight: {show_bytes(spare)} of {show_bytes(memory)} to spare, {short}.", "bold yellow"
+        )
     if spare >= 0:
         return words(f"Fits: {show_bytes(spare)} of {show_bytes(memory)} to spare.", "bold green")
     return words(f"Does not fit: short by {show_bytes(-spare)} of {show_bytes(memory)}.", "bold red")

@@ -92,6 +92,8 @@ class Prediction:
     """Sentences on what in this prediction is less certain than the rest."""
     timing: StepSeconds | None = None
     """Seconds of the steady step; None when no GPU was named, or its rates are not known."""
+    headroom_bytes: int = 0
+    """How much of the memory should stay free."""
     startup: Startup | None = None
     """The start-up; None where the seconds are not known, and outside the plain loop."""
     software: str = "installed"
@@ -113,7 +115,12 @@ class Prediction:
         """Whether the step fits in the memory; None when no memory was named."""
         return None if self.spare_bytes is None else self.spare_bytes >= 0
 
+    @property
+    def tight(self) -> bool | None:
+        """Whether the step fits and leaves less than the headroom; None when no memory was named."""
+        return None if self.spare_bytes is None else 0 <= self.spare_bytes < self.headroom_bytes
+
     def to_json(self) -> dict[str, Any]:
         """The document that `snugfit predict --json` prints."""
-        fields = encode_fields(self, fits=self.fits, spare_bytes=self.spare_bytes)
+        fields = encode_fields(self, fits=self.fits, tight=self.tight, spare_bytes=self.spare_bytes)
         return {"schema": SCHEMA, "what": "prediction", **fields}

@@ -29,6 +29,9 @@ class OnGpu:
     fits: bool | None
     """Whether any recipe fits it; None where that is not known."""
 
+    headroom_bytes: int = 0
+    """How much of the GPU's memory should stay free."""
+
     choice: Choice | None = None
     """The best recipe, or where nothing fits the nearest miss. Its seconds are 0 where they are not known."""
 
@@ -59,6 +62,11 @@ class OnGpu:
     def lacking_bytes(self) -> int:
         """How much memory there is too little; negative where something fits, 0 where that is not known."""
         return self.choice.needed_bytes - (self.gpu.memory_bytes or 0) if self.choice else 0
+
+    @property
+    def tight(self) -> bool:
+        """Whether the recipe fits and leaves less than the headroom: then none leaves it."""
+        return bool(self.fits) and -self.lacking_bytes < self.headroom_bytes
 
     def pace(self, steps: int | None) -> float | None:
         """Seconds a step on a run of so many (`Choice.pace`), where that is known and fits."""

@@ -34,8 +34,12 @@ was seen between GPUs of 28 and of 188 multiprocessors (BERT-large, batch 32: 11
 class PerGpuSearch:
     """What one GPU has to know in a search that several share; `index` is its own among them."""
 
-    def __init__(self, gpu: Gpu, index: int, state: SearchState, *, smallest: bool) -> None:
+    def __init__(
+        self, gpu: Gpu, index: int, state: SearchState, *, smallest: bool, headroom_bytes: int = 0
+    ) -> None:
         self.gpu, self.index, self.state, self.smallest = gpu, index, state, smallest
+        self.headroom_bytes = headroom_bytes
+        self._bound = (gpu.memory_bytes or 0) - headroom_bytes
         self.own: dict[int, bool] = {}
         """Candidates that were simulated in full by this GPU's own policy, and whether that took what they
         had been judged to take."""
@@ -73,12 +77,13 @@ class PerGpuSearch:
         self._by_bytes = [number for number in self._by_bytes if number not in numbers]
 
     def fits(self, number: int) -> bool:
-        """Whether a candidate that was judged fits, or may do so by this GPU's own policy."""
+        """Whether a candidate that was judged fits and leaves the headroom, or may do so by this GPU's own
+        policy."""
         needed = self.state.judged[number].needed_bytes
-        return needed <= (self.gpu.memory_bytes or 0) if number in self.own else self._may_fit(needed)
+        return needed <= self._bound if number in self.own else self._may_fit(needed)
 
     def _may_fit(self, needed: int) -> bool:
-        return needed * (1 - OWN_SHARE) <= (self.gpu.memory_bytes or 0)
+        return needed * (1 - OWN_SHARE) <= self._bound
 
     def _fitting(self) -> list[int]:
         return [number for number in self.state.judged if self.fits(number)]

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from snugfit.errors import GpuError, SnugfitError, UsageError
@@ -30,6 +30,7 @@ from snugfit.planning.search.screening import screen
 from snugfit.planning.search.space import Space, space_of
 from snugfit.planning.search.state import Progress, SearchState, Tell, exclusion
 from snugfit.prediction.device import policy_for
+from snugfit.prediction.headroom import headroom_of
 from snugfit.prediction.profile import Software, installed_versions
 from snugfit.prediction.rates import rates_for
 from snugfit.prediction.startup import STARTUP_RATES, StartupRates
@@ -51,6 +52,7 @@ def plan_gpus(
     job: Job,
     gpus: Iterable[Gpu | str] | None = None,
     *,
+    headroom: int | str | None = None,
     fidelity: str | Fidelity = Fidelity.ROUNDS,
     objective: str = "speed",
     clock_of: ClockOf | None = None,
@@ -63,9 +65,9 @@ def plan_gpus(
     that fit it.
 
     `clock_of` gives a GPU's clock, the seconds of a trace on it; by default they follow from its rates.
-    `fidelity`, `workers`, `steps`, `once` and `tell` are as for a plan. A GPU whose seconds are not known
-    gets its smallest recipe, and one that is not CUDA's no answer, each with the reason. Raises `UsageError`
-    for what cannot be, and `SnugfitError` when no recipe of a space can be rehearsed.
+    `headroom`, `fidelity`, `workers`, `steps`, `once` and `tell` are as for a plan. A GPU whose seconds are
+    not known gets its smallest recipe, and one that is not CUDA's no answer, each with the reason. Raises
+    `UsageError` for what cannot be, and `SnugfitError` when no recipe of a space can be rehearsed.
     """
     refuse_bad_request(job, objective=objective, workers=workers)
     gpus, fidelity = _gpus_of(gpus), fidelity_of(fidelity)
@@ -73,6 +75,7 @@ def plan_gpus(
     workers = min(2, os.cpu_count() or 1) if workers is None else workers
     answers: dict[str, OnGpu] = {}
     groups: dict[Hashable, list[Gpu]] = defaultdict(list)
+    margins = {gpu.key: headroom_of(headroom, gpu) for gpu in gpus if gpu.memory_bytes}
     for gpu in gpus:
         try:
             groups[_kind(gpu)].append(gpu)
@@ -85,7 +88,7 @@ def plan_gpus(
         group = waiting.pop(0)
         tell_group = _tell_for_group(tell, len(counts), len(counts) + len(waiting) + 1, len(group), began)
         try:
-            answer = _plan_group(job, group, fidelity, objective, clock_of, workers, run, tell_group)
+            answer = _plan_group(job, group, margins, fidelity, objective, clock_of, workers, run, tell_group)
         except PoliciesDiffer:
             waiting = [*_split(group), *waiting]
             continue
@@ -150,6 +153,7 @@ class _GroupAnswer(NamedTuple):
 def _plan_group(
     job: Job,
     gpus: Sequence[Gpu],
+    headroom: Mapping[str, int],
     fidelity: Fidelity,
     objective: str,
     clock_of: ClockOf | None,
@@ -158,7 +162,7 @@ def _plan_group(
     tell: Tell,
 ) -> _GroupAnswer:
     """The answers for GPUs of one kind. The one that takes the least scratch goes first: the rehearsals are
-    by its policy."""
+    by its policy. `headroom` is what each leaves free, in bytes by key."""
     from snugfit.planning.cost.parts_pool import with_pool
 
     gpus = sorted(gpus, key=lambda gpu: policy_for(gpu, Software()).scratch_size)
@@ -166,7 +170,7 @@ def _plan_group(
     space = space_of(job, fidelity=fidelity, capability=gpus[0].compute_capability)
 
     def answer(pool: WorkerPool) -> _GroupAnswer:
-        searches = _search(space, pool, gpus, _smallest(objective, timer, len(gpus)), tell)
+        searches = _search(space, pool, gpus, headroom, _smallest(objective, timer, len(gpus)), tell)
         answers = [_on_gpu(search, job, timed=clock_of is None) for search in searches]
         return _GroupAnswer(answers, searches[0].state.counts())
 
@@ -186,7 +190,8 @@ def _on_gpu(search: PerGpuSearch, job: Job, *, timed: bool) -> OnGpu:
     rates = rates_for(search.gpu) if timed and not why else None
     return OnGpu(
         gpu=search.gpu,
-        fits=search.fits(number),
+        fits=search.state.judged[number].needed_bytes <= (search.gpu.memory_bytes or 0),
+        headroom_bytes=search.headroom_bytes,
         choice=search.state.choice(number, job.batch_size),
         verified=search.own[number],
         rates=rates.source if rates else "",
@@ -200,7 +205,12 @@ def _on_gpu(search: PerGpuSearch, job: Job, *, timed: bool) -> OnGpu:
 
 
 def _search(
-    space: Space, pool: WorkerPool, gpus: Sequence[Gpu], smallest: Sequence[bool], tell: Tell
+    space: Space,
+    pool: WorkerPool,
+    gpus: Sequence[Gpu],
+    headroom: Mapping[str, int],
+    smallest: Sequence[bool],
+    tell: Tell,
 ) -> list[PerGpuSearch]:
     """The search of each GPU, with an answer of its own."""
     first = screen(space, pool, tell)
@@ -208,7 +218,9 @@ def _search(
     for index, gpu in enumerate(gpus):
         bounds = {number: by_gpu[index] for number, by_gpu in first.bounds.items()}
         state = SearchState(space, bounds, excluded=first.excluded, kinds=first.kinds)
-        searches.append(PerGpuSearch(gpu, index, state, smallest=smallest[index]))
+        searches.append(
+            PerGpuSearch(gpu, index, state, smallest=smallest[index], headroom_bytes=headroom[gpu.key])
+        )
     while True:
         _judge(space, pool, searches, tell)
         if not searches[0].state.judged:

@@ -30,6 +30,7 @@ from snugfit.planning.search.recomputing import RecomputingKinds
 from snugfit.planning.search.space import Space, space_of
 from snugfit.planning.search.state import SearchState, Tell
 from snugfit.prediction.device import doubts_about
+from snugfit.prediction.headroom import headroom_of
 from snugfit.prediction.profile import installed_versions
 from snugfit.prediction.startup import STARTUP_RATES, StartupRates
 from snugfit.techniques.recipe import Recipe
@@ -49,6 +50,7 @@ def plan(
     *,
     gpu: Gpu | str | None = None,
     memory_bytes: int | None = None,
+    headroom: int | str | None = None,
     fidelity: str | Fidelity = Fidelity.ROUNDS,
     objective: str = "speed",
     clock: Callable[[Trace], float] | None = None,
@@ -62,13 +64,15 @@ def plan(
 ) -> Plan:
     """The recipe that `objective` asks for among those that fit `gpu`, or `memory_bytes` of it.
 
-    `fidelity` is the least exact that is allowed. `clock` gives the seconds of a trace; by default it is this
-    GPU's. `workers` processes rehearse side by side, by default two where there are as many cores. The plan
-    lists the `ranked` best that fit, and says what it would change in the recipe to `start` from, which may
-    be text. `steps` is how long the run is: a recipe's start-up, at the rates of `once`, is then spread over
-    it. Slots that are `settled` are not searched. `tell` hears what is being done. Raises `UsageError` for
-    what cannot be, and `SnugfitError` when no recipe of the space can be rehearsed. When nothing fits, the
-    plan says so and holds the nearest miss.
+    `headroom` (bytes, or text such as `2%`) of the memory stays free; by default 2 % of the GPU's and what is
+    in doubt of the bytes (`prediction/headroom.py`), and nothing of `memory_bytes`. Where no recipe leaves
+    that, the answer is the smallest. `fidelity` is the least exact that is allowed. `clock` gives the seconds
+    of a trace; by default it is this GPU's. `workers` processes rehearse side by side, by default two where
+    there are as many cores. The plan lists the `ranked` best that fit, and says what it would change in the
+    recipe to `start` from, which may be text. `steps` is how long the run is: a recipe's start-up, at the
+    rates of `once`, is then spread over it. Slots that are `settled` are not searched. `tell` hears what is
+    being done. Raises `UsageError` for what cannot be, and `SnugfitError` when no recipe of the space can be
+    rehearsed. When nothing fits, the plan says so and holds the nearest miss.
     """
     from snugfit.job.gpu import find_gpu
     from snugfit.planning.cost.parts_pool import load_ahead, with_pool
@@ -80,13 +84,16 @@ def plan(
     start = start_of(start, ranked)
     run = PlannedRun(steps=steps, rates=once)
     timer = SingleGpuTimer(clock) if clock else _timer_of(gpu)
+    headroom_bytes = headroom_of(headroom, gpu, memory_bytes)
     if memory_bytes is None and gpu is not None:
         memory_bytes = gpu.memory_bytes
     workers = min(2, os.cpu_count() or 1) if workers is None else workers
     load_ahead(job, [gpu], timer, workers)
     capability = gpu.compute_capability if gpu else None
     space = space_of(job, fidelity=fidelity, capability=capability, settled=settled)
-    request = _PlanRequest(job, gpu, memory_bytes, fidelity, objective, steps, ranked, start, tell)
+    request = _PlanRequest(
+        job, gpu, memory_bytes, headroom_bytes, fidelity, objective, steps, ranked, start, tell
+    )
 
     def answer(pool: WorkerPool) -> Plan:
         return _answer(request, space, pool)
@@ -101,6 +108,7 @@ class _PlanRequest:
     job: Job
     gpu: Gpu | None
     memory_bytes: int | None
+    headroom_bytes: int
     fidelity: Fidelity
     objective: str
     steps: int | None
@@ -115,12 +123,14 @@ def _answer(asked: _PlanRequest, space: Space, pool: WorkerPool) -> Plan:
 
     job, memory, smallest = asked.job, asked.memory_bytes, asked.objective == "memory"
     listed = asked.ranked > 0  # any candidate may be among the best few
-    state = search(space, pool, asked.tell, memory_bytes=memory, smallest=smallest, every_bound=listed)
+    bound = None if memory is None else memory - asked.headroom_bytes
+    state = search(space, pool, asked.tell, memory_bytes=bound, smallest=smallest, every_bound=listed)
     front = state.front()
     if not front:
         why = next((f"'{one.what}': {one.why}" for one in state.excluded), "the space is empty.")
         raise RehearsalError(f"No recipe could be simulated, for one {why}")
-    fitting = [n for n in front if memory is None or state.judged[n].needed_bytes <= memory]
+    fitting = [n for n in front if bound is None or state.judged[n].needed_bytes <= bound]
+    fitting = fitting or [n for n in front[-1:] if state.judged[n].needed_bytes <= (memory or 0)]
     best = fitting[-1 if smallest else 0] if fitting else None
     shown = front[-1] if best is None else best
     recipe, needed_bytes = space.candidates[shown].recipe, state.judged[shown].needed_bytes
@@ -130,11 +140,14 @@ def _answer(asked: _PlanRequest, space: Space, pool: WorkerPool) -> Plan:
     start = compare_with_start(asked.start, recipe, pool, job, asked.gpu) if asked.start else None
     counts, excluded = state.counts(), (*space.excluded, *state.excluded)
     ranked = state.best(asked.ranked, pool, asked.objective, asked.tell) if asked.ranked else []
+    if asked.ranked and best is not None and best not in ranked:
+        ranked = [best, *ranked][: asked.ranked]
     assumed = [doubt for number in (*front, *ranked) for doubt in state.judged[number].doubts]
     return Plan(
         job=job,
         gpu=asked.gpu,
         memory_bytes=memory,
+        headroom_bytes=asked.headroom_bytes,
         fidelity=asked.fidelity.value,
         objective=asked.objective,
         steps=asked.steps,

@@ -119,7 +119,7 @@ def _columns(plans: GpuPlans, prices: Prices) -> list[tuple[str, _Show]]:
         ("GiB>", lambda answer, choice, cost: f"{(answer.gpu.memory_bytes or 0) / GIB:,.1f}"),
         ("Recipe", lambda answer, choice, cost: choice.recipe),
         ("needs GiB>", lambda answer, choice, cost: f"{choice.needed_bytes / GIB:,.2f}"),
-        ("", lambda answer, choice, cost: "" if answer.fits else "does not fit"),
+        ("", lambda answer, choice, cost: _verdict(answer)),
         ("ms a step>", lambda answer, choice, cost: _ms(answer, choice) if choice.step_seconds else "?"),
         ("samples/s>", lambda answer, choice, cost: _number(choice.samples_per_second)),
     ]
@@ -131,9 +131,13 @@ def _columns(plans: GpuPlans, prices: Prices) -> list[tuple[str, _Show]]:
         columns.append(("USD/1,000>", lambda answer, choice, cost: _money(cost.per_1000_samples)))
     if prices.per_hour and plans.steps:
         columns.append(("USD a run>", lambda answer, choice, cost: _money(cost.run)))
-    if all(answer.fits for answer in plans.answers if answer.choice):
+    if not any(_verdict(answer) for answer in plans.answers if answer.choice):
         columns = [column for column in columns if column[0]]
     return columns
+
+
+def _verdict(answer: OnGpu) -> str:
+    return "tight" if answer.tight else "" if answer.fits else "does not fit"
 
 
 def _order(plans: GpuPlans, answer: OnGpu, cost: Cost) -> tuple[float, ...]:

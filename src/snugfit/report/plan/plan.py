@@ -18,6 +18,7 @@ def render(plan: Plan) -> Page:
     """The whole report of one plan."""
     return Page(
         [Sentence(question(plan), "heading"), Sentence(answer(plan), "good" if plan.fits else "bad")],
+        headroom(plan),
         (Sentence(sentence, "bullet") for sentence in because(plan)),
         about_run(plan),
         about_cost(plan),
@@ -46,6 +47,17 @@ def answer(plan: Plan) -> str:
         short = show_bytes(shown.needed_bytes - (plan.memory_bytes or 0))
         return f"Nothing fits. The nearest miss is short by {short}: {shown.recipe} ({figures})."
     return f"{shown.recipe}: {figures}."
+
+
+def headroom(plan: Plan) -> Iterator[str]:
+    """What the best recipe leaves of the memory, and whether that is the headroom that it should."""
+    if plan.best and plan.memory_bytes and plan.headroom_bytes:
+        left = plan.memory_bytes - plan.best.needed_bytes
+        asked = f"{show_bytes(plan.headroom_bytes)} should stay free (--headroom)"
+        if plan.tight:
+            yield f"Tight: no recipe leaves the headroom. This one leaves {show_bytes(left)}; {asked}."
+        else:
+            yield f"It leaves {show_bytes(left)} of {show_bytes(plan.memory_bytes)}; {asked}."
 
 
 def because(plan: Plan) -> Iterator[str]:
@@ -128,7 +140,7 @@ def front(plan: Plan) -> Grid:
     """The Pareto front: every recipe than which no other is both faster and smaller."""
     rows = tuple(
         (
-            "best" if choice == plan.best else "" if _fits(plan, choice) else "does not fit",
+            "best" if choice == plan.best else _fits(plan, choice),
             choice.recipe,
             f"{choice.needed_bytes / GIB:,.2f}",
             f"{choice.reserved_bytes / GIB:,.2f}",
@@ -171,5 +183,7 @@ def _doubts(plan: Plan) -> Iterator[str]:
     yield from plan.doubts
 
 
-def _fits(plan: Plan, choice: Choice) -> bool:
-    return plan.memory_bytes is None or choice.needed_bytes <= plan.memory_bytes
+def _fits(plan: Plan, choice: Choice) -> str:
+    if not plan.fitting(choice):
+        return "does not fit"
+    return "tight" if plan.is_tight(choice) else ""

@@ -1,0 +1,66 @@
+"""How much of a GPU's memory an answer leaves free.
+
+A recipe that fits by a few MiB fits on paper. So a plan leaves 2 % of the GPU's memory by default; where a
+doubt about the bytes has a size (a context that nobody measured), that much more; and on a GeForce, which
+mostly drives a display as well, half a GiB. An amount of memory that the user names is theirs to divide:
+nothing is taken off it unless a headroom is asked for.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from snugfit.errors import UsageError
+from snugfit.prediction.device import CONTEXT_ERROR
+from snugfit.units import GIB, parse_bytes
+
+if TYPE_CHECKING:
+    from snugfit.job.gpu import Gpu
+
+USUAL_SHARE = 0.02
+"""Of the GPU's memory (chosen): reserved bytes were predicted within 1 % of nearly all drawn runs
+(docs/accuracy.md), and a model's own code may keep a tensor that no rehearsal saw."""
+
+DISPLAY_BYTES = GIB // 2
+"""What a desktop and its windows take (chosen)."""
+
+_PER_CENT = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*%\s*")
+
+
+def headroom_of(asked: int | str | None, gpu: Gpu | None, memory_bytes: int | None = None) -> int:
+    """Bytes to leave free of `memory_bytes`, or where none were named, of the GPU's: what is `asked`, in
+    bytes or as text (`1GiB`, `2%`), or the usual. Raises `UsageError` for what is no headroom."""
+    if asked is None:
+        return usual_headroom(gpu) if memory_bytes is None else 0
+    return _as_bytes(asked, gpu.memory_bytes if memory_bytes is None and gpu else memory_bytes)
+
+
+def usual_headroom(gpu: Gpu | None) -> int:
+    """Bytes that an answer for this GPU leaves free unless it is asked otherwise; 0 where no memory is
+    known."""
+    if gpu is None or gpu.memory_bytes is None:
+        return 0
+    doubt = CONTEXT_ERROR if gpu.context_bytes is None else 0
+    return int(USUAL_SHARE * gpu.memory_bytes) + doubt + (DISPLAY_BYTES if may_drive_display(gpu) else 0)
+
+
+def may_drive_display(gpu: Gpu) -> bool:
+    """Whether the driver calls it a GeForce: a card that people have in the machine they sit at."""
+    return any("geforce" in name.lower() for name in gpu.names)
+
+
+def _as_bytes(asked: int | str, limit: int | None) -> int:
+    if isinstance(asked, str):
+        if match := _PER_CENT.fullmatch(asked):
+            if limit is None:
+                raise UsageError(f"headroom: {asked!r} of what? Name a GPU or an amount of memory.")
+            if float(match[1]) >= 100:
+                raise UsageError(f"headroom: {asked!r} leaves nothing of the memory. Try 2%.")
+            return int(float(match[1]) / 100 * limit)
+        return 0 if asked.strip() == "0" else parse_bytes(asked, what="headroom")
+    if type(asked) is not int or asked < 0:
+        raise UsageError(
+            f"headroom is {asked!r}; it is a whole number of bytes from 0, text such as '2%', or None."
+        )
+    return asked

@@ -1,0 +1,114 @@
+"""A plan leaves some of the memory free, and what leaves less is marked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from made_up import prediction
+from small_models import small_job
+from snugfit.errors import UsageError
+from snugfit.job.gpu import find_gpu
+from snugfit.planning.fleet.search_gpus import plan_gpus
+from snugfit.planning.search.search import plan
+from snugfit.prediction.headroom import headroom_of
+from snugfit.report.plan.gpu_plans import render as render_gpus
+from snugfit.report.plan.plan import render
+from snugfit.report.prediction import verdict
+from snugfit.report.text.terminal import as_text
+from snugfit.techniques import roster
+from snugfit.techniques.technique import Slot
+from snugfit.units import GIB, MIB
+
+H200, RTX4090 = find_gpu("h200"), find_gpu("rtx 4090")
+
+
+def test_the_usual_headroom_grows_with_what_is_not_known() -> None:
+    """2 % of the memory; 200 MiB where nobody measured the context; half a GiB where a display may hang."""
+    assert H200.context_bytes
+    assert H200.memory_bytes
+    assert RTX4090.memory_bytes
+    assert headroom_of(None, H200) == int(0.02 * H200.memory_bytes)
+    unmeasured = replace(H200, context_bytes=None)
+    assert headroom_of(None, unmeasured) == headroom_of(None, H200) + 200 * MIB
+    display = replace(H200, names=("NVIDIA GeForce RTX 9090",))
+    assert headroom_of(None, display) == headroom_of(None, H200) + GIB // 2
+    assert headroom_of(None, H200, 20 * GIB) == 0, "the user's own bound is the whole bound"
+    assert headroom_of(None, None) == 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "size"), [("1GiB", GIB), ("2%", GIB // 5), ("0", 0), (0, 0), (5, 5), ("0%", 0)]
+)
+def test_a_headroom_is_bytes_or_a_share(asked: int | str, size: int) -> None:
+    assert headroom_of(asked, H200, 10 * GIB) == size
+
+
+@pytest.mark.parametrize("asked", [-1, 1.5, True, "2", "much", "100%", "-1GiB"])
+def test_what_is_no_headroom_is_refused(asked: object) -> None:
+    with pytest.raises(UsageError, match="headroom"):
+        headroom_of(asked, H200)  # type: ignore[arg-type]
+
+
+def test_a_share_of_nothing_is_refused() -> None:
+    with pytest.raises(UsageError, match="of what"):
+        headroom_of("2%", None)
+
+
+def test_a_prediction_that_leaves_too_little_is_tight() -> None:
+    tight = prediction(memory_bytes=prediction().needed_bytes + MIB, headroom_bytes=GIB)
+    assert tight.fits
+    assert tight.tight
+    assert tight.to_json()["tight"]
+    assert "tight" in verdict(tight).plain
+    assert not replace(tight, headroom_bytes=MIB).tight
+    assert not replace(tight, memory_bytes=tight.needed_bytes - 1).tight, "that does not fit at all"
+
+
+SETTLED = {slot: roster.plain(slot) for slot in Slot if slot not in (Slot.CHECKPOINTING, Slot.ALLOCATOR)}
+
+
+@pytest.mark.whole
+def test_a_plan_leaves_the_headroom_and_where_none_can_it_says_tight() -> None:
+    """The fastest needs a little less than all: with a headroom a smaller one is chosen; and where even the
+    smallest leaves too little it is the answer, marked, and not that nothing fits."""
+    job = small_job("bert", 2, batch_size=512, sequence_length=32)
+    exact = plan(job, gpu=H200, settled=SETTLED, workers=1, headroom=0)
+    assert exact.best
+    assert not exact.tight
+    fastest, smallest = exact.best.needed_bytes, exact.nearest.needed_bytes
+    assert fastest > smallest
+
+    gpu = replace(H200, memory_bytes=fastest + MIB)
+    roomy = plan(job, gpu=gpu, settled=SETTLED, workers=1, headroom=2 * MIB)
+    assert roomy.best
+    assert roomy.memory_bytes == gpu.memory_bytes
+    assert roomy.headroom_bytes == 2 * MIB
+    assert roomy.best.needed_bytes <= fastest - MIB
+    assert not roomy.tight
+    assert "should stay free" in as_text(render(roomy))
+
+    gpu = replace(H200, memory_bytes=smallest)
+    tight = plan(job, gpu=gpu, settled=SETTLED, workers=1, ranked=2)
+    assert tight.fits
+    assert tight.tight
+    assert tight.best == tight.nearest
+    assert tight.ranked
+    assert "Tight: no recipe leaves the headroom" in as_text(render(tight))
+    assert plan(job, gpu=gpu, settled=SETTLED, workers=1, headroom=0).tight is False
+    assert type(tight).from_json(tight.to_json()) == tight
+
+
+@pytest.mark.whole
+def test_many_gpus_leave_theirs() -> None:
+    job = small_job("bert", 2, batch_size=2, phase="evaluate")
+    (alone,) = plan_gpus(job, [H200], headroom=0, workers=1).answers
+    assert alone.choice
+    exact = replace(H200, memory_bytes=alone.choice.needed_bytes)
+    plans = plan_gpus(job, [exact], headroom="50%", workers=1)
+    (close,) = plans.answers
+    assert close.fits
+    assert close.tight
+    assert close.headroom_bytes == alone.choice.needed_bytes // 2
+    assert "tight" in as_text(render_gpus(plans))
