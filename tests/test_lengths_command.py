@@ -202,8 +202,8 @@ def test_the_report_says_how_to_pad_and_marks_it() -> None:
     assert 'train_sampling_strategy="group_by_length"' in text
     assert "pad_to_multiple_of=8" in text
     assert "4.00 times as fast as padding everything to 512" in text
-    assert "best grouped 8 512 9.00 50.0 % 100.0 200.0 40.0 4,000" in text
-    assert "not possible grouped 64 576" in text
+    assert "grouped 8 512 9.00 50.0 % 100.0 200.0 40.0 4,000 best" in text
+    assert "grouped 64 576 not possible" in text
     assert "Another job: sequences cut at 256 tokens (5.0 % of the samples are cut, 10.0 %" in text
 
 

@@ -12,10 +12,9 @@ from snugfit.errors import GpuError
 from snugfit.measurement.target import gpu_here
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from snugfit.comparison.calibrate import ProbeReading
     from snugfit.prediction.rates import Rates
+    from snugfit.report.text.table import PlainTable
 
 
 def calibrate(as_json: given.AsJson = False) -> None:
@@ -50,9 +49,9 @@ def calibrate(as_json: given.AsJson = False) -> None:
         typer.echo(f"Written: {file}")
 
 
-def _table(rates: Rates, readings: Sequence[ProbeReading]) -> Table:
+def _table(rates: Rates, readings: Sequence[ProbeReading]) -> PlainTable:
     """One row a probe: predicted, measured, and the factor that corrects it."""
-    from snugfit.report.text.terminal import table
+    from snugfit.report.text.table import table
     from snugfit.units import show_seconds
 
     rows = [

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from snugfit.comparison.compare import Comparison
-from snugfit.report.text.job import job_line
-from snugfit.report.text.terminal import table, words
+from snugfit.report.text.job import beside_note, job_line, recipes_beside
+from snugfit.report.text.table import PlainTable, table
+from snugfit.report.text.terminal import words
 from snugfit.results.prediction import Prediction
 from snugfit.units import show_bytes, show_mib, show_per_cent, show_seconds
 
@@ -50,23 +50,26 @@ def document(predictions: Sequence[Prediction]) -> dict[str, Any]:
     }
 
 
-def _totals(predictions: Sequence[Prediction]) -> Table:
+def _totals(predictions: Sequence[Prediction]) -> Group:
     base = predictions[0].needed_bytes
+    recipes = [str(prediction.recipe) for prediction in predictions]
+    shown = recipes_beside(recipes, recipes[0])
     rows = [
         (
             number,
-            str(prediction.recipe),
             show_mib(prediction.needed_bytes),
             *_difference(prediction.needed_bytes, base),
             _fits(prediction),
             str(prediction.footprint.at or ""),
+            recipe,
         )
-        for number, prediction in enumerate(predictions, start=1)
+        for number, (prediction, recipe) in enumerate(zip(predictions, shown, strict=True), start=1)
     ]
-    return table(("", "Recipe", "MiB>", "Difference MiB>", "%>", "Fits", "Peak"), rows)
+    heads = ("", "MiB>", "Difference MiB>", "%>", "Fits", "Peak", "Recipe<")
+    return Group(table(heads, rows), words(beside_note(shown)))
 
 
-def _kinds(predictions: Sequence[Prediction]) -> Table:
+def _kinds(predictions: Sequence[Prediction]) -> PlainTable:
     """Each kind of bytes at the recipes' own peaks: where the difference comes from."""
     names = list(dict.fromkeys(line.kind for prediction in predictions for line in prediction.anatomy.kinds))
     per_recipe = [{line.kind: line.bytes for line in prediction.anatomy.kinds} for prediction in predictions]

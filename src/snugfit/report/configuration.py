@@ -8,7 +8,8 @@ from rich.text import Text
 from snugfit.exchange.account import Reading
 from snugfit.exchange.check import Checked, Finding
 from snugfit.exchange.dialect import as_word, dialect
-from snugfit.report.text.terminal import table, words
+from snugfit.report.text.table import table
+from snugfit.report.text.terminal import words
 
 LONGEST_VALUE = 40
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from rich.console import Group, RenderableType
 
 from snugfit.measurement.doctor import Doctor, GpuStatus
-from snugfit.report.text.terminal import table, words
+from snugfit.report.text.table import table
+from snugfit.report.text.terminal import words
 from snugfit.units import show_bytes
 
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 
 from snugfit.job.gpu import Gpu
-from snugfit.report.text.terminal import table, words
+from snugfit.report.text.table import table
+from snugfit.report.text.terminal import words
 from snugfit.units import GIB, show_bytes
 
 TERA = 10**12

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from snugfit.report.prediction import footprint_table
 from snugfit.report.text.job import job_line
-from snugfit.report.text.terminal import table, words
+from snugfit.report.text.table import PlainTable, table
+from snugfit.report.text.terminal import words
 from snugfit.results.footprint import Startup, Timing
 from snugfit.results.measurement import HIGH_DISTURBANCE, Measurement
 from snugfit.units import MIB, show_bytes, show_seconds
@@ -36,7 +36,7 @@ def _heading(measurement: Measurement) -> Text:
     return text
 
 
-def timing_table(timing: Timing) -> Table:
+def timing_table(timing: Timing) -> PlainTable:
     """Seconds of a step, and what follows from them."""
     rows = [
         ("step", show_seconds(timing.step_seconds), f"mean of {timing.steps} steady steps"),
@@ -55,7 +55,7 @@ def _with_disturbed(timing: Timing) -> list[tuple[str, str, str]]:
     return [("all steps", show_seconds(timing.every_seconds), about)]
 
 
-def startup_table(startup: Startup, step_seconds: float) -> Table:
+def startup_table(startup: Startup, step_seconds: float) -> PlainTable:
     """The stages of a start and their sum, the start-up, in seconds."""
     rows = [
         ("imports", startup.imports_seconds, "from the start of the process: torch and the model's code"),

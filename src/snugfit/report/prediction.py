@@ -5,12 +5,12 @@ from __future__ import annotations
 from operator import attrgetter
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from snugfit.report.curve import draw_curve
 from snugfit.report.text.job import job_line
-from snugfit.report.text.terminal import table, words
+from snugfit.report.text.table import PlainTable, table
+from snugfit.report.text.terminal import words
 from snugfit.results.footprint import Footprint
 from snugfit.results.prediction import Anatomy, Prediction
 from snugfit.results.step_seconds import PhaseSeconds, StepSeconds
@@ -47,7 +47,7 @@ def heading(prediction: Prediction) -> Text:
     return text.append("" if prediction.software == "installed" else f" · software {prediction.software}")
 
 
-def footprint_table(footprint: Footprint) -> Table:
+def footprint_table(footprint: Footprint) -> PlainTable:
     """The five numbers of a footprint, each with what it means; what is not known is left out."""
     lines = (
         ("requested", footprint.requested_bytes, "what tensors and kernels request"),
@@ -113,7 +113,7 @@ def _peak(prediction: Prediction) -> list[RenderableType]:
     return [words(f"The peak is in step {moment.step + 1}: {moment}.")] if moment else []
 
 
-def kinds_table(prediction: Prediction) -> Table:
+def kinds_table(prediction: Prediction) -> PlainTable:
     """Bytes by kind at the peak, each with its reason."""
     lines = prediction.anatomy.kinds
     total = sum(line.bytes for line in lines) or 1
@@ -124,7 +124,7 @@ def kinds_table(prediction: Prediction) -> Table:
     return table(("At the peak, by kind", "MiB>", "Share>", "Reason"), rows)
 
 
-def _largest_table(anatomy: Anatomy) -> Table:
+def _largest_table(anatomy: Anatomy) -> PlainTable:
     rows = [
         (
             line.module or "(the loop)",
@@ -141,7 +141,7 @@ def _largest_table(anatomy: Anatomy) -> Table:
     )
 
 
-def operators_table(anatomy: Anatomy, timing: StepSeconds | None = None) -> Table:
+def operators_table(anatomy: Anatomy, timing: StepSeconds | None = None) -> PlainTable:
     """FLOPs, bytes, kernels and, where they are known, milliseconds of each operator group in each phase,
     with shares of the step's totals."""
     known = {(line.group, line.phase): line for line in timing.phases} if timing else {}

@@ -7,7 +7,8 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 
-from snugfit.report.text.terminal import table, words
+from snugfit.report.text.table import table
+from snugfit.report.text.terminal import words
 from snugfit.techniques.roster import setting_lines
 from snugfit.techniques.technique import Technique
 

@@ -88,12 +88,12 @@ def _experiments(result: GuideResult) -> Grid:
         recipe = row.recipe if row.loop == "plain" else f"{row.recipe} ({row.loop} loop)"
         fits = {True: "yes", False: "no", None: "refused" if row.refused else UNKNOWN}[row.fits]
         change_to = _share(row.predicted_bytes, result.vanilla.predicted_bytes)
-        rows.append((row.name, recipe, _mib(row.predicted_bytes), change_to, fits))
+        rows.append((row.name, _mib(row.predicted_bytes), change_to, fits, recipe))
     refused = "; ".join(f"{row.name}: {row.refused}" for row in result.rows if row.refused)
     room = f"{show_bytes(result.memory_bytes)} may be used. " if result.memory_bytes else ""
     return Grid(
         title=f"The guide's experiments, predicted for {result.gpu}",
-        heads=("Experiment", "Recipe", "MiB>", "To vanilla>", "Fits"),
+        heads=("Experiment", "MiB>", "To vanilla>", "Fits", "Recipe<"),
         rows=tuple(rows),
         note=room + (f"Not predicted: {refused}" if refused else ""),
     )
@@ -123,7 +123,7 @@ def _measurements(result: GuideResult) -> Grid:
         "Error>",
         "To vanilla>",
         "Samples/s>",
-        "To vanilla>",
+        "Speed to vanilla>",
     )
     return Grid(title=f"Measured on {result.device}", heads=heads, rows=tuple(rows))
 
@@ -178,7 +178,8 @@ def _methods(result: GuideResult) -> Grid:
         )
         for line in method_lines(result)
     )
-    heads = ("Method", "Shown by", "Speed", "Change>", "Guide", "Memory", "Change>", "Guide")
+    heads: tuple[str, ...] = ("Method", "Shown by", "Speed", "Speed change>", "Guide on speed")
+    heads += ("Memory", "Memory change>", "Guide on memory")
     note = "Memory is predicted. Speed is measured where it was measured, and as published elsewhere."
     return Grid(title="What helps what", heads=heads, rows=rows, note=note)
 

@@ -9,7 +9,7 @@ from snugfit.planning.fleet.gpu_plans import GpuPlans, OnGpu
 from snugfit.planning.fleet.prices import Cost, Prices, cheapest, cost
 from snugfit.planning.plan import Choice
 from snugfit.report.text.grid import Grid
-from snugfit.report.text.job import job_line
+from snugfit.report.text.job import beside_note, job_line, recipes_beside
 from snugfit.report.text.page import Page, Sentence
 from snugfit.units import GIB, show_bytes, show_seconds
 
@@ -93,20 +93,25 @@ def the_run(plans: GpuPlans, prices: Prices) -> Iterator[str]:
 def table(plans: GpuPlans, prices: Prices) -> Grid:
     """A line for each GPU whose bytes are known, the best first, and those on which nothing fits last."""
     costs = {answer.key: cost(answer, prices, plans.steps) for answer in plans.answers}
+    known = sorted(
+        (answer for answer in plans.answers if answer.choice),
+        key=lambda answer: _order(plans, answer, costs[answer.key]),
+    )
+    recipes = [answer.choice.recipe for answer in known if answer.choice]
+    recipes = recipes_beside(recipes, recipes[0]) if recipes else []
     columns = _columns(plans, prices)
-    known = [answer for answer in plans.answers if answer.choice]
     rows = [
-        tuple(show(answer, answer.choice, costs[answer.key]) for _, show in columns)
-        for answer in sorted(known, key=lambda answer: _order(plans, answer, costs[answer.key]))
+        (*(show(answer, answer.choice, costs[answer.key]) for _, show in columns), recipe)
+        for answer, recipe in zip(known, recipes, strict=True)
         if answer.choice
     ]
     scaled = any(answer.measured_rates is False for answer in known)
     note = f"{SCALED} scaled from an H200's achieved rates by data sheet: this GPU was never measured."
     return Grid(
         title="The best recipe on each GPU; where nothing fits, the nearest miss",
-        heads=tuple(head for head, _ in columns),
+        heads=(*(head for head, _ in columns), "Recipe<"),
         rows=tuple(rows),
-        note=note if scaled else "",
+        note=" ".join(filter(None, (note if scaled else "", beside_note(recipes)))),
     )
 
 
@@ -117,7 +122,6 @@ def _columns(plans: GpuPlans, prices: Prices) -> list[tuple[str, _Show]]:
     columns: list[tuple[str, _Show]] = [
         ("GPU", lambda answer, choice, cost: answer.key),
         ("GiB>", lambda answer, choice, cost: f"{(answer.gpu.memory_bytes or 0) / GIB:,.1f}"),
-        ("Recipe", lambda answer, choice, cost: choice.recipe),
         ("needs GiB>", lambda answer, choice, cost: f"{choice.needed_bytes / GIB:,.2f}"),
         ("", lambda answer, choice, cost: _verdict(answer)),
         ("ms a step>", lambda answer, choice, cost: _ms(answer, choice) if choice.step_seconds else "?"),

@@ -100,8 +100,8 @@ def _of_cut(cut: Cut) -> str:
 
 
 def _table(plan: LengthPlan, ways: Sequence[Way], title: str, mark: Way | None = None) -> Grid:
-    heads: tuple[str, ...] = ("", "Batches", "multiple>", "longest>", "GiB>", "padding>")
-    heads += ("ms a step>", "at most>", "samples/s>", "tokens/s>")
+    heads: tuple[str, ...] = ("Batches", "multiple>", "longest>", "GiB>", "padding>")
+    heads += ("ms a step>", "at most>", "samples/s>", "tokens/s>", "")
     rows = tuple(_row(plan, way, "best" if way is mark or way == mark else "") for way in ways)
     refused = next((way.why_not for way in ways if way.why_not), "")
     return Grid(title=title, heads=heads, rows=rows, note=f"not possible: {refused}" if refused else "")
@@ -110,9 +110,8 @@ def _table(plan: LengthPlan, ways: Sequence[Way], title: str, mark: Way | None =
 def _row(plan: LengthPlan, way: Way, mark: str) -> tuple[str, ...]:
     head = (ORDERS[way.order], f"{way.multiple}", f"{way.length:,}")
     if way.why_not:
-        return ("not possible", *head, *[""] * 6)
+        return (*head, *[""] * 6, "not possible")
     return (
-        "does not fit" if plan.fits(way) is False else mark,
         *head,
         f"{(way.needed_bytes or 0) / GIB:,.2f}",
         f"{100 * (way.padding or 0):.1f} %",
@@ -120,6 +119,7 @@ def _row(plan: LengthPlan, way: Way, mark: str) -> tuple[str, ...]:
         f"{1e3 * (way.longest_step_seconds or 0):,.1f}",
         f"{way.samples_per_second:,.1f}",
         f"{way.tokens_per_second:,.0f}",
+        "does not fit" if plan.fits(way) is False else mark,
     )
 
 

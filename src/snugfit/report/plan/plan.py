@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from snugfit.planning.plan import Choice, Plan, Reason
 from snugfit.report.text.grid import Grid
-from snugfit.report.text.job import job_line
+from snugfit.report.text.job import beside_note, job_line, recipes_beside
 from snugfit.report.text.page import Page, Sentence
 from snugfit.units import GIB, show_bytes, show_per_cent, show_seconds
 
@@ -111,19 +111,19 @@ def changes(plan: Plan) -> list[Grid]:
     start = plan.start
     if start is None:
         return []
-    rows = [("as it is", start.recipe, "", *_figures(start.needed_bytes, start.step_seconds))]
+    rows = [("as it is", *_figures(start.needed_bytes, start.step_seconds), start.recipe, "")]
     rows += [
-        (change.slot, change.theirs, change.ours, *_figures(change.needed_bytes, change.step_seconds))
+        (change.slot, *_figures(change.needed_bytes, change.step_seconds), change.theirs, change.ours)
         for change in start.changes
     ]
     shown = plan.best_or_nearest
-    rows += [("all of them", "", shown.recipe, *_figures(shown.needed_bytes, shown.step_seconds))]
+    rows += [("all of them", *_figures(shown.needed_bytes, shown.step_seconds), "", shown.recipe)]
     what = "What it changes in your recipe, each change alone" if start.changes else "Yours is the best"
     note = f"Yours cannot run: {start.why_not} " if start.why_not else ""
     return [
         Grid(
             title=what,
-            heads=("Slot", "Yours", "The plan's", "GiB on the GPU>", "ms a step>"),
+            heads=("Slot", "GiB on the GPU>", "ms a step>", "Yours<", "The plan's<"),
             rows=tuple(rows if start.changes else rows[:1]),
             note=f"{note}Figures are the plain loop's.",
         )
@@ -138,20 +138,23 @@ def _figures(needed: int | None, seconds: float | None) -> tuple[str, str]:
 
 def front(plan: Plan) -> Grid:
     """The Pareto front: every recipe than which no other is both faster and smaller."""
+    recipes = recipes_beside([choice.recipe for choice in plan.front], plan.best_or_nearest.recipe)
     rows = tuple(
         (
             "best" if choice == plan.best else _fits(plan, choice),
-            choice.recipe,
             f"{choice.needed_bytes / GIB:,.2f}",
             f"{choice.reserved_bytes / GIB:,.2f}",
             f"{choice.step_seconds * 1e3:,.1f}",
             f"{choice.samples_per_second:,.1f}",
             f"{choice.once_seconds:,.1f}",
+            recipe,
         )
-        for choice in plan.front
+        for choice, recipe in zip(plan.front, recipes, strict=True)
     )
-    heads = ("", "Recipe", "GiB on the GPU>", "reserved>", "ms a step>", "samples/s>", "start-up s>")
-    return Grid(title="The Pareto front: memory against speed", heads=heads, rows=rows)
+    heads = ("", "GiB on the GPU>", "reserved>", "ms a step>", "samples/s>", "start-up s>", "Recipe<")
+    return Grid(
+        title="The Pareto front: memory against speed", heads=heads, rows=rows, note=beside_note(recipes)
+    )
 
 
 def refusals(plan: Plan) -> Grid:

@@ -14,7 +14,8 @@ from io import StringIO
 
 from rich.console import Group, RenderableType
 
-from snugfit.report.text.terminal import harmless, table, words
+from snugfit.report.text.table import table
+from snugfit.report.text.terminal import harmless, words
 
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]|~#])")
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
@@ -22,7 +23,7 @@ _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """A table of words; a head that ends in `>` is a column of numbers."""
+    """A table of words; a head that ends in `>` is a column of figures, in `<` one of recipes."""
 
     title: str
     """What the table shows."""
@@ -43,7 +44,7 @@ class Grid:
     def markdown(self) -> str:
         """The table as GitHub writes them."""
         rule = ["---:" if head.endswith(">") else "---" for head in self.heads]
-        cells = [[head.rstrip(">") for head in self.heads], rule]
+        cells = [[head.rstrip("<>") for head in self.heads], rule]
         cells += [[escape(cell) for cell in row] for row in self.rows]
         body = "\n".join(f"| {' | '.join(row)} |" for row in cells)
         note = f"\n{escape(self.note)}\n" if self.note else ""

@@ -1,9 +1,12 @@
-"""A job in one line, for the head of every report."""
+"""A job in one line, for the head of every report, and a recipe beside the best one."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from snugfit.job.job import Job
 from snugfit.job.limits import NO_SEQUENCE, WITH_TARGET
+from snugfit.techniques.recipe import Recipe
 
 
 def job_line(job: Job) -> str:
@@ -27,3 +30,24 @@ def sizes(job: Job) -> str:
     text = f"{job.batch_size}"
     text += "" if job.task in NO_SEQUENCE else f" × {job.sequence_length}"
     return text + (f" → {job.target_length}" if job.task in WITH_TARGET else "")
+
+
+def recipes_beside(recipes: Sequence[str], best: str) -> list[str]:
+    """The best recipe whole where it first stands, then `the same`; others as `with X + Y`, the techniques in
+    which they differ from it."""
+    return [
+        recipe if number == recipes.index(recipe) and recipe == best else _difference(recipe, best)
+        for number, recipe in enumerate(recipes)
+    ]
+
+
+def _difference(recipe: str, best: str) -> str:
+    pairs = zip(Recipe.parse(recipe), Recipe.parse(best), strict=True)
+    other = " + ".join(str(one) for one, of_best in pairs if one != of_best)
+    return f"with {other}" if other else "the same"
+
+
+def beside_note(shown: Sequence[str]) -> str:
+    """What to say under a table with recipes of `recipes_beside`; nothing where none is `with X`."""
+    note = "with X: the recipe that is written in full, with X in place of its own."
+    return note if any(text.startswith("with ") for text in shown) else ""

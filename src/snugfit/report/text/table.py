@@ -1,0 +1,157 @@
+"""Tables in a terminal: whatever its width, the first column stays, figures are whole, no line is too long.
+
+Where there is less room, the columns first stand closer; then they go, recipes first, texts next and figures
+last, to lines of their own under the row: `Recipe: bf16 + every_layer · start-up s: 9.1`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from textwrap import wrap
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from snugfit.report.text.terminal import words
+
+NARROWEST_HEAD = 8
+"""Columns that the head of a column of figures may take in any case."""
+
+READABLE = 24
+"""Columns in which a text still reads well; the first column, which names the row, gets some more."""
+
+READABLE_FIRST = 48
+
+INDENT = 4
+"""Columns before a line under its row."""
+
+
+class _Column:
+    """One column: `figures` where its head ends in `>`, a `recipe` where it ends in `<`, texts otherwise."""
+
+    def __init__(self, head: str, cells: Sequence[Text], *, first: bool) -> None:
+        self.figures, self.recipe, self.first = head.endswith(">"), head.endswith("<"), first
+        self.name, self.cells = head.rstrip("<>"), cells
+        longest = max((cell.cell_len for cell in cells), default=0)
+        if self.figures:
+            lines = wrap(self.name, max(longest, NARROWEST_HEAD), break_long_words=False)
+            self.head, self.narrowest = "\n".join(lines), max([longest, *map(len, lines)])
+        else:
+            longest = max(longest, len(self.name))
+            word = max(len(word) for text in [self.name, *cells] for word in [*str(text).split(), ""])
+            readable = longest if self.recipe else READABLE_FIRST if first else READABLE
+            self.head, self.narrowest = self.name, max(word, min(longest, readable))
+        self.longest = longest if not self.figures else self.narrowest
+
+    def add_to(self, table: Table, width: int) -> None:
+        """Makes it a column of `table`, so many characters wide."""
+        justify = "right" if self.figures else "left"
+        table.add_column(
+            self.head,
+            justify=justify,  # type: ignore[arg-type]
+            no_wrap=self.figures,
+            overflow="fold",
+            width=width,
+        )
+
+
+class PlainTable:
+    """Columns and rows, laid out for the terminal in which they are shown."""
+
+    def __init__(self, heads: Sequence[str], rows: Sequence[Sequence[Text]], title: str) -> None:
+        self._title, self._rows = title, rows
+        self.columns = [
+            _Column(head, [row[number] for row in rows], first=number == 0)
+            for number, head in enumerate(heads)
+        ]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for padding in (1, 0):
+            gaps = 2 + (1 + 2 * padding) * (len(self.columns) - 1)  # with the edges
+            room = options.max_width - gaps
+            if sum(column.narrowest for column in self.columns) <= room:
+                yield self._side_by_side(padding, _widths(self.columns, room))
+                return
+        yield from self._with_lines_under_rows(options.max_width)
+
+    def _side_by_side(self, padding: int, widths: Sequence[int]) -> Table:
+        title = words(self._title, "bold") if self._title else None
+        shown = Table(
+            box=SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False, padding=(0, padding)
+        )
+        for column, width in zip(self.columns, widths, strict=True):
+            column.add_to(shown, width)
+        for row in self._rows:
+            shown.add_row(*row)
+        return shown
+
+    def _with_lines_under_rows(self, width: int) -> RenderResult:
+        """The columns for which there is room, and under each row what its other cells say."""
+        beside, under = list(self.columns), []
+        for column in sorted(self.columns[:0:-1], key=lambda one: (not one.recipe, one.figures)):
+            if sum(one.narrowest + 1 for one in beside) - 1 > width:
+                beside.remove(column)
+                under.append(column)
+        under = [column for column in self.columns if column in under]
+        widths = _widths(beside, width - len(beside) + 1)
+        yield words(f"\n{self._title}\n" if self._title else "", "bold")
+        yield _one_row(beside, widths, None)
+        for number in range(len(self._rows)):
+            yield _one_row(beside, widths, number)
+            yield from _fill(under, number, width - INDENT)
+        yield words("")
+
+
+def table(heads: Iterable[str], rows: Iterable[Sequence[object]], *, title: str = "") -> PlainTable:
+    """A plain table. A column whose head ends in `>` holds figures: it is set flush right, never broken, and
+    its head is broken where it is wider than they are. One whose head ends in `<` holds recipes."""
+    cells = [[cell if isinstance(cell, Text) else words(cell) for cell in row] for row in rows]
+    return PlainTable(tuple(heads), cells, title)
+
+
+def _widths(columns: Sequence[_Column], width: int) -> list[int]:
+    """Each column's width: its narrowest, and a fair share of the rest for those with longer texts."""
+    widths = [min(column.narrowest, width) for column in columns]
+    left = width - sum(widths)
+    wants = sorted((column.longest - column.narrowest, number) for number, column in enumerate(columns))
+    for done, (want, number) in enumerate(wants):
+        more = min(left // (len(wants) - done), want)
+        widths[number] += more
+        left -= more
+    return widths
+
+
+def _one_row(columns: Sequence[_Column], widths: Sequence[int], number: int | None) -> Table:
+    """One row as a table of its own, or the heads where `number` is None."""
+    shown = Table(
+        box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 0), show_header=number is None
+    )
+    for column, room in zip(columns, widths, strict=True):
+        column.add_to(shown, room)
+    if number is not None:
+        shown.add_row(*(column.cells[number] for column in columns))
+    return shown
+
+
+def _fill(columns: Sequence[_Column], number: int, width: int) -> Iterator[Text]:
+    """The row's cells in these columns, each after its head, on as many lines as that takes."""
+    line = Text()
+    for column in sorted(columns, key=lambda one: one.recipe):
+        cell = column.cells[number]
+        if not cell.cell_len:
+            continue
+        part = Text.assemble(f"{column.name}: " if column.name else "", cell)
+        if line.cell_len and (column.recipe or line.cell_len + 3 + part.cell_len > width):
+            yield from _indented(line, width)
+            line = Text()
+        line = Text(" · ").join([line, part]) if line.cell_len else part
+    if line.cell_len:
+        yield from _indented(line, width)
+
+
+def _indented(line: Text, width: int) -> Iterator[Text]:
+    """The line, wrapped at its words."""
+    console = Console(width=width)
+    yield from (Text(" " * INDENT).append(part) for part in line.wrap(console, width, overflow="fold"))

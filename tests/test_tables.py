@@ -1,0 +1,120 @@
+"""Tables in terminals of 80, 100 and 160 columns: every row keeps its name, every figure is whole, no line is
+too long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from rich.console import RenderableType
+
+from made_up import guide_result, measurement, prediction
+from snugfit.job.gpu import all_gpus
+from snugfit.planning.plan import Change, Choice, Start
+from snugfit.report import compare, gpus, techniques
+from snugfit.report import measurement as measurement_report
+from snugfit.report import prediction as prediction_report
+from snugfit.report.evaluation import guide
+from snugfit.report.plan import gpu_plans, lengths, plan
+from snugfit.report.text.job import recipes_beside
+from snugfit.report.text.table import PlainTable, table
+from snugfit.report.text.terminal import as_text
+from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.roster import techniques as roster
+from snugfit.units import GIB
+from test_gpus_command import PRICES
+from test_gpus_command import made_up as made_up_gpu_plans
+from test_lengths_command import made_up as made_up_lengths
+from test_plan_command import made_up as made_up_plan
+
+LONG = "lora(r=16, targets=all-linear) + bf16_pure + tf32 + every_nth_layer(n=2) + micro_batches(16)"
+SHORTER = LONG.replace("every_nth_layer(n=2)", "every_layer")
+
+
+def _choice(recipe: str, seconds: float) -> Choice:
+    return Choice(
+        recipe=recipe, requested_bytes=GIB, allocated_bytes=GIB, reserved_bytes=1234 * GIB, context_bytes=GIB,
+        step_seconds=seconds, samples_per_second=4 / seconds, once_seconds=123.4,
+    )  # fmt: skip
+
+
+def _plan() -> RenderableType:
+    best, other = _choice(LONG, 1.5), _choice(SHORTER, 1.75)
+    change = Change(slot="checkpointing", theirs="every_layer", ours="every_nth_layer(n=2)", needed_bytes=GIB,
+                    step_seconds=123.4567)  # fmt: skip
+    start = Start(recipe=SHORTER, needed_bytes=2 * GIB, step_seconds=2.0, changes=(change,))
+    return plan.render(replace(made_up_plan(memory=4000 * GIB), best=best, front=(best, other), start=start))
+
+
+def _gpu_plans() -> RenderableType:
+    plans = made_up_gpu_plans()
+    answers = [
+        replace(answer, choice=answer.choice and replace(answer.choice, recipe=recipe))
+        for answer, recipe in zip(plans.answers, [SHORTER, LONG, LONG, SHORTER, ""], strict=True)
+    ]
+    return gpu_plans.render(replace(plans, answers=tuple(answers), steps=12_345_678), PRICES)
+
+
+REPORTS = {
+    "gpus": lambda: gpus.render(all_gpus()),
+    "gpus --for --price": _gpu_plans,
+    "lengths": lambda: lengths.render(made_up_lengths()),
+    "guide": lambda: guide.render(guide_result(measured=True)),
+    "plan": _plan,
+    "predict --operators": lambda: prediction_report.render(prediction(), operators=True),
+    "predict --compare": lambda: compare.render(
+        [prediction(recipe=Recipe.parse(LONG)), prediction(8 * GIB, recipe=Recipe.parse(SHORTER))]
+    ),
+    "techniques": lambda: techniques.render(roster()),
+    "measure": lambda: measurement_report.render(measurement()),
+}
+
+
+@pytest.mark.parametrize("width", [80, 100, 160])
+@pytest.mark.parametrize("name", REPORTS)
+def test_every_row_keeps_its_name_and_every_figure_is_whole(
+    name: str, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables: list[PlainTable] = []
+    monkeypatch.setattr(PlainTable, "__init__", _noting(PlainTable.__init__, tables))
+    lines = as_text(REPORTS[name](), width=width).splitlines()
+    assert max(map(len, lines)) <= width
+    words = [line.split() for line in lines]
+    for shown in tables:
+        first, *others = shown.columns
+        for cell in map(str, first.cells):
+            assert any(line.lstrip().startswith(cell) for line in lines), f"{cell!r} leads no row"
+        for column in others:
+            for figure in map(str, column.cells if column.figures else ()):
+                assert any(_stands_in(figure.split(), line) for line in words), f"{figure!r} is not whole"
+
+
+def _noting(init: Callable[..., None], tables: list[PlainTable]) -> Callable[..., None]:
+    def noting(self: PlainTable, *given: Any) -> None:
+        init(self, *given)
+        tables.append(self)
+
+    return noting
+
+
+def _stands_in(figure: list[str], line: list[str]) -> bool:
+    """Whether these words stand side by side in the line."""
+    return any(line[at : at + len(figure)] == figure for at in range(len(line) + 1))
+
+
+def test_only_the_best_recipe_is_written_in_full() -> None:
+    whole = LONG.replace(" + micro_batches(16)", "")
+    shown = recipes_beside([SHORTER, LONG, LONG, whole], LONG)
+    assert shown == ["with every_layer", LONG, "the same", "with whole_batch"]
+    for width in (80, 160):
+        assert " ".join(as_text(_plan(), width=width).split()).count("micro_batches(16)") == 4
+
+
+def test_recipes_stand_on_a_line_of_their_own_where_there_is_no_room() -> None:
+    rows = [("T4", "1,234", "bf16"), ("H200-SXM", "1", LONG)]
+    narrow = as_text(table(("GPU", "MiB>", "Recipe<"), rows), width=60).splitlines()
+    assert [line for line in narrow if line[:2] in ("T4", "H2")] == ["T4       1,234", "H200-SXM     1"]
+    assert "    Recipe: bf16" in narrow
+    assert as_text(table(("GPU", "MiB>", "Recipe<"), rows), width=160).count("Recipe") == 1
