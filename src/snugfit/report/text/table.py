@@ -144,14 +144,14 @@ def _fill(columns: Sequence[_Column], number: int, width: int) -> Iterator[Text]
             continue
         part = Text.assemble(f"{column.name}: " if column.name else "", cell)
         if line.cell_len and (column.recipe or line.cell_len + 3 + part.cell_len > width):
-            yield from _indented(line, width)
+            yield from _indent(line, width)
             line = Text()
         line = Text(" · ").join([line, part]) if line.cell_len else part
     if line.cell_len:
-        yield from _indented(line, width)
+        yield from _indent(line, width)
 
 
-def _indented(line: Text, width: int) -> Iterator[Text]:
+def _indent(line: Text, width: int) -> Iterator[Text]:
     """The line, wrapped at its words."""
     console = Console(width=width)
     yield from (Text(" " * INDENT).append(part) for part in line.wrap(console, width, overflow="fold"))
