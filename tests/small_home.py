@@ -19,6 +19,7 @@ gpu: rtx 4090
 dataset: data.jsonl
 eval_dataset: data.jsonl
 output_dir: out
+from_scratch: true
 max_steps: 12
 eval_strategy: epoch
 logging_steps: 5

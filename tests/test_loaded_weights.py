@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,10 @@ from small_models import small_job
 from small_runs import events, small_run
 from snugfit import train as train_on
 from snugfit.errors import ModelError
+from snugfit.frontends import own
 from snugfit.job.build import instantiate
+from snugfit.job.job import Job
+from snugfit.job.model import Model
 from snugfit.job.weights import LoadedWeights, find_weights
 from snugfit.training.run.train import train
 
@@ -132,3 +138,31 @@ def test_an_adapter_beside_the_weights_is_never_trained_silently(tmp_path: Path)
             small_job("bert", 2), "plain", [{"input_ids": [1, 2], "labels": 1}], output_dir=tmp_path / "run",
             weights=folder, device="cpu", collate=lambda samples: {},
         )  # fmt: skip
+
+
+@pytest.mark.whole
+def test_pickled_weights_are_refused_with_the_line_that_converts_them(tmp_path: Path) -> None:
+    """The line is run as it stands, and the folder's weights are found then."""
+    model = model_of("bert")
+    model.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    job = Job(model=Model.find(tmp_path), task="sequence-classification", sequence_length=16)  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match=r"pickle.*save_pretrained.*--from-scratch") as caught:
+        own.weights_of(job, None)
+    _, program = str(caught.value).split("python -c ")
+    subprocess.run([sys.executable, "-c", shlex.split(program)[0]], check=True, capture_output=True)
+    assert own.weights_of(job, None) == tmp_path
+
+
+def test_training_begins_at_random_only_where_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(model=Model.find("bert-base-uncased"), task="masked-lm")  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match=r"bert-base-uncased.*hf download.*weights='random' from Python"):
+        own.weights_of(job, None)
+    assert own.weights_of(job, "random") is None
+    assert own.weights_of(small_job("bert"), None) is None, "a config from Python has random weights"
+    model_of("bert").save_pretrained(tmp_path)
+    monkeypatch.setattr("snugfit.job.weights.cached_file", lambda name, file: tmp_path / file)
+    assert own.weights_of(job, None) == tmp_path, "the hub's local cache"

@@ -178,6 +178,7 @@ def test_a_broken_picture_is_one_error_with_its_file(
             f"workers({workers})" if workers else "plain",
             tmp_path / "pets",
             output_dir=tmp_path / "out",
+            weights="random",
             max_steps=1,
             device="cpu",
         )
@@ -301,6 +302,7 @@ def test_pictures_are_trained_on_and_resumed(tmp_path: Path, folder: Path) -> No
             source,
             evaluation=source,
             output_dir=tmp_path / out,
+            weights="random",
             num_train_epochs=2,
             lr_scheduler_type="constant",
             eval_strategy="epoch",
@@ -327,14 +329,15 @@ def test_pictures_from_the_command_line(
     (tmp_path / "pets" / "cat" / "notes.md").write_text("")
     monkeypatch.chdir(tmp_path)
     asked = ["train", str(folder), "--task", "image-classification", "--dataset", "pets", "--max-steps", "1"]
-    assert run([*asked, "--output-dir", "out", "--device", "cpu"]) == 0
+    assert run([*asked, "--output-dir", "out", "--device", "cpu", "--from-scratch"]) == 0
     out, told = capsys.readouterr()
     assert out.startswith("finished after step 1")
     assert "1 files are no pictures and are left out, the first pets/cat/notes.md." in told
     (tmp_path / "bare").mkdir()
     shutil.copy(folder / "config.json", tmp_path / "bare")
     asked[1] = "./bare"
-    assert run([*asked, "--output-dir", "other", "--processor", str(folder), "--device", "cpu"]) == 0
+    asked += ["--device", "cpu", "--from-scratch"]
+    assert run([*asked, "--output-dir", "other", "--processor", str(folder)]) == 0
     assert run([*asked, "--output-dir", "other", "--processor", "./pets", "--device", "cpu"]) == 2
     assert "pets: this folder has no image processor" in capsys.readouterr().err
 

@@ -286,6 +286,7 @@ def test_speech_is_trained_on_and_resumed(tmp_path: Path, folder: Path) -> None:
             source,
             evaluation=source,
             output_dir=tmp_path / out,
+            weights="random",
             device="cpu",
             **given,
         )
@@ -308,6 +309,7 @@ def test_half_weights_hear_in_their_own_dtype(tmp_path: Path, folder: Path) -> N
         source,
         evaluation=source,
         output_dir=tmp_path / "out",
+        weights="random",
         max_steps=1,
         eval_strategy="epoch",
         device="cpu",

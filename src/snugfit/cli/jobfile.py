@@ -34,7 +34,7 @@ DEEPEST = 3
 _OUTSIDE_THE_JOB = {"recipe": str, "gpu": str, "memory": str, "loop": str, "software": str}
 _DATA = {
     "dataset": str, "eval_dataset": str, "tokenizer": str, "processor": str, "columns": str, "pack": bool,
-    "weights": str, "output_dir": str, "device": str,
+    "weights": str, "from_scratch": bool, "output_dir": str, "device": str,
 }  # fmt: skip
 _OCTAL = re.compile(r"[-+]?0[0-9_]+")
 

@@ -52,6 +52,9 @@ class Request:
     reading: Reading | None = None
     """What was found in the user's own configuration, when one was given."""
 
+    model_name: str = ""
+    """The model as it was named."""
+
     training: Mapping[str, Any] = field(default_factory=dict)
     """What `snugfit train` is asked beside the job: data, folders, and the options of the run."""
 
@@ -73,6 +76,7 @@ class Request:
         return cls(
             reading=reading,
             lengths=lengths,
+            model_name=str(settings.get("model", "")),
             recipe=Recipe.parse(settings.get("recipe", "plain")),
             gpu=find_gpu(settings["gpu"]) if "gpu" in settings else None,
             memory_bytes=parse_bytes(settings["memory"], what="memory") if "memory" in settings else None,
@@ -81,6 +85,13 @@ class Request:
             training={key: value for key, value in settings.items() if key in training_keys()},
             job=_job(_with_lengths(settings, lengths), online=_may_ask_hub(flags)),
         )
+
+    @property
+    def stands_for_another(self) -> bool:
+        """Whether the job has the sizes of a preset that is not the model that was named."""
+        from snugfit.job.find import preset_named
+
+        return self.job.model.origin == "preset" and not preset_named(self.model_name)
 
     def refuse_recipe_and_loop(self) -> None:
         """Raises `UsageError` for a recipe or a loop that a plan was given, unless it came from the user's

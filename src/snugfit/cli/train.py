@@ -30,7 +30,11 @@ Processor = Annotated[
 Columns = Annotated[str | None, given.option(DATA, 'Columns by role: "text=review, label=stars".')]
 Pack = Annotated[bool | None, given.option(DATA, "Join texts into full sequences.", "--pack")]
 Weights = Annotated[
-    str | None, given.option(RUN, "Folder of the first weights, or `random`. \\[the model's own folder]")
+    str | None,
+    given.option(RUN, "Folder of the first weights. \\[the model's own, or the hub's cache]"),
+]
+FromScratch = Annotated[
+    bool | None, given.option(RUN, "Begin with random weights instead.", "--from-scratch")
 ]
 OutputDir = Annotated[str | None, given.option(RUN, "Folder for checkpoints and journal.")]
 Device = Annotated[str | None, given.option(RUN, "cuda, cuda:1 or cpu. \\[a GPU if there is one]")]
@@ -59,6 +63,7 @@ def train(
     columns: Columns = None,
     pack: Pack = None,
     weights: Weights = None,
+    from_scratch: FromScratch = None,
     output_dir: OutputDir = None,
     device: Device = None,
     max_steps: MaxSteps = None,
@@ -90,7 +95,7 @@ def train(
             processor=asked.get("processor"),
             columns=_columns(asked.get("columns")),
             pack=asked.get("pack", False),
-            weights=asked.get("weights"),
+            weights=_weights(request),
             device=asked.get("device"),
             restart=restart,
             resume_from_checkpoint=resume_from_checkpoint,
@@ -117,6 +122,20 @@ def _require(asked: Mapping[str, Any], key: str) -> str:
         what = {"dataset": "Nothing to train on", "output_dir": "No folder for checkpoints and journal"}[key]
         raise UsageError(f"{what}: add {option}, or `{key}:` to the job file.")
     return str(asked[key])
+
+
+def _weights(request: Request) -> str | None:
+    """The folder of weights that was asked for, or the word for random ones; None leaves it to the model. A
+    tuned model that is taken by the sizes of another has weights of its own, which are not the other's."""
+    from snugfit.frontends.own import RANDOM
+
+    asked = request.training
+    weights: str | None = asked.get("weights")
+    if asked.get("from_scratch"):
+        if weights not in (None, RANDOM):
+            raise UsageError(f"--from-scratch is random weights, and weights is {weights}. Leave one out.")
+        return RANDOM
+    return weights or (request.model_name if request.stands_for_another else None)
 
 
 def _own_folder(request: Request) -> str | None:

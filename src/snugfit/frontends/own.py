@@ -17,12 +17,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from snugfit.errors import JobError, UsageError, did_you_mean
+from snugfit.errors import JobError, ModelError, UsageError, did_you_mean
 from snugfit.frontends.cut_loss import job_with_mixing
 from snugfit.frontends.next_recipe import next_recipe
 from snugfit.frontends.predicted import run_predictor
 from snugfit.job.job import Job, refuse_what_is_no_job
-from snugfit.job.weights import INDEX, SINGLE, find_weights
+from snugfit.job.weights import find_weights, own_folder
 from snugfit.step.applier import refuse_unsupported
 from snugfit.techniques.recipe import Recipe
 from snugfit.training.options import TrainOptions
@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 
 RANDOM = "random"
 """Instead of a folder of weights."""
+
+MADE_IN_PYTHON = ("python", "config", "drawn")
+"""Origins of models that have no checkpoint: a module has the weights that it has, a config random ones."""
 
 
 def train(
@@ -71,8 +74,8 @@ def train(
     folder, pictures), rows in memory, or samples as the model takes them, for which `collate` makes batches.
     `tokenizer` is one, or its folder, `processor` what makes pictures or sound ready; `columns` says which
     is the text and which the label where their names do not. `weights` is the folder that training begins
-    with, or "random"; without it the model's own, where it has any. `device` is `cpu`, `cuda` or `cuda:1`.
-    `options` are those of `TrainOptions`.
+    with, or "random"; without it the model's own, here or in the hub's local cache. `device` is `cpu`,
+    `cuda` or `cuda:1`. `options` are those of `TrainOptions`.
 
     What stands in `output_dir` is resumed when it is this very run, its functions too (`collate`, forward
     passes) unless `compare_code` is False; `restart` begins anew, and `resume_from_checkpoint` goes back to
@@ -84,6 +87,7 @@ def train(
     """
     chosen, target = _options_for(options, evaluation), device_of(device)
     recipe = _recipe_for(job, recipe, target, watch)
+    begins_with = weights_of(job, weights)
     how: dict[str, Any] = {"tokenizer": tokenizer, "processor": processor, "columns": columns, "pack": pack}
     read: Callable[..., Data] = functools.partial(data_of, job=job, collate=collate, options=chosen, **how)
     data = read(dataset)
@@ -94,7 +98,7 @@ def train(
         data=data,
         evaluation=None if evaluation is None else read(evaluation, like=data),
         folder=folder_of(output_dir),
-        weights=weights_of(job, weights),
+        weights=begins_with,
         device=target,
         compare_code=compare_code,
     )
@@ -164,16 +168,21 @@ def device_of(name: str | None) -> torch.device:
 
 
 def weights_of(job: Job, given: str | os.PathLike[str] | None) -> Path | None:
-    """The folder of weights to begin with; None for random ones."""
+    """The folder of weights to begin with: the one that is given, or the model's own, here or in the hub's
+    local cache. None for random ones, where they are asked for, or the model was made in Python. Raises
+    `ModelError` where there are none: nobody fine-tunes noise on purpose."""
     if given is not None:
         return None if given == RANDOM else find_weights(given)
-    if job.model.origin not in ("path", "hub cache"):
+    model = job.model
+    if model.origin in MADE_IN_PYTHON:
         return None
-    named = Path(os.path.expanduser(job.model.name))
-    folder = named if named.is_dir() else named.parent
-    if job.model.origin == "path" and not any((folder / name).exists() for name in (SINGLE, INDEX)):
-        return None
-    return find_weights(folder if job.model.origin == "path" else job.model.name)
+    try:
+        return find_weights((model.origin == "path" and own_folder(model.name, "path")) or model.name)
+    except ModelError as problem:
+        raise ModelError(
+            f"{problem} To begin with random weights: --from-scratch (from_scratch: true in a job file,"
+            " weights='random' from Python)."
+        ) from None
 
 
 def folder_of(output_dir: str | os.PathLike[str]) -> Path:

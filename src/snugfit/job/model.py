@@ -51,7 +51,8 @@ class Model:
     """As the hub, the path or the class calls it."""
 
     origin: str
-    """`preset`, `path`, `hub cache`, where a config from the hub lies too, or `python`."""
+    """`preset`, `path`, `hub cache`, where a config from the hub lies too, `config` for keys that were given
+    in Python, or `python` for a module."""
 
     facts: str = field(default="{}", repr=False)
     """The checked config as canonical JSON text; `{}` for a module from Python."""
@@ -87,7 +88,7 @@ class Model:
         return cls.from_config(facts, name=full_name, origin=origin)
 
     @classmethod
-    def from_config(cls, facts: Mapping[str, Any], *, name: str, origin: str = "path") -> Self:
+    def from_config(cls, facts: Mapping[str, Any], *, name: str, origin: str = "config") -> Self:
         """The model of a config's keys; they must have passed `check_facts`."""
         sizes = {key: value for key, value in facts.items() if key != "dtype"}
         return cls(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -87,11 +88,24 @@ def _files(folder: Path) -> Iterator[Path]:
         return
     if any((folder / pickled).exists() for pickled in PICKLED):
         raise ModelError(
-            f"{folder} holds its weights as a pickle, which runs code when it is read. Convert it: load it"
-            " where you trust it, then model.save_pretrained(folder) writes safetensors."
+            f"{folder} holds its weights as a pickle, which runs code when it is read. Where you trust it,"
+            f" this writes safetensors beside it: {_conversion(folder)}"
         )
     more = " It holds an adapter alone: merge that into its model." if (folder / ADAPTER).exists() else ""
     raise ModelError(f"{folder} has no weights: neither {SINGLE} nor {INDEX}.{more}")
+
+
+def _conversion(folder: Path) -> str:
+    """The command line that writes a folder's pickled weights as safetensors, by the class that its config
+    names."""
+    try:
+        named = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"][0]
+    except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError):
+        named = None
+    kind = named if isinstance(named, str) and named.isidentifier() else "AutoModel"
+    path = str(folder)
+    program = f"from transformers import {kind} as M; M.from_pretrained({path!r}).save_pretrained({path!r})"
+    return shlex.join(["python", "-c", program])
 
 
 def _is_of(folder: Path, file: Path) -> bool:

@@ -31,6 +31,8 @@ def _heading(measurement: Measurement) -> Text:
     job, device = measurement.job, measurement.device
     text = words(job_line(job), "bold")
     text.append("\n").append(words(f"recipe {measurement.recipe} · {measurement.loop} loop · {device.name}"))
+    if job.model.module is None:
+        text.append(" · random weights")
     if device.type == "cpu":
         text.append("\nMeasured on the CPU: there is no GPU here, so its figures are missing.")
     return text

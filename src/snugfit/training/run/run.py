@@ -195,6 +195,8 @@ def _earlier_job(before: Mapping[str, Any], now: Mapping[str, Any]) -> Mapping[s
     """The job of a checkpoint, with what earlier ones did not name: the class of a preset, the dtype of its
     checkpoint, and the one in which weights were loaded, which was float32."""
     model, now_model = before.get("model", {}), now["model"]
+    if model.get("origin") == "path" and now_model["origin"] == "config":
+        model = {**model, "origin": "config"}  # which had this name
     if "dtype" not in before:
         stored = {key: value for key, value in now_model.items() if key == "dtype"}
         before, model = {**before, "dtype": "float32"}, {**stored, **model}
