@@ -131,7 +131,7 @@ def held_to_steps(model_type: str, task: str, name: str, lengths: dict[str, Any]
             refusals[tried] = str(refused)
             continue
         except Exception:
-            return ending | {"ends": "crashed", "text": traceback.format_exc()[-2000:]}
+            return ending | {"ends": "crashed", "text": error_line(traceback.format_exc())}
         if trace.peak()[0] <= LARGEST:
             break
         refusals[tried] = f"a peak of {trace.peak()[0]:,} bytes"
@@ -141,7 +141,7 @@ def held_to_steps(model_type: str, task: str, name: str, lengths: dict[str, Any]
     try:
         real = compared(reports(job, Recipe().setup()))
     except Exception:
-        return ending | {"ends": "failed", "text": traceback.format_exc()[-2000:]}
+        return ending | {"ends": "failed", "text": error_line(traceback.format_exc())}
     predicted = compared(foreseen(trace))
     peaks = {"predicted_bytes": peak(predicted), "real_bytes": peak(real)}
     third = [[event for event in events if event.step == 2] for events in (real, predicted)]
@@ -167,11 +167,19 @@ def run_pair(pair: dict[str, Any], seconds: float) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         ending = {"ends": "timed out"}
     except (IndexError, ValueError):
-        ending = {"ends": "crashed", "text": done.stderr[-2000:]}
+        ending = {"ends": "crashed", "text": error_line(done.stderr)}
     ending = {"model_type": pair["model_type"], "task": pair["task"], **ending}
     shown = ("model_type", "task", "ends", "narrowed", "predicted_bytes", "real_bytes", "events_alike")
     print(*(ending.get(key, "") for key in shown), file=sys.stderr, flush=True)
     return ending
+
+
+def error_line(output: str) -> str:
+    """The line of a traceback that says what was raised, without the machine's paths; or the last line."""
+    lines = output.strip().splitlines() or [""]
+    return next(
+        (line for line in reversed(lines) if re.match(r"[\w.]+(Error|Exception)\b", line)), lines[-1]
+    )[:500]
 
 
 def drawn(breadth: dict[str, Any], sample: int, seed: int, named: str | None) -> list[dict[str, Any]]:
