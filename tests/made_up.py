@@ -17,10 +17,12 @@ from snugfit.results.prediction import (
     Anatomy,
     CurvePoint,
     KindLine,
+    ModuleLine,
     OperatorLine,
     Prediction,
     TensorLine,
 )
+from snugfit.results.step_seconds import PhaseSeconds, PhaseSpan, StepSeconds
 from snugfit.techniques.recipe import Recipe
 from snugfit.units import GIB, MIB
 
@@ -68,7 +70,11 @@ def anatomy(module: str = "bert.encoder.layer.*.attention.self") -> Anatomy:
         ),
         curve=tuple(
             CurvePoint(
-                position=index / 35, phase=phase, live_bytes=(2 + height) * 100 * MIB, reserved_bytes=GIB
+                position=index / 35,
+                phase=phase,
+                live_bytes=(2 + height) * 100 * MIB,
+                reserved_bytes=3 * GIB,
+                kinds={"weights": 200 * MIB, "activations": height * 100 * MIB},
             )
             for index, (phase, height) in enumerate(zip(phases, heights, strict=True))
         ),
@@ -77,6 +83,10 @@ def anatomy(module: str = "bert.encoder.layer.*.attention.self") -> Anatomy:
             OperatorLine(group="element-wise", phase="update", kernels=9, flops=10**9, bytes=4 * GIB),
         ),
         syncs=3,
+        modules=tuple(
+            ModuleLine(module=name, kind=kind, bytes=size * MIB)
+            for name, kind, size in ((module, "activations", 1900), ("bert.embeddings", "weights", 200))
+        ),
     )
 
 
@@ -118,6 +128,33 @@ def timing(samples_per_second: float = 40.0, **changes: Any) -> Timing:
         ),
         **changes,
     )
+
+
+def timed(one: Prediction) -> Prediction:
+    """The prediction with a step of 0.3 s, which the host launches in 0.1 s."""
+    passages = (
+        ("host", "forward", 0.0, 0.06), ("device", "forward", 0.02, 0.1),
+        ("host", "backward", 0.06, 0.1), ("device", "backward", 0.1, 0.32),
+    )  # fmt: skip
+    spans = tuple(
+        PhaseSpan(lane=lane, phase=phase, start_seconds=start, end_seconds=end, busy_seconds=end - start)
+        for lane, phase, start, end in passages
+    )
+    seconds = StepSeconds(
+        step_seconds=0.3, samples_per_second=4 / 0.3, device_seconds=0.3, host_seconds=0.1,
+        phases=tuple(
+            PhaseSeconds(
+                group=line.group,
+                phase=line.phase,
+                device_seconds=0.15,
+                host_seconds=0.05,
+                roofline_seconds=0.1,
+            )
+            for line in one.anatomy.operators
+        ),
+        bound="tensor contractions", measured_rates=True,
+    )  # fmt: skip
+    return replace(one, timing=seconds, timeline=spans)
 
 
 def guide_result(*, measured: bool = False) -> GuideResult:

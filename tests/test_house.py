@@ -77,7 +77,7 @@ INNER = {
     "rehearsal": ("trace", "device", "record", ""),
     "planning": ("", "cost", "search", "lengths fleet"),
     "training": ("", "checkpoint", "run"),
-    "report": ("text", "evaluation", "plan", ""),
+    "report": ("text", "page", "evaluation", "plan", ""),
     "frontends": ("", "trainer custom_loop"),
 }
 """The folders of a room, the lowest first; those of one line never meet. Empty: the files beside them."""

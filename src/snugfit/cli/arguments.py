@@ -83,6 +83,9 @@ Routing = Annotated[
 ]
 Format = Annotated[Literal["terminal", "markdown", "json"], typer.Option("--format", help="What to print.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+Html = Annotated[
+    Path | None, typer.Option(help="Draw the answer into this .html page.", dir_okay=False, metavar="FILE")
+]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Compute again, also when the answer is cached.")]
 
 
@@ -127,6 +130,14 @@ def job_parameters(*, without: Collection[str] = ()) -> list[inspect.Parameter]:
     """The arguments of a question about a job, in the order of its help."""
     shared = inspect.signature(_job_arguments, eval_str=True).parameters.values()
     return [parameter for parameter in shared if parameter.name not in without]
+
+
+def check_html(path: Path | None) -> None:
+    """Raises `UsageError`, before long work begins, for a page that could not be written."""
+    if path is not None:
+        from snugfit.report.pictures import check_page_file
+
+        check_page_file(path)
 
 
 def read_request(given: Mapping[str, Any]) -> Request:

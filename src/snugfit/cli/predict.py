@@ -39,17 +39,23 @@ def predict(
     headroom: given.Headroom = None,
     largest: Largest = None,
     operators: Operators = False,
+    html: given.Html = None,
     as_json: given.AsJson = False,
 ) -> int:
     """Predict the memory of a training step, without a GPU."""
     if largest and compare:
         raise UsageError("--largest and --compare are two questions. Ask one at a time.")
+    given.check_html(html)
     predictions = (
         [_largest(request, largest, headroom, quiet=as_json)]
         if largest
         else _predict_all(request, compare or [], headroom)
     )
     _print(predictions, operators=operators, as_json=as_json)
+    if html:
+        from snugfit.report.pictures import write_predictions
+
+        write_predictions(html, predictions)
     return NothingFits.exit_code if all(one.fits is False for one in predictions) else 0
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from snugfit.job.job import Job
 from snugfit.rehearsal.trace.trace import Block, Trace
 from snugfit.results.footprint import Kind
-from snugfit.results.prediction import Anatomy, CurvePoint, KindLine, OperatorLine, TensorLine
+from snugfit.results.prediction import Anatomy, CurvePoint, KindLine, ModuleLine, OperatorLine, TensorLine
 from snugfit.techniques.setup import Setup
 
 LARGEST = 12
@@ -30,6 +30,7 @@ def anatomy(trace: Trace, peak: int, reserved: Sequence[int], job: Job, setup: S
         curve=tuple(_curve(trace, reserved)),
         operators=tuple(_operators(trace)),
         syncs=trace.syncs,
+        modules=tuple(_modules(alive)),
     )
 
 
@@ -87,6 +88,14 @@ def _largest(alive: Iterable[Block]) -> Iterable[TensorLine]:
         )
 
 
+def _modules(alive: Iterable[Block]) -> Iterable[ModuleLine]:
+    sizes: Counter[tuple[str, str]] = Counter()
+    for block in alive:
+        sizes[_fold_layers(block.module), block.kind] += block.nbytes
+    for (module, kind), nbytes in sizes.most_common():
+        yield ModuleLine(module=module, kind=kind, bytes=nbytes)
+
+
 def _fold_layers(module: str) -> str:
     """The name for all layers of one stack: `encoder.layer.3.output` becomes `encoder.layer.*.output`."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", module)
@@ -104,10 +113,12 @@ def _curve(trace: Trace, reserved: Sequence[int]) -> Iterable[CurvePoint]:
         return
     start, live = marks[0].event, list(trace.live())
     stretch = max(1, (len(live) - start) // POINTS)
+    tops = [
+        max(range(low, min(low + stretch, len(live))), key=live.__getitem__)
+        for low in range(start, len(live), stretch)
+    ]
     current = 0
-    for low in range(start, len(live), stretch):
-        high = min(low + stretch, len(live))
-        top = max(range(low, high), key=live.__getitem__)
+    for top, kinds in zip(tops, _kinds_after(trace, tops), strict=True):
         while current + 1 < len(marks) and marks[current + 1].event <= top:
             current += 1
         yield CurvePoint(
@@ -115,7 +126,20 @@ def _curve(trace: Trace, reserved: Sequence[int]) -> Iterable[CurvePoint]:
             phase=marks[current].phase,
             live_bytes=live[top],
             reserved_bytes=reserved[top],
+            kinds=kinds,
         )
+
+
+def _kinds_after(trace: Trace, positions: Sequence[int]) -> Iterator[dict[str, int]]:
+    """Live bytes by kind after each of these events, which ascend."""
+    live: dict[str, int] = {}
+    begin = 0
+    for position in positions:
+        for event in trace.events[begin : position + 1]:
+            block = trace.blocks[abs(event) - 1]
+            live[block.kind] = live.get(block.kind, 0) + (block.nbytes if event > 0 else -block.nbytes)
+        begin = position + 1
+        yield {str(kind): nbytes for kind, nbytes in live.items() if nbytes}
 
 
 def _operators(trace: Trace) -> Iterable[OperatorLine]:

@@ -15,10 +15,11 @@ from snugfit.prediction.profile import INSTALLED, find_software, installed_versi
 from snugfit.prediction.rates import Rates, rates_for
 from snugfit.prediction.seconds import step_seconds
 from snugfit.prediction.startup import distinct_kernels, startup
+from snugfit.prediction.timeline import phase_spans, time_kernels
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.results.footprint import Footprint, Kind, Moment, Startup
 from snugfit.results.prediction import Prediction
-from snugfit.results.step_seconds import StepSeconds
+from snugfit.results.step_seconds import PhaseSpan, StepSeconds
 from snugfit.techniques.recipe import Recipe
 from snugfit.units import MIB
 
@@ -81,7 +82,7 @@ def predict(
     )
     after = replay(trace, expandable=setup.expandable_segments)
     context, about_context = context_of(gpu, profile, trace)
-    timing, about_seconds = _seconds(trace, gpu, job, setup, rates)
+    timing, timeline, about_seconds = _seconds(trace, gpu, job, setup, rates)
     peak = trace.peak().position
     return Prediction(
         job=job,
@@ -97,6 +98,7 @@ def predict(
         timing=timing,
         startup=_startup(trace, job, setup, timing) if loop == "plain" else None,
         software=software,
+        timeline=timeline,
     )
 
 
@@ -133,17 +135,18 @@ def _footprint(trace: Trace, peak: int, after: Replay, context: int, host: int) 
 
 def _seconds(
     trace: Trace, gpu: Gpu | None, job: Job, setup: Setup, rates: Rates | None = None
-) -> tuple[StepSeconds | None, tuple[str, ...]]:
-    """The steady step's seconds on this GPU, and sentences on what is uncertain about them."""
+) -> tuple[StepSeconds | None, tuple[PhaseSpan, ...], tuple[str, ...]]:
+    """The steady step's seconds on this GPU, its timeline, and sentences on what is uncertain about them."""
     if gpu is None:
-        return None, ()
+        return None, (), ()
     try:
         rates = rates or rates_for(gpu)
     except GpuError as unknown:
-        return None, (str(unknown),)
+        return None, (), (str(unknown),)
     doubts = () if rates.measured else (f"Seconds: no rates were measured on this GPU; {rates.source}.",)
     workers = setup.loader.workers
-    return step_seconds(trace, gpu, batch_size=job.batch_size, rates=rates, workers=workers), doubts
+    timing = step_seconds(trace, gpu, batch_size=job.batch_size, rates=rates, workers=workers)
+    return timing, phase_spans(time_kernels(trace, rates, workers=workers)), doubts
 
 
 def _startup(trace: Trace, job: Job, setup: Setup, timing: StepSeconds | None) -> Startup | None:

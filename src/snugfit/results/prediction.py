@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from snugfit.documents import encode_fields
 from snugfit.job.gpu import Gpu
 from snugfit.job.job import Job
 from snugfit.results.footprint import Footprint, Startup
-from snugfit.results.step_seconds import StepSeconds
+from snugfit.results.step_seconds import PhaseSpan, StepSeconds
 from snugfit.techniques.recipe import Recipe
 
 SCHEMA = 1
@@ -47,6 +47,18 @@ class CurvePoint:
     phase: str
     live_bytes: int
     reserved_bytes: int
+    kinds: Mapping[str, int] = field(default_factory=dict)
+    """Live bytes by kind; they add up to `live_bytes`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleLine:
+    """Bytes of one kind at the peak that one module allocated, all its operators together."""
+
+    module: str
+    """Dotted name, folded as in `TensorLine`; empty for the loop."""
+    kind: str
+    bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +84,8 @@ class Anatomy:
     operators: tuple[OperatorLine, ...]
     syncs: int
     """How often the steady step waits for the device (`.item()` and the like)."""
+    modules: tuple[ModuleLine, ...] = ()
+    """All bytes at the peak, by module and kind, the largest first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +110,8 @@ class Prediction:
     """How much of the memory should stay free."""
     startup: Startup | None = None
     """The start-up; None where the seconds are not known, and outside the plain loop."""
+    timeline: tuple[PhaseSpan, ...] = ()
+    """When host and device work in the steady step, phase by phase; empty where the seconds are not known."""
     software: str = "installed"
     """`installed`, or the name of a software profile that was emulated."""
 

@@ -27,6 +27,26 @@ class PhaseSeconds:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PhaseSpan:
+    """One passage of a phase on the host or the device, in seconds since the host began the steady step."""
+
+    lane: str
+    """Who works: `host` or `device`."""
+
+    phase: str
+    """`load`, `forward`, `backward`, `clip` or `update`."""
+
+    start_seconds: float
+    """When its first kernel is being launched, or begins to run."""
+
+    end_seconds: float
+    """When its last kernel is launched, or has run."""
+
+    busy_seconds: float
+    """Of that, in which the host or the device works rather than waits."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepSeconds:
     """How long a step takes, and why."""
 

@@ -1,0 +1,95 @@
+"""When each kernel of the steady step is launched and runs: the queue of `seconds.py`, moment by moment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, NamedTuple
+
+from snugfit.prediction.kernel_seconds import KernelClock
+from snugfit.prediction.seconds import SIMULATED_STEPS, launch_seconds, sync_points, with_worker_batches
+from snugfit.results.step_seconds import PhaseSpan
+
+if TYPE_CHECKING:
+    from snugfit.prediction.rates import HostLaunchCosts, Rates
+    from snugfit.rehearsal.trace.trace import Kernel, Trace
+
+
+class TimedKernel(NamedTuple):
+    """One kernel of the steady step; moments in seconds since the host began the step."""
+
+    kernel: Kernel
+    """The kernel, as the trace has it."""
+    launch: float
+    """When the host begins to launch it."""
+    launch_seconds: float
+    """How long the host takes to launch it."""
+    start: float
+    """When the device begins to run it."""
+    device_seconds: float
+    """How long the device takes to run it."""
+
+
+def time_kernels(trace: Trace, rates: Rates, *, workers: int = 0) -> list[TimedKernel]:
+    """The kernels of the trace's steady step in order, each with its moments; by the queue that
+    `simulate_queue` adds up."""
+    clock = KernelClock(rates)
+    kernels = with_worker_batches(workers, trace.kernels)
+    device = [clock.seconds(kernel) for kernel in kernels]
+    launches = [launch_seconds(kernel, rates.host) for kernel in kernels]
+    moments = _moments(device, launches, sync_points(kernels, trace.waits), rates.host)
+    return [
+        TimedKernel(kernel, launch, launch_time, start, device_time)
+        for kernel, launch_time, device_time, (launch, start) in zip(
+            kernels, launches, device, moments, strict=True
+        )
+    ]
+
+
+def phase_spans(timed: Iterable[TimedKernel]) -> tuple[PhaseSpan, ...]:
+    """The passages of the step's phases on the host and on the device, in order."""
+    spans: list[PhaseSpan] = []
+    for phase, members in groupby(timed, key=lambda one: one.kernel.phase):
+        part = list(members)
+        first, last = part[0], part[-1]
+        spans.append(
+            PhaseSpan(
+                lane="host",
+                phase=phase,
+                start_seconds=first.launch,
+                end_seconds=last.launch + last.launch_seconds,
+                busy_seconds=sum(one.launch_seconds for one in part),
+            )
+        )
+        spans.append(
+            PhaseSpan(
+                lane="device",
+                phase=phase,
+                start_seconds=first.start,
+                end_seconds=last.start + last.device_seconds,
+                busy_seconds=sum(one.device_seconds for one in part),
+            )
+        )
+    return tuple(spans)
+
+
+def _moments(
+    device: Sequence[float], launches: Sequence[float], syncs: Sequence[int], host: HostLaunchCosts
+) -> list[tuple[float, float]]:
+    """When each kernel's launch begins, and when it runs, in seconds since the host began the last of
+    `SIMULATED_STEPS` steps."""
+    now = free = 0.0
+    moments: list[tuple[float, float]] = []
+    for _ in range(SIMULATED_STEPS):
+        begin, pending, moments = now, list(reversed(syncs)), []
+        now += host.step
+        for index, (device_seconds, launch) in enumerate(zip(device, launches, strict=True)):
+            while pending and pending[-1] <= index:
+                pending.pop()
+                now = max(now, free) + host.wait
+            start = max(free, now + launch)
+            moments.append((now - begin, start - begin))
+            now, free = now + launch, start + device_seconds
+        for _ in pending:
+            now = max(now, free) + host.wait
+    return moments

@@ -1,0 +1,1 @@
+"""Pictures as plain SVG, and the pages that hold them."""

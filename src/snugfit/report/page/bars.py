@@ -1,0 +1,133 @@
+"""Bars: several figures of some things side by side, and the passages of a step's phases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from markupsafe import Markup
+
+from snugfit.report.page.picture import LegendEntry, Picture
+from snugfit.report.page.svg import WIDTH, picture, point, shorten, tag, text, ticks
+from snugfit.results.step_seconds import PhaseSpan
+from snugfit.units import show_seconds
+
+THICK = 15.0
+"""Units that a bar is high."""
+
+ROOM = 110.0
+"""Units at the right of the longest bar, for its figure."""
+
+LANE, LEFT = 46.0, 62.0
+"""Height of a lane of the timeline, and its left edge, in units."""
+
+_PHASES = {"load": "c6", "forward": "c1", "backward": "c3", "clip": "c5", "update": "c2"}
+
+
+class BarGroup(NamedTuple):
+    """The bars of one thing."""
+
+    name: str
+    values: Sequence[float | None]
+    """One for each series; None where it is not known."""
+    remark: str = ""
+    """What else is said of it, on its own line with the name."""
+
+
+def bars(
+    title: str,
+    groups: Sequence[BarGroup],
+    series: Sequence[str],
+    show: Callable[[float], str],
+    *,
+    bound: float | None = None,
+    bound_words: str = "",
+) -> Picture:
+    """For each group its name on a line, and below it a bar for each series with its figure. `bound` is a
+    line across all."""
+    top = max([value or 0.0 for group in groups for value in group.values] + [bound or 0.0]) or 1.0
+    scale = (WIDTH - ROOM) / top
+    parts: list[Markup] = []
+    y = 4.0
+    for number, group in enumerate(groups):
+        words = f"{group.name} · {group.remark}" if group.remark else group.name
+        shapes = [text(shorten(words, WIDTH - 4), 0, y + 13)]
+        y += 20
+        for index, value in enumerate(group.values):
+            if value is not None:
+                colour = f"shape c{index}"
+                shapes.append(
+                    tag("rect", x=0, y=y, width=max(1.0, value * scale), height=THICK, class_=colour)
+                )
+                shapes.append(text(show(value), value * scale + 5, y + 12, class_="halo"))
+                y += THICK + 3
+        y += 12
+        known = [f"{name} {show(v)}" for name, v in zip(series, group.values, strict=True) if v is not None]
+        parts.append(point(f"{words}: {', '.join(known) or 'not known'}", *shapes, start=number == 0))
+    legend = [LegendEntry(f"c{index}", name) for index, name in enumerate(series)] if len(series) > 1 else []
+    if bound is not None:
+        parts.insert(0, tag("line", x1=bound * scale, x2=bound * scale, y1=0, y2=y, class_="bound"))
+        legend.append(LegendEntry("bound", f"{bound_words}, {show(bound)}"))
+    rows = [
+        (group.name, *("" if value is None else show(value) for value in group.values), group.remark)
+        for group in groups
+    ]
+    return Picture(
+        title=title,
+        svg=picture(f"Bars: {title}", y, *parts),
+        heads=("", *(f"{name}>" for name in series), "Remark"),
+        rows=rows,
+        legend=tuple(legend),
+    )
+
+
+def timeline(spans: Sequence[PhaseSpan], step_seconds: float) -> Picture:
+    """When the host launches and when the device runs each phase of the steady step."""
+    end = max([step_seconds, *(span.end_seconds for span in spans)])
+    scale = (WIDTH - LEFT - 8) / end
+    lanes = {"host": 8.0, "device": 8.0 + LANE + 8}
+    base = 8.0 + 2 * LANE + 16
+    parts = [*_time_axis(end, scale, base)]
+    parts += [text(lane, 0, y + LANE / 2 + 4) for lane, y in lanes.items()]
+    for number, span in enumerate(spans):
+        x, width = LEFT + span.start_seconds * scale, (span.end_seconds - span.start_seconds) * scale
+        y = lanes[span.lane]
+        colour = f"cell shape {_PHASES.get(span.phase, 'c7')}"
+        shapes = [tag("rect", x=x, y=y, width=max(1.0, width), height=LANE, class_=colour)]
+        if words := shorten(span.phase, width - 8):
+            shapes.append(text(words, x + 4, y + LANE / 2 + 4, class_="on"))
+        parts.append(point(_about(span), *shapes, start=number == 0))
+    phases = [phase for phase in _PHASES if any(span.phase == phase for span in spans)]
+    return Picture(
+        title=f"Host and device in one steady step, {show_seconds(step_seconds)} from step to step",
+        svg=picture("When the host and the device work in one steady step.", base + 24, *parts),
+        heads=("", "Phase", "From>", "To>", "Of that at work>"),
+        rows=[
+            (
+                span.lane,
+                span.phase,
+                show_seconds(span.start_seconds),
+                show_seconds(span.end_seconds),
+                show_seconds(span.busy_seconds),
+            )
+            for span in spans
+        ],
+        legend=tuple(LegendEntry(_PHASES[phase], phase) for phase in phases),
+        note="The host launches kernels ahead of the device, also those of the next step.",
+    )
+
+
+def _about(span: PhaseSpan) -> str:
+    return (
+        f"{span.lane}, {span.phase}: from {show_seconds(span.start_seconds)} to "
+        f"{show_seconds(span.end_seconds)}, at work {show_seconds(span.busy_seconds)} of it"
+    )
+
+
+def _time_axis(end: float, scale: float, base: float) -> Iterable[Markup]:
+    unit, name = (1.0, "s") if end >= 1 else (1e-3, "ms")
+    for tick in ticks(end / unit, count=6):
+        x = LEFT + tick * unit * scale
+        yield tag("line", x1=x, x2=x, y1=0, y2=base - 4, class_="rule")
+        if x < WIDTH - 40:
+            yield text(f"{tick:g} {name}", x, base + 12, anchor="middle", class_="faint")

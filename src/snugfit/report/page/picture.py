@@ -1,0 +1,79 @@
+"""A picture with its legend and its table, and the page or the notebook's cell that shows some of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from snugfit.report.text.terminal import harmless
+from snugfit.versions import __version__
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+    from markupsafe import Markup
+
+
+class LegendEntry(NamedTuple):
+    """What one colour means."""
+
+    class_: str
+    """The class of the shapes that have it; `line ...` for a line."""
+    words: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picture:
+    """One picture, and the same figures as a table."""
+
+    title: str
+    """What it shows, in a few words."""
+
+    svg: Markup
+    """The drawing; it is whole without any other file."""
+
+    heads: tuple[str, ...]
+    """The table's columns; one that ends in `>` holds numbers."""
+
+    rows: Sequence[Sequence[str]]
+    """Cells, as many in each row as there are heads."""
+
+    legend: tuple[LegendEntry, ...] = ()
+    """The colours, in the order of the drawing."""
+
+    note: str = ""
+    """A sentence under the drawing."""
+
+
+def document(title: str, lines: Iterable[str], pictures: Sequence[Picture], *, report: str) -> str:
+    """A whole HTML page that needs no other file and no network; `report` is the result as plain text."""
+    return (
+        _templates()
+        .get_template("page.html.j2")
+        .render(
+            title=harmless(title), lines=list(lines), pictures=pictures, report=report, version=__version__
+        )
+    )
+
+
+def fragment(title: str, lines: Iterable[str], pictures: Sequence[Picture]) -> str:
+    """The same for a notebook's cell: without a script, and with its style kept to itself."""
+    return (
+        _templates()
+        .get_template("fragment.html.j2")
+        .render(title=harmless(title), lines=list(lines), pictures=pictures)
+    )
+
+
+def _templates() -> Environment:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("snugfit.report.page", "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["harmless"] = harmless
+    return environment

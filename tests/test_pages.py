@@ -1,0 +1,222 @@
+"""Pages of pictures: parsed, and in a real Chromium where there is one."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from made_up import EVIL, prediction, timed
+from snugfit.errors import UsageError
+from snugfit.report.page.memory import _Box, memory_over_step, tile
+from snugfit.report.page.svg import tag, ticks
+from snugfit.report.pictures import check_page_file, of_prediction, write_predictions
+from snugfit.techniques.recipe import Recipe
+from snugfit.units import GIB, MIB
+
+SVG = "{http://www.w3.org/2000/svg}"
+ALONE = {"meta", "br", "link", "img", "hr", "input"}
+
+
+class Balanced(HTMLParser):
+    """Every element that is opened is closed, and nothing is fetched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.links: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.links += [value or "" for key, value in attrs if key in ("src", "href", "data", "xlink:href")]
+        if tag not in ALONE:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def drawings(page: str) -> Iterator[ElementTree.Element]:
+    for text in re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL):
+        yield ElementTree.fromstring(text)
+
+
+def check_page(page: str, *, pictures: int) -> None:
+    parser = Balanced()
+    parser.feed(page)
+    assert not parser.open
+    assert not parser.links, "a page needs no other file"
+    assert "url(" not in page
+    assert "@import" not in page
+    assert set(re.findall(r"https?://[^\s\"<]+", page)) <= {"http://www.w3.org/2000/svg"}
+    drawn = list(drawings(page))
+    assert len(drawn) == pictures == page.count("<table>"), "a table beside each picture"
+    for svg in drawn:
+        assert svg.get("aria-label")
+        points = [group for group in svg.iter(f"{SVG}g") if group.get("class") == "point"]
+        assert all(group.findtext(f"{SVG}title") for group in points)
+        assert [group.get("tabindex") for group in points].count("0") == 1, "one stop of the Tab key"
+
+
+def test_a_prediction_s_page_is_whole_and_says_the_figures(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "page.html"
+    write_predictions(path, [timed(prediction())])
+    page = path.read_text()
+    check_page(page, pictures=3)
+    assert "Fits: 8.20 GiB of 15.78 GiB to spare." in page
+    assert "backward, 29 % of the step: 2.73 GiB (context 600.0 MiB, weights 200.0 MiB" in page
+    assert "bert.encoder.layer.*.attention.self: activations 1.86 GiB, 90.5 %" in page
+    assert "device, backward: from 100.0 ms to 320.0 ms, at work 220.0 ms of it" in page
+
+
+def test_recipes_side_by_side_make_one_page(tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    write_predictions(path, [prediction(), prediction(6 * GIB, recipe=Recipe.parse("bf16"))])
+    check_page(path.read_text(), pictures=3)
+    assert "bf16: needed 6.59 GiB" in path.read_text()
+
+
+def test_foreign_words_on_a_page_stay_words(tmp_path: Path) -> None:
+    write_predictions(tmp_path / "page.html", [timed(prediction(name=EVIL))])
+    page = (tmp_path / "page.html").read_text()
+    check_page(page, pictures=3)
+    assert "<script>alert" not in page
+    assert "\x1b" not in page
+    assert str(tag("g", EVIL, a='"<')).startswith('<g a="&#34;&lt;">[a/path]|=cmd()&lt;script&gt;')
+
+
+def test_the_layers_of_the_step_are_as_high_as_their_bytes() -> None:
+    curve = prediction().anatomy.curve
+    (svg,) = drawings(memory_over_step(curve, context_bytes=100 * MIB, memory_bytes=4 * GIB).svg)
+    context, weights, activations = svg.iter(f"{SVG}polygon")
+    bound = next(line for line in svg.iter(f"{SVG}line") if line.get("class") == "bound")
+    scale = (320.0 - float(bound.get("y1") or 0)) / (4 * GIB)
+
+    def thickness(polygon: ElementTree.Element, column: int) -> float:
+        places = [tuple(map(float, pair.split(","))) for pair in (polygon.get("points") or "").split()]
+        return (places[-1 - column][1] - places[column][1]) / scale / MIB
+
+    for column in (0, 10, 34):
+        assert thickness(context, column) == pytest.approx(100, abs=3)
+        assert thickness(weights, column) == pytest.approx(200, abs=3)
+        assert thickness(activations, column) == pytest.approx(
+            curve[column].kinds["activations"] / MIB, abs=3
+        )
+
+
+def test_a_gpu_far_larger_than_the_step_is_said_and_not_drawn() -> None:
+    picture = memory_over_step(prediction().anatomy.curve, memory_bytes=141 * GIB)
+    assert "bound" not in picture.svg
+    assert picture.note == "The memory that may be used, 141.00 GiB, is far above."
+
+
+def test_a_map_gives_each_size_its_share_of_the_area() -> None:
+    sizes = [500, 300, 100, 50, 49, 1]
+    boxes = tile(sizes, _Box(0.0, 0.0, 800.0, 380.0))
+    assert [box.width * box.height for box in boxes] == pytest.approx(
+        [size / 1000 * 800 * 380 for size in sizes]
+    )
+    assert all(box.x >= 0 and box.x + box.width <= 800.001 and box.y + box.height <= 380.001 for box in boxes)
+    for number, one in enumerate(boxes):
+        for other in boxes[:number]:
+            apart_x = one.x >= other.x + other.width - 1e-6 or other.x >= one.x + one.width - 1e-6
+            assert apart_x or one.y >= other.y + other.height - 1e-6 or other.y >= one.y + one.height - 1e-6
+
+
+def test_ticks_are_round_and_never_above_the_top() -> None:
+    assert ticks(2.76) == [0, 1, 2]
+    assert ticks(23.5, count=5) == [0, 5, 10, 15, 20]
+    assert ticks(0) == [0]
+
+
+def test_a_page_s_file_is_refused_before_the_work(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"a page is a \.html file"):
+        check_page_file(tmp_path / "page.pdf")
+    check_page_file(None)
+    check_page_file(tmp_path / "page.html")
+
+
+def test_a_rehearsed_step_s_pictures_add_up() -> None:
+    """Kinds add up to the live bytes, modules to the peak, and the timeline ends when the step does."""
+    from small_models import small_job
+    from snugfit.prediction.predict import predict
+
+    one = predict(small_job("bert", layers=2), "micro_batches(2)", gpu="rtx 4090")
+    assert all(sum(point.kinds.values()) == point.live_bytes for point in one.anatomy.curve)
+    assert sum(line.bytes for line in one.anatomy.modules) == one.footprint.requested_bytes
+    assert [span.phase for span in one.timeline if span.lane == "device"].count("forward") == 2
+    assert one.timing is not None
+    ends = [
+        max(span.end_seconds for span in one.timeline if span.lane == lane) for lane in ("host", "device")
+    ]
+    begins = [
+        min(span.start_seconds for span in one.timeline if span.lane == lane) for lane in ("host", "device")
+    ]
+    assert max(ends) - max(begins) <= one.timing.step_seconds * 1.0001 <= max(ends) * 1.01
+    busy = sum(span.busy_seconds for span in one.timeline if span.lane == "device")
+    assert busy == pytest.approx(one.timing.device_seconds)
+    assert len(of_prediction(one)) == 3
+
+
+# ---- in a real browser ----------------------------------------------------------------------------------
+
+PROBE = r"""<script>
+addEventListener("load", () => {
+  const lines = [], boxes = [];
+  document.querySelectorAll("svg").forEach((svg, picture) => {
+    const texts = [...svg.querySelectorAll("text")], frame = svg.getBoundingClientRect();
+    const rects = texts.map(text => text.getBoundingClientRect());
+    rects.forEach((a, i) => {
+      if (a.left < frame.left - 1 || a.right > frame.right + 1 || a.bottom > frame.bottom + 1)
+        lines.push(`picture ${picture}: ${texts[i].textContent} leaves it`);
+      rects.slice(0, i).forEach((b, j) => {
+        if (a.left < b.right - 1 && b.left < a.right - 1 && a.top < b.bottom - 2 && b.top < a.bottom - 2)
+          lines.push(`picture ${picture}: ${texts[i].textContent} meets ${texts[j].textContent}`);
+      });
+    });
+    const start = svg.querySelector(".point[tabindex='0']");
+    start.focus();
+    start.dispatchEvent(new KeyboardEvent("keydown", { key: "Home", bubbles: true }));
+    if (document.activeElement !== svg.querySelector(".point")) lines.push(`picture ${picture}: no keyboard`);
+    if (!svg.closest("figure").querySelector("output").textContent) lines.push(`picture ${picture}: silent`);
+  });
+  if (document.documentElement.scrollWidth > innerWidth) lines.push("the page is wider than the window");
+  const paper = getComputedStyle(document.body).backgroundColor;
+  document.body.innerHTML = `<pre id="seen">${paper}\n${lines.join("\n")}</pre>`;
+});
+</script></body>"""
+
+
+def seen_in_chromium(page: Path, folder: Path, *, width: int, dark: bool) -> list[str]:
+    """The page's colour, and what is wrong with it, as Chromium lays it out."""
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    if chromium is None:
+        pytest.skip("Requires: [chromium]")
+    probed = folder / "probed.html"
+    probed.write_text(page.read_text().replace("</body>", PROBE))
+    done = subprocess.run(
+        [
+            chromium, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
+            "--no-first-run", f"--user-data-dir={folder / 'profile'}", f"--window-size={width},1400",
+            f"--blink-settings=preferredColorScheme={0 if dark else 1}", "--dump-dom", f"file://{probed}",
+        ],
+        capture_output=True, text=True, check=True, timeout=120,
+    )  # fmt: skip
+    match = re.search(r'<pre id="seen">(.*?)</pre>', done.stdout, flags=re.DOTALL)
+    assert match, done.stderr[-2000:]
+    return match[1].strip().splitlines()
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(("width", "dark"), [(500, True), (1100, False)])
+def test_no_labels_meet_in_chromium(tmp_path: Path, width: int, dark: bool) -> None:
+    """And the keyboard reaches every picture, in light and in dark."""
+    write_predictions(tmp_path / "page.html", [timed(prediction(memory_bytes=5 * GIB))])
+    colour, *wrong = seen_in_chromium(tmp_path / "page.html", tmp_path, width=width, dark=dark)
+    assert colour == ("rgb(22, 25, 29)" if dark else "rgb(255, 255, 255)")
+    assert not wrong
