@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from snugfit.planning.search.simpler import simplest, unknown_simpler
 from snugfit.planning.search.state import TIME_BOUND_MARGIN, SearchState
 
 if TYPE_CHECKING:
@@ -50,14 +51,16 @@ class PerGpuSearch:
         """What could be better than the answer of now and was not judged, the most hopeful first."""
         faster = [] if self.smallest else list(self._faster())
         yield from faster
+        if not faster and (fastest := self._fastest()) is not None:
+            yield from unknown_simpler(self.state, fastest, self._may_fit)
         if self.smallest or not (faster or self._fitting()):
             yield from self._smaller()
 
     def answer(self) -> int:
-        """The best of those judged; when none of them fits, the smallest."""
-        fitting = self._fitting()
-        if fitting and not self.smallest:
-            return self._first(fitting, lambda figures: (figures.seconds, figures.needed_bytes))
+        """The best of those judged, of which the simplest; when none of them fits, the smallest."""
+        fastest = self._fastest()
+        if fastest is not None:
+            return simplest(self.state, fastest, self.fits) if self._surely_fits(fastest) else fastest
         judged = list(self.state.judged)
         return self._first(judged, lambda figures: (figures.needed_bytes, figures.seconds))
 
@@ -87,6 +90,17 @@ class PerGpuSearch:
 
     def _fitting(self) -> list[int]:
         return [number for number in self.state.judged if self.fits(number)]
+
+    def _fastest(self) -> int | None:
+        """The fastest of those judged that fit; None where the smallest is looked for."""
+        fitting = [] if self.smallest else self._fitting()
+        if not fitting:
+            return None
+        return self._first(fitting, lambda figures: (figures.seconds, figures.needed_bytes))
+
+    def _surely_fits(self, number: int) -> bool:
+        """Whether a candidate fits whatever this GPU's own workspaces and scratch are."""
+        return number in self.own or self.state.judged[number].needed_bytes * (1 + OWN_SHARE) <= self._bound
 
     def _first(self, numbers: Sequence[int], order: Callable[[Figures], tuple[float, float]]) -> int:
         """The first in this order, and among equals the one that any plan would take."""

@@ -11,7 +11,8 @@ too.
 What is judged must never be less than its lower bound. Where it is, the model's layers do not grow as they
 seemed to, and the search starts again without shortcuts.
 
-At the end the best recipe is simulated in full, by `predict`, and the plan says whether that gave the same.
+Of recipes that are as fast as the answer the simplest is taken (`simpler.py`). At the end it is simulated in
+full, by `predict`, and the plan says whether that gave the same.
 """
 
 from __future__ import annotations
@@ -120,6 +121,7 @@ class _PlanRequest:
 def _answer(asked: _PlanRequest, space: Space, pool: WorkerPool) -> Plan:
     """The plan that a search of this space gives."""
     from snugfit.planning.search.reasons import compare_with_start, cures, explain
+    from snugfit.planning.search.simpler import prefer_simple
 
     job, memory, smallest = asked.job, asked.memory_bytes, asked.objective == "memory"
     listed = asked.ranked > 0  # any candidate may be among the best few
@@ -132,6 +134,8 @@ def _answer(asked: _PlanRequest, space: Space, pool: WorkerPool) -> Plan:
     fitting = [n for n in front if bound is None or state.judged[n].needed_bytes <= bound]
     fitting = fitting or [n for n in front[-1:] if state.judged[n].needed_bytes <= (memory or 0)]
     best = fitting[-1 if smallest else 0] if fitting else None
+    if best is not None and not smallest:
+        best = prefer_simple(state, pool, best)
     shown = front[-1] if best is None else best
     recipe, needed_bytes = space.candidates[shown].recipe, state.judged[shown].needed_bytes
     asked.tell("simulating the answer in full and comparing it slot by slot")
@@ -140,8 +144,10 @@ def _answer(asked: _PlanRequest, space: Space, pool: WorkerPool) -> Plan:
     start = compare_with_start(asked.start, recipe, pool, job, asked.gpu) if asked.start else None
     counts, excluded = state.counts(), (*space.excluded, *state.excluded)
     ranked = state.best(asked.ranked, pool, asked.objective, asked.tell) if asked.ranked else []
-    if asked.ranked and best is not None and best not in ranked:
-        ranked = [best, *ranked][: asked.ranked]
+    if asked.ranked and best is not None:
+        seconds = state.judged[best].seconds
+        rest = [number for number in ranked if state.judged[number].seconds != seconds]
+        ranked = [best, *rest][: asked.ranked]
     assumed = [doubt for number in (*front, *ranked) for doubt in state.judged[number].doubts]
     return Plan(
         job=job,

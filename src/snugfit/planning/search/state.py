@@ -136,14 +136,14 @@ class SearchState:
             needed_bytes, seconds, _ = self.bounds[number]
             return (needed_bytes, seconds) if smallest else (seconds, needed_bytes)
 
-        groups = self._traces(number for number in self.bounds if number not in self.judged)
+        groups = self.by_trace(number for number in self.bounds if number not in self.judged)
         groups.sort(key=lambda group: min(map(order, group)))
         tell("judging")
         self.judge(groups, pool, skip=skip, step=Progress("judging", len(groups), tell).step)
 
     # ---- what is worth judging ---------------------------------------------------------------------------
 
-    def _traces(self, numbers: Iterable[int]) -> list[list[int]]:
+    def by_trace(self, numbers: Iterable[int]) -> list[list[int]]:
         """These candidates, those of one trace together where the first of them stands."""
         groups: dict[int, list[int]] = defaultdict(list)
         for number in numbers:
@@ -190,7 +190,7 @@ class SearchState:
         def may_be_listed(number: int) -> bool:
             return number not in self.judged and self._fits(self.bounds[number].needed_bytes)
 
-        waiting = deque(self._traces(filter(may_be_listed, sorted(self.bounds, key=least))))
+        waiting = deque(self.by_trace(filter(may_be_listed, sorted(self.bounds, key=least))))
         while True:
             ranked = self._ranking(objective)[:count]
             worst = self._value(ranked[-1], objective) if len(ranked) == count else math.inf
