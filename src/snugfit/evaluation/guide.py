@@ -19,6 +19,8 @@ from snugfit.evaluation.guide_result import GuideResult, GuideRow, PublishedPred
 from snugfit.evaluation.guide_suite import GuideExperiment, Published, machines, suite
 from snugfit.evaluation.per_parameter import per_parameter, per_parameter_requests
 from snugfit.job.gpu import find_gpu
+from snugfit.prediction.device import policy_for
+from snugfit.prediction.profile import Software
 from snugfit.techniques.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -40,8 +42,9 @@ def run(
     """The whole suite for `gpu`; with `measure` each experiment also runs here, in a process of its own.
 
     `workers` processes predict in parallel. `tell` is called with what is being done. Raises `SnugfitError`
-    when no experiment can be predicted.
+    when no experiment can be predicted, `GpuError` for a GPU that no step runs on.
     """
+    policy_for(gpu, Software())  # which refuses a GPU that no step runs on
     experiments = suite()
     requests = [request for experiment in experiments for request in _requests(experiment, gpu)]
     byte_requests = per_parameter_requests(gpu)

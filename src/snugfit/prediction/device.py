@@ -12,7 +12,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from snugfit.errors import GpuError
+from snugfit.prediction.profile import INSTALLED
 from snugfit.units import MIB, show_mib
+from snugfit.versions import version_of
 
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
@@ -33,10 +35,15 @@ THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536
 """Resident threads of a multiprocessor where they are not 2048: CUDA C++ Programming Guide, table of
 technical specifications per compute capability."""
 
+OLDEST_CAPABILITIES = {(2, 0): ((3, 7), (3, 7)), (2, 8): ((5, 0), (7, 0)), (2, 11): ((5, 0), (7, 5))}
+"""From a release of torch on, the oldest compute capability that any of its builds runs on, and the one that
+its usual build does: `PyTorch CUDA Support Matrix` in pytorch's RELEASE.md. 2.7 was the last with a build for
+CUDA 11.8, and so with Kepler; the builds for CUDA 12.6 have Maxwell, Pascal and Volta up to 2.14."""
+
 
 def policy_for(gpu: Gpu | None, software: Software) -> CudaPolicy:
     """How CUDA decides on this GPU, or on an H200 when none is named. Raises `GpuError` for GPUs without
-    CUDA."""
+    CUDA, and for those on which the installed torch does not run."""
     from snugfit.rehearsal.device.policy import CudaPolicy
 
     if gpu is None:
@@ -44,7 +51,13 @@ def policy_for(gpu: Gpu | None, software: Software) -> CudaPolicy:
     if gpu.compute_capability is None or gpu.sm_count is None:
         raise GpuError(
             f"{gpu.name} is no CUDA GPU. Its memory is in the table, but snugfit rehearses CUDA's decisions "
-            "only. Try a CUDA GPU, or --memory with its size for a rough answer."
+            f"only. {_INSTEAD}"
+        )
+    oldest, _ = _oldest_capabilities()
+    if software.name == INSTALLED and gpu.compute_capability < oldest:
+        raise GpuError(
+            f"The installed torch {_torch()} does not run on {gpu.name}: compute capability "
+            f"{_dotted(gpu.compute_capability)}, and its builds begin at {_dotted(oldest)}. {_INSTEAD}"
         )
     return CudaPolicy(
         capability=gpu.compute_capability,
@@ -52,6 +65,24 @@ def policy_for(gpu: Gpu | None, software: Software) -> CudaPolicy:
         threads_per_multiprocessor=THREADS.get(gpu.compute_capability, 2048),
         softmax_saves_input=software.softmax_saves_input,
     )
+
+
+_INSTEAD = "Try a current CUDA GPU, or snugfit predict --memory with its size for a rough answer."
+
+
+def _torch() -> str:
+    """The installed release of torch, such as `2.13`."""
+    return ".".join((version_of("torch") or "2.0").split(".")[:2])
+
+
+def _oldest_capabilities() -> tuple[tuple[int, int], tuple[int, int]]:
+    """What `OLDEST_CAPABILITIES` says of the installed torch."""
+    major, minor = map(int, _torch().split("."))
+    return OLDEST_CAPABILITIES[max(first for first in OLDEST_CAPABILITIES if first <= (major, minor))]
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"
 
 
 def common_policy(gpus: Sequence[Gpu | None], software: Software) -> CudaPolicy:
@@ -88,13 +119,21 @@ def context_of(gpu: Gpu | None, software: Software, trace: Trace) -> tuple[int, 
     ]
 
 
-def doubts_about(gpu: Gpu | None) -> list[str]:
-    """Sentences on what is less certain on this GPU than on an H200, on which everything was measured."""
+def doubts_about(gpu: Gpu | None, software: Software | None = None) -> list[str]:
+    """Sentences on what is less certain on this GPU than on an H200, on which everything was measured, and on
+    builds of torch that do not run on it; `software` is the installed one where None is given."""
     if gpu is None:
         return ["No GPU was named: kernels are chosen as on compute capability 9.0. Add --gpu NAME."]
-    if gpu.compute_capability == (9, 0):
+    if gpu.compute_capability is None or gpu.compute_capability == (9, 0):
         return []
+    usual = _oldest_capabilities()[1]
+    older = gpu.compute_capability < usual and (software is None or software.name == INSTALLED)
+    build = (
+        f"The usual build of torch {_torch()} begins at compute capability {_dotted(usual)}; {gpu.name} has "
+        f"{_dotted(gpu.compute_capability)} and needs the one for CUDA 12.6."
+    )
     return [
+        *([build] if older else []),
         f"Workspaces of kernels were measured on compute capability 9.0 only; on {gpu.name} they may move "
-        "reserved bytes by a few per cent."
+        "reserved bytes by a few per cent.",
     ]

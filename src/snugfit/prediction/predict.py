@@ -94,7 +94,7 @@ def predict(
         footprint=_footprint(trace, peak, after, context, _host_bytes(job, setup, trace, loop)),
         anatomy=anatomy(trace, peak, after.reserved, job, setup),
         versions=installed_versions(),
-        doubts=(*warnings, *trace.doubts, *about_context, *doubts_about(gpu), *about_seconds),
+        doubts=(*warnings, *trace.doubts, *about_context, *doubts_about(gpu, profile), *about_seconds),
         timing=timing,
         startup=_startup(trace, job, setup, timing) if loop == "plain" else None,
         software=software,

@@ -30,9 +30,9 @@ from snugfit.planning.request import fidelity_of, refuse_bad_request, start_of
 from snugfit.planning.search.recomputing import RecomputingKinds
 from snugfit.planning.search.space import Space, space_of
 from snugfit.planning.search.state import SearchState, Tell
-from snugfit.prediction.device import doubts_about
+from snugfit.prediction.device import doubts_about, policy_for
 from snugfit.prediction.headroom import headroom_of
-from snugfit.prediction.profile import installed_versions
+from snugfit.prediction.profile import Software, installed_versions
 from snugfit.prediction.startup import STARTUP_RATES, StartupRates
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Fidelity, Slot
@@ -81,6 +81,7 @@ def plan(
 
     refuse_bad_request(job, objective=objective, memory_bytes=memory_bytes, workers=workers)
     gpu = None if gpu is None else find_gpu(gpu)
+    policy_for(gpu, Software())  # which refuses a GPU that no step runs on
     fidelity = fidelity_of(fidelity)
     start = start_of(start, ranked)
     run = PlannedRun(steps=steps, rates=once)

@@ -1,0 +1,49 @@
+"""GPUs that no step runs on: another vendor's, and those that the installed torch has left behind."""
+
+from __future__ import annotations
+
+import pytest
+
+from small_models import small_job
+from snugfit.data.lengths import Lengths
+from snugfit.errors import GpuError
+from snugfit.evaluation import guide
+from snugfit.job.gpu import find_gpu
+from snugfit.planning.fleet.search_gpus import plan_gpus
+from snugfit.planning.lengths.lengths import plan_lengths
+from snugfit.planning.search.search import plan
+from snugfit.prediction.device import doubts_about, policy_for
+from snugfit.prediction.predict import predict
+from snugfit.prediction.profile import Software, find_software
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("mi300x", "is no CUDA GPU"), ("k80", "does not run on Tesla K80: compute capability 3.7")],
+)
+def test_a_gpu_that_no_step_runs_on_is_one_sentence_everywhere(name: str, why: str) -> None:
+    """In `predict`, `plan`, `gpus --for`, `lengths` and the guide, in Python as in the command."""
+    small = small_job("gpt2", 1, batch_size=1, sequence_length=8)
+    said = []
+    for ask in (
+        lambda: predict(small, gpu=name),
+        lambda: plan(small, gpu=name),
+        lambda: plan_lengths(small, gpu=name, lengths=Lengths.of({4: 1, 8: 1}, source="made up")),
+        lambda: guide.run(find_gpu(name)),
+    ):
+        with pytest.raises(GpuError) as caught:
+            ask()
+        said.append(str(caught.value))
+    said += [answer.why for answer in plan_gpus(small, [name]).answers]
+    assert len(set(said)) == 1
+    assert why in said[0]
+    assert "\n" not in said[0]
+
+
+def test_torch_of_the_time_ran_on_what_today_s_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy_for(find_gpu("k80"), find_software("published-2022"))
+    assert any("the one for CUDA 12.6" in doubt for doubt in doubts_about(find_gpu("p100-pcie")))
+    assert not any("12.6" in doubt for doubt in doubts_about(find_gpu("rtx4090")))
+    monkeypatch.setattr("snugfit.prediction.device.version_of", lambda package: "2.7.1+cu118")
+    policy_for(find_gpu("k80"), Software())
+    assert not any("12.6" in doubt for doubt in doubts_about(find_gpu("v100-16gb")))
