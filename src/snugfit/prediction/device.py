@@ -57,7 +57,7 @@ def policy_for(gpu: Gpu | None, software: Software) -> CudaPolicy:
     if software.name == INSTALLED and gpu.compute_capability < oldest:
         raise GpuError(
             f"The installed torch {_torch()} does not run on {gpu.name}: compute capability "
-            f"{_dotted(gpu.compute_capability)}, and its builds begin at {_dotted(oldest)}. {_INSTEAD}"
+            f"{_text(gpu.compute_capability)}, and its builds begin at {_text(oldest)}. {_INSTEAD}"
         )
     return CudaPolicy(
         capability=gpu.compute_capability,
@@ -81,7 +81,7 @@ def _oldest_capabilities() -> tuple[tuple[int, int], tuple[int, int]]:
     return OLDEST_CAPABILITIES[max(first for first in OLDEST_CAPABILITIES if first <= (major, minor))]
 
 
-def _dotted(capability: tuple[int, int]) -> str:
+def _text(capability: tuple[int, int]) -> str:
     return f"{capability[0]}.{capability[1]}"
 
 
@@ -129,8 +129,8 @@ def doubts_about(gpu: Gpu | None, software: Software | None = None) -> list[str]
     usual = _oldest_capabilities()[1]
     older = gpu.compute_capability < usual and (software is None or software.name == INSTALLED)
     build = (
-        f"The usual build of torch {_torch()} begins at compute capability {_dotted(usual)}; {gpu.name} has "
-        f"{_dotted(gpu.compute_capability)} and needs the one for CUDA 12.6."
+        f"The usual build of torch {_torch()} begins at compute capability {_text(usual)}; {gpu.name} has "
+        f"{_text(gpu.compute_capability)} and needs the one for CUDA 12.6."
     )
     return [
         *([build] if older else []),
