@@ -302,7 +302,7 @@ def test_what_accelerate_itself_writes_is_understood_whole(tmp_path: Path, suffi
         ("a.py", "def f(:", "not Python"),
         ("a.py", "x = 1", "no such call"),
         ("a.py", "a = TrainingArguments('x')\nb = TrainingArguments('y')", "lines 1, 2"),
-        ("a.py", "a = SFTConfig(output_dir='x')", "SFTConfig has other defaults"),
+        ("a.py", "a = DPOConfig(output_dir='x')", "DPOConfig trains by preferences"),
         ("a.py", "x\0 = TrainingArguments()", "not Python"),
     ],
 )

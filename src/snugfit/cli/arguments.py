@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from typer.core import TyperCommand
 
 if TYPE_CHECKING:
     from snugfit.cli.request import Request
     from snugfit.exchange.account import Reading
 
+TRAINER_ARGUMENT = "--trainer-argument"
+"""Where `Command` puts transformers' own arguments, as `key=value`."""
 JOB, HOW, WHERE = "The job", "How it is done", "Where it must fit"
 
 
@@ -48,13 +51,15 @@ ArgumentsFile = Annotated[
     Path | None,
     option(
         JOB,
-        "TrainingArguments (JSON, YAML, .py), an accelerate, DeepSpeed or axolotl config to start from.",
+        "Start from a configuration: TrainingArguments or SFTConfig (JSON, YAML, .py), a shell file that"
+        " trains, unsloth's script, an accelerate, DeepSpeed, axolotl or LLaMA-Factory config.",
         "--arguments",
     ),
 ]
 Settings = Annotated[
     list[str] | None, option(JOB, "Change one key of the job file; repeatable.", "--set", metavar="KEY=VALUE")
 ]
+TrainerArguments = Annotated[list[str] | None, typer.Option(TRAINER_ARGUMENT, hidden=True)]
 Online = Annotated[bool, typer.Option("--online", hidden=True)]
 Offline = Annotated[bool, option(JOB, "Fetch no configuration from the hub.", "--offline")]
 RecipeText = Annotated[
@@ -104,6 +109,7 @@ def _job_arguments(
     job_file: JobFile = None,
     arguments_file: ArgumentsFile = None,
     settings: Settings = None,
+    trainer_arguments: TrainerArguments = None,
     online: Online = False,
     offline: Offline = False,
     recipe: RecipeText = None,
@@ -111,6 +117,21 @@ def _job_arguments(
     gpu: GpuName = None,
 ) -> None:
     """What every question about a job may say, in the order of its help."""
+
+
+class Command(TyperCommand):
+    """A command whose flags may be written with underscores, and that takes transformers' own flags where it
+    asks about a job."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """The rest of the words after what is declared; transformers' flags are gathered into one option."""
+        own = {name for parameter in self.params for name in (*parameter.opts, *parameter.secondary_opts)}
+        if any(word.startswith("--") for word in args):
+            from snugfit.exchange.command_line import split_flags
+
+            args, foreign = split_flags(args, own, with_foreign=TRAINER_ARGUMENT in own)
+            args = [word for pair in foreign for word in (TRAINER_ARGUMENT, pair)] + args
+        return super().parse_args(ctx, args)
 
 
 def about_a_job(command: Callable[..., int]) -> Callable[..., int]:

@@ -25,6 +25,7 @@ from typing import Annotated
 import typer
 
 from snugfit.cli.accuracy import accuracy
+from snugfit.cli.arguments import Command
 from snugfit.cli.calibrate import calibrate
 from snugfit.cli.check import check
 from snugfit.cli.doctor import doctor
@@ -63,7 +64,7 @@ COMMANDS = (
     doctor,
 )  # fmt: skip
 for command in COMMANDS:
-    app.command()(command)
+    app.command(cls=Command)(command)
 
 
 def _show_version(asked: bool) -> None:

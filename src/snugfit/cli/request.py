@@ -132,15 +132,33 @@ def _settings(flags: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _reading(flags: Mapping[str, Any], settings: Mapping[str, Any]) -> Reading | None:
-    """The user's own configuration; raises `UsageError` for what it asks and cannot be predicted, unless a
-    flag or the job file overrides it."""
-    if not flags.get("arguments_file"):
+def _reading(flags: Mapping[str, Any], settings: dict[str, Any]) -> Reading | None:
+    """The user's own configuration, and transformers' arguments among the flags. These go before a job file,
+    and `settings` gets them; those of the run alone are no configuration. Raises `UsageError` for what they
+    ask and cannot be predicted, unless a flag or the job file overrides it, and for such an argument beside
+    one of ours that says something else."""
+    if not flags.get("trainer_arguments") and not flags.get("arguments_file"):
         return None
+    from snugfit.cli.jobfile import settings_from, training_keys
+    from snugfit.exchange.command_line import parse_pairs
     from snugfit.exchange.read import read_arguments
 
-    reading = read_arguments(flags["arguments_file"])
+    given = parse_pairs(flags.get("trainer_arguments") or ())
+    options = training_keys() if "dataset" in flags else {}  # which only a command has that trains
+    settings |= settings_from({key: given.pop(key) for key in [*given] if key in options}, "command line")
+    if not given and not flags.get("arguments_file"):
+        return None
+    reading = read_arguments(flags.get("arguments_file"), given, options=options)
     reading.refuse(settings)
+    settings_from({key: reading.settings[key] for key in options if key in reading.settings}, reading.path)
+    for key, name in reading.by_flags.items():
+        said_twice = flags.get(key) is not None or key == "recipe"
+        if said_twice and settings.get(key, reading.settings[key]) != reading.settings[key]:
+            raise UsageError(
+                f"--{name} {given[name]} and {key.replace('_', ' ')} {settings[key]} contradict each other."
+                " Give one of them."
+            )
+        settings[key] = reading.settings[key]
     return reading
 
 

@@ -110,7 +110,7 @@ def train(
 def _refuse(request: Request) -> None:
     """Raises `UsageError` for what training does not take. A GPU may be named: one file serves predictions
     too."""
-    if request.loop != "plain":
+    if request.loop != "plain" and not request.reading:
         raise UsageError(f"--loop {request.loop}: this trains with snugfit's own loop. Leave it out.")
     if request.software != "installed":
         raise UsageError("A run uses the installed software. Leave the software profile out.")

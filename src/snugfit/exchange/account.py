@@ -42,6 +42,9 @@ class Reading:
     settings: Mapping[str, Any]
     """As a job file would say it: model, task, batch_size, recipe, loop, ..."""
 
+    by_flags: Mapping[str, str]
+    """By setting: the argument on the command line that said it."""
+
     took: tuple[Line, ...]
     """What became part of the job or the recipe."""
 

@@ -145,7 +145,8 @@ def check_document(document: Document) -> Checked:
 @cache
 def _facts(name: str) -> dict[str, Any]:
     text = files("snugfit.exchange").joinpath("findings.json").read_text(encoding="utf-8")
-    facts: dict[str, Any] = json.loads(text)[name]
+    nothing: dict[str, Any] = {"renamed": {}, "removed": {}, "values": {}, "rules": []}
+    facts: dict[str, Any] = json.loads(text).get(name, nothing)
     return facts
 
 

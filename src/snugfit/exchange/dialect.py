@@ -15,7 +15,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-DIALECTS = ("axolotl", "accelerate", "deepspeed", "trainer")
+DIALECTS = ("axolotl", "llamafactory", "accelerate", "deepspeed", "sft", "script", "trainer")
 """In the order in which they are recognised: the more particular words first."""
 
 
@@ -60,6 +60,23 @@ class Dialect:
     auto: str = ""
     """What the value `auto` means; empty where it means nothing special."""
 
+    extends: str = ""
+    """The dialect whose words are understood too; empty where the table stands alone."""
+
+    unsaid: Mapping[str, Any] = field(default_factory=dict)
+    """Keys with the values that the library itself gives them when a file does not."""
+
+    unknown_keys: str = ""
+    """Why a key that is not in the table may be ignored; empty where it may not."""
+
+    note: str = ""
+    """What is never quite the same here; empty where nothing is."""
+
+    @property
+    def of_trainer(self) -> bool:
+        """Whether these are `TrainingArguments` in the main, with others beside them."""
+        return self is dialect("trainer") or bool(self.extends)
+
     def translate(self, key: str, value: Any) -> dict[str, Any] | None:
         """The arguments that a key with this value stands for; None when the table has none."""
         meaning = self.becomes.get(key)
@@ -98,7 +115,15 @@ class Dialect:
 def dialect(name: str) -> Dialect:
     """The table called `name`, read once. The Trainer's refusals hold wherever its arguments turn up."""
     text = files("snugfit.exchange").joinpath("dialects", f"{name}.json").read_text(encoding="utf-8")
-    return Dialect(**json.loads(text))
+    table = json.loads(text)
+    if "extends" in table:
+        base = dialect(table["extends"])
+        for key in ("becomes", "defaults", "groups", "differs", "only_with"):
+            table[key] = {**getattr(base, key), **table.get(key, {})}
+        own = table.get("ignored", {})
+        table["ignored"] = own | {why: [*own.get(why, ()), *keys] for why, keys in base.ignored.items()}
+        table["refused"] = [*table.get("refused", ()), *base.refused]
+    return Dialect(**table)
 
 
 def recognise(document: Mapping[str, Any]) -> str | None:

@@ -7,11 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from snugfit.errors import UsageError
+from snugfit.exchange.command_line import read_shell
 from snugfit.exchange.dialect import DIALECTS, dialect, recognise
 from snugfit.exchange.python_call import read_script
 from snugfit.user_files import load_json, load_yaml, read_text
 
-FORMATS = {".json": "json", ".yaml": "yaml", ".yml": "yaml", ".py": "python"}
+FORMATS = {
+    ".json": "json", ".yaml": "yaml", ".yml": "yaml", ".py": "python", ".sh": "shell", ".bash": "shell",
+    ".sbatch": "shell", ".slurm": "shell",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +26,7 @@ class Document:
     """Where the file is."""
 
     format: str
-    """`json`, `yaml` or `python`."""
+    """`json`, `yaml`, `python` or `shell`."""
 
     dialect: str
     """The library whose keys these are."""
@@ -37,8 +41,8 @@ def open_document(path: Path) -> Document:
     if path.suffix.lower() not in FORMATS:
         raise UsageError(f"{path}: its name must end in {', '.join(FORMATS)}, to say what it is.")
     text, kind = read_text(path), FORMATS[path.suffix.lower()]
-    if kind == "python":
-        caller, arguments = read_script(text, str(path))
+    if kind in ("python", "shell"):
+        caller, arguments = (read_script if kind == "python" else read_shell)(text, str(path))
         return Document(path=path, format=kind, dialect=caller, values=arguments)
     values = load_json(text, str(path)) if kind == "json" else load_yaml(text, str(path))
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):

@@ -32,10 +32,11 @@ def defaults() -> dict[str, Any]:
 @cache
 def hints() -> dict[str, Any]:
     """Every field of the installed `TrainingArguments` with its type."""
+    names = defaults()
     from transformers import TrainingArguments
 
     arguments = get_type_hints(TrainingArguments)
-    return {name: arguments[name] for name in defaults()}
+    return {name: arguments[name] for name in names}
 
 
 def version() -> str:

@@ -1,10 +1,10 @@
 """A Python script's arguments, read from its syntax tree and never executed.
 
-Found are the call of `TrainingArguments` (or, where there is none, of `Accelerator`), of `from_pretrained` or
-`from_config` on one of transformers' auto classes, and of peft's `LoraConfig`. An argument is known when it
-is a literal, a dtype of torch, or a name that the script gives such a value exactly once; `**name` of a dict
-works likewise, as the guide has it. What is computed while the script runs stays unknown, and is reported as
-such.
+Found are the call of `TrainingArguments` or TRL's `SFTConfig` (or, where there is none, of `Accelerator`), of
+`from_pretrained` or `from_config` on one of transformers' auto classes, of peft's `LoraConfig`, and unsloth's
+two calls. An argument is known when it is a literal, a dtype of torch, or a name that the script gives such a
+value exactly once; `**name` of a dict works likewise, as the guide has it. What is computed while the script
+runs stays unknown, and is reported as such.
 """
 
 from __future__ import annotations
@@ -17,9 +17,18 @@ from typing import Any
 from snugfit.errors import UsageError
 from snugfit.job.architectures import HEADS
 
-ARGUMENTS = ("TrainingArguments", "Seq2SeqTrainingArguments")
-OTHER_DEFAULTS = ("SFTConfig", "DPOConfig", "GRPOConfig", "KTOConfig", "ORPOConfig", "RewardConfig")
-"""trl's subclasses, whose defaults are not those of `TrainingArguments`."""
+ARGUMENTS = ("TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig", "UnslothTrainingArguments")
+OTHER_DEFAULTS = ("DPOConfig", "GRPOConfig", "KTOConfig", "ORPOConfig", "RewardConfig")
+"""trl's subclasses for training by preferences, which runs other passes."""
+
+UNSLOTH = ("FastLanguageModel", "FastModel", "FastVisionModel")
+"""Classes of unsloth, with `from_pretrained` and `get_peft_model`."""
+
+UNSLOTH_DEFAULTS: dict[str, dict[str, Any]] = {
+    "from_pretrained": {"max_seq_length": 2048, "load_in_4bit": True},
+    "get_peft_model": {"r": 16, "target_modules": "all-linear"},
+}
+"""What holds of an argument of theirs that is left out."""
 
 _AUTO = {auto: task for task, (auto, _) in HEADS.items()}
 
@@ -50,19 +59,30 @@ def read_script(text: str, where: str) -> tuple[str, dict[str, Any]]:
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     if other := [call for call in calls if _name(call) in OTHER_DEFAULTS]:
         raise UsageError(
-            f"{where}, line {other[0].lineno}: {_name(other[0])} has other defaults than TrainingArguments, "
-            "and is not read yet. Write its arguments as TrainingArguments."
+            f"{where}, line {other[0].lineno}: {_name(other[0])} trains by preferences, which runs other "
+            "passes and has no counterpart yet."
         )
     main = [call for call in calls if _name(call) in ARGUMENTS]
-    kind = "trainer" if main else "accelerate"
+    trainers = [call for call in calls if _name(call) == "SFTTrainer"]
+    is_sft = bool(trainers) if not main else _name(main[0]) == "SFTConfig"
+    kind = "sft" if is_sft else "trainer" if main else "accelerate"
     main = main or [call for call in calls if _name(call) == "Accelerator"]
-    if len(main) != 1:
+    if not main and any(_name(call) == "HfArgumentParser" for call in calls):
+        raise UsageError(
+            f"{where}: this script takes its arguments from a command line. Give the shell file that starts "
+            "it, or the arguments themselves: snugfit predict --model_name_or_path ..."
+        )
+    if len(main) != 1 and not (is_sft and not main):
         lines = ", ".join(str(call.lineno) for call in main)
         many = f"calls it on the lines {lines}; keep one" if main else "has no such call"
         raise UsageError(f"{where}: a script is read for its call of TrainingArguments, and this one {many}.")
-    arguments = reader.call(main[0])
+    arguments = reader.call(main[0]) if main else {}
     for call in calls:
-        if _name(call) == "from_pretrained" and (task := _AUTO.get(_owner(call))):
+        if _owner(call) in UNSLOTH and _name(call) in UNSLOTH_DEFAULTS:
+            arguments |= reader.unsloth(call)
+        elif call in trainers:
+            arguments |= reader.trained_model(call)
+        elif _name(call) == "from_pretrained" and (task := _AUTO.get(_owner(call))):
             arguments |= reader.model(call, task)
         elif _name(call) == "from_config" and (task := _AUTO.get(_owner(call))):
             arguments |= {**reader.model(call, task), **_config_dtype(call, calls)}
@@ -100,6 +120,21 @@ class _CallReader:
         name = inner.pop("pretrained_model_name_or_path", inner.pop("output_dir", None))
         known = {"job.model": name} if isinstance(name, str) else {}
         return {"job.task": task, **known, **{f"model.{key}": value for key, value in inner.items()}}
+
+    def unsloth(self, call: ast.Call) -> dict[str, Any]:
+        """The arguments of unsloth's `from_pretrained` or `get_peft_model`. These train a language model."""
+        inner = {**UNSLOTH_DEFAULTS[_name(call)], **self.call(call)}
+        first = inner.pop("output_dir", None)
+        if _name(call) == "from_pretrained" and isinstance(first, str):
+            inner = {"model_name": first, **inner}
+        meant = {"lora.peft_type": "LORA"} if _name(call) == "get_peft_model" else {"job.task": "causal-lm"}
+        return {**meant, **{f"unsloth.{key}": value for key, value in inner.items()}}
+
+    def trained_model(self, call: ast.Call) -> dict[str, Any]:
+        """The model that a trainer is given by its name, not as an object."""
+        given = [keyword.value for keyword in call.keywords if keyword.arg == "model"] or call.args[:1]
+        name = self.value(given[0]) if given else None
+        return {"job.model": name} if isinstance(name, str) else {}
 
     def value(self, node: ast.expr) -> Any:
         """What an expression is worth, as far as its text says."""

@@ -12,7 +12,7 @@ is meant. A key that no table knows is refused too: guessing would be silence ab
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,12 +33,17 @@ MICRO_BATCH, ACCUMULATION = "per_device_train_batch_size", "gradient_accumulatio
 _JOB = "job."
 
 
-def read_arguments(path: Path) -> Reading:
-    """The job and the recipe in a user's file; raises `UsageError` when the file is none that is known.
+def read_arguments(
+    path: Path | None, flags: Mapping[str, Any] | None = None, *, options: Collection[str] = ()
+) -> Reading:
+    """The job and the recipe in a user's file, and in transformers' arguments on the command line, which go
+    before the file's. `options` are the arguments that the run itself listens to, and that become settings.
+    Raises `UsageError` when the file is none that is known.
 
     What has no counterpart does not raise here: it stands in `refused`.
     """
-    return _Reader(open_document(path)).reading()
+    document = Document(path=Path("the command line"), format="shell", dialect="script", values={})
+    return _Reader(open_document(path) if path else document, flags or {}, options).reading()
 
 
 @dataclass
@@ -46,9 +51,12 @@ class _Reader:
     """One file on its way into a `Reading`."""
 
     document: Document
+    flags: Mapping[str, Any]
+    options: Collection[str]
     arguments: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, tuple[str, Any]] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
+    said_by: dict[str, str] = field(default_factory=dict)
     took: list[Line] = field(default_factory=list)
     differs: list[Line] = field(default_factory=list)
     ignored: list[Line] = field(default_factory=list)
@@ -56,9 +64,15 @@ class _Reader:
 
     def reading(self) -> Reading:
         table = dialect(self.document.dialect)
-        given = dict(flatten(_with_parts(self.document.values)))
+        written = dict(flatten(_with_parts(self.document.values)))
+        given = {**table.unsaid, **written}
         for key, value in given.items():
-            self._translate(key, value, table, given)
+            if key in written or not table.idle(key, given):
+                self._translate(key, value, table, given)
+        for key, value in self.flags.items():
+            self._translate(key, value, dialect("script"), self.flags)
+        if table.note:
+            self.differs.append(Line(key=table.title, value="", says=table.note))
         self._fill_defaults(table)
         decided = self._recipe()
         self._job()
@@ -70,6 +84,7 @@ class _Reader:
             path=str(self.document.path),
             title=table.title,
             settings=self.settings,
+            by_flags={key: name for key, name in self.said_by.items() if name in self.flags},
             took=tuple(dict.fromkeys(self.took)),
             differs=tuple(dict.fromkeys(self.differs)),
             ignored=tuple(dict.fromkeys(self.ignored)),
@@ -78,6 +93,10 @@ class _Reader:
 
     def _translate(self, key: str, value: Any, table: Dialect, given: Mapping[str, Any]) -> None:
         """Puts a key into the common vocabulary, or into one of the accounts."""
+        if key in self.options:
+            self.settings[key] = value
+            self._line(self.took, key, value, f"{key} of the run")
+            return
         if table.auto and value == "auto":
             self._line(self.ignored, key, value, f"auto is {table.auto}")
             return
@@ -97,7 +116,7 @@ class _Reader:
             return
         if note := table.differs.get(key, {}).get(as_word(value)):
             self._line(self.differs, key, value, note)
-        elif table is dialect("trainer") or self._is_an_argument(key, table):
+        elif table.of_trainer or self._is_an_argument(key, table):
             if value is not None or key not in self.arguments:
                 self.arguments[key], self.origins[key] = value, (key, value)
         else:
@@ -118,7 +137,8 @@ class _Reader:
         whole |= {key: value for key, value in self.arguments.items() if not _unset(key, value, whole)}
         targets = whole.get("lora.target_modules")
         if isinstance(targets, list | str):
-            whole["lora.target_modules"] = tuple(targets) if isinstance(targets, list) else (targets,)
+            names = targets.split(",") if isinstance(targets, str) else targets
+            whole["lora.target_modules"] = tuple(map(str, names))
         self.arguments = whole
 
     def _recipe(self) -> set[str]:
@@ -140,6 +160,7 @@ class _Reader:
         asked = [key for key in own if not self._is_default(key)] or ([] if technique.plain else own)
         for key in asked:
             self._line(self.took, *self.origins[key], str(technique))
+            self.said_by["recipe"] = self.origins[key][0]
             if slot.note:
                 self._line(self.differs, *self.origins[key], slot.note)
         if not own and not technique.plain:
@@ -173,6 +194,7 @@ class _Reader:
                 continue
             field_ = key.removeprefix(_JOB)
             self.settings[field_] = _number(value) if field_ in ("learning_rate", "clip") else value
+            self.said_by[field_] = name
             self._line(self.took, name.removeprefix(_JOB), given, f"{field_} {self.settings[field_]}")
         self._batch()
 
@@ -193,6 +215,8 @@ class _Reader:
             self._line(self.refused, name, given, says, instead="batch_size")
         else:
             default = "" if MICRO_BATCH in self.origins else " (default)"
+            if not default:
+                self.said_by["batch_size"] = name
             self._line(self.took, name, f"{as_word(given)}{default}", f"batch_size {whole} on one GPU")
 
     def _account(self, key: str, value: Any) -> None:
@@ -200,7 +224,9 @@ class _Reader:
         name, given = self.origins[key]
         if key in (MICRO_BATCH, ACCUMULATION) or key.startswith(_JOB) or self._is_default(key):
             return
-        self._account_in(dialect("trainer"), key, value, name, given)
+        table = dialect(self.document.dialect)
+        table = dialect("script") if name in self.flags else table
+        self._account_in(table if table.of_trainer else dialect("trainer"), key, value, name, given)
 
     def _account_in(
         self, table: Dialect, key: str, value: Any, name: str | None = None, given: Any = None
@@ -213,6 +239,12 @@ class _Reader:
             self._line(self.refused, name, given, says)
         elif reason := table.reason_to_ignore(key):
             self._line(self.ignored, name, given, reason)
+        elif (
+            refusal is None
+            and table.unknown_keys
+            and key.split(".", maxsplit=1)[0] not in installed.defaults()
+        ):
+            self._line(self.ignored, name, given, table.unknown_keys)
         elif refusal is None:
             known = [*installed.defaults(), *table.words(), *dialect("trainer").words()]
             guess = did_you_mean(key, known) if key not in known else ""

@@ -38,7 +38,7 @@ def _wrong(key: str, value: str | float) -> str:
     if words := _words().get(key):
         wrong = isinstance(value, str) and value not in words
         return f"{value!r} is none of its words.{did_you_mean(str(value), words)}" if wrong else ""
-    kind = _kinds().get(key)
+    kind = field_kinds().get(key)
     if kind is None:
         return ""
     takes = {int: int, float: int | float, bool: int | float}[kind]
@@ -49,7 +49,7 @@ def _wrong(key: str, value: str | float) -> str:
 
 
 @cache
-def _kinds() -> dict[str, type]:
+def field_kinds() -> dict[str, type]:
     """The arguments that are a number or a flag, or None."""
     kinds = {key: set(_options(hint)) - {type(None)} for key, hint in installed.hints().items()}
     return {

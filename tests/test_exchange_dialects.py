@@ -1,0 +1,212 @@
+"""What people bring: TRL's, LLaMA-Factory's and unsloth's configurations, and command lines of scripts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from snugfit.cli.main import run
+from snugfit.cli.request import Request
+from snugfit.errors import UsageError
+from snugfit.exchange.account import Reading
+from snugfit.exchange.command_line import split_flags
+from snugfit.exchange.read import read_arguments
+
+SFT = """
+from peft import LoraConfig
+from trl import SFTConfig, SFTTrainer
+
+trainer = SFTTrainer(
+    model="Qwen/Qwen3-0.6B",
+    train_dataset=dataset,
+    args=SFTConfig(output_dir="out", per_device_train_batch_size=2, max_length=2048, packing=True),
+    peft_config=LoraConfig(r=16, target_modules="all-linear"),
+)
+"""
+
+LLAMA_FACTORY = """
+model_name_or_path: meta-llama/Llama-3.2-1B
+trust_remote_code: true
+stage: sft
+do_train: true
+finetuning_type: lora
+lora_rank: 16
+lora_target: q_proj,v_proj
+dataset: identity,alpaca_en_demo
+template: llama3
+cutoff_len: 1024
+max_samples: 1000
+preprocessing_num_workers: 16
+output_dir: saves/llama3-8b/lora/sft
+logging_steps: 10
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 8
+learning_rate: 1.0e-4
+num_train_epochs: 3.0
+lr_scheduler_type: cosine
+warmup_ratio: 0.1
+bf16: true
+ddp_timeout: 180000000
+some_new_argument: 3
+"""
+
+UNSLOTH = """
+from trl import SFTConfig, SFTTrainer
+from unsloth import FastLanguageModel
+
+max_seq_length = 2048
+model, tokenizer = FastLanguageModel.from_pretrained(
+    model_name="unsloth/Llama-3.2-1B-Instruct", max_seq_length=max_seq_length, load_in_4bit={four},
+)
+model = FastLanguageModel.get_peft_model(
+    model, r=32, target_modules=["q_proj", "v_proj"], lora_alpha=16, bias="none",
+    use_gradient_checkpointing=True, random_state=3407, use_rslora=False,
+)
+trainer = SFTTrainer(
+    model=model, tokenizer=tokenizer, train_dataset=dataset,
+    args=SFTConfig(per_device_train_batch_size=2, gradient_accumulation_steps=4, optim="adamw_8bit"),
+)
+"""
+
+SHELL = """#!/bin/bash
+#SBATCH --gres=gpu:1
+export MODEL=gpt2
+BATCH=4
+mkdir -p out
+{launcher} examples/run_clm.py \\
+    --model_name_or_path $MODEL --dataset_name wikitext \\
+    --per_device_train_batch_size ${{BATCH}} --gradient_accumulation_steps=2 \\
+    --block_size 256 --do_train --bf16 --my_own_flag 3 --learning_rate 1e-4
+"""
+
+
+def read(folder: Path, name: str, text: str) -> Reading:
+    file = folder / name
+    file.write_text(text)
+    return read_arguments(file)
+
+
+def keys(lines: Any) -> set[str]:
+    return {line.key for line in lines}
+
+
+def test_an_sft_script_has_the_defaults_of_sft(tmp_path: Path) -> None:
+    reading = read(tmp_path, "sft.py", SFT)
+    assert reading.settings == {
+        "model": "Qwen/Qwen3-0.6B", "task": "causal-lm", "sequence_length": 2048, "batch_size": 2,
+        "learning_rate": 2e-5, "loop": "trainer",
+        "recipe": "lora(r=16, targets=all-linear) + bf16 + every_layer + adamw_fused",
+    }  # fmt: skip
+    assert not reading.refused
+    assert "packing" in keys(reading.ignored)
+    plain = read(tmp_path, "off.py", "SFTConfig(fp16=True, gradient_checkpointing=False)")
+    assert plain.settings["recipe"] == "fp16 + adamw_fused"
+
+
+def test_a_llama_factory_file(tmp_path: Path) -> None:
+    reading = read(tmp_path, "llama3_lora_sft.yaml", LLAMA_FACTORY)
+    assert reading.settings == {
+        "model": "meta-llama/Llama-3.2-1B", "task": "causal-lm", "sequence_length": 1024, "batch_size": 8,
+        "learning_rate": 1e-4, "loop": "trainer",
+        "recipe": "lora(r=16, targets=q_proj|v_proj) + bf16 + every_layer + micro_batches(8) + adamw_fused",
+    }  # fmt: skip
+    assert not reading.refused
+    assert {"template", "dataset", "some_new_argument"} <= keys(reading.ignored)
+    whole = read(
+        tmp_path, "full.yaml", LLAMA_FACTORY.replace("finetuning_type: lora", "finetuning_type: full")
+    )
+    assert "lora" not in whole.settings["recipe"]
+    four = read(tmp_path, "q.yaml", LLAMA_FACTORY + "quantization_bit: 4\n")
+    assert keys(four.refused) == {"quantization_bit"}
+
+
+def test_an_unsloth_script(tmp_path: Path) -> None:
+    reading = read(tmp_path, "tune.py", UNSLOTH.format(four=False))
+    assert reading.settings["model"] == "unsloth/Llama-3.2-1B-Instruct"
+    assert reading.settings["sequence_length"] == 2048
+    assert reading.settings["batch_size"] == 8
+    assert reading.settings["recipe"] == (
+        "lora(r=32, targets=q_proj|v_proj) + bf16 + every_layer + micro_batches(4) + adamw_8bit"
+    )
+    assert not reading.refused
+    assert "unsloth.load_in_4bit" in keys(reading.differs)
+    assert keys(read(tmp_path, "four.py", UNSLOTH.format(four=True)).refused) == {"unsloth.load_in_4bit"}
+
+
+@pytest.mark.parametrize("launcher", ["python", "CUDA_VISIBLE_DEVICES=0 accelerate launch", "torchrun"])
+def test_the_command_line_of_a_script(launcher: str, tmp_path: Path) -> None:
+    reading = read(tmp_path, "run.sh", SHELL.format(launcher=launcher))
+    assert reading.settings == {
+        "model": "gpt2", "task": "causal-lm", "sequence_length": 256, "batch_size": 8, "learning_rate": 1e-4,
+        "recipe": "bf16 + micro_batches(2) + adamw_fused", "loop": "trainer",
+    }  # fmt: skip
+    assert not reading.refused
+    assert {"dataset_name", "my_own_flag"} <= keys(reading.ignored)
+
+
+def test_launchers_say_how_many_gpus_there_are(tmp_path: Path) -> None:
+    several = SHELL.format(launcher="torchrun --nproc_per_node 8")
+    assert keys(read(tmp_path, "run.sh", several).refused) == {"launcher.nproc_per_node"}
+    half = SHELL.format(launcher="accelerate launch --mixed_precision fp16").replace("--bf16", "")
+    assert "fp16" in read(tmp_path, "half.sh", half).settings["recipe"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("a.sh", "echo hello", "has none"),
+        ("a.sh", "python a.py --bf16\npython b.py --bf16", "has 2; keep one"),
+        ("a.sh", "python 'a.py --bf16", "no shell command"),
+        ("a.py", "DPOConfig(output_dir='x')", "trains by preferences"),
+        ("a.py", "parser = HfArgumentParser(ModelArguments)", "from a command line"),
+    ],
+)
+def test_what_cannot_be_read_is_said(name: str, text: str, says: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=says):
+        read(tmp_path, name, text)
+
+
+def test_flags_are_ours_or_the_trainer_s() -> None:
+    own = {"--batch-size", "--recipe", "--gpu", "--max-steps"}
+    line = "bert --batch_size=4 --bf16 --optim adafactor --max_steps 9 --gpu h200 --bf61 --tf32 True"
+    assert split_flags(line.split(), own) == (
+        ["bert", "--batch-size=4", "--max-steps", "9", "--gpu", "h200", "--bf61"],
+        ["bf16=true", "optim=adafactor", "tf32=True"],
+    )
+    assert split_flags(["--bf16", "bert"], own) == (["bert"], ["bf16=true"])
+
+
+def test_arguments_on_the_command_line_go_before_the_file_s(tmp_path: Path) -> None:
+    file = tmp_path / "run.sh"
+    file.write_text(SHELL.format(launcher="python"))
+    reading = read_arguments(file, {"per_device_train_batch_size": 1, "optim": "adafactor", "max_steps": 5},
+                             options=("max_steps",))  # fmt: skip
+    assert reading.settings["batch_size"] == 2
+    assert "adafactor" in reading.settings["recipe"]
+    assert reading.settings["max_steps"] == 5
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--batch_size 32 --per_device_train_batch_size 4", "batch_size 4 and batch size 32"),
+        ("--recipe every_layer --bf16", "--bf16 True and recipe every_layer"),
+        ("--model_name_or_path gpt2", "--model_name_or_path gpt2 and model bert-base-uncased"),
+        ("--bf61", "No such option: --bf61"),
+    ],
+)
+def test_contradictions_are_one_sentence(words: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["predict", "bert-base-uncased", *words.split()]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_flags_of_the_run_are_no_configuration() -> None:
+    flags = {"model": "bert-base-uncased", "task": "masked-lm", "dataset": None}
+    request = Request.read({**flags, "trainer_arguments": ["warmup_steps=3"]})
+    assert (request.reading, request.training["warmup_steps"]) == (None, 3)
+    request = Request.read({**flags, "trainer_arguments": ["warmup_steps=3", "bf16=true", "tf32=true"]})
+    assert request.reading is not None
+    assert str(request.recipe) == "bf16 + tf32 + adamw_fused"
+    assert request.training["warmup_steps"] == 3
