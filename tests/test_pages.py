@@ -6,19 +6,25 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
-from made_up import EVIL, prediction, timed
+from made_up import EVIL, guide_result, measurement, prediction, timed, timing
+from snugfit.comparison.compare import compare
 from snugfit.errors import UsageError
+from snugfit.job.gpu import find_gpu
+from snugfit.planning.fleet.gpu_plans import GpuPlans, OnGpu
 from snugfit.report.page.memory import _Box, memory_over_step, tile
+from snugfit.report.page.picture import document
 from snugfit.report.page.svg import tag, ticks
-from snugfit.report.pictures import check_page_file, of_prediction, write_predictions
+from snugfit.report.pictures import check_page_file, draw_prediction, parts_of, write_page
 from snugfit.techniques.recipe import Recipe
 from snugfit.units import GIB, MIB
+from test_verify import choice, planned
 
 SVG = "{http://www.w3.org/2000/svg}"
 ALONE = {"meta", "br", "link", "img", "hr", "input"}
@@ -65,7 +71,7 @@ def check_page(page: str, *, pictures: int) -> None:
 
 def test_a_prediction_s_page_is_whole_and_says_the_figures(tmp_path: Path) -> None:
     path = tmp_path / "new" / "page.html"
-    write_predictions(path, [timed(prediction())])
+    write_page(path, timed(prediction()))
     page = path.read_text()
     check_page(page, pictures=3)
     assert "Fits: 8.20 GiB of 15.78 GiB to spare." in page
@@ -76,13 +82,54 @@ def test_a_prediction_s_page_is_whole_and_says_the_figures(tmp_path: Path) -> No
 
 def test_recipes_side_by_side_make_one_page(tmp_path: Path) -> None:
     path = tmp_path / "page.html"
-    write_predictions(path, [prediction(), prediction(6 * GIB, recipe=Recipe.parse("bf16"))])
+    write_page(path, (prediction(), prediction(6 * GIB, recipe=Recipe.parse("bf16"))))
     check_page(path.read_text(), pictures=3)
     assert "bf16: needed 6.59 GiB" in path.read_text()
 
 
+def everything() -> dict[str, object]:
+    """One result of each kind that a page shows."""
+    front = [
+        replace(
+            choice(f"bf16 + micro_batches({2**n})", 0.05 * 1.2**n),
+            reserved_bytes=20 * GIB >> n,
+            context_bytes=0,
+        )
+        for n in range(5)
+    ]
+    plan = replace(planned(1, 16 * GIB), front=tuple(front), best=front[1])
+    answers = tuple(
+        OnGpu(gpu=find_gpu(name), fits=fits, choice=front[0], measured_rates=fits)
+        for name, fits in (("h200", True), ("v100-16gb", False))
+    )
+    seconds = (0.1, 0.11, 0.1)
+    return {
+        "prediction": timed(prediction(memory_bytes=5 * GIB)),
+        "plan": plan,
+        "measurement": measurement(timing=timing(seconds=seconds)),
+        "comparison": compare(timed(prediction(7 * GIB)), measurement(8 * GIB)),
+        "gpus": GpuPlans(job=plan.job, fidelity="rounds", objective="speed", answers=answers),
+        "guide": guide_result(measured=True),
+    }
+
+
+@pytest.mark.parametrize(("kind", "pictures", "words"), [
+    ("plan", 1, "2: bf16 + micro_batches(2): 10.00 GiB, 66.67 samples/s, the best that fits"),
+    ("plan", 1, "1: bf16 + micro_batches(1): 20.00 GiB, 80.00 samples/s, does not fit"),
+    ("measurement", 2, "step 2: seconds 110.0 ms"),
+    ("comparison", 5, "reserved · -12.5 %: predicted 7.00 GiB, measured 8.00 GiB"),
+    ("gpus", 2, "does not fit: needed 20.00 GiB"),
+    ("guide", 2, "vanilla: predicted, Tesla V100-SXM2-16GB 14.59 GiB"),
+])  # fmt: skip
+def test_every_result_has_a_page(kind: str, pictures: int, words: str, tmp_path: Path) -> None:
+    write_page(tmp_path / "page.html", everything()[kind])
+    page = (tmp_path / "page.html").read_text()
+    check_page(page, pictures=pictures)
+    assert words in page
+
+
 def test_foreign_words_on_a_page_stay_words(tmp_path: Path) -> None:
-    write_predictions(tmp_path / "page.html", [timed(prediction(name=EVIL))])
+    write_page(tmp_path / "page.html", timed(prediction(name=EVIL)))
     page = (tmp_path / "page.html").read_text()
     check_page(page, pictures=3)
     assert "<script>alert" not in page
@@ -160,7 +207,7 @@ def test_a_rehearsed_step_s_pictures_add_up() -> None:
     assert max(ends) - max(begins) <= one.timing.step_seconds * 1.0001 <= max(ends) * 1.01
     busy = sum(span.busy_seconds for span in one.timeline if span.lane == "device")
     assert busy == pytest.approx(one.timing.device_seconds)
-    assert len(of_prediction(one)) == 3
+    assert len(draw_prediction(one)) == 3
 
 
 # ---- in a real browser ----------------------------------------------------------------------------------
@@ -216,7 +263,8 @@ def seen_in_chromium(page: Path, folder: Path, *, width: int, dark: bool) -> lis
 @pytest.mark.parametrize(("width", "dark"), [(500, True), (1100, False)])
 def test_no_labels_meet_in_chromium(tmp_path: Path, width: int, dark: bool) -> None:
     """And the keyboard reaches every picture, in light and in dark."""
-    write_predictions(tmp_path / "page.html", [timed(prediction(memory_bytes=5 * GIB))])
+    pictures = [picture for result in everything().values() for picture in parts_of(result).pictures]
+    (tmp_path / "page.html").write_text(document("All pictures", ["A line."], pictures, report="text"))
     colour, *wrong = seen_in_chromium(tmp_path / "page.html", tmp_path, width=width, dark=dark)
     assert colour == ("rgb(22, 25, 29)" if dark else "rgb(255, 255, 255)")
     assert not wrong

@@ -161,6 +161,14 @@ def check_html(path: Path | None) -> None:
         check_page_file(path)
 
 
+def write_html(path: Path | None, result: object) -> None:
+    """Draws the answer into the page that was asked for, if one was."""
+    if path is not None:
+        from snugfit.report.pictures import write_page
+
+        write_page(path, result)
+
+
 def read_request(given: Mapping[str, Any]) -> Request:
     """The request that these arguments make; what became of the user's own configuration is told."""
     from snugfit.cli.request import Request

@@ -34,6 +34,7 @@ def guide(
     measure: Measure = False,
     output: Output = Path("snugfit-guide"),
     workers: Workers = None,
+    html: given.Html = None,
     form: Format = "terminal",
     as_json: given.AsJson = False,
 ) -> None:
@@ -44,6 +45,7 @@ def guide(
     from snugfit.job.gpu import find_gpu
     from snugfit.report.text.files import writable_folder
 
+    given.check_html(html)
     form = "json" if as_json else form
     name = None if gpu and not measure else gpu_here()
     if measure and name is None:
@@ -59,6 +61,7 @@ def guide(
             target, measure=measure, ledger=folder / "runs", workers=workers or os.cpu_count() or 1, tell=tell
         )
     paths = write(result, folder)
+    given.write_html(html, result)
     _print(result, form)
     typer.echo("\n".join(f"Written: {path}" for path in paths), err=form != "terminal")
 

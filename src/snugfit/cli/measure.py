@@ -14,6 +14,7 @@ from snugfit.errors import OutOfMemory, UsageError
 from snugfit.measurement.target import gpu_here
 
 if TYPE_CHECKING:
+    from snugfit.comparison.compare import Comparison
     from snugfit.results.measurement import Measurement
     from snugfit.results.prediction import Prediction
 
@@ -37,11 +38,13 @@ def measure(
     deadline: Deadline = 600.0,
     ledger: Ledger = Path("snugfit-runs"),
     predict: Predict = False,
+    html: given.Html = None,
     as_json: given.AsJson = False,
 ) -> int:
     """Measure a training step here: its memory, its time, and how it ended."""
     from snugfit.measurement.measure import measure as run
 
+    given.check_html(html)
     # Whatever is wrong with the prediction is said before minutes are spent on the run.
     predicted = _predict(request, device) if predict else None
     measured = run(
@@ -54,7 +57,11 @@ def measure(
         deadline_seconds=deadline,
         ledger=ledger,
     )
-    _print(measured, predicted, as_json=as_json)
+    from snugfit.comparison.compare import compare
+
+    comparison = compare(predicted, measured) if predicted and measured.footprint else None
+    _print(measured, predicted, comparison, as_json=as_json)
+    given.write_html(html, comparison if comparison and comparison.lines else measured)
     if measured.ok:
         return 0
     return OutOfMemory.exit_code if measured.outcome.startswith("oom") else 1
@@ -74,13 +81,13 @@ def _predict(request: Request, device: str | None) -> Prediction:
     return predict(request.job, request.recipe, gpu=gpu, loop=request.loop)
 
 
-def _print(measured: Measurement, predicted: Prediction | None, *, as_json: bool) -> None:
-    from snugfit.comparison.compare import compare
+def _print(
+    measured: Measurement, predicted: Prediction | None, comparison: Comparison | None, *, as_json: bool
+) -> None:
     from snugfit.report import measurement, prediction
     from snugfit.report.compare import beside
     from snugfit.report.text.terminal import show, show_json
 
-    comparison = compare(predicted, measured) if predicted and measured.footprint else None
     if as_json:
         show_json(comparison.to_json() if comparison else measured.to_json())
         return

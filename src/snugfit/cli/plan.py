@@ -59,6 +59,7 @@ def plan(
     steps: Steps = None,
     workers: Workers = None,
     plot: Plot = None,
+    html: given.Html = None,
     fresh: given.Fresh = False,
     verify: Verify = None,
     no_learn: NoLearn = False,
@@ -69,6 +70,7 @@ def plan(
     from snugfit.report.plan.plan import render
     from snugfit.report.text.page import print_as
 
+    given.check_html(html)
     request = _check(request, plot, verify)
     steps = steps_of(samples, steps, request.job.batch_size)
     asked = {
@@ -84,6 +86,7 @@ def plan(
         from snugfit.report.text.files import write_atomically
 
         write_atomically(plot, draw(chosen, plot.suffix[1:]))
+    given.write_html(html, chosen)
     form = "json" if as_json else form
     more_follows = chosen.fits and (lengths or verify)
     if not more_follows or form != "json":

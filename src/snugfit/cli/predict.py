@@ -52,10 +52,7 @@ def predict(
         else _predict_all(request, compare or [], headroom)
     )
     _print(predictions, operators=operators, as_json=as_json)
-    if html:
-        from snugfit.report.pictures import write_predictions
-
-        write_predictions(html, predictions)
+    given.write_html(html, predictions[0] if len(predictions) == 1 else tuple(predictions))
     return NothingFits.exit_code if all(one.fits is False for one in predictions) else 0
 
 

@@ -19,7 +19,7 @@ from snugfit.report.text.terminal import words
 from snugfit.results.prediction import Prediction
 from snugfit.units import show_bytes, show_mib, show_per_cent, show_seconds
 
-_FIGURES = {
+FIGURES = {
     "requested_bytes": "requested",
     "allocated_bytes": "allocated",
     "reserved_bytes": "reserved",
@@ -99,7 +99,7 @@ def beside(comparison: Comparison) -> RenderableType:
     """A prediction beside its measurement, with the errors."""
     rows = [
         (
-            _FIGURES[line.figure],
+            FIGURES[line.figure],
             show_mib(int(line.predicted)),
             show_mib(int(line.measured)),
             *_difference(int(line.predicted), int(line.measured)),

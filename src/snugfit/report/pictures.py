@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, NamedTuple
 
+from rich.console import RenderableType
+
+from snugfit.comparison.compare import Comparison
 from snugfit.errors import UsageError
-from snugfit.report import compare, prediction
+from snugfit.evaluation.guide_result import GuideResult
+from snugfit.planning.fleet.gpu_plans import GpuPlans
+from snugfit.planning.fleet.prices import Prices
+from snugfit.planning.plan import Plan
+from snugfit.report import compare, measurement, prediction
+from snugfit.report.evaluation import guide, guide_plot
 from snugfit.report.page.bars import BarGroup, bars, timeline
 from snugfit.report.page.memory import memory_over_step, modules_at_peak
 from snugfit.report.page.picture import Picture, document
+from snugfit.report.plan import gpu_plans, plan
+from snugfit.report.plan.front import draw_front
 from snugfit.report.text.files import writable_folder, write_atomically
 from snugfit.report.text.job import job_line
 from snugfit.report.text.terminal import as_text
+from snugfit.results.measurement import Measurement
 from snugfit.results.prediction import Prediction
-from snugfit.units import show_bytes
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from snugfit.units import show_bytes, show_seconds
 
 REPORT_WIDTH = 120
 """Columns of the text report on a page."""
+
+MOST_STEPS = 100
+"""Timed steps that are drawn."""
+
+ALLOWED = "the memory that may be used"
+
+BESIDE = ("predicted", "measured")
 
 
 def check_page_file(path: Path | None) -> None:
@@ -34,15 +49,31 @@ def check_page_file(path: Path | None) -> None:
     writable_folder(path.parent)
 
 
-def write_page(
-    path: Path, title: str, lines: Sequence[str], pictures: Sequence[Picture], report: RenderableType
-) -> None:
+class PageParts(NamedTuple):
+    """What a page or a notebook's cell shows of a result."""
+
+    title: str
+    lines: Sequence[str]
+    """The answer in sentences."""
+    pictures: Sequence[Picture]
+    report: RenderableType
+    """The whole result in words and tables."""
+
+
+def write_page(path: Path, result: object) -> None:
     """Writes the pictures of a result, with its whole report as text, as one self-contained page."""
-    page = document(title, lines, pictures, report=as_text(report, width=REPORT_WIDTH))
+    parts = parts_of(result)
+    report = as_text(parts.report, width=REPORT_WIDTH)
+    page = document(parts.title, parts.lines, parts.pictures, report=report)
     write_atomically(path, page.encode("utf-8"))
 
 
-def of_prediction(one: Prediction) -> list[Picture]:
+def parts_of(result: object) -> PageParts:
+    """What a page shows of this result; several predictions of one job are given as a tuple."""
+    return _PARTS[type(result)](result)
+
+
+def draw_prediction(one: Prediction) -> list[Picture]:
     """Bytes through the step, bytes by module, and the step's timeline, as far as they are known."""
     anatomy, pictures = one.anatomy, []
     if anatomy.curve and anatomy.curve[0].kinds:
@@ -55,32 +86,100 @@ def of_prediction(one: Prediction) -> list[Picture]:
     return pictures
 
 
-def of_predictions(several: Sequence[Prediction]) -> list[Picture]:
+def _of_prediction(one: Prediction) -> PageParts:
+    lines = [prediction.heading(one).plain.splitlines()[-1], prediction.verdict(one).plain]
+    report = prediction.render(one, operators=True)
+    return PageParts(job_line(one.job), lines, draw_prediction(one), report)
+
+
+def _of_predictions(several: Sequence[Prediction]) -> PageParts:
     """What each recipe needs, side by side, and the bytes through the step of each."""
-    groups = [BarGroup(str(one.recipe), [float(one.needed_bytes)]) for one in several]
     memory = several[0].memory_bytes
-    pictures = [
-        bars(
-            "What must be free on the GPU, by recipe",
-            groups,
-            ["needed"],
-            lambda size: show_bytes(int(size)),
-            bound=float(memory) if memory else None,
-            bound_words="the memory that may be used",
-        )
-    ]
+    groups = [BarGroup(str(one.recipe), [one.needed_bytes]) for one in several]
+    title = "What must be free on the GPU, by recipe"
+    pictures = [bars(title, groups, ["needed"], _show, bound=memory, bound_words=ALLOWED)]
     for one in several:
-        named = of_prediction(one)[:1]
+        named = draw_prediction(one)[:1]
         pictures += [replace(picture, title=f"{picture.title}: {one.recipe}") for picture in named]
-    return pictures
+    return PageParts(job_line(several[0].job), [], pictures, compare.render(several))
 
 
-def write_predictions(path: Path, several: Sequence[Prediction]) -> None:
-    """The page of one prediction, or of several recipes for one job."""
-    first = several[0]
-    if len(several) == 1:
-        lines = [prediction.heading(first).plain.splitlines()[-1], prediction.verdict(first).plain]
-        pictures, report = of_prediction(first), prediction.render(first, operators=True)
-    else:
-        lines, pictures, report = [], of_predictions(several), compare.render(several)
-    write_page(path, job_line(first.job), lines, pictures, report)
+def _of_plan(one: Plan) -> PageParts:
+    lines = [plan.answer(one), *plan.headroom(one)]
+    return PageParts(plan.question(one), lines, [draw_front(one)], plan.render(one))
+
+
+def _of_measurement(one: Measurement) -> PageParts:
+    known = [(name, getattr(one.footprint, figure, None)) for figure, name in compare.FIGURES.items()]
+    groups = [BarGroup(name, [size]) for name, size in known if size is not None]
+    title = f"Measured at the peak on {one.device.name}"
+    pictures = [bars(title, groups, ["measured"], _show)] if groups else []
+    if one.timing and one.timing.seconds:
+        steps = [BarGroup(f"step {number}", [took]) for number, took in enumerate(one.timing.seconds, 1)]
+        pictures.append(bars("How long each step took", steps[:MOST_STEPS], ["seconds"], show_seconds))
+    lines = [f"recipe {one.recipe} · {one.loop} loop · {one.device.name}"]
+    return PageParts(job_line(one.job), lines, pictures, measurement.render(one))
+
+
+def _of_comparison(one: Comparison) -> PageParts:
+    groups = [
+        BarGroup(compare.FIGURES[line.figure], [line.predicted, line.measured], f"{100 * line.error:+.1f} %")
+        for line in one.lines
+    ]
+    pictures = [bars("Bytes at the peak, predicted beside measured", groups, BESIDE, _show)]
+    if pace := one.pace:
+        step = BarGroup("a step", [pace.predicted, pace.measured], f"{100 * pace.error:+.1f} %")
+        pictures.append(bars("Seconds, predicted beside measured", [step], BESIDE, show_seconds))
+    recipe = f"recipe {one.prediction.recipe} · {one.prediction.loop} loop · {one.measurement.device.name}"
+    pictures += draw_prediction(one.prediction)
+    return PageParts(job_line(one.prediction.job), [recipe], pictures, compare.beside(one))
+
+
+def _of_gpu_plans(several: GpuPlans) -> PageParts:
+    known = [answer for answer in several.answers if answer.choice]
+    sizes = [
+        BarGroup(
+            answer.key,
+            [answer.choice.needed_bytes if answer.choice else None, answer.gpu.memory_bytes],
+            "fits" if answer.fits else "does not fit",
+        )
+        for answer in known
+    ]
+    paces = [(answer.key, answer.pace(several.steps)) for answer in several.fitting]
+    speeds = [BarGroup(key, [several.job.batch_size / pace]) for key, pace in paces if pace]
+    pictures = [bars("What the best recipe needs on each GPU", sizes, ["needed", "the GPU's memory"], _show)]
+    if speeds:
+        pictures.append(bars("Samples per second where it fits", speeds, ["samples/s"], "{:,.1f}".format))
+    lines = [*gpu_plans.headline(several, Prices())]
+    return PageParts(gpu_plans.question(several), lines, pictures if known else [], gpu_plans.render(several))
+
+
+def _of_guide(result: GuideResult) -> PageParts:
+    pictures = []
+    for what, unit, series in (
+        ("GPU memory", "GiB", guide_plot.memory_series(result)),
+        ("Samples per second", "samples/s", guide_plot.speed_series(result)),
+    ):
+        values = [
+            BarGroup(row.name, [one.values[number] for one in series], row.refused)
+            for number, row in enumerate(result.rows)
+        ]
+        names, figure = [one.label for one in series], f"{{:.2f}} {unit}".format
+        pictures += [bars(f"{what} of the guide's experiments", values, names, figure)] if names else []
+    title = f"The single-GPU guide's experiments on {result.gpu}"
+    return PageParts(title, [], pictures, guide.render(result))
+
+
+def _show(size: float) -> str:
+    return show_bytes(int(size))
+
+
+_PARTS: dict[type, Callable[[Any], PageParts]] = {
+    Prediction: _of_prediction,
+    tuple: _of_predictions,
+    Plan: _of_plan,
+    Measurement: _of_measurement,
+    Comparison: _of_comparison,
+    GpuPlans: _of_gpu_plans,
+    GuideResult: _of_guide,
+}

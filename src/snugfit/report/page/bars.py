@@ -8,15 +8,12 @@ from typing import NamedTuple
 from markupsafe import Markup
 
 from snugfit.report.page.picture import LegendEntry, Picture
-from snugfit.report.page.svg import WIDTH, picture, point, shorten, tag, text, ticks
+from snugfit.report.page.svg import LETTER, WIDTH, picture, point, shorten, tag, text, ticks
 from snugfit.results.step_seconds import PhaseSpan
 from snugfit.units import show_seconds
 
 THICK = 15.0
 """Units that a bar is high."""
-
-ROOM = 110.0
-"""Units at the right of the longest bar, for its figure."""
 
 LANE, LEFT = 46.0, 62.0
 """Height of a lane of the timeline, and its left edge, in units."""
@@ -45,8 +42,9 @@ def bars(
 ) -> Picture:
     """For each group its name on a line, and below it a bar for each series with its figure. `bound` is a
     line across all."""
-    top = max([value or 0.0 for group in groups for value in group.values] + [bound or 0.0]) or 1.0
-    scale = (WIDTH - ROOM) / top
+    known = [value for group in groups for value in group.values if value is not None]
+    room = 10 + LETTER * max((len(show(value)) for value in known), default=0)
+    scale = (WIDTH - room) / (max([*known, bound or 0.0], default=0.0) or 1.0)
     parts: list[Markup] = []
     y = 4.0
     for number, group in enumerate(groups):
@@ -62,8 +60,8 @@ def bars(
                 shapes.append(text(show(value), value * scale + 5, y + 12, class_="halo"))
                 y += THICK + 3
         y += 12
-        known = [f"{name} {show(v)}" for name, v in zip(series, group.values, strict=True) if v is not None]
-        parts.append(point(f"{words}: {', '.join(known) or 'not known'}", *shapes, start=number == 0))
+        figures = [f"{name} {show(v)}" for name, v in zip(series, group.values, strict=True) if v is not None]
+        parts.append(point(f"{words}: {', '.join(figures) or 'not known'}", *shapes, start=number == 0))
     legend = [LegendEntry(f"c{index}", name) for index, name in enumerate(series)] if len(series) > 1 else []
     if bound is not None:
         parts.insert(0, tag("line", x1=bound * scale, x2=bound * scale, y1=0, y2=y, class_="bound"))
