@@ -133,7 +133,7 @@ def test_what_is_no_price_is_refused(price: object) -> None:
 def test_the_headline_names_the_smallest_the_fastest_and_the_cheapest() -> None:
     text = as_text(render(replace(made_up(name=EVIL), steps=1000), PRICES), width=160)
     assert "\x1b" not in text
-    assert "The smallest that trains this: T4 (14.74 GiB)" in text
+    assert "The smallest that trains this: T4, a 16 GB card (T4), with" in text
     assert "The fastest: H200-SXM" in text
     assert "The cheapest: RTX4090 (0.0125 USD for 1,000 samples at 0.9 USD an hour)" in text
     assert "The run: 1,000 steps, 4,000 samples." in text

@@ -42,6 +42,9 @@ Verify = Annotated[
     int | None,
     typer.Option(metavar="K", help="Measure the best K on the GPU here, and learn from it.", min=1, max=64),
 ]
+All = Annotated[
+    bool, typer.Option("--all", help="Show the whole front; else eight rows that differ by 3% at least.")
+]
 NoLearn = Annotated[bool, typer.Option("--no-learn", help="With --verify: leave the calibration as it is.")]
 
 
@@ -58,6 +61,7 @@ def plan(
     samples: Samples = None,
     steps: Steps = None,
     workers: Workers = None,
+    everything: All = False,
     plot: Plot = None,
     html: given.Html = None,
     fresh: given.Fresh = False,
@@ -90,7 +94,7 @@ def plan(
     form = "json" if as_json else form
     more_follows = chosen.fits and (lengths or verify)
     if not more_follows or form != "json":
-        print_as(form, chosen.to_json(), render(chosen))
+        print_as(form, chosen.to_json(), render(chosen, everything=everything))
     if more_follows and lengths:
         of_lengths.show_planned(request, chosen, form, fresh=fresh)
     elif more_follows:

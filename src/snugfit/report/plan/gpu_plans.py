@@ -53,6 +53,7 @@ def headline(plans: GpuPlans, prices: Prices) -> Iterator[str]:
     for what, answer in named.items():
         if answer and answer.choice:
             about = _about(what, answer, prices, plans.steps)
+            about = f", {cards_like(plans, answer)}" if "smallest" in what else about
             yield f"{what}: {answer.key}{about}, with {_figures(answer, answer.choice)}."
 
 
@@ -60,7 +61,18 @@ def _about(what: str, answer: OnGpu, prices: Prices, steps: int | None) -> str:
     costs = cost(answer, prices, steps)
     if what == "The cheapest" and costs.per_1000_samples:
         return f" ({_money(costs.per_1000_samples)} USD for 1,000 samples at {costs.per_hour:g} USD an hour)"
-    return f" ({show_bytes(answer.gpu.memory_bytes or 0)})" if "smallest" in what else ""
+    return ""
+
+
+def cards_like(plans: GpuPlans, answer: OnGpu) -> str:
+    """A card as people rent it, by its size, with the models of that size that train this too: `an 80 GB card
+    (A100, H100)`."""
+    size = answer.gpu.marketed_gb
+    if size is None:
+        return show_bytes(answer.gpu.memory_bytes or 0)
+    models = dict.fromkeys(one.gpu.model for one in plans.fitting if one.gpu.marketed_gb == size)
+    article = "an" if str(size).startswith("8") or size in (11, 18) else "a"
+    return f"{article} {size} GB card ({some_of([*models], FEW)})"
 
 
 def _figures(answer: OnGpu, choice: Choice) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from snugfit.planning.plan import Choice, Plan, Reason
+from snugfit.report.plan.next_steps import next_steps
+from snugfit.report.plan.shown_front import shown_front
 from snugfit.report.text.grid import Grid
 from snugfit.report.text.job import beside_note, job_line, recipes_beside
 from snugfit.report.text.page import Page, Sentence
@@ -14,8 +16,8 @@ LEAST_STARTUP = 0.05
 """Seconds: a smaller difference in start-up time is not reported."""
 
 
-def render(plan: Plan) -> Page:
-    """The whole report of one plan."""
+def render(plan: Plan, *, everything: bool = False) -> Page:
+    """The whole report of one plan; the front whole where `everything` is asked for."""
     return Page(
         [Sentence(question(plan), "heading"), Sentence(answer(plan), "good" if plan.fits else "bad")],
         headroom(plan),
@@ -23,8 +25,9 @@ def render(plan: Plan) -> Page:
         about_run(plan),
         about_cost(plan),
         changes(plan),
-        [front(plan), *([refusals(plan)] if plan.refused else [])],
+        [front(plan, everything=everything), *([refusals(plan)] if plan.refused else [])],
         plan.cures,
+        next_steps(plan),
         [looked_at(plan)],
         (Sentence(f"Uncertain: {doubt}", "uncertain") for doubt in _doubts(plan)),
     )
@@ -136,9 +139,11 @@ def _figures(needed: int | None, seconds: float | None) -> tuple[str, str]:
     return f"{needed / GIB:,.2f}", f"{seconds * 1e3:,.1f}"
 
 
-def front(plan: Plan) -> Grid:
-    """The Pareto front: every recipe than which no other is both faster and smaller."""
-    recipes = recipes_beside([choice.recipe for choice in plan.front], plan.best_or_nearest.recipe)
+def front(plan: Plan, *, everything: bool = False) -> Grid:
+    """The Pareto front: recipes than which no other is both faster and smaller, and the answer; those that
+    are worth reading, or `everything`."""
+    shown = shown_front(plan, everything=everything)
+    recipes = recipes_beside([choice.recipe for choice in shown], plan.best_or_nearest.recipe)
     rows = tuple(
         (
             "best" if choice == plan.best else _fits(plan, choice),
@@ -149,11 +154,16 @@ def front(plan: Plan) -> Grid:
             f"{choice.once_seconds:,.1f}",
             recipe,
         )
-        for choice, recipe in zip(plan.front, recipes, strict=True)
+        for choice, recipe in zip(shown, recipes, strict=True)
     )
     heads = ("", "GiB on the GPU>", "reserved>", "ms a step>", "samples/s>", "start-up s>", "Recipe<")
+    left_out = len({*plan.front} - {*shown})
+    hidden = f"{left_out} more rows are near these, or much slower: --all." if left_out else ""
     return Grid(
-        title="The Pareto front: memory against speed", heads=heads, rows=rows, note=beside_note(recipes)
+        title="The Pareto front: memory against speed",
+        heads=heads,
+        rows=rows,
+        note=" ".join(filter(None, (beside_note(recipes), hidden))),
     )
 
 

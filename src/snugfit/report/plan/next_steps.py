@@ -1,0 +1,62 @@
+"""What to do with a plan's answer: the line that trains, and the arguments of a Trainer."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from snugfit.errors import SnugfitError
+from snugfit.exchange.export import training_arguments
+from snugfit.job.limits import NO_SEQUENCE, WITH_TARGET
+from snugfit.techniques.recipe import Recipe
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+    from snugfit.planning.plan import Plan
+
+BY_FLAG = ("batch_size", "sequence_length", "target_length", "labels", "clip")
+"""Fields of a job that `snugfit train` and `snugfit export` take by flags of these names."""
+
+
+def next_steps(plan: Plan) -> Iterator[str]:
+    """The lines that put a plan's best recipe to use; none where nothing fits, or where the model lives in
+    Python, whose own script trains it, or is evaluated only."""
+    job = plan.job
+    if plan.best is None or job.model.module is not None or not job.trains:
+        return
+    about_job = _flags(job)
+    recipe = shlex.quote(plan.best.recipe)
+    yield f"Train it: snugfit train {about_job} --recipe {recipe} --dataset DATA --output-dir FOLDER"
+    try:
+        arguments = _changed_arguments(job, Recipe.parse(plan.best.recipe))
+    except SnugfitError:  # the Trainer has nothing that means it
+        return
+    inner = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+    yield f"In a Trainer: TrainingArguments({inner})"
+    yield f"As a script: snugfit export {recipe} {about_job} --to hf --output FOLDER"
+
+
+def _flags(job: Job) -> str:
+    """The model and what differs from a job's defaults, as a command takes them."""
+    defaults = {field.name: field.default for field in fields(job)}
+    unused = {"sequence_length"} if job.task in NO_SEQUENCE else set()
+    unused |= set() if job.task in WITH_TARGET else {"target_length"}
+    words = [job.model.name, "--task", str(job.task)]
+    for name in BY_FLAG:
+        if name not in unused and (value := getattr(job, name)) != defaults[name]:
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    if job.dtype != (job.model.dtype or "float32"):
+        words += ["--dtype", job.dtype]
+    return shlex.join(words)
+
+
+def _changed_arguments(job: Job, recipe: Recipe) -> dict[str, Any]:
+    """The arguments that differ from the plain recipe's, with the size of a batch. Raises `RecipeError`."""
+    plain, arguments = training_arguments(job, Recipe()), training_arguments(job, recipe)
+    return {
+        name: value
+        for name, value in arguments.items()
+        if plain.get(name) != value or name == "per_device_train_batch_size"
+    }

@@ -1,0 +1,90 @@
+"""What a plan shows: a few rows that differ, what to do with the answer, and cards as people rent them."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from snugfit.job.gpu import find_gpu
+from snugfit.planning.fleet.gpu_plans import GpuPlans, OnGpu
+from snugfit.planning.fleet.prices import Prices
+from snugfit.planning.plan import Plan
+from snugfit.report.plan.gpu_plans import headline
+from snugfit.report.plan.next_steps import next_steps
+from snugfit.report.plan.plan import front, render
+from snugfit.report.plan.shown_front import APART, MOST_ROWS, SLOWEST, shown_front
+from snugfit.report.text.terminal import as_text
+from snugfit.techniques.recipe import Recipe
+from snugfit.units import GIB
+from test_plan_command import choice, made_up
+
+
+def long_plan() -> Plan:
+    """Forty rows of the front, near each other at first, the last ones many times slower."""
+    whole = made_up()
+    rows = [
+        choice(f"bf16 + micro_batches({number})", int((30 - number / 2) * GIB), 0.05 * 1.1 ** (number - 1))
+        for number in range(1, 41)
+    ]
+    close = choice("bf16 + expandable", int(29.49 * GIB), 0.0501)
+    return replace(whole, front=(rows[0], close, *rows[1:]), best=rows[0])
+
+
+def test_the_front_shows_few_rows_that_differ() -> None:
+    plan = long_plan()
+    rows = shown_front(plan)
+    assert len(rows) == MOST_ROWS
+    assert plan.best in rows
+    assert max(row.step_seconds for row in rows) <= SLOWEST * rows[0].step_seconds
+    for one, other in pairwise(rows):
+        apart = abs(other.step_seconds / one.step_seconds - 1), abs(other.needed_bytes / one.needed_bytes - 1)
+        assert max(apart) >= APART
+    assert "33 more rows" in as_text(front(plan))
+    assert len(front(plan, everything=True).rows) == 41
+    assert "more rows" not in as_text(render(plan, everything=True))
+    assert len(plan.to_json()["front"]) == 41, "JSON has everything"
+
+
+def test_an_answer_that_is_not_on_the_front_is_shown() -> None:
+    """The simplest of those as fast stands where the fastest would."""
+    plan = made_up()
+    simple = replace(plan.front[0], recipe="plain", step_seconds=plan.front[0].step_seconds * 1.004)
+    rows = shown_front(replace(plan, best=simple))
+    assert rows == [simple, plan.front[1]]
+
+
+def test_every_plan_says_what_to_do() -> None:
+    plan = made_up()
+    best = replace(plan.front[0], recipe="bf16 + micro_batches(4)")
+    train, arguments, export = next_steps(replace(plan, best=best))
+    words = shlex.split(train.partition(": ")[2])
+    assert words[:5] == ["snugfit", "train", "bert-large-uncased", "--task", "sequence-classification"]
+    assert Recipe.parse(words[words.index("--recipe") + 1]) == Recipe.parse(best.recipe)
+    assert "bf16=True" in arguments
+    assert "per_device_train_batch_size=1, " in arguments
+    assert "gradient_accumulation_steps=4" in arguments
+    assert "--to hf" in export
+    large = replace(plan.job, batch_size=16, sequence_length=128)
+    assert "--batch-size 16 --sequence-length 128" in next(iter(next_steps(replace(plan, job=large))))
+    assert train in " ".join(as_text(render(replace(plan, best=best)), width=500).split("\n"))
+
+
+def test_what_the_trainer_cannot_say_has_the_first_line_alone() -> None:
+    plan = made_up()
+    best = replace(plan.front[0], recipe="adamw_loop")
+    assert list(next_steps(replace(plan, best=None))) == []
+    assert len(list(next_steps(replace(plan, best=best)))) >= 1
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [(("a100-80gb", "h100-80gb", "h200"), "an 80 GB card (A100, H100)"), (("rtx 4090",), "a 24 GB card (")],
+)
+def test_the_smallest_card_is_named_as_one_rents_it(names: tuple[str, ...], said: str) -> None:
+    plan = made_up()
+    answers = tuple(OnGpu(gpu=find_gpu(name), fits=True, choice=plan.best) for name in names)
+    plans = GpuPlans(job=plan.job, fidelity="rounds", objective="speed", answers=answers)
+    assert f"The smallest that trains this: {plans.smallest.key}, {said}" in next(headline(plans, Prices()))  # type: ignore[union-attr]
