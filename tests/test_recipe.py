@@ -12,6 +12,7 @@ from snugfit.errors import RecipeError
 from snugfit.job.job import Job, Phase, Task
 from snugfit.job.model import Model
 from snugfit.techniques import roster, technique
+from snugfit.techniques.notation import _echo_alias
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import CheckpointWish, Setup
 from snugfit.techniques.technique import Slot, Technique
@@ -104,6 +105,18 @@ def test_error_shows_the_text_and_marks_the_word(text: str, marked: str, message
     assert length >= 1
     if marked:
         assert text[start : start + length] == marked
+
+
+def test_a_word_of_another_library_is_taken_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    _echo_alias.cache_clear()
+    for _ in range(2):
+        recipe = Recipe.parse("gradient_checkpointing + bf16_mixed + gradient_accumulation_steps(4)")
+        assert str(recipe) == "bf16 + every_layer + micro_batches(4)"
+    assert caplog.messages == [
+        "recipe: gradient_checkpointing is called every_layer here",
+        "recipe: bf16_mixed is called bf16 here",
+        "recipe: gradient_accumulation_steps is called micro_batches here",
+    ]
 
 
 def test_hostile_text_is_one_clear_error() -> None:

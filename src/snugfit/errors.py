@@ -91,7 +91,12 @@ class MeasurementError(SnugfitError):
     """A measurement's process died, or the GPU was not clean."""
 
 
-def nearest(word: str, legal: Iterable[str], *, count: int = 3, cutoff: float = 0.5) -> list[str]:
+NEAR_MISS = 0.75
+"""Likeness from which a word is taken for a typing mistake (1 is equal): `linaer` is 0.83 like `linear`, and
+`liger` 0.6 like `eager`."""
+
+
+def nearest(word: str, legal: Iterable[str], *, count: int = 3, cutoff: float = NEAR_MISS) -> list[str]:
     """The legal words most like `word`, best first; empty when none is as like as `cutoff` (1 is equal)."""
     choices = list(legal)
     lowered = {choice.lower(): choice for choice in choices}
@@ -99,7 +104,7 @@ def nearest(word: str, legal: Iterable[str], *, count: int = 3, cutoff: float = 
     return [lowered[name] for name in matches]
 
 
-def did_you_mean(word: str, legal: Iterable[str], *, cutoff: float = 0.5) -> str:
+def did_you_mean(word: str, legal: Iterable[str], *, cutoff: float = NEAR_MISS) -> str:
     """` Did you mean a or b?`, or nothing when no legal word is near."""
     matches = nearest(word, legal, cutoff=cutoff)
     return f" Did you mean {' or '.join(repr(name) for name in matches)}?" if matches else ""

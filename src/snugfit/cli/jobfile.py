@@ -143,12 +143,12 @@ def _about_value(key: str, value: Any) -> str:
     """For another trainer's optimizer: what our recipes say to that word."""
     if key not in ("optim", "optimizer") or not isinstance(value, str):
         return ""
-    from snugfit.techniques.recipe import Recipe
+    from snugfit.techniques.roster import find
 
     try:
-        return f" Here: recipe: {Recipe.parse(value)}."
-    except SnugfitError as error:  # whose first lines show the recipe, which here is the one word
-        return f" {str(error).splitlines()[-1]}"
+        return f" Here: recipe: {find(value).name}."
+    except SnugfitError as error:
+        return f" {error}"
 
 
 def _kind_of(value: Any) -> str:

@@ -6,10 +6,14 @@ an error can show the whole text with the word marked:
     bf16 + adamw_8bits
            ^^^^^^^^^^^
     Unknown technique 'adamw_8bits'. Did you mean 'adamw_8bit'?
+
+A word of another library (`gradient_checkpointing`) is taken for ours, which is said on stderr.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 import re
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields
@@ -58,6 +62,8 @@ class Word:
             kind = roster.find(self.name)
         except RecipeError as error:
             raise error_at(self.text, self.start, self.start + len(self.name), str(error)) from None
+        if kind.name != self.name:
+            _echo_alias(self.name, kind.name)
         given = self._settings(kind)
         required = [declared.name for declared in fields(kind) if declared.default is MISSING]
         if missing := [name for name in required if name not in given]:
@@ -91,6 +97,12 @@ class Word:
         for piece in self.settings.split(",") if self.settings.strip() else []:
             yield position + len(piece) - len(piece.lstrip()), piece.strip()
             position += len(piece) + 1
+
+
+@functools.cache
+def _echo_alias(alias: str, name: str) -> None:
+    """Says on stderr, once a process, what a word of another library is taken for."""
+    logging.getLogger("snugfit").warning("recipe: %s is called %s here", alias, name)
 
 
 def error_at(text: str, start: int, end: int, message: str) -> RecipeError:

@@ -53,16 +53,17 @@ def techniques() -> tuple[type[Technique], ...]:
 
 
 def find(word: str) -> type[Technique]:
-    """The technique called `word`; raises `RecipeError` with the nearest legal names."""
+    """The technique called `word`, here or elsewhere; raises `RecipeError` with the nearest legal names."""
     named = {technique.name: technique for technique in techniques()}
     if word in named:
         return named[word]
-    for technique in named.values():
-        if word.lower() in technique.elsewhere:
-            raise RecipeError(f"{word!r} is called {technique.name!r} here.")
+    aliases = {alias: technique for technique in named.values() for alias in technique.elsewhere}
+    if word.lower() in aliases:
+        return aliases[word.lower()]
     if hint := advice(word):
         raise RecipeError(f"{word!r}: {hint}")
-    guess = did_you_mean(word, named) or f" Techniques: {', '.join(named)}."
+    guess = did_you_mean(word, named) or did_you_mean(word, aliases)
+    guess = guess or f" Techniques: {', '.join(named)}."
     raise RecipeError(f"Unknown technique {word!r}.{guess}")
 
 

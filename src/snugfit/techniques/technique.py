@@ -78,7 +78,7 @@ class Technique(ABC):
     """Where the technique comes from: a paper, a library's class."""
 
     elsewhere: ClassVar[tuple[str, ...]] = ()
-    """What other libraries call it; the error for such a word in a recipe names this technique."""
+    """What other libraries call it; such a word in a recipe means this technique."""
 
     counterparts: ClassVar[tuple[Counterpart, ...]] = ()
     """transformers' arguments that mean this; the first without a note is what an export writes."""
