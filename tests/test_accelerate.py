@@ -538,7 +538,7 @@ def test_mistakes_in_the_loop_are_told(tmp_path: Path) -> None:
 def test_a_plan_is_taken_for_the_batch_that_it_is_for() -> None:
     job = replace(small_job("bert", 2), batch_size=4)
     settled = {slot: roster.plain(slot) for slot in Slot if slot is not Slot.BATCHING}
-    found = plan(job, gpu="h200", memory_bytes=2 << 30, workers=1, settled=settled)
+    found = plan(job, gpu="h200", memory_bytes=2 << 30, workers=1, keep=settled)
     assert found.best is not None
     with loop_of(None, found) as run:
         assert str(run.recipe) == found.best.recipe

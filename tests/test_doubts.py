@@ -14,11 +14,9 @@ from transformers.models.bert.modeling_bert import BertLayer
 from small_models import small_job
 from snugfit.data.lengths import Lengths
 from snugfit.frontends.predicted import run_figures
-from snugfit.planning.fleet import search_gpus
 from snugfit.planning.fleet.search_gpus import plan_gpus
 from snugfit.planning.lengths.lengths import plan_lengths
 from snugfit.planning.search.search import plan
-from snugfit.planning.search.space import space_of
 from snugfit.prediction.predict import predict
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
@@ -73,14 +71,13 @@ def test_every_face_of_a_prediction_says_it() -> None:
 @pytest.mark.parametrize(
     "ask",
     [
-        partial(plan, BERT, gpu="h200", settled=SETTLED, workers=1),
-        partial(plan_gpus, BERT, ["h200", "l4"], workers=1),
+        partial(plan, BERT, gpu="h200", keep=SETTLED, workers=1),
+        partial(plan_gpus, BERT, ["h200", "l4"], keep=SETTLED, workers=1),
         partial(plan_lengths, BERT, "plain", lengths=Lengths.of({8: 30, 16: 20}), gpu="h200"),
     ],
     ids=["plan", "gpus", "lengths"],
 )
-def test_what_is_planned_says_it(ask: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search_gpus, "space_of", partial(space_of, settled=SETTLED))
+def test_what_is_planned_says_it(ask: Callable[[], Any]) -> None:
     answer = ask()
     attach()
     assert SENTENCE in str(answer)

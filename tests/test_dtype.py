@@ -16,6 +16,7 @@ from snugfit.exchange.export import export
 from snugfit.exchange.read import read_arguments
 from snugfit.job.job import Job, Phase, Task
 from snugfit.job.model import Model
+from snugfit.planning.keep import kept_of
 from snugfit.planning.search.space import space_of
 from snugfit.prediction.predict import predict
 from snugfit.report.text.job import dtype_note
@@ -121,8 +122,9 @@ def test_a_plan_leaves_out_what_changes_nothing(tmp_path: Path) -> None:
         ("bfloat16", {"as_loaded", "bf16"}, {"bf16_pure": "already", "fp32": "twice", "fp16": "unscale"}),
         ("float32", {"as_loaded", "bf16", "bf16_pure", "fp16"}, {"fp32": "already"}),
     ):
-        space = space_of(replace(job, dtype=dtype), fidelity=Fidelity.LEARNS, capability=(8, 9),
-                         settled={slot: Recipe()[slot] for slot in Slot if slot != "precision"})  # fmt: skip
+        fixed = kept_of(job, {slot: Recipe()[slot] for slot in Slot if slot != "precision"})
+        asked = replace(job, dtype=dtype)
+        space = space_of(asked, fidelity=Fidelity.LEARNS, capability=(8, 9), fixed=fixed)
         assert {candidate.recipe[Slot.PRECISION].name for candidate in space.candidates} == names
         excluded = {one.what: one.why for one in space.excluded}
         assert all(text in excluded[name] for name, text in why.items())

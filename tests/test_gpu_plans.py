@@ -6,7 +6,6 @@ import itertools
 import json
 from collections import defaultdict
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -24,7 +23,6 @@ from snugfit.planning.cost.timer import (
     TimersWithGaps,
     seconds_of,
 )
-from snugfit.planning.fleet import search_gpus
 from snugfit.planning.fleet.gpu_plans import GpuPlans
 from snugfit.planning.fleet.per_gpu import PerGpuSearch
 from snugfit.planning.fleet.search_gpus import plan_gpus
@@ -69,12 +67,6 @@ def clock_of(gpu: Gpu) -> Invented:
 def invented(memory: int, *, bandwidth: int = 10**9, like: str = "h200") -> Gpu:
     key = f"{like}-{memory}-{bandwidth}"
     return replace(find_gpu(like), key=key, memory_bytes=memory, bandwidth=bandwidth)
-
-
-@pytest.fixture
-def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is `KEPT` is not searched."""
-    monkeypatch.setattr(search_gpus, "space_of", partial(space_of, settled=KEPT))
 
 
 @pytest.fixture(scope="module")
@@ -165,26 +157,24 @@ def test_more_memory_or_bandwidth_never_gives_a_slower_answer(
 
 
 @pytest.mark.whole
-@pytest.mark.usefixtures("narrow")
 def test_together_as_one_by_one(job: Job) -> None:
     """Three GPUs of the table in two searches: the same answers as three plans."""
     gpus = [find_gpu(name) for name in ("t4", "rtx 4090", "rtx 5090")]
-    found = plan_gpus(job, [*gpus, "RTX 4090"], fidelity="same", workers=1)
+    found = plan_gpus(job, [*gpus, "RTX 4090"], fidelity="same", workers=1, keep=KEPT)
     assert len(found.counts) == 2
     for gpu, answer in zip(gpus, found.answers, strict=True):
-        alone = plan(job, gpu=gpu, fidelity="same", workers=1, settled=KEPT)
+        alone = plan(job, gpu=gpu, fidelity="same", workers=1, keep=KEPT)
         assert answer.choice == alone.best
         assert answer.measured_rates is False
         assert "data sheet" in answer.rates
 
 
 @pytest.mark.whole
-@pytest.mark.usefixtures("narrow")
 def test_an_answer_is_by_the_gpu_s_own_scratch_and_workspaces() -> None:
     """Sums over many rows take scratch by the number of multiprocessors."""
     job = small_job("bert", 1, {"max_position_embeddings": 2048}, batch_size=4, sequence_length=2048)
     gpus = [find_gpu(name) for name in ("rtx 3060", "rtx 4090", "rtx pro 6000")]
-    found = plan_gpus(job, gpus, fidelity="same", objective="memory", workers=1)
+    found = plan_gpus(job, gpus, fidelity="same", objective="memory", workers=1, keep=KEPT)
     assert len(found.counts) == 1
     taken = set()
     for answer in found.answers:
@@ -210,18 +200,18 @@ def test_the_smallest_recipe_is_the_same_question_for_all(
 
 
 @pytest.mark.whole
-@pytest.mark.usefixtures("narrow")
 def test_what_cannot_be_told_is_said(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = replace(find_gpu("t4"), key="no-rates", bandwidth=None)
     unsized = replace(find_gpu("t4"), key="no-size", memory_bytes=None)
-    found = plan_gpus(job, [slow, find_gpu("mi300x"), unsized], fidelity="same", workers=1)
+    found = plan_gpus(job, [slow, find_gpu("mi300x"), unsized], fidelity="same", workers=1, keep=KEPT)
     no_rates, no_cuda, no_size = found.answers
     assert no_rates.fits is True, "its bytes are known"
     assert no_rates.choice is not None
     assert no_rates.choice.step_seconds == no_rates.choice.samples_per_second == 0
     assert no_rates.pace(None) is None
     assert "seconds" in no_rates.why
-    smallest = plan_gpus(job, [find_gpu("t4")], fidelity="same", objective="memory", workers=1).answers[0]
+    t4 = find_gpu("t4")
+    smallest = plan_gpus(job, [t4], fidelity="same", objective="memory", workers=1, keep=KEPT).answers[0]
     assert smallest.choice is not None
     assert no_rates.choice.needed_bytes == smallest.choice.needed_bytes, (
         "the smallest, where speed is unknown"
@@ -253,13 +243,12 @@ def test_gpus_that_differ_by_wide_heads_share_a_search_of_narrow_ones(
     width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settled = {slot: roster.plain(slot) for slot in Slot if slot is not Slot.PRECISION}
-    monkeypatch.setattr(search_gpus, "space_of", partial(space_of, settled=settled))
     wide = {"hidden_size": 2 * width, "num_attention_heads": 2, "hidden_dropout_prob": 0.1}
     job, gpus = small_job("bert", 2, wide), ["rtx 4090", "a100-sxm-80"]
-    found = plan_gpus(job, gpus, workers=1)
+    found = plan_gpus(job, gpus, workers=1, keep=settled)
     assert len(found.counts) == (1 if width <= 128 else 2)
     for gpu, answer in zip(gpus, found.answers, strict=True):
-        assert answer.choice == plan(job, gpu=gpu, workers=1, settled=settled).best
+        assert answer.choice == plan(job, gpu=gpu, workers=1, keep=settled).best
 
 
 def test_seconds_of_those_that_have_none_are_nothing(job: Job) -> None:
@@ -314,13 +303,12 @@ def count_concavely(trace: Trace) -> float:
 
 
 @pytest.mark.whole
-@pytest.mark.usefixtures("narrow")
 def test_layers_that_do_not_grow_evenly_are_rehearsed_whole_for_all_gpus() -> None:
     job, told = small_job("gpt2", 6, batch_size=1), []
     gpus = [invented(1 << 40), invented(1 << 41)]
     found = plan_gpus(
         job, gpus, fidelity="same", objective="memory", clock_of=lambda _: count_concavely, workers=1,
-        tell=told.append,
+        tell=told.append, keep=KEPT,
     )  # fmt: skip
     assert any("starting again" in line for line in told)
     assert [answer.verified for answer in found.answers] == [True, True]
@@ -345,10 +333,9 @@ def figures(needed: int, seconds: float) -> Figures:
 
 
 @pytest.mark.whole
-@pytest.mark.usefixtures("narrow")
 def test_the_answers_survive_json(job: Job) -> None:
     gpus = [invented(1 << 40), invented(100 * MIB), find_gpu("mi300x")]
-    found = plan_gpus(job, gpus, fidelity="same", clock_of=clock_of, workers=1)
+    found = plan_gpus(job, gpus, fidelity="same", clock_of=clock_of, workers=1, keep=KEPT)
     document: dict[str, Any] = json.loads(json.dumps(found.to_json()))
     assert GpuPlans.from_json(document) == found
     assert document["smallest"] == document["fastest"] == gpus[0].key
@@ -358,10 +345,9 @@ def test_the_answers_survive_json(job: Job) -> None:
 
 
 @pytest.mark.whole
-@pytest.mark.usefixtures("narrow")
 def test_two_processes_find_what_one_finds(job: Job) -> None:
     gpus = [find_gpu("t4"), find_gpu("h200")]
-    alone, together = (plan_gpus(job, gpus, fidelity="same", workers=count) for count in (1, 2))
+    alone, together = (plan_gpus(job, gpus, fidelity="same", workers=count, keep=KEPT) for count in (1, 2))
     assert [answer.choice for answer in together.answers] == [answer.choice for answer in alone.answers]
 
 

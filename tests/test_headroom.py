@@ -74,14 +74,14 @@ def test_a_plan_leaves_the_headroom_and_where_none_can_it_says_tight() -> None:
     """The fastest needs a little less than all: with a headroom a smaller one is chosen; and where even the
     smallest leaves too little it is the answer, marked, and not that nothing fits."""
     job = small_job("bert", 2, batch_size=512, sequence_length=32)
-    exact = plan(job, gpu=H200, settled=SETTLED, workers=1, headroom=0)
+    exact = plan(job, gpu=H200, keep=SETTLED, workers=1, headroom=0)
     assert exact.best
     assert not exact.tight
     fastest, smallest = exact.best.needed_bytes, exact.nearest.needed_bytes
     assert fastest > smallest
 
     gpu = replace(H200, memory_bytes=fastest + MIB)
-    roomy = plan(job, gpu=gpu, settled=SETTLED, workers=1, headroom=2 * MIB)
+    roomy = plan(job, gpu=gpu, keep=SETTLED, workers=1, headroom=2 * MIB)
     assert roomy.best
     assert roomy.memory_bytes == gpu.memory_bytes
     assert roomy.headroom_bytes == 2 * MIB
@@ -90,13 +90,13 @@ def test_a_plan_leaves_the_headroom_and_where_none_can_it_says_tight() -> None:
     assert "should stay free" in as_text(render(roomy))
 
     gpu = replace(H200, memory_bytes=smallest)
-    tight = plan(job, gpu=gpu, settled=SETTLED, workers=1, ranked=2)
+    tight = plan(job, gpu=gpu, keep=SETTLED, workers=1, ranked=2)
     assert tight.fits
     assert tight.tight
     assert tight.best == tight.nearest
     assert tight.ranked
     assert "Tight: no recipe leaves the headroom" in as_text(render(tight))
-    assert plan(job, gpu=gpu, settled=SETTLED, workers=1, headroom=0).tight is False
+    assert plan(job, gpu=gpu, keep=SETTLED, workers=1, headroom=0).tight is False
     assert type(tight).from_json(tight.to_json()) == tight
 
 

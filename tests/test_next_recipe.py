@@ -41,7 +41,7 @@ def test_a_live_model_gets_the_fastest_that_it_can_go_on_under(asked: dict[str, 
     changing = {Slot.CHECKPOINTING, Slot.BATCHING}
     found = next_recipe(CUDA, live=True, changing=changing)(small_job("bert"), BEFORE, "oom:torch")
     assert str(found) == "bf16 + every_layer + micro_batches(4)"
-    assert asked["settled"] == {slot: BEFORE[slot] for slot in Slot if slot not in changing}
+    assert asked["keep"] == {slot: BEFORE[slot] for slot in Slot if slot not in changing}
     assert asked["memory_bytes"] == 900_000
 
 
@@ -51,8 +51,8 @@ def test_a_run_that_is_built_once_more_gets_the_fastest_with_the_states_that_it_
     found = next_recipe(CUDA)(small_job("bert"), BEFORE, "oom:torch")
     assert str(found) == "bf16 + every_layer"
     kept = (Slot.PRECISION, Slot.MATMUL, Slot.OPTIMIZER, Slot.ADAPTERS)
-    assert {slot: asked["settled"][slot] for slot in kept} == {slot: BEFORE[slot] for slot in kept}
-    assert Slot.BATCHING not in asked["settled"]
+    assert {slot: asked["keep"][slot] for slot in kept} == {slot: BEFORE[slot] for slot in kept}
+    assert Slot.BATCHING not in asked["keep"]
 
 
 def test_a_gpu_of_which_nothing_is_known_gets_a_finer_cut(monkeypatch: pytest.MonkeyPatch) -> None:

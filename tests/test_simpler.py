@@ -25,7 +25,7 @@ def test_a_technique_that_buys_nothing_is_left_out() -> None:
     def level(trace: object) -> float:
         return 1 + 1e-6 * len(trace.kernels)  # type: ignore[attr-defined]
 
-    chosen = plan(job, gpu=H200, clock=level, settled=settled, workers=1, ranked=2)
+    chosen = plan(job, gpu=H200, clock=level, keep=settled, workers=1, ranked=2)
     assert chosen.best
     assert Recipe.parse(chosen.best.recipe) == Recipe()
     fastest = chosen.front[0]

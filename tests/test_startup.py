@@ -6,7 +6,7 @@ import json
 import os
 import statistics
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,8 @@ from snugfit.job.model import Model
 from snugfit.planning.cost.parts import Parts
 from snugfit.planning.cost.startup_share import ENDLESS, PlannedRun, StartupShares
 from snugfit.planning.cost.timer import SingleGpuTimer
-from snugfit.planning.fleet import search_gpus
 from snugfit.planning.fleet.search_gpus import plan_gpus
+from snugfit.planning.keep import kept_of
 from snugfit.planning.search.search import plan
 from snugfit.planning.search.space import space_of
 from snugfit.prediction.device import policy_for
@@ -169,7 +169,7 @@ def searched(job: Job, steps: int | None) -> Any:
     told: list[str] = []
     found = plan(
         job, gpu=H200, fidelity="same", clock=SlowLoading(), steps=steps, once=DEAR, workers=1,
-        tell=told.append, settled=KEPT,
+        tell=told.append, keep=KEPT,
     )  # fmt: skip
     assert not [line for line in told if "beginning again" in line], "the least was the least"
     return found
@@ -194,7 +194,7 @@ def test_the_best_of_a_run_is_what_brute_force_finds(job: Job) -> None:
     )
     steady = Parts(job, [H200], SingleGpuTimer(SlowLoading()), shallow=False)
     paces = {}
-    space = space_of(job, fidelity=Fidelity.SAME, capability=(9, 0), settled=KEPT)
+    space = space_of(job, fidelity=Fidelity.SAME, capability=(9, 0), fixed=kept_of(job, KEPT))
     for each in space.candidates:
         figures = parts.judge([each.setup])[0][0]
         assert figures.step_seconds == pytest.approx(steady.judge([each.setup])[0][0].seconds)
@@ -206,9 +206,14 @@ def test_the_best_of_a_run_is_what_brute_force_finds(job: Job) -> None:
 
 
 @pytest.mark.whole
-def test_many_gpus_look_at_the_run_too(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search_gpus, "space_of", partial(space_of, settled=KEPT))
-    asked = {"fidelity": "same", "clock_of": lambda gpu: SlowLoading(), "once": DEAR, "workers": 1}
+def test_many_gpus_look_at_the_run_too(job: Job) -> None:
+    asked = {
+        "fidelity": "same",
+        "keep": KEPT,
+        "clock_of": lambda gpu: SlowLoading(),
+        "once": DEAR,
+        "workers": 1,
+    }
     long, short = (plan_gpus(job, [H200], steps=steps, **asked) for steps in (100_000, 3))
     assert "workers" in long.answers[0].choice.recipe
     assert "workers" not in short.answers[0].choice.recipe

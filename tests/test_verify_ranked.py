@@ -11,6 +11,7 @@ from small_models import small_job
 from snugfit.job.gpu import find_gpu
 from snugfit.planning.cost.parts import Parts
 from snugfit.planning.cost.timer import SingleGpuTimer
+from snugfit.planning.keep import kept_of
 from snugfit.planning.search.search import plan, search
 from snugfit.planning.search.space import space_of
 from snugfit.planning.search.state import SearchState
@@ -37,7 +38,7 @@ def parts() -> Parts:
 @pytest.fixture(scope="module")
 def found(parts: Parts) -> SearchState:
     """A search of a small space, each trace judged once whole to compare with."""
-    space = space_of(parts.job, fidelity=Fidelity.SAME, capability=(9, 0), settled=SETTLED)
+    space = space_of(parts.job, fidelity=Fidelity.SAME, capability=(9, 0), fixed=kept_of(parts.job, SETTLED))
     return search(space, WorkerPool([parts]))
 
 
@@ -88,7 +89,7 @@ def test_nothing_is_listed_where_nothing_fits(parts: Parts, found: SearchState) 
 @pytest.mark.whole
 def test_a_plan_lists_its_first_choice_first() -> None:
     job = small_job("gpt2", 2, batch_size=1, sequence_length=32)
-    made = plan(job, gpu=H200, fidelity="same", objective="memory", workers=1, ranked=3, settled=SETTLED)
+    made = plan(job, gpu=H200, fidelity="same", objective="memory", workers=1, ranked=3, keep=SETTLED)
     assert made.best is not None
     assert made.ranked[0] == made.best
     assert len({Recipe.parse(choice.recipe) for choice in made.ranked}) == 3

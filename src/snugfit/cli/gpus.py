@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from snugfit.cli import arguments as given
-from snugfit.cli.plan import Fidelity, Samples, Steps, Workers
+from snugfit.cli.plan import Fidelity, Free, Keep, Samples, Steps, Workers
 from snugfit.errors import NothingFits, UsageError
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
     from snugfit.planning.fleet.gpu_plans import GpuPlans
     from snugfit.planning.fleet.prices import Prices
+    from snugfit.techniques.recipe import Recipe
 
 MONEY = "What it costs"
 
@@ -46,7 +47,7 @@ Price = Annotated[
     given.option(MONEY, "What an hour of one GPU costs; repeatable.", "--price", metavar="NAME=USD"),
 ]
 
-_JOB = given.job_parameters(without=("model", "recipe", "loop", "gpu"))
+_JOB = given.job_parameters(without=("model", "loop", "gpu"))
 
 
 def _arguments(
@@ -56,6 +57,8 @@ def _arguments(
     headroom: given.Headroom = None,
     fidelity: Fidelity = "rounds",
     objective: Objective = "speed",
+    keep: Keep = None,
+    free: Free = None,
     prices: PriceFile = None,
     price: Price = None,
     samples: Samples = None,
@@ -117,7 +120,7 @@ def _plan(gpus: Sequence[Gpu], asked: Mapping[str, Any]) -> int:
         raise UsageError("--objective cost needs prices: add --prices FILE, or --price h200=2.5 and so on.")
     about_job = {parameter.name: asked[parameter.name] for parameter in _JOB}
     request = given.read_request(about_job | {"model": asked["for_model"]})
-    _refuse(request)
+    _refuse(request, asked)
     given.check_html(asked["html"])
     steps = steps_of(asked["samples"], asked["steps"], request.job.batch_size)
     answers = _answers(request, gpus, steps, asked)
@@ -126,9 +129,11 @@ def _plan(gpus: Sequence[Gpu], asked: Mapping[str, Any]) -> int:
     return 0 if answers.fitting else NothingFits.exit_code
 
 
-def _refuse(request: Request) -> None:
+def _refuse(request: Request, asked: Mapping[str, Any]) -> None:
     """Raises `UsageError` for what a job file may say and plans for many GPUs do not take."""
-    request.refuse_recipe_and_loop()
+    request.refuse_loop()
+    if _fixed_recipe(request, asked) and (asked["keep"] or asked["free"]):
+        raise UsageError("--recipe fills every slot. Leave it out, or --keep and --free.")
     if request.gpu or request.memory_bytes:
         raise UsageError("gpu and memory have no place here: name the GPUs after `snugfit gpus`, or none.")
 
@@ -139,10 +144,14 @@ def _answers(request: Request, gpus: Sequence[Gpu], steps: int | None, asked: Ma
     from snugfit.planning.fleet.search_gpus import plan_gpus
 
     objective = "speed" if asked["objective"] == "cost" else asked["objective"]
-    question = {
+    fixed = _fixed_recipe(request, asked)
+    question: dict[str, Any] = {
         "fidelity": asked["fidelity"],
         "objective": objective,
         "steps": steps,
+        "start": str(request.recipe) if request.reading and not fixed else None,
+        "keep": {technique.slot: technique for technique in fixed} if fixed else asked["keep"],
+        "free": asked["free"] or (),
         "headroom": asked["headroom"],
     }
     answers = answer(
@@ -155,6 +164,15 @@ def _answers(request: Request, gpus: Sequence[Gpu], steps: int | None, asked: Ma
         **question,
     )
     return replace(answers, objective=asked["objective"])
+
+
+def _fixed_recipe(request: Request, asked: Mapping[str, Any]) -> Recipe | None:
+    """The recipe that every GPU is asked about, where one was named; not the one of the user's own
+    configuration, where a plan starts."""
+    from snugfit.techniques.recipe import Recipe
+
+    named = asked["recipe"] is not None or (not request.reading and request.recipe != Recipe())
+    return request.recipe if named else None
 
 
 def _print(plans: GpuPlans, prices: Prices, form: str) -> None:

@@ -28,6 +28,19 @@ Objective = Annotated[
     Literal["speed", "memory", "cost"],
     given.option(given.HOW, "The fastest that fits, the smallest, or the cheapest (on one GPU the fastest)."),
 ]
+Keep = Annotated[
+    str | None,
+    given.option(given.HOW, 'Techniques that stay: "lora(r=16) + bf16_pure".', metavar="RECIPE"),
+]
+Free = Annotated[
+    str | None,
+    given.option(
+        given.HOW,
+        "Slots to look at although --arguments fills them: optimizer,precision. "
+        "\\[adapters, precision and optimizer stay]",
+        metavar="SLOTS",
+    ),
+]
 Samples = Annotated[
     int | None, given.option(RUN, "Length of the run, in samples: start-up then counts too.", min=1)
 ]
@@ -58,6 +71,8 @@ def plan(
     lengths: of_lengths.Planned = None,
     fidelity: Fidelity = "rounds",
     objective: Objective = "speed",
+    keep: Keep = None,
+    free: Free = None,
     samples: Samples = None,
     steps: Steps = None,
     workers: Workers = None,
@@ -80,6 +95,8 @@ def plan(
     asked = {
         "fidelity": fidelity,
         "objective": objective,
+        "keep": keep,
+        "free": free or (),
         "steps": steps,
         "ranked": verify or 0,
         "headroom": headroom,

@@ -101,8 +101,13 @@ class Request:
         if self.recipe != Recipe() and not self.reading:
             raise UsageError(
                 f"--recipe {str(self.recipe)!r}: a plan chooses the recipe itself. Leave it out, or ask "
-                "snugfit predict about this one."
+                "snugfit predict about this one. Techniques that must stay: --keep."
             )
+        self.refuse_loop()
+
+    def refuse_loop(self) -> None:
+        """Raises `UsageError` for a loop that a plan was given, unless it came from the user's own
+        configuration."""
         if self.loop != "plain" and not self.reading:
             raise UsageError(
                 f"--loop {self.loop}: a plan is made for the plain loop. Leave it out, and ask snugfit "

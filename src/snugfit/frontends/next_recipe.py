@@ -73,7 +73,7 @@ def _plan_smaller(
         gpu=gpu,
         memory_bytes=int(needed * MEMORY_FACTOR),
         fidelity=fidelity,
-        settled={slot: recipe[slot] for slot in Slot if slot not in changing},
+        keep={slot: recipe[slot] for slot in Slot if slot not in changing},
         ranked=RANKED if live else 0,
         workers=1,  # none beside this process, which would import the user's script once more
     )

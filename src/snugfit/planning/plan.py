@@ -74,6 +74,20 @@ class Exclusion:
 
 
 @dataclass(frozen=True, kw_only=True)
+class KeptSlot:
+    """A slot that was not searched."""
+
+    slot: str
+    """The slot's own name."""
+
+    techniques: tuple[str, ...]
+    """What may stand in it: the technique that is kept, then others of its family."""
+
+    why: str
+    """Why it is kept, and how it is freed."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Change:
     """A slot that the plan fills otherwise."""
 
@@ -138,6 +152,9 @@ class Reason:
     why_not: str = ""
     """Why that cannot be."""
 
+    kept: str = ""
+    """Why the slot was not searched, and how it is freed. With nothing to compare, `against` is empty."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
@@ -198,6 +215,9 @@ class Plan:
 
     reasons: tuple[Reason, ...] = ()
     """Of the best recipe, or of the nearest miss, slot by slot."""
+
+    kept: tuple[KeptSlot, ...] = ()
+    """Slots that were not searched."""
 
     start: Start | None = None
     """The recipe that the user started from, where there is one."""

@@ -50,19 +50,7 @@ class Recipe:
     @classmethod
     def parse(cls, text: str) -> Self:
         """The recipe that `text` writes. Raises `RecipeError` with the text and the word that failed."""
-        if not isinstance(text, str):
-            raise RecipeError(f"A recipe is text, such as 'bf16 + every_layer', and not {text!r}.")
-        if text.strip() in ("", PLAIN):
-            return cls()
-        chosen: dict[Slot, Technique] = {}
-        for word in parse(text):
-            if word.name == PLAIN:
-                word.refuse(f"{PLAIN!r} is the recipe in which nothing is named, and stands alone.")
-            technique = word.technique()
-            if other := chosen.get(technique.slot):
-                word.refuse(_clash(other, technique))
-            chosen[technique.slot] = technique
-        return cls(tuple(chosen.values()))
+        return cls(tuple(techniques_of(text).values()))
 
     from_json = parse
 
@@ -132,6 +120,24 @@ class Recipe:
                 " rounding, and small learning rates stall. 'bf16' with dtype float32 updates weights of 32"
                 " bits; adapters ('lora') are fp32."
             )
+
+
+def techniques_of(text: str) -> dict[Slot, Technique]:
+    """The techniques that `text` names, a slot's default too. Raises `RecipeError` with the text and the word
+    that failed."""
+    if not isinstance(text, str):
+        raise RecipeError(f"A recipe is text, such as 'bf16 + every_layer', and not {text!r}.")
+    chosen: dict[Slot, Technique] = {}
+    if text.strip() in ("", PLAIN):
+        return chosen
+    for word in parse(text):
+        if word.name == PLAIN:
+            word.refuse(f"{PLAIN!r} is the recipe in which nothing is named, and stands alone.")
+        technique = word.technique()
+        if other := chosen.get(technique.slot):
+            word.refuse(_clash(other, technique))
+        chosen[technique.slot] = technique
+    return chosen
 
 
 def _clash(first: Technique, second: Technique) -> str:

@@ -65,6 +65,10 @@ class Technique(ABC):
     fidelity: ClassVar[Fidelity]
     """How close it stays to the plain recipe."""
 
+    family: ClassVar[str] = ""
+    """The algorithm that techniques of one slot share, which differ in their kernels alone and keep the same
+    states: a plan that keeps the user's own may take another of its family. Empty where it has none."""
+
     plain: ClassVar[bool] = False
     """Whether this is the slot's default: what a plain PyTorch user gets."""
 

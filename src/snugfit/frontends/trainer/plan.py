@@ -9,7 +9,6 @@ of the same optimizer; and under `rounds` the precision of those who train in fp
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,7 @@ from snugfit.planning.request import fidelity_of
 from snugfit.step.checkpointing import NAMES
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
-from snugfit.techniques.technique import Fidelity, Slot, Technique
+from snugfit.techniques.technique import Fidelity, Slot
 from snugfit.techniques.translate import read_slots
 from snugfit.training.rng import preserve_rng
 
@@ -98,8 +97,7 @@ def _plan_from(own: Chosen, job: Job, gpu: str, fidelity: Fidelity) -> Chosen:
     less_exact = {technique.slot for technique in own.recipe if degrees.index(technique.fidelity) > most}
     whole = {Slot.BATCHING} if mixing_of(job).reason else set()  # as the user cuts it, or does not
     unchanged = frozenset({*KEPT, *own.user_slots, *less_exact, *whole})
-    settled: Mapping[Slot, Technique] = {slot: own.recipe[slot] for slot in unchanged}
-    best = plan(job, gpu=gpu, fidelity=fidelity, settled=settled)
+    best = plan(job, gpu=gpu, fidelity=fidelity, keep={slot: own.recipe[slot] for slot in unchanged})
     shown = best.best_or_nearest.recipe
     if not best.fits:
         raise NothingFits(

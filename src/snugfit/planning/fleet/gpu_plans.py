@@ -14,7 +14,7 @@ from snugfit.documents import decode_fields, encode_fields
 from snugfit.errors import UsageError
 from snugfit.job.gpu import Gpu
 from snugfit.job.job import Job
-from snugfit.planning.plan import Choice, Counts
+from snugfit.planning.plan import Choice, Counts, KeptSlot
 
 SCHEMA = 1
 
@@ -92,6 +92,9 @@ class GpuPlans:
 
     answers: tuple[OnGpu, ...]
     """In the order in which the GPUs were asked about."""
+
+    kept: tuple[KeptSlot, ...] = ()
+    """Slots that were not searched."""
 
     counts: tuple[Counts, ...] = ()
     """How much each of the searches searched; GPUs that run the same kernels share one."""

@@ -24,8 +24,9 @@ from snugfit.planning.cost.startup_share import PlannedRun
 from snugfit.planning.cost.timer import PerGpuTimers, TimersWithGaps, why_unknown
 from snugfit.planning.fleet.gpu_plans import GpuPlans, OnGpu
 from snugfit.planning.fleet.per_gpu import PerGpuSearch
+from snugfit.planning.keep import Free, Keep, Kept, kept_of
 from snugfit.planning.plan import Counts
-from snugfit.planning.request import fidelity_of, refuse_bad_request
+from snugfit.planning.request import fidelity_of, refuse_bad_request, start_of
 from snugfit.planning.search.screening import screen
 from snugfit.planning.search.space import Space, space_of
 from snugfit.planning.search.state import Progress, SearchState, Tell, exclusion
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
     from snugfit.planning.cost.timer import Timer
     from snugfit.rehearsal.trace.trace import Trace
+    from snugfit.techniques.recipe import Recipe
 
 ClockOf = Callable[["Gpu"], Callable[["Trace"], float]]
 
@@ -59,36 +61,37 @@ def plan_gpus(
     workers: int | None = None,
     steps: int | None = None,
     once: StartupRates = STARTUP_RATES,
+    start: Recipe | str | None = None,
+    keep: Keep = None,
+    free: Free = (),
     tell: Tell = lambda what: None,
 ) -> GpuPlans:
     """On each of these GPUs, by default all of the table, the recipe that `objective` asks for among those
     that fit it.
 
     `clock_of` gives a GPU's clock, the seconds of a trace on it; by default they follow from its rates.
-    `headroom`, `fidelity`, `workers`, `steps`, `once` and `tell` are as for a plan. A GPU whose seconds are
-    not known gets its smallest recipe, and one that is not CUDA's no answer, each with the reason. Raises
-    `UsageError` for what cannot be, and `SnugfitError` when no recipe of a space can be rehearsed.
+    `headroom`, `fidelity`, `workers`, `steps`, `once`, `start`, `keep`, `free` and `tell` are as for a plan.
+    A GPU whose seconds are not known gets its smallest recipe, and one that is not CUDA's or too old for what
+    is kept no answer, each with the reason. Raises `UsageError` for what cannot be, and `SnugfitError` if no
+    recipe of a space can be rehearsed.
     """
     refuse_bad_request(job, objective=objective, workers=workers)
     gpus, fidelity = _gpus_of(gpus), fidelity_of(fidelity)
     run = PlannedRun(steps=steps, rates=once)
+    fixed = kept_of(job, keep, free, start_of(start, 0))
+    fixed.refuse()
     workers = min(2, os.cpu_count() or 1) if workers is None else workers
-    answers: dict[str, OnGpu] = {}
-    groups: dict[Hashable, list[Gpu]] = defaultdict(list)
+    waiting, answers = _kinds(gpus, fixed)
     margins = {gpu.key: headroom_of(headroom, gpu) for gpu in gpus if gpu.memory_bytes}
-    for gpu in gpus:
-        try:
-            groups[_kind(gpu)].append(gpu)
-        except GpuError as unknown:
-            answers[gpu.key] = OnGpu(gpu=gpu, fits=None, why=str(unknown))
     counts: list[Counts] = []
     began = time.monotonic()
-    waiting = [*groups.values()]
     while waiting:
         group = waiting.pop(0)
         tell_group = _tell_for_group(tell, len(counts), len(counts) + len(waiting) + 1, len(group), began)
         try:
-            answer = _plan_group(job, group, margins, fidelity, objective, clock_of, workers, run, tell_group)
+            answer = _plan_group(
+                job, group, margins, fidelity, fixed, objective, clock_of, workers, run, tell_group
+            )
         except PoliciesDiffer:
             waiting = [*_split(group), *waiting]
             continue
@@ -100,6 +103,7 @@ def plan_gpus(
         objective=objective,
         steps=steps,
         answers=tuple(answers[gpu.key] for gpu in gpus),
+        kept=fixed.listing(),
         counts=tuple(counts),
         versions=installed_versions(),
     )
@@ -111,6 +115,21 @@ def _gpus_of(gpus: Iterable[Gpu | str] | None) -> list[Gpu]:
     if isinstance(named, str) or not isinstance(named, Iterable) or not (named := [*named]):
         raise UsageError(f"gpus is {gpus!r}; it is a list such as ['h200', 'l4'], or None for all of them.")
     return list({gpu.key: gpu for gpu in map(find_gpu, named)}.values())
+
+
+def _kinds(gpus: Iterable[Gpu], fixed: Kept) -> tuple[list[list[Gpu]], dict[str, OnGpu]]:
+    """Those that one search may serve, together; and by the keys of the others, why they have no answer."""
+    groups: dict[Hashable, list[Gpu]] = defaultdict(list)
+    answers: dict[str, OnGpu] = {}
+    for gpu in gpus:
+        try:
+            kind = _kind(gpu)
+            if why := fixed.too_new(gpu.compute_capability):
+                raise GpuError(f"{gpu.name}: {why}")
+            groups[kind].append(gpu)
+        except GpuError as unknown:
+            answers[gpu.key] = OnGpu(gpu=gpu, fits=None, why=str(unknown))
+    return [*groups.values()], answers
 
 
 def _kind(gpu: Gpu) -> Hashable:
@@ -155,6 +174,7 @@ def _plan_group(
     gpus: Sequence[Gpu],
     headroom: Mapping[str, int],
     fidelity: Fidelity,
+    fixed: Kept,
     objective: str,
     clock_of: ClockOf | None,
     workers: int,
@@ -167,7 +187,7 @@ def _plan_group(
 
     gpus = sorted(gpus, key=lambda gpu: policy_for(gpu, Software()).scratch_size)
     timer = PerGpuTimers(tuple(map(clock_of, gpus))) if clock_of else TimersWithGaps.on(gpus)
-    space = space_of(job, fidelity=fidelity, capability=gpus[0].compute_capability)
+    space = space_of(job, fidelity=fidelity, capability=gpus[0].compute_capability, fixed=fixed)
 
     def answer(pool: WorkerPool) -> _GroupAnswer:
         searches = _search(space, pool, gpus, headroom, _smallest(objective, timer, len(gpus)), tell)

@@ -1,8 +1,8 @@
 """Why a plan's answer is filled as it is, slot by slot, and what it would change in the user's own recipe.
 
 A slot's reason is a comparison, and both sides are judged in full: the recipe against the same recipe with
-the slot's plain technique in it; where the plain one was chosen, against the fastest other that it could
-hold.
+the slot's plain technique in it; where the plain one was chosen or is not to be had, against the fastest
+other that it could hold. A slot that is kept says so.
 
 Each change to the user's recipe stands by itself: what that recipe would take with nothing but this slot
 filled as the plan fills it. Changes do not add up (a smaller micro-batch saves less once layers are
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
     from snugfit.job.job import Job
     from snugfit.planning.cost.figures import Figures
+    from snugfit.planning.keep import Kept
     from snugfit.planning.search.state import SearchState
     from snugfit.techniques.recipe import Recipe
 
@@ -59,11 +60,12 @@ def explain(state: SearchState, pool: WorkerPool, answer: int) -> Explanation:
             verified, doubts = value
         elif not isinstance(value, SnugfitError):
             state.judged[number] = value[0][0]
+    fixed = state.space.fixed
+    figures = {slot: state.judged.get(number) for slot, number in numbers.items() if number is not None}
     reasons = (
-        _reason(slot, recipe, other, None if number is None else state.judged.get(number))
+        _reason(slot, recipe, other, figures.get(slot), fixed.why(slot))
         for slot, other in alternatives.items()
-        if other is not None
-        for number in (numbers[slot],)
+        if other is not None or slot in fixed.slots
     )
     return Explanation(verified, doubts, tuple(reasons))
 
@@ -72,17 +74,18 @@ def _comparable(state: SearchState, recipe: Recipe) -> Iterator[int]:
     """All that may be the `_alternative` of a slot."""
     for slot in Slot:
         plain = roster.plain(slot)
-        if recipe[slot] == plain:
+        if recipe[slot] == plain or plain not in state.space.offers(slot):
             yield from state.space.others(recipe, slot)
         elif (number := state.space.number(recipe.with_(plain))) is not None:
             yield number
 
 
 def _alternative(state: SearchState, recipe: Recipe, slot: Slot) -> Recipe | None:
-    """The recipe that this one is compared with: with the slot's plain technique, or where that was chosen
-    the other technique that has the least lower bound in seconds; None where the slot could hold no other."""
+    """The recipe that this one is compared with: with the slot's plain technique, or where that was chosen or
+    is not to be had the other technique that has the least lower bound in seconds; None where the slot could
+    hold no other."""
     plain = roster.plain(slot)
-    if recipe[slot] != plain:
+    if recipe[slot] != plain and plain in state.space.offers(slot):
         return recipe.with_(plain)
     bounds = [
         (state.bounds[number].seconds, number)
@@ -92,20 +95,23 @@ def _alternative(state: SearchState, recipe: Recipe, slot: Slot) -> Recipe | Non
     return state.space.candidates[min(bounds)[1]].recipe if bounds else None
 
 
-def _reason(slot: Slot, recipe: Recipe, other: Recipe, figures: Figures | None) -> Reason:
+def _reason(
+    slot: Slot, recipe: Recipe, other: Recipe | None, figures: Figures | None, why_kept: str
+) -> Reason:
     return Reason(
         slot=slot.value,
         chosen=str(recipe[slot]),
-        against=str(other[slot]),
+        against=str(other[slot]) if other else "",
         needed_bytes=figures.needed_bytes if figures else None,
         step_seconds=figures.step_seconds if figures else None,
         once_seconds=figures.once if figures else None,
-        why_not="" if figures else "it cannot run this job on this GPU at this fidelity",
+        why_not="" if figures or not other else "it cannot run this job on this GPU at this fidelity",
+        kept=why_kept,
     )
 
 
 def cures(
-    recipe: Recipe, needed_bytes: int, job: Job, memory_bytes: int, fidelity: Fidelity
+    recipe: Recipe, needed_bytes: int, job: Job, memory_bytes: int, fidelity: Fidelity, fixed: Kept
 ) -> Iterator[str]:
     """What would make the nearest miss fit."""
     needed = show_bytes(needed_bytes)
@@ -115,9 +121,15 @@ def cures(
         size, key = min(larger)
         yield f"The smallest GPU of the table that has it is {key}, with {show_bytes(size)}."
     looser = list(Fidelity)[list(Fidelity).index(fidelity) + 1 :]
-    if looser:
-        more = [technique.name for technique in roster.techniques() if technique.fidelity in looser]
+    more = [
+        technique.name
+        for technique in roster.techniques()
+        if technique.fidelity in looser and technique.slot not in fixed.slots
+    ]
+    if more:
         yield f"--fidelity {looser[-1].value} allows more: {', '.join(more)}."
+    if fixed.slots:
+        yield f"--free {','.join(fixed.slots)} looks at other techniques where yours are kept."
     smaller = "smaller inputs" if job.task in NO_SEQUENCE else "shorter sequences"
     yield f"Or with {smaller}: the global batch is cut as far as it goes already."
 

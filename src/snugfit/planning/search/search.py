@@ -18,13 +18,13 @@ full, by `predict`, and the plan says whether that gave the same.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from snugfit.errors import RehearsalError, UsageError
 from snugfit.planning.cost.startup_share import PlannedRun
+from snugfit.planning.keep import Free, Keep, kept_of
 from snugfit.planning.plan import Plan
 from snugfit.planning.request import fidelity_of, refuse_bad_request, start_of
 from snugfit.planning.search.recomputing import RecomputingKinds
@@ -35,7 +35,7 @@ from snugfit.prediction.headroom import headroom_of
 from snugfit.prediction.profile import Software, installed_versions
 from snugfit.prediction.startup import STARTUP_RATES, StartupRates
 from snugfit.techniques.recipe import Recipe
-from snugfit.techniques.technique import Fidelity, Slot
+from snugfit.techniques.technique import Fidelity
 
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from snugfit.planning.cost.timer import Timer
     from snugfit.prediction.worker_pool import WorkerPool
     from snugfit.rehearsal.trace.trace import Trace
-    from snugfit.techniques.technique import Technique
 
 
 def plan(
@@ -60,7 +59,8 @@ def plan(
     start: Recipe | str | None = None,
     steps: int | None = None,
     once: StartupRates = STARTUP_RATES,
-    settled: Mapping[Slot, Technique] = MappingProxyType({}),
+    keep: Keep = None,
+    free: Free = (),
     tell: Tell = lambda what: None,
 ) -> Plan:
     """The recipe that `objective` asks for among those that fit `gpu`, or `memory_bytes` of it.
@@ -71,9 +71,10 @@ def plan(
     of a trace; by default it is this GPU's. `workers` processes rehearse side by side, by default two where
     there are as many cores. The plan lists the `ranked` best that fit, and says what it would change in the
     recipe to `start` from, which may be text. `steps` is how long the run is: a recipe's start-up, at the
-    rates of `once`, is then spread over it. Slots that are `settled` are not searched. `tell` hears what is
-    being done. Raises `UsageError` for what cannot be, and `SnugfitError` when no recipe of the space can be
-    rehearsed. When nothing fits, the plan says so and holds the nearest miss.
+    rates of `once`, is then spread over it. Slots of the techniques that `keep` names are not searched, nor
+    the adapters, the precision and the optimizer's family of the recipe to `start` from, unless they are
+    `free`. `tell` hears what is being done. Raises `UsageError` for what cannot be, and `SnugfitError` if no
+    recipe of the space can be rehearsed. When nothing fits, the plan says so and holds the nearest miss.
     """
     from snugfit.job.gpu import find_gpu
     from snugfit.planning.cost.parts_pool import load_ahead, with_pool
@@ -84,6 +85,9 @@ def plan(
     policy_for(gpu, Software())  # which refuses a GPU that no step runs on
     fidelity = fidelity_of(fidelity)
     start = start_of(start, ranked)
+    capability = gpu.compute_capability if gpu else None
+    fixed = kept_of(job, keep, free, start)
+    fixed.refuse(capability)
     run = PlannedRun(steps=steps, rates=once)
     timer = SingleGpuTimer(clock) if clock else _timer_of(gpu)
     headroom_bytes = headroom_of(headroom, gpu, memory_bytes)
@@ -91,8 +95,7 @@ def plan(
         memory_bytes = gpu.memory_bytes
     workers = min(2, os.cpu_count() or 1) if workers is None else workers
     load_ahead(job, [gpu], timer, workers)
-    capability = gpu.compute_capability if gpu else None
-    space = space_of(job, fidelity=fidelity, capability=capability, settled=settled)
+    space = space_of(job, fidelity=fidelity, capability=capability, fixed=fixed)
     request = _PlanRequest(
         job, gpu, memory_bytes, headroom_bytes, fidelity, objective, steps, ranked, start, tell
     )
@@ -141,7 +144,7 @@ def _answer(asked: _PlanRequest, space: Space, pool: WorkerPool) -> Plan:
     recipe, needed_bytes = space.candidates[shown].recipe, state.judged[shown].needed_bytes
     asked.tell("simulating the answer in full and comparing it slot by slot")
     explanation = explain(state, pool, shown)
-    suggestions = () if fitting else tuple(cures(recipe, needed_bytes, job, memory or 0, asked.fidelity))
+    lacking = () if fitting else cures(recipe, needed_bytes, job, memory or 0, asked.fidelity, space.fixed)
     start = compare_with_start(asked.start, recipe, pool, job, asked.gpu) if asked.start else None
     counts, excluded = state.counts(), (*space.excluded, *state.excluded)
     ranked = state.best(asked.ranked, pool, asked.objective, asked.tell) if asked.ranked else []
@@ -162,8 +165,9 @@ def _answer(asked: _PlanRequest, space: Space, pool: WorkerPool) -> Plan:
         best=None if best is None else state.choice(best, job.batch_size),
         ranked=tuple(state.choice(number, job.batch_size) for number in ranked),
         reasons=explanation.reasons,
+        kept=space.fixed.listing(),
         start=start,
-        cures=suggestions,
+        cures=tuple(lacking),
         refused=excluded,
         counts=counts,
         verified=explanation.verified,

@@ -14,9 +14,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
+from snugfit.errors import RecipeError
+from snugfit.planning.keep import Kept
 from snugfit.planning.plan import Exclusion
 from snugfit.planning.step_key import step_key
 from snugfit.techniques import roster
@@ -33,6 +34,9 @@ ALLOWED_BY = {
     Fidelity.ROUNDS: "it rounds differently; --fidelity rounds allows it",
     Fidelity.LEARNS: "it is another algorithm; --fidelity learns allows it",
 }
+
+
+NOTHING_KEPT = Kept()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +65,8 @@ class Space:
     excluded: tuple[Exclusion, ...]
     choices: tuple[tuple[Technique, ...], ...]
     """What each slot offers."""
+    fixed: Kept
+    """What no recipe of it changes."""
     numbers: Mapping[int, int]
     """Of each candidate its number, by its index among all combinations of the choices."""
 
@@ -73,9 +79,13 @@ class Space:
             index = index * len(offered) + offered.index(technique)
         return self.numbers.get(index)
 
+    def offers(self, slot: Slot) -> tuple[Technique, ...]:
+        """What this slot may hold."""
+        return self.choices[list(Slot).index(slot)]
+
     def others(self, recipe: Recipe, slot: Slot) -> Iterator[int]:
         """The candidates that differ from this recipe in this slot alone."""
-        for technique in self.choices[list(Slot).index(slot)]:
+        for technique in self.offers(slot):
             number = self.number(recipe.with_(technique))
             if technique != recipe[slot] and number is not None:
                 yield number
@@ -86,15 +96,12 @@ def space_of(
     *,
     fidelity: Fidelity = Fidelity.ROUNDS,
     capability: Capability = None,
-    settled: Mapping[Slot, Technique] = MappingProxyType({}),
+    fixed: Kept = NOTHING_KEPT,
 ) -> Space:
     """Every valid recipe for this job on such a GPU that is no less exact than `fidelity`; a slot that is
-    `settled` holds that technique, however exact it is."""
+    `fixed` holds that technique, however exact it is. Raises `RecipeError` where none is valid."""
     excluded: list[Exclusion] = []
-    choices = tuple(
-        (settled[slot],) if slot in settled else tuple(_choices(slot, job, fidelity, capability, excluded))
-        for slot in Slot
-    )
+    choices = tuple(_offered_in(slot, job, fidelity, capability, fixed, excluded) for slot in Slot)
     candidates: list[Candidate] = []
     passes: dict[object, int] = {}
     sized: dict[object, int] = {}
@@ -118,13 +125,47 @@ def space_of(
                 trace=traces.setdefault(key[:3], len(traces)),
             )
         )
+    if not candidates:
+        raise RecipeError(_no_candidate(objections, fixed))
     excluded += [Exclusion(what=what, why=why, recipes=n) for (what, why), n in objections.items()]
-    return Space(candidates=tuple(candidates), excluded=tuple(excluded), choices=choices, numbers=numbers)
+    return Space(
+        candidates=tuple(candidates), excluded=tuple(excluded), choices=choices, fixed=fixed, numbers=numbers
+    )
 
 
 def not_plain(recipe: Recipe) -> int:
     """How many techniques of a recipe are not their slot's default."""
     return sum(technique != roster.plain(technique.slot) for technique in recipe)
+
+
+def _offered_in(
+    slot: Slot,
+    job: Job,
+    fidelity: Fidelity,
+    capability: Capability,
+    fixed: Kept,
+    excluded: list[Exclusion],
+) -> tuple[Technique, ...]:
+    """What this slot may hold: what is kept in it, or its choices and the user's own."""
+    if slot in fixed.slots:
+        first, *family = fixed.slots[slot]
+        return (first, *(other for other in family if not _missing_on(type(other), capability)))
+    refused: list[Exclusion] = []
+    choices = list(_choices(slot, job, fidelity, capability, refused))
+    own = fixed.start[slot] if fixed.start and (job.trains or slot not in ONLY_TRAINING) else None
+    if own and own not in choices and not _missing_on(type(own), capability):
+        choices.append(own)
+        refused = [exclusion for exclusion in refused if exclusion.what != own.name]
+    excluded += refused
+    return tuple(choices)
+
+
+def _no_candidate(objections: Counter[_Objection], fixed: Kept) -> str:
+    [(objection, _)] = objections.most_common(1)
+    freed = ",".join(fixed.slots)
+    return f"No recipe can train this. {objection.technique}: {objection.why}" + (
+        f" Other techniques are looked at with --free {freed}." if freed else ""
+    )
 
 
 def _choices(

@@ -11,6 +11,8 @@ from snugfit.planning.plan import Choice
 from snugfit.report.text.grid import Grid
 from snugfit.report.text.job import beside_note, job_line, recipes_beside
 from snugfit.report.text.page import Page, Sentence
+from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.technique import Slot
 from snugfit.units import GIB, show_bytes, show_seconds
 
 HOUR = 3600
@@ -27,6 +29,7 @@ def render(plans: GpuPlans, prices: Prices | None = None) -> Page:
     return Page(
         [Sentence(question(plans), "heading")],
         (Sentence(line, "good" if plans.fitting else "bad") for line in headline(plans, prices)),
+        slots_kept(plans),
         the_run(plans, prices),
         [table(plans, prices), *unknown(plans)],
         looked_at(plans),
@@ -55,6 +58,19 @@ def headline(plans: GpuPlans, prices: Prices) -> Iterator[str]:
             about = _about(what, answer, prices, plans.steps)
             about = f", {cards_like(plans, answer)}" if "smallest" in what else about
             yield f"{what}: {answer.key}{about}, with {_figures(answer, answer.choice)}."
+
+
+def slots_kept(plans: GpuPlans) -> Iterator[str]:
+    """What every recipe has in the slots that were not searched."""
+    if len(plans.kept) == len(Slot):
+        yield f"On every GPU the same recipe: {_recipe(plans)}."
+    elif plans.kept:
+        shown = ", ".join(f"{slot.slot} ({' or '.join(slot.techniques)})" for slot in plans.kept)
+        yield f"Kept: {shown}. Others are looked at with --free SLOT."
+
+
+def _recipe(plans: GpuPlans) -> Recipe:
+    return Recipe.parse(" + ".join(slot.techniques[0] for slot in plans.kept))
 
 
 def _about(what: str, answer: OnGpu, prices: Prices, steps: int | None) -> str:

@@ -70,13 +70,16 @@ def because(plan: Plan) -> Iterator[str]:
 
 
 def _sentence(shown: Choice, reason: Reason) -> str:
+    chosen = f"{reason.chosen}, {reason.kept}" if reason.kept else reason.chosen
+    if not reason.against:
+        return f"{reason.slot}: {chosen}."
     if reason.needed_bytes is None or reason.step_seconds is None:
-        return f"{reason.slot}: {reason.chosen}. Not {reason.against}: {reason.why_not}."
+        return f"{reason.slot}: {chosen}. Not {reason.against}: {reason.why_not}."
     more = reason.needed_bytes - shown.needed_bytes
     share = show_per_cent(reason.needed_bytes, shown.needed_bytes)
     size = f"{'+' if more > 0 else '-'}{show_bytes(abs(more))} ({share})" if more else "same memory"
     slower = show_per_cent(reason.step_seconds, shown.step_seconds)
-    text = f"{reason.slot}: {reason.chosen}. With {reason.against}: {size}, "
+    text = f"{reason.slot}: {chosen}. With {reason.against}: {size}, "
     text += f"{show_seconds(reason.step_seconds)} a step ({slower})"
     apart = (reason.once_seconds or shown.once_seconds) - shown.once_seconds
     if abs(apart) >= LEAST_STARTUP:

@@ -20,6 +20,7 @@ class AdamW(Technique):
     """AdamW over all parameters at once, as torch does it by default."""
 
     fidelity: ClassVar = Fidelity.SAME
+    family: ClassVar = "adamw"
     plain: ClassVar = True
     source: ClassVar = "Loshchilov and Hutter, arXiv 1711.05101; torch.optim.AdamW(foreach=True)"
     elsewhere: ClassVar = ("adamw_torch", "adamw_hf", "adam", "adamw_foreach")

@@ -15,6 +15,7 @@ class AdamWFused(Technique):
     """AdamW in fused kernels, without temporaries."""
 
     fidelity: ClassVar = Fidelity.SAME
+    family: ClassVar = "adamw"
     source: ClassVar = "Loshchilov and Hutter, arXiv 1711.05101; torch.optim.AdamW(fused=True)"
     elsewhere: ClassVar = ("adamw_torch_fused", "fused_adam", "fused_adamw")
     counterparts: ClassVar = (Counterpart(arguments={"optim": "adamw_torch_fused"}),)

@@ -14,6 +14,7 @@ class AdamWLoop(Technique):
     """AdamW one parameter after the other."""
 
     fidelity: ClassVar = Fidelity.SAME
+    family: ClassVar = "adamw"
     source: ClassVar = (
         "Loshchilov and Hutter, arXiv 1711.05101; torch.optim.AdamW(foreach=False, fused=False)"
     )

@@ -1,0 +1,129 @@
+"""What a plan leaves as it is: the slots that a user names, and what the user's own recipe is about.
+
+    keep="lora(r=16, targets=all-linear) + bf16_pure"   these two, whatever their fidelity
+    start="lora(r=8) + bf16 + every_layer"              its adapters, its precision, its optimizer
+    free="optimizer"                                    but for the optimizer
+
+What trains, in which numbers and by which algorithm is part of what is asked, so a plan that starts from the
+user's own recipe keeps these three, unless they are freed. An optimizer may be exchanged for another of its
+family (`Technique.family`), which runs the same algorithm in other kernels. The user's own techniques may be
+chosen in every slot, also where they are less exact than the plan may be otherwise: a recipe that the user
+has is never left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from snugfit.errors import UsageError, did_you_mean
+from snugfit.job.job import Job
+from snugfit.planning.plan import KeptSlot
+from snugfit.techniques import roster
+from snugfit.techniques.recipe import ONLY_TRAINING, Recipe, techniques_of
+from snugfit.techniques.technique import Slot, Technique
+
+Keep = Recipe | str | Mapping[Slot, Technique] | None
+Free = str | Iterable[Slot | str]
+
+OF_START = (Slot.ADAPTERS, Slot.PRECISION, Slot.OPTIMIZER)
+"""Slots that a plan keeps of the recipe that it starts from."""
+
+ASKED, OWN = "kept as you asked", "kept as in your own recipe"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """What a search has to leave as it is, and the recipe that it must not leave out."""
+
+    slots: Mapping[Slot, tuple[Technique, ...]] = field(default_factory=dict)
+    """What a kept slot may hold: the technique that is kept, then others of its family."""
+
+    asked: frozenset[Slot] = frozenset()
+    """Slots that were named; the others of `slots` are kept since the user's own recipe has them so."""
+
+    start: Recipe | None = None
+    """The user's own recipe."""
+
+    def why(self, slot: Slot) -> str:
+        """Why a slot is kept, and how it is freed; empty for one that is searched."""
+        if slot not in self.slots:
+            return ""
+        family = f", of the family of {self.slots[slot][0]}" if len(self.slots[slot]) > 1 else ""
+        return f"{ASKED if slot in self.asked else OWN}{family} (--free {slot} to look at others)"
+
+    def listing(self) -> tuple[KeptSlot, ...]:
+        """The kept slots, as a plan states them."""
+        return tuple(
+            KeptSlot(slot=slot.value, techniques=tuple(map(str, self.slots[slot])), why=self.why(slot))
+            for slot in Slot
+            if slot in self.slots
+        )
+
+    def refuse(self, capability: tuple[int, int] | None = None) -> None:
+        """Raises `UsageError` where a technique that was asked for needs a package that is not installed, or
+        a GPU of another compute capability."""
+        for slot in self.asked:
+            if why := self.slots[slot][0].missing_package() or self.too_new(capability):
+                raise UsageError(f"keep: {why}")
+
+    def too_new(self, capability: tuple[int, int] | None) -> str:
+        """Why a GPU of this compute capability cannot run what was asked for; empty where it can."""
+        for slot in self.asked:
+            technique = self.slots[slot][0]
+            least = technique.least_capability
+            if least and capability and capability < least:
+                has = f"{capability[0]}.{capability[1]}"
+                return f"{technique} needs compute capability {least[0]}.{least[1]}; this GPU has {has}."
+        return ""
+
+
+def kept_of(job: Job, keep: Keep = None, free: Free = (), start: Recipe | None = None) -> Kept:
+    """What is kept for this job: what `keep` names and, of the user's own recipe to `start` from, what trains
+    and how; but not what is to be `free`. Raises `UsageError` and `RecipeError` for what is no technique or
+    slot."""
+    freed, named = _slots_of(free), _techniques_named(keep)
+    asked = {slot: (technique,) for slot, technique in named.items() if slot not in freed}
+    own = {
+        slot: (start[slot], *_family(start[slot], job))
+        for slot in OF_START
+        if start and slot not in freed and (job.trains or slot not in ONLY_TRAINING)
+        if not start[slot].missing_package()
+    }
+    return Kept(slots={**own, **asked}, asked=frozenset(asked), start=start)
+
+
+def _family(technique: Technique, job: Job) -> list[Technique]:
+    """The others of its family."""
+    if not technique.family:
+        return []
+    kinds = [
+        kind
+        for kind in roster.techniques()
+        if (kind.slot, kind.family) == (technique.slot, technique.family)
+        and not kind.missing_package()
+        and not kind.planning_objection(job)
+    ]
+    return [setting for kind in kinds for setting in kind.settings(job) if setting != technique]
+
+
+def _techniques_named(keep: Keep) -> Mapping[Slot, Technique]:
+    if keep is None:
+        return {}
+    if isinstance(keep, Mapping):
+        return keep
+    if isinstance(keep, Recipe):
+        return {technique.slot: technique for technique in keep if not technique.plain}
+    if named := techniques_of(keep):
+        return named
+    raise UsageError(f"keep is {keep!r}, which names no technique. Name some, such as 'lora(r=8) + bf16'.")
+
+
+def _slots_of(free: Free) -> frozenset[Slot]:
+    words = free.split(",") if isinstance(free, str) else list(free)
+    legal = [slot.value for slot in Slot]
+    for word in (stripped for stripped in map(str.strip, words) if stripped not in legal):
+        raise UsageError(
+            f"free: there is no slot {word!r}.{did_you_mean(word, legal)} Slots are {', '.join(legal)}."
+        )
+    return frozenset(Slot(word.strip()) for word in words)
