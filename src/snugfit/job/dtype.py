@@ -62,10 +62,13 @@ def file_dtype(file: Path) -> str | None:
 
 
 def main_dtype(module: nn.Module) -> str | None:
-    """The dtype of most of a module's floating-point weights; None where it has none."""
+    """The dtype of most of a module's floating-point weights; None where it has none. Weights of a lazy
+    module have no size yet."""
+    from torch.nn.parameter import is_lazy
+
     sizes: Counter[str] = Counter()
     for parameter in module.parameters():
-        if parameter.is_floating_point():
+        if parameter.is_floating_point() and not is_lazy(parameter):
             sizes[dtype_name(parameter.dtype)] += parameter.numel()
     return max(sizes, key=lambda name: sizes[name], default=None)
 
