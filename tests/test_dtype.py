@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from snugfit.cli.main import run
 from snugfit.errors import JobError, RecipeError
 from snugfit.exchange.export import export
 from snugfit.exchange.read import read_arguments
@@ -194,3 +195,26 @@ def test_an_export_says_the_dtype(tmp_path: Path) -> None:
     job = job_of(tiny(tmp_path, dtype="bfloat16"))
     texts = [export(job, Recipe.parse(recipe), "torch").files["train.py"] for recipe in ("plain", "fp32")]
     assert ["dtype=torch.bfloat16" in texts[0], "dtype=torch.float32" in texts[1]] == [True, True]
+
+
+def test_the_command_takes_a_dtype_and_says_which(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny(tmp_path, dtype="bfloat16")
+    (tmp_path / "job.yaml").write_text(f"model: {tmp_path}\nsequence_length: 32\ndtype: float32\n")
+    asked = ["predict", "--job", str(tmp_path / "job.yaml"), "--gpu", "v100-16gb"]
+    for more, says in (
+        ([], "float32 weights, not bfloat16"),
+        (["--dtype", "float16"], "float16 weights, not bfloat16"),
+        (["--dtype", "auto"], "bfloat16 weights, as the checkpoint"),
+    ):
+        assert run([*asked, *more]) == 0
+        shown = " ".join(capsys.readouterr().out.split())
+        assert says in shown
+        assert ("which this GPU emulates slowly" in shown) == ("auto" in more)
+    assert run([*asked, "--dtype", "bf16"]) == 2
+    assert "float32, bfloat16, float16, and auto" in capsys.readouterr().err
+
+
+def test_a_plan_says_first_that_a_technique_changes_nothing(tmp_path: Path) -> None:
+    job = job_of(tiny(tmp_path, dtype="bfloat16"))
+    excluded = {one.what: one.why for one in space_of(job, fidelity=Fidelity.ROUNDS).excluded}
+    assert "already" in excluded["bf16_pure"]

@@ -124,7 +124,9 @@ def cures(
     more = [
         technique.name
         for technique in roster.techniques()
-        if technique.fidelity in looser and technique.slot not in fixed.slots
+        if technique.fidelity in looser
+        and technique.slot not in fixed.slots
+        and not technique.planning_objection(job)
     ]
     if more:
         yield f"--fidelity {looser[-1].value} allows more: {', '.join(more)}."

@@ -179,12 +179,10 @@ def _choices(
     for technique in roster.techniques():
         if technique.slot is not slot:
             continue
-        if why := _missing_on(technique, capability):
+        if (why := _missing_on(technique, capability)) or (why := technique.planning_objection(job)):
             excluded.append(Exclusion(what=technique.name, why=why))
         elif degrees.index(technique.fidelity) > degrees.index(fidelity):
             excluded.append(Exclusion(what=technique.name, why=ALLOWED_BY[technique.fidelity]))
-        elif why := technique.planning_objection(job):
-            excluded.append(Exclusion(what=technique.name, why=why))
         else:
             yield from dict.fromkeys(technique.settings(job))
 

@@ -6,12 +6,16 @@ for most language models, and makes random weights of a config in float32.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from snugfit.techniques.counterpart import Counterpart
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Technique
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,3 +31,11 @@ class AsLoaded(Technique):
     def install(self, setup: Setup) -> Setup:
         """Casts nothing and uses no autocast."""
         return replace(setup, weights_dtype=None, autocast=None, scale_gradients=False)
+
+    def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
+        """Before Ampere bfloat16 is emulated."""
+        if job.dtype == "bfloat16" and compute_capability and compute_capability < (8, 0):
+            yield (
+                "the weights are loaded in bfloat16, which this GPU emulates slowly; float16 is native there"
+                " (--dtype float16)."
+            )
