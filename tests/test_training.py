@@ -157,6 +157,23 @@ def test_a_constant_rate_may_go_on_for_longer(tmp_path: Path) -> None:
     assert_same_weights(longer.model, whole.model)
 
 
+def test_a_finished_run_goes_on_when_it_is_made_longer(tmp_path: Path) -> None:
+    """Its rate follows the longer schedule from there; a kill on the way changes no number."""
+    for name in ("straight", "killed"):
+        train(small_run(tmp_path / name))
+    longer = {"max_steps": 20, "save_steps": 2}
+    straight = train(small_run(tmp_path / "straight", **longer))
+    assert (straight.outcome, straight.step) == ("finished", 20)
+    rates = {event["step"]: event["learning_rate"] for event in events(tmp_path / "straight", "step")}
+    assert rates[13] == pytest.approx(small_run(tmp_path).job.learning_rate * 8 / 20)
+    warnings = [event["text"] for event in events(tmp_path / "straight", "warning")]
+    assert any("was finished after 12 steps and goes on to 20" in text for text in warnings)
+    killed_in(small_run(tmp_path / "killed", **longer), 15)
+    assert_same_weights(train(small_run(tmp_path / "killed", **longer)).model, straight.model)
+    with pytest.raises(UsageError, match="max_steps was 20 and is 15"):
+        train(small_run(tmp_path / "killed", max_steps=15))
+
+
 def test_other_software_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     killed_in(small_run(tmp_path, save_steps=2), 5)
     monkeypatch.setattr("snugfit.training.run.run.versions", lambda: {"torch": "1.0"})

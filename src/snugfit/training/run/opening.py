@@ -22,6 +22,7 @@ from snugfit.training.checkpoint.model_state import (
 )
 from snugfit.training.checkpoint.state import TrainState, restore
 from snugfit.training.checkpoint.weights import load_weights
+from snugfit.training.run.run import lengthens
 
 if TYPE_CHECKING:
     import torch
@@ -60,7 +61,20 @@ def open_run(
     )
     if checkpoint is not None:
         restore(state, checkpoint.folder)
+        if lengthens(run, checkpoint.about, checkpoint.step):
+            _set_rates(state.scheduler)
     return state
+
+
+def _set_rates(scheduler: Any) -> None:
+    """Sets the learning rates to what this schedule has for its step: the restored ones were those at the
+    end of a shorter one."""
+    step = scheduler.last_epoch
+    scheduler._last_lr = [
+        rate * factor(step) for rate, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+    ]
+    for group, rate in zip(scheduler.optimizer.param_groups, scheduler._last_lr, strict=True):
+        group["lr"] = rate
 
 
 def _model(

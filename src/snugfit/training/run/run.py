@@ -13,7 +13,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -172,13 +172,32 @@ def depends_on_length(schedule: str, warmup_steps: float) -> bool:
     return schedule not in LENGTH_FREE_SCHEDULES or 0 < warmup_steps < 1
 
 
-def compare_runs(before: Mapping[str, Any], run: Run) -> tuple[list[str], list[str]]:
-    """How `run` differs from the run that a checkpoint says it is of: in what would change a number, so that
-    it cannot be resumed, and in what only keeps the numbers from being the same bit for bit."""
+def lengthens(run: Run, before: Mapping[str, Any], step: int) -> str:
+    """Where a checkpoint after `step` is the end of a finished run and `run` is longer: what that means for
+    its learning rate, a sentence. Empty for any other, and where the rate does not depend on the length."""
+    saved = before.get("options", {})
+    length = {name: saved[name] for name in LENGTH_OPTIONS if name in saved}
+    options = run.options
+    if not length or not depends_on_length(options.lr_scheduler_type, options.warmup_steps):
+        return ""
+    order = run.order(1)
+    finished_at = replace(run, options=replace(options, **length)).steps(order)
+    if not finished_at <= step < (steps := run.steps(order)):
+        return ""
+    return (
+        f"The run was finished after {finished_at:,} steps and goes on to {steps:,}. From here its learning"
+        f" rate is that of a schedule of {steps:,} steps: the run is not one of that length from its start."
+    )
+
+
+def compare_runs(before: Mapping[str, Any], run: Run, step: int = -1) -> tuple[list[str], list[str]]:
+    """How `run` differs from the run that a checkpoint after `step` says it is of: in what would change a
+    number, so that it cannot be resumed, and in what only keeps the numbers from being the same bit for bit.
+    A run that was finished may be made longer."""
     now = json.loads(json.dumps(run.about(run.recipe)))
     options = before.get("options", {})
     depends = depends_on_length(run.options.lr_scheduler_type, run.options.warmup_steps)
-    free = FREE_OPTIONS | (frozenset() if depends else LENGTH_OPTIONS)
+    free = FREE_OPTIONS | (LENGTH_OPTIONS if not depends or lengthens(run, before, step) else frozenset())
     wrong = differences(before, now, ("asked", "weights", "samples"))
     wrong += differences(_earlier_job(before.get("job", {}), now["job"]), now["job"], prefix="job.")
     wrong += compare_facts(before, now)

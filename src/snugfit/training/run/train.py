@@ -31,7 +31,7 @@ from snugfit.training.journal import Event, Journal
 from snugfit.training.predicted import PredictRun, predict_nothing
 from snugfit.training.recovery import Compare, Replan
 from snugfit.training.run.reporting import Reports
-from snugfit.training.run.run import Run, compare_runs
+from snugfit.training.run.run import Run, compare_runs, lengthens
 from snugfit.training.run.session import Session
 from snugfit.training.run.trained import Trained
 
@@ -80,8 +80,10 @@ def train(
         for note in run.data.notes:
             journal.tell("note", text=note)
         if checkpoint is not None:
-            wrong, changed = compare_runs(checkpoint.about, run)
+            wrong, changed = compare_runs(checkpoint.about, run, checkpoint.step)
             checkpoints.refuse_another_run(checkpoint, wrong, changed, cure=CURE)
+            if note := lengthens(run, checkpoint.about, checkpoint.step):
+                journal.tell("warning", text=note)
             if named is not None:
                 checkpoints.go_back_to(checkpoint)
         with Interrupts(store.root, stop_seconds=run.options.stop_seconds) as interrupts:
