@@ -5,6 +5,7 @@ Exit code 3 when it does not fit, so that a script can ask.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -27,6 +28,16 @@ Compare = Annotated[
 ]
 Operators = Annotated[bool, typer.Option("--operators", help="FLOPs, bytes and kernels by operator group.")]
 
+TraceFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--trace",
+        help="Write the step for PyTorch's memory viewer (.pickle), or as a timeline for Perfetto (.json).",
+        dir_okay=False,
+        metavar="FILE",
+    ),
+]
+
 
 @given.about_a_job
 def predict(
@@ -40,12 +51,15 @@ def predict(
     largest: Largest = None,
     operators: Operators = False,
     html: given.Html = None,
+    trace: TraceFile = None,
     as_json: given.AsJson = False,
 ) -> int:
     """Predict the memory of a training step, without a GPU."""
     if largest and compare:
         raise UsageError("--largest and --compare are two questions. Ask one at a time.")
     given.check_html(html)
+    if trace:
+        _check_trace(trace, request, compare)
     predictions = (
         [_largest(request, largest, headroom, quiet=as_json)]
         if largest
@@ -53,7 +67,27 @@ def predict(
     )
     _print(predictions, operators=operators, as_json=as_json)
     given.write_html(html, predictions[0] if len(predictions) == 1 else tuple(predictions))
+    if trace:
+        from snugfit.prediction.export_trace import export_trace
+        from snugfit.report.text.files import write_atomically
+
+        write_atomically(trace, export_trace(predictions[0], trace.suffix))
     return NothingFits.exit_code if all(one.fits is False for one in predictions) else 0
+
+
+def _check_trace(path: Path, request: Request, compared: list[str] | None) -> None:
+    """Raises `UsageError` for a trace that could not be made or written, before long work begins."""
+    from snugfit.report.text.files import writable_folder
+
+    if path.suffix not in (".pickle", ".json"):
+        raise UsageError(
+            f"--trace {path}: a trace is a .pickle for PyTorch's memory viewer, or a .json for Perfetto."
+        )
+    if compared:
+        raise UsageError("--trace is of one recipe. Leave --compare out.")
+    if path.suffix == ".json" and request.gpu is None:
+        raise UsageError("--trace FILE.json is a timeline, and seconds need a GPU: add --gpu NAME.")
+    writable_folder(path.parent)
 
 
 def _predict_all(request: Request, compared: list[str], headroom: str | None) -> list[Prediction]:

@@ -101,6 +101,10 @@ class Allocator:
         """Everything that its next decisions depend on, except the blocks that are handed out."""
         return self.reserved, *(tuple((size, at) for size, at, _ in pool) for pool in self._free.values())
 
+    def free_blocks(self) -> list[_PoolBlock]:
+        """The blocks that it keeps for later, of both pools."""
+        return [block for pool in self._free.values() for _, _, block in pool]
+
     def _best_fit(self, size: int, small: bool) -> _PoolBlock | None:
         pool = self._free[small]
         index = bisect.bisect_left(pool, (size,))
@@ -189,14 +193,14 @@ def replay(trace: Trace, *, expandable: bool = False, states: Collection[int] = 
     live: dict[int, _PoolBlock] = {}
     reserved: list[int] = []
     blocks = trace.blocks
-    driver_actions = _driver_actions(trace, allocator.addresses)
+    actions = driver_actions(trace, allocator.addresses)
     noted: dict[int, Hashable] = {}
     for index, event in enumerate(trace.events):
         if index in states:
             handed_out = tuple((blocks[number - 1][:4], block.address) for number, block in live.items())
             noted[index] = handed_out, allocator.state()
         if event > 0:
-            for act in driver_actions.get(event, ()):
+            for act in actions.get(event, ()):
                 act()
             live[event] = allocator.allocate(blocks[event - 1].nbytes)
         else:
@@ -211,7 +215,7 @@ def replay(trace: Trace, *, expandable: bool = False, states: Collection[int] = 
     )
 
 
-def _driver_actions(trace: Trace, addresses: DeviceAddresses) -> Mapping[int, Sequence[Callable[[], None]]]:
+def driver_actions(trace: Trace, addresses: DeviceAddresses) -> Mapping[int, Sequence[Callable[[], None]]]:
     """What the driver does with addresses on its own, by the number of the block before which it does so."""
     pending = {
         MarkKind.CONTEXT_RELEASED: addresses.release_context,

@@ -11,7 +11,7 @@ from snugfit.prediction.allocator import replay
 from snugfit.prediction.anatomy import anatomy, by_kind
 from snugfit.prediction.device import context_of, doubts_about, policy_for
 from snugfit.prediction.headroom import headroom_of
-from snugfit.prediction.profile import INSTALLED, find_software, installed_versions
+from snugfit.prediction.profile import INSTALLED, Software, find_software, installed_versions
 from snugfit.prediction.rates import Rates, rates_for
 from snugfit.prediction.seconds import step_seconds
 from snugfit.prediction.startup import distinct_kernels, startup
@@ -71,15 +71,7 @@ def predict(
     recipe = profile.with_defaults(recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe))
     warnings = recipe.check(job, gpu.compute_capability if gpu else None)
     setup = profile.setup(recipe)
-    trace = rehearse(
-        job,
-        setup,
-        policy_for(gpu, profile),
-        loop=loop,
-        keep_gradients=profile.keep_gradients,
-        always_mask=profile.always_mask,
-        trainer_class=trainer_class,
-    )
+    trace = _rehearse(job, setup, gpu, profile, loop, trainer_class)
     after = replay(trace, expandable=setup.expandable_segments)
     context, about_context = context_of(gpu, profile, trace)
     timing, timeline, about_seconds = _seconds(trace, gpu, job, setup, rates)
@@ -99,6 +91,27 @@ def predict(
         startup=_startup(trace, job, setup, timing) if loop == "plain" else None,
         software=software,
         timeline=timeline,
+    )
+
+
+def rehearse_again(prediction: Prediction) -> Trace:
+    """The trace that a prediction was made from, which it does not hold. Not for a subclass of Trainer."""
+    profile = find_software(prediction.software)
+    setup = profile.setup(prediction.recipe)
+    return _rehearse(prediction.job, setup, prediction.gpu, profile, prediction.loop, None)
+
+
+def _rehearse(
+    job: Job, setup: Setup, gpu: Gpu | None, profile: Software, loop: str, trainer_class: type[Any] | None
+) -> Trace:
+    return rehearse(
+        job,
+        setup,
+        policy_for(gpu, profile),
+        loop=loop,
+        keep_gradients=profile.keep_gradients,
+        always_mask=profile.always_mask,
+        trainer_class=trainer_class,
     )
 
 

@@ -1,0 +1,86 @@
+"""The steady step as a trace of Chrome's format, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
+
+Two tracks each for the host and the device, its phases and its kernels, and a counter of live bytes by kind.
+When a kernel is launched and runs follows from the queue (`timeline.py`). Which allocations come between two
+kernels a trace does not say, so the events of a phase are spread evenly over the host's time in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from snugfit.prediction.timeline import phase_spans
+
+if TYPE_CHECKING:
+    from snugfit.prediction.timeline import TimedKernel
+    from snugfit.rehearsal.trace.trace import Mark, Trace
+
+MICRO = 1e6
+"""The format counts in microseconds."""
+
+TRACKS = {"host phases": 1, "host": 2, "device phases": 3, "device": 4}
+
+
+def chrome_trace(trace: Trace, timed: Sequence[TimedKernel]) -> dict[str, Any]:
+    """The document, of this trace and the moments of its steady step's kernels."""
+    named = [_entry("M", "process_name", 0, args={"name": "snugfit, predicted"})]
+    named += [_entry("M", "thread_name", track, args={"name": name}) for name, track in TRACKS.items()]
+    events = [*named, *_phases(timed), *_kernels(timed), *_counters(trace, timed)]
+    return {"displayTimeUnit": "ms", "traceEvents": events}
+
+
+def _entry(kind: str, name: str, track: int, **fields: Any) -> dict[str, Any]:
+    return {"ph": kind, "name": name, "pid": 1, "tid": track, **fields}
+
+
+def _phases(timed: Sequence[TimedKernel]) -> Iterator[dict[str, Any]]:
+    for span in phase_spans(timed):
+        start, length = MICRO * span.start_seconds, MICRO * (span.end_seconds - span.start_seconds)
+        yield _entry("X", span.phase, TRACKS[f"{span.lane} phases"], cat="phase", ts=start, dur=length)
+
+
+def _kernels(timed: Iterable[TimedKernel]) -> Iterator[dict[str, Any]]:
+    for one in timed:
+        kernel = one.kernel
+        about = {"module": kernel.module, "shapes": str(list(kernel.shapes)), "dtype": kernel.dtype}
+        work = {"flops": kernel.flops, "bytes": kernel.nbytes}
+        for track, start, length in (
+            ("host", one.launch, one.launch_seconds),
+            ("device", one.start, one.device_seconds),
+        ):
+            moments = {"ts": MICRO * start, "dur": MICRO * length}
+            yield _entry("X", kernel.operator, TRACKS[track], cat=track, **moments, args=about | work)
+
+
+def _counters(trace: Trace, timed: Sequence[TimedKernel]) -> Iterator[dict[str, Any]]:
+    """Live bytes by kind after each event of the steady step."""
+    last = max(mark.step for mark in trace.marks)
+    marks = [next(members) for _, members in groupby(
+        (mark for mark in trace.phases if mark.step == last), key=lambda mark: mark.phase
+    )]  # fmt: skip
+    times = _event_times(marks, len(trace.events), [*phase_spans(timed)][::2])
+    live: dict[str, int] = {}
+    for position, event in enumerate(trace.events):
+        block = trace.blocks[abs(event) - 1]
+        live[block.kind] = live.get(block.kind, 0) + (block.nbytes if event > 0 else -block.nbytes)
+        if position in times:
+            args = {str(kind): nbytes for kind, nbytes in live.items()}
+            yield _entry("C", "live bytes", 0, ts=MICRO * times[position], args=args)
+
+
+def _event_times(marks: Sequence[Mark], end: int, spans: Sequence[Any]) -> dict[int, float]:
+    """Seconds for each event of the step: those of a passage spread evenly over the host's time in it. A
+    passage without kernels takes no time."""
+    times: dict[int, float] = {}
+    pending, now = list(reversed(spans)), 0.0
+    for mark, following in zip(marks, [*(mark.event for mark in marks[1:]), end], strict=True):
+        length = 0.0
+        if pending and pending[-1].phase == mark.phase:
+            span = pending.pop()
+            now, length = span.start_seconds, span.end_seconds - span.start_seconds
+        count = following - mark.event
+        times |= {mark.event + number: now + length * (number + 1) / count for number in range(count)}
+        now += length
+    return times

@@ -1,0 +1,32 @@
+"""The file of `--trace`: a predicted step for PyTorch's memory viewer, or for Perfetto."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from typing import TYPE_CHECKING
+
+from snugfit.errors import UsageError
+from snugfit.prediction.chrome_trace import chrome_trace
+from snugfit.prediction.memory_snapshot import memory_snapshot
+from snugfit.prediction.predict import rehearse_again
+from snugfit.prediction.rates import rates_for
+from snugfit.prediction.timeline import time_kernels
+
+if TYPE_CHECKING:
+    from snugfit.results.prediction import Prediction
+
+SNAPSHOT, CHROME = ".pickle", ".json"
+
+
+def export_trace(prediction: Prediction, form: str) -> bytes:
+    """The step's trace, rehearsed again, in the form of a file that ends in `form`. Raises `UsageError` for
+    a timeline without seconds, `GpuError` where the GPU's rates are not known."""
+    if form == CHROME and prediction.gpu is None:
+        raise UsageError("--trace FILE.json is a timeline, and seconds need a GPU: add --gpu NAME.")
+    trace, setup = rehearse_again(prediction), prediction.recipe.setup()
+    if form == SNAPSHOT:
+        return pickle.dumps(memory_snapshot(trace, expandable=setup.expandable_segments))
+    assert prediction.gpu is not None
+    timed = time_kernels(trace, rates_for(prediction.gpu), workers=setup.loader.workers)
+    return json.dumps(chrome_trace(trace, timed), allow_nan=False).encode()

@@ -1,0 +1,87 @@
+"""`predict --trace`: read by torch's own functions for snapshots, and held to Chrome's format."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from small_models import small_job
+from snugfit.cli.main import run
+from snugfit.prediction.export_trace import export_trace
+from snugfit.prediction.predict import predict
+from snugfit.results.prediction import Prediction
+
+
+@pytest.fixture(scope="module")
+def one() -> Prediction:
+    return predict(small_job("bert", layers=2), "micro_batches(2)", gpu="rtx 4090")
+
+
+def snapshot_of(prediction: Prediction) -> dict[str, Any]:
+    snapshot = pickle.loads(export_trace(prediction, ".pickle"))
+    assert isinstance(snapshot, dict)
+    return snapshot
+
+
+@pytest.mark.parametrize("recipe", ["micro_batches(2)", "expandable"])
+def test_torch_reads_the_snapshot(one: Prediction, recipe: str) -> None:
+    """`segsum` raises where blocks do not fill their segments."""
+    from torch.cuda import _memory_viz as viz
+
+    prediction = one if str(one.recipe) == recipe else predict(one.job, recipe, gpu="rtx 4090")
+    snapshot = snapshot_of(prediction)
+    assert "total_reserved" in viz.segsum(snapshot)
+    assert (
+        sum(segment["total_size"] for segment in snapshot["segments"]) == prediction.footprint.reserved_bytes
+    )
+    assert "entries" in viz.trace(snapshot)
+    assert "Active Memory Timeline" in viz.trace_plot(snapshot)
+    live = peak = 0
+    for entry in snapshot["device_traces"][0]:
+        live += {"alloc": entry["size"], "free_completed": -entry["size"]}.get(entry["action"], 0)
+        peak = max(peak, live)
+    assert peak == prediction.footprint.requested_bytes
+    lines = []
+    viz.compare(snapshot["segments"], [], format_flamegraph=lines.append)
+    assert "aten::" in lines[0]
+    assert "only_before" in lines[0]
+
+
+def test_a_chrome_trace_holds_the_step(one: Prediction) -> None:
+    """Complete events of the format, none negative; the device's add up, and no track's overlap."""
+    events = json.loads(export_trace(one, ".json"))["traceEvents"]
+    assert {event["ph"] for event in events} == {"M", "X", "C"}
+    assert {event["args"]["name"] for event in events if event["ph"] == "M"} > {"host", "device"}
+    kernels = [event for event in events if event["ph"] == "X" and event["cat"] == "device"]
+    assert one.timing is not None
+    assert sum(event["dur"] for event in kernels) == pytest.approx(1e6 * one.timing.device_seconds)
+    for category in ("host", "device"):
+        track = [event for event in events if event["ph"] == "X" and event["cat"] == category]
+        assert all(event["ts"] >= 0 and event["dur"] >= 0 for event in track)
+        assert all(a["ts"] + a["dur"] <= b["ts"] + 1e-3 for a, b in pairwise(track))
+    counters = [event for event in events if event["ph"] == "C"]
+    assert counters == sorted(counters, key=lambda event: event["ts"])
+    highest = max(sum(event["args"].values()) for event in counters)
+    assert highest == max(point.live_bytes for point in one.anatomy.curve)
+
+
+@pytest.mark.parametrize(("asked", "why"), [
+    (["--trace", "a.txt"], "a .pickle for PyTorch's memory viewer"),
+    (["--trace", "a.json"], "add --gpu NAME"),
+    (["--trace", "a.pickle", "--compare", "bf16"], "of one recipe"),
+])  # fmt: skip
+def test_a_trace_that_cannot_be_is_refused_before_the_work(
+    asked: list[str],
+    why: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(["predict", "bert-base-uncased", "--task", "masked-lm", *asked]) == 2
+    assert why in " ".join(capsys.readouterr().err.split())
