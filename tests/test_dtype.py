@@ -203,14 +203,14 @@ def test_the_command_takes_a_dtype_and_says_which(tmp_path: Path, capsys: pytest
     asked = ["predict", "--job", str(tmp_path / "job.yaml"), "--gpu", "v100-16gb"]
     for more, says in (
         ([], "float32 weights, not bfloat16"),
-        (["--dtype", "float16"], "float16 weights, not bfloat16"),
+        (["--dtype", "fp16"], "float16 weights, not bfloat16"),
         (["--dtype", "auto"], "bfloat16 weights, as the checkpoint"),
     ):
         assert run([*asked, *more]) == 0
         shown = " ".join(capsys.readouterr().out.split())
         assert says in shown
         assert ("which this GPU emulates slowly" in shown) == ("auto" in more)
-    assert run([*asked, "--dtype", "bf16"]) == 2
+    assert run([*asked, "--dtype", "int4"]) == 2
     assert "float32, bfloat16, float16, and auto" in capsys.readouterr().err
 
 

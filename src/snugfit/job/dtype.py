@@ -20,8 +20,11 @@ DTYPES = ("float32", "bfloat16", "float16")
 KEYS = ("dtype", "torch_dtype")
 """Where a config says it; the second is the older name."""
 
-SHORT_NAMES = {"half": "float16", "float": "float32", "double": "float64"}
-"""Names that torch has beside a dtype's own."""
+SHORT_NAMES = {
+    "half": "float16", "float": "float32", "double": "float64", "bf16": "bfloat16", "fp16": "float16",
+    "fp32": "float32",
+}  # fmt: skip
+"""Names that torch has beside a dtype's own, and that people write."""
 
 STORED_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """safetensors' names for the dtypes that a model can be made in."""
