@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from snugfit.errors import SnugfitError
 from snugfit.job.job import Job
-from snugfit.job.limits import NO_SEQUENCE
 from snugfit.techniques.recipe import Recipe
 from snugfit.training.predicted import PredictedRun, PredictRun, predict_nothing
 
@@ -46,15 +45,6 @@ def run_figures(prediction: Prediction) -> PredictedRun:
         step_seconds=timing.step_seconds if timing else None,
         peak_seconds=timing.peak_seconds if timing else None,
         samples=prediction.job.batch_size,
-        tokens=_token_count(prediction.job),
+        tokens=prediction.job.tokens,
         doubts=prediction.doubts,
     )
-
-
-def _token_count(job: Job) -> int:
-    """Tokens that a predicted step goes through, those of a user's example where there is one; 0 where its
-    inputs are no tokens."""
-    if job.task not in NO_SEQUENCE:
-        return job.batch_size * job.sequence_length
-    ids = (job.model.example or {}).get("input_ids")
-    return job.batch_size * (int(ids.numel()) // max(1, len(ids))) if ids is not None else 0

@@ -17,7 +17,7 @@ from typing import Any, Self
 from snugfit.errors import JobError, did_you_mean
 from snugfit.job.architectures import tasks_of, transformers_version
 from snugfit.job.dtype import DTYPES, dtype_name
-from snugfit.job.limits import length_problem
+from snugfit.job.limits import NO_SEQUENCE, length_problem
 from snugfit.job.model import Model
 
 LARGEST_BATCH = 1 << 20
@@ -174,6 +174,15 @@ class Job:
     def trains(self) -> bool:
         """Whether the job takes optimizer steps."""
         return self.phase is Phase.TRAIN
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that a step goes through, those of a user's example where there is one; 0 where its inputs
+        are no tokens."""
+        if self.task not in NO_SEQUENCE:
+            return self.batch_size * self.sequence_length
+        ids = (self.model.example or {}).get("input_ids")
+        return self.batch_size * (int(ids.numel()) // max(1, len(ids))) if ids is not None else 0
 
     def transformers_config(self) -> Any:
         """A fresh transformers config of the model for this job's task and labels."""

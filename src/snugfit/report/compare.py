@@ -14,6 +14,7 @@ from rich.text import Text
 
 from snugfit.comparison.compare import Comparison
 from snugfit.report.text.job import beside_note, job_line, recipes_beside
+from snugfit.report.text.pace import show_mfu, show_spread, spread_of_timing, tokens_per_second
 from snugfit.report.text.table import PlainTable, table
 from snugfit.report.text.terminal import words
 from snugfit.results.prediction import Prediction
@@ -54,19 +55,38 @@ def _totals(predictions: Sequence[Prediction]) -> Group:
     base = predictions[0].needed_bytes
     recipes = [str(prediction.recipe) for prediction in predictions]
     shown = recipes_beside(recipes, recipes[0])
+    timed = any(prediction.timing for prediction in predictions)
     rows = [
         (
             number,
             show_mib(prediction.needed_bytes),
             *_difference(prediction.needed_bytes, base),
             _fits(prediction),
+            *(_pace(prediction) if timed else ()),
             str(prediction.footprint.at or ""),
             recipe,
         )
         for number, (prediction, recipe) in enumerate(zip(predictions, shown, strict=True), start=1)
     ]
-    heads = ("", "MiB>", "Difference MiB>", "%>", "Fits", "Peak", "Recipe<")
+    heads = ("", "MiB>", "Difference MiB>", "%>", "Fits", *(_PACE if timed else ()), "Peak", "Recipe<")
     return Group(table(heads, rows), words(beside_note(shown)))
+
+
+_PACE = ("ms a step>", "likely>", "samples/s>", "tokens/s>", "MFU>")
+
+
+def _pace(prediction: Prediction) -> tuple[str, ...]:
+    """The cells of `_PACE`; empty ones where the seconds are not known."""
+    timing = prediction.timing
+    if timing is None:
+        return ("",) * len(_PACE)
+    return (
+        f"{1e3 * timing.step_seconds:,.1f}",
+        show_spread(spread_of_timing(timing)),
+        f"{timing.samples_per_second:,.1f}",
+        tokens_per_second(timing.step_seconds, prediction.job.tokens),
+        show_mfu(timing.mfu),
+    )
 
 
 def _kinds(predictions: Sequence[Prediction]) -> PlainTable:

@@ -7,8 +7,10 @@ from operator import attrgetter
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from snugfit.job.job import Job
 from snugfit.report.curve import draw_curve
 from snugfit.report.text.job import job_line
+from snugfit.report.text.pace import pace, spread_of_timing
 from snugfit.report.text.table import PlainTable, table
 from snugfit.report.text.terminal import words
 from snugfit.results.footprint import Footprint
@@ -26,7 +28,7 @@ def render(prediction: Prediction, *, operators: bool = False) -> RenderableType
     parts: list[RenderableType] = [heading(prediction), footprint_table(prediction.footprint)]
     parts += [
         verdict(prediction),
-        *_pace(prediction.timing),
+        *_pace(prediction.timing, prediction.job),
         *_startup(prediction),
         Text(),
         *_peak(prediction),
@@ -76,16 +78,22 @@ def verdict(prediction: Prediction) -> Text:
     return words(f"Does not fit: short by {show_bytes(-spare)} of {show_bytes(memory)}.", "bold red")
 
 
-def _pace(timing: StepSeconds | None) -> list[RenderableType]:
+def _pace(timing: StepSeconds | None, job: Job) -> list[RenderableType]:
     """How long a step takes, and what bounds it."""
     if timing is None:
         return []
     roofline = sum(line.roofline_seconds for line in timing.phases)
+    about = pace(
+        timing.step_seconds,
+        samples=job.batch_size,
+        tokens=job.tokens,
+        mfu=timing.mfu,
+        spread=spread_of_timing(timing),
+    )
     bound = "the host" if timing.bound == "host" else timing.bound
     return [
         words(
-            f"A step takes about {show_seconds(timing.step_seconds)} "
-            f"({timing.samples_per_second:.1f} samples/s), bound by {bound}: the GPU is busy for "
+            f"A step takes {about}. It is bound by {bound}: the GPU is busy for "
             f"{show_seconds(timing.device_seconds)} of it, and would need {show_seconds(roofline)} at the "
             "rates of its data sheet."
         )

@@ -1,0 +1,62 @@
+"""Seconds are told with their spread, beside samples and tokens a second and MFU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from made_up import prediction
+from snugfit.prediction.spread import ANY_BOUND, GPU_BOUND, HOST_BOUND, SCALED, spread_of
+from snugfit.report import compare
+from snugfit.report.prediction import render
+from snugfit.report.text.pace import pace
+from snugfit.report.text.terminal import as_text
+from snugfit.results.step_seconds import StepSeconds
+
+TIMING = StepSeconds(
+    step_seconds=0.8,
+    samples_per_second=5.0,
+    device_seconds=0.75,
+    host_seconds=0.2,
+    phases=(),
+    bound="tensor contractions",
+    measured_rates=True,
+    peak_seconds=0.32,
+)
+
+
+@pytest.mark.parametrize(
+    ("bound", "measured", "error"),
+    [
+        ("host", True, HOST_BOUND),
+        ("loading", True, HOST_BOUND),
+        ("tensor contractions", True, GPU_BOUND),
+        ("", True, ANY_BOUND),
+        ("host", False, SCALED),
+    ],
+)
+def test_the_spread_is_that_of_the_errors(bound: str, measured: bool, error: float) -> None:
+    """A step at either end would have been predicted with exactly that error."""
+    low, high = spread_of(1.0, bound=bound, measured_rates=measured)
+    assert 1 / low - 1 == pytest.approx(error)
+    assert 1 / high - 1 == pytest.approx(-error)
+
+
+def test_a_pace_in_words() -> None:
+    spread = spread_of(0.8, bound="", measured_rates=False)
+    text = pace(0.8, samples=4, tokens=2048, mfu=0.4, spread=spread)
+    assert text == "about 800.0 ms, 590 ms to 1.2 s; 5.0 samples/s, 2,560 tokens/s, 40 % MFU"
+    assert pace(0.8, samples=4, tokens=0, mfu=None, spread=None) == "about 800.0 ms; 5.0 samples/s"
+
+
+def test_a_prediction_and_a_comparison_say_the_pace() -> None:
+    timed = prediction(timing=TIMING)
+    text = " ".join(as_text(render(timed)).split())
+    assert "A step takes about 800.0 ms, 750 ms to 850 ms; 5.0 samples/s, 2,560 tokens/s, 40 % MFU." in text
+    slower = replace(timed, timing=replace(TIMING, step_seconds=1.6, samples_per_second=2.5))
+    table = as_text(compare.render([timed, slower]), width=200)
+    assert "750 ms to 850 ms" in table
+    assert "1,280" in table
+    assert "20 %" in table
+    assert "MFU" not in as_text(compare.render([prediction(), prediction()]), width=200)
