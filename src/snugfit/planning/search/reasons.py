@@ -133,7 +133,8 @@ def cures(
     if fixed.slots:
         yield f"--free {','.join(fixed.slots)} looks at other techniques where yours are kept."
     smaller = "smaller inputs" if job.task in NO_SEQUENCE else "shorter sequences"
-    yield f"Or with {smaller}: the global batch is cut as far as it goes already."
+    cut = recipe.setup().micro_batches == job.batch_size
+    yield f"Or with {smaller}{': the global batch is cut as far as it goes already' if cut else ''}."
 
 
 # ---- the user's own recipe -------------------------------------------------------------------------------

@@ -38,6 +38,10 @@ MEMORY_RESOLUTION = 0.03
 """Of a recipe's bytes, by how much a slower one must be smaller to be worth listing: about what the allocator
 loses between the blocks of a step."""
 
+ENOUGH = 8
+"""Parts of a search that are done before the time left is estimated, and over which the estimate is smoothed:
+a part may take ten times as long as another."""
+
 TOGETHER = 4
 """Traces for each worker that are judged before it is asked again whether the best are known."""
 
@@ -258,12 +262,23 @@ class Progress:
     def __init__(self, what: str, total: int, tell: Tell) -> None:
         self.what, self.total, self.tell = what, total, tell
         self.done, self.began = 0, time.monotonic()
+        self.end: float | None = None
 
     def step(self) -> None:
         """One more is done."""
         self.done += 1
-        rest = (time.monotonic() - self.began) / self.done * (self.total - self.done)
-        self.tell(f"{self.what} {self.done} of {self.total}, about {rest:.0f} s left")
+        now = time.monotonic()
+        left = ""
+        if self.done >= min(self.total / 10, ENOUGH):  # the first ones wait for imports
+            estimate = self.began + (now - self.began) / self.done * self.total
+            self.end = estimate if self.end is None else self.end + (estimate - self.end) / ENOUGH
+            left = f", about {_to_fives(max(0.0, self.end - now))} s left"
+        self.tell(f"{self.what} {self.done} of {self.total}{left}")
+
+
+def _to_fives(seconds: float) -> int:
+    """To whole seconds, above ten to fives: an estimate that is no better does not look it."""
+    return round(seconds) if seconds < 10 else 5 * round(seconds / 5)
 
 
 def exclusion(space: Space, group: list[int], error: SnugfitError) -> Exclusion:
