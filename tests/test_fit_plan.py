@@ -119,3 +119,13 @@ def test_a_forward_that_a_library_has_replaced_runs_on_the_copy(tmp_path: Path) 
 
     trainer.model.forward = MethodType(replaced, trainer.model)
     assert bytes_of(trainer, "plain") == expected
+
+
+@pytest.mark.whole
+def test_an_optimizer_that_nobody_named_stays_the_trainer_s(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, Deep(), spoken(), micro=(1, 1))
+    told: list[str] = []
+    fit(trainer, gpu="h200", watch=lambda event: told.append(event["text"]) if "text" in event else None)
+    assert trainer.args.optim == "adamw_torch_fused"
+    assert trainer.snugfit.recipe["optimizer"].name == "adamw_fused"
+    assert "the optimizer stays the Trainer's default" in told[0]

@@ -92,6 +92,7 @@ def test_a_gpu_that_is_too_old_for_what_is_kept_says_so() -> None:
 
 FEW = {slot: roster.plain(slot) for slot in (Slot.ATTENTION, Slot.MATMUL, Slot.ALLOCATOR, Slot.LOADING)}
 """Not searched where a test is about other slots."""
+ONE_PRECISION = {Slot.PRECISION: roster.plain(Slot.PRECISION)}
 
 
 @pytest.mark.whole
@@ -103,21 +104,30 @@ def test_a_recipe_that_the_user_has_and_that_fits_is_never_left_out() -> None:
     common: dict[str, Any] = {"gpu": "h200", "memory_bytes": bound, "workers": 1}
     alone = plan(job, **common, keep=FEW)
     assert not alone.fits
-    own = plan(job, **common, start=f"{ADAPTED} + every_layer + adamw_loop")
+    own = plan(job, **common, start=f"{ADAPTED} + every_layer + adamw_loop", keep=FEW)
     assert own.fits
-    assert [slot.slot for slot in own.kept] == ["adapters", "precision", "optimizer"]
+    assert {slot.slot for slot in own.kept} == {"adapters", "precision", "optimizer", *FEW}
     text = as_text(render(own), width=200)
     assert "precision: bf16_pure, kept as in your own recipe (--free precision to look at others)." in text
     assert "of the family of adamw_loop (--free optimizer to look at others)" in text
     assert Plan.from_json(json.loads(json.dumps(own.to_json()))) == own
-    kept = plan(job, **common, keep=ADAPTED)
+    kept = plan(job, **common, keep=f"{ADAPTED} + sdpa + ieee + default + inline")
     assert kept.fits
     assert kept.best is not None
     assert "lora(targets=all-linear) + bf16_pure" in kept.best.recipe
     reasons = {reason.slot: reason for reason in kept.reasons}
     assert reasons["precision"].kept == "kept as you asked (--free precision to look at others)"
     assert reasons["precision"].against == ""
-    assert kept.to_json()["kept"][1]["techniques"] == ["bf16_pure"]
+    assert kept.to_json()["kept"][2]["techniques"] == ["bf16_pure"]
+
+
+@pytest.mark.whole
+def test_reasons_are_those_of_the_nearest_miss() -> None:
+    missed = plan(llama(), gpu="h200", memory_bytes=1 << 20, workers=1, keep={**FEW, **ONE_PRECISION})
+    nearest = Recipe.parse(missed.nearest.recipe)
+    assert all(str(nearest[reason.slot]) == reason.chosen for reason in missed.reasons)
+    assert str(missed.nearest.recipe) in missed.cures[0]
+    assert any("--free" in cure for cure in missed.cures)
 
 
 # ---- the commands ----------------------------------------------------------------------------------------

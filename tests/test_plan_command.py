@@ -85,6 +85,17 @@ def test_nothing_fits_is_exit_3(asked: list[Any], capsys: pytest.CaptureFixture[
     assert asked[0]["memory_bytes"] == 4 * GIB
 
 
+def test_the_nearest_miss_is_the_fastest_of_the_near_ones() -> None:
+    front = (
+        choice("bf16", 9 * GIB, 0.05), choice("bf16 + every_layer", 5 * GIB, 0.08),
+        choice("eager + bf16 + every_layer", 5 * GIB - (1 << 20), 0.16),
+    )  # fmt: skip
+    missed = replace(made_up(memory=4 * GIB), front=front, best=None)
+    assert missed.nearest == front[1], "a MiB is not worth twice the time"
+    assert missed.to_json()["nearest_miss"]["recipe"] == "bf16 + every_layer"
+    assert replace(missed, objective="memory").nearest == front[2]
+
+
 def test_json_is_the_plan(asked: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*ASK, "--json", "--fidelity", "same", "--objective", "memory"]) == 0
     assert Plan.from_json(json.loads(capsys.readouterr().out)) == made_up()

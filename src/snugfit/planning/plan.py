@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -15,6 +15,10 @@ from snugfit.techniques.recipe import Recipe
 
 SCHEMA = 1
 OBJECTIVES = ("speed", "memory", "cost")
+
+NEARLY_AS_SMALL = 0.03
+"""Of the bytes of the smallest recipe, how many more a nearest miss may take (chosen): nobody trains at half
+the speed to miss by a little less."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,6 +181,15 @@ class Counts:
     """Recipes whose step was put together in full, timed, and sent through the allocator."""
 
 
+def nearest_miss(front_bytes: Sequence[int], objective: str) -> int:
+    """Which recipe of a front, whose bytes fall from the fastest to the smallest, is shown when nothing
+    fits."""
+    if objective == "memory":
+        return len(front_bytes) - 1
+    most = front_bytes[-1] * (1 + NEARLY_AS_SMALL)
+    return next(index for index, needed_bytes in enumerate(front_bytes) if needed_bytes <= most)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """The answer: with this GPU, this model and this batch, do that, because."""
@@ -269,8 +282,9 @@ class Plan:
 
     @property
     def nearest(self) -> Choice:
-        """The smallest there is: when nothing fits, the nearest miss."""
-        return self.front[-1]
+        """When nothing fits, the nearest miss: of the recipes that are nearly as small as the smallest the
+        fastest; the smallest where that is asked for."""
+        return self.front[nearest_miss([choice.needed_bytes for choice in self.front], self.objective)]
 
     @property
     def best_or_nearest(self) -> Choice:

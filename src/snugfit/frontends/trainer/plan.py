@@ -3,13 +3,14 @@
 What the user has chosen and the plan has no business with stays: attention, loader, allocator and adapters;
 and every slot whose choice is less exact than `fidelity` (a bf16 autocast under `same`, an SGD): it is the
 user's mathematics. What is left is searched: layers that are recomputed, the cut of the batch, the kernels
-of the same optimizer; and under `rounds` the precision of those who train in fp32.
+of an optimizer that was named (one that nobody named stays the Trainer's default); and under `rounds` the
+precision of those who train in fp32.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import NothingFits, UsageError
@@ -41,6 +42,9 @@ class Chosen:
 
     user_slots: frozenset[Slot] = frozenset()
     """Slots that stay as the user has them, whether the recipe can say it or not."""
+
+    default_optimizer: bool = False
+    """Whether the optimizer is the one that `TrainingArguments` have where none is named."""
 
     says: str = ""
     """Why, in a line."""
@@ -85,7 +89,8 @@ def recipe_of(trainer: Any) -> Chosen:
     unsaid = frozenset(slot for slot, technique in by_slot.items() if technique is None)
     if brings_optimizer(trainer):
         unsaid |= {Slot.OPTIMIZER}
-    return Chosen(recipe=Recipe(techniques), user_slots=unsaid)
+    default = trainer.args.optim == next(f.default for f in fields(trainer.args) if f.name == "optim")
+    return Chosen(recipe=Recipe(techniques), user_slots=unsaid, default_optimizer=default)
 
 
 def _plan_from(own: Chosen, job: Job, gpu: str, fidelity: Fidelity) -> Chosen:
@@ -95,8 +100,9 @@ def _plan_from(own: Chosen, job: Job, gpu: str, fidelity: Fidelity) -> Chosen:
     degrees = list(Fidelity)
     most = degrees.index(fidelity)
     less_exact = {technique.slot for technique in own.recipe if degrees.index(technique.fidelity) > most}
+    default = {Slot.OPTIMIZER} if own.default_optimizer else set()
     whole = {Slot.BATCHING} if mixing_of(job).reason else set()  # as the user cuts it, or does not
-    unchanged = frozenset({*KEPT, *own.user_slots, *less_exact, *whole})
+    unchanged = frozenset({*KEPT, *own.user_slots, *less_exact, *whole, *default})
     best = plan(job, gpu=gpu, fidelity=fidelity, keep={slot: own.recipe[slot] for slot in unchanged})
     shown = best.best_or_nearest.recipe
     if not best.fits:
@@ -105,6 +111,8 @@ def _plan_from(own: Chosen, job: Job, gpu: str, fidelity: Fidelity) -> Chosen:
             " Take a smaller global batch, or allow more with fidelity='rounds' or 'learns'."
         )
     says = f"planned for a {gpu}: '{shown}' (it was '{own.recipe}')"
+    if default:
+        says += "; the optimizer stays the Trainer's default, name another with TrainingArguments(optim=...)"
     return Chosen(recipe=Recipe.parse(shown), user_slots=unchanged, says=says)
 
 

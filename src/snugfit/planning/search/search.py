@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from snugfit.errors import RehearsalError, UsageError
 from snugfit.planning.cost.startup_share import PlannedRun
 from snugfit.planning.keep import Free, Keep, kept_of
-from snugfit.planning.plan import Plan
+from snugfit.planning.plan import Plan, nearest_miss
 from snugfit.planning.request import fidelity_of, refuse_bad_request, start_of
 from snugfit.planning.search.recomputing import RecomputingKinds
 from snugfit.planning.search.space import Space, space_of
@@ -140,7 +140,8 @@ def _answer(asked: _PlanRequest, space: Space, pool: WorkerPool) -> Plan:
     best = fitting[-1 if smallest else 0] if fitting else None
     if best is not None and not smallest:
         best = prefer_simple(state, pool, best)
-    shown = front[-1] if best is None else best
+    sizes = [state.judged[number].needed_bytes for number in front]
+    shown = front[nearest_miss(sizes, asked.objective)] if best is None else best
     recipe, needed_bytes = space.candidates[shown].recipe, state.judged[shown].needed_bytes
     asked.tell("simulating the answer in full and comparing it slot by slot")
     explanation = explain(state, pool, shown)
