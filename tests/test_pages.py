@@ -21,7 +21,7 @@ from snugfit.planning.fleet.gpu_plans import GpuPlans, OnGpu
 from snugfit.report.page.memory import _Box, memory_over_step, tile
 from snugfit.report.page.picture import document
 from snugfit.report.page.svg import tag, ticks
-from snugfit.report.pictures import check_page_file, draw_prediction, parts_of, write_page
+from snugfit.report.pictures import check_page_file, draw_prediction, notebook_cell, parts_of, write_page
 from snugfit.techniques.recipe import Recipe
 from snugfit.units import GIB, MIB
 from test_verify import choice, planned
@@ -126,6 +126,19 @@ def test_every_result_has_a_page(kind: str, pictures: int, words: str, tmp_path:
     page = (tmp_path / "page.html").read_text()
     check_page(page, pictures=pictures)
     assert words in page
+
+
+def test_a_notebook_s_cell_has_real_tables_and_no_script() -> None:
+    for kind, result in everything().items():
+        cell = notebook_cell(result)
+        parser = Balanced()
+        parser.feed(cell)
+        assert not parser.open, kind
+        assert not parser.links
+        assert "<script" not in cell
+        assert "<svg" in cell
+        assert cell.count("<details open>") == 1, "the first table is open"
+        list(drawings(cell))
 
 
 def test_foreign_words_on_a_page_stay_words(tmp_path: Path) -> None:

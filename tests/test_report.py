@@ -323,7 +323,7 @@ def test_results_print_themselves_once_attached(monkeypatch: pytest.MonkeyPatch)
     show.attach()
     assert "Fits: 8.20 GiB" in str(prediction())
     assert "samples/s" in str(measurement())
-    assert prediction()._repr_html_().startswith("<pre")
+    assert prediction()._repr_html_().startswith('<div class="snugfit">')
     assert "14,949" in guide_result()._repr_html_()
 
 

@@ -19,7 +19,7 @@ from snugfit.report import compare, measurement, prediction
 from snugfit.report.evaluation import guide, guide_plot
 from snugfit.report.page.bars import BarGroup, bars, timeline
 from snugfit.report.page.memory import memory_over_step, modules_at_peak
-from snugfit.report.page.picture import Picture, document
+from snugfit.report.page.picture import Picture, document, fragment
 from snugfit.report.plan import gpu_plans, plan
 from snugfit.report.plan.front import draw_front
 from snugfit.report.text.files import writable_folder, write_atomically
@@ -62,10 +62,23 @@ class PageParts(NamedTuple):
 
 def write_page(path: Path, result: object) -> None:
     """Writes the pictures of a result, with its whole report as text, as one self-contained page."""
+    write_atomically(path, _html(document, result).encode("utf-8"))
+
+
+def notebook_cell(result: object) -> str:
+    """The pictures and tables of a result as an inert HTML fragment."""
+    return _html(fragment, result)
+
+
+def _html(shape: Callable[..., str], result: object) -> str:
     parts = parts_of(result)
     report = as_text(parts.report, width=REPORT_WIDTH)
-    page = document(parts.title, parts.lines, parts.pictures, report=report)
-    write_atomically(path, page.encode("utf-8"))
+    return shape(parts.title, parts.lines, parts.pictures, report=report)
+
+
+def has_pictures(kind: type) -> bool:
+    """Whether results of this kind are drawn."""
+    return kind in _PARTS
 
 
 def parts_of(result: object) -> PageParts:

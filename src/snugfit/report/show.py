@@ -20,6 +20,7 @@ from snugfit.planning.lengths.length_plan import LengthPlan
 from snugfit.planning.plan import Plan
 from snugfit.report import compare, doctor, measurement, prediction
 from snugfit.report.evaluation import guide
+from snugfit.report.pictures import has_pictures, notebook_cell
 from snugfit.report.plan import gpu_plans, lengths, plan
 from snugfit.report.text.terminal import as_html, as_text
 from snugfit.results.measurement import Measurement
@@ -43,7 +44,9 @@ def text(result: object) -> str:
 
 
 def html(result: object) -> str:
-    """A result as an inert HTML fragment."""
+    """A result as an inert HTML fragment: pictures and tables where it has them."""
+    if has_pictures(type(result)):
+        return notebook_cell(result)
     return as_html(_RENDERERS[type(result)](result))
 
 

@@ -47,21 +47,34 @@ class Picture:
 
 def document(title: str, lines: Iterable[str], pictures: Sequence[Picture], *, report: str) -> str:
     """A whole HTML page that needs no other file and no network; `report` is the result as plain text."""
+    return _fill("page.html.j2", title, lines, pictures, report, open_first=False)
+
+
+def fragment(title: str, lines: Iterable[str], pictures: Sequence[Picture], *, report: str) -> str:
+    """The same for a notebook's cell: without a script, and the first picture's table open."""
+    return _fill("fragment.html.j2", title, lines, pictures, report, open_first=True)
+
+
+def _fill(
+    template: str,
+    title: str,
+    lines: Iterable[str],
+    pictures: Sequence[Picture],
+    report: str,
+    *,
+    open_first: bool,
+) -> str:
     return (
         _templates()
-        .get_template("page.html.j2")
+        .get_template(template)
         .render(
-            title=harmless(title), lines=list(lines), pictures=pictures, report=report, version=__version__
+            title=harmless(title),
+            lines=list(lines),
+            pictures=pictures,
+            report=report,
+            version=__version__,
+            open_first=open_first,
         )
-    )
-
-
-def fragment(title: str, lines: Iterable[str], pictures: Sequence[Picture]) -> str:
-    """The same for a notebook's cell: without a script, and with its style kept to itself."""
-    return (
-        _templates()
-        .get_template("fragment.html.j2")
-        .render(title=harmless(title), lines=list(lines), pictures=pictures)
     )
 
 
