@@ -74,6 +74,21 @@ def test_a_mistake_is_told_in_one_line_and_leaves_nothing(
     assert not list(at_home.glob("out/checkpoint-*"))
 
 
+def test_a_dry_run_says_what_would_be_run_and_writes_nothing(
+    at_home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(at_home.rglob("*"))
+    assert run(["train", "job.yaml", "--dry-run", "--gpu", "h200"]) == 0
+    words = capsys.readouterr().out
+    assert "12 steps of" in words
+    assert "begins with random weights" in words
+    assert "predicted for NVIDIA H200" in words
+    assert "reserved" in words
+    assert "Nothing was run or written." in words
+    assert sorted(at_home.rglob("*")) == before
+    assert run(["train", "job.yaml", "--dry_run", "--dataset", "none.jsonl"]) == 2
+
+
 def test_without_a_dataset_or_a_folder(at_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (at_home / "job.yaml").write_text("".join(line for line in JOB.splitlines(True) if "dat" not in line[:8]))
     assert run(["train", "job.yaml", "--set", "eval_strategy=no"]) == 2

@@ -9,12 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from snugfit.cli import arguments as given
 from snugfit.cli.request import Request
 from snugfit.cli.streams import say_last
-from snugfit.errors import UsageError
+from snugfit.errors import NothingFits, UsageError
+
+if TYPE_CHECKING:
+    from snugfit.training.run.run import Run
 
 DATA, RUN = "The data", "The run"
 
@@ -51,6 +56,10 @@ ResumeFrom = Annotated[
 ]
 NoPredict = Annotated[bool, given.option(RUN, "On a GPU: train without predicting first.", "--no-predict")]
 
+DryRun = Annotated[
+    bool, given.option(RUN, "Say what would be run, its memory and seconds, and write nothing.", "--dry-run")
+]
+
 
 @given.about_a_job
 def train(
@@ -73,9 +82,10 @@ def train(
     restart: Restart = False,
     resume_from_checkpoint: ResumeFrom = None,
     no_predict: NoPredict = False,
+    dry_run: DryRun = False,
 ) -> int:
     """Train a model under a recipe, resumably. Further options: in the job file, or by --set."""
-    from snugfit.frontends.own import options_of
+    from snugfit.frontends.own import make_run, options_of
     from snugfit.frontends.own import train as run
     from snugfit.report.watching import Watching
     from snugfit.training.options import TrainOptions
@@ -84,27 +94,60 @@ def train(
     asked = request.training
     options = {field.name: asked[field.name] for field in fields(TrainOptions) if field.name in asked}
     logged = options_of(options).logging_steps
+    how = options | {
+        "output_dir": _require(asked, "output_dir"),
+        "evaluation": asked.get("eval_dataset"),
+        "tokenizer": asked.get("tokenizer") or _own_folder(request),
+        "processor": asked.get("processor"),
+        "columns": _columns(asked.get("columns")),
+        "pack": asked.get("pack", False),
+        "weights": _weights(request),
+        "device": asked.get("device"),
+    }
+    if dry_run:
+        return _show_run(request, make_run(request.job, request.recipe, _require(asked, "dataset"), **how))
     with Watching(logged) as shown:
         trained = run(
             request.job,
             request.recipe,
             _require(asked, "dataset"),
-            output_dir=_require(asked, "output_dir"),
-            evaluation=asked.get("eval_dataset"),
-            tokenizer=asked.get("tokenizer") or _own_folder(request),
-            processor=asked.get("processor"),
-            columns=_columns(asked.get("columns")),
-            pack=asked.get("pack", False),
-            weights=_weights(request),
-            device=asked.get("device"),
             restart=restart,
             resume_from_checkpoint=resume_from_checkpoint,
             foresee=not no_predict,
             watch=shown,
-            **options,
+            **how,
         )
     say_last(f"{trained.outcome} after step {trained.step:,}: {trained.folder}")
     return trained.exit_code
+
+
+def _show_run(request: Request, run: Run) -> int:
+    """Says what would be run, and what is predicted of it on the GPU that is named, or else the one here."""
+    from snugfit.measurement.target import gpu_here
+    from snugfit.prediction.predict import predict
+    from snugfit.units import show_bytes, show_seconds
+
+    job, order = run.job, run.order(1)
+    steps, weights = run.steps(order), f"the weights in {run.weights}" if run.weights else "random weights"
+    checkpoints = sorted(run.folder.glob("checkpoint-*[0-9]"), key=lambda one: int(one.name.split("-")[-1]))
+    start = checkpoints[-1] if checkpoints else weights
+    gpu = request.gpu or gpu_here(str(run.device))
+    predicted = predict(job, run.recipe, gpu=gpu, memory_bytes=request.memory_bytes)
+    reserved, allocated = predicted.footprint.reserved_bytes, predicted.footprint.allocated_bytes
+    memory = f"{show_bytes(reserved)} reserved" if reserved else f"{show_bytes(allocated or 0)} allocated"
+    lines = [
+        f"would train {job.model.name}, {job.task.value}, under {run.recipe} on {run.device}",
+        f"{steps:,} steps of {job.batch_size:,} samples, {steps / order.steps_per_epoch:.3g} times through"
+        f" {len(run.data.samples):,}; begins with {start}; into {run.folder}",
+        f"predicted for {predicted.gpu.name if predicted.gpu else 'any GPU'}: {memory}",
+    ]
+    if predicted.timing:
+        seconds = predicted.timing.step_seconds
+        lines[-1] += f", {show_seconds(seconds)} a step, {show_seconds(seconds * steps)} for the steps"
+    if predicted.fits is False:
+        lines.append("it does not fit: snugfit plan finds a recipe that does")
+    typer.echo("\n".join([*lines, "Nothing was run or written."]))
+    return NothingFits.exit_code if predicted.fits is False else 0
 
 
 def _refuse(request: Request) -> None:

@@ -85,13 +85,42 @@ def train(
     Raises `UsageError` for what cannot be run or resumed, `OutOfMemory` when no recipe is left that needs
     less memory, and `SnugfitError` when a loss is no number.
     """
+    how: dict[str, Any] = options | {
+        "evaluation": evaluation, "tokenizer": tokenizer, "processor": processor, "columns": columns,
+        "pack": pack, "collate": collate, "weights": weights, "device": device, "compare_code": compare_code,
+    }  # fmt: skip
+    run = make_run(job, recipe, dataset, output_dir=output_dir, watch=watch, **how)
+    predict, replan = run_predictor(run.device) if foresee else predict_nothing, next_recipe(run.device)
+    how = {"restart": restart, "resume_from": resume_from_checkpoint, "predict": predict, "watch": watch}
+    return run_to_its_end(run, replan=replan, compare=compare_cut, **how)
+
+
+def make_run(
+    job: Job,
+    recipe: Recipe | str,
+    dataset: Source,
+    *,
+    output_dir: str | os.PathLike[str],
+    evaluation: Source | None = None,
+    collate: Callable[[list[Any]], dict[str, Any]] | None = None,
+    weights: str | os.PathLike[str] | None = None,
+    device: str | None = None,
+    compare_code: bool = True,
+    watch: Callable[[Event], None] = lambda event: None,
+    **options: Any,
+) -> Run:
+    """What `train` would run, from its arguments: the data is read, nothing is written. Raises `UsageError`
+    for what cannot be run."""
+    how = {name: options.pop(name, None) for name in ("tokenizer", "processor", "columns")}
+    pack = options.pop("pack", False)
     chosen, target = _options_for(options, evaluation), device_of(device)
     recipe = _recipe_for(job, recipe, target, watch)
     begins_with = weights_of(job, weights)
-    how: dict[str, Any] = {"tokenizer": tokenizer, "processor": processor, "columns": columns, "pack": pack}
-    read: Callable[..., Data] = functools.partial(data_of, job=job, collate=collate, options=chosen, **how)
+    read: Callable[..., Data] = functools.partial(
+        data_of, job=job, collate=collate, options=chosen, pack=pack, **how
+    )
     data = read(dataset)
-    run = Run(
+    return Run(
         job=job,
         recipe=recipe,
         options=chosen,
@@ -102,9 +131,6 @@ def train(
         device=target,
         compare_code=compare_code,
     )
-    predict, replan = run_predictor(target) if foresee else predict_nothing, next_recipe(target)
-    how = {"restart": restart, "resume_from": resume_from_checkpoint, "predict": predict, "watch": watch}
-    return run_to_its_end(run, replan=replan, compare=compare_cut, **how)
 
 
 def compare_cut(job: Job, step: TrainingStep, model: Any, batch: Mapping[str, Any]) -> Job:
