@@ -14,10 +14,12 @@ from xml.etree import ElementTree
 import pytest
 
 from made_up import EVIL, guide_result, measurement, prediction, timed, timing
-from snugfit.comparison.compare import compare
+from snugfit.comparison.compare import Comparison, compare
+from snugfit.comparison.recipes import RecipeComparison
 from snugfit.errors import UsageError
 from snugfit.job.gpu import find_gpu
 from snugfit.planning.fleet.gpu_plans import GpuPlans, OnGpu
+from snugfit.planning.plan import Plan
 from snugfit.report.page.memory import _Box, memory_over_step, tile
 from snugfit.report.page.picture import document
 from snugfit.report.page.svg import tag, ticks
@@ -82,7 +84,7 @@ def test_a_prediction_s_page_is_whole_and_says_the_figures(tmp_path: Path) -> No
 
 def test_recipes_side_by_side_make_one_page(tmp_path: Path) -> None:
     path = tmp_path / "page.html"
-    write_page(path, (prediction(), prediction(6 * GIB, recipe=Recipe.parse("bf16"))))
+    write_page(path, RecipeComparison((prediction(), prediction(6 * GIB, recipe=Recipe.parse("bf16")))))
     check_page(path.read_text(), pictures=3)
     assert "bf16: needed 6.59 GiB" in path.read_text()
 
@@ -139,6 +141,42 @@ def test_a_notebook_s_cell_has_real_tables_and_no_script() -> None:
         assert "<svg" in cell
         assert cell.count("<details open>") == 1, "the first table is open"
         list(drawings(cell))
+
+
+def test_results_are_frames_where_pandas_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    pair = RecipeComparison((prediction(), prediction(6 * GIB, recipe=Recipe.parse("bf16"))))
+    assert [row["difference_bytes"] for row in pair.to_rows()] == [0, -GIB]
+    assert prediction().to_rows()[0]["bytes"] == GIB
+    assert measurement().to_rows()[0]["samples_per_second"] == 40.0
+    of_plan, of_both = everything()["plan"], everything()["comparison"]
+    assert isinstance(of_plan, Plan)
+    assert isinstance(of_both, Comparison)
+    assert [row["best"] for row in of_plan.to_rows()] == [False, True, False, False, False]
+    assert of_both.to_rows()[2]["error"] == -0.125
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(UsageError, match="pip install pandas"):
+        pair.to_frame()
+    monkeypatch.undo()
+    pandas = pytest.importorskip("pandas", reason="Requires: [pandas]")
+    assert isinstance(pair.to_frame(), pandas.DataFrame)
+    assert list(pair.to_frame()["recipe"]) == ["plain", "bf16"]
+
+
+def test_a_job_is_compared_under_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = prediction()
+
+    def foresee(job: object, recipe: str, **question: object) -> object:
+        assert question == {"gpu": "h200"}
+        return replace(one, recipe=Recipe.parse(recipe))
+
+    monkeypatch.setattr("snugfit.prediction.predict.predict", foresee)
+    compared = compare(one.job, ["plain", "bf16"], gpu="h200")
+    assert [str(member.recipe) for member in compared.predictions] == ["plain", "bf16"]
+    for recipes in ([], "bf16"):
+        with pytest.raises(UsageError, match="list of recipes"):
+            compare(one.job, recipes)
 
 
 def test_foreign_words_on_a_page_stay_words(tmp_path: Path) -> None:

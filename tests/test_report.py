@@ -11,6 +11,7 @@ import pytest
 
 from made_up import EVIL, guide_result, measurement, prediction, timing
 from snugfit.comparison.compare import compare as foreseen_beside_seen
+from snugfit.comparison.recipes import RecipeComparison
 from snugfit.errors import MeasurementError, UsageError
 from snugfit.evaluation.guide_suite import machines, suite
 from snugfit.job.gpu import all_gpus, find_gpu
@@ -75,7 +76,7 @@ def test_recipes_side_by_side_tell_differences_in_bytes_and_per_cent() -> None:
     text = as_text(compare.render(pair))
     assert "-2,048" in text
     assert "-23.3 %" in text, "NVML: 6.586 GiB beside 8.586 GiB"
-    assert compare.document(pair)["difference_bytes"] == [0, -2 * GIB]
+    assert RecipeComparison(tuple(pair)).to_json()["difference_bytes"] == [0, -2 * GIB]
 
 
 def test_predicted_beside_measured_tells_the_error() -> None:

@@ -15,6 +15,7 @@ from snugfit.cli.request import Request
 from snugfit.errors import NothingFits, UsageError
 
 if TYPE_CHECKING:
+    from snugfit.comparison.recipes import RecipeComparison
     from snugfit.results.prediction import Prediction
 
 Software = Annotated[
@@ -66,7 +67,7 @@ def predict(
         else _predict_all(request, compare or [], headroom)
     )
     _print(predictions, operators=operators, as_json=as_json)
-    given.write_html(html, predictions[0] if len(predictions) == 1 else tuple(predictions))
+    given.write_html(html, predictions[0] if len(predictions) == 1 else _side_by_side(predictions))
     if trace:
         from snugfit.prediction.export_trace import export_trace
         from snugfit.report.text.files import write_atomically
@@ -130,12 +131,18 @@ def _largest(request: Request, of: str, headroom: str | None, *, quiet: bool) ->
     return prediction
 
 
+def _side_by_side(predictions: list[Prediction]) -> RecipeComparison:
+    from snugfit.comparison.recipes import RecipeComparison
+
+    return RecipeComparison(tuple(predictions))
+
+
 def _print(predictions: list[Prediction], *, operators: bool, as_json: bool) -> None:
     from snugfit.report import compare, prediction
     from snugfit.report.text.terminal import show, show_json
 
     if as_json:
-        show_json(predictions[0].to_json() if len(predictions) == 1 else compare.document(predictions))
+        show_json(predictions[0].to_json() if len(predictions) == 1 else _side_by_side(predictions).to_json())
     elif len(predictions) == 1:
         show(prediction.render(predictions[0], operators=operators))
     else:

@@ -6,13 +6,18 @@ measurement on the CPU has no NVML bytes, a prediction without a GPU no context.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any, overload
 
+from snugfit.comparison.recipes import RecipeComparison
 from snugfit.errors import MeasurementError, UsageError
+from snugfit.job.job import Job
 from snugfit.results.footprint import Footprint
+from snugfit.results.frame import Tabular
 from snugfit.results.measurement import Measurement
 from snugfit.results.prediction import Prediction
+from snugfit.techniques.recipe import Recipe
 
 SCHEMA = 1
 COMPARED = ("requested_bytes", "allocated_bytes", "reserved_bytes", "nvml_bytes", "context_bytes")
@@ -34,7 +39,7 @@ class ErrorLine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class Comparison(Tabular):
     """A prediction and a measurement of one experiment."""
 
     prediction: Prediction
@@ -53,6 +58,11 @@ class Comparison:
         """The figure with the largest relative error; None when nothing could be compared."""
         return max(self.lines, key=lambda line: abs(line.error), default=None)
 
+    def to_rows(self) -> list[dict[str, Any]]:
+        """A row for each figure that both know."""
+        lines = [line for line in (*self.lines, self.pace) if line]
+        return [asdict(line) | {"error": line.error} for line in lines]
+
     def to_json(self) -> dict[str, Any]:
         """A JSON object: both documents, and the errors as shares."""
         return {
@@ -64,11 +74,38 @@ class Comparison:
         }
 
 
-def compare(prediction: Prediction, measurement: Measurement) -> Comparison:
-    """The errors of a prediction.
+@overload
+def compare(prediction: Prediction, measurement: Measurement) -> Comparison: ...
 
-    Raises `UsageError` when they are not of the same experiment, `MeasurementError` when the run died.
+
+@overload
+def compare(prediction: Job, measurement: Iterable[Recipe | str], **question: Any) -> RecipeComparison: ...
+
+
+def compare(
+    prediction: Prediction | Job, measurement: Measurement | Iterable[Recipe | str], **question: Any
+) -> Comparison | RecipeComparison:
+    """The errors of a prediction beside its measurement; or a job under several recipes, side by side.
+
+        snugfit.compare(snugfit.predict(job, "bf16", gpu="h200"), snugfit.measure(job, "bf16"))
+        snugfit.compare(job, ["plain", "bf16"], gpu="h200")
+
+    What else is asked of recipes (`gpu`, `memory_bytes`, `loop` ...) is what `snugfit.predict` takes. Raises
+    `UsageError` when the two are not of the same experiment, `MeasurementError` when the run died.
     """
+    if isinstance(prediction, Prediction) and isinstance(measurement, Measurement):
+        return _beside(prediction, measurement)
+    if not isinstance(prediction, Job) or isinstance(measurement, Measurement | str | Recipe):
+        raise UsageError("compare takes a prediction and its measurement, or a job and a list of recipes.")
+    from snugfit.prediction.predict import predict
+
+    predictions = tuple(predict(prediction, recipe, **question) for recipe in measurement)
+    if not predictions:
+        raise UsageError("compare: the list of recipes is empty. Name at least one, such as 'bf16'.")
+    return RecipeComparison(predictions)
+
+
+def _beside(prediction: Prediction, measurement: Measurement) -> Comparison:
     predicted = (prediction.job, prediction.recipe, prediction.loop)
     if predicted != (measurement.job, measurement.recipe, measurement.loop):
         raise UsageError("The prediction and the measurement are of different jobs, recipes or loops.")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 from snugfit.documents import decode_fields, encode, encode_fields
 from snugfit.errors import UsageError
 from snugfit.job.gpu import Gpu
 from snugfit.job.job import Job
+from snugfit.results.frame import Tabular
 from snugfit.techniques.recipe import Recipe
 
 SCHEMA = 1
@@ -191,7 +192,7 @@ def nearest_miss(front_bytes: Sequence[int], objective: str) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(Tabular):
     """The answer: with this GPU, this model and this batch, do that, because."""
 
     job: Job
@@ -290,6 +291,18 @@ class Plan:
     def best_or_nearest(self) -> Choice:
         """The best, or the nearest miss."""
         return self.best or self.nearest
+
+    def to_rows(self) -> list[dict[str, Any]]:
+        """The recipes of the front, a row each, the fastest first."""
+        return [
+            asdict(choice)
+            | {
+                "needed_bytes": choice.needed_bytes,
+                "fits": self.memory_bytes is None or choice.needed_bytes <= self.memory_bytes,
+                "best": choice == self.best,
+            }
+            for choice in self.front
+        ]
 
     def to_json(self) -> dict[str, Any]:
         """The document that `snugfit plan --json` prints; `Plan.from_json` reads it back."""

@@ -7,7 +7,6 @@ is enough.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -38,17 +37,6 @@ def render(predictions: Sequence[Prediction]) -> RenderableType:
     return Group(
         head, _totals(predictions), _kinds(predictions), *(words(f"Uncertain: {doubt}") for doubt in doubts)
     )
-
-
-def document(predictions: Sequence[Prediction]) -> dict[str, Any]:
-    """The same as JSON: every prediction whole, and its difference to the first."""
-    first = predictions[0]
-    return {
-        "schema": 1,
-        "what": "predictions",
-        "predictions": [prediction.to_json() for prediction in predictions],
-        "difference_bytes": [prediction.needed_bytes - first.needed_bytes for prediction in predictions],
-    }
 
 
 def _totals(predictions: Sequence[Prediction]) -> Group:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from rich.console import RenderableType
 
 from snugfit.comparison.compare import Comparison
+from snugfit.comparison.recipes import RecipeComparison
 from snugfit.errors import UsageError
 from snugfit.evaluation.guide_result import GuideResult
 from snugfit.planning.fleet.gpu_plans import GpuPlans
@@ -82,7 +83,7 @@ def has_pictures(kind: type) -> bool:
 
 
 def parts_of(result: object) -> PageParts:
-    """What a page shows of this result; several predictions of one job are given as a tuple."""
+    """What a page shows of this result."""
     return _PARTS[type(result)](result)
 
 
@@ -105,8 +106,9 @@ def _of_prediction(one: Prediction) -> PageParts:
     return PageParts(job_line(one.job), lines, draw_prediction(one), report)
 
 
-def _of_predictions(several: Sequence[Prediction]) -> PageParts:
+def _of_recipes(compared: RecipeComparison) -> PageParts:
     """What each recipe needs, side by side, and the bytes through the step of each."""
+    several = compared.predictions
     memory = several[0].memory_bytes
     groups = [BarGroup(str(one.recipe), [one.needed_bytes]) for one in several]
     title = "What must be free on the GPU, by recipe"
@@ -189,7 +191,7 @@ def _show(size: float) -> str:
 
 _PARTS: dict[type, Callable[[Any], PageParts]] = {
     Prediction: _of_prediction,
-    tuple: _of_predictions,
+    RecipeComparison: _of_recipes,
     Plan: _of_plan,
     Measurement: _of_measurement,
     Comparison: _of_comparison,

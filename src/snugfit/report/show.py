@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import RenderableType
 
 from snugfit.comparison.compare import Comparison
+from snugfit.comparison.recipes import RecipeComparison
 from snugfit.evaluation.guide_result import GuideResult
 from snugfit.measurement.doctor import Doctor
 from snugfit.planning.fleet.gpu_plans import GpuPlans
@@ -30,6 +31,7 @@ _RENDERERS: dict[type, Callable[[Any], RenderableType]] = {
     Prediction: prediction.render,
     Measurement: measurement.render,
     Comparison: compare.beside,
+    RecipeComparison: lambda recipes: compare.render(recipes.predictions),
     Plan: plan.render,
     LengthPlan: lengths.render,
     GpuPlans: gpu_plans.render,

@@ -9,6 +9,7 @@ from typing import Any, Self
 from snugfit.documents import decode_fields, encode_fields, finite_or_null, null_to_nan
 from snugfit.job.job import Job
 from snugfit.results.footprint import Footprint, Startup, Timing
+from snugfit.results.frame import Tabular
 from snugfit.techniques.recipe import Recipe
 
 SCHEMA = 1
@@ -33,7 +34,7 @@ class Device:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measurement:
+class Measurement(Tabular):
     """The result of one experiment in a process of its own."""
 
     job: Job
@@ -71,6 +72,24 @@ class Measurement:
     def ok(self) -> bool:
         """Whether the run ended as it should."""
         return self.outcome == "ok"
+
+    def to_rows(self) -> list[dict[str, Any]]:
+        """One row: how the run ended, its bytes at the peak, and its seconds."""
+        shape, timing = self.footprint, self.timing
+        return [
+            {
+                "recipe": str(self.recipe),
+                "device": self.device.name,
+                "outcome": self.outcome,
+                "requested_bytes": shape and shape.requested_bytes,
+                "allocated_bytes": shape and shape.allocated_bytes,
+                "reserved_bytes": shape and shape.reserved_bytes,
+                "nvml_bytes": shape and shape.nvml_bytes,
+                "host_bytes": shape and shape.host_bytes,
+                "step_seconds": timing and timing.step_seconds,
+                "samples_per_second": timing and timing.samples_per_second,
+            }
+        ]
 
     def to_json(self) -> dict[str, Any]:
         """The document that the ledger keeps."""

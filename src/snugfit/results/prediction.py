@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from snugfit.documents import encode_fields
 from snugfit.job.gpu import Gpu
 from snugfit.job.job import Job
 from snugfit.results.footprint import Footprint, Startup
+from snugfit.results.frame import Tabular
 from snugfit.results.step_seconds import PhaseSpan, StepSeconds
 from snugfit.techniques.recipe import Recipe
 
@@ -89,7 +90,7 @@ class Anatomy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prediction:
+class Prediction(Tabular):
     """What a job under a recipe will take, and whether that fits."""
 
     job: Job
@@ -135,6 +136,10 @@ class Prediction:
     def tight(self) -> bool | None:
         """Whether the step fits and leaves less than the headroom; None when no memory was named."""
         return None if self.spare_bytes is None else 0 <= self.spare_bytes < self.headroom_bytes
+
+    def to_rows(self) -> list[dict[str, Any]]:
+        """Bytes by kind at the peak, a row each."""
+        return [asdict(line) for line in self.anatomy.kinds]
 
     def to_json(self) -> dict[str, Any]:
         """The document that `snugfit predict --json` prints."""

@@ -1,0 +1,26 @@
+"""Results as tables of pandas, where that is installed."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from snugfit.errors import UsageError
+
+
+class Tabular(ABC):
+    """A result that can be laid out in rows."""
+
+    @abstractmethod
+    def to_rows(self) -> list[dict[str, Any]]:
+        """Its rows, each with the same keys; bytes and seconds as plain numbers."""
+
+    def to_frame(self) -> Any:
+        """Its rows as a `pandas.DataFrame`. Raises `UsageError` where pandas is not installed."""
+        try:
+            from pandas import DataFrame
+        except ImportError:
+            raise UsageError(
+                "to_frame() needs pandas, which is not installed. Try: pip install pandas, or use to_rows()."
+            ) from None
+        return DataFrame(self.to_rows())
