@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 
+import snugfit
 from made_up import EVIL, job
 from snugfit.cli import plan_cache as cache
 from snugfit.cli.main import run
 from snugfit.job.gpu import find_gpu
+from snugfit.job.job import Job
+from snugfit.job.model import Model
 from snugfit.planning.plan import Change, Choice, Counts, Exclusion, Plan, Reason, Start
 from snugfit.report.plan.plan import render
 from snugfit.report.plan.plot import draw
@@ -219,3 +222,22 @@ def test_the_plot_is_drawn_the_same_twice(form: str) -> None:
         once = draw(replace(made_up(name=EVIL), best=None), form)
     assert once == draw(replace(made_up(name=EVIL), best=None), form)
     assert once[:4] == (b"\x89PNG" if form == "png" else b"<?xm")
+
+
+def test_a_plan_in_python_is_remembered_and_tells_as_the_command_does(
+    asked: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(model=Model.find("bert-large-uncased"), task="sequence-classification")
+    how: dict[str, Any] = {"gpu": "h200", "memory_bytes": None, "steps": None}
+    first = snugfit.plan(job, **how)
+    assert snugfit.plan(job, **how) == first
+    assert len(asked) == 1, "remembered"
+    assert snugfit.plan(job, **how, fresh=True) == first
+    assert len(asked) == 2
+    heard: list[str] = []
+    snugfit.plan(job, **how, tell=heard.append, fresh=True)
+    assert asked[-1]["tell"] == heard.append
+    assert asked[-2]["tell"] != heard.append
+    snugfit.plan(job, **how, clock=len)
+    snugfit.plan(job, **how, clock=len)
+    assert len(asked) == 5, "seconds of one's own are nobody else's"

@@ -21,6 +21,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from snugfit.cli.plan_cache import plan
     from snugfit.comparison.compare import Comparison, compare
     from snugfit.data.lengths import Lengths
     from snugfit.errors import SnugfitError
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from snugfit.planning.lengths.length_plan import LengthPlan
     from snugfit.planning.lengths.lengths import plan_lengths
     from snugfit.planning.plan import Plan
-    from snugfit.planning.search.search import plan
     from snugfit.prediction.predict import predict
     from snugfit.results.footprint import Footprint, Timing
     from snugfit.results.measurement import Measurement
@@ -81,6 +81,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "cli.plan_cache": ("plan",),
     "comparison.compare": ("Comparison", "compare"),
     "frontends.custom_loop.accelerate": ("accelerate",),
     "frontends.custom_loop.run": ("HandRun",),
@@ -98,7 +99,6 @@ _HOMES = {
     "planning.lengths.length_plan": ("LengthPlan",),
     "planning.lengths.lengths": ("plan_lengths",),
     "planning.plan": ("Plan",),
-    "planning.search.search": ("plan",),
     "planning.fleet.search_gpus": ("plan_gpus",),
     "prediction.predict": ("predict",),
     "results.prediction": ("Prediction",),
@@ -107,7 +107,7 @@ _HOMES = {
     "training.run.trained": ("Trained",),
     "versions": ("__version__",),
 }
-_SHOWN = ("comparison", "measurement", "planning", "prediction", "results")
+_SHOWN = ("cli", "comparison", "measurement", "planning", "prediction", "results")
 """Rooms whose results print themselves, with a face from the report room."""
 
 

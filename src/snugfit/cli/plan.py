@@ -140,24 +140,14 @@ def _check(request: Request, plot: Path | None, verify: int | None) -> Request:
 
 def _plan(request: Request, asked: dict[str, Any], workers: int | None, *, fresh: bool) -> Plan:
     """The plan, remembered or searched for."""
-    from snugfit.cli.plan_cache import answer
-    from snugfit.planning.plan import Plan
-    from snugfit.planning.search.search import plan as search
+    from snugfit.cli.plan_cache import plan as remembered
 
-    start = request.recipe if request.reading else None
-    how: dict[str, Any] = {
-        "gpu": request.gpu,
-        "memory_bytes": request.memory_bytes,
-        "workers": workers,
-        "start": start,
-    }
-    return answer(
-        Plan.from_json,
-        lambda tell: search(request.job, tell=tell, **how, **asked),
+    return remembered(
         request.job,
-        request.gpu,
         fresh=fresh,
-        memory=request.memory_bytes,
-        start=str(start),
+        gpu=request.gpu,
+        memory_bytes=request.memory_bytes,
+        workers=workers,
+        start=request.recipe if request.reading else None,
         **asked,
     )

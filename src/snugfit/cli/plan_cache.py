@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import inspect
 import json
 import os
 from pathlib import Path
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     from snugfit.job.gpu import Gpu
     from snugfit.job.job import Job
+    from snugfit.planning.plan import Plan
 
 
 class Rememberable(Protocol):
@@ -95,6 +97,32 @@ def answer(
     if key:
         remember(key, new)
     return new
+
+
+def plan(job: Job, *, fresh: bool = False, **asked: Any) -> Plan:
+    """`planning.search.search.plan`, whose arguments it takes, with the command's memory and its progress on
+    stderr: a question asked again, here or by the command, is answered from a file unless it is `fresh`. With
+    a `clock`, with start-up rates of one's own or without a GPU nothing is remembered."""
+    from snugfit.job.gpu import find_gpu
+    from snugfit.job.job import Job
+    from snugfit.planning.plan import Plan
+    from snugfit.planning.search import search
+
+    bound = inspect.signature(search.plan).bind(job, **asked)
+    if {"clock", "once"} & asked.keys() or asked.get("gpu") is None or not isinstance(job, Job):
+        return search.plan(job, **asked)
+    gpu = find_gpu(asked["gpu"])
+    bound.apply_defaults()
+    left_out = ("job", "gpu", "clock", "once", "tell", "workers")
+    question = {name: value for name, value in bound.arguments.items() if name not in left_out}
+    return answer(
+        Plan.from_json,
+        lambda tell: search.plan(job, **{**asked, "tell": asked.get("tell", tell)}),
+        job,
+        gpu,
+        fresh=fresh,
+        **question,
+    )
 
 
 def remember(key: str, answer: Rememberable) -> None:
