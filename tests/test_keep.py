@@ -109,7 +109,7 @@ def test_a_recipe_that_the_user_has_and_that_fits_is_never_left_out() -> None:
     assert {slot.slot for slot in own.kept} == {"adapters", "precision", "optimizer", *FEW}
     text = as_text(render(own), width=200)
     assert "precision: bf16_pure, kept as in your own recipe (--free precision to look at others)." in text
-    assert "of the family of adamw_loop (--free optimizer to look at others)" in text
+    assert "the algorithm kept as in your own recipe (--free optimizer to look at others)" in text
     assert Plan.from_json(json.loads(json.dumps(own.to_json()))) == own
     kept = plan(job, **common, keep=f"{ADAPTED} + sdpa + ieee + default + inline")
     assert kept.fits

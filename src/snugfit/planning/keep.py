@@ -49,8 +49,8 @@ class Kept:
         """Why a slot is kept, and how it is freed; empty for one that is searched."""
         if slot not in self.slots:
             return ""
-        family = f", of the family of {self.slots[slot][0]}" if len(self.slots[slot]) > 1 else ""
-        return f"{ASKED if slot in self.asked else OWN}{family} (--free {slot} to look at others)"
+        algorithm = "the algorithm " if len(self.slots[slot]) > 1 else ""
+        return f"{algorithm}{ASKED if slot in self.asked else OWN} (--free {slot} to look at others)"
 
     def listing(self) -> tuple[KeptSlot, ...]:
         """The kept slots, as a plan states them."""
