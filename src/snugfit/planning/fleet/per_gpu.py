@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from snugfit.planning.plan import NEARLY_AS_SMALL
 from snugfit.planning.search.simpler import simplest, unknown_simpler
 from snugfit.planning.search.state import TIME_BOUND_MARGIN, SearchState
 
@@ -54,13 +55,17 @@ class PerGpuSearch:
         if not faster and (fastest := self._fastest()) is not None:
             yield from unknown_simpler(self.state, fastest, self._may_fit)
         if self.smallest or not (faster or self._fitting()):
-            yield from self._smaller()
+            smaller = list(self._smaller())
+            yield from smaller or self._faster_near()
 
     def answer(self) -> int:
-        """The best of those judged, of which the simplest; when none of them fits, the smallest."""
+        """The best of those judged, of which the simplest; when none leaves the headroom the smallest, and
+        when none fits the fastest of those that are nearly as small."""
         fastest = self._fastest()
         if fastest is not None:
             return simplest(self.state, fastest, self.fits) if self._surely_fits(fastest) else fastest
+        if near := self._near():
+            return self._first(near, lambda figures: (figures.seconds, figures.needed_bytes))
         judged = list(self.state.judged)
         return self._first(judged, lambda figures: (figures.needed_bytes, figures.seconds))
 
@@ -107,6 +112,27 @@ class PerGpuSearch:
         judged = self.state.judged
         best = min(order(judged[number]) for number in numbers)
         return min((number for number in numbers if order(judged[number]) == best), key=self.state.rank)
+
+    def _near_bytes(self) -> float:
+        """What a nearest miss may take; 0 where the smallest may fit, or is what is asked for."""
+        least = self.state.smallest
+        missed = not self.smallest and least * (1 - OWN_SHARE) > (self.gpu.memory_bytes or 0)
+        return least * (1 + NEARLY_AS_SMALL) if missed else 0.0
+
+    def _near(self) -> list[int]:
+        most = self._near_bytes()
+        return [number for number, figures in self.state.judged.items() if figures.needed_bytes <= most]
+
+    def _faster_near(self) -> Iterator[int]:
+        """What may be faster than the nearest miss of now, and was not judged."""
+        most = self._near_bytes()
+        enough = min((self.state.judged[number].seconds for number in self._near()), default=0.0)
+        for number in self._by_seconds:
+            least = self.state.bounds[number]
+            if least.seconds * (1 - TIME_BOUND_MARGIN) > enough:
+                return
+            if number not in self.state.judged and least.needed_bytes <= most:
+                yield number
 
     def _faster(self) -> Iterator[int]:
         enough = min((self.state.judged[number].seconds for number in self._fitting()), default=None)
