@@ -77,7 +77,7 @@ def test_a_plan_leaves_the_headroom_and_where_none_can_it_says_tight() -> None:
     exact = plan(job, gpu=H200, keep=SETTLED, workers=1, headroom=0)
     assert exact.best
     assert not exact.tight
-    fastest, smallest = exact.best.needed_bytes, exact.nearest.needed_bytes
+    fastest, smallest = exact.best.needed_bytes, exact.front[-1].needed_bytes
     assert fastest > smallest
 
     gpu = replace(H200, memory_bytes=fastest + MIB)
@@ -93,7 +93,7 @@ def test_a_plan_leaves_the_headroom_and_where_none_can_it_says_tight() -> None:
     tight = plan(job, gpu=gpu, keep=SETTLED, workers=1, ranked=2)
     assert tight.fits
     assert tight.tight
-    assert tight.best == tight.nearest
+    assert tight.best == tight.front[-1]
     assert tight.ranked
     assert "Tight: no recipe leaves the headroom" in as_text(render(tight))
     assert plan(job, gpu=gpu, keep=SETTLED, workers=1, headroom=0).tight is False

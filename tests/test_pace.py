@@ -7,12 +7,18 @@ from dataclasses import replace
 import pytest
 
 from made_up import prediction
+from snugfit.job.gpu import find_gpu
+from snugfit.planning.fleet.gpu_plans import GpuPlans, OnGpu
+from snugfit.planning.plan import Pace
 from snugfit.prediction.spread import ANY_BOUND, GPU_BOUND, HOST_BOUND, SCALED, spread_of
 from snugfit.report import compare
+from snugfit.report.plan.gpu_plans import render as render_gpus
+from snugfit.report.plan.plan import render as render_plan
 from snugfit.report.prediction import render
 from snugfit.report.text.pace import pace
 from snugfit.report.text.terminal import as_text
 from snugfit.results.step_seconds import StepSeconds
+from test_plan_command import made_up
 
 TIMING = StepSeconds(
     step_seconds=0.8,
@@ -60,3 +66,16 @@ def test_a_prediction_and_a_comparison_say_the_pace() -> None:
     assert "1,280" in table
     assert "20 %" in table
     assert "MFU" not in as_text(compare.render([prediction(), prediction()]), width=200)
+
+
+def test_a_plan_and_many_gpus_say_the_pace() -> None:
+    plan = replace(made_up(), timing=Pace(bound="host", measured_rates=True, peak_seconds=0.02))
+    text = " ".join(as_text(render_plan(plan), width=200).split())
+    assert "a step takes about 50.0 ms, 42 ms to 63 ms; 80.0 samples/s, 40,960 tokens/s, 40 % MFU." in text
+    assert type(plan).from_json(plan.to_json()) == plan
+    answer = OnGpu(gpu=find_gpu("l4"), fits=True, choice=plan.best, measured_rates=False, mfu=0.4)
+    plans = GpuPlans(job=plan.job, fidelity="rounds", objective="speed", answers=(answer,))
+    text = " ".join(as_text(render_gpus(plans), width=200).split())
+    assert "ms a step (37 ms to 77 ms)" in text
+    assert "40,960" in text
+    assert "40 %" in text

@@ -72,7 +72,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any
 
 def test_the_answer_comes_first_and_nothing_is_markup(capsys: pytest.CaptureFixture[str]) -> None:
     text = as_text(render(made_up(name=EVIL)))
-    assert "bf16: 10.00 GiB, 50.0 ms a step, 80.0 samples/s." in text
+    assert "bf16: 10.00 GiB, a step takes about 50.0 ms; 80.0 samples/s, 40,960 tokens/s." in text
     assert "precision: bf16. With fp32: +2.00 GiB (+20.0 %)" in text
     assert "\x1b" not in text
     page = render(made_up(name=EVIL)).markdown()

@@ -65,6 +65,20 @@ class Choice:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Pace:
+    """How sure the answer's seconds are, and how near its step comes to the GPU's peak."""
+
+    bound: str
+    """What bounds the step (`StepSeconds.bound`)."""
+
+    measured_rates: bool
+    """Whether the GPU's rates were measured."""
+
+    peak_seconds: float
+    """What the model's arithmetic would take at the data sheet's peaks; 0 where those are not known."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Exclusion:
     """What was not considered, and why."""
 
@@ -247,6 +261,9 @@ class Plan(Tabular):
 
     verified: bool | None = None
     """Whether simulating the best recipe (or the nearest miss) in full gave the same figures."""
+
+    timing: Pace | None = None
+    """Of the best recipe (or the nearest miss); None where the GPU's rates are not known."""
 
     versions: Mapping[str, str] = field(default_factory=dict)
     """Packages that it was made with."""

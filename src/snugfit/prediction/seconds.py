@@ -75,7 +75,7 @@ def step_seconds(
         phases=phases,
         bound="loading" if loading == length > 0 else _bottleneck(length, busy, phases),
         measured_rates=rates.measured,
-        peak_seconds=_model_peak_seconds(kernels, gpu),
+        peak_seconds=model_peak_seconds(kernels, gpu),
     )
 
 
@@ -99,7 +99,7 @@ def _by_phase(
     )
 
 
-def _model_peak_seconds(kernels: Sequence[Kernel], gpu: Gpu) -> float:
+def model_peak_seconds(kernels: Sequence[Kernel], gpu: Gpu) -> float:
     """Seconds of the model's contractions at the data sheet's peaks, without what is computed again."""
     from snugfit.rehearsal.record.kernels import CONTRACTIONS, group_of
 

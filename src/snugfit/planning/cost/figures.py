@@ -36,6 +36,10 @@ class Figures(NamedTuple):
     doubts: tuple[str, ...] = ()
     """What the rehearsal had to assume."""
 
+    peak_seconds: float = 0.0
+    """What the model's arithmetic would take at the data sheet's peaks; 0 where the step was not simulated in
+    full."""
+
     @property
     def step_seconds(self) -> float:
         """Seconds of the steady step."""

@@ -31,6 +31,7 @@ from snugfit.prediction.allocator import Replay, replay
 from snugfit.prediction.device import common_policy, context_of, policy_for
 from snugfit.prediction.predict import predict
 from snugfit.prediction.profile import Software
+from snugfit.prediction.seconds import model_peak_seconds
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.splice import Part, rehearse_passes, rehearse_update, splice
 from snugfit.rehearsal.trace.trace import Mark, Trace
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
     from snugfit.job.job import Job
     from snugfit.rehearsal.device.policy import CudaPolicy
+    from snugfit.results.step_seconds import StepSeconds
     from snugfit.techniques.recipe import Recipe
     from snugfit.techniques.setup import Setup
 
@@ -73,6 +75,8 @@ class FullCheck(NamedTuple):
     is_same: bool
     """Whether it gave the same figures."""
     doubts: tuple[str, ...]
+    timing: StepSeconds | None
+    """Its seconds, where the GPU's rates are known."""
 
 
 class Parts:
@@ -176,8 +180,12 @@ class Parts:
         replays = _Replays(trace, {expandable: replay(trace, expandable=expandable)})
         seconds, startup = self.timer(trace), self.startup.of(setup, trace)
         contexts = [context_of(self.gpus[gpu], Software(), trace)[0] for gpu in gpus]
+        devices = {gpu: self.gpus[gpu] for gpu in gpus}
+        peaks = {gpu: model_peak_seconds(trace.kernels, device) for gpu, device in devices.items() if device}
         return [
-            _figures(replays, setup, context, seconds[gpu], startup)
+            _figures(replays, setup, context, seconds[gpu], startup)._replace(
+                peak_seconds=peaks.get(gpu, 0.0)
+            )
             for gpu, context in zip(gpus, contexts, strict=True)
         ]
 
@@ -192,7 +200,7 @@ class Parts:
             footprint.reserved_bytes,
             footprint.context_bytes,
         ) == figures[:4]
-        return FullCheck(same, prediction.doubts)
+        return FullCheck(same, prediction.doubts, prediction.timing)
 
     def trace(self, setup: Setup, *, most: int | None = None) -> StepTrace:
         """The trace of the step under this Setup, with so many micro-batches at most."""

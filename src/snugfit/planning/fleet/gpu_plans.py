@@ -47,6 +47,9 @@ class OnGpu:
     """Whether the GPU's rates were measured; False where they were scaled from another's by data sheet, None
     where there are no seconds."""
 
+    mfu: float | None = None
+    """Model FLOPs utilisation of the recipe; None where no peak or no seconds are known."""
+
     why: str = ""
     """Why bytes or seconds are not known."""
 

@@ -208,16 +208,19 @@ def _on_gpu(search: PerGpuSearch, job: Job, *, timed: bool) -> OnGpu:
     number = search.answer()
     why = why_unknown(search.gpu) if timed else ""
     rates = rates_for(search.gpu) if timed and not why else None
+    figures = search.state.judged[number]
+    peak = figures.peak_seconds if rates else 0.0
     return OnGpu(
         gpu=search.gpu,
-        fits=search.state.judged[number].needed_bytes <= (search.gpu.memory_bytes or 0),
+        fits=figures.needed_bytes <= (search.gpu.memory_bytes or 0),
         headroom_bytes=search.headroom_bytes,
         choice=search.state.choice(number, job.batch_size),
         verified=search.own[number],
         rates=rates.source if rates else "",
         measured_rates=rates.measured if rates else None,
+        mfu=peak / figures.step_seconds if peak else None,
         why=why,
-        doubts=search.state.judged[number].doubts,
+        doubts=figures.doubts,
     )
 
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from snugfit.planning.cost.figures import Figures
     from snugfit.planning.keep import Kept
     from snugfit.planning.search.state import SearchState
+    from snugfit.results.step_seconds import StepSeconds
     from snugfit.techniques.recipe import Recipe
 
 
@@ -39,6 +40,8 @@ class Explanation(NamedTuple):
     """Whether simulating it in full gave the same figures."""
     doubts: tuple[str, ...]
     reasons: tuple[Reason, ...]
+    timing: StepSeconds | None
+    """The answer's seconds, where the GPU's rates are known."""
 
 
 def explain(state: SearchState, pool: WorkerPool, answer: int) -> Explanation:
@@ -52,12 +55,12 @@ def explain(state: SearchState, pool: WorkerPool, answer: int) -> Explanation:
     unknown = {n for n in numbers.values() if n is not None and n in state.bounds and n not in state.judged}
     questions = [Question(answer, "verify", (recipe, state.judged[answer]))]
     questions += [Question(number, "judge", ([candidates[number].setup],)) for number in unknown]
-    verified, doubts = False, ()
+    verified, doubts, timing = False, (), None
     for number, value in pool.answers_to(questions):
         if number == answer and isinstance(value, SnugfitError):
             raise value
         if number == answer:
-            verified, doubts = value
+            verified, doubts, timing = value
         elif not isinstance(value, SnugfitError):
             state.judged[number] = value[0][0]
     fixed = state.space.fixed
@@ -67,7 +70,7 @@ def explain(state: SearchState, pool: WorkerPool, answer: int) -> Explanation:
         for slot, other in alternatives.items()
         if other is not None or slot in fixed.slots
     )
-    return Explanation(verified, doubts, tuple(reasons))
+    return Explanation(verified, doubts, tuple(reasons), timing)
 
 
 def _comparable(state: SearchState, recipe: Recipe) -> Iterator[int]:

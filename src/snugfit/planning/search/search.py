@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from snugfit.errors import RehearsalError, UsageError
 from snugfit.planning.cost.startup_share import PlannedRun
 from snugfit.planning.keep import Free, Keep, kept_of
-from snugfit.planning.plan import Plan, nearest_miss
+from snugfit.planning.plan import Pace, Plan, nearest_miss
 from snugfit.planning.request import fidelity_of, refuse_bad_request, start_of
 from snugfit.planning.search.recomputing import RecomputingKinds
 from snugfit.planning.search.space import Space, space_of
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from snugfit.planning.cost.timer import Timer
     from snugfit.prediction.worker_pool import WorkerPool
     from snugfit.rehearsal.trace.trace import Trace
+    from snugfit.results.step_seconds import StepSeconds
 
 
 def plan(
@@ -172,9 +173,17 @@ def _answer(asked: _PlanRequest, space: Space, pool: WorkerPool) -> Plan:
         refused=excluded,
         counts=counts,
         verified=explanation.verified,
+        timing=_pace_of(explanation.timing),
         versions=installed_versions(),
         doubts=tuple(dict.fromkeys((*explanation.doubts, *assumed, *doubts_about(asked.gpu)))),
     )
+
+
+def _pace_of(timing: StepSeconds | None) -> Pace | None:
+    """What a plan tells of its answer's seconds."""
+    if timing is None:
+        return None
+    return Pace(bound=timing.bound, measured_rates=timing.measured_rates, peak_seconds=timing.peak_seconds)
 
 
 def search(

@@ -8,8 +8,10 @@ from snugfit.errors import some_of
 from snugfit.planning.fleet.gpu_plans import GpuPlans, OnGpu
 from snugfit.planning.fleet.prices import Cost, Prices, cheapest, cost
 from snugfit.planning.plan import Choice
+from snugfit.prediction.spread import spread_of
 from snugfit.report.text.grid import Grid
 from snugfit.report.text.job import beside_note, job_line, recipes_beside
+from snugfit.report.text.pace import show_mfu, show_spread, tokens_per_second
 from snugfit.report.text.page import Page, Sentence
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Slot
@@ -92,8 +94,16 @@ def cards_like(plans: GpuPlans, answer: OnGpu) -> str:
 
 
 def _figures(answer: OnGpu, choice: Choice) -> str:
-    seconds = f", {_ms(answer, choice)} ms a step" if choice.step_seconds else ""
+    seconds = f", {_ms(answer, choice)} ms a step{_likely(answer, choice)}" if choice.step_seconds else ""
     return f"{choice.recipe}: {show_bytes(choice.needed_bytes)}{seconds}"
+
+
+def _likely(answer: OnGpu, choice: Choice) -> str:
+    """The spread of the seconds, where it is known how they came about."""
+    if answer.measured_rates is None:
+        return ""
+    spread = spread_of(choice.step_seconds, bound="", measured_rates=answer.measured_rates)
+    return f" ({show_spread(spread)})"
 
 
 def _nearest(plans: GpuPlans) -> str:
@@ -154,6 +164,8 @@ def _columns(plans: GpuPlans, prices: Prices) -> list[tuple[str, _Show]]:
         ("", lambda answer, choice, cost: _verdict(answer)),
         ("ms a step>", lambda answer, choice, cost: _ms(answer, choice) if choice.step_seconds else "?"),
         ("samples/s>", lambda answer, choice, cost: _number(choice.samples_per_second)),
+        ("tokens/s>", lambda answer, choice, cost: tokens_per_second(choice.step_seconds, plans.job.tokens)),
+        ("MFU>", lambda answer, choice, cost: show_mfu(answer.mfu)),
     ]
     if plans.steps:
         columns.append(("start-up s>", lambda answer, choice, cost: _number(choice.once_seconds)))

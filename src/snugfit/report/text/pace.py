@@ -13,7 +13,9 @@ def pace(
     """`about 800.0 ms, 750 ms to 860 ms; 20.0 samples/s, 41,000 tokens/s, 38 % MFU`; what is not known
     is left out. `samples` and `tokens` are those of a step."""
     about = f"about {show_seconds(seconds)}" + (f", {show_spread(spread)}" if spread else "")
-    rates = ", ".join([f"{samples / seconds:,.1f} samples/s", *_rates(seconds, tokens, mfu)])
+    rates = ", ".join(
+        [f"{samples / seconds if seconds else 0:,.1f} samples/s", *_rates(seconds, tokens, mfu)]
+    )
     return f"{about}; {rates}"
 
 
