@@ -210,3 +210,29 @@ def test_flags_of_the_run_are_no_configuration() -> None:
     assert request.reading is not None
     assert str(request.recipe) == "bf16 + tf32 + adamw_fused"
     assert request.training["warmup_steps"] == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("predict Qwen3-0", "Qwen3-0.6B"),
+        ("plan x --gpu h2", "h200"),
+        ("predict x --task ca", "causal-lm"),
+        ("predict x --recipe every_l", "every_layer"),
+    ],
+)
+def test_the_shell_completes(
+    words: str, completed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("_SNUGFIT_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", f"snugfit {words}")
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split())))
+    run([])
+    assert completed in capsys.readouterr().out.split()
+
+
+def test_what_completes_a_gpu_is_understood() -> None:
+    from snugfit.cli.arguments import _complete_gpu
+    from snugfit.job.gpu import find_gpu
+
+    assert all(find_gpu(name) for name in _complete_gpu(""))

@@ -28,13 +28,47 @@ def option(panel: str, help: str, *names: str, **more: Any) -> Any:
     return typer.Option(*names, help=help, rich_help_panel=panel, **more)
 
 
+def _complete_model(incomplete: str) -> list[str]:
+    from snugfit.job.find import preset_names
+
+    names = preset_names() if "/" in incomplete else [name.split("/")[1] for name in preset_names()]
+    return [name for name in names if name.lower().startswith(incomplete.lower())]
+
+
+def _complete_task(incomplete: str) -> list[str]:
+    from snugfit.job.job import Task
+
+    return [task.value for task in Task if task.value.startswith(incomplete)]
+
+
+def _complete_gpu(incomplete: str) -> list[str]:
+    from snugfit.job.gpu import all_gpus
+
+    names = [gpu.name.removeprefix("NVIDIA ").lower().replace(" ", "-") for gpu in all_gpus()]
+    return [name for name in names if name.startswith(incomplete.lower())]
+
+
+def _complete_recipe(incomplete: str) -> list[str]:
+    """Techniques for the last word of a recipe."""
+    from snugfit.techniques.roster import techniques
+
+    before, plus, word = incomplete.rpartition("+")
+    start = f"{before}+ " if plus else ""
+    return [start + one.name for one in techniques() if one.name.startswith(word.strip())]
+
+
 Model = Annotated[
     str | None,
     typer.Argument(
-        help="A preset (bert-large-uncased), a folder, a config.json, or a hub id.", show_default=False
+        autocompletion=_complete_model,
+        help="A preset (bert-large-uncased), a folder, a config.json, or a hub id.",
+        show_default=False,
     ),
 ]
-Task = Annotated[str | None, option(JOB, "sequence-classification, causal-lm, seq2seq-lm, ...")]
+Task = Annotated[
+    str | None,
+    option(JOB, "sequence-classification, causal-lm, seq2seq-lm, ...", autocompletion=_complete_task),
+]
 SequenceLength = Annotated[int | None, option(JOB, "Tokens of one sequence. [512]")]
 TargetLength = Annotated[
     int | None, option(JOB, "Tokens of one target, for models with a decoder of their own. [128]")
@@ -63,11 +97,20 @@ TrainerArguments = Annotated[list[str] | None, typer.Option(TRAINER_ARGUMENT, hi
 Online = Annotated[bool, typer.Option("--online", hidden=True)]
 Offline = Annotated[bool, option(JOB, "Fetch no configuration from the hub.", "--offline")]
 RecipeText = Annotated[
-    str | None, option(HOW, 'Techniques: "bf16 + every_layer + micro_batches(4)". \\[plain]', "--recipe")
+    str | None,
+    option(
+        HOW,
+        'Techniques: "bf16 + every_layer + micro_batches(4)". \\[plain]',
+        "--recipe",
+        autocompletion=_complete_recipe,
+    ),
 ]
 Loop = Annotated[str | None, option(HOW, "plain, accelerate or trainer. \\[plain]")]
 GpuName = Annotated[
-    str | None, option(WHERE, "h200, v100-16gb, 'rtx 4090'; snugfit gpus lists them.", "--gpu")
+    str | None,
+    option(
+        WHERE, "h200, v100-16gb, 'rtx 4090'; snugfit gpus lists them.", "--gpu", autocompletion=_complete_gpu
+    ),
 ]
 Memory = Annotated[str | None, option(WHERE, "Memory that may be used: 24GiB, 16GB, 16000MiB.")]
 Dtype = Annotated[

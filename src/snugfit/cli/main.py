@@ -55,7 +55,6 @@ app = typer.Typer(
     epilog="Exit codes: 0 ok, 1 error, 2 usage, 3 does not fit (check: something was found), "
     "4 out of memory, 5 outside the band, 75 stopped and resumable, 130 interrupted.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -96,8 +95,9 @@ def run(arguments: Sequence[str]) -> int:
         return _tell_mistake(mistake)
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
-    except (BrokenPipeError, SystemExit):  # typer makes a SystemExit of a broken pipe, and of nothing else
-        forget(sys.stdout)
+    except (BrokenPipeError, SystemExit):  # typer's of a broken pipe, or after it completed a word
+        if "_SNUGFIT_COMPLETE" not in os.environ:
+            forget(sys.stdout)
     if code == INTERRUPTED:  # typer makes a number of Ctrl-C
         return _tell("interrupted", INTERRUPTED)
     return code if isinstance(code, int) else 0
