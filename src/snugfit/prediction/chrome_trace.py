@@ -46,12 +46,10 @@ def _kernels(timed: Iterable[TimedKernel]) -> Iterator[dict[str, Any]]:
         kernel = one.kernel
         about = {"module": kernel.module, "shapes": str(list(kernel.shapes)), "dtype": kernel.dtype}
         work = {"flops": kernel.flops, "bytes": kernel.nbytes}
-        for track, start, length in (
-            ("host", one.launch, one.launch_seconds),
-            ("device", one.start, one.device_seconds),
-        ):
-            moments = {"ts": MICRO * start, "dur": MICRO * length}
-            yield _entry("X", kernel.operator, TRACKS[track], cat=track, **moments, args=about | work)
+        launch = {"ts": MICRO * one.launch, "dur": MICRO * one.launch_seconds}
+        yield _entry("X", kernel.operator, TRACKS["host"], cat="host", **launch)
+        run = {"ts": MICRO * one.start, "dur": MICRO * one.device_seconds}
+        yield _entry("X", kernel.operator, TRACKS["device"], cat="device", **run, args=about | work)
 
 
 def _counters(trace: Trace, timed: Sequence[TimedKernel]) -> Iterator[dict[str, Any]]:

@@ -29,4 +29,4 @@ def export_trace(prediction: Prediction, form: str) -> bytes:
         return pickle.dumps(memory_snapshot(trace, expandable=setup.expandable_segments))
     assert prediction.gpu is not None
     timed = time_kernels(trace, rates_for(prediction.gpu), workers=setup.loader.workers)
-    return json.dumps(chrome_trace(trace, timed), allow_nan=False).encode()
+    return json.dumps(chrome_trace(trace, timed), allow_nan=False, separators=(",", ":")).encode()
