@@ -23,6 +23,7 @@ from snugfit.planning.cost.timer import SingleGpuTimer
 from snugfit.planning.fleet.search_gpus import plan_gpus
 from snugfit.planning.keep import kept_of
 from snugfit.planning.search.search import plan
+from snugfit.planning.search.simpler import AS_FAST
 from snugfit.planning.search.space import space_of
 from snugfit.prediction.device import policy_for
 from snugfit.prediction.predict import predict
@@ -201,7 +202,7 @@ def test_the_best_of_a_run_is_what_brute_force_finds(job: Job) -> None:
         assert figures.seconds == pytest.approx((figures.once + steps * figures.step_seconds) / steps)
         paces[str(each.recipe)] = figures.seconds
     best = searched(job, steps).best
-    assert best.pace(steps) == pytest.approx(min(paces.values()))
+    assert best.pace(steps) <= min(paces.values()) * (1 + AS_FAST), "but for the simpler of two as fast"
     assert best.pace(steps) == pytest.approx(paces[best.recipe])
 
 
