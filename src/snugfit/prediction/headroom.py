@@ -58,7 +58,7 @@ def _as_bytes(asked: int | str, limit: int | None) -> int:
             if float(match[1]) >= 100:
                 raise UsageError(f"headroom: {asked!r} leaves nothing of the memory. Try 2%.")
             return int(float(match[1]) / 100 * limit)
-        return 0 if asked.strip() == "0" else parse_bytes(asked, what="headroom")
+        return 0 if asked.strip() == "0" else parse_bytes(asked, what="headroom (or a share, such as 2%)")
     if type(asked) is not int or asked < 0:
         raise UsageError(
             f"headroom is {asked!r}; it is a whole number of bytes from 0, text such as '2%', or None."

@@ -180,7 +180,8 @@ def front(plan: Plan, *, everything: bool = False) -> Grid:
         "Recipe<",
     )
     left_out = len({*plan.front} - {*shown})
-    hidden = f"{left_out} more rows are near these, or much slower: --all." if left_out else ""
+    noun = "row is" if left_out == 1 else "rows are"
+    hidden = f"{left_out} more {noun} near these, or much slower: --all." if left_out else ""
     return Grid(
         title="The Pareto front: memory against speed",
         heads=heads,
