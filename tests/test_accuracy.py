@@ -27,7 +27,7 @@ from snugfit.job.gpu import find_gpu
 from snugfit.report.evaluation.accuracy import render
 from snugfit.report.evaluation.accuracy_page import document
 from snugfit.report.text.terminal import as_text
-from snugfit.results.footprint import Footprint
+from snugfit.results.footprint import Footprint, Moment
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.units import GIB
@@ -156,6 +156,17 @@ def test_results_round_trip_through_json() -> None:
     result = Accuracy(seed=5, gpu="NVIDIA H200", device=None, versions={"torch": "2.13.0"}, runs=runs)
     text = json.dumps(result.to_json(), allow_nan=False)
     assert Accuracy.from_json(json.loads(text)) == result
+
+
+def test_steps_count_from_one_and_older_documents_are_read() -> None:
+    """An older document counts its steps from 0, and does not say so."""
+    moment = footprint().at
+    assert moment
+    written = footprint().to_json()["at"]
+    assert (moment.step, written["step"]) == (3, 3), "as the text says: the peak is in step 3"
+    assert Moment.from_json(written) == moment
+    older = {name: value for name, value in written.items() if name != "counted_from"}
+    assert Moment.from_json({**older, "step": 2}) == moment
 
 
 def test_quantiles_are_errors_that_were_seen() -> None:
@@ -334,7 +345,7 @@ def test_every_run_is_on_the_page_with_foreign_words_as_data() -> None:
     page = document([result])
     assert "<b>" not in page
     assert "oom:torch" in page
-    assert "| 3 | bert-large-uncased: sequence-classification, 4 × 512 |" in page
+    assert "| bert-large-uncased: sequence-classification, 4 × 512 | bf16 +" in page
     assert "1 of 2 runs are outside the band" in as_text(render(result))
     for share in BAND.values():
         assert f"{100 * share:g} %" in page

@@ -28,7 +28,7 @@ from snugfit.planning.fleet.per_gpu import PerGpuSearch
 from snugfit.planning.fleet.search_gpus import plan_gpus
 from snugfit.planning.search.search import plan
 from snugfit.planning.search.simpler import AS_FAST
-from snugfit.planning.search.space import Candidate, not_plain, space_of
+from snugfit.planning.search.space import Candidate, space_of
 from snugfit.planning.search.state import SearchState
 from snugfit.prediction.device import policy_for
 from snugfit.prediction.predict import predict
@@ -91,6 +91,10 @@ def sizes(everything: list[tuple[Recipe, Figures, Figures]]) -> list[int]:
     """Memories between which another recipe becomes the best, and one that is too small for all."""
     found = sorted({slow.needed_bytes for _, slow, _ in everything})
     return sorted({found[0] - 1, *found[:: max(1, len(found) // 5)], found[-1]})
+
+
+def not_plain(recipe: Recipe) -> int:
+    return sum(recipe[slot] != roster.plain(slot) for slot in Slot)
 
 
 def simplest_of(everything: list[tuple[Recipe, Figures, Figures]], which: int, memory: int | None) -> Figures:

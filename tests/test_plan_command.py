@@ -77,7 +77,7 @@ def test_the_answer_comes_first_and_nothing_is_markup(capsys: pytest.CaptureFixt
     assert "\x1b" not in text
     page = render(made_up(name=EVIL)).markdown()
     assert "<script>" not in page
-    assert "| best | 10.00 |" in page
+    assert "| 1 best | 10.00 |" in page
 
 
 def test_nothing_fits_is_exit_3(asked: list[Any], capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,13 +11,15 @@ import pytest
 from rich.console import RenderableType
 
 from made_up import guide_result, measurement, prediction
+from snugfit.comparison.compared_runs import Accuracy
+from snugfit.evaluation.verify import Verification
 from snugfit.job.gpu import all_gpus
 from snugfit.planning.plan import Change, Choice, Start
 from snugfit.report import compare, gpus, techniques
 from snugfit.report import measurement as measurement_report
 from snugfit.report import prediction as prediction_report
-from snugfit.report.evaluation import guide
-from snugfit.report.plan import gpu_plans, lengths, plan
+from snugfit.report.evaluation import accuracy, guide
+from snugfit.report.plan import gpu_plans, lengths, plan, verify
 from snugfit.report.text.job import recipes_beside
 from snugfit.report.text.table import PlainTable, table
 from snugfit.report.text.terminal import as_text
@@ -28,6 +30,7 @@ from test_gpus_command import PRICES
 from test_gpus_command import made_up as made_up_gpu_plans
 from test_lengths_command import made_up as made_up_lengths
 from test_plan_command import made_up as made_up_plan
+from test_verify import a_run
 
 LONG = "lora(r=16, targets=all-linear) + bf16_pure + tf32 + every_nth_layer(n=2) + micro_batches(16)"
 SHORTER = LONG.replace("every_nth_layer(n=2)", "every_layer")
@@ -57,6 +60,14 @@ def _gpu_plans() -> RenderableType:
     return gpu_plans.render(replace(plans, answers=tuple(answers), steps=12_345_678), PRICES)
 
 
+def _accuracy(kind: str) -> Accuracy:
+    runs = tuple(
+        a_run(number, 12.3456, 11.9876, recipe=Recipe.parse(text))
+        for number, text in enumerate((LONG, SHORTER, "plain"), 1)
+    )
+    return Accuracy(seed=5, kind=kind, gpu="h200", device="NVIDIA H200", versions={}, runs=runs)
+
+
 REPORTS = {
     "gpus": lambda: gpus.render(all_gpus()),
     "gpus --for --price": _gpu_plans,
@@ -68,6 +79,11 @@ REPORTS = {
         [prediction(recipe=Recipe.parse(LONG)), prediction(8 * GIB, recipe=Recipe.parse(SHORTER))]
     ),
     "techniques": lambda: techniques.render(roster()),
+    "accuracy": lambda: accuracy.render(_accuracy("drawn")),
+    "accuracy --within-job": lambda: accuracy.render(_accuracy("within-job")),
+    "plan --verify": lambda: verify.grid(
+        Verification(gpu="h200", device="NVIDIA H200", runs=_accuracy("top").runs, versions={})
+    ),
     "measure": lambda: measurement_report.render(measurement()),
 }
 

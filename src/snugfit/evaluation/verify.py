@@ -78,7 +78,7 @@ def verify(
         remaining = (time.monotonic() - began) / number * (len(recipes) - number) if number else None
         left = f", about {remaining:.0f} s left" if remaining is not None else ""
         tell(f"measuring {number + 1} of {len(recipes)}{left}: {planned.recipe}")
-        run, run_device = measure_run(planned.run(job, number))
+        run, run_device = measure_run(planned.run(job, number + 1))
         runs.append(run)
         device = device or run_device
     return Verification(gpu=gpu, device=device, runs=tuple(runs), versions=versions)

@@ -182,4 +182,4 @@ def _refuse(job: object, memory_bytes: object) -> None:
 
 def _moment(trace: Trace, peak: int) -> Moment:
     block = trace.blocks[abs(trace.events[peak]) - 1]
-    return Moment(phase=block.phase, module=block.module, operator=block.operator, step=block.step)
+    return Moment(phase=block.phase, module=block.module, operator=block.operator, step=block.step + 1)

@@ -118,7 +118,10 @@ def _startup(prediction: Prediction) -> list[RenderableType]:
 
 def _peak(prediction: Prediction) -> list[RenderableType]:
     moment = prediction.footprint.at
-    return [words(f"The peak is in step {moment.step + 1}: {moment}.")] if moment else []
+    if moment is None:
+        return []
+    when = f"in step {moment.step}" if moment.step else "before the first step"
+    return [words(f"The peak is {when}: {moment}.")]
 
 
 def kinds_table(prediction: Prediction) -> PlainTable:

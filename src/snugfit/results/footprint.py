@@ -8,11 +8,11 @@ knows no kinds, a prediction on a CPU no NVML.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any, Self
 
-from snugfit.documents import decode_fields
+from snugfit.documents import decode_fields, encode_fields
 
 
 class Kind(StrEnum):
@@ -42,8 +42,19 @@ class Moment:
     operator: str
     """The operator that ran, by torch's name."""
 
-    step: int = 0
-    """Which step of the run, from 0."""
+    step: int = 1
+    """Which step of the run, from 1; 0 before the first."""
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object, which says that its steps count from 1; in older ones they count from 0."""
+        return asdict(self) | {"counted_from": 1}
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Self:
+        """The moment that `to_json` wrote, of this version or an older one."""
+        own = {entry.name: document[entry.name] for entry in fields(cls) if entry.name in document}
+        own["step"] = own.get("step", 0) + 1 - document.get("counted_from", 0)
+        return cls(**own)
 
     def __str__(self) -> str:
         module = f" in {self.module}" if self.module else ""
@@ -83,7 +94,7 @@ class Footprint:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object; `Footprint.from_json` reads it back."""
-        return asdict(self)
+        return encode_fields(self)
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:

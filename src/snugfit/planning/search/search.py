@@ -126,7 +126,7 @@ class _PlanRequest:
 def _answer(asked: _PlanRequest, space: Space, pool: WorkerPool) -> Plan:
     """The plan that a search of this space gives."""
     from snugfit.planning.search.reasons import compare_with_start, cures, explain
-    from snugfit.planning.search.simpler import prefer_simple
+    from snugfit.planning.search.simpler import prefer_simple, simplify_front
 
     job, memory, smallest = asked.job, asked.memory_bytes, asked.objective == "memory"
     listed = asked.ranked > 0  # any candidate may be among the best few
@@ -141,6 +141,8 @@ def _answer(asked: _PlanRequest, space: Space, pool: WorkerPool) -> Plan:
     best = fitting[-1 if smallest else 0] if fitting else None
     if best is not None and not smallest:
         best = prefer_simple(state, pool, best)
+    front = simplify_front(state, front, lambda n: bound is None or state.judged[n].needed_bytes <= bound)
+    front = sorted({*front, *([] if best is None else [best])}, key=state.rank)
     sizes = [state.judged[number].needed_bytes for number in front]
     shown = front[nearest_miss(sizes, asked.objective)] if best is None else best
     recipe, needed_bytes = space.candidates[shown].recipe, state.judged[shown].needed_bytes

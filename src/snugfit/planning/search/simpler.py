@@ -2,19 +2,19 @@
 
 The fastest recipe that fits may hold techniques that gain less than anybody can measure: TensorFloat-32
 beside bfloat16, worker processes for a step that the GPU bounds, another allocator where memory is plenty. So
-what stands in some of its slots is put back to plain, in every way; and of the recipes that still fit and are
-as fast, the one with the fewest techniques that are not plain is the answer.
+what stands in some of its slots is put back to what the user has there, or to plain where nothing is known of
+the user's own recipe, in every way; and of the recipes that still fit and are as fast, the one with the
+fewest changes is the answer. The other rows of the front are made as simple, where that costs no memory
+either and was judged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
 from typing import TYPE_CHECKING
 
-from snugfit.planning.search.space import not_plain
 from snugfit.planning.search.state import TIME_BOUND_MARGIN
-from snugfit.techniques import roster
 from snugfit.techniques.technique import Slot
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from snugfit.prediction.worker_pool import WorkerPool
 
 AS_FAST = 0.005
-"""Of a step's seconds (chosen): what is less than this slower is as fast."""
+"""Of a step's seconds (chosen): what is less than this slower is as fast; of bytes, as small."""
 
 
 def prefer_simple(state: SearchState, pool: WorkerPool, fastest: int) -> int:
@@ -58,18 +58,32 @@ def simplest(state: SearchState, fastest: int, fits: Callable[[int], bool]) -> i
         for number in simpler_than(state.space, fastest)
         if number in state.judged and state.judged[number].seconds <= most and fits(number)
     ]
-    candidates = state.space.candidates
-    return min([fastest, *as_fast], key=lambda n: (not_plain(candidates[n].recipe), *state.rank(n)))
+    space = state.space
+    return min([fastest, *as_fast], key=lambda n: (space.changes(space.candidates[n].recipe), *state.rank(n)))
+
+
+def simplify_front(state: SearchState, front: Sequence[int], fits: Callable[[int], bool]) -> list[int]:
+    """The front, the fastest first, with the simplest recipe that was judged for each that is as fast, as
+    small, and fits where that one does."""
+    simple = set()
+    for number in front:
+        most = state.judged[number].needed_bytes * (1 + AS_FAST)
+
+        def as_small(other: int, most: float = most, must_fit: bool = fits(number)) -> bool:
+            return state.judged[other].needed_bytes <= most and (fits(other) or not must_fit)
+
+        simple.add(simplest(state, number, as_small))
+    return state.front(simple)
 
 
 def simpler_than(space: Space, number: int) -> Iterator[int]:
-    """The candidates that are this one with the plain technique in one or more of its slots."""
+    """The candidates that are this one with the simplest technique in one or more of its slots."""
     recipe = space.candidates[number].recipe
-    slots = [slot for slot in Slot if recipe[slot] != roster.plain(slot)]
+    slots = [slot for slot in Slot if recipe[slot] != space.simplest[slot]]
     for count in range(1, len(slots) + 1):
         for some in combinations(slots, count):
-            plainer = recipe
+            simpler = recipe
             for slot in some:
-                plainer = plainer.with_(roster.plain(slot))
-            if (other := space.number(plainer)) is not None:
+                simpler = simpler.with_(space.simplest[slot])
+            if (other := space.number(simpler)) is not None:
                 yield other

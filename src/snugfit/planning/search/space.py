@@ -79,6 +79,15 @@ class Space:
             index = index * len(offered) + offered.index(technique)
         return self.numbers.get(index)
 
+    @property
+    def simplest(self) -> Recipe:
+        """What needs no explanation: the user's own recipe, or the plain one where there is none."""
+        return self.fixed.start or Recipe()
+
+    def changes(self, recipe: Recipe) -> int:
+        """In how many slots a recipe is not the simplest."""
+        return sum(technique != self.simplest[technique.slot] for technique in recipe)
+
     def offers(self, slot: Slot) -> tuple[Technique, ...]:
         """What this slot may hold."""
         return self.choices[list(Slot).index(slot)]
@@ -131,11 +140,6 @@ def space_of(
     return Space(
         candidates=tuple(candidates), excluded=tuple(excluded), choices=choices, fixed=fixed, numbers=numbers
     )
-
-
-def not_plain(recipe: Recipe) -> int:
-    """How many techniques of a recipe are not their slot's default."""
-    return sum(technique != roster.plain(technique.slot) for technique in recipe)
 
 
 def _offered_in(

@@ -24,7 +24,7 @@ from typing import Any
 from snugfit.errors import SnugfitError
 from snugfit.planning.cost.figures import BelowLowerBound, Bound, Figures
 from snugfit.planning.plan import Choice, Counts, Exclusion
-from snugfit.planning.search.space import Space, not_plain
+from snugfit.planning.search.space import Space
 from snugfit.prediction.worker_pool import Question, WorkerPool
 from snugfit.rehearsal.device.policy import PoliciesDiffer
 
@@ -172,10 +172,11 @@ class SearchState:
 
     # ---- the answer --------------------------------------------------------------------------------------
 
-    def front(self) -> list[int]:
-        """The judged ones than which no other is both as fast and as small, the fastest first."""
+    def front(self, numbers: Iterable[int] | None = None) -> list[int]:
+        """Of these candidates, or of all that were judged, those than which no other is both as fast and as
+        small, the fastest first."""
         smallest, front = math.inf, []
-        for number in sorted(self.judged, key=self.rank):
+        for number in sorted(self.judged if numbers is None else numbers, key=self.rank):
             needed = self.judged[number].needed_bytes
             if needed < smallest:
                 smallest = needed
@@ -227,9 +228,9 @@ class SearchState:
         return min((figures.needed_bytes for figures in self.judged.values()), default=math.inf)
 
     def rank(self, number: int) -> tuple[Any, ...]:
-        """Sorts the judged ones: the fastest first, then the smallest, then the plainest."""
+        """Sorts the judged ones: the fastest first, then the smallest, then the simplest."""
         figures, recipe = self.judged[number], self.space.candidates[number].recipe
-        return figures.seconds, figures.needed_bytes, not_plain(recipe), str(recipe)
+        return figures.seconds, figures.needed_bytes, self.space.changes(recipe), str(recipe)
 
     def choice(self, number: int, batch_size: int) -> Choice:
         """A judged candidate, as a plan states it."""

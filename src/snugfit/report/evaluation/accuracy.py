@@ -40,10 +40,10 @@ def render(result: Accuracy) -> Page:
     )
 
 
-def grids(result: Accuracy, *, wide: bool = False) -> Iterator[Grid]:
-    """The runs: one table, or one for each job where jobs have several. A terminal has no room for all."""
+def grids(result: Accuracy) -> Iterator[Grid]:
+    """The runs: one table, or one for each job where jobs have several."""
     if result.kind == "drawn":
-        yield runs_grid(result) if wide else narrow_grid(result)
+        yield runs_grid(result)
         return
     for runs in group_by_job(result.runs):
         lines = [order_line(runs), gap_line(runs) if result.kind == "top" else ""]
@@ -53,40 +53,19 @@ def grids(result: Accuracy, *, wide: bool = False) -> Iterator[Grid]:
 def runs_grid(result: Accuracy) -> Grid:
     """One row a run."""
     bytes_heads = ("NVML MiB>", "measured>", "allocated %>", "reserved %>", "NVML %>")
-    heads = ("", "Job", "Recipe", *bytes_heads, "ms a step>", "measured>", "%>", "bound by")
+    heads = ("No.", *bytes_heads, "ms a step>", "measured>", "%>", "bound by", "Job", "Recipe<")
     rows = tuple(
         (
             str(run.number),
-            job_words(run),
-            str(run.recipe),
             *bytes_cells(run),
             *seconds_cells(run),
             run.bound or "",
+            job_words(run),
+            str(run.recipe),
         )
         for run in result.runs
     )
     return Grid(title=f"Runs of seed {result.seed}", heads=heads, rows=rows)
-
-
-def narrow_grid(result: Accuracy) -> Grid:
-    """One row a run, of the bytes NVML's only."""
-    rows = []
-    for run in result.runs:
-        predicted, measured, *_, error = bytes_cells(run)
-        what = f"{job_words(run)}: {run.recipe}"
-        rows.append((str(run.number), what, predicted, measured, error, *seconds_cells(run), run.bound or ""))
-    heads = (
-        "",
-        "Job and recipe",
-        "NVML MiB>",
-        "measured>",
-        "%>",
-        "ms a step>",
-        "measured>",
-        "%>",
-        "bound by",
-    )
-    return Grid(title=f"Runs of seed {result.seed}", heads=heads, rows=tuple(rows))
 
 
 def title(result: Accuracy) -> str:

@@ -52,7 +52,7 @@ def document(results: Sequence[Accuracy]) -> str:
     for result in results:
         parts.append(f"## {escape(title(result))}\n")
         parts += [f"{escape(line)}\n" for line in _origin(result)]
-        parts += [grid.markdown() for grid in grids(result, wide=True)]
+        parts += [grid.markdown() for grid in grids(result)]
         parts += [f"{escape(line)}\n" for line in about_order(result)]
         parts += [_outside(result), summary_grid(result).markdown()]
     return "\n".join(part for part in parts if part)

@@ -12,8 +12,8 @@ from snugfit.units import show_mib
 
 BYTES = ("allocated_bytes", "reserved_bytes", "nvml_bytes")
 HEADS = (
-    "Recipe", "NVML MiB>", "measured>", "allocated %>", "reserved %>", "NVML %>", "ms a step>", "measured>",
-    "%>", "rank>", "measured>",
+    "No.", "NVML MiB>", "measured>", "allocated %>", "reserved %>", "NVML %>", "ms a step>", "measured>",
+    "%>", "rank>", "measured>", "Recipe<",
 )  # fmt: skip
 
 
@@ -23,11 +23,12 @@ def recipes_grid(runs: Sequence[ComparedRun], title: str, note: str = "") -> Gri
     measured = _ranks((run.number, run.step_seconds) for run in runs if run.outcome == "ok")
     rows = tuple(
         (
-            str(run.recipe),
+            str(run.number),
             *bytes_cells(run),
             *seconds_cells(run),
             predicted.get(run.number, ""),
             measured.get(run.number, ""),
+            str(run.recipe),
         )
         for run in runs
     )

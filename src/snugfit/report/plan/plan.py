@@ -156,9 +156,10 @@ def front(plan: Plan, *, everything: bool = False) -> Grid:
     are worth reading, or `everything`."""
     shown = shown_front(plan, everything=everything)
     recipes = recipes_beside([choice.recipe for choice in shown], plan.best_or_nearest.recipe)
+    numbers = {choice: number for number, choice in enumerate(plan.front, 1)}
     rows = tuple(
         (
-            "best" if choice == plan.best else _fits(plan, choice),
+            f"{numbers.get(choice, '')} {_mark(plan, choice)}".strip(),
             f"{choice.needed_bytes / GIB:,.2f}",
             f"{choice.reserved_bytes / GIB:,.2f}",
             f"{choice.step_seconds * 1e3:,.1f}",
@@ -170,7 +171,7 @@ def front(plan: Plan, *, everything: bool = False) -> Grid:
         for choice, recipe in zip(shown, recipes, strict=True)
     )
     heads = (
-        "",
+        "No.",
         "GiB on the GPU>",
         "reserved>",
         "ms a step>",
@@ -219,7 +220,9 @@ def _doubts(plan: Plan) -> Iterator[str]:
     yield from plan.doubts
 
 
-def _fits(plan: Plan, choice: Choice) -> str:
+def _mark(plan: Plan, choice: Choice) -> str:
+    if choice == plan.best:
+        return "best"
     if not plan.fitting(choice):
         return "does not fit"
     return "tight" if plan.is_tight(choice) else ""
