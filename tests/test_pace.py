@@ -6,17 +6,18 @@ from dataclasses import replace
 
 import pytest
 
-from made_up import prediction
+from made_up import job, prediction
+from snugfit.comparison.recipes import RecipeComparison
 from snugfit.job.gpu import find_gpu
 from snugfit.planning.fleet.gpu_plans import GpuPlans, OnGpu
 from snugfit.planning.plan import Pace
-from snugfit.prediction.spread import ANY_BOUND, GPU_BOUND, HOST_BOUND, SCALED, spread_of
 from snugfit.report import compare
 from snugfit.report.plan.gpu_plans import render as render_gpus
 from snugfit.report.plan.plan import render as render_plan
 from snugfit.report.prediction import render
 from snugfit.report.text.pace import pace
 from snugfit.report.text.terminal import as_text
+from snugfit.results.speed import ANY_BOUND, GPU_BOUND, HOST_BOUND, SCALED, StepSpeed, speed_of
 from snugfit.results.step_seconds import StepSeconds
 from test_plan_command import made_up
 
@@ -44,16 +45,17 @@ TIMING = StepSeconds(
 )
 def test_the_spread_is_that_of_the_errors(bound: str, measured: bool, error: float) -> None:
     """A step at either end would have been predicted with exactly that error."""
-    low, high = spread_of(1.0, bound=bound, measured_rates=measured)
-    assert 1 / low - 1 == pytest.approx(error)
-    assert 1 / high - 1 == pytest.approx(-error)
+    speed = speed_of(1.0, job(), bound=bound, measured_rates=measured)
+    assert speed.low_seconds
+    assert speed.high_seconds
+    assert 1 / speed.low_seconds - 1 == pytest.approx(error)
+    assert 1 / speed.high_seconds - 1 == pytest.approx(-error)
 
 
 def test_a_pace_in_words() -> None:
-    spread = spread_of(0.8, bound="", measured_rates=False)
-    text = pace(0.8, samples=4, tokens=2048, mfu=0.4, spread=spread)
+    text = pace(speed_of(0.8, job(), measured_rates=False, mfu=0.4))
     assert text == "about 800.0 ms, 590 ms to 1.2 s; 5.0 samples/s, 2,560 tokens/s, 40 % MFU"
-    assert pace(0.8, samples=4, tokens=0, mfu=None, spread=None) == "about 800.0 ms; 5.0 samples/s"
+    assert pace(StepSpeed(step_seconds=0.8, samples_per_second=5.0)) == "about 800.0 ms; 5.0 samples/s"
 
 
 def test_a_prediction_and_a_comparison_say_the_pace() -> None:
@@ -66,6 +68,11 @@ def test_a_prediction_and_a_comparison_say_the_pace() -> None:
     assert "1,280" in table
     assert "20 %" in table
     assert "MFU" not in as_text(compare.render([prediction(), prediction()]), width=200)
+    known = timed.to_json()["timing"]
+    assert (known["tokens_per_second"], known["samples_per_second"]) == (2560.0, 5.0)
+    assert known["mfu"] == pytest.approx(0.4)
+    assert known["low_seconds"] < known["step_seconds"] < known["high_seconds"]
+    assert RecipeComparison((timed,)).to_rows()[0]["tokens_per_second"] == 2560.0
 
 
 def test_a_plan_and_many_gpus_say_the_pace() -> None:
@@ -73,8 +80,16 @@ def test_a_plan_and_many_gpus_say_the_pace() -> None:
     text = " ".join(as_text(render_plan(plan), width=200).split())
     assert "a step takes about 50.0 ms, 42 ms to 63 ms; 80.0 samples/s, 40,960 tokens/s, 40 % MFU." in text
     assert type(plan).from_json(plan.to_json()) == plan
+    known = plan.to_json()["timing"]
+    assert (known["tokens_per_second"], round(known["mfu"], 3), known["bound"]) == (40_960.0, 0.4, "host")
+    assert known["low_seconds"] < known["step_seconds"] < known["high_seconds"]
+    assert plan.to_rows()[0]["tokens_per_second"] == 40_960.0
     answer = OnGpu(gpu=find_gpu("l4"), fits=True, choice=plan.best, measured_rates=False, mfu=0.4)
     plans = GpuPlans(job=plan.job, fidelity="rounds", objective="speed", answers=(answer,))
+    assert GpuPlans.from_json(plans.to_json()) == plans
+    known = plans.to_json()["answers"][0]["timing"]
+    assert (known["tokens_per_second"], known["mfu"]) == (40_960.0, 0.4)
+    assert known["low_seconds"] < known["step_seconds"] < known["high_seconds"]
     text = " ".join(as_text(render_gpus(plans), width=200).split())
     assert "ms a step (37 ms to 77 ms)" in text
     assert "40,960" in text

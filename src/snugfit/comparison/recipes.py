@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from snugfit.results.frame import Tabular
 from snugfit.results.prediction import Prediction
+from snugfit.results.speed import StepSpeed
+
+SPEED_FIELDS = tuple(entry.name for entry in fields(StepSpeed))
 
 
 @dataclass(frozen=True)
@@ -24,8 +27,7 @@ class RecipeComparison(Tabular):
                 "needed_bytes": one.needed_bytes,
                 "difference_bytes": one.needed_bytes - self.predictions[0].needed_bytes,
                 "fits": one.fits,
-                "step_seconds": one.timing and one.timing.step_seconds,
-                "samples_per_second": one.timing and one.timing.samples_per_second,
+                **{name: getattr(one.speed, name, None) for name in SPEED_FIELDS},
                 **{str(line.kind): line.bytes for line in one.anatomy.kinds},
             }
             for one in self.predictions

@@ -12,6 +12,7 @@ from snugfit.errors import UsageError
 from snugfit.job.gpu import Gpu
 from snugfit.job.job import Job
 from snugfit.results.frame import Tabular
+from snugfit.results.speed import StepSpeed, speed_of
 from snugfit.techniques.recipe import Recipe
 
 SCHEMA = 1
@@ -293,6 +294,16 @@ class Plan(Tabular):
         """What a recipe leaves of the memory; infinite where there is no bound."""
         return math.inf if self.memory_bytes is None else self.memory_bytes - choice.needed_bytes
 
+    def timed(self, choice: Choice) -> StepSpeed:
+        """How fast a step of one of its recipes is; what bounds it, and so its MFU, is known of the answer
+        alone."""
+        seconds, known = choice.step_seconds, self.timing
+        measured = known.measured_rates if known else None
+        if known is None or choice != self.best_or_nearest:
+            return speed_of(seconds, self.job, measured_rates=measured)
+        mfu = known.peak_seconds / seconds if known.peak_seconds and seconds else None
+        return speed_of(seconds, self.job, measured_rates=measured, bound=known.bound, mfu=mfu)
+
     def speed(self, choice: Choice) -> float:
         """Samples per second of one of its recipes, with the start-up where the run's length was said."""
         pace = choice.pace(self.steps)
@@ -315,6 +326,7 @@ class Plan(Tabular):
             asdict(choice)
             | {
                 "needed_bytes": choice.needed_bytes,
+                "tokens_per_second": self.timed(choice).tokens_per_second,
                 "fits": self.memory_bytes is None or choice.needed_bytes <= self.memory_bytes,
                 "best": choice == self.best,
             }
@@ -323,12 +335,11 @@ class Plan(Tabular):
 
     def to_json(self) -> dict[str, Any]:
         """The document that `snugfit plan --json` prints; `Plan.from_json` reads it back."""
-        missed = None if self.best else encode(self.nearest)
-        return {
-            "schema": SCHEMA,
-            "what": "plan",
-            **encode_fields(self, fits=self.fits, tight=self.tight, nearest_miss=missed),
-        }
+        keys: dict[str, Any] = {"fits": self.fits, "tight": self.tight}
+        keys["nearest_miss"] = None if self.best else encode(self.nearest)
+        if self.timing:
+            keys["timing"] = asdict(self.timing) | asdict(self.timed(self.best_or_nearest))
+        return {"schema": SCHEMA, "what": "plan", **encode_fields(self, **keys)}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from snugfit.comparison.compare import Comparison
 from snugfit.report.text.job import beside_note, job_line, recipes_beside
-from snugfit.report.text.pace import show_mfu, show_spread, spread_of_timing, tokens_per_second
+from snugfit.report.text.pace import show_mfu, show_spread, show_tokens
 from snugfit.report.text.table import PlainTable, table
 from snugfit.report.text.terminal import words
 from snugfit.results.prediction import Prediction
@@ -65,15 +65,15 @@ _PACE = ("ms a step>", "likely>", "samples/s>", "tokens/s>", "MFU>")
 
 def _pace(prediction: Prediction) -> tuple[str, ...]:
     """The cells of `_PACE`; empty ones where the seconds are not known."""
-    timing = prediction.timing
-    if timing is None:
+    speed = prediction.speed
+    if speed is None:
         return ("",) * len(_PACE)
     return (
-        f"{1e3 * timing.step_seconds:,.1f}",
-        show_spread(spread_of_timing(timing)),
-        f"{timing.samples_per_second:,.1f}",
-        tokens_per_second(timing.step_seconds, prediction.job.tokens),
-        show_mfu(timing.mfu),
+        f"{1e3 * speed.step_seconds:,.1f}",
+        show_spread(speed),
+        f"{speed.samples_per_second:,.1f}",
+        show_tokens(speed.tokens_per_second),
+        show_mfu(speed.mfu),
     )
 
 

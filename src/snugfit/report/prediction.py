@@ -7,10 +7,9 @@ from operator import attrgetter
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from snugfit.job.job import Job
 from snugfit.report.curve import draw_curve
 from snugfit.report.text.job import job_line
-from snugfit.report.text.pace import pace, spread_of_timing
+from snugfit.report.text.pace import pace
 from snugfit.report.text.table import PlainTable, table
 from snugfit.report.text.terminal import words
 from snugfit.results.footprint import Footprint
@@ -28,7 +27,7 @@ def render(prediction: Prediction, *, operators: bool = False) -> RenderableType
     parts: list[RenderableType] = [heading(prediction), footprint_table(prediction.footprint)]
     parts += [
         verdict(prediction),
-        *_pace(prediction.timing, prediction.job),
+        *_pace(prediction),
         *_startup(prediction),
         Text(),
         *_peak(prediction),
@@ -78,22 +77,16 @@ def verdict(prediction: Prediction) -> Text:
     return words(f"Does not fit: short by {show_bytes(-spare)} of {show_bytes(memory)}.", "bold red")
 
 
-def _pace(timing: StepSeconds | None, job: Job) -> list[RenderableType]:
+def _pace(prediction: Prediction) -> list[RenderableType]:
     """How long a step takes, and what bounds it."""
-    if timing is None:
+    timing, speed = prediction.timing, prediction.speed
+    if timing is None or speed is None:
         return []
     roofline = sum(line.roofline_seconds for line in timing.phases)
-    about = pace(
-        timing.step_seconds,
-        samples=job.batch_size,
-        tokens=job.tokens,
-        mfu=timing.mfu,
-        spread=spread_of_timing(timing),
-    )
     bound = "the host" if timing.bound == "host" else timing.bound
     return [
         words(
-            f"A step takes {about}. It is bound by {bound}: the GPU is busy for "
+            f"A step takes {pace(speed)}. It is bound by {bound}: the GPU is busy for "
             f"{show_seconds(timing.device_seconds)} of it, and would need {show_seconds(roofline)} at the "
             "rates of its data sheet."
         )

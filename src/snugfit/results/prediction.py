@@ -11,6 +11,7 @@ from snugfit.job.gpu import Gpu
 from snugfit.job.job import Job
 from snugfit.results.footprint import Footprint, Startup
 from snugfit.results.frame import Tabular
+from snugfit.results.speed import StepSpeed, speed_of
 from snugfit.results.step_seconds import PhaseSpan, StepSeconds
 from snugfit.techniques.recipe import Recipe
 
@@ -137,11 +138,27 @@ class Prediction(Tabular):
         """Whether the step fits and leaves less than the headroom; None when no memory was named."""
         return None if self.spare_bytes is None else 0 <= self.spare_bytes < self.headroom_bytes
 
+    @property
+    def speed(self) -> StepSpeed | None:
+        """How fast the step is; None where its seconds are not known."""
+        timing = self.timing
+        if timing is None:
+            return None
+        return speed_of(
+            timing.step_seconds,
+            self.job,
+            measured_rates=timing.measured_rates,
+            bound=timing.bound,
+            mfu=timing.mfu,
+        )
+
     def to_rows(self) -> list[dict[str, Any]]:
         """Bytes by kind at the peak, a row each."""
         return [asdict(line) for line in self.anatomy.kinds]
 
     def to_json(self) -> dict[str, Any]:
         """The document that `snugfit predict --json` prints."""
-        fields = encode_fields(self, fits=self.fits, tight=self.tight, spare_bytes=self.spare_bytes)
+        timing = self.timing and self.speed and self.timing.to_json() | asdict(self.speed)
+        verdict = {"fits": self.fits, "tight": self.tight, "spare_bytes": self.spare_bytes}
+        fields = encode_fields(self, timing=timing, **verdict)
         return {"schema": SCHEMA, "what": "prediction", **fields}

@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from snugfit.documents import decode_fields, encode_fields
+from snugfit.documents import decode_fields, encode, encode_fields
 from snugfit.errors import UsageError
 from snugfit.job.gpu import Gpu
 from snugfit.job.job import Job
 from snugfit.planning.plan import Choice, Counts, KeptSlot
+from snugfit.results.speed import StepSpeed, speed_of
 
 SCHEMA = 1
 
@@ -125,9 +126,19 @@ class GpuPlans:
         timed = (on_gpu for on_gpu in self.fitting if on_gpu.pace(self.steps))
         return min(timed, key=lambda on_gpu: (on_gpu.pace(self.steps) or 0.0, on_gpu.key), default=None)
 
+    def speed(self, answer: OnGpu) -> StepSpeed | None:
+        """How fast the recipe of one of its answers is; None where there is none, or its seconds are not
+        known."""
+        seconds = answer.choice.step_seconds if answer.choice else 0.0
+        if not seconds:
+            return None
+        return speed_of(seconds, self.job, measured_rates=answer.measured_rates, mfu=answer.mfu)
+
     def to_json(self) -> dict[str, Any]:
         """The document that `snugfit gpus --for MODEL --json` prints; `GpuPlans.from_json` reads it back."""
-        keys = {
+        answers = [encode_fields(answer, timing=encode(self.speed(answer))) for answer in self.answers]
+        keys: dict[str, Any] = {
+            "answers": answers,
             "smallest": self.smallest.key if self.smallest else None,
             "fastest": self.fastest.key if self.fastest else None,
         }

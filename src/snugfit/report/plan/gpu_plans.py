@@ -8,10 +8,9 @@ from snugfit.errors import some_of
 from snugfit.planning.fleet.gpu_plans import GpuPlans, OnGpu
 from snugfit.planning.fleet.prices import Cost, Prices, cheapest, cost
 from snugfit.planning.plan import Choice
-from snugfit.prediction.spread import spread_of
 from snugfit.report.text.grid import Grid
 from snugfit.report.text.job import beside_note, job_line, recipes_beside
-from snugfit.report.text.pace import show_mfu, show_spread, tokens_per_second
+from snugfit.report.text.pace import show_mfu, show_spread, show_tokens
 from snugfit.report.text.page import Page, Sentence
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Slot
@@ -59,7 +58,7 @@ def headline(plans: GpuPlans, prices: Prices) -> Iterator[str]:
         if answer and answer.choice:
             about = _about(what, answer, prices, plans.steps)
             about = f", {cards_like(plans, answer)}" if "smallest" in what else about
-            yield f"{what}: {answer.key}{about}, with {_figures(answer, answer.choice)}."
+            yield f"{what}: {answer.key}{about}, with {_figures(plans, answer, answer.choice)}."
 
 
 def slots_kept(plans: GpuPlans) -> Iterator[str]:
@@ -93,17 +92,11 @@ def cards_like(plans: GpuPlans, answer: OnGpu) -> str:
     return f"{article} {size} GB card ({some_of([*models], FEW)})"
 
 
-def _figures(answer: OnGpu, choice: Choice) -> str:
-    seconds = f", {_ms(answer, choice)} ms a step{_likely(answer, choice)}" if choice.step_seconds else ""
-    return f"{choice.recipe}: {show_bytes(choice.needed_bytes)}{seconds}"
-
-
-def _likely(answer: OnGpu, choice: Choice) -> str:
-    """The spread of the seconds, where it is known how they came about."""
-    if answer.measured_rates is None:
-        return ""
-    spread = spread_of(choice.step_seconds, bound="", measured_rates=answer.measured_rates)
-    return f" ({show_spread(spread)})"
+def _figures(plans: GpuPlans, answer: OnGpu, choice: Choice) -> str:
+    spread = show_spread(plans.speed(answer))
+    seconds = f", {_ms(answer, choice)} ms a step" if choice.step_seconds else ""
+    likely = f" ({spread})" if spread else ""
+    return f"{choice.recipe}: {show_bytes(choice.needed_bytes)}{seconds}{likely}"
 
 
 def _nearest(plans: GpuPlans) -> str:
@@ -164,7 +157,7 @@ def _columns(plans: GpuPlans, prices: Prices) -> list[tuple[str, _Show]]:
         ("", lambda answer, choice, cost: _verdict(answer)),
         ("ms a step>", lambda answer, choice, cost: _ms(answer, choice) if choice.step_seconds else "?"),
         ("samples/s>", lambda answer, choice, cost: _number(choice.samples_per_second)),
-        ("tokens/s>", lambda answer, choice, cost: tokens_per_second(choice.step_seconds, plans.job.tokens)),
+        ("tokens/s>", lambda answer, choice, cost: _tokens(plans, answer)),
         ("MFU>", lambda answer, choice, cost: show_mfu(answer.mfu)),
     ]
     if plans.steps:
@@ -234,6 +227,11 @@ def _agreement(plans: GpuPlans) -> str:
 
 def _ms(answer: OnGpu, choice: Choice) -> str:
     return f"{SCALED if answer.measured_rates is False else ''}{choice.step_seconds * 1e3:,.1f}"
+
+
+def _tokens(plans: GpuPlans, answer: OnGpu) -> str:
+    speed = plans.speed(answer)
+    return show_tokens(speed.tokens_per_second if speed else None)
 
 
 def _number(value: float) -> str:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from snugfit.planning.plan import Choice, Plan, Reason
-from snugfit.prediction.spread import spread_of
 from snugfit.report.plan.next_steps import next_steps
 from snugfit.report.plan.shown_front import shown_front
 from snugfit.report.text.grid import Grid
 from snugfit.report.text.job import beside_note, job_line, recipes_beside
-from snugfit.report.text.pace import pace, tokens_per_second
+from snugfit.report.text.pace import pace, show_tokens
 from snugfit.report.text.page import Page, Sentence
 from snugfit.units import GIB, show_bytes, show_per_cent, show_seconds
 
@@ -45,7 +44,7 @@ def question(plan: Plan) -> str:
 def answer(plan: Plan) -> str:
     """The best recipe with its figures, in one line."""
     shown = plan.best_or_nearest
-    figures = f"{show_bytes(shown.needed_bytes)}, a step takes {_pace(plan, shown)}"
+    figures = f"{show_bytes(shown.needed_bytes)}, a step takes {pace(plan.timed(shown))}"
     if plan.best is None:
         short = show_bytes(shown.needed_bytes - (plan.memory_bytes or 0))
         return f"Nothing fits. The nearest miss is short by {short}: {shown.recipe} ({figures})."
@@ -61,15 +60,6 @@ def headroom(plan: Plan) -> Iterator[str]:
             yield f"Tight: no recipe leaves the headroom. This one leaves {show_bytes(left)}; {asked}."
         else:
             yield f"It leaves {show_bytes(left)} of {show_bytes(plan.memory_bytes)}; {asked}."
-
-
-def _pace(plan: Plan, shown: Choice) -> str:
-    seconds, known = shown.step_seconds, plan.timing
-    spread, mfu = None, None
-    if known and seconds:
-        spread = spread_of(seconds, bound=known.bound, measured_rates=known.measured_rates)
-        mfu = known.peak_seconds / seconds if known.peak_seconds else None
-    return pace(seconds, samples=plan.job.batch_size, tokens=plan.job.tokens, mfu=mfu, spread=spread)
 
 
 def because(plan: Plan) -> Iterator[str]:
@@ -164,7 +154,7 @@ def front(plan: Plan, *, everything: bool = False) -> Grid:
             f"{choice.reserved_bytes / GIB:,.2f}",
             f"{choice.step_seconds * 1e3:,.1f}",
             f"{choice.samples_per_second:,.1f}",
-            tokens_per_second(choice.step_seconds, plan.job.tokens),
+            show_tokens(plan.timed(choice).tokens_per_second),
             f"{choice.once_seconds:,.1f}",
             recipe,
         )

@@ -2,46 +2,42 @@
 
 from __future__ import annotations
 
-from snugfit.prediction.spread import SecondsSpread, spread_of
-from snugfit.results.step_seconds import StepSeconds
+from snugfit.results.speed import StepSpeed
 from snugfit.units import show_seconds
 
 
-def pace(
-    seconds: float, *, samples: int, tokens: int, mfu: float | None, spread: SecondsSpread | None
-) -> str:
+def pace(speed: StepSpeed) -> str:
     """`about 800.0 ms, 750 ms to 860 ms; 20.0 samples/s, 41,000 tokens/s, 38 % MFU`; what is not known
-    is left out. `samples` and `tokens` are those of a step."""
-    about = f"about {show_seconds(seconds)}" + (f", {show_spread(spread)}" if spread else "")
-    rates = ", ".join(
-        [f"{samples / seconds if seconds else 0:,.1f} samples/s", *_rates(seconds, tokens, mfu)]
-    )
-    return f"{about}; {rates}"
+    is left out."""
+    rates = [f"{speed.samples_per_second:,.1f} samples/s"]
+    rates += [] if speed.tokens_per_second is None else [f"{show_tokens(speed.tokens_per_second)} tokens/s"]
+    rates += [] if speed.mfu is None else [f"{show_mfu(speed.mfu)} MFU"]
+    about = ", ".join(filter(None, (f"about {show_seconds(speed.step_seconds)}", show_spread(speed))))
+    return f"{about}; {', '.join(rates)}"
 
 
-def show_spread(spread: SecondsSpread) -> str:
-    """`750 ms to 860 ms`."""
-    return f"{_roughly(spread.low)} to {_roughly(spread.high)}"
+def show_spread(speed: StepSpeed | None) -> str:
+    """`750 ms to 860 ms`; nothing where it is not known."""
+    if speed is None or speed.low_seconds is None or speed.high_seconds is None:
+        return ""
+    return f"{_roughly(speed.low_seconds)} to {_roughly(speed.high_seconds)}"
 
 
-def spread_of_timing(timing: StepSeconds) -> SecondsSpread:
-    """The spread of a prediction's seconds."""
-    return spread_of(timing.step_seconds, bound=timing.bound, measured_rates=timing.measured_rates)
+def show_samples_spread(speed: StepSpeed, samples: int) -> str:
+    """The same in samples a second, of a step of so many samples: `4.7 to 5.3`."""
+    if speed.low_seconds is None or speed.high_seconds is None:
+        return ""
+    return f"{samples / speed.high_seconds:,.1f} to {samples / speed.low_seconds:,.1f}"
 
 
-def tokens_per_second(seconds: float, tokens: int) -> str:
+def show_tokens(per_second: float | None) -> str:
     """`41,000`; a dash where a step has none."""
-    return f"{tokens / seconds:,.0f}" if tokens and seconds else "-"
+    return "-" if per_second is None else f"{per_second:,.0f}"
 
 
 def show_mfu(mfu: float | None) -> str:
     """Model FLOPs utilisation in per cent; a dash where no peak is known."""
     return "-" if mfu is None else f"{100 * mfu:.0f} %"
-
-
-def _rates(seconds: float, tokens: int, mfu: float | None) -> list[str]:
-    per_second = [f"{tokens_per_second(seconds, tokens)} tokens/s"] if tokens else []
-    return per_second + ([] if mfu is None else [f"{show_mfu(mfu)} MFU"])
 
 
 def _roughly(seconds: float) -> str:
