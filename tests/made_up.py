@@ -22,6 +22,7 @@ from snugfit.results.prediction import (
     Prediction,
     TensorLine,
 )
+from snugfit.results.speed import speed_of
 from snugfit.results.step_seconds import PhaseSeconds, PhaseSpan, StepSeconds
 from snugfit.techniques.recipe import Recipe
 from snugfit.units import GIB, MIB
@@ -161,6 +162,7 @@ def guide_result(*, measured: bool = False) -> GuideResult:
     """The guide's rows, each half a GiB smaller than the one before, the tf32 row refused."""
     known = machines()
     rows = []
+    speed = speed_of(0.4, job(), measured_rates=False)
     for place, experiment in enumerate(suite()):
         size = (14 - place // 2) * GIB - 512 * MIB * (place % 2)
         row = GuideRow(
@@ -168,17 +170,20 @@ def guide_result(*, measured: bool = False) -> GuideResult:
             recipe=experiment.recipe,
             loop=experiment.loop,
             predicted=footprint(size),
+            predicted_speed=speed_of(0.4 + place / 10, job(), measured_rates=False),
             fits=True,
             then=tuple(
                 PublishedPrediction(
                     published=one,
                     predicted_bytes=one.mib * MIB * 101 // 100 if known[one.machine].gpu else None,
+                    predicted_speed=speed if known[one.machine].gpu else None,
                 )
                 for one in experiment.published
             ),
         )
         if experiment.name == "tf32":
-            row = replace(row, predicted=None, fits=None, refused="tf32: it needs compute capability 8.0")
+            row = replace(row, predicted=None, predicted_speed=None, fits=None)
+            row = replace(row, refused="tf32 cannot run this job:\ntf32: it needs compute capability 8.0")
         elif measured:
             row = replace(row, measured=footprint(size + 30 * MIB), timing=timing(20.0 + place), outcome="ok")
         rows.append(row)

@@ -121,7 +121,7 @@ def everything() -> dict[str, object]:
     ("measurement", 2, "step 2: seconds 110.0 ms"),
     ("comparison", 5, "reserved · -12.5 %: predicted 7.00 GiB, measured 8.00 GiB"),
     ("gpus", 2, "does not fit: needed 20.00 GiB"),
-    ("guide", 2, "vanilla: predicted, Tesla V100-SXM2-16GB 14.59 GiB"),
+    ("guide", 2, "vanilla: predicted, Tesla V100-SXM2-16GB 14.59, measured, NVIDIA H200"),
 ])  # fmt: skip
 def test_every_result_has_a_page(kind: str, pictures: int, words: str, tmp_path: Path) -> None:
     write_page(tmp_path / "page.html", everything()[kind])

@@ -168,6 +168,26 @@ def test_what_helps_what_follows_from_the_rows() -> None:
         "published",
         "",
     } - ({"published"} if lines["tf32"].speed is None else set())
+    assert (lines["bf16"].speed_from, lines["bf16"].speed) == ("predicted", pytest.approx(0.4 / 0.9 - 1))
+
+
+def test_the_guide_s_predicted_speeds_stand_beside_those_published() -> None:
+    text = as_text(guide.render(guide_result()), width=200)
+    predicted, published = (
+        next(line for line in part.splitlines() if line.strip().startswith("vanilla"))
+        for part in (text, text[text.index("As published") :])
+    )
+    assert "10.00" in predicted
+    assert "6.5 to 13.5" in predicted
+    assert "8.86" in published
+    assert "10.00" in published
+    assert "+12.9 %" in published
+    document = json.loads(json.dumps(guide_result().to_json()))
+    assert document["rows"][0]["predicted_speed"]["samples_per_second"] == 10.0
+    assert document["rows"][0]["then"][0]["predicted_speed"]["high_seconds"] > 0.4
+    (row, *_) = csv.DictReader(StringIO(guide.csv(guide_result())))
+    assert float(row["predicted_samples_per_second"]) == 10.0
+    assert float(row["predicted_then_samples_per_second_v100"]) == 10.0
 
 
 def test_the_stages_are_context_weights_and_training() -> None:
@@ -270,7 +290,10 @@ def test_the_plot_is_the_same_twice_and_reads_any_name() -> None:
 def test_the_plot_draws_each_known_figure() -> None:
     series = {one.label.split(",")[0] for one in guide_plot.memory_series(guide_result(measured=True))}
     assert series == {"predicted", "measured", "published"}
-    assert [one.label.split(",")[0] for one in guide_plot.speed_series(guide_result())] == ["published"]
+    speeds = guide_plot.speed_series(guide_result())
+    assert [one.label.split(",")[0] for one in speeds] == ["predicted", "predicted", "published"]
+    assert speeds[0].values[0] == pytest.approx(10.0)
+    assert speeds[0].ranges[0] == pytest.approx((6.5, 13.5))
 
 
 def test_files_are_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,15 +113,16 @@ def _row(experiment: GuideExperiment, gpu: Gpu, answers: Answers) -> GuideRow:
     answer = answers[_request(experiment, gpu).key]
     if isinstance(answer, str):
         return replace(row, refused=answer)
-    return replace(row, predicted=answer.footprint, fits=answer.fits)
+    return replace(row, predicted=answer.footprint, fits=answer.fits, predicted_speed=answer.speed)
 
 
 def _then(experiment: GuideExperiment, published: Published, answers: Answers) -> PublishedPrediction:
     request = _request_then(experiment, published)
     answer = answers[request.key] if request else ""
+    if isinstance(answer, str):
+        return PublishedPrediction(published=published)
     return PublishedPrediction(
-        published=published,
-        predicted_bytes=None if isinstance(answer, str) else answer.footprint.nvml_bytes,
+        published=published, predicted_bytes=answer.footprint.nvml_bytes, predicted_speed=answer.speed
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from snugfit.evaluation.guide_suite import VANILLA, Published, source
 from snugfit.evaluation.per_parameter import PerParameter
 from snugfit.results.footprint import Footprint, Timing
+from snugfit.results.speed import StepSpeed
 from snugfit.units import MIB
 
 SCHEMA = 1
@@ -21,6 +22,8 @@ class PublishedPrediction:
     published: Published
     predicted_bytes: int | None = None
     """NVML bytes; None when the machine names no GPU."""
+    predicted_speed: StepSpeed | None = None
+    """None when the machine names no GPU, or its rates are not known."""
 
     @property
     def published_bytes(self) -> int:
@@ -39,6 +42,8 @@ class GuideRow:
     """For the GPU that was named."""
     fits: bool | None = None
     """Whether it is predicted to fit there."""
+    predicted_speed: StepSpeed | None = None
+    """For the GPU that was named; None where its rates are not known."""
     measured: Footprint | None = None
     timing: Timing | None = None
     """As measured on this machine."""
@@ -58,6 +63,11 @@ class GuideRow:
     def measured_bytes(self) -> int | None:
         """Measured use of the GPU: NVML bytes, or reserved ones where NVML does not answer."""
         return (self.measured.nvml_bytes or self.measured.reserved_bytes) if self.measured else None
+
+    @property
+    def why_refused(self) -> str:
+        """The reason alone, in one line."""
+        return self.refused.strip().rpartition("\n")[2]
 
     def then_on(self, machine: str) -> PublishedPrediction | None:
         """What was published of it on this machine, with its prediction; None where nothing was."""

@@ -28,6 +28,7 @@ from snugfit.report.text.job import job_line
 from snugfit.report.text.terminal import as_text
 from snugfit.results.measurement import Measurement
 from snugfit.results.prediction import Prediction
+from snugfit.results.speed import StepSpeed
 from snugfit.units import show_bytes, show_seconds
 
 REPORT_WIDTH = 120
@@ -143,7 +144,8 @@ def _of_comparison(one: Comparison) -> PageParts:
     ]
     pictures = [bars("Bytes at the peak, predicted beside measured", groups, BESIDE, _show)]
     if pace := one.pace:
-        step = BarGroup("a step", [pace.predicted, pace.measured], f"{100 * pace.error:+.1f} %")
+        ranges = [_seconds_range(one.prediction.speed), None]
+        step = BarGroup("a step", [pace.predicted, pace.measured], f"{100 * pace.error:+.1f} %", ranges)
         pictures.append(bars("Seconds, predicted beside measured", [step], BESIDE, show_seconds))
     recipe = f"recipe {one.prediction.recipe} · {one.prediction.loop} loop · {one.measurement.device.name}"
     pictures += draw_prediction(one.prediction)
@@ -160,8 +162,10 @@ def _of_gpu_plans(several: GpuPlans) -> PageParts:
         )
         for answer in known
     ]
-    paces = [(answer.key, answer.pace(several.steps)) for answer in several.fitting]
-    speeds = [BarGroup(key, [several.job.batch_size / pace]) for key, pace in paces if pace]
+    timed = [(answer.key, several.speed(answer)) for answer in several.fitting]
+    speeds = [
+        BarGroup(key, [speed.samples_per_second], "", [speed.samples_range]) for key, speed in timed if speed
+    ]
     pictures = [bars("What the best recipe needs on each GPU", sizes, ["needed", "the GPU's memory"], _show)]
     if speeds:
         pictures.append(bars("Samples per second where it fits", speeds, ["samples/s"], "{:,.1f}".format))
@@ -172,17 +176,28 @@ def _of_gpu_plans(several: GpuPlans) -> PageParts:
 def _of_guide(result: GuideResult) -> PageParts:
     pictures = []
     for what, unit, series in (
-        ("GPU memory", "GiB", guide_plot.memory_series(result)),
-        ("Samples per second", "samples/s", guide_plot.speed_series(result)),
+        ("GPU memory", ", in GiB", guide_plot.memory_series(result)),
+        ("Samples per second", "", guide_plot.speed_series(result)),
     ):
         values = [
-            BarGroup(row.name, [one.values[number] for one in series], row.refused)
+            BarGroup(
+                row.name,
+                [one.values[number] for one in series],
+                row.why_refused,
+                [one.ranges[number] if one.ranges else None for one in series],
+            )
             for number, row in enumerate(result.rows)
         ]
-        names, figure = [one.label for one in series], f"{{:.2f}} {unit}".format
-        pictures += [bars(f"{what} of the guide's experiments", values, names, figure)] if names else []
+        names, title = [one.label for one in series], f"{what} of the guide's experiments{unit}"
+        pictures += [bars(title, values, names, "{:.2f}".format)] if names else []
     title = f"The single-GPU guide's experiments on {result.gpu}"
     return PageParts(title, [], pictures, guide.render(result))
+
+
+def _seconds_range(speed: StepSpeed | None) -> tuple[float, float] | None:
+    if speed is None or speed.low_seconds is None or speed.high_seconds is None:
+        return None
+    return speed.low_seconds, speed.high_seconds
 
 
 def _show(size: float) -> str:

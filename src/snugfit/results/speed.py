@@ -47,6 +47,14 @@ class StepSpeed:
     mfu: float | None = None
     """Model FLOPs utilisation (`StepSeconds.mfu`); None where no peak is known."""
 
+    @property
+    def samples_range(self) -> tuple[float, float] | None:
+        """Samples per second of the slowest and the fastest of those steps; None where they are not known."""
+        if self.low_seconds is None or self.high_seconds is None:
+            return None
+        samples = self.samples_per_second * self.step_seconds
+        return samples / self.high_seconds, samples / self.low_seconds
+
 
 def speed_of(
     seconds: float, job: Job, *, measured_rates: bool | None, bound: str = "", mfu: float | None = None

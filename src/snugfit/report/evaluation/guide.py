@@ -11,7 +11,9 @@ from snugfit.evaluation.guide_suite import anatomy, machines, source
 from snugfit.report.evaluation.methods import change, helps, method_lines, stage_lines
 from snugfit.report.text.files import write_atomically
 from snugfit.report.text.grid import Grid, csv_text, escape
+from snugfit.report.text.pace import show_samples_range
 from snugfit.report.text.page import Page, Sentence
+from snugfit.results.speed import StepSpeed
 from snugfit.units import show_bytes, show_mib
 
 UNKNOWN = ""
@@ -34,25 +36,29 @@ def csv(result: GuideResult) -> str:
     """One line an experiment, in bytes, seconds and shares."""
     known = list(machines())
     heads = ["experiment", "recipe", "loop", "predicted_bytes", "predicted_change", "fits", "refused"]
+    heads += ["predicted_samples_per_second", "predicted_step_seconds", "low_seconds", "high_seconds"]
     heads += ["measured_bytes", "step_seconds", "samples_per_second", "outcome"]
     for name in known:
         heads += [
             f"published_bytes_{name}",
             f"published_samples_per_second_{name}",
             f"predicted_then_bytes_{name}",
+            f"predicted_then_samples_per_second_{name}",
         ]
     return csv_text(heads, (_csv_row(row, result.vanilla, known) for row in result.rows))
 
 
 def _csv_row(row: GuideRow, vanilla: GuideRow, known: list[str]) -> list[object]:
-    timing = row.timing
+    timing, ours = row.timing, row.predicted_speed
     cells: list[object] = [row.name, row.recipe, row.loop, row.predicted_bytes]
-    cells += [change(row.predicted_bytes, vanilla.predicted_bytes), row.fits, row.refused, row.measured_bytes]
+    cells += [change(row.predicted_bytes, vanilla.predicted_bytes), row.fits, row.refused]
+    cells += [ours and ours.samples_per_second, ours and ours.step_seconds]
+    cells += [ours and ours.low_seconds, ours and ours.high_seconds, row.measured_bytes]
     cells += [timing and timing.step_seconds, timing and timing.samples_per_second, row.outcome]
     for name in known:
         then = row.then_on(name)
         cells += [then and then.published_bytes, then and then.published.samples_per_second]
-        cells.append(then and then.predicted_bytes)
+        cells += [then and then.predicted_bytes, _samples(then.predicted_speed) if then else None]
     return cells
 
 
@@ -88,14 +94,29 @@ def _experiments(result: GuideResult) -> Grid:
         recipe = row.recipe if row.loop == "plain" else f"{row.recipe} ({row.loop} loop)"
         fits = {True: "yes", False: "no", None: "refused" if row.refused else UNKNOWN}[row.fits]
         change_to = _share(row.predicted_bytes, result.vanilla.predicted_bytes)
-        rows.append((row.name, _mib(row.predicted_bytes), change_to, fits, recipe))
-    refused = "; ".join(f"{row.name}: {row.refused}" for row in result.rows if row.refused)
+        speed = _samples(row.predicted_speed)
+        figures = (_mib(row.predicted_bytes), change_to, fits, _rate(speed))
+        likely = show_samples_range(row.predicted_speed)
+        faster = _share(speed, _samples(result.vanilla.predicted_speed))
+        rows.append((row.name, *figures, likely, faster, recipe))
+    reasons = dict.fromkeys(row.why_refused for row in result.rows if row.refused)
+    names = {why: [row.name for row in result.rows if row.why_refused == why] for why in reasons}
+    refused = " ".join(f"Not predicted: {'; '.join(names[why])} ({why})" for why in reasons)
     room = f"{show_bytes(result.memory_bytes)} may be used. " if result.memory_bytes else ""
     return Grid(
         title=f"The guide's experiments, predicted for {result.gpu}",
-        heads=("Experiment", "MiB>", "To vanilla>", "Fits", "Recipe<"),
+        heads=(
+            "Experiment",
+            "MiB>",
+            "To vanilla>",
+            "Fits",
+            "Samples/s>",
+            "likely>",
+            "Speed to vanilla>",
+            "Recipe<",
+        ),
         rows=tuple(rows),
-        note=room + (f"Not predicted: {refused}" if refused else ""),
+        note=room + refused,
     )
 
 
@@ -104,6 +125,7 @@ def _measurements(result: GuideResult) -> Grid:
     rows = []
     for row in result.rows:
         speed = row.timing.samples_per_second if row.timing else None
+        predicted = _samples(row.predicted_speed)
         before = vanilla.timing.samples_per_second if vanilla.timing else None
         rows.append(
             (
@@ -112,7 +134,10 @@ def _measurements(result: GuideResult) -> Grid:
                 _mib(row.measured_bytes),
                 _share(row.predicted_bytes, row.measured_bytes, 2),
                 _share(row.measured_bytes, vanilla.measured_bytes),
-                f"{speed:.2f}" if speed else (row.outcome or UNKNOWN),
+                _rate(predicted),
+                show_samples_range(row.predicted_speed),
+                _rate(speed) or row.outcome or UNKNOWN,
+                _share(predicted, speed),
                 _share(speed, before),
             )
         )
@@ -122,7 +147,10 @@ def _measurements(result: GuideResult) -> Grid:
         "Measured MiB>",
         "Error>",
         "To vanilla>",
-        "Samples/s>",
+        "Predicted samples/s>",
+        "likely>",
+        "Measured samples/s>",
+        "Speed error>",
         "Speed to vanilla>",
     )
     return Grid(title=f"Measured on {result.device}", heads=heads, rows=tuple(rows))
@@ -134,7 +162,7 @@ def _published_figures(result: GuideResult) -> Grid:
     for row in result.rows:
         for then in row.then:
             before = result.vanilla.then_on(then.published.machine) or then
-            speed = then.published.samples_per_second
+            speed, predicted = then.published.samples_per_second, _samples(then.predicted_speed)
             rows.append(
                 (
                     row.name,
@@ -143,7 +171,10 @@ def _published_figures(result: GuideResult) -> Grid:
                     _share(then.published_bytes, before.published_bytes),
                     _mib(then.predicted_bytes),
                     _share(then.predicted_bytes, then.published_bytes, 2),
-                    f"{speed:.2f}" if speed else UNKNOWN,
+                    _rate(speed),
+                    _rate(predicted),
+                    show_samples_range(then.predicted_speed),
+                    _share(predicted, speed),
                 )
             )
     heads = (
@@ -153,7 +184,10 @@ def _published_figures(result: GuideResult) -> Grid:
         "To vanilla>",
         "Predicted MiB>",
         "Error>",
-        "Samples/s>",
+        "Published samples/s>",
+        "Predicted samples/s>",
+        "likely>",
+        "Speed error>",
     )
     notes = "; ".join(f"{machine.name}: {machine.note}" for machine in known.values() if not machine.gpu)
     return Grid(
@@ -180,7 +214,7 @@ def _methods(result: GuideResult) -> Grid:
     )
     heads: tuple[str, ...] = ("Method", "Shown by", "Speed", "Speed change>", "Guide on speed")
     heads += ("Memory", "Memory change>", "Guide on memory")
-    note = "Memory is predicted. Speed is measured where it was measured, and as published elsewhere."
+    note = "Memory is predicted. Speed is measured, or where it was not, as published, else predicted."
     return Grid(title="What helps what", heads=heads, rows=rows, note=note)
 
 
@@ -232,6 +266,14 @@ def _per_parameter(result: GuideResult) -> Grid:
         rows=rows,
         note=note,
     )
+
+
+def _samples(speed: StepSpeed | None) -> float | None:
+    return speed.samples_per_second if speed else None
+
+
+def _rate(samples_per_second: float | None) -> str:
+    return f"{samples_per_second:.2f}" if samples_per_second else UNKNOWN
 
 
 def _mib(size: int | None) -> str:

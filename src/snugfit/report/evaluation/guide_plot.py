@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from textwrap import fill
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from snugfit.evaluation.guide_result import GuideResult
 from snugfit.evaluation.guide_suite import Machine, machines
 from snugfit.report.text.figure import BLUE, GREEN, LIGHT_BLUE, ORANGE, drawing
+from snugfit.results.speed import StepSpeed
 from snugfit.units import GIB
 
 if TYPE_CHECKING:
@@ -32,6 +34,9 @@ class Series(NamedTuple):
 
     values: tuple[float | None, ...]
     """One for each experiment; None where there is none."""
+
+    ranges: tuple[tuple[float, float] | None, ...] = ()
+    """Between which values each lies, where that is known."""
 
 
 def summary(result: GuideResult, form: str) -> bytes:
@@ -81,15 +86,27 @@ def memory_series(result: GuideResult) -> list[Series]:
 
 
 def speed_series(result: GuideResult) -> list[Series]:
-    """Samples per second: measured and published; predictions of the guide hold no seconds."""
+    """Samples per second: predicted with their spread, measured, published, and predicted for the published
+    machine."""
     rows = result.rows
     speeds = tuple(row.timing.samples_per_second if row.timing else None for row in rows)
-    series = [Series(f"measured, {result.device}", GREEN, speeds)]
+    series = [
+        _predicted(f"predicted, {result.gpu}", BLUE, [row.predicted_speed for row in rows]),
+        Series(f"measured, {result.device}", GREEN, speeds),
+    ]
     for machine in _named_machines():
         thens = [row.then_on(machine.name) for row in rows]
+        label = f"predicted, {machine.gpu}, {machine.software} software"
+        ours = [then.predicted_speed if then else None for then in thens]
+        series.append(_predicted(label, LIGHT_BLUE, ours))
         values = tuple(then.published.samples_per_second if then else None for then in thens)
         series.append(Series(f"published, {machine.gpu}", ORANGE, values))
     return _with_values(series)
+
+
+def _predicted(label: str, color: str, speeds: Sequence[StepSpeed | None]) -> Series:
+    values = tuple(speed.samples_per_second if speed else None for speed in speeds)
+    return Series(label, color, values, tuple(speed.samples_range if speed else None for speed in speeds))
 
 
 def _named_machines() -> list[Machine]:
@@ -104,7 +121,8 @@ def _with_values(series: list[Series]) -> list[Series]:
 def _bars(axes: Axes, series: list[Series]) -> None:
     """Each experiment's bars under each other; only those that it has take room."""
     count = len(series[0].values) if series else 0
-    widest = max((value or 0 for one in series for value in one.values), default=0)
+    highest = [value or 0 for one in series for value in one.values]
+    widest = max([*highest, *(known[1] for one in series for known in one.ranges if known)], default=0)
     for row_number in range(count):
         present = [one for one in series if one.values[row_number] is not None]
         height = 0.84 / max(len(present), 2)
@@ -112,7 +130,11 @@ def _bars(axes: Axes, series: list[Series]) -> None:
             value = one.values[row_number] or 0.0
             at = row_number + (order - (len(present) - 1) / 2) * height
             axes.barh(at, value, height=0.92 * height, color=one.color)
-            axes.text(value + widest * 0.008, at, f"{value:.1f}", va="center", fontsize=6.5, color="0.2")
+            end = value
+            if one.ranges and (known := one.ranges[row_number]):
+                axes.plot(known, (at, at), color="0.2", linewidth=0.8)
+                end = max(value, known[1])
+            axes.text(end + widest * 0.008, at, f"{value:.1f}", va="center", fontsize=6.5, color="0.2")
     for one in series:
         axes.barh(0, 0, color=one.color, label=one.label)
     axes.set_xlim(0, widest * 1.1 or 1)

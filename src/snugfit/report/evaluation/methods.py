@@ -1,7 +1,8 @@
 """The guide's first table and its small ones, read off the suite's results instead of being stated.
 
 The guide says of each method whether it helps speed and memory. Here bytes are the prediction's difference to
-vanilla; speed is what was measured, and where nothing was measured, what was published.
+vanilla; speed is what was measured, where nothing was measured what was published, otherwise what is
+predicted.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class MethodLine:
     """Share of vanilla's samples per second that it adds."""
 
     speed_from: str
-    """`measured`, `published`, or nothing."""
+    """`measured`, `published`, `predicted`, or nothing."""
 
     guide_speed: str
     """The guide's word on speed."""
@@ -97,6 +98,9 @@ def _speed(row: GuideRow, vanilla: GuideRow) -> tuple[float | None, str]:
         printed = then.published
         if printed.samples_per_second and before.get(printed.machine):
             return change(printed.samples_per_second, before[printed.machine]), "published"
+    ours, base = row.predicted_speed, vanilla.predicted_speed
+    if ours and base:
+        return change(ours.samples_per_second, base.samples_per_second), "predicted"
     return None, ""
 
 

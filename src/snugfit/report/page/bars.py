@@ -30,6 +30,9 @@ class BarGroup(NamedTuple):
     remark: str = ""
     """What else is said of it, on its own line with the name."""
 
+    ranges: Sequence[tuple[float, float] | None] = ()
+    """Between which values each lies, where that is known; as many as there are values, or none."""
+
 
 def bars(
     title: str,
@@ -40,36 +43,33 @@ def bars(
     bound: float | None = None,
     bound_words: str = "",
 ) -> Picture:
-    """For each group its name on a line, and below it a bar for each series with its figure. `bound` is a
-    line across all."""
+    """For each group its name on a line, and below it a bar for each series with its figure and, as a thin
+    line, its range. `bound` is a line across all."""
     known = [value for group in groups for value in group.values if value is not None]
-    room = 10 + LETTER * max((len(show(value)) for value in known), default=0)
-    scale = (WIDTH - room) / (max([*known, bound or 0.0], default=0.0) or 1.0)
+    highest = [known[1] for group in groups for known in group.ranges if known]
+    figures = [figure for group in groups for figure in _figures(group, show)]
+    room = 10 + LETTER * max(map(len, figures), default=0)
+    scale = (WIDTH - room) / (max([*known, *highest, bound or 0.0], default=0.0) or 1.0)
     parts: list[Markup] = []
     y = 4.0
     for number, group in enumerate(groups):
         words = f"{group.name} · {group.remark}" if group.remark else group.name
         shapes = [text(shorten(words, WIDTH - 4), 0, y + 13)]
         y += 20
-        for index, value in enumerate(group.values):
+        shown = _figures(group, show)
+        for index, (value, likely) in enumerate(zip(group.values, _ranges(group), strict=True)):
             if value is not None:
-                colour = f"shape c{index}"
-                shapes.append(
-                    tag("rect", x=0, y=y, width=max(1.0, value * scale), height=THICK, class_=colour)
-                )
-                shapes.append(text(show(value), value * scale + 5, y + 12, class_="halo"))
+                ends = (likely[0] * scale, likely[1] * scale) if likely else None
+                shapes += _bar(index, value * scale, y, shown[index], ends)
                 y += THICK + 3
         y += 12
-        figures = [f"{name} {show(v)}" for name, v in zip(series, group.values, strict=True) if v is not None]
+        figures = [f"{name} {figure}" for name, figure in zip(series, shown, strict=True) if figure]
         parts.append(point(f"{words}: {', '.join(figures) or 'not known'}", *shapes, start=number == 0))
     legend = [LegendEntry(f"c{index}", name) for index, name in enumerate(series)] if len(series) > 1 else []
     if bound is not None:
         parts.insert(0, tag("line", x1=bound * scale, x2=bound * scale, y1=0, y2=y, class_="bound"))
         legend.append(LegendEntry("bound", f"{bound_words}, {show(bound)}"))
-    rows = [
-        (group.name, *("" if value is None else show(value) for value in group.values), group.remark)
-        for group in groups
-    ]
+    rows = [(group.name, *_figures(group, show), group.remark) for group in groups]
     return Picture(
         title=title,
         svg=picture(f"Bars: {title}", y, *parts),
@@ -77,6 +77,30 @@ def bars(
         rows=rows,
         legend=tuple(legend),
     )
+
+
+def _ranges(group: BarGroup) -> Sequence[tuple[float, float] | None]:
+    return group.ranges or [None] * len(group.values)
+
+
+def _figures(group: BarGroup, show: Callable[[float], str]) -> list[str]:
+    """What stands beside each bar: `9.30 (6.89 to 14.31)`; nothing where it is not known."""
+    shown = []
+    for value, likely in zip(group.values, _ranges(group), strict=True):
+        between = f" ({show(likely[0])} to {show(likely[1])})" if likely else ""
+        shown.append("" if value is None else f"{show(value)}{between}")
+    return shown
+
+
+def _bar(
+    index: int, length: float, y: float, figure: str, ends: tuple[float, float] | None
+) -> Iterable[Markup]:
+    """One bar of that length, the line of its range, and its figure."""
+    yield tag("rect", x=0, y=y, width=max(1.0, length), height=THICK, class_=f"shape c{index}")
+    if ends:
+        middle = y + THICK / 2
+        yield tag("line", x1=ends[0], x2=ends[1], y1=middle, y2=middle, class_="reserved")
+    yield text(figure, max(length, *(ends or (0.0,))) + 5, y + 12, class_="halo")
 
 
 def timeline(spans: Sequence[PhaseSpan], step_seconds: float) -> Picture:
