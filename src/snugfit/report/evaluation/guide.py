@@ -49,11 +49,11 @@ def csv(result: GuideResult) -> str:
 
 
 def _csv_row(row: GuideRow, vanilla: GuideRow, known: list[str]) -> list[object]:
-    timing, ours = row.timing, row.predicted_speed
+    timing, speed_now = row.timing, row.predicted_speed
     cells: list[object] = [row.name, row.recipe, row.loop, row.predicted_bytes]
     cells += [change(row.predicted_bytes, vanilla.predicted_bytes), row.fits, row.refused]
-    cells += [ours and ours.samples_per_second, ours and ours.step_seconds]
-    cells += [ours and ours.low_seconds, ours and ours.high_seconds, row.measured_bytes]
+    cells += [speed_now and speed_now.samples_per_second, speed_now and speed_now.step_seconds]
+    cells += [speed_now and speed_now.low_seconds, speed_now and speed_now.high_seconds, row.measured_bytes]
     cells += [timing and timing.step_seconds, timing and timing.samples_per_second, row.outcome]
     for name in known:
         then = row.then_on(name)

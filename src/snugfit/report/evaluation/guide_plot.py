@@ -54,7 +54,7 @@ def summary(result: GuideResult, form: str) -> bytes:
         left.set_yticks(range(len(names)), names)
         left.set_ylim(len(names) - 0.4, -0.6)
         left.set_xlabel("GPU memory, GiB")
-        right.set_xlabel("Samples per second")
+        right.set_xlabel("Samples per second; lines: nine in ten steps")
         if result.memory_bytes:
             left.axvline(
                 result.memory_bytes / GIB,
@@ -91,20 +91,20 @@ def speed_series(result: GuideResult) -> list[Series]:
     rows = result.rows
     speeds = tuple(row.timing.samples_per_second if row.timing else None for row in rows)
     series = [
-        _predicted(f"predicted, {result.gpu}", BLUE, [row.predicted_speed for row in rows]),
+        _with_ranges(f"predicted, {result.gpu}", BLUE, [row.predicted_speed for row in rows]),
         Series(f"measured, {result.device}", GREEN, speeds),
     ]
     for machine in _named_machines():
         thens = [row.then_on(machine.name) for row in rows]
         label = f"predicted, {machine.gpu}, {machine.software} software"
-        ours = [then.predicted_speed if then else None for then in thens]
-        series.append(_predicted(label, LIGHT_BLUE, ours))
+        then_speeds = [then.predicted_speed if then else None for then in thens]
+        series.append(_with_ranges(label, LIGHT_BLUE, then_speeds))
         values = tuple(then.published.samples_per_second if then else None for then in thens)
         series.append(Series(f"published, {machine.gpu}", ORANGE, values))
     return _with_values(series)
 
 
-def _predicted(label: str, color: str, speeds: Sequence[StepSpeed | None]) -> Series:
+def _with_ranges(label: str, color: str, speeds: Sequence[StepSpeed | None]) -> Series:
     values = tuple(speed.samples_per_second if speed else None for speed in speeds)
     return Series(label, color, values, tuple(speed.samples_range if speed else None for speed in speeds))
 

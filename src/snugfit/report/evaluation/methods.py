@@ -98,9 +98,9 @@ def _speed(row: GuideRow, vanilla: GuideRow) -> tuple[float | None, str]:
         printed = then.published
         if printed.samples_per_second and before.get(printed.machine):
             return change(printed.samples_per_second, before[printed.machine]), "published"
-    ours, base = row.predicted_speed, vanilla.predicted_speed
-    if ours and base:
-        return change(ours.samples_per_second, base.samples_per_second), "predicted"
+    speed_now, base = row.predicted_speed, vanilla.predicted_speed
+    if speed_now and base:
+        return change(speed_now.samples_per_second, base.samples_per_second), "predicted"
     return None, ""
 
 
