@@ -172,7 +172,8 @@ def test_the_answer_is_that_of_brute_force_and_the_front_is_up_to_a_grain(seed: 
     everything = [(each.seconds, each.needed_bytes) for each in told.figures if each]
     memory = rng.choice((None, rng.randrange(500, 9500)))
     smallest = rng.random() < 0.3
-    found = search(space, WorkerPool([told]), memory_bytes=memory, smallest=smallest)  # type: ignore[list-item]
+    found = SearchState(space, memory_bytes=memory)
+    search(found, WorkerPool([told]), smallest=smallest)  # type: ignore[list-item]
     assert set(found.judged) <= set(told.judged), "each at most once"
     assert len(told.judged) == len(set(told.judged)) < len(space.candidates) / 2
     front = [(found.judged[n].seconds, found.judged[n].needed_bytes) for n in found.front()]
@@ -214,7 +215,8 @@ def test_recomputing_that_cannot_matter_is_not_looked_at_and_changes_no_answer(s
         answers: list[object] = []
         for every_bound in (False, True):
             pool = WorkerPool([told])  # type: ignore[list-item]
-            state = search(space, pool, memory_bytes=memory, every_bound=every_bound)
+            state = SearchState(space, memory_bytes=memory)
+            search(state, pool, every_bound=every_bound)
             assert (state.kinds == kinds) == every_bound
             fitting = [each for each in state.judged.values() if each.needed_bytes <= (memory or sizes[-1])]
             answers.append(

@@ -9,12 +9,15 @@ from itertools import pairwise
 import pytest
 
 from small_models import small_job
+from snugfit.cli import progress as shown_progress
 from snugfit.cli.progress import show_progress
 from snugfit.planning.keep import Kept
-from snugfit.planning.search import state
+from snugfit.planning.search import progress as searching
 from snugfit.planning.search.reasons import cures
+from snugfit.planning.search.search import plan
+from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
-from snugfit.techniques.technique import Fidelity
+from snugfit.techniques.technique import Fidelity, Slot
 from snugfit.units import GIB
 
 
@@ -37,12 +40,42 @@ def test_progress_is_one_line_on_a_terminal_and_nothing_elsewhere(monkeypatch: p
         assert stream.getvalue().count("\n") <= 2
 
 
+def test_in_a_pipe_an_hour_is_a_few_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = 0.0
+    monkeypatch.setattr(shown_progress.time, "monotonic", lambda: clock)
+    monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
+    with show_progress() as tell:
+        for second in range(3600):
+            clock = float(second)
+            tell(f"judging {second}")
+    seconds = [30, 60, 120, 240, 480, 960, 1920]
+    assert stream.getvalue().splitlines() == [f"After {n} s: judging {n}" for n in seconds]
+
+
+@pytest.mark.whole
+def test_the_best_so_far_is_said_while_a_plan_is_searched() -> None:
+    """First without any, then the ones that are judged, each no slower than the one before; the last is as
+    fast as the answer."""
+    told: list[str] = []
+    keep = {slot: roster.plain(slot) for slot in Slot if slot not in (Slot.PRECISION, Slot.BATCHING)}
+    job = small_job("gpt2", 2, batch_size=4, sequence_length=32)
+    answer = plan(job, gpu="h200", workers=1, keep=keep, tell=told.append)
+    best = [text.split("best so far ")[1] for text in told if "best so far" in text]
+    speeds = [float(text.split()[0].replace(",", "")) for text in best]
+    assert "best so far" not in told[0]
+    assert speeds == sorted(speeds)
+    assert answer.best is not None
+    assert speeds[-1] >= round(answer.best.samples_per_second, 1)
+    assert Recipe.parse(best[-1].split(": ")[1])
+    assert " MiB: " in best[-1]
+
+
 def test_the_time_left_does_not_jump(monkeypatch: pytest.MonkeyPatch) -> None:
     """One part in ten takes ten times as long; the sum is known to a fifth from the tenth part on."""
     clock = 0.0
-    monkeypatch.setattr(state.time, "monotonic", lambda: clock)
+    monkeypatch.setattr(searching.time, "monotonic", lambda: clock)
     lines: list[str] = []
-    progress = state.Progress("judging", 100, lines.append)
+    progress = searching.Progress("judging", 100, lines.append)
     left: list[int] = []
     for number in range(100):
         clock += 10.0 if number % 10 == 9 else 1.0

@@ -39,7 +39,8 @@ def parts() -> Parts:
 def found(parts: Parts) -> SearchState:
     """A search of a small space, each trace judged once whole to compare with."""
     space = space_of(parts.job, fidelity=Fidelity.SAME, capability=(9, 0), fixed=kept_of(parts.job, SETTLED))
-    return search(space, WorkerPool([parts]))
+    search(found := SearchState(space), WorkerPool([parts]))
+    return found
 
 
 @pytest.fixture(scope="module")

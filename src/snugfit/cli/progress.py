@@ -1,24 +1,30 @@
-"""What is being done right now, on stderr: a line that replaces itself on a terminal, nothing elsewhere."""
+"""What is being done right now, on stderr: on a terminal a line that replaces itself, elsewhere a few."""
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 SPINNER = 3
 """Columns that are not the text's: what turns before it, a space, and the terminal's last."""
 
+QUIET = 30.0
+"""Seconds before the first line where stderr is no terminal. Each further one comes when twice as much time
+has passed, so that hours are a dozen lines."""
+
 
 @contextmanager
 def show_progress() -> Iterator[Callable[[str], None]]:
-    """A function that shows what is being done, cut to one line; the line is gone when the block ends."""
+    """A function that shows what is being done, cut to one line; the line is gone when the block ends. Where
+    stderr is no terminal, it writes a line after `QUIET` seconds, and another after twice as many each."""
     from rich.console import Console
     from rich.text import Text
 
     console = Console(stderr=True, markup=False)
     if not (sys.stderr.isatty() or console.is_jupyter):
-        yield lambda what: None
+        yield _seldom()
         return
     with console.status(Text("starting")) as status:
 
@@ -28,3 +34,18 @@ def show_progress() -> Iterator[Callable[[str], None]]:
             status.update(line)
 
         yield tell
+
+
+def _seldom() -> Callable[[str], None]:
+    """Writes what it hears to stderr when `QUIET` seconds have passed, then twice as many, and so on."""
+    began, due = time.monotonic(), QUIET
+
+    def tell(what: str) -> None:
+        nonlocal due
+        passed = time.monotonic() - began
+        if passed >= due:
+            print(f"After {passed:.0f} s: {what}", file=sys.stderr, flush=True)
+            while due <= passed:
+                due *= 2
+
+    return tell

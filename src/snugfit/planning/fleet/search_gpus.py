@@ -27,9 +27,10 @@ from snugfit.planning.fleet.per_gpu import PerGpuSearch
 from snugfit.planning.keep import Free, Keep, Kept, kept_of
 from snugfit.planning.plan import Counts
 from snugfit.planning.request import fidelity_of, refuse_bad_request, start_of
+from snugfit.planning.search.progress import Progress, Tell
 from snugfit.planning.search.screening import screen
 from snugfit.planning.search.space import Space, space_of
-from snugfit.planning.search.state import Progress, SearchState, Tell, exclusion
+from snugfit.planning.search.state import SearchState, exclusion
 from snugfit.prediction.device import policy_for
 from snugfit.prediction.headroom import headroom_of
 from snugfit.prediction.profile import Software, installed_versions

@@ -22,7 +22,8 @@ from snugfit.techniques import roster
 from snugfit.techniques.technique import Slot
 
 if TYPE_CHECKING:
-    from snugfit.planning.search.state import SearchState, Tell
+    from snugfit.planning.search.progress import Tell
+    from snugfit.planning.search.state import SearchState
     from snugfit.prediction.worker_pool import WorkerPool
 
 CACHE_SHARE = 0.1

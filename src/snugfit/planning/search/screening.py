@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from snugfit.errors import SnugfitError
-from snugfit.planning.search.state import Progress, Tell, exclusion
+from snugfit.planning.search.progress import Progress, Tell
+from snugfit.planning.search.state import exclusion
 from snugfit.prediction.worker_pool import Question, WorkerPool
 
 if TYPE_CHECKING:

@@ -27,9 +27,10 @@ from snugfit.planning.cost.startup_share import PlannedRun
 from snugfit.planning.keep import Free, Keep, kept_of
 from snugfit.planning.plan import Pace, Plan, nearest_miss
 from snugfit.planning.request import fidelity_of, refuse_bad_request, start_of
+from snugfit.planning.search.progress import Tell, with_best
 from snugfit.planning.search.recomputing import RecomputingKinds
 from snugfit.planning.search.space import Space, space_of
-from snugfit.planning.search.state import SearchState, Tell
+from snugfit.planning.search.state import SearchState
 from snugfit.prediction.device import doubts_about, policy_for
 from snugfit.prediction.headroom import headroom_of
 from snugfit.prediction.profile import Software, installed_versions
@@ -131,7 +132,9 @@ def _answer(asked: _PlanRequest, space: Space, pool: WorkerPool) -> Plan:
     job, memory, smallest = asked.job, asked.memory_bytes, asked.objective == "memory"
     listed = asked.ranked > 0  # any candidate may be among the best few
     bound = None if memory is None else memory - asked.headroom_bytes
-    state = search(space, pool, asked.tell, memory_bytes=bound, smallest=smallest, every_bound=listed)
+    state = SearchState(space, memory_bytes=bound)
+    tell = with_best(asked.tell, lambda: state.best_so_far(asked.objective, job.batch_size))
+    search(state, pool, tell, smallest=smallest, every_bound=listed)
     front = state.front()
     if not front:
         why = next((f"'{one.what}': {one.why}" for one in state.excluded), "the space is empty.")
@@ -151,7 +154,7 @@ def _answer(asked: _PlanRequest, space: Space, pool: WorkerPool) -> Plan:
     lacking = () if fitting else cures(recipe, needed_bytes, job, memory or 0, asked.fidelity, space.fixed)
     start = compare_with_start(asked.start, recipe, pool, job, asked.gpu) if asked.start else None
     counts, excluded = state.counts(), (*space.excluded, *state.excluded)
-    ranked = state.best(asked.ranked, pool, asked.objective, asked.tell) if asked.ranked else []
+    ranked = state.best(asked.ranked, pool, asked.objective, tell) if asked.ranked else []
     if asked.ranked and best is not None:
         seconds = state.judged[best].seconds
         rest = [number for number in ranked if state.judged[number].seconds != seconds]
@@ -189,27 +192,26 @@ def _pace_of(timing: StepSeconds | None) -> Pace | None:
 
 
 def search(
-    space: Space,
+    state: SearchState,
     pool: WorkerPool,
     tell: Tell = lambda what: None,
     *,
-    memory_bytes: int | None = None,
     smallest: bool = False,
     every_bound: bool = False,
-) -> SearchState:
-    """The space's Pareto front, with the fastest recipe that fits so much memory on it; and with the smallest
-    there is, where that is asked for or nothing fits. `every_bound` gives what is not judged its lower bounds
-    too. Raises `BelowLowerBound`."""
-    state = SearchState(space, memory_bytes=memory_bytes)
+) -> None:
+    """Judges the Pareto front of the state's space, with the fastest recipe that fits its memory on it; and
+    the smallest there is, where that is asked for or nothing fits. `every_bound` gives what is not judged its
+    lower bounds too. Raises `BelowLowerBound`."""
     recomputing = RecomputingKinds(state, pool, tell)
-    recomputing.add({candidate.passes for candidate in space.candidates}.difference(recomputing.waiting))
+    recomputing.add(
+        {candidate.passes for candidate in state.space.candidates}.difference(recomputing.waiting)
+    )
     state.judge_all(pool, tell)
     recomputing.screen(lambda number, least: every_bound or not state.is_dominated(number, least))
     state.judge_all(pool, tell)
-    if smallest or (memory_bytes is not None and state.smallest > memory_bytes):
+    if smallest or (state.memory_bytes is not None and state.smallest > state.memory_bytes):
         recomputing.screen(lambda number, least: least.needed_bytes <= state.smallest)
         state.judge_all(pool, tell, smallest=True)
-    return state
 
 
 def _timer_of(gpu: Gpu | None) -> Timer:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import bisect
 import math
-import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -24,11 +23,10 @@ from typing import Any
 from snugfit.errors import SnugfitError
 from snugfit.planning.cost.figures import BelowLowerBound, Bound, Figures
 from snugfit.planning.plan import Choice, Counts, Exclusion
+from snugfit.planning.search.progress import Progress, Tell
 from snugfit.planning.search.space import Space
 from snugfit.prediction.worker_pool import Question, WorkerPool
 from snugfit.rehearsal.device.policy import PoliciesDiffer
-
-Tell = Callable[[str], None]
 
 TIME_BOUND_MARGIN = 0.001
 """Of its lower bound in seconds, how much less a step may take: the line through two depths bounds a convex
@@ -37,10 +35,6 @@ figure, and a queue of host and device is convex but for what happens at its end
 MEMORY_RESOLUTION = 0.03
 """Of a recipe's bytes, by how much a slower one must be smaller to be worth listing: about what the allocator
 loses between the blocks of a step."""
-
-ENOUGH = 8
-"""Parts of a search that are done before the time left is estimated, and over which the estimate is smoothed:
-a part may take ten times as long as another."""
 
 TOGETHER = 4
 """Traces for each worker that are judged before it is asked again whether the best are known."""
@@ -207,6 +201,11 @@ class SearchState:
                 return ranked
             self.judge(todo, pool)
 
+    def best_so_far(self, objective: str, batch_size: int) -> Choice | None:
+        """Of those judged the best that fits; None while none does."""
+        ranking = self._ranking(objective)
+        return self.choice(ranking[0], batch_size) if ranking else None
+
     def _ranking(self, objective: str) -> list[int]:
         """Of those judged that fit, one for each length of a step, the best first."""
         fitting = [number for number, figures in self.judged.items() if self._fits(figures.needed_bytes)]
@@ -255,31 +254,6 @@ class SearchState:
             passes=self.kinds,
             replayed=len(self.judged),
         )
-
-
-class Progress:
-    """Says how far a part of the search is, and how long it may still take."""
-
-    def __init__(self, what: str, total: int, tell: Tell) -> None:
-        self.what, self.total, self.tell = what, total, tell
-        self.done, self.began = 0, time.monotonic()
-        self.end: float | None = None
-
-    def step(self) -> None:
-        """One more is done."""
-        self.done += 1
-        now = time.monotonic()
-        left = ""
-        if self.done >= min(self.total / 10, ENOUGH):  # the first ones wait for imports
-            estimate = self.began + (now - self.began) / self.done * self.total
-            self.end = estimate if self.end is None else self.end + (estimate - self.end) / ENOUGH
-            left = f", about {_to_fives(max(0.0, self.end - now))} s left"
-        self.tell(f"{self.what} {self.done} of {self.total}{left}")
-
-
-def _to_fives(seconds: float) -> int:
-    """To whole seconds, above ten to fives: an estimate that is no better does not look it."""
-    return round(seconds) if seconds < 10 else 5 * round(seconds / 5)
 
 
 def exclusion(space: Space, group: list[int], error: SnugfitError) -> Exclusion:

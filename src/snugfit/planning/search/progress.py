@@ -1,0 +1,56 @@
+"""What a search says while it runs: how far it is, how long it may still take, and the best so far."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from snugfit.units import show_bytes
+
+if TYPE_CHECKING:
+    from snugfit.planning.plan import Choice
+
+Tell = Callable[[str], None]
+
+ENOUGH = 8
+"""Parts of a search that are done before the time left is estimated, and over which the estimate is smoothed:
+a part may take ten times as long as another."""
+
+
+class Progress:
+    """Says how far a part of the search is, and how long it may still take."""
+
+    def __init__(self, what: str, total: int, tell: Tell) -> None:
+        self.what, self.total, self.tell = what, total, tell
+        self.done, self.began = 0, time.monotonic()
+        self.end: float | None = None
+
+    def step(self) -> None:
+        """One more is done."""
+        self.done += 1
+        now = time.monotonic()
+        left = ""
+        if self.done >= min(self.total / 10, ENOUGH):  # the first ones wait for imports
+            estimate = self.began + (now - self.began) / self.done * self.total
+            self.end = estimate if self.end is None else self.end + (estimate - self.end) / ENOUGH
+            left = f", about {_to_fives(max(0.0, self.end - now))} s left"
+        self.tell(f"{self.what} {self.done} of {self.total}{left}")
+
+
+def _to_fives(seconds: float) -> int:
+    """To whole seconds, above ten to fives: an estimate that is no better does not look it."""
+    return round(seconds) if seconds < 10 else 5 * round(seconds / 5)
+
+
+def with_best(tell: Tell, best_so_far: Callable[[], Choice | None]) -> Tell:
+    """Adds to whatever is said the best recipe that is known by then to fit; its figures come first, for the
+    line may be cut."""
+
+    def tell_both(what: str) -> None:
+        if best := best_so_far():
+            figures = f"{best.samples_per_second:,.1f} samples/s, {show_bytes(best.needed_bytes)}"
+            what += f"; best so far {figures}: {best.recipe}"
+        tell(what)
+
+    return tell_both
