@@ -14,16 +14,21 @@ from xml.etree import ElementTree
 import pytest
 
 from made_up import EVIL, guide_result, measurement, prediction, timed, timing
+from snugfit.cli.arguments import check_pictures, write_pictures
 from snugfit.comparison.compare import Comparison, compare
 from snugfit.comparison.recipes import RecipeComparison
 from snugfit.errors import UsageError
 from snugfit.job.gpu import find_gpu
 from snugfit.planning.fleet.gpu_plans import GpuPlans, OnGpu
 from snugfit.planning.plan import Plan
-from snugfit.report.page.memory import _Box, memory_over_step, tile
+from snugfit.report import prediction as prediction_report
+from snugfit.report.page.memory import memory_over_step
+from snugfit.report.page.modules import _Box, tile
 from snugfit.report.page.picture import document
 from snugfit.report.page.svg import tag, ticks
-from snugfit.report.pictures import check_page_file, draw_prediction, notebook_cell, parts_of, write_page
+from snugfit.report.pictures import draw_prediction, notebook_cell, parts_of, write_page
+from snugfit.report.text.terminal import as_text
+from snugfit.results.prediction import Prediction
 from snugfit.techniques.recipe import Recipe
 from snugfit.units import GIB, MIB
 from test_verify import choice, planned
@@ -113,6 +118,41 @@ def everything() -> dict[str, object]:
         "gpus": GpuPlans(job=plan.job, fidelity="rounds", objective="speed", answers=answers),
         "guide": guide_result(measured=True),
     }
+
+
+def cut(batches: int) -> Prediction:
+    """A prediction with a step of so many micro-batches, each with five points of its curve."""
+    one = prediction(recipe=Recipe.parse(f"micro_batches({batches})"))
+    phases = [*["forward", "forward", "backward", "backward", "backward"] * batches, "update"]
+    curve = tuple(
+        replace(one.anatomy.curve[0], position=place / len(phases), phase=phase)
+        for place, phase in enumerate(phases)
+    )
+    return replace(one, anatomy=replace(one.anatomy, curve=curve))
+
+
+def crowded() -> list[object]:
+    """Results that have little room for words: many micro-batches, made up and rehearsed; a front of 40
+    recipes with long names, whose figures lie close; names that no line holds."""
+    from small_models import small_job
+    from snugfit.prediction.predict import predict
+
+    recipe = "lora(r=16, targets=all-linear) + bf16_pure + tf32 + every_nth_layer(n={}) + micro_batches(16)"
+    front = tuple(
+        replace(choice(recipe.format(2 + n), 0.05 * 1.03**n), reserved_bytes=int(20 * GIB / 1.05**n))
+        for n in range(40)
+    )
+    rehearsed = predict(small_job("bert", layers=2), "micro_batches(4)", gpu="rtx 4090")
+    long = "the-name-of-a-folder/" * 12
+    return [
+        *(cut(batches) for batches in (1, 2, 4, 16, 64)),
+        rehearsed,
+        replace(planned(1, 16 * GIB), front=front, best=front[7]),
+        RecipeComparison(
+            (prediction(name=long), prediction(recipe=Recipe.parse(recipe.format(2)), name=long))
+        ),
+        measurement(timing=timing(seconds=(0.1, 0.2) * 60)),
+    ]
 
 
 @pytest.mark.parametrize(("kind", "pictures", "words"), [
@@ -207,6 +247,23 @@ def test_the_layers_of_the_step_are_as_high_as_their_bytes() -> None:
         )
 
 
+@pytest.mark.parametrize(("batches", "words"), [
+    (1, ["forward", "backward"]),
+    (2, ["micro-batch 1", "micro-batch 2"]),
+    (16, ["1", "16", "update"]),
+    (64, ["64 micro-batches", "update"]),
+])  # fmt: skip
+def test_micro_batches_have_a_level_of_their_own(batches: int, words: list[str]) -> None:
+    """Where there is no room for the names of passes, brackets say which micro-batch they are of."""
+    (svg,) = drawings(draw_prediction(cut(batches))[0].svg)
+    shown = [text.text for text in svg.iter(f"{SVG}text")]
+    assert set(words) <= set(shown)
+    assert ("16" in shown) is (batches == 16)
+    text = as_text(prediction_report.render(cut(batches)), width=100)
+    assert ("└2   └3" in text) is (batches == 16)
+    assert ("└64 micro-batches" in text) is (batches == 64)
+
+
 def test_a_gpu_far_larger_than_the_step_is_said_and_not_drawn() -> None:
     picture = memory_over_step(prediction().anatomy.curve, memory_bytes=141 * GIB)
     assert "bound" not in picture.svg
@@ -232,11 +289,28 @@ def test_ticks_are_round_and_never_above_the_top() -> None:
     assert ticks(0) == [0]
 
 
-def test_a_page_s_file_is_refused_before_the_work(tmp_path: Path) -> None:
+def test_a_page_s_and_a_plot_s_file_are_refused_before_the_work(tmp_path: Path) -> None:
+    """Other endings, and folders that cannot be made; a missing folder is made when the file is written."""
     with pytest.raises(UsageError, match=r"a page is a \.html file"):
-        check_page_file(tmp_path / "page.pdf")
-    check_page_file(None)
-    check_page_file(tmp_path / "page.html")
+        check_pictures(tmp_path / "page.pdf", None)
+    with pytest.raises(UsageError, match=r"a plot is a \.png or a \.svg file"):
+        check_pictures(None, tmp_path / "plot.pdf")
+    (tmp_path / "file").touch()
+    for html, plot in (("file/page.html", None), (None, "file/new/plot.svg")):
+        with pytest.raises(UsageError, match="is a file"):
+            check_pictures(html and tmp_path / html, plot and tmp_path / plot)
+    check_pictures(None, None)
+    check_pictures(tmp_path / "new" / "page.html", tmp_path / "other" / "plot.png")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_what_was_written_is_said_also_into_a_new_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    html, plot = tmp_path / "new" / "page.html", tmp_path / "other" / "plot.svg"
+    write_pictures(html, plot, prediction())
+    assert capsys.readouterr() == ("", f"Written: {html}\nWritten: {plot}\n")
+    assert plot.read_bytes().startswith(b"<?xml")
 
 
 def test_a_rehearsed_step_s_pictures_add_up() -> None:
@@ -314,7 +388,8 @@ def seen_in_chromium(page: Path, folder: Path, *, width: int, dark: bool) -> lis
 @pytest.mark.parametrize(("width", "dark"), [(500, True), (1100, False)])
 def test_no_labels_meet_in_chromium(tmp_path: Path, width: int, dark: bool) -> None:
     """And the keyboard reaches every picture, in light and in dark."""
-    pictures = [picture for result in everything().values() for picture in parts_of(result).pictures]
+    shown = [*everything().values(), *crowded()]
+    pictures = [picture for result in shown for picture in parts_of(result).pictures]
     (tmp_path / "page.html").write_text(document("All pictures", ["A line."], pictures, report="text"))
     colour, *wrong = seen_in_chromium(tmp_path / "page.html", tmp_path, width=width, dark=dark)
     assert colour == ("rgb(22, 25, 29)" if dark else "rgb(255, 255, 255)")

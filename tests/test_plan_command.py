@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from snugfit.job.job import Job
 from snugfit.job.model import Model
 from snugfit.planning.plan import Change, Choice, Counts, Exclusion, Plan, Reason, Start
 from snugfit.report.plan.plan import render
-from snugfit.report.plan.plot import draw
 from snugfit.report.text.terminal import as_text
 from snugfit.units import GIB
 
@@ -213,15 +211,6 @@ def test_a_mistake_is_one_message(
     assert told in err
     assert asked == []
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("form", ["png", "svg"])
-def test_the_plot_is_drawn_the_same_twice(form: str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # a control character has no glyph
-        once = draw(replace(made_up(name=EVIL), best=None), form)
-    assert once == draw(replace(made_up(name=EVIL), best=None), form)
-    assert once[:4] == (b"\x89PNG" if form == "png" else b"<?xm")
 
 
 def test_a_plan_in_python_is_remembered_and_tells_as_the_command_does(

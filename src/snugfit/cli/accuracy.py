@@ -117,7 +117,7 @@ def accuracy(
 
 def _refuse(modes: list[str], rates: Path | None, jobs: list[Path] | None, plot: Path | None) -> None:
     """Raises `UsageError` for options that exclude each other."""
-    from snugfit.report.text.figure import check_plot_file
+    from snugfit.report.text.files import check_output
 
     if len(modes) > 1:
         shown = " and ".join(f"--{mode}" for mode in modes)
@@ -126,7 +126,7 @@ def _refuse(modes: list[str], rates: Path | None, jobs: list[Path] | None, plot:
         raise UsageError("--rates goes with --rescore; a draw takes this GPU's own (snugfit calibrate).")
     if jobs and modes not in (["within-job"], ["top"]):
         raise UsageError("--job names what would be drawn; it goes with --within-job or --top.")
-    check_plot_file(plot)
+    check_output("--plot", plot, (".png", ".svg"), given.PLOT_FILE)
 
 
 def _refuse_idle(modes: Collection[str], given_options: Mapping[str, bool]) -> None:

@@ -134,6 +134,11 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")
 Html = Annotated[
     Path | None, typer.Option(help="Draw the answer into this .html page.", dir_okay=False, metavar="FILE")
 ]
+PLOT_FILE = "a plot is a .png or a .svg file"
+Plot = Annotated[
+    Path | None,
+    typer.Option(help="Draw the same into this .png or .svg file.", dir_okay=False, metavar="FILE"),
+]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Compute again, also when the answer is cached.")]
 
 
@@ -196,20 +201,29 @@ def job_parameters(*, without: Collection[str] = ()) -> list[inspect.Parameter]:
     return [parameter for parameter in shared if parameter.name not in without]
 
 
-def check_html(path: Path | None) -> None:
-    """Raises `UsageError`, before long work begins, for a page that could not be written."""
-    if path is not None:
-        from snugfit.report.pictures import check_page_file
+def check_pictures(html: Path | None, plot: Path | None) -> None:
+    """Raises `UsageError`, before long work begins, for a page or a plot that could not be written."""
+    from snugfit.report.text.files import check_output
 
-        check_page_file(path)
+    check_output("--html", html, (".html", ".htm"), "a page is a .html file")
+    check_output("--plot", plot, (".png", ".svg"), PLOT_FILE)
 
 
-def write_html(path: Path | None, result: object) -> None:
-    """Draws the answer into the page that was asked for, if one was."""
-    if path is not None:
-        from snugfit.report.pictures import write_page
+def write_pictures(html: Path | None, plot: Path | None, result: object) -> None:
+    """Draws the answer into the page and the plot that were asked for, if they were."""
+    if html is None and plot is None:
+        return
+    from snugfit.report.pictures import draw_plot, write_page
 
-        write_page(path, result)
+    for path, draw in ((html, write_page), (plot, draw_plot)):
+        if path is not None:
+            draw(path, result)
+            say_written(path)
+
+
+def say_written(path: Path) -> None:
+    """Where an answer lies, on stderr: stdout is for the answer itself."""
+    typer.echo(f"Written: {path}", err=True)
 
 
 def read_request(given: Mapping[str, Any]) -> Request:

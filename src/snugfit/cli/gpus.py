@@ -65,6 +65,7 @@ def _arguments(
     steps: Steps = None,
     workers: Workers = None,
     html: given.Html = None,
+    plot: given.Plot = None,
     fresh: given.Fresh = False,
     form: given.Format = "terminal",
     as_json: given.AsJson = False,
@@ -121,11 +122,11 @@ def _plan(gpus: Sequence[Gpu], asked: Mapping[str, Any]) -> int:
     about_job = {parameter.name: asked[parameter.name] for parameter in _JOB}
     request = given.read_request(about_job | {"model": asked["for_model"]})
     _refuse(request, asked)
-    given.check_html(asked["html"])
+    given.check_pictures(asked["html"], asked["plot"])
     steps = steps_of(asked["samples"], asked["steps"], request.job.batch_size)
     answers = _answers(request, gpus, steps, asked)
     _print(answers, prices, "json" if asked["as_json"] else asked["form"])
-    given.write_html(asked["html"], answers)
+    given.write_pictures(asked["html"], asked["plot"], answers)
     return 0 if answers.fitting else NothingFits.exit_code
 
 

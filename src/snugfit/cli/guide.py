@@ -35,6 +35,7 @@ def guide(
     output: Output = Path("snugfit-guide"),
     workers: Workers = None,
     html: given.Html = None,
+    plot: given.Plot = None,
     form: Format = "terminal",
     as_json: given.AsJson = False,
 ) -> None:
@@ -45,7 +46,7 @@ def guide(
     from snugfit.job.gpu import find_gpu
     from snugfit.report.text.files import writable_folder
 
-    given.check_html(html)
+    given.check_pictures(html, plot)
     form = "json" if as_json else form
     name = None if gpu and not measure else gpu_here()
     if measure and name is None:
@@ -61,7 +62,7 @@ def guide(
             target, measure=measure, ledger=folder / "runs", workers=workers or os.cpu_count() or 1, tell=tell
         )
     paths = write(result, folder)
-    given.write_html(html, result)
+    given.write_pictures(html, plot, result)
     _print(result, form)
     typer.echo("\n".join(f"Written: {path}" for path in paths), err=form != "terminal")
 

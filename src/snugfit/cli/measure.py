@@ -39,12 +39,13 @@ def measure(
     ledger: Ledger = Path("snugfit-runs"),
     predict: Predict = False,
     html: given.Html = None,
+    plot: given.Plot = None,
     as_json: given.AsJson = False,
 ) -> int:
     """Measure a training step here: its memory, its time, and how it ended."""
     from snugfit.measurement.measure import measure as run
 
-    given.check_html(html)
+    given.check_pictures(html, plot)
     # Whatever is wrong with the prediction is said before minutes are spent on the run.
     predicted = _predict(request, device) if predict else None
     measured = run(
@@ -61,7 +62,7 @@ def measure(
 
     comparison = compare(predicted, measured) if predicted and measured.footprint else None
     _print(measured, predicted, comparison, as_json=as_json)
-    given.write_html(html, comparison if comparison and comparison.lines else measured)
+    given.write_pictures(html, plot, comparison if comparison and comparison.lines else measured)
     if measured.ok:
         return 0
     return OutOfMemory.exit_code if measured.outcome.startswith("oom") else 1

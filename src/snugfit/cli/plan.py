@@ -5,7 +5,6 @@ Exit code 3 when nothing fits, so that a script can ask.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -48,9 +47,6 @@ Steps = Annotated[int | None, given.option(RUN, "Length of the run, in steps.", 
 Workers = Annotated[
     int | None, typer.Option(help="Processes that simulate in parallel. \\[two]", min=1, max=64)
 ]
-Plot = Annotated[
-    Path | None, typer.Option(help="Draw memory against speed into this .png or .svg.", dir_okay=False)
-]
 Verify = Annotated[
     int | None,
     typer.Option(metavar="K", help="Measure the best K on the GPU here, and learn from it.", min=1, max=64),
@@ -77,7 +73,7 @@ def plan(
     steps: Steps = None,
     workers: Workers = None,
     everything: All = False,
-    plot: Plot = None,
+    plot: given.Plot = None,
     html: given.Html = None,
     fresh: given.Fresh = False,
     verify: Verify = None,
@@ -89,8 +85,8 @@ def plan(
     from snugfit.report.plan.plan import render
     from snugfit.report.text.page import print_as
 
-    given.check_html(html)
-    request = _check(request, plot, verify)
+    given.check_pictures(html, plot)
+    request = _check(request, verify)
     steps = steps_of(samples, steps, request.job.batch_size)
     asked = {
         "fidelity": fidelity,
@@ -102,12 +98,7 @@ def plan(
         "headroom": headroom,
     }
     chosen = _plan(request, asked, workers, fresh=fresh)
-    if plot:
-        from snugfit.report.plan.plot import draw
-        from snugfit.report.text.files import write_atomically
-
-        write_atomically(plot, draw(chosen, plot.suffix[1:]))
-    given.write_html(html, chosen)
+    given.write_pictures(html, plot, chosen)
     form = "json" if as_json else form
     more_follows = chosen.fits and (lengths or verify)
     if not more_follows or form != "json":
@@ -119,11 +110,9 @@ def plan(
     return 0 if chosen.fits else NothingFits.exit_code
 
 
-def _check(request: Request, plot: Path | None, verify: int | None) -> Request:
+def _check(request: Request, verify: int | None) -> Request:
     """The request, for the GPU of this machine where the plan is verified. Raises `UsageError` for what a
     plan does not take, before long work begins."""
-    from snugfit.report.text.figure import check_plot_file
-
     request = with_gpu_here(request) if verify else request
     request.refuse_recipe_and_loop()
     if request.software != "installed":
@@ -134,7 +123,6 @@ def _check(request: Request, plot: Path | None, verify: int | None) -> Request:
         )
     if request.lengths and verify:
         raise UsageError("--lengths and --verify are two questions. Ask one at a time.")
-    check_plot_file(plot)
     return request
 
 

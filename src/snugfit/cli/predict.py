@@ -52,13 +52,14 @@ def predict(
     largest: Largest = None,
     operators: Operators = False,
     html: given.Html = None,
+    plot: given.Plot = None,
     trace: TraceFile = None,
     as_json: given.AsJson = False,
 ) -> int:
     """Predict the memory of a training step, without a GPU."""
     if largest and compare:
         raise UsageError("--largest and --compare are two questions. Ask one at a time.")
-    given.check_html(html)
+    given.check_pictures(html, plot)
     if trace:
         _check_trace(trace, request, compare)
     predictions = (
@@ -67,28 +68,26 @@ def predict(
         else _predict_all(request, compare or [], headroom)
     )
     _print(predictions, operators=operators, as_json=as_json)
-    given.write_html(html, predictions[0] if len(predictions) == 1 else _side_by_side(predictions))
+    given.write_pictures(html, plot, predictions[0] if len(predictions) == 1 else _side_by_side(predictions))
     if trace:
         from snugfit.prediction.export_trace import export_trace
         from snugfit.report.text.files import write_atomically
 
         write_atomically(trace, export_trace(predictions[0], trace.suffix))
+        given.say_written(trace)
     return NothingFits.exit_code if all(one.fits is False for one in predictions) else 0
 
 
 def _check_trace(path: Path, request: Request, compared: list[str] | None) -> None:
     """Raises `UsageError` for a trace that could not be made or written, before long work begins."""
-    from snugfit.report.text.files import writable_folder
+    from snugfit.report.text.files import check_output
 
-    if path.suffix not in (".pickle", ".json"):
-        raise UsageError(
-            f"--trace {path}: a trace is a .pickle for PyTorch's memory viewer, or a .json for Perfetto."
-        )
+    what = "a trace is a .pickle for PyTorch's memory viewer, or a .json for Perfetto"
+    check_output("--trace", path, (".pickle", ".json"), what)
     if compared:
         raise UsageError("--trace is of one recipe. Leave --compare out.")
     if path.suffix == ".json" and request.gpu is None:
         raise UsageError("--trace FILE.json is a timeline, and seconds need a GPU: add --gpu NAME.")
-    writable_folder(path.parent)
 
 
 def _predict_all(request: Request, compared: list[str], headroom: str | None) -> list[Prediction]:

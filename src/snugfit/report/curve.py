@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
-from operator import attrgetter
 
 from rich.console import RenderableType
 from rich.text import Text
 
+from snugfit.report.text.passages import micro_batch_passages, phase_passages
 from snugfit.report.text.terminal import words
 from snugfit.results.prediction import CurvePoint
 from snugfit.units import show_bytes
 
 COLUMNS = 72
+NARROWEST_NUMBER = 3
+"""Columns of a micro-batch from which each gets its number."""
+
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 
-def draw_curve(curve: Sequence[CurvePoint]) -> list[RenderableType]:
-    """Live bytes through the steady step, with the phases under them."""
+def draw_curve(curve: Sequence[CurvePoint], *, micro_batches: int = 1) -> list[RenderableType]:
+    """Live bytes through the steady step, with the phases under them; the micro-batches by number where
+    their passes are too short for names."""
     top = max(point.live_bytes for point in curve) or 1
     heights = sample([(point.position, point.live_bytes / top) for point in curve], COLUMNS)
-    spans = []
-    for phase, points in groupby(curve, key=attrgetter("phase")):
-        positions = [point.position for point in points]
-        start, end = round(positions[0] * COLUMNS), round(positions[-1] * COLUMNS)
-        spans.append((phase, start, max(start + 1, min(COLUMNS, end + 1))))
-    head = words(f"Live bytes through one steady step (top {show_bytes(top)})", "bold")
+    passages, note = phase_passages(curve), ""
+    rounds = micro_batch_passages(curve, micro_batches, NARROWEST_NUMBER / COLUMNS)
+    forward = min((one.end - one.start for one in passages if one.name == "forward"), default=1.0)
+    if rounds and forward * COLUMNS < len("└forward"):
+        passages = [*rounds, *(one for one in passages if one.start >= rounds[-1].end)]
+        note = ", the numbers are micro-batches" if len(rounds) > 1 else ""
+    spans = [(one.name, round(one.start * COLUMNS), round(one.end * COLUMNS)) for one in passages]
+    head = words(f"Live bytes through one steady step (top {show_bytes(top)}{note})", "bold")
     return [head, words("\n".join([*bars(heights), legend(spans, COLUMNS)])), Text()]
 
 

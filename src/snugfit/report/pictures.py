@@ -11,7 +11,6 @@ from rich.console import RenderableType
 
 from snugfit.comparison.compare import Comparison
 from snugfit.comparison.recipes import RecipeComparison
-from snugfit.errors import UsageError
 from snugfit.evaluation.guide_result import GuideResult
 from snugfit.planning.fleet.gpu_plans import GpuPlans
 from snugfit.planning.fleet.prices import Prices
@@ -19,11 +18,13 @@ from snugfit.planning.plan import Plan
 from snugfit.report import compare, measurement, prediction
 from snugfit.report.evaluation import guide, guide_plot
 from snugfit.report.page.bars import BarGroup, bars, timeline
-from snugfit.report.page.memory import memory_over_step, modules_at_peak
+from snugfit.report.page.memory import memory_over_step
+from snugfit.report.page.modules import modules_at_peak
 from snugfit.report.page.picture import Picture, document, fragment
+from snugfit.report.page.plot import plot
 from snugfit.report.plan import gpu_plans, plan
 from snugfit.report.plan.front import draw_front
-from snugfit.report.text.files import writable_folder, write_atomically
+from snugfit.report.text.files import write_atomically
 from snugfit.report.text.job import job_line
 from snugfit.report.text.terminal import as_text
 from snugfit.results.measurement import Measurement
@@ -42,15 +43,6 @@ ALLOWED = "the memory that may be used"
 BESIDE = ("predicted", "measured")
 
 
-def check_page_file(path: Path | None) -> None:
-    """Raises `UsageError` when `path` is given and is no `.html` file that could be written."""
-    if path is None:
-        return
-    if path.suffix not in (".html", ".htm"):
-        raise UsageError(f"--html {path}: a page is a .html file.")
-    writable_folder(path.parent)
-
-
 class PageParts(NamedTuple):
     """What a page or a notebook's cell shows of a result."""
 
@@ -65,6 +57,17 @@ class PageParts(NamedTuple):
 def write_page(path: Path, result: object) -> None:
     """Writes the pictures of a result, with its whole report as text, as one self-contained page."""
     write_atomically(path, _html(document, result).encode("utf-8"))
+
+
+def draw_plot(path: Path, result: object) -> None:
+    """Draws the answer and its pictures as one `.png` or `.svg` file; the guide in its two panels."""
+    form = path.suffix[1:]
+    if isinstance(result, GuideResult):
+        content = guide_plot.summary(result, form)
+    else:
+        parts = parts_of(result)
+        content = plot(parts.title, parts.lines, parts.pictures, form)
+    write_atomically(path, content)
 
 
 def notebook_cell(result: object) -> str:
@@ -92,8 +95,13 @@ def draw_prediction(one: Prediction) -> list[Picture]:
     """Bytes through the step, bytes by module, and the step's timeline, as far as they are known."""
     anatomy, pictures = one.anatomy, []
     if anatomy.curve and anatomy.curve[0].kinds:
-        context = one.footprint.context_bytes or 0
-        pictures.append(memory_over_step(anatomy.curve, context_bytes=context, memory_bytes=one.memory_bytes))
+        over_step = memory_over_step(
+            anatomy.curve,
+            context_bytes=one.footprint.context_bytes or 0,
+            memory_bytes=one.memory_bytes,
+            micro_batches=one.recipe.setup().micro_batches,
+        )
+        pictures.append(over_step)
     if anatomy.modules:
         pictures.append(modules_at_peak(anatomy.modules))
     if one.timing and one.timeline:
@@ -102,7 +110,8 @@ def draw_prediction(one: Prediction) -> list[Picture]:
 
 
 def _of_prediction(one: Prediction) -> PageParts:
-    lines = [prediction.heading(one).plain.splitlines()[-1], prediction.verdict(one).plain]
+    recipe = prediction.heading(one).plain.splitlines()[-1]
+    lines = [prediction.verdict(one).plain, *(line.plain for line in prediction.about_pace(one)), recipe]
     report = prediction.render(one, operators=True)
     return PageParts(job_line(one.job), lines, draw_prediction(one), report)
 
@@ -126,14 +135,21 @@ def _of_plan(one: Plan) -> PageParts:
 
 
 def _of_measurement(one: Measurement) -> PageParts:
-    known = [(name, getattr(one.footprint, figure, None)) for figure, name in compare.FIGURES.items()]
-    groups = [BarGroup(name, [size]) for name, size in known if size is not None]
+    figures = ((name, getattr(one.footprint, figure, None)) for figure, name in compare.FIGURES.items())
+    known = [(name, size) for name, size in figures if size is not None]
+    groups = [BarGroup(name, [size]) for name, size in known]
     title = f"Measured at the peak on {one.device.name}"
     pictures = [bars(title, groups, ["measured"], _show)] if groups else []
     if one.timing and one.timing.seconds:
         steps = [BarGroup(f"step {number}", [took]) for number, took in enumerate(one.timing.seconds, 1)]
         pictures.append(bars("How long each step took", steps[:MOST_STEPS], ["seconds"], show_seconds))
     lines = [f"recipe {one.recipe} · {one.loop} loop · {one.device.name}"]
+    if not one.ok:
+        lines = [f"The run ended with {one.outcome}.", *lines]
+    elif known and one.timing:
+        size = _show(max(size for _, size in known))
+        speed = f"{show_seconds(one.timing.step_seconds)}, {one.timing.samples_per_second:,.1f} samples/s"
+        lines = [f"{size} at the peak; a step takes {speed}.", *lines]
     return PageParts(job_line(one.job), lines, pictures, measurement.render(one))
 
 
@@ -147,9 +163,12 @@ def _of_comparison(one: Comparison) -> PageParts:
         ranges = [_seconds_range(one.prediction.speed), None]
         step = BarGroup("a step", [pace.predicted, pace.measured], f"{100 * pace.error:+.1f} %", ranges)
         pictures.append(bars("Seconds, predicted beside measured", [step], BESIDE, show_seconds))
-    recipe = f"recipe {one.prediction.recipe} · {one.prediction.loop} loop · {one.measurement.device.name}"
+    lines = [f"recipe {one.prediction.recipe} · {one.prediction.loop} loop · {one.measurement.device.name}"]
+    if worst := one.worst:
+        figures = f"{_show(worst.predicted)} predicted, {_show(worst.measured)} measured"
+        lines = [f"{figures} ({compare.FIGURES[worst.figure]}, {100 * worst.error:+.1f} %).", *lines]
     pictures += draw_prediction(one.prediction)
-    return PageParts(job_line(one.prediction.job), [recipe], pictures, compare.beside(one))
+    return PageParts(job_line(one.prediction.job), lines, pictures, compare.beside(one))
 
 
 def _of_gpu_plans(several: GpuPlans) -> PageParts:

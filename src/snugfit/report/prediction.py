@@ -27,14 +27,15 @@ def render(prediction: Prediction, *, operators: bool = False) -> RenderableType
     parts: list[RenderableType] = [heading(prediction), footprint_table(prediction.footprint)]
     parts += [
         verdict(prediction),
-        *_pace(prediction),
+        *about_pace(prediction),
         *_startup(prediction),
         Text(),
         *_peak(prediction),
     ]
     parts += [kinds_table(prediction)]
     parts += [_largest_table(anatomy)] if anatomy.largest else []
-    parts += draw_curve(anatomy.curve) if anatomy.curve else []
+    if anatomy.curve:
+        parts += draw_curve(anatomy.curve, micro_batches=prediction.recipe.setup().micro_batches)
     parts += [operators_table(anatomy, prediction.timing)] if operators else []
     parts += [words(f"Uncertain: {doubt}", "yellow") for doubt in prediction.doubts]
     return Group(*parts)
@@ -77,7 +78,7 @@ def verdict(prediction: Prediction) -> Text:
     return words(f"Does not fit: short by {show_bytes(-spare)} of {show_bytes(memory)}.", "bold red")
 
 
-def _pace(prediction: Prediction) -> list[RenderableType]:
+def about_pace(prediction: Prediction) -> list[Text]:
     """How long a step takes, and what bounds it."""
     timing, speed = prediction.timing, prediction.speed
     if timing is None or speed is None:

@@ -116,8 +116,8 @@ def timeline(spans: Sequence[PhaseSpan], step_seconds: float) -> Picture:
         y = lanes[span.lane]
         colour = f"cell shape {_PHASES.get(span.phase, 'c7')}"
         shapes = [tag("rect", x=x, y=y, width=max(1.0, width), height=LANE, class_=colour)]
-        if words := shorten(span.phase, width - 8):
-            shapes.append(text(words, x + 4, y + LANE / 2 + 4, class_="on"))
+        if LETTER * len(span.phase) <= width - 8:
+            shapes.append(text(span.phase, x + 4, y + LANE / 2 + 4, class_="on"))
         parts.append(point(_about(span), *shapes, start=number == 0))
     phases = [phase for phase in _PHASES if any(span.phase == phase for span in spans)]
     return Picture(

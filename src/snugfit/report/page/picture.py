@@ -44,6 +44,9 @@ class Picture:
     note: str = ""
     """A sentence under the drawing."""
 
+    numbered: bool = False
+    """Whether the drawing has numbers that only the table explains."""
+
 
 def document(title: str, lines: Iterable[str], pictures: Sequence[Picture], *, report: str) -> str:
     """A whole HTML page that needs no other file and no network; `report` is the result as plain text."""

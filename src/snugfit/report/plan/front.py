@@ -62,6 +62,7 @@ def draw_front(plan: Plan) -> Picture:
             for number, (choice, speed) in enumerate(zip(plan.front, speeds, strict=True), 1)
         ],
         legend=tuple(legend),
+        numbered=True,
     )
 
 

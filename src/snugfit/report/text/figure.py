@@ -10,11 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
-from pathlib import Path
 from typing import TYPE_CHECKING
-
-from snugfit.errors import UsageError
-from snugfit.report.text.files import writable_folder
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -22,24 +18,18 @@ if TYPE_CHECKING:
 BLUE, LIGHT_BLUE, GREEN, ORANGE, RED = "#0072B2", "#56B4E9", "#009E73", "#E69F00", "#D55E00"
 """Okabe and Ito's colours, which the colour-blind can tell apart."""
 
+FONT = "DejaVu Sans"
+"""It comes with matplotlib."""
+
 _STYLE = {
     "text.parse_math": False,
     "svg.hashsalt": "snugfit",
     "svg.fonttype": "path",
     "font.size": 9,
-    "font.family": "DejaVu Sans",
+    "font.family": FONT,
     "axes.spines.top": False,
     "axes.spines.right": False,
 }
-
-
-def check_plot_file(path: Path | None) -> None:
-    """Raises `UsageError` when `path` is given and is no `.png` or `.svg` file that could be written."""
-    if path is None:
-        return
-    if path.suffix not in (".png", ".svg"):
-        raise UsageError(f"--plot {path}: a plot is a .png or a .svg file.")
-    writable_folder(path.parent)
 
 
 class Drawing:

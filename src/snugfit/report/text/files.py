@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from snugfit.documents import write_whole
@@ -32,6 +32,16 @@ def write_new(files: Mapping[Path, str], *, force: bool) -> None:
         _make(folder)
     for path, text in files.items():
         write_atomically(path, text.encode("utf-8"))
+
+
+def check_output(option: str, path: Path | None, endings: Sequence[str], what: str) -> None:
+    """Raises `UsageError`, before long work begins, where an option names a file with none of these endings
+    (`what` says which it takes), or one that could not be written. Its folder is made when it is written."""
+    if path is None:
+        return
+    if path.suffix not in endings:
+        raise UsageError(f"{option} {path}: {what}.")
+    writable_folder(path.parent)
 
 
 def _make(folder: Path) -> None:

@@ -1,0 +1,256 @@
+"""The same pictures as a `png` or an `svg` file of matplotlib's, each with its title, legend and note.
+
+A picture is a flat list of shapes with classes, as the page has them; they are drawn here in the page's light
+colours, one unit for one unit.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from functools import cache
+from html.parser import HTMLParser
+from importlib.resources import files
+from textwrap import wrap
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from snugfit.report.page.picture import Picture
+from snugfit.report.page.svg import WIDTH
+from snugfit.report.text.figure import FONT, drawing
+from snugfit.report.text.terminal import harmless
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+UNIT = 1 / 96
+"""Inches of a unit: those of a pixel in a browser."""
+
+MARGIN, LINE = 20.0, 18.0
+"""Units around all, and from one line of words to the next."""
+
+SIZE, LARGE = 13.0, 15.0
+"""Units of the font of words, and of titles."""
+
+POINTS = 72
+"""Of an inch, in which matplotlib counts fonts."""
+
+_LINES: dict[str, dict[str, Any]] = {
+    "rule": {"color": "rule", "linewidth": 0.75},
+    "bracket": {"color": "faint", "linewidth": 0.75},
+    "bound": {"color": "mark", "linewidth": 1.5, "linestyle": (0, (4, 2.5))},
+    "reserved": {"color": "ink", "linewidth": 1.1},
+    "best": {"color": "mark", "linewidth": 1.9},
+}
+"""How the page's style draws each class of lines."""
+
+_INKS = {"faint": "faint", "on0": "paper"}
+
+
+def plot(title: str, lines: Iterable[str], pictures: Sequence[Picture], form: str) -> bytes:
+    """The answer in sentences and its pictures, one below the other, as the bytes of such a file."""
+    with drawing(form, width=(WIDTH + 2 * MARGIN) * UNIT, height=1.0) as drawn:
+        drawn.figure.set_layout_engine("none")
+        axes = drawn.figure.add_axes((0.0, 0.0, 1.0, 1.0))
+        canvas = _Canvas(axes)
+        canvas.write(title, LARGE)
+        for number, line in enumerate(lines):
+            canvas.write(line, bold=number == 0)
+        for picture in pictures:
+            canvas.add(picture)
+        height = canvas.y + MARGIN
+        drawn.figure.set_size_inches((WIDTH + 2 * MARGIN) * UNIT, height * UNIT)
+        axes.set(xlim=(-MARGIN, WIDTH + MARGIN), ylim=(height, 0.0))
+        axes.axis("off")
+    return drawn.content
+
+
+@cache
+def _colours() -> dict[str, str]:
+    """The page's light colours: `c0` to `c8`, and `ink`, `faint`, `rule`, `mark`, `paper`."""
+    style = files("snugfit.report.page").joinpath("templates/style.css").read_text(encoding="utf-8")
+    named = re.findall(r"--(\w+): (#\w+);", style.partition("}")[0])
+    return dict(named) | dict(re.findall(r"\.(c\d) \{ fill: (#\w+);", style))
+
+
+@cache
+def _width(words: str, size: float, *, bold: bool = False) -> float:
+    """How many units wide the words are."""
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import text_to_path
+
+    font = FontProperties(family=FONT, size=size, weight="bold" if bold else "normal")
+    width, _, _ = text_to_path.get_text_width_height_descent(words, font, ismath=False)
+    return float(width)
+
+
+class _Shape(NamedTuple):
+    """One element of a drawing."""
+
+    name: str
+    attributes: dict[str, str]
+    words: str
+    """What a `text` or a `title` says."""
+
+    def number(self, name: str) -> float:
+        """One of its attributes as a number."""
+        return float(self.attributes[name])
+
+    @property
+    def corners(self) -> list[tuple[float, float]]:
+        """The corners of a line of several parts, or of an area."""
+        pairs = (pair.split(",") for pair in self.attributes["points"].split())
+        return [(float(x), float(y)) for x, y in pairs]
+
+
+class _Shapes(HTMLParser):
+    """The elements of a drawing in their order."""
+
+    def __init__(self, drawing: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.shapes: list[_Shape] = []
+        self.feed(drawing)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """An element begins."""
+        self.shapes.append(_Shape(tag, {key: value or "" for key, value in attrs}, ""))
+
+    def handle_data(self, data: str) -> None:
+        """What the last element says."""
+        last = self.shapes[-1]
+        self.shapes[-1] = last._replace(words=last.words + data)
+
+
+class _Canvas:
+    """Axes that count units from the top left corner; `y` is where the next thing begins."""
+
+    def __init__(self, axes: Axes) -> None:
+        self._axes, self._order, self.y = axes, 0, MARGIN
+
+    def write(self, text: str, size: float = SIZE, *, bold: bool = False, ink: str = "ink") -> None:
+        """A paragraph as wide as a picture."""
+        columns = int(2 * WIDTH / size)
+        while any(_width(line, size, bold=bold) > WIDTH - MARGIN for line in wrap(harmless(text), columns)):
+            columns -= 2
+        for line in wrap(harmless(text), columns):
+            self.y += 1.3 * size
+            self._words(line, 0.0, self.y - 0.3 * size, size=size, bold=bold, ink=ink)
+        self.y += 0.3 * size
+
+    def add(self, picture: Picture) -> None:
+        """A picture with its title, legend and note, and what its numbers mean."""
+        self.y += LINE
+        self.write(picture.title, bold=True)
+        self._legend(picture)
+        whole, *shapes = _Shapes(picture.svg).shapes
+        top, self.y = self.y, self.y + float(whole.attributes["viewbox"].split()[3])
+        for shape in shapes:
+            if shape.name not in ("g", "title"):
+                getattr(self, f"_{shape.name}")(shape, top)
+        if picture.note:
+            self.write(picture.note, SIZE - 1, ink="faint")
+        for shape in shapes:
+            if shape.name == "title" and picture.numbered:
+                self.write(shape.words, SIZE - 1)
+
+    def _legend(self, picture: Picture) -> None:
+        x, self.y = 0.0, self.y + LINE
+        for entry in picture.legend:
+            width = 42 + _width(entry.words, SIZE - 1)
+            if x and x + width > WIDTH:
+                x, self.y = 0.0, self.y + LINE
+            middle = self.y - 4.5
+            if entry.class_ in _LINES:
+                self._stroke([(x, middle), (x + 20, middle)], entry.class_)
+            else:
+                left, right, high, low = x + 8, x + 20, middle - 6, middle + 6
+                self._fill([(left, high), (right, high), (right, low), (left, low)], entry.class_)
+            self._words(entry.words, x + 24, self.y, size=SIZE - 1)
+            x += width
+        self.y += 8 if picture.legend else -LINE
+
+    # ---- the elements, shifted down by `top` units ------------------------------------------------------
+
+    def _rect(self, shape: _Shape, top: float) -> None:
+        x, y = shape.number("x"), shape.number("y") + top
+        right, low = x + shape.number("width"), y + shape.number("height")
+        self._fill([(x, y), (right, y), (right, low), (x, low)], shape.attributes["class"])
+
+    def _polygon(self, shape: _Shape, top: float) -> None:
+        self._fill([(x, y + top) for x, y in shape.corners], shape.attributes["class"])
+
+    def _polyline(self, shape: _Shape, top: float) -> None:
+        self._stroke([(x, y + top) for x, y in shape.corners], shape.attributes["class"])
+
+    def _line(self, shape: _Shape, top: float) -> None:
+        ends = [(shape.number(f"x{end}"), shape.number(f"y{end}") + top) for end in (1, 2)]
+        self._stroke(ends, shape.attributes["class"])
+
+    def _circle(self, shape: _Shape, top: float) -> None:
+        from matplotlib.patches import Circle
+
+        center, radius = (shape.number("cx"), shape.number("cy") + top), shape.number("r")
+        class_ = shape.attributes["class"].rpartition(" ")[2]
+        if class_ in _LINES:
+            style = _LINES[class_] | {"color": _colours()[_LINES[class_]["color"]]}
+            self._axes.add_patch(Circle(center, radius, fill=False, zorder=self._above(), **style))
+        else:
+            self._axes.add_patch(Circle(center, radius, color=_colours()[class_], zorder=self._above()))
+
+    def _text(self, shape: _Shape, top: float) -> None:
+        class_ = shape.attributes.get("class", "")
+        align = {"middle": "center", "end": "right"}.get(shape.attributes.get("text-anchor", ""), "left")
+        at = shape.number("x"), shape.number("y") + top
+        self._words(shape.words, *at, align=align, ink=_INKS.get(class_, "ink"), halo=class_ == "halo")
+
+    def _words(
+        self,
+        words: str,
+        x: float,
+        y: float,
+        *,
+        size: float = SIZE,
+        align: str = "left",
+        ink: str = "ink",
+        bold: bool = False,
+        halo: bool = False,
+    ) -> None:
+        from matplotlib.patheffects import withStroke
+
+        outline = [withStroke(linewidth=3, foreground=_colours()["paper"])] if halo else None
+        self._axes.text(
+            x,
+            y,
+            words,
+            fontsize=size * UNIT * POINTS,
+            horizontalalignment=align,
+            verticalalignment="baseline",
+            color=_colours()[ink],
+            fontweight="bold" if bold else "normal",
+            path_effects=outline,
+            zorder=self._above(),
+        )
+
+    def _above(self) -> int:
+        """A level above all that is drawn."""
+        self._order += 1
+        return self._order
+
+    def _stroke(self, corners: Sequence[tuple[float, float]], class_: str) -> None:
+        style = _LINES[class_]
+        xs, ys = zip(*corners, strict=True)
+        self._axes.plot(xs, ys, **style | {"color": _colours()[style["color"]]}, zorder=self._above())
+
+    def _fill(self, corners: Sequence[tuple[float, float]], classes: str) -> None:
+        """An area; a `strip` is only there to be pointed at."""
+        from matplotlib.patches import Polygon
+
+        class_ = classes.rsplit(maxsplit=1)[-1]
+        if class_ == "strip":
+            return
+        edge = _colours()["paper"] if "cell" in classes.split() else "none"
+        fill, alpha = (_colours()["rule"], 0.35) if class_ == "band" else (_colours()[class_], 1.0)
+        area = Polygon(
+            corners, facecolor=fill, edgecolor=edge, linewidth=0.75, alpha=alpha, zorder=self._above()
+        )
+        self._axes.add_patch(area)

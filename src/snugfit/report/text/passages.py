@@ -1,0 +1,47 @@
+"""The passages of a step's phases, and its micro-batches, as parts of a curve."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby, pairwise
+from operator import attrgetter
+from typing import NamedTuple
+
+from snugfit.results.prediction import CurvePoint
+
+
+class Passage(NamedTuple):
+    """A part of the step."""
+
+    name: str
+    """A phase, or what is said of micro-batches."""
+
+    start: float
+    """Where it begins, as a share of the step's events."""
+
+    end: float
+    """Where the next begins."""
+
+
+def phase_passages(curve: Sequence[CurvePoint]) -> list[Passage]:
+    """Each passage of a phase, in order; together the whole step."""
+    firsts = [(phase, next(points).position) for phase, points in groupby(curve, key=attrgetter("phase"))]
+    starts = [0.0, *(position for _, position in firsts[1:]), 1.0]
+    return [Passage(name, *ends) for (name, _), ends in zip(firsts, pairwise(starts), strict=True)]
+
+
+def micro_batch_passages(curve: Sequence[CurvePoint], micro_batches: int, least: float) -> list[Passage]:
+    """The step's micro-batches by number, each from its forward to its backward pass; one passage for all
+    where one has less than the share `least` of the step, none where there is only one."""
+    phases = phase_passages(curve)
+    passages = [
+        Passage("", forward.start, backward.end)
+        for forward, backward in pairwise(phases)
+        if (forward.name, backward.name) == ("forward", "backward")
+    ]
+    if micro_batches < 2 or not passages:
+        return []
+    shortest = min(passage.end - passage.start for passage in passages)
+    if len(passages) != micro_batches or shortest < least:
+        return [Passage(f"{micro_batches:,} micro-batches", passages[0].start, passages[-1].end)]
+    return [passage._replace(name=f"{number}") for number, passage in enumerate(passages, 1)]

@@ -1,0 +1,92 @@
+"""Plots: the pages' pictures as files, in which no words meet and none leave the figure."""
+
+from __future__ import annotations
+
+import warnings
+from itertools import combinations
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from made_up import EVIL, guide_result, prediction, timed
+from snugfit.report.pictures import draw_plot
+from snugfit.report.text.figure import Drawing
+from test_pages import crowded, everything
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """The figures that are drawn during the test."""
+    noted: list[Figure] = []
+    init = Drawing.__init__
+
+    def noting(self: Drawing, figure: Figure) -> None:
+        noted.append(figure)
+        init(self, figure)
+
+    monkeypatch.setattr(Drawing, "__init__", noting)
+    return noted
+
+
+def words_that_meet(figure: Figure) -> list[str]:
+    """Pairs of texts whose boxes overlap by more than a pixel, and texts that leave the figure."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.text import Text
+
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    beyond = {
+        id(tick.label1)
+        for axes in figure.axes
+        for axis in (axes.xaxis, axes.yaxis)
+        for tick in axis.get_major_ticks()
+        if not min(axis.get_view_interval()) <= tick.get_loc() <= max(axis.get_view_interval())
+    }
+    texts = [text for text in figure.findobj(Text) if text.get_text().strip() and id(text) not in beyond]
+    boxes = [(text.get_text(), text.get_window_extent(canvas.get_renderer())) for text in texts]
+    boxes = [(text, box) for text, box in boxes if box.width]
+    wrong = [
+        f"{one} meets {other}"
+        for (one, a), (other, b) in combinations(boxes, 2)
+        if min(a.x1, b.x1) - max(a.x0, b.x0) > 1 and min(a.y1, b.y1) - max(a.y0, b.y0) > 1
+    ]
+    width, height = canvas.get_width_height()
+    outside = [text for text, box in boxes if box.x0 < 0 or box.y0 < 0 or box.x1 > width or box.y1 > height]
+    return wrong + [f"{text} leaves the figure" for text in outside]
+
+
+@pytest.mark.whole
+def test_no_words_meet_in_a_plot(figures: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *_, **__: None)
+    results = [*everything().values(), guide_result(), *crowded()]
+    for number, result in enumerate(results):
+        draw_plot(tmp_path / f"{number}.svg", result)
+    assert len(figures) == len(results)
+    assert [words for figure in figures for words in words_that_meet(figure)] == []
+
+
+def test_words_that_meet_are_found(figures: list[Any], tmp_path: Path) -> None:
+    draw_plot(tmp_path / "plot.svg", prediction())
+    axes = figures[0].axes[0]
+    for text in ("one", "other"):
+        axes.text(300, 300, text)
+    axes.text(-500, 300, "far")
+    assert words_that_meet(figures[0])[-2:] == ["one meets other", "far leaves the figure"]
+
+
+@pytest.mark.parametrize("form", ["png", "svg"])
+def test_a_plot_is_drawn_the_same_twice_and_reads_any_name(form: str, tmp_path: Path) -> None:
+    """Deterministic, and without a warning: a control character has no glyph."""
+    paths = [tmp_path / f"{name}.{form}" for name in "ab"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for path in paths:
+            draw_plot(path, timed(prediction(name=EVIL)))
+    first, second = (path.read_bytes() for path in paths)
+    assert first == second
+    assert first[:4] == (b"\x89PNG" if form == "png" else b"<?xm")
+    assert b"<script>" not in first
