@@ -112,11 +112,11 @@ class _Shapes(HTMLParser):
         self.close()
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """An element begins."""
+        """Notes an element with its attributes."""
         self.shapes.append(_Shape(tag, {key: value or "" for key, value in attrs}, ""))
 
     def handle_data(self, data: str) -> None:
-        """What the last element says."""
+        """Adds to what the last element says."""
         last = self.shapes[-1]
         self.shapes[-1] = last._replace(words=last.words + data)
 
