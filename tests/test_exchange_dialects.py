@@ -96,7 +96,7 @@ def test_an_sft_script_has_the_defaults_of_sft(tmp_path: Path) -> None:
     reading = read(tmp_path, "sft.py", SFT)
     assert reading.settings == {
         "model": "Qwen/Qwen3-0.6B", "task": "causal-lm", "sequence_length": 2048, "batch_size": 2,
-        "learning_rate": 2e-5, "loop": "trainer",
+        "learning_rate": 2e-5, "loop": "trainer", "dtype": "float32",
         "recipe": "lora(r=16, targets=all-linear) + bf16 + every_layer + adamw_fused",
     }  # fmt: skip
     assert not reading.refused
@@ -120,6 +120,47 @@ def test_a_llama_factory_file(tmp_path: Path) -> None:
     assert "lora" not in whole.settings["recipe"]
     four = read(tmp_path, "q.yaml", LLAMA_FACTORY + "quantization_bit: 4\n")
     assert keys(four.refused) == {"quantization_bit"}
+
+
+def dtype_of(folder: Path, name: str, text: str) -> str | None:
+    dtype: str | None = read(folder, name, text).settings.get("dtype")
+    return dtype
+
+
+def test_trl_loads_a_model_that_it_is_named_in_float32(tmp_path: Path) -> None:
+    """`create_model_from_path` of TRL: without a dtype in `model_init_kwargs`, and by the command line."""
+    chosen = SFT.replace("packing=True", "model_init_kwargs={{'dtype': {}}}")
+    assert dtype_of(tmp_path, "named.py", SFT) == "float32"
+    assert dtype_of(tmp_path, "said.py", chosen.format("torch.bfloat16")) == "bfloat16"
+    assert dtype_of(tmp_path, "auto.py", chosen.format("'auto'")) is None
+    assert dtype_of(tmp_path, "made.py", SFT.replace('"Qwen/Qwen3-0.6B"', "model")) is None
+    shell = "trl sft --model_name_or_path Qwen/Qwen3-0.6B --output_dir out"
+    assert dtype_of(tmp_path, "run.sh", shell) == "float32"
+    assert dtype_of(tmp_path, "half.sh", f"{shell} --dtype bfloat16") == "bfloat16"
+    unsure = read(tmp_path, "unsure.py", SFT.replace("packing=True", "model_init_kwargs=make()"))
+    assert "dtype" in {line.instead for line in unsure.refused}
+
+
+def test_llama_factory_casts_what_trains(tmp_path: Path) -> None:
+    """Its `init_adapter`: what trains is cast to 32 bits unless pure_bf16; what is frozen stays as loaded."""
+    full = LLAMA_FACTORY.replace("finetuning_type: lora", "finetuning_type: full")
+    assert dtype_of(tmp_path, "lora.yaml", LLAMA_FACTORY) is None
+    assert dtype_of(tmp_path, "full.yaml", full) == "float32"
+    assert dtype_of(tmp_path, "pure.yaml", f"{full}pure_bf16: true\n") is None
+    pure = read(tmp_path, "pure.yaml", full.replace("bf16: true", "pure_bf16: true"))
+    assert "bf16" not in pure.settings["recipe"]
+
+
+def test_llama_factory_checkpoints_by_re_entry_unless_told(tmp_path: Path) -> None:
+    reading = read(tmp_path, "default.yaml", LLAMA_FACTORY)
+    assert "use_reentrant_gc" in keys(reading.differs)
+    other = read(tmp_path, "said.yaml", f"{LLAMA_FACTORY}use_reentrant_gc: false\n")
+    assert "every_layer" in other.settings["recipe"]
+    assert "use_reentrant_gc" not in keys(other.differs)
+    none = read(tmp_path, "none.yaml", f"{LLAMA_FACTORY}disable_gradient_checkpointing: true\n")
+    assert "every_layer" not in none.settings["recipe"]
+    assert "use_reentrant_gc" not in keys(none.differs)
+    assert "neat_packing" in keys(read(tmp_path, "n.yaml", f"{LLAMA_FACTORY}neat_packing: true\n").differs)
 
 
 def test_an_unsloth_script(tmp_path: Path) -> None:

@@ -111,6 +111,8 @@ def _read_command(words: list[str]) -> tuple[str, dict[str, Any]]:
         arguments.setdefault("job.task", task)
     if "llamafactory-cli" in words:
         return "llamafactory", arguments
+    if name == "sft" and not {"dtype", "torch_dtype"} & set(arguments):
+        arguments["job.dtype"] = "float32"  # the default of TRL's `ModelConfig`
     return ("sft" if name == "sft" else "script"), arguments
 
 

@@ -51,6 +51,9 @@ class Dialect:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """What holds when a file does not say it, beyond `TrainingArguments`' own defaults."""
 
+    together: list[dict[str, Any]] = field(default_factory=list)
+    """What several keys mean together: where all of `when` hold, `becomes` is added."""
+
     groups: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Defaults that hold as soon as one key of a group is there."""
 

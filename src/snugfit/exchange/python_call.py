@@ -81,7 +81,7 @@ def read_script(text: str, where: str) -> tuple[str, dict[str, Any]]:
         if _owner(call) in UNSLOTH and _name(call) in UNSLOTH_DEFAULTS:
             arguments |= reader.unsloth(call)
         elif call in trainers:
-            arguments |= reader.trained_model(call)
+            arguments |= reader.trained_model(call, arguments.get("model_init_kwargs"))
         elif _name(call) == "from_pretrained" and (task := _AUTO.get(_owner(call))):
             arguments |= reader.model(call, task)
         elif _name(call) == "from_config" and (task := _AUTO.get(_owner(call))):
@@ -130,11 +130,17 @@ class _CallReader:
         meant = {"lora.peft_type": "LORA"} if _name(call) == "get_peft_model" else {"job.task": "causal-lm"}
         return {**meant, **{f"unsloth.{key}": value for key, value in inner.items()}}
 
-    def trained_model(self, call: ast.Call) -> dict[str, Any]:
-        """The model that a trainer is given by its name, not as an object."""
+    def trained_model(self, call: ast.Call, options: Any) -> dict[str, Any]:
+        """The model that a trainer is given by its name, not as an object. TRL loads it with the `options` of
+        `model_init_kwargs`, in float32 where these say no dtype (`create_model_from_path` of TRL 1.16)."""
         given = [keyword.value for keyword in call.keywords if keyword.arg == "model"] or call.args[:1]
         name = self.value(given[0]) if given else None
-        return {"job.model": name} if isinstance(name, str) else {}
+        if not isinstance(name, str):
+            return {}
+        if isinstance(options, Unknown):
+            return {"job.model": name, "job.dtype": options}
+        said = {"dtype", "torch_dtype"} & set(options or ())
+        return {"job.model": name} if said else {"job.model": name, "job.dtype": "float32"}
 
     def value(self, node: ast.expr) -> Any:
         """What an expression is worth, as far as its text says."""

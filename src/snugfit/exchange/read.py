@@ -69,6 +69,11 @@ class _Reader:
         for key, value in given.items():
             if key in written or not table.idle(key, given):
                 self._translate(key, value, table, given)
+        for rule in table.together:
+            if all(given.get(key) == value for key, value in rule["when"].items()):
+                origin = next(iter(rule["when"].items()))
+                self.arguments |= rule["becomes"]
+                self.origins |= dict.fromkeys(rule["becomes"], origin)
         for key, value in self.flags.items():
             self._translate(key, value, dialect("script"), self.flags)
         if table.note:
