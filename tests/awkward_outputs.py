@@ -45,13 +45,17 @@ GIVES: list[tuple[str, Callable[[Tensor, Tensor], Any], dict[str, str]]] = [
         lambda loss, logits: [loss, logits.square().mean()],
         {"doubt": "2 numbers that have gradients; the first alone"},
     ),
-    ("GivesADictionaryWithoutLoss", lambda loss, logits: {"logits": logits}, {"refused": "holds no loss"}),
+    (
+        "GivesADictionaryWithoutLoss",
+        lambda loss, logits: {"logits": logits},
+        {"refused": "output has no loss"},
+    ),
     (
         "GivesALossForEachToken",
         lambda loss, logits: logits.logsumexp(-1),
         {"refused": r"one number|has the shape \(4, 64\)"},
     ),
-    ("GivesNothing", lambda loss, logits: None, {"refused": "holds no loss"}),
+    ("GivesNothing", lambda loss, logits: None, {"refused": "output has no loss"}),
 ]
 for _name, _give, _says in GIVES:
     awkward(**_says)(type(_name, (_Gives,), {"give": staticmethod(_give)}))
@@ -73,13 +77,13 @@ class TakesItsBatchByPosition(Words):
         return self.loss(self.block(self.embed(ids)), labels)
 
 
-@awkward(numbers, refused=r"for want of a device.*on a GPU")
+@awkward(numbers, refused=r"has no such device.*On a GPU")
 class MovesToCuda(Numbers):
     def forward(self, x: Tensor) -> Tensor:
         return (self.block(x) + torch.ones(WIDTH).cuda()).square().mean()
 
 
-@awkward(numbers, doubt="flex_attention was rehearsed as flash attention")
+@awkward(numbers, doubt="flex_attention was predicted as flash attention")
 class FlexesItsAttention(Numbers):
     def forward(self, x: Tensor) -> Tensor:
         from torch.nn.attention.flex_attention import flex_attention
@@ -124,7 +128,7 @@ class ClosesOverItself(Numbers):
         return self.call(self.steps["first"][0](x, 2)).square().mean()
 
 
-@awkward(numbers, refused="mixes tensors of the host")
+@awkward(numbers, refused="mixes tensors on the CPU")
 class LeavesATableOnTheHost(Numbers):
     def forward(self, x: Tensor) -> Tensor:
         return self.block(x + torch.ones(WIDTH, device="cpu")).square().mean()

@@ -433,7 +433,7 @@ class IsToldItsLength(Words):
         return self.loss(self.block(self.embed(ids[:, :wanted])), labels[:, :wanted])
 
 
-@awkward(ragged, refused="for want of a device")
+@awkward(ragged, refused="has no such device")
 class FillsNestedRows(Words):
     def forward(self, ids: Tensor, labels: Tensor, lengths: Tensor) -> Tensor:
         h = self.embed(ids)

@@ -478,12 +478,12 @@ def test_wishes_that_cannot_be_honoured_are_refused_by_name() -> None:
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"model": torch.optim.AdamW}, "takes a model"),
-    ({"loader": iter([])}, "takes a loader"),
-    ({"loader": 3}, "takes a loader"),
-    ({"loader": [(torch.ones(2, 3), torch.ones(2))]}, "mapping of the model's arguments"),
+    ({"model": torch.optim.AdamW}, "must be a model"),
+    ({"loader": iter([])}, "needs a loader"),
+    ({"loader": 3}, "needs a loader"),
+    ({"loader": [(torch.ones(2, 3), torch.ones(2))]}, "maps the model's arguments"),
     ({"loader": []}, "the loader gave None"),
-    ({"recipe": 3}, "takes a plan, a recipe"),
+    ({"recipe": 3}, "must be a plan, a recipe"),
     ({"loss": 3}, "loss is 3; it is a function"),
     ({"scheduler": "cosine"}, "scheduler is 'cosine'"),
     ({"clip": -1.0}, "gradient norm"),
@@ -492,7 +492,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"output_dir": 3}, "output_dir is 3"),
     ({"recipe": "bf17"}, "bf16"),
     ({"recipe": "micro_batches(3)"}, "micro_batches"),
-    ({"optimizer": lambda parameters, lr: "adamw"}, "takes a torch optimizer"),
+    ({"optimizer": lambda parameters, lr: "adamw"}, "must be a torch optimizer"),
     (
         {"optimizer": lambda parameters, lr: torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr)},
         "holds 1 parameters that are not this model's",
@@ -518,7 +518,7 @@ def test_mistakes_in_the_loop_are_told(tmp_path: Path) -> None:
         run.save()
     with pytest.raises(UsageError, match="not tensor"):
         run.step(torch.ones(2))  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="22 samples; this run's global batch is 4"):
+    with pytest.raises(UsageError, match="22 samples, but the global batch of this run is 4"):
         run.step(padded(classified(22)))
     with pytest.raises(UsageError, match="gave none"):
         run.step({"input_ids": torch.ones(2, 4, dtype=torch.long)})

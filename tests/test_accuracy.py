@@ -275,11 +275,11 @@ DAMAGED = '{"what": "accuracy", "schema": 1, "seed": 1, "gpu": "", "device": "",
 
 @pytest.mark.parametrize(("content", "why"), [
     ("", "not strict JSON"),
-    ("[1]", "holds a list"),
-    ("{}", "does not say what it is"),
-    ('{"seed": 1}', "does not say what it is"),
+    ("[1]", "contains a list"),
+    ("{}", "has no key"),
+    ('{"seed": 1}', "has no key"),
     ('{"what": NaN}', "not strict JSON"),
-    ('{"what": "guide", "schema": 1}', "says it is 'guide'"),
+    ('{"what": "guide", "schema": 1}', "says 'guide'"),
     ('{"what": "accuracy", "schema": 99}', "of schema 99"),
     ('{"what": "accuracy", "schema": 1}', "it has no 'seed'"),
     ('{"what": "accuracy", "schema": 1, "seed": 1, "gpu": 1, "device": 1, "versions": 1}', "no 'runs'"),
@@ -288,7 +288,9 @@ DAMAGED = '{"what": "accuracy", "schema": 1, "seed": 1, "gpu": "", "device": "",
 def test_a_file_that_is_none_of_ours_is_refused(content: str, why: str, tmp_path: Path) -> None:
     file = tmp_path / "accuracy-seed1.json"
     file.write_text(content)
-    with pytest.raises(UsageError, match=rf"seed1.json is no result of `snugfit accuracy`: .*{why}.*Name an"):
+    with pytest.raises(
+        UsageError, match=rf"seed1.json is not a result of `snugfit accuracy`: .*{why}.*Name an"
+    ):
         read(file)
 
 
@@ -303,7 +305,7 @@ def test_without_a_gpu_it_says_what_to_try(
     assert command(["accuracy", "--output", str(folder)]) == 2
     assert "--predict-only --gpu NAME" in capsys.readouterr().err
     assert command(["accuracy", "--predict-only", "--output", str(folder)]) == 2
-    assert "add --gpu NAME" in capsys.readouterr().err
+    assert "Add --gpu NAME" in capsys.readouterr().err
     assert not folder.exists()
 
 

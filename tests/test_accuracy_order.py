@@ -158,7 +158,7 @@ def test_rescoring_predicts_again_and_says_so(answered: list[Recipe], tmp_path: 
         assert after.original_step_seconds == before.predicted_step_seconds
     assert again.original_versions == first.versions
     page = document([again])
-    assert "these predictions are no forecasts" in page
+    assert "these are not forecasts" in page
     assert "no forecasts" not in document([first])
     measured = replace(again.runs[0], versions={"torch": "2.11.0"})
     drifted = replace(again, versions={"torch": "2.13.0"}, runs=(measured, *again.runs[1:]))
@@ -185,11 +185,11 @@ def test_given_rates_are_checked(tmp_path: Path) -> None:
     file = tmp_path / "rates.json"
     file.write_text(json.dumps({"rates": packaged_rates(H200).to_json()}))
     assert read_rates(file, H200) == packaged_rates(H200)
-    with pytest.raises(UsageError, match="holds the rates of H200-SXM"):
+    with pytest.raises(UsageError, match="has the rates of H200-SXM"):
         read_rates(file, find_gpu("v100-16gb"))
     for damage in ("", "{}", '{"rates": 3}', '{"rates": {"gpu": 1}}'):
         file.write_text(damage)
-        with pytest.raises(UsageError, match=r"rates\.json is no calibration"):
+        with pytest.raises(UsageError, match=r"rates\.json is not a calibration"):
             read_rates(file, H200)
     with pytest.raises(UsageError, match="no such file"):
         read_rates(tmp_path / "none.json", H200)
@@ -198,10 +198,10 @@ def test_given_rates_are_checked(tmp_path: Path) -> None:
 # ---- the command -------------------------------------------------------------------------------------------
 
 MISTAKES = {
-    "two questions": (["--top", "3", "--within-job", "3"], "--within-job and --top exclude each other"),
-    "show and rescore": (["--show", "x", "--rescore", "y"], "exclude each other"),
-    "rates alone": (["--rates", "x.json"], "--rates goes with --rescore"),
-    "a job alone": (["--job", "x.yaml"], "--job names what would be drawn"),
+    "two questions": (["--top", "3", "--within-job", "3"], "--within-job and --top cannot be used together"),
+    "show and rescore": (["--show", "x", "--rescore", "y"], "cannot be used together"),
+    "rates alone": (["--rates", "x.json"], "--rates works only with --rescore"),
+    "a job alone": (["--job", "x.yaml"], "--job replaces the drawn jobs"),
     "no plot": (["--show", ".", "--plot", "x.pdf"], ".svg"),
     "one recipe": (["--within-job", "1"], "within-job"),
     "no such file": (["--rescore", "none.json"], "no such file"),
@@ -234,10 +234,10 @@ def test_the_command_draws_and_goes_on(
     file = tmp_path / "accuracy-small-within-job.json"
     assert len(read(file).runs) == 2
     assert command(["accuracy", "--measure", str(file)]) == 2
-    assert "no GPU here" in capsys.readouterr().err
+    assert "has no GPU" in capsys.readouterr().err
     monkeypatch.setattr("snugfit.cli.accuracy.gpu_here", lambda: "Tesla V100-SXM2-16GB")
     assert command(["accuracy", "--measure", str(file)]) == 2
-    assert "the GPU here is Tesla V100" in capsys.readouterr().err
+    assert "the GPU of this machine is Tesla V100" in capsys.readouterr().err
     monkeypatch.setattr("snugfit.cli.accuracy.gpu_here", lambda: "NVIDIA H200")
     assert command(["accuracy", "--measure", str(file)]) == 0
     assert command(["accuracy", "--rescore", str(file), *alone]) == 0

@@ -107,7 +107,7 @@ def test_fit_refuses_another_run_by_name(
     trainer = trainer_to_fit(tmp_path, **{"data_collator": Padding(0.1), **made})
     with pytest.raises(UsageError, match=named) as refused:
         trainer.train(resume_from_checkpoint=str(kept / "checkpoint-5"))
-    assert "Set these back" in str(refused.value)
+    assert "Undo these changes" in str(refused.value)
     assert trainer.state.global_step in (0, 5)
 
 
@@ -252,7 +252,7 @@ def test_an_older_checkpoint_with_another_schedule_ends_in_one_line(
     without_facts(tmp_path / "checkpoint-1")
     chained = torch.optim.lr_scheduler.LambdaLR
     with by_hand(tmp_path, schedule=lambda optimizer: chained(optimizer, lambda step: 1.0)) as run:
-        with pytest.raises(SnugfitError, match="holds another schedule than this run's LambdaLR"):
+        with pytest.raises(SnugfitError, match="has another schedule than this run's LambdaLR"):
             run.resume()
 
 

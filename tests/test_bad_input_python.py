@@ -62,7 +62,7 @@ def test_a_field_of_the_wrong_kind_is_named(field: str, value: Any) -> None:
 @pytest.mark.parametrize(("document", "told"), [
     ({}, "no model and no task"),
     ({"model": {}}, "no task"),
-    (job().to_json() | {"bogus": 1}, "unknown are bogus"),
+    (job().to_json() | {"bogus": 1}, "Unknown keys: bogus"),
     (job().to_json() | {"task": "x"}, "Unknown task 'x'"),
     (job().to_json() | {"phase": "x"}, "Unknown phase 'x'"),
 ])  # fmt: skip
@@ -86,10 +86,10 @@ def test_a_model_s_name_is_text_or_a_path(name: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("module", "example", "told"), [
-    ("net", {"x": torch.ones(2)}, "an nn.Module, and not 'net'"),
+    ("net", {"x": torch.ones(2)}, "instance of nn.Module, not 'net'"),
     (nn.Linear, {"x": torch.ones(2)}, "not the class Linear"),
-    (nn.Linear(2, 2), torch.ones(2, 2), "no mapping"),
-    (nn.Linear(2, 2), [torch.ones(2, 2)], "no mapping"),
+    (nn.Linear(2, 2), torch.ones(2, 2), "must map"),
+    (nn.Linear(2, 2), [torch.ones(2, 2)], "must map"),
     (nn.Linear(2, 2), {}, "empty"),
     (nn.Linear(2, 2), {"input": numpy.ones((2, 2))}, "'input' is of type ndarray; give a tensor"),
     (nn.Linear(2, 2), {"input": [1, 2]}, "'input' is of type list; give a tensor"),
@@ -100,19 +100,19 @@ def test_a_module_and_its_example_are_what_they_must_be(module: Any, example: An
 
 
 def test_recipes_and_gpus_are_named_by_text() -> None:
-    with pytest.raises(RecipeError, match="A recipe is text"):
+    with pytest.raises(RecipeError, match="A recipe must be text"):
         Recipe.parse(["bf16"])  # type: ignore[arg-type]
-    with pytest.raises(GpuError, match="named by text"):
+    with pytest.raises(GpuError, match="must be text, such as"):
         find_gpu(24)  # type: ignore[arg-type]
     assert did_you_mean(None, ["plain"]) == ""  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("asked", "told"), [
-    ({"job": "bert"}, r"job is 'bert'.*snugfit\.Job: Job\(model=Model\.find\('bert'\)"),
+    ({"job": "bert"}, r"job is 'bert'.*snugfit\.Job, such as Job\(model=Model\.find\('bert'\)"),
     ({"job": job().model}, r"job is Model.*snugfit\.Job"),
-    ({"recipe": None}, "A recipe is text"),
-    ({"gpu": 24}, "named by text"),
-    ({"memory_bytes": "24GiB"}, "memory_bytes is '24GiB'; it is a whole number of bytes above 0"),
+    ({"recipe": None}, "A recipe must be text"),
+    ({"gpu": 24}, "must be text, such as"),
+    ({"memory_bytes": "24GiB"}, "memory_bytes is '24GiB'; it must be a whole number of bytes above 0"),
     ({"memory_bytes": -1}, "memory_bytes is -1"),
     ({"memory_bytes": 0}, "memory_bytes is 0"),
     ({"memory_bytes": 24.0}, r"memory_bytes is 24\.0"),
@@ -129,10 +129,10 @@ LENGTHS = Lengths.of([3, 5, 8, 8])
 @pytest.mark.parametrize(("asked", "told"), [
     ({"job": "bert"}, "job is 'bert'"),
     ({"job": None}, "job is NoneType"),
-    ({"gpu": 24}, "named by text"),
-    ({"gpu": ["h200"]}, "named by text"),
+    ({"gpu": 24}, "must be text, such as"),
+    ({"gpu": ["h200"]}, "must be text, such as"),
     ({"memory_bytes": "24GiB"}, "memory_bytes is '24GiB'"),
-    ({"workers": 0}, "workers is 0; it is a whole number of processes from 1"),
+    ({"workers": 0}, "workers is 0; it must be a whole number of processes from 1"),
     ({"workers": "two"}, "workers is 'two'"),
     ({"fidelity": None}, "Unknown fidelity None"),
     ({"objective": "fast"}, "Unknown objective 'fast'"),
@@ -143,10 +143,10 @@ def test_each_argument_of_plan_is_checked(asked: dict[str, Any], told: str) -> N
 
 
 @pytest.mark.parametrize(("gpus", "more", "told"), [
-    ("h200", {}, r"gpus is 'h200'; it is a list such as \['h200'"),
+    ("h200", {}, r"gpus is 'h200'; it must be a list such as \['h200'"),
     ([], {}, r"gpus is \[\]"),
     (24, {}, "gpus is 24"),
-    ([24], {}, "named by text"),
+    ([24], {}, "must be text, such as"),
     (["h200"], {"job": "bert"}, "job is 'bert'"),
     (["h200"], {"workers": -1}, "workers is -1"),
 ])  # fmt: skip
@@ -157,12 +157,12 @@ def test_each_argument_of_plan_gpus_is_checked(gpus: Any, more: dict[str, Any], 
 
 @pytest.mark.parametrize(("asked", "told"), [
     ({"job": "bert"}, "job is 'bert'"),
-    ({"gpu": None}, "named by text"),
-    ({"lengths": [3, 4]}, r"lengths is list; this takes a snugfit\.Lengths: Lengths\.of"),
+    ({"gpu": None}, "must be text, such as"),
+    ({"lengths": [3, 4]}, r"lengths is list; it must be a snugfit\.Lengths: Lengths\.of"),
     ({"lengths": "lengths.txt"}, r"lengths is str.*Lengths\.read\(path\)"),
     ({"memory_bytes": "3GiB"}, "memory_bytes is '3GiB'"),
-    ({"cut": 0}, "0 is no length"),
-    ({"recipe": 3}, "A recipe is text"),
+    ({"cut": 0}, "0 is not a length"),
+    ({"recipe": 3}, "A recipe must be text"),
 ])  # fmt: skip
 def test_each_argument_of_plan_lengths_is_checked(asked: dict[str, Any], told: str) -> None:
     with pytest.raises(UsageError, match=told):
@@ -183,9 +183,9 @@ def test_a_gpu_is_found_by_itself() -> None:
 
 @pytest.mark.parametrize("document", [[], None, "bert", 3])
 def test_a_document_of_another_kind_is_refused(document: Any) -> None:
-    with pytest.raises(ModelError, match="no model that snugfit wrote"):
+    with pytest.raises(ModelError, match="not a model document"):
         Model.from_json(document)
-    with pytest.raises(JobError, match="no job that snugfit wrote"):
+    with pytest.raises(JobError, match="not a job document"):
         Job.from_json(document)
 
 
@@ -202,5 +202,5 @@ def test_a_trainer_class_is_a_trainer_in_the_trainer_s_loop() -> None:
     setup, policy = Recipe().setup(), CudaPolicy()
     with pytest.raises(UsageError, match=r"subclass of transformers\.Trainer"):
         rehearse(job(), setup, policy, loop="trainer", trainer_class=nn.Linear)
-    with pytest.raises(UsageError, match="goes with the loop 'trainer', and not with 'plain'"):
+    with pytest.raises(UsageError, match="works only with the loop 'trainer', not with 'plain'"):
         rehearse(job(), setup, policy, trainer_class=transformers.Trainer)

@@ -66,7 +66,7 @@ def test_what_cannot_be_joined_is_refused(manner: str, rows: int) -> None:
     """With two rows a tensor unpacks like a pair, so the shape alone does not tell."""
     model = Layers(manner)
     checkpoint_layers(model, SPAN)
-    with pytest.raises(RecipeError, match=r"Linear hands on more.*'every_layer'"):
+    with pytest.raises(RecipeError, match=r"Linear passes on more.*each layer on its own"):
         model(torch.ones(rows, 4))
 
 
@@ -108,7 +108,7 @@ def trace_of(model_type: str, facts: dict[str, Any], recipe: str, *, batch: int 
 def test_real_models_whose_layers_give_tuples_are_refused(
     model_type: str, more: dict[str, Any], batch: int
 ) -> None:
-    with pytest.raises(RecipeError, match="hands on more than its hidden states"):
+    with pytest.raises(RecipeError, match="passes on more than its hidden states"):
         trace_of(model_type, SMALL | more, "segments(1)", batch=batch)
 
 

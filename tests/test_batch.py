@@ -162,7 +162,7 @@ def test_batches_are_made_on_the_cpu_and_follow_the_seed() -> None:
 
 
 def test_a_model_that_does_not_hear_is_refused() -> None:
-    with pytest.raises(JobError, match=r"no synthetic sound.*Model\.from_module"):
+    with pytest.raises(JobError, match=r"cannot make synthetic audio.*Model\.from_module"):
         synthetic(job_of({"model_type": "dia"}, Task.SPEECH_TO_TEXT), 1)
 
 

@@ -121,7 +121,7 @@ def test_nested_batches_are_placed_and_cut() -> None:
 def test_loops_of_the_user_s_cut_only_what_holds_samples() -> None:
     assert samples_in(pictures()) == 2
     assert [piece is batch for batch in (pictures(),) for piece in pieces_of(batch, 2)] == [True]
-    with pytest.raises(JobError, match=r"pieces of 1.*pixel_values 32.*micro_batches\(1\)"):
+    with pytest.raises(JobError, match=r"pieces of 1.*pixel_values 32.*whole batch at once"):
         list(pieces_of(pictures(), 1))
     batch = {"ids": torch.arange(5), "names": list("abcde"), "scale": torch.tensor(2.0)}
     pieces = list(pieces_of(batch, 2))
@@ -134,7 +134,7 @@ def test_loops_of_the_user_s_cut_only_what_holds_samples() -> None:
     [
         ({"edge": None, "x": 2}, "gives 2 for 'x'; allowed are a dimension from 0 to 1"),
         ({"nodes": 0}, "names 'nodes'.*It has: x, edges, labels"),
-        ({"edges": 1, "x": 0}, "50 rows there: no multiple of the 8 samples"),
+        ({"edges": 1, "x": 0}, "50 rows there, which is not a multiple of the 8 samples"),
     ],
 )
 def test_wrong_names_are_refused(named: dict[str, int | None], says: str) -> None:

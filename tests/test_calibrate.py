@@ -132,7 +132,7 @@ def test_a_calibration_that_cannot_be_read_is_refused(text: str) -> None:
     file = calibration_file(GPU)
     file.parent.mkdir(parents=True)
     file.write_text(text)
-    with pytest.raises(GpuError, match="is no calibration that this snugfit can read"):
+    with pytest.raises(GpuError, match="is not a calibration that this snugfit can read"):
         rates_for(GPU)
 
 

@@ -74,7 +74,7 @@ TYPED = {
     "unknown loop": (["predict", *BERT, "--loop", "trainr"], "trainer"),
     "largest of nothing": (["predict", *BERT, "--largest", "batch"], "--memory"),
     "largest of what": (["predict", *BERT, *V100, "--largest", "bach"], "batch"),
-    "two questions": (["predict", *BERT, *V100, "--largest", "batch", "--compare", "bf16"], "one at a time"),
+    "two questions": (["predict", *BERT, *V100, "--largest", "batch", "--compare", "bf16"], "used together"),
     "two precisions": (["predict", *BERT, "--recipe", "bf16 + fp16"], "fp16"),
     "batch 0": (["predict", *BERT, "--batch-size", "0"], "batch size is 0"),
     "batch -1": (["predict", *BERT, "--batch-size", "-1"], "batch size is -1"),
@@ -101,14 +101,14 @@ TYPED = {
     "unknown format": (["guide", *V100, "--format", "pdf"], "csv"),
     "no such choice": (["plan", *BERT, *V100, "--fidelity", "exact"], "'--fidelity': 'exact' is not one"),
     "no choice": (["export", "bf16", *BERT], "'--to'. Choose from: hf, accelerate,"),
-    "force of no file": (["check", "x.json", "--force"], "--force is about the file of --output"),
+    "force of no file": (["check", "x.json", "--force"], "--force overwrites the file of --output"),
     "force of no folder": (["export", "bf16", *BERT, "--to", "hf", "--force"], "in the folder of --output"),
     "a diff in a script": (["check", "x.json", "--output", "y.py"], "must end in .diff or .patch"),
     "an export that evaluates": (["export", "bf16", *BERT, "--to", "hf", "--set", "phase=evaluate"], "train"),
-    "a show that draws": (["accuracy", "--show", "x.json", "--draw", "3"], "--draw says how to draw"),
-    "measured where it lies": (["accuracy", "--measure", "x.json", "--output", "y"], "--output says how"),
-    "predicted again only": (["accuracy", "--rescore", "x.json", "--gpu", "l4"], "--gpu says how to draw"),
-    "jobs that are drawn": (["accuracy", "--top", "3", "--job", "x.yaml", "--draw", "4"], "those of --job"),
+    "a show that draws": (["accuracy", "--show", "x.json", "--draw", "3"], "--draw changes how jobs"),
+    "measured where it lies": (["accuracy", "--measure", "x.json", "--output", "y"], "--output changes how"),
+    "predicted again only": (["accuracy", "--rescore", "x.json", "--gpu", "l4"], "--gpu changes how jobs"),
+    "jobs that are drawn": (["accuracy", "--top", "3", "--job", "x.yaml", "--draw", "4"], "come from --job"),
     "a plot in a file": (["accuracy", "--show", "x.json", "--plot", f"{sys.executable}/a.svg"], "is a file"),
 }  # fmt: skip
 
@@ -221,7 +221,7 @@ def test_predicting_beside_a_run_on_the_cpu_is_refused_before_the_run(
 
     monkeypatch.setattr("snugfit.measurement.measure.measure", measure)
     arguments = ["measure", *BERT, "--device", "cpu", "--predict"]
-    assert "Name a GPU" in refused(arguments, capsys, empty_folder)
+    assert "Add --gpu NAME" in refused(arguments, capsys, empty_folder)
 
 
 @pytest.mark.parametrize("outcome", ["ok", "oom:torch"])
@@ -259,7 +259,7 @@ def test_measuring_the_guide_without_a_gpu_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], empty_folder: Path
 ) -> None:
     monkeypatch.setattr("snugfit.cli.guide.gpu_here", lambda: None)
-    assert "no GPU here" in refused(["guide", "--measure"], capsys, empty_folder)
+    assert "has no GPU" in refused(["guide", "--measure"], capsys, empty_folder)
 
 
 # Job files ---------------------------------------------------------------------------------------
@@ -317,7 +317,7 @@ WRITTEN = {
     "nan": ("padding: .nan", "a number"),
     "inf": ("learning_rate: 1e999", "a number"),
     "nothing": ("batch_size:", "a whole number"),
-    "number as key": ("1: 2", "not a word"),
+    "number as key": ("1: 2", "is not text"),
     "two documents": ("model: gpt2\n---\nmodel: gpt2", "document"),
     "NUL": ("model: gp\0t2", "job.yaml"),
 }  # fmt: skip
@@ -424,8 +424,8 @@ def test_an_interrupted_command_ends_with_130(
     ("name", "defaults"),
     [
         ("predict", ["[512]", "[no clipping]", "[train]", "[plain]", "[installed]"]),
-        ("measure", ["[4]", "[no clipping]", "[train]", "[plain]", "[a GPU if there is one]"]),
-        ("guide", ["[one a core]"]),
+        ("measure", ["[4]", "[no clipping]", "[train]", "[plain]", "[a GPU if there is one, else the CPU]"]),
+        ("guide", ["[one per core]"]),
     ],
 )
 def test_help_says_what_holds_when_nothing_is_said(

@@ -61,7 +61,7 @@ def test_a_loss_is_found_and_what_is_no_tensor_is_passed_on(way: str, recipe: st
 
 def test_an_output_without_a_loss_says_the_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(WAYS, "dict", lambda loss: {"logits": loss})
-    with pytest.raises(RehearsalError, match=r'holds no loss.*"loss" of a dict'):
+    with pytest.raises(RehearsalError, match=r'output has no loss.*"loss" in a dict'):
         rehearse(job_of("dict"), Recipe().setup(), CudaPolicy())
 
 

@@ -329,7 +329,7 @@ def test_what_only_running_a_script_would_tell_is_said(
     file.write_text("args = TrainingArguments('x', learning_rate=rate * 2, **more)\n")
     assert check(file).unread == ("learning_rate=rate * 2", "**more")
     assert run(["check", str(file)]) == 0
-    assert "Computed while the script runs, and not checked: learning_rate=rate * 2, **more." in (
+    assert "Not checked, because the script computes it while it runs: learning_rate=rate * 2, **more." in (
         capsys.readouterr().out
     )
 

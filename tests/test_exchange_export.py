@@ -344,5 +344,5 @@ def test_the_command_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_only_training_is_exported(tmp_path: Path) -> None:
     job = job_in(tmp_path / "model", phase="evaluate")
     for target in TARGETS:
-        with pytest.raises(UsageError, match="trains"):
+        with pytest.raises(UsageError, match="is for training"):
             export(job, Recipe(), target)

@@ -290,20 +290,20 @@ def test_what_accelerate_itself_writes_is_understood_whole(tmp_path: Path, suffi
         ("a.txt", "fp16: true", "its name must end in"),
         ("a.json", "{", "line 1"),
         ("a.json", "[1]", "one mapping"),
-        ("a.json", '{"bf16": true, "bf16": false}', "stands twice"),
+        ("a.json", '{"bf16": true, "bf16": false}', "is given twice"),
         ("a.json", '{"learning_rate": NaN}', "NaN"),
         ("a.json", "[" * 100_000, "nested too deep"),
         ("a.json", '{"colour": "red"}', "none of its keys"),
         ("a.yaml", "", "one mapping"),
         ("a.yaml", "optim: !!python/object:os.system x", "tag"),
         ("a.yaml", "a: &a [1]\nb: *a", "anchors"),
-        ("a.yaml", "optim: sgd\noptim: sgd", "stands twice"),
+        ("a.yaml", "optim: sgd\noptim: sgd", "is given twice"),
         ("a.yaml", "fp16: 2026-13-45", "month"),
-        ("a.py", "def f(:", "not Python"),
-        ("a.py", "x = 1", "no such call"),
+        ("a.py", "def f(:", "not valid Python"),
+        ("a.py", "x = 1", "does not call it"),
         ("a.py", "a = TrainingArguments('x')\nb = TrainingArguments('y')", "lines 1, 2"),
-        ("a.py", "a = DPOConfig(output_dir='x')", "DPOConfig trains by preferences"),
-        ("a.py", "x\0 = TrainingArguments()", "not Python"),
+        ("a.py", "a = DPOConfig(output_dir='x')", "DPOConfig trains on preferences"),
+        ("a.py", "x\0 = TrainingArguments()", "not valid Python"),
     ],
 )
 def test_what_is_no_configuration_is_one_clear_error(
@@ -319,7 +319,7 @@ def test_another_library_s_file_as_a_job_file_is_told_apart(
     file = tmp_path / "job.yaml"
     file.write_text("output_dir: x\nper_device_train_batch_size: 2\noptim: sgd\n")
     assert run(["predict", "--job", str(file)]) == 2
-    assert "TrainingArguments: give such a file with --arguments" in capsys.readouterr().err
+    assert "TrainingArguments: read such a file with --arguments" in capsys.readouterr().err
 
 
 def test_a_missing_file_and_a_folder(tmp_path: Path) -> None:

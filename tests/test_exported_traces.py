@@ -71,9 +71,9 @@ def test_a_chrome_trace_holds_the_step(one: Prediction) -> None:
 
 
 @pytest.mark.parametrize(("asked", "why"), [
-    (["--trace", "a.txt"], "a .pickle for PyTorch's memory viewer"),
-    (["--trace", "a.json"], "add --gpu NAME"),
-    (["--trace", "a.pickle", "--compare", "bf16"], "of one recipe"),
+    (["--trace", "a.txt"], "for PyTorch's memory viewer"),
+    (["--trace", "a.json"], "Add --gpu NAME"),
+    (["--trace", "a.pickle", "--compare", "bf16"], "writes one recipe"),
 ])  # fmt: skip
 def test_a_trace_that_cannot_be_is_refused_before_the_work(
     asked: list[str],

@@ -163,7 +163,7 @@ def test_a_broken_checkpoint_is_passed_over_and_told(whole: Any, tmp_path: Path)
 
 
 def test_what_is_no_checkpoint_of_this_run_is_refused(whole: Any, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="holds no checkpoint"):
+    with pytest.raises(UsageError, match="has no checkpoint"):
         run_of(tmp_path).train(resume_from_checkpoint=True)
     theirs = Path(whole.args.output_dir) / "checkpoint-10"
     other = run_of(tmp_path, per_device_train_batch_size=8)

@@ -180,7 +180,7 @@ def test_what_a_live_model_can_go_on_under(following: str, suits: bool) -> None:
 
 def test_single_samples_are_the_end(tmp_path: Path) -> None:
     trainer, _ = run_of(tmp_path, limited(model_of("bert"), 0), classified(22), "plain")
-    with pytest.raises(OutOfMemory, match="No other recipe is left"):
+    with pytest.raises(OutOfMemory, match="There is no other recipe to try"):
         trainer.train()
 
 
@@ -192,5 +192,5 @@ def test_an_update_that_breaks_names_what_needs_less(tmp_path: Path) -> None:
 
     made = trainer.create_optimizer()
     made.register_step_pre_hook(full)
-    with pytest.raises(OutOfMemory, match=r"cannot be taken again. Resume .* 'micro_batches\(2\)'"):
+    with pytest.raises(OutOfMemory, match=r"cannot be repeated. Resume .* 'micro_batches\(2\)'"):
         trainer.train()

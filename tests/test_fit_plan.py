@@ -66,7 +66,7 @@ def test_nothing_that_fits_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     trainer = trainer_of(tmp_path, Deep(), spoken(), micro=(1, 1))
     small = replace(gpus.find_gpu("h200"), memory_bytes=1 << 20)
     monkeypatch.setattr(gpus, "find_gpu", lambda name: small)
-    with pytest.raises(NothingFits, match="the nearest is"):
+    with pytest.raises(NothingFits, match="The nearest is"):
         fit(trainer, gpu="h200", watch=quiet)
     assert "snugfit" not in vars(trainer)
 

@@ -34,8 +34,8 @@ def test_fit_goes_back(tmp_path: Path) -> None:
     killed(back, str(tmp_path / "checkpoint-2"))
     assert checkpoints(tmp_path) == ["checkpoint-2", *SUPERSEDED]
     assert said(back.told) == [
-        "The run goes back to checkpoint-2; checkpoint-6 is kept as checkpoint-6.superseded.",
-        "The run goes back to checkpoint-2; checkpoint-4 is kept as checkpoint-4.superseded.",
+        "The run resumes from checkpoint-2; checkpoint-6 is kept as checkpoint-6.superseded.",
+        "The run resumes from checkpoint-2; checkpoint-4 is kept as checkpoint-4.superseded.",
     ]
     again = run_of(tmp_path, at=At(5, die), logging_steps=1)
     killed(again, True)
@@ -86,7 +86,7 @@ def test_what_is_no_checkpoint_of_the_folder_is_refused_and_nothing_moves(tmp_pa
     train(small_run(tmp_path / "two", save_steps=2, max_steps=4))
     for named, says in (
         (tmp_path / "one" / "checkpoint-3", r"folder checkpoint-N.*holds checkpoint-2, checkpoint-4"),
-        (tmp_path / "two" / "checkpoint-2", "name one of its checkpoints"),
+        (tmp_path / "two" / "checkpoint-2", "Name one of the checkpoints in it"),
     ):
         with pytest.raises(UsageError, match=says):
             train(small_run(tmp_path / "one", max_steps=4), resume_from=named)

@@ -123,7 +123,7 @@ def test_prices_are_found_by_any_name_of_a_gpu() -> None:
 
 @pytest.mark.parametrize("price", [0, -1, True, "2.5", None, float("nan"), float("inf"), 1e9, [1], {}])
 def test_what_is_no_price_is_refused(price: object) -> None:
-    with pytest.raises(UsageError, match="USD for an hour"):
+    with pytest.raises(UsageError, match="USD per hour"):
         Prices.of([("h200", price)], "mine.yaml")
 
 
@@ -133,7 +133,7 @@ def test_what_is_no_price_is_refused(price: object) -> None:
 def test_the_headline_names_the_smallest_the_fastest_and_the_cheapest() -> None:
     text = as_text(render(replace(made_up(name=EVIL), steps=1000), PRICES), width=160)
     assert "\x1b" not in text
-    assert "The smallest that trains this: T4, a 16 GB card (T4), with" in text
+    assert "The smallest GPU that can train this: T4, a 16 GB card (T4), with" in text
     assert "The fastest: H200-SXM" in text
     assert "The cheapest: RTX4090 (0.0125 USD for 1,000 samples at 0.9 USD an hour)" in text
     assert "The run: 1,000 steps, 4,000 samples." in text
@@ -165,7 +165,9 @@ def test_without_prices_and_length_there_is_no_money() -> None:
 
 def test_when_none_trains_it_the_nearest_miss_is_told() -> None:
     text = as_text(render(replace(made_up(), answers=(answer("RTX2060", 0.8, 7 * GIB),)), Prices()))
-    assert "None of these GPUs trains this. The nearest miss: RTX2060 is short by 1.22 GiB for bf16." in text
+    assert (
+        "None of these GPUs can train this. The nearest miss: RTX2060 is short by 1.22 GiB for bf16." in text
+    )
 
 
 def test_seconds_that_are_not_known_are_not_invented() -> None:
@@ -205,7 +207,7 @@ def test_prices_of_a_file_and_of_the_command_line(
         assert t4["run"] == pytest.approx(0.09)
     assert run([*ASK, "--price", "t4=1", "--steps", "1000"]) == 0
     text = capsys.readouterr().out
-    assert "No price was given for RTX4090, H200-SXM, which would train this too." in text
+    assert "No price was given for RTX4090, H200-SXM, which can train this too." in text
     assert len(asked) == 1, "prices change nothing that was searched, nor does asking for the cheapest"
 
 
@@ -237,7 +239,7 @@ MISTAKES = {
     "no task": (["gpus", "--for", "deberta-v3-base"], "--task"),
     "no such gpu": ([*ASK, "rtx 9999"], "RTX4090"),
     "a price without a gpu": ([*ASK, "--price", "2.5"], "NAME=PRICE"),
-    "a price of words": ([*ASK, "--price", "h200=cheap"], "USD for an hour"),
+    "a price of words": ([*ASK, "--price", "h200=cheap"], "USD per hour"),
     "a price of two gpus": ([*ASK, "--price", "a100=2"], "A100-SXM-80"),
     "no file of prices": ([*ASK, "--prices", "nowhere.yaml"], "no such file of prices"),
     "a file without prices": ([*ASK, "--prices", "empty.yaml"], "h200: 2.5"),
@@ -246,7 +248,7 @@ MISTAKES = {
     "cost without prices": ([*ASK, "--objective", "cost"], "--price"),
     "two lengths of a run": ([*ASK, "--steps", "1", "--samples", "1"], "both"),
     "no steps": ([*ASK, "--steps", "0"], "steps"),
-    "a recipe and what to keep": ([*ASK, "--set", "recipe=bf16", "--keep", "sgd"], "fills every slot"),
+    "a recipe and what to keep": ([*ASK, "--set", "recipe=bf16", "--keep", "sgd"], "sets every slot"),
     "a gpu of a job file": ([*ASK, "--set", "gpu=h200"], "after `snugfit gpus`"),
     "another loop": ([*ASK, "--set", "loop=trainer"], "plain loop"),
     "unknown fidelity": ([*ASK, "--fidelity", "round"], "fidelity"),

@@ -52,7 +52,7 @@ def test_what_is_no_headroom_is_refused(asked: object) -> None:
 
 
 def test_a_share_of_nothing_is_refused() -> None:
-    with pytest.raises(UsageError, match="of what"):
+    with pytest.raises(UsageError, match="share of the memory"):
         headroom_of("2%", None)
 
 

@@ -108,15 +108,15 @@ def test_a_recipe_that_the_user_has_and_that_fits_is_never_left_out() -> None:
     assert own.fits
     assert {slot.slot for slot in own.kept} == {"adapters", "precision", "optimizer", *FEW}
     text = as_text(render(own), width=200)
-    assert "precision: bf16_pure, kept as in your own recipe (--free precision to look at others)." in text
-    assert "the algorithm kept as in your own recipe (--free optimizer to look at others)" in text
+    assert "precision: bf16_pure, kept as in your own recipe (--free precision allows others)." in text
+    assert "the algorithm kept as in your own recipe (--free optimizer allows others)" in text
     assert Plan.from_json(json.loads(json.dumps(own.to_json()))) == own
     kept = plan(job, **common, keep=f"{ADAPTED} + sdpa + ieee + default + inline")
     assert kept.fits
     assert kept.best is not None
     assert "lora(targets=all-linear) + bf16_pure" in kept.best.recipe
     reasons = {reason.slot: reason for reason in kept.reasons}
-    assert reasons["precision"].kept == "kept as you asked (--free precision to look at others)"
+    assert reasons["precision"].kept == "kept as you asked (--free precision allows others)"
     assert reasons["precision"].against == ""
     assert kept.to_json()["kept"][2]["techniques"] == ["bf16_pure"]
 
@@ -165,7 +165,7 @@ def test_gpus_that_a_recipe_fits(asked: list[dict[str, Any]], capsys: pytest.Cap
     assert Recipe(tuple(asked[0]["keep"].values())) == Recipe.parse("bf16 + every_layer")
     assert len(asked[0]["keep"]) == len(Slot)
     assert run(["gpus", "--for", *JOB, "--recipe", "bf16", "--keep", "sgd"]) == 2
-    assert "--recipe fills every slot" in capsys.readouterr().err
+    assert "--recipe sets every slot" in capsys.readouterr().err
 
 
 def test_what_is_kept_is_part_of_the_question() -> None:

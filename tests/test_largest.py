@@ -66,7 +66,7 @@ def test_nothing_fits_says_what_is_missing() -> None:
 
 
 def test_a_bound_and_a_known_size_are_needed() -> None:
-    with pytest.raises(UsageError, match="bound"):
+    with pytest.raises(UsageError, match="limit"):
         largest(JOB, Recipe())
     with pytest.raises(UsageError, match="batch or sequence-length"):
         largest(JOB, Recipe(), memory_bytes=GIB, of="width")
@@ -78,7 +78,7 @@ def test_the_length_of_what_has_none_is_refused() -> None:
     custom = Job(model=Model.from_module(nn.Linear(2, 2), {"input": zeros(2, 2)}), task=Task.CUSTOM)
     picture = Job(model=Model.find("google/vit-large-patch16-224"), task=Task.IMAGE_CLASSIFICATION)
     for job in (custom, picture):
-        with pytest.raises(UsageError, match=r"has none\. Try 'batch'"):
+        with pytest.raises(UsageError, match=r"has no sequences\. Try 'batch'"):
             largest(job, Recipe(), memory_bytes=GIB, of="sequence-length")
 
 

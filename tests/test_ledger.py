@@ -109,7 +109,7 @@ def test_a_disk_that_fails_leaves_no_half_run(tmp_path: Path, monkeypatch: pytes
 
 def test_a_ledger_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("")
-    with pytest.raises(UsageError, match="cannot be made"), ledger.open_ledger(tmp_path / "runs"):
+    with pytest.raises(UsageError, match="cannot be created"), ledger.open_ledger(tmp_path / "runs"):
         pass
 
 

@@ -86,5 +86,5 @@ def test_a_dataset_of_a_billion_is_drawn_from() -> None:
 
 
 def test_fewer_samples_than_a_batch_are_refused() -> None:
-    with pytest.raises(JobError, match=r"3 lengths, and a global batch has 4 samples"):
+    with pytest.raises(JobError, match=r"3 lengths, but a global batch has 4 samples"):
         draw(Lengths.of([1, 2, 3]), batch_size=4, micro_batches=1, order="random")

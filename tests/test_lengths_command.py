@@ -110,7 +110,7 @@ def test_an_answer_is_remembered_until_the_lengths_change(
             ["--lengths", "lengths.txt", "--sequence-length", "128"],
             "--sequence-length 128: the file of --len",
         ),
-        (["--lengths", "lengths.txt", "--padding", "0.5"], "--padding 0.5: the file of --lengths says it"),
+        (["--lengths", "lengths.txt", "--padding", "0.5"], "--padding 0.5: the file of --lengths gives it"),
         (["--lengths", "none.txt"], "none.txt: no such file of lengths"),
         (["--lengths", "lengths.txt", "--column", "length"], "a .txt file has no columns"),
         (["--lengths", "lengths.txt", "--truncate", "-4"], "'--truncate'"),
@@ -129,7 +129,7 @@ def test_a_mistake_is_one_clear_error(
 
 def test_seconds_need_a_gpu(asked: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*ASK[:4], "--lengths", "lengths.txt"]) == 2
-    assert "add --gpu NAME" in capsys.readouterr().err
+    assert "Add --gpu NAME" in capsys.readouterr().err
 
 
 def test_pictures_have_none(asked: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,7 +145,7 @@ def test_positions_end(
     (tmp_path / "long.txt").write_text("100\n700\n")
     assert run([*ASK, "--lengths", "long.txt"]) == 2
     told = capsys.readouterr().err
-    assert "sequence length 700 is more than its 512 positions" in told
+    assert "sequence length 700 is more than the model's 512 positions" in told
     assert run([*ASK, "--lengths", "long.txt", "--truncate", "512"]) == 0
 
 
@@ -204,7 +204,7 @@ def test_the_report_says_how_to_pad_and_marks_it() -> None:
     assert "4.00 times as fast as padding everything to 512" in text
     assert "grouped 8 512 9.00 50.0 % 100.0 200.0 40.0 4,000 best" in text
     assert "grouped 64 576 not possible" in text
-    assert "Another job: sequences cut at 256 tokens (5.0 % of the samples are cut, 10.0 %" in text
+    assert "A different job: sequences cut at 256 tokens (5.0 % of the samples are cut, 10.0 %" in text
 
 
 def test_the_report_tells_what_rests_on_an_assumption() -> None:
@@ -219,7 +219,7 @@ def test_the_report_tells_what_rests_on_an_assumption() -> None:
 def test_other_endings_have_their_words() -> None:
     host = as_text(render(made_up(bound="host", sizes=())))
     assert "The host is the bottleneck" in host
-    assert "does not take its longest sequence: 509 tokens" in as_text(render(made_up(ways=())))
+    assert "longest sequence is too long for the model: 509 tokens" in as_text(render(made_up(ways=())))
 
 
 def test_foreign_words_are_data() -> None:

@@ -96,7 +96,7 @@ def test_cutting_is_another_job_and_shown_apart(mixed: LengthPlan) -> None:
     assert {one.length for one in mixed.cut.ways} == {16, 64}
     assert mixed.best in mixed.ways
     assert way(mixed, "fixed").length == 24
-    with pytest.raises(UsageError, match="cuts nothing: the longest of given has 24"):
+    with pytest.raises(UsageError, match="changes nothing: the longest of given has 24"):
         plan_lengths(BERT, lengths=MIXED, gpu="h200", cut=24)
 
 
@@ -116,14 +116,16 @@ def test_rounding_past_the_last_position_cannot_be() -> None:
     plan = plan_lengths(job, "bf16", lengths=MIXED, gpu="h200")
     refused = [one for one in plan.ways if one.why_not]
     assert {one.multiple for one in refused} == {64}
-    assert "64 is more than its 32 positions" in refused[0].why_not
+    assert "64 is more than the model's 32 positions" in refused[0].why_not
     assert plan.best is not None
     assert plan.best.multiple != 64
 
 
 def test_a_sample_past_the_last_position_needs_a_cut() -> None:
     job, long = small_job("bert", layers=2), Lengths.of({20: 50, 40: 2})
-    with pytest.raises(JobError, match=r"40 is more than its 32 positions.*The longest of given has 40"):
+    with pytest.raises(
+        JobError, match=r"40 is more than the model's 32 positions.*The longest of given has 40"
+    ):
         plan_lengths(job, lengths=long, gpu="h200")
     plan = plan_lengths(job, lengths=long, gpu="h200", cut=32)
     assert plan.ways == ()
@@ -195,5 +197,5 @@ def test_the_document_is_read_back(mixed: LengthPlan) -> None:
 def test_freed_pieces_are_a_doubt_where_segments_do_not_grow(mixed: LengthPlan) -> None:
     few = Lengths.of({8: 20, 24: 20})
     growing = plan_lengths(BERT, "eager + expandable", lengths=few, gpu="h200")
-    assert any("pieces of freed memory" in doubt for doubt in mixed.doubts)
-    assert not any("pieces of freed memory" in doubt for doubt in growing.doubts)
+    assert any("fragment the memory" in doubt for doubt in mixed.doubts)
+    assert not any("fragment the memory" in doubt for doubt in growing.doubts)

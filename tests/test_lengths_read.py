@@ -55,39 +55,42 @@ def test_a_column_is_named_when_it_is_not_plain(tmp_path: Path) -> None:
 def test_cutting_keeps_the_samples() -> None:
     cut = Lengths.of(KNOWN).cut(5)
     assert cut.counts == ((3, 2), (5, 4))
-    with pytest.raises(UsageError, match="truncation: 0 is no length"):
+    with pytest.raises(UsageError, match="truncation: 0 is not a length"):
         Lengths.of(KNOWN).cut(0)
 
 
 MISTAKES = {
-    "none.txt": ("", "no lengths in it"),
-    "blank.txt": ("\n\n", "no lengths in it"),
-    "word.txt": ("12\nlong\n", "line 2: 'long' is no length"),
+    "none.txt": ("", "contains no lengths"),
+    "blank.txt": ("\n\n", "contains no lengths"),
+    "word.txt": ("12\nlong\n", "line 2: 'long' is not a length"),
     "text.txt": ("the quick brown fox jumps over the lazy dog and on\n", "Count tokens, not text"),
-    "float.txt": ("12.0\n", "line 1: '12.0' is no length"),
-    "octal.txt": ("1_0\n", "'1_0' is no length"),
-    "zero.txt": ("3\n0\n", "line 2: 0 is no length; a sequence has 1 to"),
-    "negative.txt": ("-3\n", "'-3' is no length"),
-    "huge.txt": ("99999999999\n", "99999999999 is no length"),
-    "table.txt": ("1,2\n", "'1,2' is no length"),
-    "headless.csv": ("512\n300\n", "the first line is 512; a table begins with the names of columns"),
+    "float.txt": ("12.0\n", "line 1: '12.0' is not a length"),
+    "octal.txt": ("1_0\n", "'1_0' is not a length"),
+    "zero.txt": ("3\n0\n", "line 2: 0 is not a length; a sequence has 1 to"),
+    "negative.txt": ("-3\n", "'-3' is not a length"),
+    "huge.txt": ("99999999999\n", "99999999999 is not a length"),
+    "table.txt": ("1,2\n", "'1,2' is not a length"),
+    "headless.csv": ("512\n300\n", "the first line is 512; a table must begin with the names of its columns"),
     "short.csv": ("id,length\n1,5\n2\n", "line 3: 1 cells under 2 columns"),
     "empty.csv": ("", "which column"),
-    "quoted.csv": ('length\n"' + "9" * 200_000 + '"\n', "is no length; it takes a whole number of tokens"),
+    "quoted.csv": (
+        'length\n"' + "9" * 200_000 + '"\n',
+        "is not a length; it must be a whole number of tokens",
+    ),
     "broken.jsonl": ('{"length": 3}\n{"length": \n', "line 2: not JSON"),
     "lacking.jsonl": ('{"length": 3}\n{"size": 4, "id": 1}\n', "line 2: which column"),
-    "nested.jsonl": ('{"length": {"of": 3}}\n', "an object is no length"),
-    "true.jsonl": ("true\n", "True is no length"),
-    "nan.json": ("[NaN]", "nan is no length"),
+    "nested.jsonl": ('{"length": {"of": 3}}\n', "an object is not a length"),
+    "true.jsonl": ("true\n", "True is not a length"),
+    "nan.json": ("[NaN]", "nan is not a length"),
     "word.json": ('"long"', "a list of lengths, or a histogram"),
-    "count.json": ('{"128": 1.5}', "1.5 is no number of samples"),
-    "less.json": ('{"128": -1}', "-1 is no number of samples"),
-    "key.json": ('{"long": 4}', "'long' is no length"),
-    "twice.json": ('{"4": 1, "4": 2}', "'4' stands twice"),
-    "nothing.json": ('{"4": 0}', "no lengths in it"),
+    "count.json": ('{"128": 1.5}', "1.5 is not a number of samples"),
+    "less.json": ('{"128": -1}', "-1 is not a number of samples"),
+    "key.json": ('{"long": 4}', "'long' is not a length"),
+    "twice.json": ('{"4": 1, "4": 2}', "'4' is given twice"),
+    "nothing.json": ('{"4": 0}', "contains no lengths"),
     "deep.json": ("[" * 200_000, "nested too deep"),
     "many.json": ('{"4": 1000000000000, "5": 1000000000000}', "more than 1,000,000,000,000 samples"),
-    "lengths.parquet": ("PAR1", "lengths are read from .txt, .csv, .tsv, .jsonl, .json"),
+    "lengths.parquet": ("PAR1", "lengths can be read from .txt, .csv, .tsv, .jsonl, .json"),
 }
 
 
@@ -120,7 +123,7 @@ def test_what_is_no_file_of_text(tmp_path: Path) -> None:
 def test_a_file_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "LARGEST_FILE", 10)
     (tmp_path / "large.txt").write_text("512\n" * 10)
-    with pytest.raises(UsageError, match=r"40 bytes; a file of lengths has at most 10.*histogram"):
+    with pytest.raises(UsageError, match=r"40 bytes; a file of lengths may have at most 10.*histogram"):
         Lengths.read(tmp_path / "large.txt")
 
 

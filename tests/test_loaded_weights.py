@@ -89,7 +89,7 @@ def test_an_index_of_one_tensor_is_refused(tmp_path: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(
         json.dumps({"metadata": {}, "weight_map": {name: shard}})
     )
-    with pytest.raises(ModelError, match=r"lacks weights .* bert\.embeddings"):
+    with pytest.raises(ModelError, match=r"is missing weights .* bert\.embeddings"):
         loaded_from(folder, "bert")
 
 
@@ -103,17 +103,17 @@ def test_what_the_model_has_no_place_for_is_named(tmp_path: Path) -> None:
     layer = {f"bert.encoder.layer.2.{number}": torch.zeros(2) for number in range(5)}
     loaded = loaded_from(folder_without(tmp_path, "bert", **layer), "bert")
     assert len(loaded.unused) == 5
-    assert next(loaded.lines(tmp_path)).endswith("bert.encoder.layer.2.2 and 2 more.")
+    assert next(loaded.lines(tmp_path)).endswith(f"bert.encoder.layer.2.2 and 2 more of {tmp_path}.")
 
 
 def test_an_adapter_beside_the_weights_is_refused(tmp_path: Path) -> None:
     """transformers puts it into the model and freezes the rest."""
     folder = folder_without(tmp_path, "bert")
     (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4}')
-    with pytest.raises(ModelError, match=r"adapter_config\.json beside"):
+    with pytest.raises(ModelError, match=r"adapter_config\.json next to"):
         find_weights(folder)
     (folder / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match="an adapter alone"):
+    with pytest.raises(ModelError, match="only an adapter"):
         find_weights(folder)
 
 
@@ -125,7 +125,7 @@ def test_a_new_head_stands_in_the_journal_once(tmp_path: Path) -> None:
     train(run)
     notes = [event["text"] for event in events(tmp_path / "run", "note")]
     assert [note for note in notes if "newly initialised" in note] == [
-        f"{folder} has no classifier.bias, classifier.weight: newly initialised."
+        f"{folder} has no classifier.bias, classifier.weight, so they are newly initialised."
     ]
 
 

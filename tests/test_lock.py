@@ -257,7 +257,10 @@ def test_a_trainer_of_another_machine(tmp_path: Path, kind: str) -> None:
         with hold_folder(tmp_path):
             assert line(tmp_path)["pid"] == os.getpid()
     else:
-        with pytest.raises(UsageError, match=f"no more, delete {tmp_path / LOCK}"), hold_folder(tmp_path):
+        with (
+            pytest.raises(UsageError, match=f"no longer running there, delete {tmp_path / LOCK}"),
+            hold_folder(tmp_path),
+        ):
             pass
 
 
@@ -316,7 +319,7 @@ def test_a_full_disk_takes_the_line_and_not_the_lock(
     if kind == "flock":
         with hold_folder(tmp_path):
             with (
-                pytest.raises(UsageError, match="a process without a name still holds"),
+                pytest.raises(UsageError, match="a process without a name still uses"),
                 hold_folder(tmp_path),
             ):
                 pass
@@ -335,7 +338,7 @@ def test_a_lock_that_a_foreign_process_kept(
     descriptor = os.open(tmp_path / LOCK, os.O_RDWR)
     if kind == "flock":
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-        with pytest.raises(UsageError, match=r"is dead, but a process that it left behind still holds"):
+        with pytest.raises(UsageError, match=r"has ended, but a process that it started still uses"):
             with hold_folder(tmp_path):
                 pass
     os.close(descriptor)

@@ -539,13 +539,13 @@ def test_measured_processes_keep_bytecode_where_an_image_forbids_it(tmp_path: Pa
         ({"device": "gpu"}, "Devices: cpu"),
         ({"device": 0}, "Devices: cpu"),
         ({"gpu_index": "0"}, "GPU index '0'"),
-        ({"ledger": 3}, "ledger is 3; it is a path"),
-        ({"record_history": 3}, "record_history is 3; it is a path"),
-        ({"record_history": "/nowhere/at/all/h.pickle"}, "no such folder"),
+        ({"ledger": 3}, "ledger is 3; it must be a path"),
+        ({"record_history": 3}, "record_history is 3; it must be a path"),
+        ({"record_history": "/nowhere/at/all/h.pickle"}, "the folder does not exist"),
         ({"gpu_index": -1}, "GPU index -1"),
         ({"device": "cpu", "record_history": Path("history.pickle")}, "no GPU"),
-        ({"record_history": Path("/nowhere/at/all/h.pickle")}, "no such folder"),
-        ({"record_history": Path("h.pickle"), "warmup": 0, "steps": 2}, "3 steps"),
+        ({"record_history": Path("/nowhere/at/all/h.pickle")}, "the folder does not exist"),
+        ({"record_history": Path("h.pickle"), "warmup": 0, "steps": 2}, "3 or more steps"),
     ],
 )
 def test_what_cannot_be_measured(tmp_path: Path, options: dict[str, Any], words: str) -> None:
@@ -582,7 +582,7 @@ def test_what_is_no_job_is_told_what_one_is(job: Any, words: str) -> None:
 
 def test_a_ledger_that_cannot_be_is_told_before_anything_runs(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match=r"The ledger .*file"):
+    with pytest.raises(UsageError, match=r"folder for measured runs.*file"):
         measure(tiny_job(), Recipe(), device="cpu", ledger=tmp_path / "file")
 
 

@@ -96,10 +96,10 @@ def test_a_folder_named_like_a_preset_is_refused_until_it_is_written_as_a_path(
         ("bert-larg-uncased", "Did you mean 'bert-large-uncased'"),
         ("google-t5/t5-3", "google-t5/t5-3b"),
         ("nobody/has-this", "HF_HUB_OFFLINE forbids to ask the hub"),
-        ("a/b/c", "A model is a preset"),
-        ("a--b", "A model is a preset"),
-        ("", "A model is a preset"),
-        ("x\0y", "A model is a preset"),
+        ("a/b/c", "A model is the name of a preset"),
+        ("a--b", "A model is the name of a preset"),
+        ("", "A model is the name of a preset"),
+        ("x\0y", "A model is the name of a preset"),
         ("./nothing-here", "no such file"),
         ("~nobody-at-all/x", "no such file"),
     ],
@@ -172,7 +172,7 @@ def _hub_error(kind: str) -> Exception:
     ("kind", "says"),
     [
         ("GatedRepoError", "accepted its terms"),
-        ("RepositoryNotFoundError", "the hub shows none"),
+        ("RepositoryNotFoundError", "the hub does not have it"),
         ("RemoteEntryNotFoundError", "has no config.json"),
         ("HfHubHTTPError", "cannot be reached (404 Client Error)"),
     ],
@@ -255,7 +255,7 @@ def test_the_tables_read_from_source_are_the_imported_ones() -> None:
 def test_positions_that_end_limit_the_sequence(name: str, task: Task, longest: int, key: str) -> None:
     model = Model.find(name)
     job_of(model, task, sequence_length=longest)
-    with pytest.raises(JobError, match=rf"{longest + 1} is more than its {longest} .*{key}"):
+    with pytest.raises(JobError, match=rf"{longest + 1} is more than the model's {longest} .*{key}"):
         job_of(model, task, sequence_length=longest + 1)
 
 
@@ -439,7 +439,7 @@ def test_a_module_from_python_does_not_travel() -> None:
 
 
 def test_modules_and_tasks_must_belong_together() -> None:
-    with pytest.raises(JobError, match="its task is 'custom'"):
+    with pytest.raises(JobError, match="its task must be 'custom'"):
         job_of(custom(Tied()).model, Task.CAUSAL_LM)
     with pytest.raises(JobError, match="custom"):
         job_of(tiny(), Task.CUSTOM)

@@ -249,7 +249,7 @@ def test_clean_before() -> None:
         (FakeGpu(used=900 * MIB, drawers=[(5, 700 * MIB)]), r"900 MiB were used by a display \(process 5"),
         (FakeGpu(used=900 * MIB), "900 MiB were used by processes that NVML does not list"),
         (FakeGpu(used=900 * MIB, processes=None), "900 MiB"),
-        (FakeGpu(lost=True), "not proven clean"),
+        (FakeGpu(lost=True), "it is not known whether other processes used the GPU"),
     ],
 )
 def test_not_clean_before(gpu: FakeGpu, words: str) -> None:
@@ -277,7 +277,7 @@ def test_clean_after_is_waited_for() -> None:
 def test_memory_that_is_not_given_back_is_told() -> None:
     reason = contamination.after(card_of(FakeNvml(FakeGpu(used=2003 * MIB))), BASELINE, patience=0)
     assert reason is not None
-    assert "2,000 MiB were not given back" in reason
+    assert "2,000 MiB were not released" in reason
 
 
 def test_a_process_that_stays_is_told() -> None:

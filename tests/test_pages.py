@@ -267,7 +267,7 @@ def test_micro_batches_have_a_level_of_their_own(batches: int, words: list[str])
 def test_a_gpu_far_larger_than_the_step_is_said_and_not_drawn() -> None:
     picture = memory_over_step(prediction().anatomy.curve, memory_bytes=141 * GIB)
     assert "bound" not in picture.svg
-    assert picture.note == "The memory that may be used, 141.00 GiB, is far above."
+    assert picture.note == "The memory that may be used, 141.00 GiB, is far above the top of this picture."
 
 
 def test_a_map_gives_each_size_its_share_of_the_area() -> None:
@@ -291,7 +291,7 @@ def test_ticks_are_round_and_never_above_the_top() -> None:
 
 def test_a_page_s_and_a_plot_s_file_are_refused_before_the_work(tmp_path: Path) -> None:
     """Other endings, and folders that cannot be made; a missing folder is made when the file is written."""
-    with pytest.raises(UsageError, match=r"a page is a \.html file"):
+    with pytest.raises(UsageError, match=r"the name must end in \.html"):
         check_pictures(tmp_path / "page.pdf", None)
     with pytest.raises(UsageError, match=r"a plot is a \.png or a \.svg file"):
         check_pictures(None, tmp_path / "plot.pdf")

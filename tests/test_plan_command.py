@@ -161,7 +161,7 @@ def test_the_user_s_own_recipe_is_where_a_plan_starts(
     start = Start(recipe=EVIL, needed_bytes=9 * GIB, step_seconds=0.1, changes=(change,))
     for begun, told in (
         (start, ["as it is", "9.00", "100.0", "precision", "7.00", "60.0", "all of them"]),
-        (replace(start, changes=()), ["Yours is the best"]),
+        (replace(start, changes=()), ["Your recipe is the best"]),
         (replace(start, needed_bytes=None, step_seconds=None, why_not="too old"), ["cannot run", "too old"]),
     ):
         known = replace(made_up(), start=begun)

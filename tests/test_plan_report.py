@@ -87,4 +87,6 @@ def test_the_smallest_card_is_named_as_one_rents_it(names: tuple[str, ...], said
     plan = made_up()
     answers = tuple(OnGpu(gpu=find_gpu(name), fits=True, choice=plan.best) for name in names)
     plans = GpuPlans(job=plan.job, fidelity="rounds", objective="speed", answers=answers)
-    assert f"The smallest that trains this: {plans.smallest.key}, {said}" in next(headline(plans, Prices()))  # type: ignore[union-attr]
+    assert f"The smallest GPU that can train this: {plans.smallest.key}, {said}" in next(
+        headline(plans, Prices())
+    )  # type: ignore[union-attr]

@@ -333,7 +333,7 @@ def test_a_command_says_the_task_and_the_sizes_that_it_took(capsys: pytest.Captu
     flags = {"model": "unsloth/Llama-3.2-1B-Instruct", "task": None}
     assert Request.read(flags).job.task is Task.CAUSAL_LM
     said = capsys.readouterr().err
-    assert "model: unsloth/Llama-3.2-1B-Instruct has the sizes of meta-llama/Llama-3.2-1B" in said
+    assert "model: unsloth/Llama-3.2-1B-Instruct has the same sizes as meta-llama/Llama-3.2-1B" in said
     assert "task: causal-lm, from the architecture" in said
     Request.read({"model": "Llama-3.2-1B", "task": "causal-lm"})
     assert capsys.readouterr().err == ""

@@ -94,4 +94,4 @@ def test_the_batch_is_cut_as_far_as_it_goes_only_where_it_is(recipe: str, cut: b
     texts = cures(Recipe.parse(recipe), 2 * GIB, job, GIB, Fidelity.LEARNS, Kept())
     last = [*texts][-1]
     assert last.startswith("Or with shorter sequences")
-    assert ("cut as far as it goes already" in last) is cut
+    assert ("cannot be cut further" in last) is cut

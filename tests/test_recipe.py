@@ -69,7 +69,7 @@ def test_text_is_understood_and_printed(text: str, printed: str | None) -> None:
         ("lora(rank=4)", "rank=4", "Settings: r, targets"),
         ("lora(target=q)", "target=q", "Did you mean 'targets'"),
         ("lora(4, q, 0, 9)", "9", "no setting after r, targets, dropout"),
-        ("lora(r=4, q)", "q", "name it too"),
+        ("lora(r=4, q)", "q", "give its name too"),
         ("lora(r=4, r=5)", "r=5", "twice"),
         ("lora(r=4,)", "", "between the commas"),
         ("fp32(1)", "1", "no settings"),
@@ -85,13 +85,13 @@ def test_text_is_understood_and_printed(text: str, printed: str | None) -> None:
         ("adamw_8bit(16)", "16", "not 32 or 8"),
         ("micro_batches(4", "(", "never closed"),
         ("bf16)", ")", "never opened"),
-        ("sgd((0.5))", "(", "no parentheses"),
+        ("sgd((0.5))", "(", "cannot contain other parentheses"),
         ("bf16 tf32", "tf32", "joined by '\\+'"),
         ("bf16, tf32", ",", "joined by '\\+'"),
-        ("bf16 +", "", "name belongs here"),
-        ("+ bf16", "", "name belongs here"),
-        ("(4)", "(4)", "name belongs here"),
-        ("plain + bf16", "plain", "stands alone"),
+        ("bf16 +", "", "name of a technique is missing here"),
+        ("+ bf16", "", "name of a technique is missing here"),
+        ("(4)", "(4)", "name of a technique is missing here"),
+        ("plain + bf16", "plain", "nothing can be added"),
         ("apollo_adamw", "apollo_adamw", "licence"),
         ("optim=adamw_hf", "", "joined"),
     ],
@@ -207,7 +207,7 @@ def test_missing_package_is_named_with_its_cure(monkeypatch: pytest.MonkeyPatch)
         recipe.check(job())
     assert recipe.check(job(), installed=False) == ()
     monkeypatch.setattr(technique, "version_of", lambda package: "0.41.0")
-    with pytest.raises(RecipeError, match=r"installed is 0\.41\.0"):
+    with pytest.raises(RecipeError, match=r"but 0\.41\.0 is installed"):
         recipe.check(job())
 
 

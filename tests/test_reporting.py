@@ -174,7 +174,7 @@ def test_a_name_that_is_none_is_told(tmp_path: Path, given: Any, told: str) -> N
 def test_a_missing_package_is_told_before_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(integration_utils, "is_tensorboard_available", lambda: False)
     run = replace(small_run(tmp_path / "out", **BOARD), folder=tmp_path / "out")
-    with pytest.raises(UsageError, match="'tensorboard', and its package is not installed"):
+    with pytest.raises(UsageError, match="'tensorboard', but its package is not installed"):
         train(run)
     assert not (tmp_path / "out").exists()
 

@@ -87,7 +87,7 @@ def clip() -> tuple[Any, dict[str, Any]]:
     ("kind", "says"),
     [
         ("in-batch negatives", "square of the samples"),
-        ("cross-correlation", "adds up over the samples"),
+        ("cross-correlation", "sums over the samples"),
         ("plain", ""),
     ],
 )
@@ -99,7 +99,7 @@ def test_a_modules_operators_tell(kind: str, says: str) -> None:
 
 
 def test_models_of_transformers() -> None:
-    assert "BatchNorm2d) normalise by the batch" in mixing_of(resnet_job()).reason
+    assert "BatchNorm2d) normalise over the batch" in mixing_of(resnet_job()).reason
     assert mixing_of(resnet_job(phase="evaluate")) == ("", "")
     for family in ("bert", "vit", "llama"):
         assert mixing_of(small_job(family)) == ("", "")
@@ -126,14 +126,14 @@ def test_no_plan_and_no_recovery_cuts(job: Job) -> None:
     space = space_of(job)
     assert all(candidate.setup.micro_batches == 1 for candidate in space.candidates)
     (why,) = [entry.why for entry in space.excluded if entry.what == "micro_batches"]
-    assert "no mean over samples" in why
+    assert "not a mean over samples" in why
     assert cut_smaller(job, Recipe()) is None
     assert next_recipe(torch.device("cpu"))(job, Recipe.parse("micro_batches(2)"), "oom:torch") is None
 
 
 def test_a_cut_that_is_named_is_predicted_with_a_doubt() -> None:
     prediction = predict(resnet_job(), "micro_batches(2)")
-    assert [doubt for doubt in prediction.doubts if "its loss is no mean over samples" in doubt]
+    assert [doubt for doubt in prediction.doubts if "its loss is not a mean over samples" in doubt]
     assert not [doubt for doubt in predict(resnet_job()).doubts if "mean over samples" in doubt]
 
 
@@ -167,7 +167,7 @@ def test_a_hand_written_loop_is_given_no_cut_when_memory_runs_out() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     run._step.loss_of = exhausts
-    with pytest.raises(OutOfMemory, match="No recipe of the same training"):
+    with pytest.raises(OutOfMemory, match="no recipe for the same training"):
         run.step(next(iter(run)))
 
 
@@ -207,7 +207,7 @@ def test_ordinary_losses_are_means(family: str, data: Any, tmp_path: Path) -> No
 def test_a_fitted_trainer_is_not_cut_when_memory_runs_out(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, limited(model_of("bert"), 2), classified(22), kind=Centred, micro=(8, 1))
     fit(trainer, "plain", watch=lambda event: None)
-    with pytest.raises(OutOfMemory, match=r"the batch is not cut: its loss is no mean over samples"):
+    with pytest.raises(OutOfMemory, match=r"the batch is not cut: its loss is not a mean over samples"):
         trainer.train()
     assert trainer.snugfit.recipe == Recipe()
     assert Slot.BATCHING not in trainer.snugfit.user_slots
@@ -221,7 +221,7 @@ def test_a_fitted_trainer_is_not_cut_when_memory_runs_out(tmp_path: Path) -> Non
 def test_train_compares_the_whole_and_the_cut_loss_of_a_head(
     sums: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A head of transformers whose loss adds up over the samples, as CTC's does by its config's reduction."""
+    """A head of transformers whose loss sums over the samples, as CTC's does by its config's reduction."""
     kind = transformers.BertForSequenceClassification
     forward = kind.forward
 

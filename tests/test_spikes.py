@@ -92,7 +92,7 @@ def test_many_jumps_are_told_a_few_times(tmp_path: Path, monkeypatch: pytest.Mon
     train(small_run(tmp_path, max_steps=24))
     told = warnings(tmp_path)
     assert len(told) == 3
-    assert told[-1].endswith("More such steps are not reported.")
+    assert told[-1].endswith("Further steps like this are not reported.")
 
 
 @pytest.mark.parametrize(

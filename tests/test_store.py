@@ -210,9 +210,7 @@ def test_a_file_a_link_and_an_empty_folder_are_broken(out: Path, make: Callable[
 def test_a_checkpoint_of_another_program_is_told_as_one(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-500").mkdir()
     fill(500)(tmp_path / "checkpoint-500")
-    with pytest.raises(
-        AllBroken, match=r"checkpoint-500: manifest\.json is missing .*not written by snugfit"
-    ):
+    with pytest.raises(AllBroken, match=r"checkpoint-500: manifest\.json is missing .*snugfit did not write"):
         Store(tmp_path).newest()
 
 
@@ -387,7 +385,7 @@ def test_a_place_that_can_is_left_as_it_was(tmp_path: Path) -> None:
 @pytest.mark.parametrize("below", ["", "deeper"])
 def test_a_file_in_the_place(tmp_path: Path, below: str) -> None:
     (tmp_path / "out").write_text("mine")
-    with pytest.raises(UsageError, match=r"cannot be kept there \(it is no folder"):
+    with pytest.raises(UsageError, match=r"cannot be saved there \(it is not a folder"):
         Store(tmp_path / "out" / below).prepare()
     assert (tmp_path / "out").read_text() == "mine"
 
@@ -395,7 +393,7 @@ def test_a_file_in_the_place(tmp_path: Path, below: str) -> None:
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="Requires: [Linux's /proc]")
 def test_a_place_that_takes_no_folder_from_anyone() -> None:
     for place in ("/proc", "/proc/out"):
-        with pytest.raises(UsageError, match="cannot be kept there"):
+        with pytest.raises(UsageError, match="cannot be saved there"):
             Store(Path(place)).prepare()
 
 
@@ -498,7 +496,7 @@ def test_a_library_that_tells_the_systems_refusal_in_words(out: Path) -> None:
     ) as told:
         Store(out).save(30, fail, {}, needed_bytes=3 << 30)
     assert "3.00 GiB are needed, " in str(told.value)
-    assert " are free). What was saved before stands." in str(told.value)
+    assert " are free). Earlier checkpoints are unchanged." in str(told.value)
 
 
 def test_a_save_that_is_told_to_stop_leaves_nothing(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -542,5 +540,5 @@ def test_none_that_is_whole_says_how_this_front_end_begins_anew(out: Path) -> No
     for folder in out.iterdir():
         (folder / MANIFEST).unlink(missing_ok=True)
     for begin_anew in ("with --restart", "without resume()"):
-        with pytest.raises(AllBroken, match=re.escape(f"or begin anew {begin_anew}, which keeps these")):
+        with pytest.raises(AllBroken, match=re.escape(f"or start again {begin_anew}, which renames these")):
             Store(out, begin_anew=begin_anew).newest()

@@ -309,7 +309,7 @@ def test_a_failing_fsync_names_the_file(tmp_path: Path, monkeypatch: pytest.Monk
         assert_whole(store.newest(), 10)
         assert visible(tmp_path) == ["checkpoint-10"]
         assert not hidden(tmp_path)
-    own, root = "Input/output error. What was saved before stands.", str(tmp_path)
+    own, root = "Input/output error. Earlier checkpoints are unchanged.", str(tmp_path)
     assert named == [*NAMES, MANIFEST, "templates", own, root]
     store.save(20, fill(20), {"seed": 17, "run": 0})
     assert_whole(store.newest(), 20)

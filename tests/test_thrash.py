@@ -130,7 +130,7 @@ def test_what_cannot_be_kept_is_no_reason_to_go_back(tmp_path: Path, monkeypatch
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Store, "save", full)
-    with pytest.raises(LastNotKept, match="last checkpoint is not kept") as refused:
+    with pytest.raises(LastNotKept, match="last checkpoint was not saved") as refused:
         train(small_run(tmp_path, save_steps=3), replan=lambda *_: Recipe.parse("micro_batches(2)"))
     assert (refused.value.trained.step, refused.value.trained.outcome) == (12, "finished")
     assert any(parameter.requires_grad for parameter in refused.value.trained.model.parameters())

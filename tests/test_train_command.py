@@ -29,7 +29,7 @@ def test_it_trains_and_goes_on(at_home: Path, capsys: pytest.CaptureFixture[str]
     (log,) = logs_under(at_home / "out")
     assert [step for step, _ in scalars_in(log)["train/loss"]] == [5, 10]
     assert run(["train", "--job", "job.yaml"]) == 0
-    assert "goes on after step 12" in capsys.readouterr().err
+    assert "continues after step 12" in capsys.readouterr().err
 
 
 MISTAKES = (
@@ -48,15 +48,15 @@ MISTAKES = (
     (["train", "job.yaml", "--columns", "text"], "ROLE=NAME"),
     (["train", "job.yaml", "--columns", "text=review"], "review"),
     (["train", "job.yaml", "--device", "gpu"], "cpu, cuda or cuda:1"),
-    (["train", "job.yaml", "--device", "cuda:7"], "GPUs that torch can use"),
-    (["train", "job.yaml", "--weights", "./model"], "--from-scratch is random weights"),
+    (["train", "job.yaml", "--device", "cuda:7"], "torch can use"),
+    (["train", "job.yaml", "--weights", "./model"], "--from-scratch means random weights"),
     (["train", "job.yaml", "--set", "from_scratch=false"], "model has no weights"),
     (["train", "job.yaml", "--set", "from_scratch=false", "--weights", "./model"], "has no weights"),
     (["train", "--job", "job.yaml", "bert-base-uncased", "--set", "from_scratch=false"], "hf download"),
-    (["train", "job.yaml", "--loop", "trainer"], "snugfit's own loop"),
+    (["train", "job.yaml", "--loop", "trainer"], "its own loop"),
     (["train", "job.yaml", "--output-dir", "data.jsonl"], "data.jsonl"),
     (["train", "job.yaml", "--phase", "evaluate"], "evaluate"),
-    (["train", "job.yaml", "--recipe", "micro_batches(3)"], "has no 3 equal pieces"),
+    (["train", "job.yaml", "--recipe", "micro_batches(3)"], "cannot be cut into 3 equal pieces"),
     (["train", "job.yaml", "--tokenizer", "./nowhere"], "nowhere"),
     (["train", "none.yaml"], "none.yaml"),
     (["train"], "No model"),
@@ -84,7 +84,7 @@ def test_a_dry_run_says_what_would_be_run_and_writes_nothing(
     assert "begins with random weights" in words
     assert "predicted for NVIDIA H200" in words
     assert "reserved" in words
-    assert "Nothing was run or written." in words
+    assert "Dry run: nothing was trained or written." in words
     assert sorted(at_home.rglob("*")) == before
     assert run(["train", "job.yaml", "--dry_run", "--dataset", "none.jsonl"]) == 2
 

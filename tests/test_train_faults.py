@@ -187,7 +187,7 @@ def test_a_journal_on_a_full_disk(tmp_path: Path) -> None:
 DAMAGES = {
     "empty": b"",
     "half a line": b'{"event": "st',
-    "no text": b"\xff\xfe\x00\n[1]\n7\n",
+    "not valid text": b"\xff\xfe\x00\n[1]\n7\n",
     "zeros": b"\0" * 5000,
 }
 
@@ -234,7 +234,7 @@ def test_memory_of_the_host_runs_out(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(plain_loop, "_loss", greedy)
     run = small_run(tmp_path, job=bert_job(8), max_steps=2)
     if not enough:
-        with pytest.raises(OutOfMemory, match="No other recipe is left"):
+        with pytest.raises(OutOfMemory, match="There is no other recipe to try"):
             train(run, replan=next_recipe(CPU))
     else:
         assert train(run, replan=next_recipe(CPU)).step == 2

@@ -101,7 +101,7 @@ CHANGES: tuple[tuple[dict[str, Any], str], ...] = (
     ({"job": bert_job(8, clip=1.0)}, "job.batch_size was 4 and is 8"),
     ({"job": bert_job()}, "job.clip was 1.0 and is null"),
     ({"samples": rows(41)}, "samples was 42 and is 41"),
-    ({"samples": rows(42, seed=1)}, "the same number of samples, and other samples"),
+    ({"samples": rows(42, seed=1)}, "the same number of samples, but other samples"),
 )
 
 
@@ -138,7 +138,7 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     save_file({"h.0.attn.weight": torch.zeros(3)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match="none of the weights of"):
+    with pytest.raises(ModelError, match="has no weights of"):
         train(replace(small_run(tmp_path / "run"), weights=tmp_path))
 
 
@@ -273,7 +273,9 @@ def test_a_gradient_that_is_no_number_stops_too(
             handle.remove()
 
     monkeypatch.setattr(TrainingStep, "_accumulate", accumulate)
-    with pytest.raises(SnugfitError, match=r"Step 1: (A gradient is no number|The gradients' norm is inf)"):
+    with pytest.raises(
+        SnugfitError, match=r"Step 1: (A gradient is not a number|The gradients' norm is inf)"
+    ):
         train(small_run(tmp_path, job=bert_job(clip=clip)))
 
 
@@ -337,7 +339,7 @@ def test_a_gradient_that_is_read_too_late_is_no_harm(
         assert done.step == 12
         return
     with pytest.raises(
-        SnugfitError, match=rf"Step {step}: (A gradient is no number|The gradients' norm is (inf|nan))"
+        SnugfitError, match=rf"Step {step}: (A gradient is not a number|The gradients' norm is (inf|nan))"
     ):
         train(small_run(tmp_path / "run", **options))
     told = [event["text"] for event in events(tmp_path / "run", "warning")]
@@ -428,7 +430,7 @@ def test_when_no_recipe_is_left_it_is_told(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(OutOfMemory, match="step 3") as told:
         train(small_run(tmp_path))
     assert told.value.exit_code == 4
-    assert "No other recipe is left" in str(told.value)
+    assert "There is no other recipe to try" in str(told.value)
 
 
 def test_other_errors_are_no_want_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,19 +60,19 @@ def test_only_the_assistant_is_learned_where_the_template_marks_it() -> None:
         {"input_ids": WORDS, "labels": SAID},
         {"input_ids": WORDS[:6], "labels": SAID[:6]},
     ]
-    assert samples.notes == ("Only what the assistant says is learned, as the chat template marks it.",)
+    assert samples.notes == ("The model learns only what the assistant says, as the chat template marks it.",)
 
 
 def test_all_is_learned_and_told_where_it_does_not() -> None:
     samples = made([CHAT], PLAIN)
     assert list(samples) == [{"input_ids": WORDS, "labels": WORDS}]
     (note,) = samples.notes
-    assert "all words of the conversations are learned" in note
+    assert "learns all words of the conversations" in note
 
 
 def test_tools_are_said_to_be_left_out() -> None:
     _, note = made([{"messages": CHAT, "tools": [{"name": "add"}]}]).notes
-    assert "'tools' is not given to the chat template" in note
+    assert "'tools' is ignored" in note
 
 
 def test_the_older_manner_means_the_same() -> None:
@@ -86,12 +86,15 @@ def test_what_is_too_long_is_cut_and_what_teaches_nothing_left_out() -> None:
 
 
 MISTAKES: dict[str, tuple[Any, str]] = {
-    "no list": ("one", "row 2: a conversation is a list of messages"),
+    "no list": ("one", "row 2: a conversation must be a list of messages"),
     "nothing": (None, r"not nothing \(null\)"),
     "no messages": ([], r"not \[\]"),
-    "no content": ([{"role": "user"}], "row 2, message 1: it has 'role'; a message has a role and a content"),
+    "no content": (
+        [{"role": "user"}],
+        "row 2, message 1: it has 'role'; a message needs a role and a content",
+    ),
     "a number": ([CHAT[0], {"role": "user", "content": 7}], "row 2, message 2: 'content' is 7"),
-    "a stranger": ([{"from": "bing", "value": "one"}], "from 'bing'; it is one of human, user"),
+    "a stranger": ([{"from": "bing", "value": "one"}], "from 'bing'; it must be one of human, user"),
     "refused": ([{"role": "system", "content": "one"}], "row 2: the chat template refuses.*no system here"),
 }
 
@@ -106,9 +109,11 @@ def test_what_is_no_conversation_is_told_with_its_row(name: str) -> None:
 def test_without_a_template_the_cure_is_told() -> None:
     with pytest.raises(UsageError, match=r"this tokenizer has no chat template.*chat_template\.jinja"):
         made([CHAT], None)
-    with pytest.raises(UsageError, match="there is no tokenizer"):
+    with pytest.raises(UsageError, match="no tokenizer was found"):
         samples_of(read_rows([{"messages": CHAT}]), small_job("gpt2", 1), None)
-    with pytest.raises(UsageError, match="Packing is for causal-lm on plain text; with a prompt, messages"):
+    with pytest.raises(
+        UsageError, match=r"Packing works for causal-lm on plain text\. With prompts, messages"
+    ):
         made([CHAT], pack=True)
 
 
@@ -129,4 +134,4 @@ def test_conversations_are_trained_on(tmp_path: Path) -> None:
     )
     assert done.step == 2
     told = [event["text"] for event in read_journal(tmp_path / "out") if event["event"] == "note"]
-    assert told == ["Only what the assistant says is learned, as the chat template marks it."]
+    assert told == ["The model learns only what the assistant says, as the chat template marks it."]

@@ -150,8 +150,8 @@ def test_the_last_small_batch_is_random_too() -> None:
 
 
 AMISS: list[tuple[dict[str, Any], str]] = [
-    ({"batch_size": 6, "micro_batches": 4}, "A batch of 6 cannot be cut into 4 micro-batches"),
-    ({"samples": 3, "batch_size": 4, "drop_last": True}, "3 samples do not fill one batch of 4"),
+    ({"batch_size": 6, "micro_batches": 4}, "A batch of 6 cannot be cut into 4 equal micro-batches"),
+    ({"samples": 3, "batch_size": 4, "drop_last": True}, "3 samples are less than one batch of 4"),
     ({"samples": 0}, "samples: 0 is not allowed"),
     ({"batch_size": 0}, "batch size: 0 is not allowed"),
     ({"micro_batches": True}, "micro-batches: True is not allowed"),
@@ -243,7 +243,7 @@ def test_a_batch_is_what_transformers_collators_make(
 
 
 def test_a_batch_that_cannot_be() -> None:
-    with pytest.raises(UsageError, match="A sample of 13 tokens, where the job was planned for 12 at most"):
+    with pytest.raises(UsageError, match="A sample of 13 tokens, but the job was planned for at most 12"):
         Collate(job_of(Task.CAUSAL_LM), 0)([{"input_ids": [7] * 13, "labels": [7] * 13}])
     with pytest.raises(UsageError, match="pad_to_multiple_of is 0"):
         Collate(job_of(Task.CAUSAL_LM), 0, pad_to_multiple_of=0)

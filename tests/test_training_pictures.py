@@ -142,7 +142,7 @@ def test_labels_are_those_of_text_classification(tmp_path: Path, folder: Path) -
     assert made([{"image": pixels(0), "label": "0.5"}], folder, labels=1)[0]["label"] == 0.5
     named = made([{"photo": pixels(0), "kind": 1}], folder, columns={"image": "photo", "label": "kind"})
     assert named[0]["label"] == 1
-    with pytest.raises(UsageError, match=r"label 'cat' is no finite number.*a regression"):
+    with pytest.raises(UsageError, match=r"label 'cat' is not a finite number.*a regression"):
         data(tmp_path, folder, labels=1)
     with pytest.raises(UsageError, match="label 'elk' is none of cat, dog"):
         data([{"image": pixels(0), "label": "elk"}], folder, like=train_data)
@@ -153,9 +153,9 @@ def _truncated(file: Path) -> None:
 
 
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no picture": (lambda file: file.write_bytes(b"nothing"), r"\(none that Pillow knows\)"),
-    "empty": (lambda file: file.write_bytes(b""), "no picture that can be read"),
-    "truncated": (_truncated, "no picture that can be read"),
+    "no picture": (lambda file: file.write_bytes(b"nothing"), r"\(not a format that Pillow knows\)"),
+    "empty": (lambda file: file.write_bytes(b""), "this image cannot be read"),
+    "truncated": (_truncated, "this image cannot be read"),
     "16 bits": (
         lambda file: Image.fromarray(pixels(0)[:, :, 0].astype(np.uint16) * 256).save(file),
         "pixels have more than 8 bits",
@@ -204,7 +204,9 @@ def test_a_path_begins_at_its_file_and_not_where_one_is(
     (tmp_path / "rows").mkdir()
     lines = _lines(tmp_path)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match=r"no such file. There is one where you are; .* in .*rows"):
+    with pytest.raises(
+        UsageError, match=r"no such file. The current directory has one, but .* folder .*rows"
+    ):
         made(shutil.move(lines, tmp_path / "rows"), folder)
 
 
@@ -227,7 +229,7 @@ def test_what_is_no_picture_in_memory(name: str, folder: Path) -> None:
 def test_a_processor_must_fit_the_model(tmp_path: Path, folder: Path) -> None:
     rows = [{"image": pixels(0), "label": 0}]
     wider = vit(tmp_path / "wider", size={"height": SIDE, "width": SIDE + 1})
-    with pytest.raises(UsageError, match=r"makes 3 x 8 x 9 of it, and the job was planned for 3 x 8 x 8"):
+    with pytest.raises(UsageError, match=r"makes 3 x 8 x 9 of it, but the job was planned for 3 x 8 x 8"):
         data(rows, folder, processor=wider)
     (tmp_path / "bare").mkdir()
     shutil.copy(folder / "config.json", tmp_path / "bare")
@@ -332,7 +334,7 @@ def test_pictures_from_the_command_line(
     assert run([*asked, "--output-dir", "out", "--device", "cpu", "--from-scratch"]) == 0
     out, told = capsys.readouterr()
     assert out.startswith("finished after step 1")
-    assert "1 files are no pictures and are left out, the first pets/cat/notes.md." in told
+    assert "1 files are not images and are ignored, the first is pets/cat/notes.md." in told
     (tmp_path / "bare").mkdir()
     shutil.copy(folder / "config.json", tmp_path / "bare")
     asked[1] = "./bare"
@@ -361,7 +363,7 @@ def test_what_cannot_be_stacked_is_told_in_a_line() -> None:
     assert stack([{"x": one, "labels": 0.5, "switch": True}] * 2)["labels"].dtype is torch.float32
     with pytest.raises(UsageError, match=r"cannot be stacked.*equal size.*collate=function"):
         stack([{"x": one}, {"x": other}])
-    with pytest.raises(UsageError, match="scale is no tensor and not the same in all samples"):
+    with pytest.raises(UsageError, match="scale is not a tensor, and differs between samples"):
         stack([{"x": one, "scale": 1.0}, {"x": one, "scale": 2.0}])
     with pytest.raises(UsageError, match="cannot be stacked"):
         stack([(one, 1)])

@@ -98,7 +98,7 @@ def test_a_split_is_chosen_by_its_folder(tmp_path: Path) -> None:
     parts = {name: datasets.Dataset.from_list(ROWS[:1]) for name in ("dev", "test")}
     datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "parts"))
     with pytest.raises(
-        UsageError, match=r"which split\? It has dev, test. Give the folder of one: .*parts/dev"
+        UsageError, match=r"which split\? It has dev, test. Give the folder of one split: .*parts/dev"
     ):
         read_rows(tmp_path / "parts")
     assert list(read_rows(tmp_path / "parts" / "dev")) == ROWS[:1]
@@ -125,23 +125,23 @@ MISTAKES: dict[str, tuple[str | bytes, str]] = {
     "head.csv": ("text,label\n", "this dataset is empty"),
     "none.csv": ("", "this dataset is empty"),
     "broken.jsonl": ('{"text": "a"}\n\n{"text": \n', "broken.jsonl, line 3: not JSON: Expecting value."),
-    "number.jsonl": ('{"text": "a"}\n7\n', "line 2: a sample is an object"),
-    "number.json": ("7", "a list of objects, or one object a line"),
+    "number.jsonl": ('{"text": "a"}\n7\n', "line 2: a sample must be an object"),
+    "number.json": ("7", "a list of objects, or one object per line"),
     "pretty.json": ('{\n "text": "a"\n}', "line 1: not JSON"),
-    "list.json": ('[{"text": "a"}, 7]', "row 2: a sample is an object"),
-    "twice.jsonl": ('{"text": "a", "text": "b"}', "the key 'text' stands twice"),
+    "list.json": ('[{"text": "a"}, 7]', "row 2: a sample must be an object"),
+    "twice.jsonl": ('{"text": "a", "text": "b"}', "the key 'text' is given twice"),
     "deep.jsonl": ("[" * 200_000, "nested too deep"),
     "ragged.csv": ("text,label\na,1\n\nb,c,1\n", "line 4: 3 cells under 2 columns"),
     "short.csv": ("text,label\na,1\nb\n", "line 3: 1 cells under 2 columns"),
     "quote.csv": ('text,label\n"a,1\nb,2\n', "was opened and never closed"),
     "nameless.csv": ("text,\na,1\n", "column 2 of the first line has no name"),
     "twins.csv": ("text,text\na,1\n", "two columns are called 'text'"),
-    "latin.txt": ("good\ncafé\n".encode("latin-1"), "latin.txt, line 2: byte 4 (0xe9) is no UTF-8"),
+    "latin.txt": ("good\ncafé\n".encode("latin-1"), "latin.txt, line 2: byte 4 (0xe9) is not UTF-8"),
     "latin.csv": ("text\ngood\ncafé\n".encode("latin-1"), "in line 3. Save the file as UTF-8"),
-    "latin.json": ('[{"text": "café"}]'.encode("latin-1"), "is no UTF-8"),
+    "latin.json": ('[{"text": "café"}]'.encode("latin-1"), "is not UTF-8"),
     "utf16.txt": ("good\n".encode("utf-16"), "this is UTF-16"),
-    "rows.arrow": ("", "samples are read from .txt, .jsonl, .json, .csv, .tsv, .parquet"),
-    "rows.parquet": ("PAR1", "this is no Parquet file"),
+    "rows.arrow": ("", "samples can be read from .txt, .jsonl, .json, .csv, .tsv, .parquet"),
+    "rows.parquet": ("PAR1", "this is not a Parquet file"),
 }
 
 
@@ -161,10 +161,10 @@ def test_what_is_no_file_of_samples(tmp_path: Path) -> None:
     (tmp_path / "reviews.csv").write_text("text\na\n")
     (tmp_path / "dangling.txt").symlink_to(tmp_path / "nowhere.txt")
     for name, says in (
-        ("review.csv", "no such file of samples. Did you mean 'reviews.csv'"),
-        ("no/such.csv", "no such file of samples"),
+        ("review.csv", "there is no such file. Did you mean 'reviews.csv'"),
+        ("no/such.csv", "there is no such file"),
         ("dangling.txt", "no such file"),
-        ("no/such/*.csv", "no file fits this pattern"),
+        ("no/such/*.csv", "no file matches this pattern"),
     ):
         with pytest.raises(UsageError, match=says):
             read_rows(tmp_path / name)
@@ -173,14 +173,14 @@ def test_what_is_no_file_of_samples(tmp_path: Path) -> None:
 def test_a_damaged_saved_dataset_is_told(tmp_path: Path) -> None:
     path = _saved(tmp_path)
     next(path.glob("*.arrow")).write_bytes(b"nothing")
-    with pytest.raises(UsageError, match="datasets cannot load this"):
+    with pytest.raises(UsageError, match="datasets library cannot load this"):
         read_rows(path)
 
 
 def test_a_file_that_is_held_whole_has_a_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_rows, "LARGEST_IN_MEMORY", 10)
     (tmp_path / "large.csv").write_text("text\n" + "word\n" * 10)
-    with pytest.raises(UsageError, match=r"55 bytes; a \.csv file is held in memory.*\.jsonl or \.parquet"):
+    with pytest.raises(UsageError, match=r"55 bytes; a \.csv file is read into memory.*\.jsonl or \.parquet"):
         read_rows(tmp_path / "large.csv")
 
 
@@ -194,9 +194,9 @@ def test_a_long_cell_is_read_and_the_limit_of_csv_is_put_back(tmp_path: Path) ->
 
 
 GIVEN: dict[str, tuple[Any, str]] = {
-    "a mapping of splits": ({"train": ROWS}, r"Take one of its splits: \['train'\]"),
-    "numbers": ([1, 2], "rows are mappings"),
-    "text": (("one", "two"), "rows are mappings"),
+    "a mapping of splits": ({"train": ROWS}, r"Choose one of its splits: \['train'\]"),
+    "numbers": ([1, 2], "rows of a dataset must be mappings"),
+    "text": (("one", "two"), "rows of a dataset must be mappings"),
     "nothing": ([], "this dataset is empty"),
     "a number": (7, "not of type int"),
     "an iterator": (iter(ROWS), "not of type list_iterator"),
@@ -207,9 +207,9 @@ def test_what_is_streamed_or_lies_in_columns() -> None:
     import datasets
     import pandas
 
-    with pytest.raises(UsageError, match="it is streamed and has no length"):
+    with pytest.raises(UsageError, match="a streamed dataset has no length"):
         read_rows(datasets.Dataset.from_list(ROWS).to_iterable_dataset())
-    with pytest.raises(UsageError, match="rows are mappings"):
+    with pytest.raises(UsageError, match="rows of a dataset must be mappings"):
         read_rows(pandas.DataFrame(ROWS))
 
 
@@ -279,14 +279,14 @@ AMISS: list[tuple[Task, str, dict[str, str], str]] = [
     ),
     (CLASSES, "text reviw", {"text": "review"}, r"no column 'review'. Its columns: 'reviw', 'text'"),
     (CLASSES, "text", {}, r"which column is the label\?"),
-    (CLASSES, "text label", {"txet": "text"}, r"'txet' is nothing that a column can be. Did you mean 'text'"),
+    (CLASSES, "text label", {"txet": "text"}, r"'txet' is not a role of a column. Did you mean 'text'"),
     (
         CLASSES,
         "text label",
         {"source": "text"},
         "sequence-classification reads input_ids or text with text_pair",
     ),
-    (Task.CAUSAL_LM, "text label", {"label": "label"}, "takes no labels"),
+    (Task.CAUSAL_LM, "text label", {"label": "label"}, "uses no labels"),
     (Task.CAUSAL_LM, "instruction output input", {}, r"which column is the text\?"),
     (Task.SEQ2SEQ_LM, "a b", {"source": "a"}, r'which column is the target\?.*columns={"target": "NAME"}'),
     (Task.SEQ2SEQ_LM, "input_ids", {}, "which column is the label"),
@@ -300,7 +300,10 @@ def test_columns_that_are_not_there(task: Task, columns: str, asked: dict[str, s
 
 
 def test_columns_are_a_mapping_of_names() -> None:
-    for asked, says in (("review", "it is a mapping"), ({"text": 7}, "no column 7. Its columns: 'text'")):
+    for asked, says in (
+        ("review", "it must be a mapping"),
+        ({"text": 7}, "no column 7. Its columns: 'text'"),
+    ):
         with pytest.raises(UsageError, match=says):
             read_rows(ROWS, columns=asked)
 
@@ -308,7 +311,7 @@ def test_columns_are_a_mapping_of_names() -> None:
 def test_modules_from_python_have_no_rows() -> None:
     module = torch.nn.Linear(1, 1)
     model = Model.from_module(module, {"input": torch.ones(1, 1)})
-    with pytest.raises(UsageError, match="the task custom is not trained from rows"):
+    with pytest.raises(UsageError, match="the task custom cannot be trained from rows"):
         columns_of(read_rows(ROWS), Job(model=model, task=Task.CUSTOM))
 
 

@@ -153,19 +153,19 @@ def test_the_start_token_is_the_models_to_write(tmp_path: Path, folder: Path) ->
 WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     "another rate": (
         lambda at: sound(at / "a.wav", rate=44_100),
-        r"a.wav: 44,100 samples a second, and the model hears 16,000. .*resampled.*ffmpeg .* -ar 16000",
+        r"a.wav: 44,100 samples per second, but the model takes 16,000. .*resample.*ffmpeg .* -ar 16000",
     ),
     "too long": (
         lambda at: sound(at / "a.wav", tone(1.2)),
-        "a.wav: 1.2 seconds, and the model hears 1.0. Cut the sound with its text",
+        "a.wav: 1.2 seconds, but the model takes at most 1.0. Cut the audio and its text",
     ),
-    "no sound": (lambda at: sound(at / "a.wav", tone(0.0)), "a.wav: there is no sound in it"),
+    "the audio is empty": (lambda at: sound(at / "a.wav", tone(0.0)), "a.wav: the audio is empty"),
     "missing": (lambda at: at / "a.wav", r"a.wav: no such file"),
     "empty": (lambda at: written(at / "a.wav", b""), "a.wav: the file is empty"),
     "cut off": (lambda at: written(at / "a.wav", sound(at / "b.wav").read_bytes()[:-3]), "7,998 of 8,000"),
     "half a head": (lambda at: written(at / "a.wav", b"RIFF\x00\x00"), "a.wav: this .wav is broken"),
     "another kind": (lambda at: written(at / "a.flac", b"fLaC"), "needs soundfile.*pip install soundfile"),
-    "without a rate": (lambda at: tone(), "a sound in memory comes with its rate"),
+    "without a rate": (lambda at: tone(), "audio in memory needs its sampling rate"),
     "two dimensions": (lambda at: {"array": np.zeros((2, 9)), "sampling_rate": RATE}, r"shape \(2, 9\)"),
     "whole numbers": (lambda at: {"array": np.arange(9), "sampling_rate": RATE}, "one of int64"),
     "nothing": (lambda at: None, "not NoneType"),
@@ -211,7 +211,7 @@ def test_other_files_are_read_by_soundfile(
     (sample,) = made(_rows(written(tmp_path / "a.flac", b"fLaC")), folder)
     (same,) = made(_rows({"array": HEARD[0], "sampling_rate": RATE}), folder)
     assert np.array_equal(sample["input_features"], same["input_features"])
-    with pytest.raises(UsageError, match=r"b.flac: this is no sound that can be read \(Error opening"):
+    with pytest.raises(UsageError, match=r"b.flac: this audio cannot be read \(Error opening"):
         made(_rows(written(tmp_path / "b.flac", b"mp3?")), folder)
 
 
@@ -222,14 +222,14 @@ def test_texts_are_told_too(folder: Path, tmp_path: Path) -> None:
             made([rows[0], {**rows[1], "text": text}], folder)
     with pytest.raises(UsageError, match="row 2: 'text' is empty"):
         made([rows[0], {**rows[1], "text": ""}], folder, "gpt2")
-    with pytest.raises(UsageError, match="there is no tokenizer"):
+    with pytest.raises(UsageError, match="no tokenizer was found"):
         data(rows, folder, tokenizer=None, processor=load_processor(folder, speech_job(folder)))
 
 
 def test_noise_of_its_own_is_refused(tmp_path: Path) -> None:
     folder = whisper(tmp_path / "noisy", dither=1e-3)
     with pytest.raises(
-        UsageError, match=r"dither: 0.001, which adds other noise .* 0.0 in preprocessor_config"
+        UsageError, match=r"dither: 0.001, which adds different noise .* 0.0 in preprocessor_config"
     ):
         made(_rows(HEARD[0], sampling_rate=RATE), folder)
 
@@ -237,7 +237,7 @@ def test_noise_of_its_own_is_refused(tmp_path: Path) -> None:
 def test_a_processor_must_fit_the_model(tmp_path: Path, folder: Path) -> None:
     rows = _rows(HEARD[0], sampling_rate=RATE)
     longer = whisper(tmp_path / "longer", chunk_length=2)
-    with pytest.raises(UsageError, match="makes 16 x 200 of it, and the model hears 16 x 100"):
+    with pytest.raises(UsageError, match="makes 16 x 200 of it, but the model takes 16 x 100"):
         data(rows, folder, processor=longer)
     with pytest.raises(UsageError, match="for speech-to-text it is transformers' feature extractor"):
         data(rows, folder, processor=tokenizer("t5"))
@@ -328,5 +328,5 @@ def test_a_column_with_a_rate_is_left_to_datasets_where_it_can_hear(
     monkeypatch.setattr(datasets.config, "TORCHCODEC_AVAILABLE", True)
     assert read_rows(source.cast_column("audio", datasets.Audio()))[0]["audio"]["bytes"] is None
     if importlib.util.find_spec("torchcodec") is None:
-        with pytest.raises(UsageError, match=r"row 1: datasets cannot read this .*torchcodec"):
+        with pytest.raises(UsageError, match=r"row 1: datasets library cannot read this .*torchcodec"):
             made(source, folder)

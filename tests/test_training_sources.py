@@ -106,17 +106,21 @@ def _columns(folder: Path) -> None:
 
 
 MISTAKES: dict[str, tuple[Callable[[Path], object], str, str]] = {
-    "nothing fits": (lambda at: write(at / "a.jsonl", TEXTS), "*.json", "no file fits this pattern"),
-    "only folders": (lambda at: (at / "inner").mkdir(), "in*", "fits folders only"),
-    "an empty folder": (lambda at: None, "", "this folder holds no files of samples"),
-    "kinds": (_kinds, "", r"several kinds \(.csv, .jsonl\). Name one kind by a pattern: .*\*.csv"),
-    "another kind": (lambda at: (at / "a.xml").write_text(""), "*", "samples are read from .txt"),
-    "splits": (_splits, "", r"several splits \(test, train\). Name one by a pattern: .*\*.jsonl"),
-    "folders of splits": (_folders_of_splits, "", r"it holds splits. Give one of them: .*test, .*train"),
-    "columns": (_columns, "", r"b.csv: its columns are text, numbr, and those of .*a.csv are text, number"),
+    "nothing fits": (lambda at: write(at / "a.jsonl", TEXTS), "*.json", "no file matches this pattern"),
+    "only folders": (lambda at: (at / "inner").mkdir(), "in*", "matches only folders"),
+    "an empty folder": (lambda at: None, "", "this folder has no files of samples"),
+    "kinds": (_kinds, "", r"several kinds \(.csv, .jsonl\). Choose one kind with a pattern: .*\*.csv"),
+    "another kind": (lambda at: (at / "a.xml").write_text(""), "*", "samples can be read from .txt"),
+    "splits": (_splits, "", r"several splits \(test, train\). Choose one with a pattern: .*\*.jsonl"),
+    "folders of splits": (
+        _folders_of_splits,
+        "",
+        r"this folder contains splits. Give one of them: .*test, .*train",
+    ),
+    "columns": (_columns, "", r"b.csv: its columns are text, numbr, but those of .*a.csv are text, number"),
     "all empty": (lambda at: [write(at / n, ()) for n in ("a.txt", "b.txt")], "", "this dataset is empty"),
-    "no classes": (lambda at: picture(at / "1.png"), "", "pictures without classes"),
-    "an empty class": (lambda at: (pets(at, 1), (at / "elk").mkdir()), "", "elk: no picture of this class"),
+    "no classes": (lambda at: picture(at / "1.png"), "", "images without classes"),
+    "an empty class": (lambda at: (pets(at, 1), (at / "elk").mkdir()), "", "elk: no image of this class"),
     "too deep": (lambda at: (pets(at, 1), pets(at / "cat" / "old", 1)), "", "cat/old: .* and not deeper"),
 }
 
@@ -152,7 +156,7 @@ def test_a_run_over_shards_is_one_over_the_whole(tmp_path: Path) -> None:
     assert losses(tmp_path / "whole") == losses(tmp_path / "parts")
     (tmp_path / "data" / "2.jsonl").rename(tmp_path / "data" / "-2.jsonl")
     moved = small_run(tmp_path / "parts", samples=f"{tmp_path}/data/*.jsonl", max_steps=4)
-    with pytest.raises(UsageError, match="data has the same number of samples, and other samples"):
+    with pytest.raises(UsageError, match="data has the same number of samples, but other samples"):
         train(moved)
 
 
@@ -170,7 +174,7 @@ def test_pictures_in_folders_are_rows(tmp_path: Path) -> None:
     assert read.where(3) == read[3]["image"] == str(tmp_path / "dog" / "1.png")
     assert read.class_names("label") == ("cat", "dog")
     assert list(read.notes()) == [
-        f"1 files are no pictures and are left out, the first {tmp_path / 'cat' / 'notes.md'}."
+        f"1 files are not images and are ignored, the first is {tmp_path / 'cat' / 'notes.md'}."
     ]
     assert list(pickle.loads(pickle.dumps(read))) == list(read)
 

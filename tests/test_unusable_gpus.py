@@ -19,7 +19,7 @@ from snugfit.prediction.profile import Software, find_software
 
 @pytest.mark.parametrize(
     ("name", "why"),
-    [("mi300x", "is no CUDA GPU"), ("k80", "does not run on Tesla K80: compute capability 3.7")],
+    [("mi300x", "is not a CUDA GPU"), ("k80", "does not run on Tesla K80: compute capability 3.7")],
 )
 def test_a_gpu_that_no_step_runs_on_is_one_sentence_everywhere(name: str, why: str) -> None:
     """In `predict`, `plan`, `gpus --for`, `lengths` and the guide, in Python as in the command."""
@@ -42,7 +42,7 @@ def test_a_gpu_that_no_step_runs_on_is_one_sentence_everywhere(name: str, why: s
 
 def test_torch_of_the_time_ran_on_what_today_s_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     policy_for(find_gpu("k80"), find_software("published-2022"))
-    assert any("the one for CUDA 12.6" in doubt for doubt in doubts_about(find_gpu("p100-pcie")))
+    assert any("the build for CUDA 12.6" in doubt for doubt in doubts_about(find_gpu("p100-pcie")))
     assert not any("12.6" in doubt for doubt in doubts_about(find_gpu("rtx4090")))
     monkeypatch.setattr("snugfit.prediction.device.version_of", lambda package: "2.7.1+cu118")
     policy_for(find_gpu("k80"), Software())

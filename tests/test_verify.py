@@ -230,9 +230,9 @@ def test_nothing_is_measured_where_nothing_fits(asked: list[Any], capsys: pytest
 @pytest.mark.parametrize(
     ("here", "more", "told"),
     [
-        (None, [], "there is none here"),
-        (None, ["--gpu", "h200"], "there is none here"),
-        ("NVIDIA H200", ["--gpu", "v100-16gb"], "a NVIDIA H200; the plan was asked for"),
+        (None, [], "but there is none"),
+        (None, ["--gpu", "h200"], "but there is none"),
+        ("NVIDIA H200", ["--gpu", "v100-16gb"], "a NVIDIA H200, but the plan is for"),
         ("NVIDIA H200", ["--verify", "0"], "--verify"),
     ],
 )

@@ -133,7 +133,7 @@ def test_what_the_rates_say_already_changes_nothing() -> None:
     known = packaged_rates(GPU)
     found = learn(runs_on(known), GPU, rates=known)
     assert not found.changes_rates
-    assert "the rates stand" in found.why_not
+    assert "the rates stay as they are" in found.why_not
 
 
 def test_where_the_device_bounds_every_run_nothing_is_learned_of_the_host() -> None:
@@ -230,4 +230,4 @@ def test_rates_that_were_scaled_are_not_called_measured_by_a_correction() -> Non
     other = find_gpu("a100-80gb")
     remember(TAUGHT, runs_on(packaged_rates(GPU), recipes=RECIPES[:3]), other, rates_for(other))
     assert not rates_for(other).measured
-    assert "by data sheet; corrected by" in rates_for(other).source
+    assert "by the data sheets; corrected by" in rates_for(other).source

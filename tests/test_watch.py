@@ -119,7 +119,7 @@ def test_peaks_count_from_the_beginning_of_the_block(cuda: FakeCuda) -> None:
     assert (gpu.total_bytes, gpu.reserve_bytes) == (H200_TOTAL, H200_RESERVE)
     assert library.open == 0
     shown = str(seen)
-    assert "4.59 GiB at its peak, all processes, the driver's 615.0 MiB apart" in shown
+    assert "4.59 GiB at its peak, all processes, without the driver's 615.0 MiB" in shown
     assert "this process" in shown
 
 
@@ -230,8 +230,8 @@ def test_the_doctor_knows_extras_from_the_roster() -> None:
     ("build", "library", "environment", "reason"),
     [
         (None, machine(), {}, "without CUDA"),
-        ("13.0", FakeNvml(absent=True), {}, "no NVIDIA driver answers: .*Not Found"),
-        ("13.0", FakeNvml(), {}, "knows no GPU"),
+        ("13.0", FakeNvml(absent=True), {}, "no NVIDIA driver was found: .*Not Found"),
+        ("13.0", FakeNvml(), {}, "finds no GPU"),
         ("13.0", machine(), {"CUDA_VISIBLE_DEVICES": "-1"}, "hides every GPU"),
     ],
 )

@@ -61,7 +61,7 @@ def read_document(path: Path, *, limit: int = LARGEST_DOCUMENT) -> dict[str, Any
     except (ValueError, RecursionError) as fault:
         raise BadDocument(f"{path.name} is not strict JSON: {fault}") from None
     if not isinstance(document, dict):
-        raise BadDocument(f"{path.name} holds a {type(document).__name__}, not an object")
+        raise BadDocument(f"{path.name} contains a {type(document).__name__}, not an object")
     return document
 
 
@@ -99,12 +99,12 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     document = dict(pairs)
     if len(document) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} stands twice")
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} is given twice")
     return document
 
 
 def _refuse_constant(word: str) -> float:
-    raise ValueError(f"{word} is no number that JSON knows")
+    raise ValueError(f"{word} is not a JSON number")
 
 
 def _finite(digits: str) -> float:

@@ -37,9 +37,9 @@ def refuse_no_file(path: Path, what: str, largest: int = LARGEST_FILE, hint: str
     if not path.exists():
         raise UsageError(f"{path}: no such {what}.")
     if not path.is_file():
-        raise UsageError(f"{path}: a {what} is a regular file, and this is not one.")
+        raise UsageError(f"{path}: this is not a regular file, so it cannot be read as a {what}.")
     if (size := path.stat().st_size) > largest:
-        raise UsageError(f"{path}: {size:,} bytes; a {what} has at most {largest:,}.{hint}")
+        raise UsageError(f"{path}: {size:,} bytes; a {what} may have at most {largest:,}.{hint}")
 
 
 class LimitedLoader(yaml.SafeLoader):
@@ -77,7 +77,7 @@ class LimitedLoader(yaml.SafeLoader):
         keys: set[str] = set()
         for key, _ in node.value:
             if str(key.value) in keys:
-                problem = f"the key {key.value!r} stands twice"
+                problem = f"the key {key.value!r} is given twice"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
             keys.add(str(key.value))
         return super().construct_mapping(node, deep)
@@ -112,5 +112,5 @@ def load_json(text: str, where: str, *, constants: bool = False) -> Any:
 
 def _in_words(error: yaml.MarkedYAMLError) -> str:
     if "'\\t'" in str(error.problem):
-        return "a tab begins the line. YAML is indented with spaces"
+        return "the line begins with a tab. YAML must be indented with spaces"
     return " ".join(f"{error.context or ''} {error.problem or ''}".split())

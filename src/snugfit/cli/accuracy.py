@@ -24,41 +24,46 @@ if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
     from snugfit.job.job import Job
 
-ORDER, LATER = "The order of recipes", "What was drawn before"
+ORDER, LATER = "The order of recipes", "Results of an earlier draw"
 
-Draw = Annotated[int, typer.Option("--draw", help="How many jobs.", min=1, max=1000)]
-Seed = Annotated[int, typer.Option(help="What they are drawn from.", min=0)]
+Draw = Annotated[int, typer.Option("--draw", help="Number of jobs to draw.", min=1, max=1000)]
+Seed = Annotated[int, typer.Option(help="Seed of the random draw.", min=0)]
 WithinJob = Annotated[
-    int | None, given.option(ORDER, "Draw R recipes of each job.", metavar="R", min=2, max=64)
+    int | None, given.option(ORDER, "Draw R recipes for each job.", metavar="R", min=2, max=64)
 ]
 Top = Annotated[
-    int | None, given.option(ORDER, "The best K recipes of each job's plan.", metavar="K", min=2, max=64)
+    int | None, given.option(ORDER, "Take the best K recipes of each job's plan.", metavar="K", min=2, max=64)
 ]
 Jobs = Annotated[
-    list[Path] | None, given.option(ORDER, "A job file in place of a drawn job; repeatable.", "--job")
+    list[Path] | None,
+    given.option(ORDER, "Use this job file instead of a drawn job. Can be repeated.", "--job"),
 ]
-Output = Annotated[Path, typer.Option(help="Folder for the result.", file_okay=False)]
-PredictOnly = Annotated[bool, typer.Option("--predict-only", help="Draw and predict; measure nothing.")]
+Output = Annotated[Path, typer.Option(help="Write the result into this folder.", file_okay=False)]
+PredictOnly = Annotated[bool, typer.Option("--predict-only", help="Draw and predict, but do not measure.")]
 Workers = Annotated[
-    int | None, typer.Option(help="Processes that predict in parallel. [4, or one a core]", min=1)
+    int | None, typer.Option(help="Number of processes that predict in parallel. [4, or one per core]", min=1)
 ]
 Measure = Annotated[
     Path | None,
-    given.option(LATER, "Measure here what this file only predicts, and write it there.", metavar="FILE"),
+    given.option(
+        LATER, "Measure on this machine what FILE only predicts, and write it into FILE.", metavar="FILE"
+    ),
 ]
 Rescore = Annotated[
     Path | None,
-    given.option(LATER, "Predict this file's runs again; what was measured stands.", metavar="FILE"),
+    given.option(LATER, "Predict the runs of FILE again. Measured values stay as they are.", metavar="FILE"),
 ]
 RatesFile = Annotated[
     Path | None,
-    given.option(LATER, "With --rescore: a calibration to take the rates from.", "--rates", metavar="FILE"),
+    given.option(LATER, "With --rescore: take the rates from this calibration.", "--rates", metavar="FILE"),
 ]
 Show = Annotated[
-    Path | None, given.option(LATER, "Show the results in this file or folder; draw nothing.", metavar="PATH")
+    Path | None,
+    given.option(LATER, "Show the results in this file or folder, without a new draw.", metavar="PATH"),
 ]
 Plot = Annotated[
-    Path | None, typer.Option(help="Draw the errors of seconds into this .png or .svg.", dir_okay=False)
+    Path | None,
+    typer.Option(help="Plot the errors of the seconds into this .png or .svg file.", dir_okay=False),
 ]
 
 DRAWS, OUTPUT = 16, Path("snugfit-accuracy")
@@ -93,7 +98,7 @@ def accuracy(
         "output": output != OUTPUT, "workers": workers is not None,
     })  # fmt: skip
     if job and draw != DRAWS:
-        raise UsageError(f"--draw {draw}: the jobs are those of --job. Leave it out.")
+        raise UsageError(f"--draw {draw}: the jobs come from --job. Leave --draw out.")
     if show is not None:
         _print(_read(show), form, plot)
         return
@@ -121,11 +126,13 @@ def _refuse(modes: list[str], rates: Path | None, jobs: list[Path] | None, plot:
 
     if len(modes) > 1:
         shown = " and ".join(f"--{mode}" for mode in modes)
-        raise UsageError(f"{shown} exclude each other. Give one of them.")
+        raise UsageError(f"{shown} cannot be used together. Give one of them.")
     if rates is not None and modes != ["rescore"]:
-        raise UsageError("--rates goes with --rescore; a draw takes this GPU's own (snugfit calibrate).")
+        raise UsageError(
+            "--rates works only with --rescore. A draw uses this GPU's own rates (snugfit calibrate)."
+        )
     if jobs and modes not in (["within-job"], ["top"]):
-        raise UsageError("--job names what would be drawn; it goes with --within-job or --top.")
+        raise UsageError("--job replaces the drawn jobs. It works only with --within-job or --top.")
     check_output("--plot", plot, (".png", ".svg"), given.PLOT_FILE)
 
 
@@ -135,7 +142,9 @@ def _refuse_idle(modes: Collection[str], given_options: Mapping[str, bool]) -> N
         used = ("output", "workers") if mode == "rescore" else ()
         for option, is_given in given_options.items():
             if is_given and option not in used:
-                raise UsageError(f"--{option} says how to draw, and --{mode} draws nothing. Leave it out.")
+                raise UsageError(
+                    f"--{option} changes how jobs are drawn, and --{mode} draws none. Leave it out."
+                )
 
 
 def _gpu(name: str | None, predict_only: bool) -> Gpu:
@@ -144,9 +153,9 @@ def _gpu(name: str | None, predict_only: bool) -> Gpu:
 
     of_this_machine = gpu_here()
     if of_this_machine is None and not predict_only:
-        raise GpuError("There is no GPU here to measure on. Try --predict-only --gpu NAME.")
+        raise GpuError("This machine has no GPU to measure on. Try --predict-only --gpu NAME.")
     if name is None and of_this_machine is None:
-        raise GpuError("No GPU to predict for: add --gpu NAME. `snugfit gpus` lists them.")
+        raise GpuError("No GPU to predict for. Add --gpu NAME; `snugfit gpus` lists the names.")
     return find_gpu(name or of_this_machine or "")
 
 
@@ -204,7 +213,9 @@ def _job(file: Path) -> Job:
 
     request = Request.read({"job_file": file})
     if request.recipe != Recipe():
-        raise UsageError(f"{file}: it names a recipe, and here recipes are drawn or planned. Leave it out.")
+        raise UsageError(
+            f"{file}: this job file names a recipe, but here recipes are drawn or planned. Remove the recipe."
+        )
     return request.job
 
 
@@ -217,9 +228,9 @@ def _measure(file: Path) -> tuple[Accuracy, Path]:
 
     result, name = read(file), gpu_here()
     if name is None:
-        raise GpuError("There is no GPU here to measure on.")
+        raise GpuError("This machine has no GPU to measure on.")
     if find_gpu(name).key != find_gpu(result.gpu).key:
-        raise GpuError(f"{file} predicts for {result.gpu}, and the GPU here is {name}.")
+        raise GpuError(f"{file} has predictions for {result.gpu}, but the GPU of this machine is {name}.")
     with show_progress() as tell:
         return measure_rest(result, file=file, tell=tell), file
 
@@ -265,5 +276,5 @@ def _read(path: Path) -> list[Accuracy]:
 
     files = sorted(path.glob("accuracy-*.json")) if path.is_dir() else [path]
     if not files:
-        raise UsageError(f"--show {path}: no accuracy-*.json there.")
+        raise UsageError(f"--show {path}: found no accuracy-*.json file.")
     return [read(file) for file in files]

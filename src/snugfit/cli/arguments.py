@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 TRAINER_ARGUMENT = "--trainer-argument"
 """Where `Command` puts transformers' own arguments, as `key=value`."""
-JOB, HOW, WHERE = "The job", "How it is done", "Where it must fit"
+JOB, HOW, WHERE = "The job", "How it is done", "Where it has to fit"
 
 
 def option(panel: str, help: str, *names: str, **more: Any) -> Any:
@@ -61,41 +61,49 @@ Model = Annotated[
     str | None,
     typer.Argument(
         autocompletion=_complete_model,
-        help="A preset (bert-large-uncased), a folder, a config.json, or a hub id.",
+        help="A preset (bert-large-uncased), a folder, a config.json, or a model name on the Hugging "
+        "Face hub.",
         show_default=False,
     ),
 ]
 Task = Annotated[
     str | None,
-    option(JOB, "sequence-classification, causal-lm, seq2seq-lm, ...", autocompletion=_complete_task),
+    option(
+        JOB,
+        "sequence-classification, causal-lm, seq2seq-lm, ... \\[from the architecture]",
+        autocompletion=_complete_task,
+    ),
 ]
-SequenceLength = Annotated[int | None, option(JOB, "Tokens of one sequence. [512]")]
-TargetLength = Annotated[
-    int | None, option(JOB, "Tokens of one target, for models with a decoder of their own. [128]")
-]
+SequenceLength = Annotated[int | None, option(JOB, "Tokens per sequence. [512]")]
+TargetLength = Annotated[int | None, option(JOB, "Tokens per target, for encoder-decoder models. [128]")]
 Padding = Annotated[float | None, option(JOB, "Fraction of each sequence that is padding. [0]")]
 BatchSize = Annotated[
-    int | None, option(JOB, "Samples of one optimizer step, all micro-batches together. [4]")
+    int | None, option(JOB, "Global batch: samples per optimizer step, over all micro-batches. [4]")
 ]
-Labels = Annotated[int | None, option(JOB, "Classes of a classification head. [2]")]
-Clip = Annotated[float | None, option(JOB, "Largest gradient norm. \\[no clipping]")]
+Labels = Annotated[int | None, option(JOB, "Number of classes of a classification head. [2]")]
+Clip = Annotated[float | None, option(JOB, "Clip gradients to this norm. \\[no clipping]")]
 Phase = Annotated[str | None, option(JOB, "train or evaluate. \\[train]")]
-JobFile = Annotated[Path | None, option(JOB, "A YAML file with these arguments.", "--job")]
+JobFile = Annotated[
+    Path | None,
+    option(JOB, "Read the job from a YAML file. Its keys are the names of these options.", "--job"),
+]
 ArgumentsFile = Annotated[
     Path | None,
     option(
         JOB,
-        "Start from a configuration: TrainingArguments or SFTConfig (JSON, YAML, .py), a shell file that"
-        " trains, unsloth's script, an accelerate, DeepSpeed, axolotl or LLaMA-Factory config.",
+        "Read your configuration: TrainingArguments or SFTConfig (JSON, YAML, .py), a shell script that "
+        "starts training, an unsloth script, or a config of accelerate, DeepSpeed, axolotl or "
+        "LLaMA-Factory.",
         "--arguments",
     ),
 ]
 Settings = Annotated[
-    list[str] | None, option(JOB, "Change one key of the job file; repeatable.", "--set", metavar="KEY=VALUE")
+    list[str] | None,
+    option(JOB, "Change one key of the job file. Can be repeated.", "--set", metavar="KEY=VALUE"),
 ]
 TrainerArguments = Annotated[list[str] | None, typer.Option(TRAINER_ARGUMENT, hidden=True)]
 Online = Annotated[bool, typer.Option("--online", hidden=True)]
-Offline = Annotated[bool, option(JOB, "Fetch no configuration from the hub.", "--offline")]
+Offline = Annotated[bool, option(JOB, "Do not ask the hub for a model's config.json.", "--offline")]
 RecipeText = Annotated[
     str | None,
     option(
@@ -109,37 +117,51 @@ Loop = Annotated[str | None, option(HOW, "plain, accelerate or trainer. \\[plain
 GpuName = Annotated[
     str | None,
     option(
-        WHERE, "h200, v100-16gb, 'rtx 4090'; snugfit gpus lists them.", "--gpu", autocompletion=_complete_gpu
+        WHERE,
+        "h200, v100-16gb, 'rtx 4090', ...; `snugfit gpus` lists all.",
+        "--gpu",
+        autocompletion=_complete_gpu,
     ),
 ]
-Memory = Annotated[str | None, option(WHERE, "Memory that may be used: 24GiB, 16GB, 16000MiB.")]
+Memory = Annotated[
+    str | None, option(WHERE, "How much GPU memory may be used: 24GiB, 16GB, 16000MiB. \\[all of the GPU's]")
+]
 Dtype = Annotated[
     str | None,
-    option(JOB, "Of the loaded weights: float32, bfloat16, float16, or auto: the checkpoint's own. \\[auto]"),
+    option(
+        JOB,
+        "In which dtype weights are loaded: float32, bfloat16, float16, or auto: as in the checkpoint. "
+        "\\[auto]",
+    ),
 ]
 Headroom = Annotated[
     str | None,
     option(
         WHERE,
-        "Memory to leave free: 1GiB, 2% or 0. \\[2% of the GPU's, more where the bytes are in doubt; 0 with "
-        "--memory]",
+        "How much memory to leave free: 1GiB, 2% or 0. \\[2%, more where the prediction is less certain; 0 "
+        "with --memory]",
     ),
 ]
 Routing = Annotated[
     Literal["balanced", "worst"] | None,
-    option(JOB, "How tokens go to experts: evenly, or all to the same. \\[balanced]"),
+    option(
+        JOB,
+        "For mixtures of experts: tokens go evenly to all experts (balanced), or all to the same "
+        "(worst). \\[balanced]",
+    ),
 ]
-Format = Annotated[Literal["terminal", "markdown", "json"], typer.Option("--format", help="What to print.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+Format = Annotated[Literal["terminal", "markdown", "json"], typer.Option("--format", help="Output format.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
 Html = Annotated[
-    Path | None, typer.Option(help="Draw the answer into this .html page.", dir_okay=False, metavar="FILE")
+    Path | None,
+    typer.Option(help="Write the answer with pictures into this .html file.", dir_okay=False, metavar="FILE"),
 ]
 PLOT_FILE = "a plot is a .png or a .svg file"
 Plot = Annotated[
     Path | None,
     typer.Option(help="Draw the same into this .png or .svg file.", dir_okay=False, metavar="FILE"),
 ]
-Fresh = Annotated[bool, typer.Option("--fresh", help="Compute again, also when the answer is cached.")]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Do not use a cached answer; compute it again.")]
 
 
 def _job_arguments(

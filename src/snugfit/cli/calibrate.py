@@ -21,7 +21,7 @@ def calibrate(as_json: given.AsJson = False) -> None:
     """Measure this GPU and its host in about a minute; later predictions for it use the result."""
     name = gpu_here()
     if name is None:
-        raise GpuError("There is no GPU here to calibrate.")
+        raise GpuError("This machine has no GPU to calibrate.")
     from snugfit.cli.calibration import write_calibration
     from snugfit.cli.progress import show_progress
     from snugfit.comparison.calibrate import calibrate as run
@@ -65,4 +65,4 @@ def _table(rates: Rates, readings: Sequence[ProbeReading]) -> PlainTable:
         for reading in readings
     ]
     heads = ("Probe", "Recipe", "predicted>", "measured>", "factor>")
-    return table(heads, rows, title=f"{rates.gpu}: seconds of a step before and after")
+    return table(heads, rows, title=f"{rates.gpu}: seconds per step, before and after")

@@ -19,13 +19,14 @@ FOUND = 3
 File = Annotated[
     Path,
     typer.Argument(
-        help="TrainingArguments (JSON, YAML, .py with the call), an accelerate, DeepSpeed or axolotl file."
+        help="TrainingArguments (JSON, YAML, or a .py file that calls it), or a config of accelerate, "
+        "DeepSpeed or axolotl."
     ),
 ]
 Output = Annotated[
-    Path | None, typer.Option(help="Write what to change, a unified diff, into this .diff or .patch file.")
+    Path | None, typer.Option(help="Write the changes as a unified diff into this .diff or .patch file.")
 ]
-Force = Annotated[bool, typer.Option("--force", help="Write over a file that is there.")]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")]
 
 
 def check(file: File, *, output: Output = None, force: Force = False, as_json: given.AsJson = False) -> int:
@@ -36,10 +37,10 @@ def check(file: File, *, output: Output = None, force: Force = False, as_json: g
     from snugfit.report.text.terminal import show, show_json
 
     if output is None and force:
-        raise UsageError("--force is about the file of --output, and none was named.")
+        raise UsageError("--force overwrites the file of --output, but --output is missing.")
     if output is not None and output.suffix.lower() not in (".diff", ".patch"):
         raise UsageError(
-            f"--output {output}: it takes a unified diff, so its name must end in .diff or .patch."
+            f"--output {output}: the file will be a unified diff, so its name must end in .diff or .patch."
         )
     checked = check_file(file)
     changes = difference(checked)

@@ -13,10 +13,14 @@ from snugfit.errors import UsageError
 Recipe = Annotated[str, typer.Argument(help='Techniques: "bf16 + every_layer + micro_batches(4)", or plain.')]
 Target = Annotated[
     Literal["hf", "accelerate", "torch"],
-    typer.Option("--to", help="TrainingArguments, a loop on accelerate with its config, or a plain loop."),
+    typer.Option(
+        "--to",
+        help="hf: TrainingArguments. accelerate: a loop with accelerate and its config. torch: a plain "
+        "PyTorch loop.",
+    ),
 ]
-Output = Annotated[Path | None, typer.Option(help="The folder to write into. \\[stdout]")]
-Force = Annotated[bool, typer.Option("--force", help="Write over files that are there.")]
+Output = Annotated[Path | None, typer.Option(help="Write the files into this folder. \\[print them]")]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite existing files.")]
 
 
 def export(
@@ -49,7 +53,7 @@ def export(
         "settings": settings, "online": online, "offline": offline, "recipe": recipe,
     }  # fmt: skip
     if output is None and force:
-        raise UsageError("--force is about the files in the folder of --output, and none was named.")
+        raise UsageError("--force overwrites files in the folder of --output, but --output is missing.")
     request = Request.read(flags)
     exported = write(request.job, request.recipe, to)
     if output is not None:

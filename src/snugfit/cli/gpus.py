@@ -29,22 +29,34 @@ MONEY = "What it costs"
 
 Names = Annotated[
     list[str] | None,
-    typer.Argument(help="Only these: h200, v100-16gb, 'rtx 4090'. One alone is shown with its sources."),
+    typer.Argument(
+        help="Show only these: h200, v100-16gb, 'rtx 4090'. A single GPU is shown with its sources."
+    ),
 ]
 For = Annotated[
     str | None,
-    given.option(given.JOB, "Plan this model on each GPU: a preset, a folder, ...", "--for", metavar="MODEL"),
+    given.option(
+        given.JOB,
+        "Plan the training of this model on each GPU: a preset, a folder, ...",
+        "--for",
+        metavar="MODEL",
+    ),
 ]
 Objective = Annotated[
     Literal["speed", "memory", "cost"],
     given.option(
-        given.HOW, "Best on each GPU, and the order: the fastest that fits, the smallest, or the cheapest."
+        given.HOW,
+        "What is best: the fastest that fits, the smallest, or the cheapest. Also the order of the table.",
     ),
 ]
-PriceFile = Annotated[Path | None, given.option(MONEY, "YAML or JSON of USD an hour, by GPU.", "--prices")]
+PriceFile = Annotated[
+    Path | None, given.option(MONEY, "YAML or JSON file of prices: GPU name, USD per hour.", "--prices")
+]
 Price = Annotated[
     list[str] | None,
-    given.option(MONEY, "What an hour of one GPU costs; repeatable.", "--price", metavar="NAME=USD"),
+    given.option(
+        MONEY, "Price of one GPU, in USD per hour: h200=2.5. Can be repeated.", "--price", metavar="NAME=USD"
+    ),
 ]
 
 _JOB = given.job_parameters(without=("model", "loop", "gpu"))
@@ -95,9 +107,9 @@ def _refuse_without_job(asked: Mapping[str, Any]) -> None:
     for parameter in (*_JOB, *_OWN):
         if parameter.name not in listing and asked[parameter.name] not in (parameter.default, None, [], ()):
             flag = parameter.name.replace("_", "-")
-            raise UsageError(f"--{flag} is about a job, and none was named. Add --for MODEL and --task.")
+            raise UsageError(f"--{flag} needs a model. Add --for MODEL.")
     if asked["form"] == "markdown":
-        raise UsageError("--format markdown is for plans. Add --for MODEL and --task, or leave it out.")
+        raise UsageError("--format markdown needs a model. Add --for MODEL, or leave it out.")
 
 
 def _list(gpus: Sequence[Gpu], asked: Mapping[str, Any]) -> None:
@@ -134,9 +146,14 @@ def _refuse(request: Request, asked: Mapping[str, Any]) -> None:
     """Raises `UsageError` for what a job file may say and plans for many GPUs do not take."""
     request.refuse_loop()
     if _fixed_recipe(request, asked) and (asked["keep"] or asked["free"]):
-        raise UsageError("--recipe fills every slot. Leave it out, or --keep and --free.")
+        raise UsageError(
+            "--recipe sets every slot, so --keep and --free have no effect. Leave --recipe out, or the "
+            "other two."
+        )
     if request.gpu or request.memory_bytes:
-        raise UsageError("gpu and memory have no place here: name the GPUs after `snugfit gpus`, or none.")
+        raise UsageError(
+            "gpu and memory cannot be given here. Name GPUs after `snugfit gpus`, or none for all of them."
+        )
 
 
 def _answers(request: Request, gpus: Sequence[Gpu], steps: int | None, asked: Mapping[str, Any]) -> GpuPlans:
@@ -186,7 +203,7 @@ def _print(plans: GpuPlans, prices: Prices, form: str) -> None:
 
 # ---- prices ------------------------------------------------------------------------------------------------
 
-EXAMPLE = "Write lines such as `h200: 2.5`: a GPU's name, and USD for an hour of it."
+EXAMPLE = "Write lines such as `h200: 2.5`: the name of a GPU, and its price in USD per hour."
 
 
 def _read_prices(file: Path | None, single: Sequence[str]) -> Prices:
@@ -204,7 +221,7 @@ def _document(file: Path) -> dict[Any, Any]:
     text = read_text(file, what="file of prices")
     document = (load_json if file.suffix.lower() == ".json" else load_yaml)(text, str(file))
     if not isinstance(document, dict) or not document:
-        raise UsageError(f"{file}: this holds no prices. {EXAMPLE}")
+        raise UsageError(f"{file}: no prices in this file. {EXAMPLE}")
     return document
 
 

@@ -16,12 +16,14 @@ if TYPE_CHECKING:
 
 Gpu = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="The GPU to predict for. \\[this machine's, or the guide's]"),
+    typer.Option(metavar="NAME", help="Predict for this GPU. \\[this machine's, or the guide's]"),
 ]
-Measure = Annotated[bool, typer.Option("--measure", help="Also run every experiment here.")]
-Output = Annotated[Path, typer.Option(help="Folder for the tables and the plot.", file_okay=False)]
+Measure = Annotated[bool, typer.Option("--measure", help="Also run every experiment on this machine.")]
+Output = Annotated[
+    Path, typer.Option(help="Write the tables and the plot into this folder.", file_okay=False)
+]
 Workers = Annotated[
-    int | None, typer.Option(help="Processes that predict in parallel. \\[one a core]", min=1)
+    int | None, typer.Option(help="Number of processes that predict in parallel. \\[one per core]", min=1)
 ]
 Format = Annotated[
     Literal["terminal", "markdown", "csv", "json"], typer.Option("--format", help="What to print.")
@@ -50,7 +52,9 @@ def guide(
     form = "json" if as_json else form
     name = None if gpu and not measure else gpu_here()
     if measure and name is None:
-        raise GpuError("--measure: there is no GPU here to run the suite on. Leave it out to predict.")
+        raise GpuError(
+            "--measure: this machine has no GPU to run the experiments on. Leave it out to predict only."
+        )
     target = find_gpu(gpu or name or own_gpu())
     folder = writable_folder(output)
 

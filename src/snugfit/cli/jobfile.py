@@ -45,7 +45,7 @@ def read_job_file(path: Path) -> dict[str, Any]:
     if document is None:
         raise UsageError(f"{path}: the file is empty. Write lines such as `model: bert-large-uncased`.")
     if not isinstance(document, dict):
-        raise UsageError(f"{path}: a job file is lines of `key: value`, not {_kind_of(document)}.")
+        raise UsageError(f"{path}: a job file has lines of `key: value`, but this is {_kind_of(document)}.")
     return settings_from(document, str(path))
 
 
@@ -57,7 +57,7 @@ def read_setting(text: str) -> tuple[str, Any]:
         raise UsageError(f"--set {text!r}: write key=value, for example --set batch_size=8.")
     head = key.split(".")[0]
     if "." in key and head in kinds():
-        raise UsageError(f"--set {text!r}: {head} is a single value and has no parts. Write --set {head}=...")
+        raise UsageError(f"--set {text!r}: {head} has a single value and no parts. Write --set {head}=...")
     return next(iter(settings_from({key: load_yaml(value, "--set", _Loader)}, "--set").items()))
 
 
@@ -100,7 +100,9 @@ def _of_kind(kind: type, key: str, value: Any, where: str) -> Any:
     if value is None and _may_be_none(key):
         return None
     if isinstance(value, str) and kind is not str and _OCTAL.fullmatch(value):
-        raise UsageError(f"{where}: {key} is {value}: is that octal? Write {int(value.replace('_', ''))}.")
+        raise UsageError(
+            f"{where}: {key} is {value}, which YAML reads as octal. Write {int(value.replace('_', ''))}."
+        )
     if kind is str and isinstance(value, str | int | float) and not isinstance(value, bool):
         return str(value)
     if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
@@ -110,7 +112,7 @@ def _of_kind(kind: type, key: str, value: Any, where: str) -> Any:
         return value
     takes = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}[kind]
     shown = f"{value!r}" if isinstance(value, str | int | float) else _kind_of(value)
-    raise UsageError(f"{where}: {key} is {shown[:80]}; it takes {takes}.")
+    raise UsageError(f"{where}: {key} is {shown[:80]}; it must be {takes}.")
 
 
 def _may_be_none(key: str) -> bool:
@@ -121,9 +123,9 @@ def _may_be_none(key: str) -> bool:
 def _unknown(key: Any, value: Any, advice: dict[str, str]) -> str:
     """One line about a key that is not ours: another trainer's, a typing mistake, or neither."""
     if not isinstance(key, str):
-        return f"the key {key!r} is not a word."
+        return f"the key {key!r} is not text."
     if key in advice:
-        return f"{key} is another trainer's name: {advice[key]}.{_about_value(key, value)}"
+        return f"{key} is a name from another trainer: {advice[key]}.{_about_value(key, value)}"
     near = nearest(key, [*kinds(), *advice], count=1)
     if near and near[0] in advice:
         return f"unknown key {key!r}. Did you mean {near[0]!r}? Here: {advice[near[0]]}."
@@ -136,7 +138,7 @@ def _whose(document: dict[Any, Any]) -> list[str]:
 
     strange = {key: value for key, value in document.items() if key not in kinds()}
     name = recognise(strange) if len(strange) > 1 else None
-    return [f"This looks like {dialect(name).title}: give such a file with --arguments."] if name else []
+    return [f"This looks like {dialect(name).title}: read such a file with --arguments."] if name else []
 
 
 def _about_value(key: str, value: Any) -> str:

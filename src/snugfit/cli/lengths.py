@@ -22,20 +22,28 @@ File = Annotated[
     Path,
     given.option(
         given.JOB,
-        "Tokens of each sample: .txt, .csv, .tsv, .jsonl, or .json (a list or histogram).",
+        "File with the number of tokens of each sample: .txt, .csv, .tsv, .jsonl, or .json (a list or a "
+        "histogram).",
         "--lengths",
     ),
 ]
 Planned = Annotated[
     Path | None,
-    given.option(given.JOB, "Tokens of each sample: plan for the longest, and say how to pad.", "--lengths"),
+    given.option(
+        given.JOB,
+        "File with the number of tokens of each sample. Plans for the longest, and says how to pad.",
+        "--lengths",
+    ),
 ]
-Column = Annotated[
-    str | None, given.option(given.JOB, "The column or key that holds the lengths. \\[length]")
-]
+Column = Annotated[str | None, given.option(given.JOB, "Column or key with the lengths. \\[length]")]
 Truncate = Annotated[
     int | None,
-    given.option(given.JOB, "Also predict cutting longer sequences: another job.", metavar="TOKENS", min=1),
+    given.option(
+        given.JOB,
+        "Also predict what cutting sequences at N tokens would give. This changes the job.",
+        metavar="TOKENS",
+        min=1,
+    ),
 ]
 
 
@@ -56,9 +64,11 @@ def lengths(
     from snugfit.report.text.page import print_as
 
     if request.gpu is None:
-        raise UsageError("Lengths are compared in seconds, and seconds need a GPU: add --gpu NAME.")
+        raise UsageError("Ways to pad are compared by their seconds, which need a GPU. Add --gpu NAME.")
     if request.software != "installed":
-        raise UsageError("Lengths are for the installed software. Leave the software profile out.")
+        raise UsageError(
+            "Lengths are predicted for the installed software only. Leave the software profile out."
+        )
     plan = plan_of(request, str(request.recipe), loop=request.loop, cut=truncate, fresh=fresh)
     print_as("json" if as_json else form, plan.to_json(), render(plan))
     return 0 if plan.best or not plan.ways else NothingFits.exit_code

@@ -51,9 +51,9 @@ FEW_COLLECTIONS = 100_000
 
 app = typer.Typer(
     name="snugfit",
-    help="Will this training step fit that GPU? Predict it without one, measure it on one, compare the two.",
-    epilog="Exit codes: 0 ok, 1 error, 2 usage, 3 does not fit (check: something was found), "
-    "4 out of memory, 5 outside the band, 75 stopped and resumable, 130 interrupted.",
+    help="Does a training step fit a GPU? Predict it without the GPU, plan what fits, train it, measure it.",
+    epilog="Exit codes: 0 ok, 1 error, 2 usage, 3 does not fit (check: there are findings), 4 out of "
+    "memory, 5 outside the band, 75 stopped and can be resumed, 130 interrupted.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -77,7 +77,8 @@ def _show_version(asked: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version.", callback=_show_version, is_eager=True)
+        bool,
+        typer.Option("--version", help="Print the version and exit.", callback=_show_version, is_eager=True),
     ] = False,
 ) -> None:
     """Will this training step fit that GPU? Predict it without one, measure it on one, compare the two."""

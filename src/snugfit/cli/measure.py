@@ -20,12 +20,16 @@ if TYPE_CHECKING:
 
 RUN = "The run"
 
-Steps = Annotated[int, given.option(RUN, "Steady steps that are timed.")]
-Warmup = Annotated[int, given.option(RUN, "Steps before them.")]
-Device = Annotated[str | None, given.option(RUN, "cuda, cuda:1 or cpu. \\[a GPU if there is one]")]
-Deadline = Annotated[float, given.option(RUN, "Seconds after which the run is ended.")]
-Ledger = Annotated[Path, given.option(RUN, "Folder in which the run is kept.")]
-Predict = Annotated[bool, given.option(RUN, "Also predict it, and show both side by side.", "--predict")]
+Steps = Annotated[int, given.option(RUN, "Number of steady steps to time.")]
+Warmup = Annotated[int, given.option(RUN, "Number of warm-up steps before them.")]
+Device = Annotated[
+    str | None, given.option(RUN, "cuda, cuda:1 or cpu. \\[a GPU if there is one, else the CPU]")
+]
+Deadline = Annotated[float, given.option(RUN, "Stop the run after so many seconds.")]
+Ledger = Annotated[Path, given.option(RUN, "Folder in which measured runs are saved.")]
+Predict = Annotated[
+    bool, given.option(RUN, "Also predict the step, and show both side by side.", "--predict")
+]
 
 
 @given.about_a_job
@@ -77,7 +81,9 @@ def _predict(request: Request, device: str | None) -> Prediction:
     if gpu is None:
         name = gpu_here(device)
         if name is None:
-            raise UsageError("--predict: this runs on the CPU. Name a GPU to predict for with --gpu.")
+            raise UsageError(
+                "--predict: the measurement runs on the CPU. Add --gpu NAME to say which GPU to predict for."
+            )
         gpu = find_gpu(name)
     return predict(request.job, request.recipe, gpu=gpu, loop=request.loop)
 

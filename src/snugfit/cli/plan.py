@@ -21,40 +21,56 @@ if TYPE_CHECKING:
 RUN = "The run"
 
 Fidelity = Annotated[
-    Literal["same", "rounds", "learns"], given.option(given.HOW, "The least exact that is allowed.")
+    Literal["same", "rounds", "learns"],
+    given.option(
+        given.HOW,
+        "How far the training may differ: same (same sums), rounds (other rounding), learns (another "
+        "algorithm).",
+    ),
 ]
 Objective = Annotated[
     Literal["speed", "memory", "cost"],
-    given.option(given.HOW, "The fastest that fits, the smallest, or the cheapest (on one GPU the fastest)."),
+    given.option(
+        given.HOW,
+        "What is best: the fastest that fits (speed), the smallest (memory), or the cheapest (cost; on "
+        "one GPU the fastest).",
+    ),
 ]
 Keep = Annotated[
     str | None,
-    given.option(given.HOW, 'Techniques that stay: "lora(r=16) + bf16_pure".', metavar="RECIPE"),
+    given.option(given.HOW, 'Techniques that the plan must use: "lora(r=16) + bf16_pure".', metavar="RECIPE"),
 ]
 Free = Annotated[
     str | None,
     given.option(
         given.HOW,
-        "Slots to look at although --arguments fills them: optimizer,precision. "
-        "\\[adapters, precision and optimizer stay]",
+        "With --arguments: slots that the plan may change, such as optimizer,precision. \\[it keeps your "
+        "adapters, precision and optimizer]",
         metavar="SLOTS",
     ),
 ]
 Samples = Annotated[
-    int | None, given.option(RUN, "Length of the run, in samples: start-up then counts too.", min=1)
+    int | None, given.option(RUN, "Length of the run in samples. The start-up then counts too.", min=1)
 ]
-Steps = Annotated[int | None, given.option(RUN, "Length of the run, in steps.", min=1)]
+Steps = Annotated[
+    int | None, given.option(RUN, "Length of the run in steps. The start-up then counts too.", min=1)
+]
 Workers = Annotated[
-    int | None, typer.Option(help="Processes that simulate in parallel. \\[two]", min=1, max=64)
+    int | None, typer.Option(help="Number of processes that simulate in parallel. \\[2]", min=1, max=64)
 ]
 Verify = Annotated[
     int | None,
-    typer.Option(metavar="K", help="Measure the best K on the GPU here, and learn from it.", min=1, max=64),
+    typer.Option(
+        metavar="K",
+        help="Measure the best K recipes on this machine's GPU, and correct its rates by that.",
+        min=1,
+        max=64,
+    ),
 ]
 All = Annotated[
-    bool, typer.Option("--all", help="Show the whole front; else eight rows that differ by 3% at least.")
+    bool, typer.Option("--all", help="Show all rows of the front. \\[eight rows that differ by 3% or more]")
 ]
-NoLearn = Annotated[bool, typer.Option("--no-learn", help="With --verify: leave the calibration as it is.")]
+NoLearn = Annotated[bool, typer.Option("--no-learn", help="With --verify: do not change the calibration.")]
 
 
 @given.about_a_job
@@ -116,13 +132,13 @@ def _check(request: Request, verify: int | None) -> Request:
     request = with_gpu_here(request) if verify else request
     request.refuse_recipe_and_loop()
     if request.software != "installed":
-        raise UsageError("A plan is made for the installed software. Leave the software profile out.")
+        raise UsageError("A plan is for the installed software only. Leave the software profile out.")
     if request.gpu is None:
         raise UsageError(
-            "A plan needs seconds, and seconds need a GPU: add --gpu NAME; --memory may go with it."
+            "A plan compares seconds, which need a GPU. Add --gpu NAME; --memory can be added to it."
         )
     if request.lengths and verify:
-        raise UsageError("--lengths and --verify are two questions. Ask one at a time.")
+        raise UsageError("--lengths and --verify cannot be used together. Give one of them.")
     return request
 
 

@@ -19,21 +19,30 @@ if TYPE_CHECKING:
     from snugfit.results.prediction import Prediction
 
 Software = Annotated[
-    str | None, given.option(given.HOW, "installed, or a profile such as published-2022. \\[installed]")
+    str | None,
+    given.option(
+        given.HOW,
+        "Which software to predict for: installed, or a profile such as published-2022. \\[installed]",
+    ),
 ]
 Largest = Annotated[
-    Literal["batch", "sequence-length"] | None, given.option(given.WHERE, "Find the largest that fits.")
+    Literal["batch", "sequence-length"] | None,
+    given.option(given.WHERE, "Find the largest batch, or the longest sequence, that fits."),
 ]
 Compare = Annotated[
-    list[str] | None, given.option(given.HOW, "Another recipe beside it; repeatable.", metavar="RECIPE")
+    list[str] | None,
+    given.option(given.HOW, "Also predict this recipe, side by side. Can be repeated.", metavar="RECIPE"),
 ]
-Operators = Annotated[bool, typer.Option("--operators", help="FLOPs, bytes and kernels by operator group.")]
+Operators = Annotated[
+    bool, typer.Option("--operators", help="Also show FLOPs, bytes and kernels by group of operators.")
+]
 
 TraceFile = Annotated[
     Path | None,
     typer.Option(
         "--trace",
-        help="Write the step for PyTorch's memory viewer (.pickle), or as a timeline for Perfetto (.json).",
+        help="Write the predicted step for PyTorch's memory viewer (FILE.pickle), or as a timeline for "
+        "Perfetto (FILE.json).",
         dir_okay=False,
         metavar="FILE",
     ),
@@ -58,7 +67,7 @@ def predict(
 ) -> int:
     """Predict the memory of a training step, without a GPU."""
     if largest and compare:
-        raise UsageError("--largest and --compare are two questions. Ask one at a time.")
+        raise UsageError("--largest and --compare cannot be used together. Give one of them.")
     given.check_pictures(html, plot)
     if trace:
         _check_trace(trace, request, compare)
@@ -85,9 +94,9 @@ def _check_trace(path: Path, request: Request, compared: list[str] | None) -> No
     what = "a trace is a .pickle for PyTorch's memory viewer, or a .json for Perfetto"
     check_output("--trace", path, (".pickle", ".json"), what)
     if compared:
-        raise UsageError("--trace is of one recipe. Leave --compare out.")
+        raise UsageError("--trace writes one recipe. Leave --compare out.")
     if path.suffix == ".json" and request.gpu is None:
-        raise UsageError("--trace FILE.json is a timeline, and seconds need a GPU: add --gpu NAME.")
+        raise UsageError("--trace FILE.json is a timeline in seconds, which need a GPU. Add --gpu NAME.")
 
 
 def _predict_all(request: Request, compared: list[str], headroom: str | None) -> list[Prediction]:
@@ -111,9 +120,9 @@ def _predict_all(request: Request, compared: list[str], headroom: str | None) ->
 
 def _largest(request: Request, of: str, headroom: str | None, *, quiet: bool) -> Prediction:
     if request.gpu is None and request.memory_bytes is None:
-        raise UsageError("--largest needs a bound: add --gpu NAME or --memory 24GiB.")
+        raise UsageError("--largest needs a limit. Add --gpu NAME or --memory 24GiB.")
     if request.software != "installed":
-        raise UsageError("--largest asks about the installed software. Leave --software out.")
+        raise UsageError("--largest works for the installed software only. Leave --software out.")
     from snugfit.planning.largest import largest as search
 
     size, prediction = search(

@@ -100,8 +100,8 @@ class Request:
 
         if self.recipe != Recipe() and not self.reading:
             raise UsageError(
-                f"--recipe {str(self.recipe)!r}: a plan chooses the recipe itself. Leave it out, or ask "
-                "snugfit predict about this one. Techniques that must stay: --keep."
+                f"--recipe {str(self.recipe)!r}: a plan chooses the recipe. Leave --recipe out, or use "
+                "snugfit predict with it. To fix some techniques, use --keep."
             )
         self.refuse_loop()
 
@@ -110,15 +110,15 @@ class Request:
         configuration."""
         if self.loop != "plain" and not self.reading:
             raise UsageError(
-                f"--loop {self.loop}: a plan is made for the plain loop. Leave it out, and ask snugfit "
-                f"predict about its answer with --loop {self.loop}."
+                f"--loop {self.loop}: a plan is for the plain loop. Leave --loop out, then use snugfit "
+                f"predict --loop {self.loop} with the plan's recipe."
             )
 
 
 def steps_of(samples: int | None, steps: int | None, batch_size: int) -> int | None:
     """The run's steps, where the user said its length. Raises `UsageError` when it was said twice."""
     if samples is not None and steps is not None:
-        raise UsageError("--samples and --steps both say how long the run is. Give one of them.")
+        raise UsageError("--samples and --steps both give the length of the run. Give one of them.")
     return math.ceil(samples / batch_size) if samples is not None else steps
 
 
@@ -175,11 +175,11 @@ def _lengths(flags: Mapping[str, Any], settings: Mapping[str, Any]) -> Lengths |
     from snugfit.job.limits import NO_SEQUENCE
 
     if settings.get("task") in NO_SEQUENCE:
-        raise UsageError(f"--lengths: the task {settings['task']} has no sequences. Leave it out.")
+        raise UsageError(f"--lengths: the task {settings['task']} has no sequences. Leave --lengths out.")
     for key in ("sequence_length", "padding"):
         if flags.get(key) is not None:
             option = f"--{key.replace('_', '-')}"
-            raise UsageError(f"{option} {flags[key]}: the file of --lengths says it already. Leave it out.")
+            raise UsageError(f"{option} {flags[key]}: the file of --lengths gives it already. Leave it out.")
     return Lengths.read(flags["lengths"], column=flags.get("column"))
 
 
@@ -198,14 +198,14 @@ def _job(settings: Mapping[str, Any], *, online: bool) -> Job:
 
     if "model" not in settings:
         raise UsageError(
-            "No model. Name one and its task, for example: bert-large-uncased --task sequence-classification"
+            "No model given. Name one, for example: bert-large-uncased --task sequence-classification"
         )
     given = {field.name: settings[field.name] for field in fields(Job) if field.name in settings}
     given["model"] = model = Model.find(
         settings["model"], online=online, tell=functools.partial(typer.echo, err=True)
     )
     if model.origin == "preset" and not preset_named(settings["model"]):
-        typer.echo(f"model: {settings['model']} has the sizes of {model.name}", err=True)
+        typer.echo(f"model: {settings['model']} has the same sizes as {model.name}", err=True)
     if "task" not in given:
         given["task"] = _task(model)
     job = Job(**given)
@@ -216,7 +216,10 @@ def _job(settings: Mapping[str, Any], *, online: bool) -> Job:
 def _may_ask_hub(flags: Mapping[str, Any]) -> bool:
     """Whether a config may come from the hub. Raises `UsageError` for flags that contradict each other."""
     if flags.get("online") and flags.get("offline"):
-        raise UsageError("--online and --offline contradict each other. The hub is asked without either.")
+        raise UsageError(
+            "--online and --offline contradict each other. Give one of them, or neither: then the hub "
+            "is asked if needed."
+        )
     return not flags.get("offline")
 
 
@@ -229,7 +232,8 @@ def _task(model: Model) -> str:
         return task
     possible = ", ".join(tasks_of(model.architecture)) or "none"
     raise UsageError(
-        f"No task: {model.name} ({model.architecture}) does not say one. Add --task, one of: {possible}."
+        f"No task: {model.name} ({model.architecture}) can be trained for several. Add --task, one of: "
+        f"{possible}."
     )
 
 
@@ -246,10 +250,13 @@ def _refuse_unused(settings: Mapping[str, Any], job: Job) -> None:
     for key, without in unused.items():
         if key in settings and without:
             raise UsageError(
-                f"{key.replace('_', ' ')} is {settings[key]}; the task {job.task} has none. Leave it out."
+                f"{key.replace('_', ' ')} is {settings[key]}, but the task {job.task} does not use it. "
+                "Leave it out."
             )
     if settings.get("largest") == "sequence-length" and unused["sequence_length"]:
-        raise UsageError(f"--largest sequence-length: the task {job.task} has none. Try --largest batch.")
+        raise UsageError(
+            f"--largest sequence-length: the task {job.task} has no sequences. Try --largest batch."
+        )
 
 
 def _known_loop(loop: str) -> str:

@@ -40,7 +40,7 @@ class StandardOutput(io.TextIOWrapper):
         forget(self)
         if isinstance(refusal, BrokenPipeError):
             raise refusal from None
-        raise SnugfitError(f"What was asked for cannot be written: {refusal.strerror}.") from None
+        raise SnugfitError(f"The output cannot be written: {refusal.strerror}.") from None
 
 
 class StandardError(StandardOutput):

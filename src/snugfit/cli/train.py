@@ -25,39 +25,51 @@ DATA, RUN = "The data", "The run"
 
 Dataset = Annotated[
     str | None,
-    given.option(DATA, "JSONL, CSV, Parquet, text, several of them, a saved `datasets` folder, pictures."),
+    given.option(
+        DATA,
+        "The data: JSONL, CSV, Parquet or text files, a folder or pattern of them, a saved `datasets` "
+        "folder, or a folder of images by class.",
+    ),
 ]
-EvalDataset = Annotated[str | None, given.option(DATA, "The same, to evaluate on.")]
-Tokenizer = Annotated[str | None, given.option(DATA, "Folder of the tokenizer. \\[the model's own]")]
+EvalDataset = Annotated[str | None, given.option(DATA, "Data to evaluate on, in the same forms.")]
+Tokenizer = Annotated[str | None, given.option(DATA, "Folder of the tokenizer. \\[the model's]")]
 Processor = Annotated[
-    str | None, given.option(DATA, "Folder of the processor, for pictures and sound. \\[the model's own]")
+    str | None, given.option(DATA, "Folder of the processor for images and audio. \\[the model's]")
 ]
-Columns = Annotated[str | None, given.option(DATA, 'Columns by role: "text=review, label=stars".')]
-Pack = Annotated[bool | None, given.option(DATA, "Join texts into full sequences.", "--pack")]
+Columns = Annotated[
+    str | None, given.option(DATA, 'Which column has which role: "text=review, label=stars".')
+]
+Pack = Annotated[
+    bool | None, given.option(DATA, "Packing: join texts until each sequence is full.", "--pack")
+]
 Weights = Annotated[
     str | None,
-    given.option(RUN, "Folder of the first weights. \\[the model's own, or the hub's cache]"),
+    given.option(RUN, "Folder of the initial weights. \\[the model's, or the local hub cache]"),
 ]
-FromScratch = Annotated[
-    bool | None, given.option(RUN, "Begin with random weights instead.", "--from-scratch")
+FromScratch = Annotated[bool | None, given.option(RUN, "Start with random weights.", "--from-scratch")]
+OutputDir = Annotated[str | None, given.option(RUN, "Folder for checkpoints and the journal.")]
+Device = Annotated[
+    str | None, given.option(RUN, "cuda, cuda:1 or cpu. \\[a GPU if there is one, else the CPU]")
 ]
-OutputDir = Annotated[str | None, given.option(RUN, "Folder for checkpoints and journal.")]
-Device = Annotated[str | None, given.option(RUN, "cuda, cuda:1 or cpu. \\[a GPU if there is one]")]
 MaxSteps = Annotated[int | None, given.option(RUN, "Optimizer steps.")]
-Epochs = Annotated[float | None, given.option(RUN, "Passes over the data. [3]")]
+Epochs = Annotated[float | None, given.option(RUN, "Number of passes over the data. [3]")]
 ReportTo = Annotated[str | None, given.option(RUN, "Trackers, such as tensorboard or wandb. [none]")]
-LearningRate = Annotated[float | None, given.option(RUN, "The highest learning rate. [5e-5]")]
+LearningRate = Annotated[float | None, given.option(RUN, "The peak learning rate. [5e-5]")]
 Restart = Annotated[
-    bool, given.option(RUN, "Start again; old checkpoints are kept under other names.", "--restart")
+    bool,
+    given.option(RUN, "Start from the beginning. Old checkpoints are renamed, not deleted.", "--restart"),
 ]
 ResumeFrom = Annotated[
     str | None,
-    given.option(RUN, "Go back to this checkpoint-N; later ones are kept under other names. \\[the newest]"),
+    given.option(RUN, "Resume from this checkpoint-N. Later ones are renamed, not deleted. \\[the newest]"),
 ]
-NoPredict = Annotated[bool, given.option(RUN, "On a GPU: train without predicting first.", "--no-predict")]
+NoPredict = Annotated[bool, given.option(RUN, "On a GPU: start without a prediction.", "--no-predict")]
 
 DryRun = Annotated[
-    bool, given.option(RUN, "Say what would be run, its memory and seconds, and write nothing.", "--dry-run")
+    bool,
+    given.option(
+        RUN, "Show what would run, with its memory and seconds. Nothing is trained or written.", "--dry-run"
+    ),
 ]
 
 
@@ -145,8 +157,8 @@ def _show_run(request: Request, run: Run) -> int:
         seconds = predicted.timing.step_seconds
         lines[-1] += f", {show_seconds(seconds)} a step, {show_seconds(seconds * steps)} for the steps"
     if predicted.fits is False:
-        lines.append("it does not fit: snugfit plan finds a recipe that does")
-    typer.echo("\n".join([*lines, "Nothing was run or written."]))
+        lines.append("it does not fit; snugfit plan finds a recipe that fits")
+    typer.echo("\n".join([*lines, "Dry run: nothing was trained or written."]))
     return NothingFits.exit_code if predicted.fits is False else 0
 
 
@@ -154,9 +166,9 @@ def _refuse(request: Request) -> None:
     """Raises `UsageError` for what training does not take. A GPU may be named: one file serves predictions
     too."""
     if request.loop != "plain" and not request.reading:
-        raise UsageError(f"--loop {request.loop}: this trains with snugfit's own loop. Leave it out.")
+        raise UsageError(f"--loop {request.loop}: snugfit train uses its own loop. Leave --loop out.")
     if request.software != "installed":
-        raise UsageError("A run uses the installed software. Leave the software profile out.")
+        raise UsageError("Training uses the installed software. Leave the software profile out.")
 
 
 def _require(asked: Mapping[str, Any], key: str) -> str:
@@ -176,7 +188,9 @@ def _weights(request: Request) -> str | None:
     weights: str | None = asked.get("weights")
     if asked.get("from_scratch"):
         if weights not in (None, RANDOM):
-            raise UsageError(f"--from-scratch is random weights, and weights is {weights}. Leave one out.")
+            raise UsageError(
+                f"--from-scratch means random weights, but weights is {weights}. Leave one of them out."
+            )
         return RANDOM
     return weights or (request.model_name if request.stands_for_another else None)
 
@@ -195,5 +209,5 @@ def _columns(text: str | None) -> dict[str, str] | None:
         return None
     pairs = [part.partition("=") for part in text.split(",") if part.strip()]
     if not pairs or any(not key.strip() or not sign or not name.strip() for key, sign, name in pairs):
-        raise UsageError(f"columns: {text!r}; write ROLE=NAME, ..., such as text=review, label=stars.")
+        raise UsageError(f"columns: {text!r}; write ROLE=NAME, ROLE=NAME, such as text=review, label=stars.")
     return {key.strip(): name.strip() for key, _, name in pairs}

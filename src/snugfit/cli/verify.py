@@ -27,14 +27,14 @@ def with_gpu_here(request: Request) -> Request:
     name = gpu_here()
     if name is None:
         raise GpuError(
-            "--verify measures on the GPU of this machine, and there is none here. Leave it out for a plan "
-            "alone, or run it where the GPU is."
+            "--verify measures on this machine's GPU, but there is none. Leave it out, or run it on a "
+            "machine with the GPU."
         )
     gpu = find_gpu(name)
     if request.gpu is not None and request.gpu.key != gpu.key:
         raise GpuError(
-            f"--verify measures on the GPU of this machine, a {gpu.name}; the plan was asked for "
-            f"{request.gpu.name}. Leave --gpu out, or leave --verify out."
+            f"--verify measures on this machine's GPU, a {gpu.name}, but the plan is for "
+            f"{request.gpu.name}. Leave --gpu out, or --verify."
         )
     return replace(request, gpu=gpu)
 

@@ -217,7 +217,7 @@ def _read(run: _ProbeRun, gpu: Gpu, rates: Rates) -> ProbeReading:
     share = _seconds_of_rate(probe.corrects, trace, rates, predicted) * error
     factor = 1 + (measured - predicted.step_seconds * error) / share  # the rest of the step is taken as right
     if not why and not MIN_FACTOR < factor < 1 / MIN_FACTOR:
-        factor, why = 1.0, f"it would have to change by {factor:.2f}, which nothing here explains"
+        factor, why = 1.0, f"it would have to change by {factor:.2f}, for no known reason"
     return replace(reading, measured_seconds=measured, factor=None if why else factor, why=why)
 
 

@@ -96,7 +96,7 @@ def compare(
     if isinstance(prediction, Prediction) and isinstance(measurement, Measurement):
         return _beside(prediction, measurement)
     if not isinstance(prediction, Job) or isinstance(measurement, Measurement | str | Recipe):
-        raise UsageError("compare takes a prediction and its measurement, or a job and a list of recipes.")
+        raise UsageError("compare needs a prediction and its measurement, or a job and a list of recipes.")
     from snugfit.prediction.predict import predict
 
     predictions = tuple(predict(prediction, recipe, **question) for recipe in measurement)
@@ -108,9 +108,9 @@ def compare(
 def _beside(prediction: Prediction, measurement: Measurement) -> Comparison:
     predicted = (prediction.job, prediction.recipe, prediction.loop)
     if predicted != (measurement.job, measurement.recipe, measurement.loop):
-        raise UsageError("The prediction and the measurement are of different jobs, recipes or loops.")
+        raise UsageError("The prediction and the measurement have different jobs, recipes or loops.")
     if measurement.footprint is None:
-        raise MeasurementError(f"There is nothing to compare: the run ended with {measurement.outcome}.")
+        raise MeasurementError(f"Nothing to compare: the run ended with {measurement.outcome}.")
     lines = error_lines(prediction.footprint, measurement.footprint)
     pace = step_seconds_line(
         prediction.timing.step_seconds if prediction.timing else None,

@@ -122,7 +122,7 @@ class ComparedRun:
         missing = [figure for figure in BAND if self.error(figure) is None]
         off += [f"{figure} not measured" for figure in missing]
         if off and self.contaminated:
-            off.append(f"but the GPU was not this run's alone: {self.contaminated}")
+            off.append(f"but other processes used the GPU: {self.contaminated}")
         return ", ".join(off) or None
 
     def to_json(self) -> dict[str, Any]:

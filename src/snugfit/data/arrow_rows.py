@@ -31,8 +31,8 @@ class DatasetRows(Rows):
     def __init__(self, dataset: Any, source: str, folder: Path = Path()) -> None:
         if not hasattr(dataset, "__len__"):
             raise UsageError(
-                f"{source}: it is streamed and has no length. Load it without streaming=True, or"
-                " save it first."
+                f"{source}: a streamed dataset has no length. Load it without streaming=True, or save it "
+                "first."
             )
         self.source, self.folder = source, folder
         self._dataset = _without_decoding(dataset.with_format(None))
@@ -46,7 +46,7 @@ class DatasetRows(Rows):
             row: Row = self._dataset[index]
         except Exception as error:  # arrow's, and those of whatever decodes
             raise UsageError(
-                f"{self.where(index)}: datasets cannot read this ({one_line(error)})."
+                f"{self.where(index)}: the datasets library cannot read this ({one_line(error)})."
             ) from error
         return row
 
@@ -92,7 +92,7 @@ class ParquetRows(Rows):
             with ParquetFile(path) as file:
                 self._metadata, self.columns = file.metadata, tuple(file.schema_arrow.names)
         except ArrowException as error:
-            raise UsageError(f"{path}: this is no Parquet file ({one_line(error)}).") from None
+            raise UsageError(f"{path}: this is not a Parquet file ({one_line(error)}).") from None
         self._ends = list(accumulate(group.num_rows for group in self._groups()))
         self._rows_of_group = lru_cache(maxsize=1)(self._read_group)
 
@@ -112,10 +112,10 @@ class ParquetRows(Rows):
         selected = [part for part in parts if part.path_in_schema.split(".")[0] in columns]
         if (size := sum(part.total_uncompressed_size for part in selected)) > LARGEST_IN_MEMORY:
             raise UsageError(
-                f"{self.source}: {show_bytes(size)} in the columns {', '.join(columns)}; pictures and sound"
-                " in a .parquet file are held in memory, so they have at most"
-                f" {show_bytes(LARGEST_IN_MEMORY)}. A folder has no limit:"
-                " datasets.Dataset.from_parquet(FILES).save_to_disk(FOLDER)."
+                f"{self.source}: {show_bytes(size)} in the columns {', '.join(columns)}; images and audio "
+                "in a .parquet file are kept in memory, so they may have at most "
+                f"{show_bytes(LARGEST_IN_MEMORY)}. A folder of a saved dataset has no limit: "
+                "datasets.Dataset.from_parquet(FILES).save_to_disk(FOLDER)."
             )
         content = self._read(lambda file: file.read(columns=list(columns)), "the file")
         fingerprint = "0" * 16  # nothing is cached, and one of its own would be a checksum over all bytes
@@ -153,12 +153,12 @@ def load_saved(folder: Path) -> Rows:
     try:
         loaded = datasets.load_from_disk(str(folder))
     except Exception as error:  # json, arrow and the file system each have their own
-        raise UsageError(f"{folder}: datasets cannot load this ({one_line(error)}).") from None
+        raise UsageError(f"{folder}: the datasets library cannot load this ({one_line(error)}).") from None
     if not isinstance(loaded, datasets.DatasetDict):
         return DatasetRows(loaded, str(folder))
     names = [str(name) for name in loaded]
     chosen = names[0] if len(names) == 1 else "train"
     if chosen not in names:
-        cure = f" Give the folder of one: {folder / names[0]}." if names else ""
+        cure = f" Give the folder of one split: {folder / names[0]}." if names else ""
         raise UsageError(f"{folder}: which split? It has {', '.join(names) or 'none'}.{cure}")
     return DatasetRows(loaded[chosen], f"{folder} ({chosen})")

@@ -33,13 +33,13 @@ SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "a
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 ALL_WORDS = (
-    "The chat template does not mark what the assistant says ({% generation %}), so all words of the"
-    " conversations are learned, the user's too."
+    "The chat template does not mark what the assistant says ({% generation %}), so the model learns all "
+    "words of the conversations, also the user's."
 )
-ONLY_THE_ASSISTANT = "Only what the assistant says is learned, as the chat template marks it."
+ONLY_THE_ASSISTANT = "The model learns only what the assistant says, as the chat template marks it."
 """One of the two is a note to whoever trains."""
 
-NO_TOOLS = "The column 'tools' is not given to the chat template: the conversations are written without them."
+NO_TOOLS = "The column 'tools' is ignored: conversations are written without tools."
 
 
 def conversation_of(value: Any, where: str) -> Chat:
@@ -47,8 +47,8 @@ def conversation_of(value: Any, where: str) -> Chat:
     if not isinstance(value, list) or not value or not all(isinstance(item, Mapping) for item in value):
         what = "nothing (null)" if value is None else f"{value!r:.60}"
         raise UsageError(
-            f'{where}: a conversation is a list of messages, {{"role": "user", "content": "..."}}, not'
-            f" {what}."
+            f'{where}: a conversation must be a list of messages, {{"role": "user", "content": '
+            f'"..."}}, not {what}.'
         )
     return [_message(item, f"{where}, message {number}") for number, item in enumerate(value, start=1)]
 
@@ -56,11 +56,13 @@ def conversation_of(value: Any, where: str) -> Chat:
 def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     if "from" in message and "value" in message and "role" not in message:
         if message["from"] not in SHAREGPT:
-            raise UsageError(f"{where}: from {message['from']!r:.40}; it is one of {', '.join(SHAREGPT)}.")
+            raise UsageError(
+                f"{where}: from {message['from']!r:.40}; it must be one of {', '.join(SHAREGPT)}."
+            )
         message = {"role": SHAREGPT[message["from"]], "content": message["value"]}
     if not isinstance(message.get("role"), str) or "content" not in message:
         raise UsageError(
-            f"{where}: it has {', '.join(map(repr, message))}; a message has a role and a content."
+            f"{where}: it has {', '.join(map(repr, message))}; a message needs a role and a content."
         )
     content = message["content"]
     if content is None and message.get("tool_calls"):
@@ -78,8 +80,8 @@ def marks_the_assistant(tokenizer: Any) -> bool:
         template = tokenizer.get_chat_template()
     except (AttributeError, ValueError):
         raise UsageError(
-            "The rows are conversations, and this tokenizer has no chat template. Take the tokenizer of a"
-            " chat model, put a chat_template.jinja into its folder, or write rows of prompt and completion."
+            "The rows are conversations, but this tokenizer has no chat template. Use the tokenizer of a "
+            "chat model, put a chat_template.jinja into its folder, or use rows of prompt and completion."
         ) from None
     return bool(_MARKED.search(template)) and bool(getattr(tokenizer, "is_fast", False))
 

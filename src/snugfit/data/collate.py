@@ -48,7 +48,9 @@ class Collate:
     def __post_init__(self) -> None:
         multiple = self.pad_to_multiple_of
         if multiple is not None and (not isinstance(multiple, int) or multiple < 1):
-            raise UsageError(f"pad_to_multiple_of is {multiple!r}; it is a whole number from 1 up, or None.")
+            raise UsageError(
+                f"pad_to_multiple_of is {multiple!r}; it must be a whole number from 1, or None."
+            )
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         import torch
@@ -82,7 +84,7 @@ class Collate:
     def _length(self, lists: Sequence[Sequence[int]], most: int) -> int:
         longest = max(map(len, lists))
         if longest > most:
-            raise UsageError(f"A sample of {longest} tokens, where the job was planned for {most} at most.")
+            raise UsageError(f"A sample of {longest} tokens, but the job was planned for at most {most}.")
         multiple = self.pad_to_multiple_of or 1
         return min(-(-longest // multiple) * multiple, most)
 

@@ -90,8 +90,8 @@ def columns_of(rows: Rows, job: Job) -> Mapping[str, str]:
     """The column of each role that the task has. Raises `UsageError` with the columns that there are."""
     if job.task not in INPUTS:
         raise UsageError(
-            f"{rows.source}: the task {job.task} is not trained from rows. Give snugfit.train a dataset of"
-            " samples as the model takes them."
+            f"{rows.source}: the task {job.task} cannot be trained from rows. Give snugfit.train a dataset "
+            "whose samples are the model's arguments."
         )
     columns = _input_columns(rows, job.task)
     if label := _label_column(rows, job.task, "input_ids" in columns):
@@ -104,7 +104,7 @@ def _input_columns(rows: Rows, task: Task) -> dict[str, str]:
     forms = [form for form in INPUTS[task] if set(named) <= set(form)]
     if not forms:
         allowed = " or ".join(" with ".join(form) for form in INPUTS[task])
-        raise UsageError(f"columns: {task} reads {allowed}, and not {' with '.join(named)}.")
+        raise UsageError(f"columns: {task} reads {allowed}, not {' with '.join(named)}.")
     if named:  # what is named and nothing more, where that is a form
         forms.sort(key=len)
     for form in forms:
@@ -132,7 +132,7 @@ def _label_column(rows: Rows, task: Task, tokenised: bool) -> str | None:
     usual = LABELS.get((task, tokenised), ())
     if asked and not usual:
         raise UsageError(
-            f"columns: {task} takes no labels, it learns from the text itself; leave {asked!r} out."
+            f"columns: {task} uses no labels: it learns from the text itself. Leave {asked!r} out."
         )
     label = asked or next((column for column in usual if column in rows.columns), None)
     if label is None and task not in (Task.CAUSAL_LM, Task.MASKED_LM) and usual:

@@ -148,7 +148,7 @@ class Encoder:
         """Token ids of the row's own, with what the row has beside them, less what is padding."""
         ids = self._numbers(row, self.columns["input_ids"], index)
         if late := [name for name in _BESIDE if name in row and name not in self.rows.columns]:
-            raise UsageError(f"{self.rows.where(index)}: it has {late[0]!r}, which the first row has not.")
+            raise UsageError(f"{self.rows.where(index)}: it has {late[0]!r}, but the first row does not.")
         beside = {name: self._numbers(row, name, index) for name in _BESIDE if name in self.rows.columns}
         labels = None
         if "label" in self.columns and self.job.task is not Task.SEQUENCE_CLASSIFICATION:
@@ -158,8 +158,8 @@ class Encoder:
         for name, numbers in beside.items():
             if len(numbers) != len(ids):
                 raise UsageError(
-                    f"{self.rows.where(index)}: {len(ids)} input_ids and {len(numbers)} {name}; each token"
-                    " has one."
+                    f"{self.rows.where(index)}: {len(ids)} input_ids and {len(numbers)} {name}; each token "
+                    "needs one."
                 )
         mask = beside.pop("attention_mask", [1] * len(ids))
         positions = [position for position, attended in enumerate(mask) if attended]
@@ -188,7 +188,7 @@ class Encoder:
 
     def _needed_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
-            raise UsageError(f"{self.rows.source}: its rows are text, and there is no tokenizer. Give one.")
+            raise UsageError(f"{self.rows.source}: its rows are text, but no tokenizer was found. Give one.")
         return self.tokenizer
 
     def _with_end(self, ids: list[int]) -> list[int]:
@@ -208,7 +208,9 @@ class Encoder:
         column = self.columns["tokens"]
         words = self.rows.value(row, column, index)
         if not isinstance(words, list):
-            raise UsageError(f"{self.rows.where(index)}: {column!r} is {words!r:.40}; it is a list of words.")
+            raise UsageError(
+                f"{self.rows.where(index)}: {column!r} is {words!r:.40}; it must be a list of words."
+            )
         return [as_text(word, self.rows.where(index), column) for word in words]
 
     def _numbers(self, row: Row, column: str, index: int) -> list[int]:
@@ -221,11 +223,11 @@ class Encoder:
             numbers = np.asarray(None)
         if numbers.ndim != 1 or (numbers.size and numbers.dtype.kind not in "iu"):
             raise UsageError(
-                f"{self.rows.where(index)}: {column!r} is {value!r:.40}; it is a list of numbers."
+                f"{self.rows.where(index)}: {column!r} is {value!r:.40}; it must be a list of numbers."
             )
         if numbers.size and not -_MOST <= numbers.min() <= numbers.max() < _MOST:
             raise UsageError(
-                f"{self.rows.where(index)}: {column!r} holds {numbers.max()}, which is no token."
+                f"{self.rows.where(index)}: {column!r} holds {numbers.max()}, which is not a token."
             )
         checked: list[int] = numbers.tolist()
         return checked

@@ -41,8 +41,8 @@ def class_numbers(
     for index, value in enumerate(known):
         if type(value) is str and value not in number_of:
             raise UsageError(
-                f"{where(index)}: label {value!r} is none of"
-                f" {', '.join(names[:12])}.{did_you_mean(value, names)}"
+                f"{where(index)}: label {value!r} is not one of "
+                f"{', '.join(names[:12])}.{did_you_mean(value, names)}"
             )
     numbers = np.array([number_of[value] if type(value) is str else value for value in known], dtype=np.int64)
     _refuse_out_of_range(numbers, where, labels, ignored)
@@ -55,8 +55,8 @@ def one_order(given: Sequence[str], own: Sequence[str], source: str) -> tuple[st
     numbers = tuple(str(number) for number in range(len(given)))
     if given and own and tuple(given) not in (tuple(own), numbers):
         raise UsageError(
-            f"{source}: its classes are {', '.join(own[:8])}, in this order, and those that are trained on"
-            f" are {', '.join(given[:8])}. Give both splits one order (datasets: cast_column)."
+            f"{source}: its classes are {', '.join(own[:8])}, in this order, but the training data has "
+            f"{', '.join(given[:8])}. Use the same order in both splits (datasets: cast_column)."
         )
     return tuple(given) or tuple(own)
 
@@ -82,8 +82,8 @@ def _finite(value: Any, where: Where, index: int) -> float:
         number = math.nan
     if not math.isfinite(number):
         raise UsageError(
-            f"{where(index)}: label {value!r:.40} is no finite number. A job of one label is a regression;"
-            " for classes set labels: 2 or more."
+            f"{where(index)}: label {value!r:.40} is not a finite number. A job with one label is a "
+            "regression; for classes set labels to 2 or more."
         )
     return number
 
@@ -97,10 +97,12 @@ def _number_or_name(value: Any, where: Where, index: int) -> int | str:
         return int(float(value))
     hint = ""
     if isinstance(value, Real):
-        hint = " A regression is a job of one label: labels: 1."
+        hint = " For a regression set labels: 1."
     elif isinstance(value, list):
-        hint = " Several labels a sample are not supported."
-    raise UsageError(f"{where(index)}: label {value!r:.40} is neither a class's number nor its name.{hint}")
+        hint = " Several labels per sample are not supported."
+    raise UsageError(
+        f"{where(index)}: label {value!r:.40} is neither the number nor the name of a class.{hint}"
+    )
 
 
 def _names(known: list[int | str], where: Where, given: tuple[str, ...], labels: int) -> tuple[str, ...]:
@@ -109,14 +111,14 @@ def _names(known: list[int | str], where: Where, given: tuple[str, ...], labels:
     if len(kinds) > 1:
         (one, first), (other, second) = sorted(kinds.items(), key=lambda kind: kind[1])
         raise UsageError(
-            f"{where(first)}: its label is {_KINDS[one]}, and that of {where(second)} is {_KINDS[other]}."
-            " Labels are all numbers or all names."
+            f"{where(first)}: its label is {_KINDS[one]}, and that of {where(second)} is {_KINDS[other]}. "
+            "Labels must be all numbers or all names."
         )
     if len(given) > labels:
         raise UsageError(
-            f"The dataset has {len(given)} classes"
-            f" ({', '.join(given[:8])}{', ...' if len(given) > 8 else ''}),"
-            f" and the job has {labels} labels. Set labels: {len(given)}."
+            f"The dataset has {len(given)} classes "
+            f"({', '.join(given[:8])}{', ...' if len(given) > 8 else ''}), but the job has {labels} "
+            f"labels. Set labels: {len(given)}."
         )
     if given or str not in kinds:
         return given
@@ -126,9 +128,9 @@ def _names(known: list[int | str], where: Where, given: tuple[str, ...], labels:
     names = sorted(set(words))
     if len(names) > labels:
         raise UsageError(
-            f"{where(words.index(names[labels]))}: there are {len(names)} different labels"
-            f" ({', '.join(names[:8])}{', ...' if len(names) > 8 else ''}), and the job has {labels}. Set"
-            f" labels: {len(names)}."
+            f"{where(words.index(names[labels]))}: there are {len(names)} different labels "
+            f"({', '.join(names[:8])}{', ...' if len(names) > 8 else ''}), but the job has {labels}. Set "
+            f"labels: {len(names)}."
         )
     return tuple(names)
 
@@ -145,7 +147,7 @@ def _refuse_out_of_range(numbers: np.ndarray, where: Where, labels: int, ignored
     number, most = int(numbers[index]), int(numbers.max())
     hint = f" Set labels: {most + 1}."
     if number < 0:
-        hint = " Test sets whose labels are kept secret have -1." if number == -1 else ""
+        hint = " A test set with secret labels has -1 for each." if number == -1 else ""
     elif most == labels and int(numbers[~wrong].min(initial=most)) > 0:
-        hint = f" Classes are counted from 0: take 1 from each, or set labels: {most + 1}."
+        hint = f" Classes count from 0. Subtract 1 from each label, or set labels: {most + 1}."
     raise UsageError(f"{where(index)}: label {number}; the job has {labels} labels, 0 to {labels - 1}.{hint}")

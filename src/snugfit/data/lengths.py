@@ -31,7 +31,7 @@ from snugfit.user_files import load_json, refuse_no_file
 LARGEST_FILE = 64 << 20
 """Bytes: ten million lengths, a line each. More samples fit a histogram."""
 
-_TOO_LARGE = ' Count them into a histogram instead: a .json file with {"128": 5000, ...}.'
+_TOO_LARGE = ' Use a histogram instead: a .json file with {"128": 5000, ...}.'
 
 MOST_SAMPLES = 10**12
 NAMES = ("length", "lengths", "num_tokens", "n_tokens", "input_length", "input_ids")
@@ -53,7 +53,7 @@ class Lengths:
 
     def __post_init__(self) -> None:
         if not self.counts:
-            raise UsageError(f"{self.source}: there are no lengths in it.")
+            raise UsageError(f"{self.source}: it contains no lengths.")
 
     @classmethod
     def read(cls, path: Path | str, *, column: str | None = None) -> Self:
@@ -61,7 +61,9 @@ class Lengths:
         path = Path(path)
         suffix = path.suffix.lower()
         if suffix not in FORMS:
-            raise UsageError(f"{path}: lengths are read from {', '.join(FORMS)}; the name says which.")
+            raise UsageError(
+                f"{path}: lengths can be read from {', '.join(FORMS)}, by the end of the file's name."
+            )
         if column is not None and suffix in (".txt", ".json"):
             raise UsageError(f"{path}: a {suffix} file has no columns. Leave --column {column} out.")
         refuse_no_file(path, "file of lengths", LARGEST_FILE, _TOO_LARGE)
@@ -92,7 +94,7 @@ class Lengths:
         for length, samples in pairs:
             counts[length] += samples
         if sum(counts.values()) > MOST_SAMPLES:
-            raise UsageError(f"{source}: more than {MOST_SAMPLES:,} samples. Divide the counts.")
+            raise UsageError(f"{source}: it has more than {MOST_SAMPLES:,} samples. Divide the counts.")
         return cls(counts=tuple(sorted((+counts).items())), source=source)
 
     @property
@@ -167,17 +169,19 @@ def _length(value: object, where: str) -> int:
         value = int(value.strip())
     if type(value) is not int:
         hint = " Count tokens, not text." if isinstance(value, str) and len(value) > 40 else ""
-        raise UsageError(f"{where}: {_short(value)} is no length; it takes a whole number of tokens.{hint}")
+        raise UsageError(
+            f"{where}: {_short(value)} is not a length; it must be a whole number of tokens.{hint}"
+        )
     if not 1 <= value <= LARGEST_LENGTH:
-        raise UsageError(f"{where}: {value} is no length; a sequence has 1 to {LARGEST_LENGTH:,} tokens.")
+        raise UsageError(f"{where}: {value} is not a length; a sequence has 1 to {LARGEST_LENGTH:,} tokens.")
     return value
 
 
 def _samples(value: object, where: str) -> int:
     if type(value) is not int or not 0 <= value <= MOST_SAMPLES:
         raise UsageError(
-            f"{where}: {_short(value)} is no number of samples; it is a whole number from 0 to"
-            f" {MOST_SAMPLES:,}."
+            f"{where}: {_short(value)} is not a number of samples; it must be a whole number from 0 to "
+            f"{MOST_SAMPLES:,}."
         )
     return value
 
@@ -221,7 +225,9 @@ def _column(heads: list[str], asked: str | None, where: str) -> str:
     if known is None and len(heads) == 1:
         known = heads[0]
         if _NUMBER.fullmatch(known):
-            raise UsageError(f"{where}: the first line is {known}; a table begins with the names of columns.")
+            raise UsageError(
+                f"{where}: the first line is {known}; a table must begin with the names of its columns."
+            )
     if known is None or known not in heads:
         listed = ", ".join(heads[:12]) or "none"
         said = f"no column {known!r}.{did_you_mean(known, heads)}" if known else "which column?"
@@ -237,4 +243,6 @@ def _of_document(path: Path) -> Iterator[tuple[int, int]]:
     elif isinstance(value, dict):
         yield from ((_length(length, where), _samples(count, where)) for length, count in value.items())
     else:
-        raise UsageError(f'{where}: a .json file holds a list of lengths, or a histogram {{"128": 5000}}.')
+        raise UsageError(
+            f'{where}: a .json file must contain a list of lengths, or a histogram {{"128": 5000}}.'
+        )

@@ -48,7 +48,7 @@ class Masking:
         """With the tokenizer's own mask token. Raises `UsageError` when it has none."""
         if tokenizer is None or tokenizer.mask_token_id is None:
             raise UsageError(
-                "masked-lm hides tokens behind a mask token, and this tokenizer has none. Is it the model's?"
+                "masked-lm needs a mask token, but this tokenizer has none. Is it the model's tokenizer?"
             )
         return cls(
             seed=seed,

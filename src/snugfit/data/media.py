@@ -131,8 +131,8 @@ def _picture_preprocessor(job: Job, processor: Any) -> PicturePreprocessor:
 def _sound_preprocessor(job: Job, extractor: Any) -> SoundPreprocessor:
     if getattr(extractor, "dither", 0.0):
         raise UsageError(
-            f"The feature extractor has dither: {extractor.dither}, which adds other noise at every start."
-            " Set it to 0.0 in preprocessor_config.json."
+            f"The feature extractor has dither: {extractor.dither}, which adds different noise at every "
+            "start. Set it to 0.0 in preprocessor_config.json."
         )
     try:
         shape = tuple(synthetic(job, 1)["input_features"].shape[1:])
@@ -157,7 +157,7 @@ def _texts(rows: Rows, column: str, job: Job, tokenizer: Any | None) -> Mapping[
     """The tokens of each row's text: fields of `MediaSamples`. The decoder's start token is left out where a
     tokenizer writes it: the model puts it there itself."""
     if tokenizer is None:
-        raise UsageError(f"{rows.source}: what is said is text, and there is no tokenizer. Give one.")
+        raise UsageError(f"{rows.source}: the transcripts are text, but no tokenizer was found. Give one.")
     words, config = Tokenizer(tokenizer), job.transformers_config()
     start = getattr(config, "decoder_start_token_id", None)
     begun = start is not None and words.tokens(targets=["a"], limit=None)[0].ids[:1] == [start]
@@ -171,7 +171,7 @@ def _texts(rows: Rows, column: str, job: Job, tokenizer: Any | None) -> Mapping[
     labels = lists.build()
     if (empty := labels.lengths == 0).any():
         raise UsageError(
-            f"{rows.where(int(empty.argmax()))}: {column!r} is empty; there is nothing to learn."
+            f"{rows.where(int(empty.argmax()))}: {column!r} is empty, so there is nothing to learn."
         )
     refuse_unknown_tokens(labels, config.get_text_config().vocab_size, job, rows.where)
     return {"labels": labels, "cut": cut, "cut_tokens": lost}

@@ -79,10 +79,10 @@ class MediaEntry:
     def _hint(self) -> str:
         path = str(self.value.get("path") if isinstance(self.value, Mapping) else self.value)
         if "://" in path:
-            return " Nothing is downloaded: give files of this machine."
+            return " Nothing is downloaded. Give files on this machine."
         if Path(path).is_file():
-            begins = f"a relative path begins at the dataset's file, in {self.folder}"
-            return f" There is one where you are; {begins}."
+            begins = f"a relative path starts at the folder of the dataset's file, {self.folder}"
+            return f" The current directory has one, but {begins}."
         return ""
 
 

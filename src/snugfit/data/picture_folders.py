@@ -55,13 +55,14 @@ class ClassFolders(Rows):
         entries = [entry for entry in entries if not entry.name.startswith(".")]
         if inner := next((entry for entry in entries if entry.is_dir()), None):
             raise UsageError(
-                f"{inner.path}: pictures lie in folders of their classes, {self._folder}/CLASS/1.png, and not"
-                " deeper. Write a metadata.csv for other orders, with the columns file_name and label."
+                f"{inner.path}: images must be in folders named after their classes, "
+                f"{self._folder}/CLASS/1.png, and not deeper. For another layout write a metadata.csv with "
+                "the columns file_name and label."
             )
         self._other_files += [entry.path for entry in entries if not _is_picture(entry.name)]
         pictures = [entry.name for entry in entries if _is_picture(entry.name)]
         if not pictures:
-            raise UsageError(f"{folder}: no picture of this class ({', '.join(PICTURES)}).")
+            raise UsageError(f"{folder}: no image of this class ({', '.join(PICTURES)}).")
         return pictures
 
     def __len__(self) -> int:
@@ -83,7 +84,7 @@ class ClassFolders(Rows):
         """How many files are no pictures, and the first of them."""
         if self._other_files:
             first = self._other_files[0]
-            yield f"{len(self._other_files)} files are no pictures and are left out, the first {first}."
+            yield f"{len(self._other_files)} files are not images and are ignored, the first is {first}."
 
 
 def _is_picture(name: str) -> bool:

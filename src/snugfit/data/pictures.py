@@ -53,12 +53,12 @@ class PicturePreprocessor:
         try:
             pixels: torch.Tensor = self.processor(images=picture, return_tensors="pt")[self.input_name][0]
         except Exception as error:  # whatever a processor of somebody's making raises
-            raise UsageError(f"{entry.name}: the image processor refuses it ({one_line(error)}).") from error
+            raise UsageError(f"{entry.name}: the image processor fails on it ({one_line(error)}).") from error
         if tuple(pixels.shape) != self.shape:
             raise UsageError(
-                f"{entry.name}: the image processor makes {shape_text(pixels.shape)} of it, and the job was"
-                f" planned for {shape_text(self.shape)}. Set the processor's size (and do_center_crop, where"
-                ' pictures come out in several), or "image_size" in the model\'s config.json.'
+                f"{entry.name}: the image processor makes {shape_text(pixels.shape)} of it, but the job "
+                f"was planned for {shape_text(self.shape)}. Set the processor's size (and do_center_crop, "
+                'if images get different sizes), or "image_size" in the model\'s config.json.'
             )
         return pixels
 
@@ -82,8 +82,8 @@ class PicturePreprocessor:
             return picture
         if picture.mode in DEEP:
             raise UsageError(
-                f"{entry.name}: its pixels have more than 8 bits (Pillow's mode {picture.mode}), which would"
-                " be cut off. Scale it to 8 bits first."
+                f"{entry.name}: its pixels have more than 8 bits (Pillow's mode {picture.mode}), which "
+                "would be lost. Convert it to 8 bits first."
             )
         return picture.convert(mode)
 
@@ -103,8 +103,8 @@ def _open(entry: MediaEntry) -> Image:
         turned = picture.getexif().get(ORIENTATION, UPRIGHT) != UPRIGHT
         return ImageOps.exif_transpose(picture) if turned else picture
     except Exception as error:  # each of Pillow's formats has its own
-        said = "none that Pillow knows" if "cannot identify" in str(error) else one_line(error)
-        raise UsageError(f"{entry.name}: this is no picture that can be read ({said}).") from None
+        said = "not a format that Pillow knows" if "cannot identify" in str(error) else one_line(error)
+        raise UsageError(f"{entry.name}: this image cannot be read ({said}).") from None
 
 
 def _array(entry: MediaEntry) -> np.ndarray:
@@ -119,14 +119,14 @@ def _array(entry: MediaEntry) -> np.ndarray:
         pixels = pixels.astype(np.uint8) if 0 <= pixels.min() <= pixels.max() <= 255 else pixels
     if pixels.ndim not in (2, 3) or pixels.dtype != np.uint8:
         raise UsageError(
-            f"{entry.where}: a picture is a path, a file's bytes, a PIL image or an array (H, W, C) of uint8,"
-            f" not {_kind(entry.value, pixels)}. Pixels that are prepared already come as pixel_values."
+            f"{entry.where}: an image must be a path, a file's bytes, a PIL image or an array (H, W, C) of "
+            f"uint8, not {_kind(entry.value, pixels)}. Give prepared pixels as pixel_values."
         )
     if pixels.ndim == 3 and pixels.shape[2] not in MODES and pixels.shape[0] in MODES:
         pixels = pixels.transpose(1, 2, 0)
     if pixels.ndim == 3 and pixels.shape[2] not in MODES:
         raise UsageError(
-            f"{entry.where}: a picture of the shape {pixels.shape}; it is (H, W, C), C 1, 3 or 4."
+            f"{entry.where}: an image of the shape {pixels.shape}; it must be (H, W, C) with C = 1, 3 or 4."
         )
     return np.ascontiguousarray(pixels[:, :, 0] if pixels.ndim == 3 and pixels.shape[2] == 1 else pixels)
 

@@ -35,7 +35,7 @@ def load_pretrained(
     folder = Path(name)
     if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in patterns):
         raise UsageError(
-            f"{folder}: this folder has no {what} ({file}). {word}.save_pretrained({name!r}) puts one there."
+            f"{folder}: this folder has no {what} ({file}). {word}.save_pretrained({name!r}) writes one."
         )
     if not folder.is_dir() and (folder.exists() or name.startswith((".", "/"))):
         raise UsageError(f"{folder}: the {word} is a folder with a {file}, or a name on the hub.")
@@ -48,8 +48,8 @@ def load_pretrained(
         cure = f"Give a folder with a {file}"
         if not folder.is_dir():
             raise UsageError(
-                f"No folder {name!r}, and no {what} of that name in the hub's cache; the hub is not asked."
-                f" {cure}."
+                f"No folder {name!r}, and the local cache of the hub has no {what} of that name (the hub "
+                f"is not asked). {cure}."
             ) from None
         raise UsageError(
             f"{name}: transformers cannot load its {what} ({one_line(error, 300)}). {cure}."

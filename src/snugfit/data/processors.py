@@ -40,8 +40,8 @@ def load_processor(given: Any, job: Job) -> Any:
     inputs = getattr(processor, "model_input_names", None)
     if not callable(processor) or not inputs or hasattr(processor, "vocab_size"):
         raise UsageError(
-            f"The processor is of type {type(given).__name__}; for {job.task} it is transformers' {what}, or"
-            " its folder."
+            f"The processor is of type {type(given).__name__}; for {job.task} it must be transformers' "
+            f"{what}, or its folder."
         )
     return processor
 

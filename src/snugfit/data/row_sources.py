@@ -46,9 +46,9 @@ def read_rows(
     else:
         rows = _rows_in_memory(source)
     if columns is not None and not isinstance(columns, Mapping):
-        raise UsageError(f'columns is {columns!r:.60}; it is a mapping: columns={{"text": "review"}}.')
+        raise UsageError(f'columns is {columns!r:.60}; it must be a mapping: columns={{"text": "review"}}.')
     if not len(rows):
-        raise UsageError(f"{rows.source}: this dataset is empty; training needs at least one sample.")
+        raise UsageError(f"{rows.source}: this dataset is empty. Training needs at least one sample.")
     rows.name_columns(columns or {})
     return rows
 
@@ -58,11 +58,13 @@ def _rows_in_memory(rows: object) -> Rows:
         return DatasetRows(rows, "the dataset")
     if isinstance(rows, Mapping):
         hint = f"[{next(iter(rows))!r}]" if rows else ""
-        raise UsageError(f"A dataset is a sequence of rows, not a mapping. Take one of its splits: {hint}.")
+        raise UsageError(
+            f"A dataset must be a sequence of rows, not a mapping. Choose one of its splits: {hint}."
+        )
     if not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
         raise UsageError(
-            "A dataset is a path, a list of mappings or a datasets.Dataset, not of type"
-            f" {type(rows).__name__}."
+            "A dataset must be a path, a list of mappings or a datasets.Dataset, not of type "
+            f"{type(rows).__name__}."
         )
     return MemoryRows(cast("Sequence[Row]", rows))
 
@@ -83,11 +85,13 @@ def _rows_at(path: Path) -> Rows:
 def _file(path: Path) -> Rows:
     form = path.suffix.lower()
     if not path.exists():
-        raise UsageError(f"{path}: no such file of samples.{_similar_names(path)}")
+        raise UsageError(f"{path}: there is no such file.{_similar_names(path)}")
     if form not in FORMS:
-        raise UsageError(f"{path}: samples are read from {', '.join(FORMS)}; the name says which.")
+        raise UsageError(
+            f"{path}: samples can be read from {', '.join(FORMS)}, by the end of the file's name."
+        )
     if not path.is_file():
-        raise UsageError(f"{path}: a file of samples is a regular file, and this is not one.")
+        raise UsageError(f"{path}: this is not a regular file, so samples cannot be read from it.")
     return ParquetRows(path) if form == ".parquet" else READERS[form](path)
 
 
@@ -98,8 +102,10 @@ def _matching_files(pattern: Path) -> list[Path]:
     if files:
         return files
     if paths:
-        raise UsageError(f"{pattern}: the pattern fits folders only, such as {paths[0]}. Add /*.jsonl to it.")
-    raise UsageError(f"{pattern}: no file fits this pattern.{_similar_names(pattern)}")
+        raise UsageError(
+            f"{pattern}: the pattern matches only folders, such as {paths[0]}. Add /*.jsonl to it."
+        )
+    raise UsageError(f"{pattern}: no file matches this pattern.{_similar_names(pattern)}")
 
 
 def _folder(folder: Path) -> Rows:
@@ -113,18 +119,18 @@ def _folder(folder: Path) -> Rows:
         _refuse_several_splits(files, folder)
         return _join(metadata or files, str(folder))
     if folders and {path.name.lower() for path in folders} <= set(SPLITS):
-        raise UsageError(f"{folder}: it holds splits. Give one of them: {_first_paths(folders)}.")
+        raise UsageError(f"{folder}: this folder contains splits. Give one of them: {_first_paths(folders)}.")
     if holds_pictures(folders):
         return ClassFolders(folder, folders)
     if holds_pictures([folder]):
         raise UsageError(
-            f"{folder}: pictures without classes. Put each into a folder that is called as its class, or"
-            " write a metadata.csv there, with the columns file_name and label."
+            f"{folder}: images without classes. Put each into a folder with the name of its class, or "
+            "write a metadata.csv there, with the columns file_name and label."
         )
     among = f" Is it one of {_first_paths(folders)}?" if folders else ""
     raise UsageError(
-        f"{folder}: this folder holds no files of samples ({', '.join(FORMS)}), no dataset that save_to_disk"
-        f" wrote, and no pictures in folders of their classes.{among}"
+        f"{folder}: this folder has no files of samples ({', '.join(FORMS)}), no dataset written by "
+        f"save_to_disk, and no images in folders by class.{among}"
     )
 
 
@@ -133,8 +139,8 @@ def _join(files: Sequence[Path], source: str) -> Rows:
     forms = sorted({path.suffix.lower() for path in files})
     if len(forms) > 1:
         raise UsageError(
-            f"{source}: files of several kinds ({', '.join(forms)}). Name one kind by a pattern:"
-            f" {files[0].parent / f'*{forms[0]}'}."
+            f"{source}: files of several kinds ({', '.join(forms)}). Choose one kind with a pattern: "
+            f"{files[0].parent / f'*{forms[0]}'}."
         )
     return _file(files[0]) if len(files) == 1 else JoinedRows([_file(path) for path in files], source)
 
@@ -144,8 +150,8 @@ def _refuse_several_splits(files: Sequence[Path], folder: Path) -> None:
     if len(splits) > 1:
         first = next(iter(splits))
         raise UsageError(
-            f"{folder}: its files are of several splits ({', '.join(sorted(splits))}). Name one by a pattern:"
-            f" {folder / f'{first}*{splits[first].suffix}'}."
+            f"{folder}: its files belong to several splits ({', '.join(sorted(splits))}). Choose one with "
+            f"a pattern: {folder / f'{first}*{splits[first].suffix}'}."
         )
 
 

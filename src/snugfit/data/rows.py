@@ -98,8 +98,8 @@ class Rows(Indexed[Row]):
         for role, column in named.items():
             if role not in ROLES:
                 raise UsageError(
-                    f"columns: {role!r} is nothing that a column can be.{did_you_mean(role, ROLES)} It is one"
-                    f" of {', '.join(ROLES)}."
+                    f"columns: {role!r} is not a role of a column.{did_you_mean(role, ROLES)} Roles: "
+                    f"{', '.join(ROLES)}."
                 )
             if not isinstance(column, str) or not self.has(column):
                 raise UsageError(f"{self.source}: no column {column!r}. {self.column_list(str(column))}")
@@ -121,7 +121,7 @@ class Rows(Indexed[Row]):
         value: Any = row
         for key in [column] if column in row else column.split("."):
             if not isinstance(value, Mapping) or key not in value:
-                raise UsageError(f"{self.where(index)}: it has no {column!r}, which other rows have.")
+                raise UsageError(f"{self.where(index)}: it has no {column!r}, but other rows do.")
             value = value[key]
         return value
 
@@ -134,14 +134,14 @@ def as_text(value: Any, where: str, column: str) -> str:
     """The value, if it is text that a tokenizer can read."""
     if not isinstance(value, str):
         what = "nothing (null)" if value is None else f"{value!r:.40}"
-        raise UsageError(f"{where}: {column!r} is {what}; every row's must be text.")
+        raise UsageError(f"{where}: {column!r} is {what}; it must be text in every row.")
     if not value.isascii():
         try:
             value.encode()
         except UnicodeEncodeError as error:
             raise UsageError(
-                f"{where}: character {error.start + 1} of {column!r} is half of a surrogate pair, which is no"
-                " text."
+                f"{where}: character {error.start + 1} of {column!r} is half of a surrogate pair, which is "
+                "not valid text."
             ) from None
     return value
 
@@ -161,7 +161,9 @@ class MemoryRows(Rows):
         except LookupError:  # a table by columns, such as pandas'
             first = None
         if not isinstance(first, Mapping):
-            raise UsageError(f"A dataset's rows are mappings, {{'text': ...}}; the first is {first!r:.60}.")
+            raise UsageError(
+                f"The rows of a dataset must be mappings, {{'text': ...}}; the first is {first!r:.60}."
+            )
         self.columns = tuple(first)
 
     def __len__(self) -> int:
@@ -184,9 +186,9 @@ class JoinedRows(Rows):
         for part in self._parts:
             if part.same_columns and set(part.columns) != set(first.columns):
                 raise UsageError(
-                    f"{part.source}: its columns are {', '.join(part.columns)}, and those of"
-                    f" {first.source} are {', '.join(first.columns)}. Files that are read as one dataset have"
-                    " the same."
+                    f"{part.source}: its columns are {', '.join(part.columns)}, but those of "
+                    f"{first.source} are {', '.join(first.columns)}. Files of one dataset must have the "
+                    "same columns."
                 )
         self._ends = list(accumulate(map(len, self._parts)))
 

@@ -109,11 +109,13 @@ def samples_of(
     """
     columns = columns_of(rows, job)
     if pack and (job.task is not Task.CAUSAL_LM or set(columns) & {"prompt", "messages", "label"}):
-        what = job.task if job.task is not Task.CAUSAL_LM else "a prompt, messages or labels of one's own"
-        raise UsageError(f"Packing is for causal-lm on plain text; with {what} texts must stay apart.")
+        what = job.task if job.task is not Task.CAUSAL_LM else "prompts, messages or separate labels"
+        raise UsageError(f"Packing works for causal-lm on plain text. With {what}, texts must not be joined.")
     words = None if tokenizer is None else Tokenizer(tokenizer)
     if pack and (words is None or words.end is None):
-        raise UsageError("Packing joins texts by the end token, and this tokenizer has none. Leave it out.")
+        raise UsageError(
+            "Packing joins texts with the end token, but this tokenizer has none. Leave packing out."
+        )
     encoder = Encoder(rows, columns, job, words, limit=None if pack else job.sequence_length)
     samples, row_labels = _gather(encoder)
     names = one_order(label_names, rows.class_names(columns.get("label", "")), rows.source)
@@ -206,8 +208,8 @@ def refuse_unknown_tokens(
     if wrong.any():
         position = int(wrong.argmax())
         raise UsageError(
-            f"{where(int(lists.lists_of(position)))}: token {lists.values[position]}; {job.model.name} knows"
-            f" tokens 0 to {vocabulary - 1:,}. Is the tokenizer of another model?"
+            f"{where(int(lists.lists_of(position)))}: token {lists.values[position]}; {job.model.name} "
+            f"knows tokens 0 to {vocabulary - 1:,}. Is the tokenizer from another model?"
         )
 
 
@@ -215,7 +217,7 @@ def _without_untrainable(samples: Samples, job: Job, where: Where) -> Samples:
     """The samples that have something that enters a loss."""
     empty = samples.lengths == 0
     if job.task in (Task.SEQUENCE_CLASSIFICATION, Task.SEQ2SEQ_LM) and empty.any():
-        raise UsageError(f"{where(int(empty.argmax()))}: its text is empty: there is not one token in it.")
+        raise UsageError(f"{where(int(empty.argmax()))}: its text is empty, without a single token.")
     if samples.label is not None:
         return samples
     if samples.masking is not None:
@@ -229,7 +231,7 @@ def _without_untrainable(samples: Samples, job: Job, where: Where) -> Samples:
         in_loss = samples.lengths - 1
     if not (in_loss > 0).any():
         raise UsageError(
-            f"{where(0)} and every other row: a loss would look at nothing (all labels are {IGNORED}, the"
-            " text is empty, or a prompt fills all of the sequence length)."
+            f"{where(0)} and every other row: there is nothing to learn (all labels are {IGNORED}, the "
+            "text is empty, or a prompt fills the whole sequence length)."
         )
     return samples if (in_loss > 0).all() else samples.filter(in_loss > 0)

@@ -60,12 +60,12 @@ class SoundPreprocessor:
             features: np.ndarray = extracted[self.input_name][0]
         except Exception as error:  # whatever an extractor of somebody's making raises
             raise UsageError(
-                f"{entry.name}: the feature extractor refuses it ({one_line(error)})."
+                f"{entry.name}: the feature extractor fails on it ({one_line(error)})."
             ) from error
         if self.shape is not None and features.shape != self.shape:
             raise UsageError(
-                f"{entry.name}: the feature extractor makes {shape_text(features.shape)} of it, and the model"
-                f" hears {shape_text(self.shape)}. Is it another model's?"
+                f"{entry.name}: the feature extractor makes {shape_text(features.shape)} of it, but the "
+                f"model takes {shape_text(self.shape)}. Is the feature extractor from another model?"
             )
         return features.astype("float32", copy=False)
 
@@ -88,16 +88,16 @@ class SoundPreprocessor:
         count, rate, model_rate = len(sound.samples), sound.rate, self.extractor.sampling_rate
         if rate != model_rate:
             raise UsageError(
-                f"{entry.name}: {rate:,} samples a second, and the model hears {model_rate:,}. Nothing is"
-                f" resampled here; do it once, with all files: ffmpeg -i IN -ac 1 -ar {model_rate} OUT.wav."
+                f"{entry.name}: {rate:,} samples per second, but the model takes {model_rate:,}. snugfit "
+                f"does not resample. Do it once for all files: ffmpeg -i IN -ac 1 -ar {model_rate} OUT.wav."
             )
         if not count:
-            raise UsageError(f"{entry.name}: there is no sound in it.")
+            raise UsageError(f"{entry.name}: the audio is empty.")
         most = getattr(self.extractor, "n_samples", None)
         if most and count > most:
             raise UsageError(
-                f"{entry.name}: {count / rate:.1f} seconds, and the model hears {most / rate:.1f}. Cut"
-                " the sound with its text, or leave the row out."
+                f"{entry.name}: {count / rate:.1f} seconds, but the model takes at most {most / rate:.1f}. "
+                "Cut the audio and its text, or remove the row."
             )
 
 
@@ -109,8 +109,8 @@ def _decode(entry: MediaEntry) -> Sound:
     samples, rate = _in_memory(entry)
     if isinstance(rate, bool) or not isinstance(rate, Integral) or rate < 1:
         raise UsageError(
-            f'{entry.where}: a sound in memory comes with its rate: {{"array": ..., "sampling_rate": 16000}},'
-            " or a column sampling_rate."
+            f'{entry.where}: audio in memory needs its sampling rate: {{"array": ..., "sampling_rate": '
+            "16000}, or a column sampling_rate."
         )
     return Sound(samples, int(rate))
 
@@ -138,8 +138,8 @@ def _array(value: Any, entry: MediaEntry) -> np.ndarray:
     if sound.ndim != 1 or sound.dtype.kind != "f":
         shape = f"one of {sound.dtype} and the shape {sound.shape}" if sound.ndim else type(value).__name__
         raise UsageError(
-            f"{entry.where}: a sound is a path, a file's bytes, or an array (N) of floats in [-1, 1] with its"
-            f" sampling_rate, not {shape}."
+            f"{entry.where}: audio must be a path, a file's bytes, or an array (N) of floats in [-1, 1] "
+            f"with its sampling_rate, not {shape}."
         )
     return sound.astype(np.float32)
 
@@ -165,7 +165,8 @@ def _pcm(file: wave.Wave_read, entry: MediaEntry) -> Sound:
     content = file.readframes(count)
     if len(content) != count * channels * width:
         raise UsageError(
-            f"{entry.name}: it ends too early: {len(content) // (channels * width):,} of {count:,} samples."
+            f"{entry.name}: the file ends too early: {len(content) // (channels * width):,} of {count:,} "
+            "samples."
         )
     if width == 3:  # as the upper three bytes of four
         wide = np.zeros((len(content) // 3, 4), dtype=np.uint8)
@@ -184,11 +185,11 @@ def _by_soundfile(content: bytes, entry: MediaEntry, said: str) -> Sound:
         soundfile = importlib.import_module("soundfile")
     except ImportError:
         raise UsageError(
-            f"{entry.name}: this is no PCM .wav ({said}), and other sound needs soundfile, which is"
-            " not installed. Try: pip install soundfile"
+            f"{entry.name}: this is not a PCM .wav ({said}). Other audio needs soundfile, which is not "
+            "installed. Try: pip install soundfile"
         ) from None
     try:
         sound, rate = soundfile.read(io.BytesIO(content), dtype="float32", always_2d=True)
     except Exception as error:  # libsndfile's
-        raise UsageError(f"{entry.name}: this is no sound that can be read ({one_line(error)}).") from None
+        raise UsageError(f"{entry.name}: this audio cannot be read ({one_line(error)}).") from None
     return Sound(sound.mean(axis=1), int(rate))

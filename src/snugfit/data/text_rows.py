@@ -105,8 +105,8 @@ class TableRows(Rows):
             if cells and (len(cells) > 1 or cells[0].strip()):
                 if len(cells) != len(self.columns):
                     raise UsageError(
-                        f"{self.source}, line {number}: {len(cells)} cells under {len(self.columns)} columns."
-                        ' A cell that holds a separator is written in quotes: "a, b".'
+                        f"{self.source}, line {number}: {len(cells)} cells under {len(self.columns)} "
+                        'columns. A cell that contains a separator must be in quotes: "a, b".'
                     )
                 self._cells.append(cells)
                 self._numbers.append(number)
@@ -142,7 +142,7 @@ def _object_row(line: str, where: str) -> Row:
 
 def _object(value: Any, where: str) -> Row:
     if not isinstance(value, dict):
-        raise UsageError(f'{where}: a sample is an object, {{"text": ...}}, and this is {value!r:.60}.')
+        raise UsageError(f'{where}: a sample must be an object, {{"text": ...}}, but this is {value!r:.60}.')
     return value
 
 
@@ -156,7 +156,9 @@ def _json(path: Path) -> Rows:
         return MemoryRows(rows, str(path), path.parent)
     if begins in (b"{", b""):
         return LineRows(path, _object_row)
-    raise UsageError(f"{path}: a .json file of samples holds a list of objects, or one object a line.")
+    raise UsageError(
+        f"{path}: a .json file of samples must contain a list of objects, or one object per line."
+    )
 
 
 READERS: dict[str, Callable[[Path], Rows]] = {
@@ -173,8 +175,8 @@ def read_text(path: Path) -> str:
     """A whole file of UTF-8. Raises `UsageError` where it is too large, or something else."""
     if (size := path.stat().st_size) > LARGEST_IN_MEMORY:
         raise UsageError(
-            f"{path}: {size:,} bytes; a {path.suffix} file is held in memory, so it has at most"
-            f" {LARGEST_IN_MEMORY:,}. Write it as .jsonl or .parquet."
+            f"{path}: {size:,} bytes; a {path.suffix} file is read into memory, so it may have at most "
+            f"{LARGEST_IN_MEMORY:,}. Write it as .jsonl or .parquet."
         )
     return decode(path.read_bytes(), str(path))
 
@@ -185,7 +187,7 @@ def decode(content: bytes, where: str) -> str:
     try:
         return content.decode()
     except UnicodeDecodeError as error:
-        what = f"byte {error.start + 1} (0x{content[error.start]:02x}) is no UTF-8"
+        what = f"byte {error.start + 1} (0x{content[error.start]:02x}) is not UTF-8"
         if content[:2] in (b"\xff\xfe", b"\xfe\xff"):
             what = "this is UTF-16"
         before = content[: error.start].count(b"\n")

@@ -77,7 +77,9 @@ class Tokenizer:
         """The tokens of each text, at most `limit` of them: what is longer goes through the tokenizer again,
         to be cut."""
         if words and not getattr(self.of_transformers, "is_fast", False):
-            raise UsageError("token-classification needs a fast tokenizer: one that knows its tokens' words.")
+            raise UsageError(
+                "token-classification needs a fast tokenizer, which knows the word of each token."
+            )
         if limit is not None:
             self._refuse_without_room(limit, pair=pairs is not None)
         inputs = {"text": texts, "text_pair": pairs, "text_target": targets}
@@ -107,7 +109,9 @@ class Tokenizer:
                 **inputs, is_split_into_words=words, padding=False, verbose=False, **more
             )
         except Exception as error:  # whatever a tokenizer of somebody's making raises
-            raise UsageError(f"The tokenizer refuses the dataset's text ({one_line(error, 300)}).") from error
+            raise UsageError(
+                f"The tokenizer fails on the dataset's text ({one_line(error, 300)})."
+            ) from error
         types = encoding.get("token_type_ids")
         return [
             Tokens(
@@ -122,6 +126,6 @@ class Tokenizer:
         special = self.of_transformers.num_special_tokens_to_add(pair=pair)
         if limit <= special:
             raise UsageError(
-                f"{limit} tokens leave no room for text: this tokenizer adds {special} of its own to each."
-                " Set a longer sequence length."
+                f"{limit} tokens leave no room for text: this tokenizer adds {special} special tokens to "
+                "each sequence. Set a longer sequence length."
             )

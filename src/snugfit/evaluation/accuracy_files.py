@@ -24,10 +24,10 @@ def read(file: Path) -> Accuracy:
         raise _no_result(file, str(fault)) from None
     what, schema = document.get("what"), document.get("schema")
     if what != "accuracy":
-        raise _no_result(file, f"it says it is {what!r}" if what else "it does not say what it is")
+        raise _no_result(file, f'its key "what" says {what!r}' if what else 'it has no key "what"')
     if schema not in READABLE:
         readable = " and ".join(map(str, READABLE))
-        raise _no_result(file, f"it is of schema {schema!r}, and this snugfit reads {readable}")
+        raise _no_result(file, f"it is of schema {schema!r}, but this snugfit reads {readable}")
     try:
         return Accuracy.from_json(document)
     except KeyError as fault:
@@ -56,16 +56,16 @@ def read_rates(file: Path, gpu: Gpu) -> Rates:
         raise UsageError(f"{file}: no such file.") from None
     except (BadDocument, KeyError, TypeError, ValueError, AttributeError) as fault:
         raise UsageError(
-            f"{file} is no calibration ({type(fault).__name__}: {fault}). Name a file that `snugfit "
+            f"{file} is not a calibration ({type(fault).__name__}: {fault}). Name a file that `snugfit "
             "calibrate` wrote."
         ) from None
     if rates.gpu != gpu.key:
-        raise UsageError(f"{file} holds the rates of {rates.gpu}, and the runs are of {gpu.key}.")
+        raise UsageError(f"{file} has the rates of {rates.gpu}, but the runs are of {gpu.key}.")
     return rates
 
 
 def _no_result(file: Path, why: str) -> UsageError:
     return UsageError(
-        f"{file} is no result of `snugfit accuracy`: {why.rstrip('.')}. Name an accuracy-*.json, or the "
-        "folder that holds it."
+        f"{file} is not a result of `snugfit accuracy`: {why.rstrip('.')}. Name an accuracy-*.json, or its "
+        "folder."
     )

@@ -75,7 +75,7 @@ def draw_training_job(seed: int, number: int) -> DrawnJob:
     for drawn in proposals(seed, number):
         if drawn.job.trains:
             return drawn
-    raise SnugfitError(f"Draw {number} of seed {seed} gave no job that trains.")
+    raise SnugfitError(f"Draw {number} of seed {seed} gave no job that can be trained.")
 
 
 def draw_recipes(job: Job, seed: int) -> Iterator[Recipe]:

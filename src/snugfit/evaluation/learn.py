@@ -133,9 +133,7 @@ def learn(
     """
     usable = [run for run in runs if _is_usable(run)]
     if len(usable) < MIN_RUNS:
-        return nothing_learned(
-            f"{len(usable)} of {len(runs)} runs can be learned from, and it takes {MIN_RUNS}"
-        )
+        return nothing_learned(f"{len(usable)} of {len(runs)} runs can be used, but {MIN_RUNS} are needed")
     curves = []
     for curve in map_in_processes(partial(curve_of, gpu, rates), usable, workers=workers):
         curves.append(curve)
@@ -168,9 +166,9 @@ def _why_not(host: float, device: float, before: Sequence[float], after: Sequenc
         if abs(factor) > math.log(MAX_FACTOR)
     ]
     if too_large:
-        return f"{' and '.join(too_large)}, and a factor beyond {MAX_FACTOR:g} is not believed"
+        return f"{' and '.join(too_large)}, and a factor above {MAX_FACTOR:g} is not believed"
     if mean_log_error(after) > mean_log_error(before) - MIN_GAIN:
-        return "no factors make the predictions better by half a per cent: the rates stand"
+        return "no factors improve the predictions by half a per cent, so the rates stay as they are"
     return ""
 
 

@@ -63,6 +63,7 @@ class Reading:
         if lines:
             flags = sorted({line.instead.replace("_", "-") for line in self.refused})
             raise UsageError(
-                "\n".join([f"{self.path} ({self.title}) asks for what snugfit cannot predict:", *lines])
-                + f"\nTake it out of the file, or say what to predict instead with --{', --'.join(flags)}."
+                "\n".join([f"{self.path} ({self.title}) contains what snugfit cannot predict:", *lines])
+                + "\nRemove it from the file, or set what to predict instead with "
+                f"--{', --'.join(flags)}."
             )

@@ -201,7 +201,10 @@ def _find_old_values(document: Document, facts: Mapping[str, Any]) -> Iterator[F
             yield Finding(kind="renamed", keys=(key,), says=f"{value} is {new} now", fix=Fix(set={key: new}))
     for key, value in flatten(document.values) if document.format == "yaml" else ():
         if isinstance(value, str) and _EXPONENT.fullmatch(value):
-            says = f"YAML reads {value} as text, for lack of a point: {float(value)!r} with one is a number"
+            says = (
+                f"YAML reads {value} as text, because there is no decimal point: {float(value)!r} with "
+                "it is a number"
+            )
             yield Finding(kind="trap", keys=(key,), says=says, fix=Fix(set={key: float(value)}))
 
 
@@ -233,7 +236,7 @@ def _find_wrong_batches(document: Document) -> Iterator[Finding]:
     whole, micro, pieces = (document.values.get(name) for name in names)
     numbers = [one for one in (whole, micro, pieces) if type(one) is int and one > 0]
     if len(numbers) == 3 and numbers[0] % (numbers[1] * numbers[2]):
-        says = f"{whole} samples are no whole number of GPUs with {micro} x {pieces} each"
+        says = f"{whole} samples cannot be split evenly over GPUs with {micro} x {pieces} each"
         yield Finding(kind="conflict", keys=names, says=says, fix=Fix(remove=names[:1]))
 
 

@@ -83,7 +83,9 @@ def read_shell(text: str, where: str) -> tuple[str, dict[str, Any]]:
         try:
             words = shlex.split(line, comments=True)
         except ValueError as error:
-            raise UsageError(f"{where}: a line is no shell command ({error}): {line.strip()[:60]}") from None
+            raise UsageError(
+                f"{where}: a line is not a shell command ({error}): {line.strip()[:60]}"
+            ) from None
         words = [_with_variables(word, variables) for word in words if word != "export"]
         while words and (assigned := _ASSIGNMENT.fullmatch(words[0])):
             variables[assigned[1]] = assigned[2]
@@ -94,8 +96,8 @@ def read_shell(text: str, where: str) -> tuple[str, dict[str, Any]]:
     if len(commands) != 1:
         many = f"{len(commands)}; keep one" if commands else "none"
         raise UsageError(
-            f"{where}: a shell file is read for the command that starts training ({', '.join(LAUNCHERS)}),"
-            f" and this one has {many}."
+            f"{where}: a shell file must have one command that starts training ({', '.join(LAUNCHERS)}), "
+            f"but this one has {many}."
         )
     return _read_command(commands[0])
 

@@ -39,16 +39,16 @@ def open_document(path: Path) -> Document:
     """The file at `path`; raises `UsageError` when it is none, or when no library known here would read
     it."""
     if path.suffix.lower() not in FORMATS:
-        raise UsageError(f"{path}: its name must end in {', '.join(FORMATS)}, to say what it is.")
+        raise UsageError(f"{path}: its name must end in {', '.join(FORMATS)}, which says what it is.")
     text, kind = read_text(path), FORMATS[path.suffix.lower()]
     if kind in ("python", "shell"):
         caller, arguments = (read_script if kind == "python" else read_shell)(text, str(path))
         return Document(path=path, format=kind, dialect=caller, values=arguments)
     values = load_json(text, str(path)) if kind == "json" else load_yaml(text, str(path))
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise UsageError(f"{path}: a configuration is one mapping of words to values, and this is not.")
+        raise UsageError(f"{path}: a configuration must be one mapping of names to values.")
     name = recognise(values)
     if name is None:
         known = "; ".join(f"{dialect(name).title}: {dialect(name).known_by[0]}" for name in DIALECTS)
-        raise UsageError(f"{path}: none of its keys belongs to a configuration known here ({known}, ...).")
+        raise UsageError(f"{path}: none of its keys belongs to a known configuration ({known}, ...).")
     return Document(path=path, format=kind, dialect=name, values=values)

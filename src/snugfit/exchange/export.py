@@ -51,9 +51,9 @@ def export(job: Job, recipe: Recipe, to: str) -> Export:
     if to not in TARGETS:
         raise UsageError(f"Unknown target {to!r}.{did_you_mean(to, TARGETS)} Targets: {', '.join(TARGETS)}.")
     if not job.trains:
-        raise UsageError("phase is evaluate, and an export trains. Leave it out.")
+        raise UsageError("phase is evaluate, but an export is for training. Leave phase out.")
     if job.model.module is not None:
-        raise UsageError(f"{job.model.name} lives in Python only, and a script could not build it.")
+        raise UsageError(f"{job.model.name} exists only in Python, so a script could not build it.")
     recipe.check(job, installed=False)
     if to == "hf":
         return Export(to=to, files=_for_the_trainer(job, recipe))
@@ -68,13 +68,13 @@ def training_arguments(job: Job, recipe: Recipe) -> dict[str, Any]:
     """What the installed `TrainingArguments` takes. Raises `RecipeError` for what it cannot say."""
     dotted, unsaid = write_arguments(recipe)
     if unsaid:
-        lines = [f"{technique}: TrainingArguments have nothing that means it." for technique in unsaid]
+        lines = [f"{technique}: TrainingArguments have no setting for it." for technique in unsaid]
         raise RecipeError(
             "\n".join(
                 [
                     "This recipe cannot be exported to hf:",
                     *lines,
-                    "Leave it out, or export to accelerate or torch, which can say more.",
+                    "Leave it out, or export to accelerate or torch, which can do more.",
                 ]
             )
         )
@@ -109,7 +109,10 @@ def _as_installed(arguments: dict[str, Any]) -> dict[str, Any]:
         if options.get(option, idle) == idle:
             options.pop(option, None)
         elif option not in installed.checkpointing_options():
-            raise RecipeError(f"{installed.version()} cannot be told {option}. Try every_layer.")
+            raise RecipeError(
+                f"{installed.version()} has no option {option} for checkpointing. Update it, or choose "
+                "another checkpointing technique (snugfit techniques)."
+            )
     if name != new:
         arguments = {key.replace(new, name): value for key, value in arguments.items()}
     return arguments

@@ -54,13 +54,13 @@ def read_script(text: str, where: str) -> tuple[str, dict[str, Any]]:
         line, why = "", str(error)
         if isinstance(error, SyntaxError):
             line, why = f", line {error.lineno}" if error.lineno else "", error.msg
-        raise UsageError(f"{where}{line}: this is not Python ({why}).") from None
+        raise UsageError(f"{where}{line}: this is not valid Python ({why}).") from None
     reader = _CallReader(tree)
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     if other := [call for call in calls if _name(call) in OTHER_DEFAULTS]:
         raise UsageError(
-            f"{where}, line {other[0].lineno}: {_name(other[0])} trains by preferences, which runs other "
-            "passes and has no counterpart yet."
+            f"{where}, line {other[0].lineno}: {_name(other[0])} trains on preferences, which snugfit does "
+            "not support yet."
         )
     main = [call for call in calls if _name(call) in ARGUMENTS]
     trainers = [call for call in calls if _name(call) == "SFTTrainer"]
@@ -69,13 +69,13 @@ def read_script(text: str, where: str) -> tuple[str, dict[str, Any]]:
     main = main or [call for call in calls if _name(call) == "Accelerator"]
     if not main and any(_name(call) == "HfArgumentParser" for call in calls):
         raise UsageError(
-            f"{where}: this script takes its arguments from a command line. Give the shell file that starts "
-            "it, or the arguments themselves: snugfit predict --model_name_or_path ..."
+            f"{where}: this script reads its arguments from the command line. Give the shell file that "
+            "starts it, or the arguments: snugfit predict --model_name_or_path ..."
         )
     if len(main) != 1 and not (is_sft and not main):
         lines = ", ".join(str(call.lineno) for call in main)
-        many = f"calls it on the lines {lines}; keep one" if main else "has no such call"
-        raise UsageError(f"{where}: a script is read for its call of TrainingArguments, and this one {many}.")
+        many = f"calls it on the lines {lines}; keep one" if main else "does not call it"
+        raise UsageError(f"{where}: a script must call TrainingArguments once, but this one {many}.")
     arguments = reader.call(main[0]) if main else {}
     for call in calls:
         if _owner(call) in UNSLOTH and _name(call) in UNSLOTH_DEFAULTS:

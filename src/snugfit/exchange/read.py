@@ -106,7 +106,7 @@ class _Reader:
             self._line(self.ignored, key, value, f"auto is {table.auto}")
             return
         if needed := table.idle(key, given):
-            self._line(self.ignored, key, value, f"it does nothing without {needed}")
+            self._line(self.ignored, key, value, f"it has no effect without {needed}")
             return
         meaning = table.translate(key, value)
         if meaning is None and self._is_an_argument(key, table):
@@ -211,12 +211,12 @@ class _Reader:
             return
         if type(micro) is not int or type(pieces) is not int:
             unknown = isinstance(micro, Unknown) or isinstance(pieces, Unknown)
-            says = _COMPUTED if unknown else "a batch is a whole number of samples"
+            says = _COMPUTED if unknown else "a batch must be a whole number of samples"
             self._line(self.refused, name, given, says, instead="batch_size")
             return
         whole = self.settings.setdefault("batch_size", micro * pieces)
         if whole != micro * pieces:
-            says = f"{micro} in {pieces} pieces is not the whole batch of {whole}"
+            says = f"{micro} in {pieces} pieces is not the global batch of {whole}"
             self._line(self.refused, name, given, says, instead="batch_size")
         else:
             default = "" if MICRO_BATCH in self.origins else " (default)"
@@ -239,7 +239,7 @@ class _Reader:
         name, given = (name, given) if name else (key, value)
         refusal = table.refusal(key)
         if refusal and not any(value == one and type(value) is type(one) for one in refusal["but"]):
-            unsure = ". Whether it is asked for is computed while the script runs"
+            unsure = ". Whether it is on is computed while the script runs"
             says = refusal["why"] + (unsure if isinstance(value, Unknown) else "")
             self._line(self.refused, name, given, says)
         elif reason := table.reason_to_ignore(key):
@@ -267,7 +267,7 @@ class _Reader:
         lines.append(Line(key=key, value=shown, says=says, instead=instead))
 
 
-_COMPUTED = "it is computed while the script runs. Say it with a flag, or write the value"
+_COMPUTED = "it is computed while the script runs. Set it with a flag, or write the value"
 
 
 def _with_parts(values: Mapping[str, Any]) -> dict[str, Any]:

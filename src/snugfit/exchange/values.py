@@ -37,7 +37,7 @@ def wrong_values(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def _wrong(key: str, value: str | float) -> str:
     if words := _words().get(key):
         wrong = isinstance(value, str) and value not in words
-        return f"{value!r} is none of its words.{did_you_mean(str(value), words)}" if wrong else ""
+        return f"{value!r} is not an allowed value.{did_you_mean(str(value), words)}" if wrong else ""
     kind = field_kinds().get(key)
     if kind is None:
         return ""

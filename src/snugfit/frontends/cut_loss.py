@@ -60,7 +60,7 @@ def job_with_mixing(
         reason = _difference(job, example or job.model.example or {}, model, loss_of, items_of)
     except Exception as fault:  # whatever the user's loss raises outside of training
         kind = f"{type(fault).__name__}: {one_line(fault)}"
-        warnings.warn(f"Whether the loss is a mean over samples is not known: {kind}", stacklevel=2)
+        warnings.warn(f"It is not known whether the loss is a mean over samples: {kind}", stacklevel=2)
         return job
     return replace(job, mixes_samples=reason) if reason else job
 

@@ -33,21 +33,21 @@ def example_of(
     first = _first_of(make_loader(), device)
     if not isinstance(first, Mapping) or not first:
         raise UsageError(
-            f"A batch is a mapping of the model's arguments to tensors, and the loader gave {first!r:.80}. A"
-            " collate_fn can make one."
+            f"A batch must map the model's arguments to tensors, but the loader gave {first!r:.80}. A "
+            "collate_fn can make one."
         )
     if resumes and not has_an_order(make_loader()):
         raise UsageError(
-            "in_order=False gives batches in the order that the workers are done in, and a resumed run could"
-            " not know which it has seen. Leave it out."
+            "With in_order=False batches come in the order in which workers finish, so a resumed run could "
+            "not know which it has seen. Leave it out."
         )
     if resumes and fingerprint_of(first) != fingerprint_of(_first_of(loader := make_loader(), device)):
         raise UsageError(
-            f"{name_of(loader)[0].upper()}{name_of(loader)[1:]} cannot be read again from its beginning: its"
-            " first batch comes out another with all random generators as they were. A run that is resumed"
-            " would see other samples. It may draw from the system's entropy or a generator that is made"
-            " anew, or be a stream that is read once. Draw from torch, numpy or random, or from a generator"
-            " that is an attribute of the dataset; open a stream in __iter__."
+            f"{name_of(loader)[0].upper()}{name_of(loader)[1:]} cannot be read again from its start: its "
+            "first batch differs although all random generators were reset. So a resumed run would see "
+            "other samples. It may use the system's entropy or a new generator each time, or be a stream "
+            "that can be read only once. Draw from torch, numpy or random, or from a generator that is an "
+            "attribute of the dataset, and open a stream in __iter__."
         )
     return map_leaves(
         first, lambda _, value: value.detach().cpu() if isinstance(value, torch.Tensor) else value
@@ -117,10 +117,10 @@ def pieces_of(
         yield batch
         return
     layout.refuse_unclear(
-        f"A batch is to be cut into pieces of {rows}",
-        "Name them, batch_dims={'edges': None, 'x': 0} of fit and accelerate, with None for a tensor that"
-        " goes along whole and a number for the dimension of its samples; or train it uncut, under"
-        " micro_batches(1).",
+        f"The batch must be cut into pieces of {rows}",
+        "Name them, batch_dims={'edges': None, 'x': 0} of fit and accelerate, with None for a tensor that "
+        "is never cut, and a number for the dimension of its samples. Or train with the whole batch at "
+        "once.",
     )
     for start in range(0, layout.samples, rows):
         yield layout.part(batch, start, start + rows)

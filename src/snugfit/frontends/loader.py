@@ -148,10 +148,11 @@ def batches_from(
         rng.set(last.before)
     if last is not None and fingerprint_of(next(batches, None)) != last.fingerprint:
         raise SnugfitError(
-            f"The run cannot be resumed within its epoch: {name_of(loader)} gave another batch {position:,}"
-            " than before. Either it is other data, or it draws from something that no checkpoint holds: kept"
-            " are the generators of torch, numpy and Python, and those that are attributes of the loader, its"
-            " sampler, dataset and collator. Bring the data back, or begin anew."
+            f"The run cannot be resumed within its epoch: {name_of(loader)} gave another batch "
+            f"{position:,} than before. Either the data changed, or it draws random numbers from something "
+            "that checkpoints do not contain. They contain the generators of torch, numpy and Python, and "
+            "those that are attributes of the loader, its sampler, dataset and collator. Restore the data, "
+            "or start a new run."
         )
     if named is not None and following is not None:
         rng.set(following)

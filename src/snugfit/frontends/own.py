@@ -142,7 +142,7 @@ def _options_for(given: Mapping[str, Any], evaluation: Source | None) -> TrainOp
     """The options, when what they need is there: it is told before any data is read."""
     chosen = options_of(given)
     if evaluation is None and chosen.eval_strategy != "no":
-        raise UsageError(f"eval_strategy is {chosen.eval_strategy!r}, and there is no evaluation data.")
+        raise UsageError(f"eval_strategy is {chosen.eval_strategy!r}, but there is no evaluation data.")
     callbacks_for(chosen)
     return chosen
 
@@ -153,7 +153,7 @@ def _recipe_for(
     """The recipe, when it can train this job there; `watch` hears where it changes what is trained."""
     refuse_what_is_no_job(job)
     if not job.trains:
-        raise JobError("The job's phase is 'evaluate', and this trains. Leave the phase out.")
+        raise JobError("The job's phase is 'evaluate', but this command trains. Leave the phase out.")
     recipe = recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe)
     recipe.check(job, capability_of(target))
     refuse_unsupported("plain", recipe.setup())
@@ -187,9 +187,9 @@ def device_of(name: str | None) -> torch.device:
     if kind == "cpu" and not number:
         return torch.device("cpu")
     if kind != "cuda" or (number and not number.isdecimal()):
-        raise UsageError(f"device is {name!r}; it is cpu, cuda or cuda:1.")
+        raise UsageError(f"device is {name!r}; it must be cpu, cuda or cuda:1.")
     if int(number or 0) >= count:
-        raise UsageError(f"device is {name!r}; this machine has {count} GPUs that torch can use.")
+        raise UsageError(f"device is {name!r}, but torch can use {count} GPUs of this machine.")
     return torch.device("cuda", int(number or 0))
 
 
@@ -206,15 +206,17 @@ def weights_of(job: Job, given: str | os.PathLike[str] | None) -> Path | None:
         return find_weights((model.origin == "path" and own_folder(model.name, "path")) or model.name)
     except ModelError as problem:
         raise ModelError(
-            f"{problem} To begin with random weights: --from-scratch (from_scratch: true in a job file,"
-            " weights='random' from Python)."
+            f"{problem} To start with random weights: --from-scratch (from_scratch: true in a job file, "
+            "weights='random' from Python)."
         ) from None
 
 
 def folder_of(output_dir: str | os.PathLike[str]) -> Path:
     """The folder for checkpoints and the journal. Raises `UsageError` for what is none."""
     if not isinstance(output_dir, str | os.PathLike) or not os.fspath(output_dir):
-        raise UsageError(f"output_dir is {output_dir!r}; it is the folder for checkpoints and the journal.")
+        raise UsageError(
+            f"output_dir is {output_dir!r}; it must be the folder for checkpoints and the journal."
+        )
     return Path(os.path.expanduser(output_dir))
 
 

@@ -113,8 +113,8 @@ def _attribute_at(loader: Any, path: str) -> _Attribute:
         owner = next((child for inner, child, _ in _children(owner) if inner == parent), None)
     if not hasattr(owner, "__dict__"):
         raise SnugfitError(
-            f"The checkpoint holds the state of {path} of the data, and there is no such thing now. Give the"
-            " loader, dataset and collator that the run began with."
+            f"The checkpoint has the state of {path} of the data, which does not exist now. Give the "
+            "loader, dataset and collator with which the run started."
         )
     return _Attribute(owner, name)
 

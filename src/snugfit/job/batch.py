@@ -277,8 +277,8 @@ def _sound(config: Any, job: Job) -> SoundInput | None:
     heard = sound(config)
     if heard is None:
         raise JobError(
-            f"{job.model.name} ({job.model.architecture}): no synthetic sound is known for it in {job.task}."
-            " Give the model itself with an example batch: Model.from_module(module, example)."
+            f"{job.model.name} ({job.model.architecture}): snugfit cannot make synthetic audio for it in "
+            f"{job.task}. Give the model itself with an example batch: Model.from_module(module, example)."
         )
     return heard
 

@@ -88,8 +88,8 @@ class BatchLayout:
         for name, size in named_sizes.items():
             if size % count:
                 raise JobError(
-                    f"batch_dims names dimension {named[name]} of {name!r}, which has {size} rows there: no"
-                    f" multiple of the {count} samples of the example batch."
+                    f"batch_dims names dimension {named[name]} of {name!r}, which has {size} rows there, "
+                    f"which is not a multiple of the {count} samples of the example batch."
                 )
         rows = {name: SampleRows(at, named_sizes[name] // count) for name, at in dimensions.items()}
         holds = {name for name, size in sizes.items() if size == count}
@@ -141,12 +141,12 @@ class BatchLayout:
         lengths = ", ".join(f"{name} {length}" for name, length in {**known, **self.unclear}.items())
         dims = ", ".join(f"{name!r}: None" for name in self.unclear)
         by_name = (
-            f"Name them: Model.from_module(module, example, batch_dims={{{dims}}}), with None for a tensor"
-            " that goes along whole and a number for the dimension of its samples."
+            f"Name them: Model.from_module(module, example, batch_dims={{{dims}}}), with None for a tensor "
+            "that is never cut, and a number for the dimension of its samples."
         )
         raise JobError(
-            f"{purpose}, and it is not clear which tensors of the batch hold its samples: their lengths are"
-            f" {lengths}. {cure or by_name}"
+            f"{purpose}, but it is not clear which tensors of the batch contain its samples: their lengths "
+            f"are {lengths}. {cure or by_name}"
         )
 
 
@@ -163,14 +163,14 @@ def _dimension(tensors: Mapping[str, Any], name: str, dimension: int) -> int:
     """The named dimension of a tensor, counted from the front."""
     if name not in tensors:
         raise JobError(
-            f"batch_dims names {name!r}, which is no tensor with a dimension in the example batch. It has:"
-            f" {', '.join(tensors) or 'none'}."
+            f"batch_dims names {name!r}, which is not a tensor with dimensions in the example batch. It "
+            f"has: {', '.join(tensors) or 'none'}."
         )
     ndim = getattr(tensors[name], "ndim", 1)
     if not isinstance(dimension, int) or isinstance(dimension, bool) or not -ndim <= dimension < ndim:
         raise JobError(
-            f"batch_dims gives {dimension!r} for {name!r}; allowed are a dimension from 0 to {ndim - 1}, and"
-            " None for a tensor that goes along whole."
+            f"batch_dims gives {dimension!r} for {name!r}; allowed are a dimension from 0 to {ndim - 1}, "
+            "and None for a tensor that is never cut."
         )
     return dimension % ndim
 

@@ -74,8 +74,8 @@ def _from_facts(job: Job, dtype: str, attention: str, weights: Path | None, on_l
     model: nn.Module
     if weights is not None and "quantization_config" in ignored_keys(job.model.config):
         raise ModelError(
-            f'{weights}: its weights are quantized ("quantization_config" in config.json), and snugfit '
-            "trains none of those. Give a folder with the unquantized weights."
+            f'{weights}: its weights are quantized ("quantization_config" in config.json), which snugfit '
+            "does not train. Give a folder with the unquantized weights."
         )
     if weights is None:
         return _from_config(job, auto_class, config, asked)
@@ -93,9 +93,8 @@ def _from_facts(job: Job, dtype: str, attention: str, weights: Path | None, on_l
         if "automatic conversion" not in str(error):
             raise
         raise ModelError(
-            f"{weights}: the weights of {job.model.name} cannot be put together from its files, where parts"
-            " are missing or have other shapes (an expert, a half of a fused matrix). Give a folder that is"
-            " whole."
+            f"{weights}: the weights of {job.model.name} cannot be loaded from its files: parts are "
+            "missing or have other shapes (an expert, a half of a fused matrix). Give a complete folder."
         ) from None
     on_loaded(check_loaded(model, weights, loaded))
     with torch.device("meta"):

@@ -98,7 +98,7 @@ def read_config(path: Path) -> Facts:
     except OSError as error:
         raise ModelError(f"{path}: cannot be read ({_cause(path, error)}).") from None
     except BadDocument as fault:
-        raise ModelError(f"{path}: {fault}. A config.json has at most 4 MiB.") from None
+        raise ModelError(f"{path}: {fault}. A config.json must not be larger than 4 MiB.") from None
     return parse_config(content, where=str(path))
 
 
@@ -107,14 +107,14 @@ def parse_config(content: bytes, *, where: str) -> Facts:
     try:
         document = _tag_infinite(parse_json(content.decode("utf-8"), constants=True))
     except UnicodeDecodeError:
-        raise ModelError(f"{where}: not UTF-8 text. A config.json is JSON in UTF-8.") from None
+        raise ModelError(f"{where}: this is not UTF-8 text. A config.json is JSON in UTF-8.") from None
     except RecursionError:
-        raise ModelError(f"{where}: nested more than {DEEPEST} deep.") from None
+        raise ModelError(f"{where}: nested more than {DEEPEST} levels deep.") from None
     except ValueError as error:
         cause = error if content.strip() else "it is empty"
         raise ModelError(f"{where}: not a config.json: {cause}.") from None
     if not isinstance(document, dict):
-        raise ModelError(f"{where}: holds {_kind(document)}; a config.json is one JSON object.")
+        raise ModelError(f"{where}: holds {_kind(document)}; a config.json must be one JSON object.")
     return check_facts(document, where=where)
 
 
@@ -125,15 +125,15 @@ def check_facts(document: Mapping[str, Any], *, where: str) -> Facts:
         lacks = "has no" if model_type is None else f"{_show(model_type)} is no"
         raise ModelError(f'{where}: {lacks} "model_type", the name of an architecture such as "bert".')
     if _depth(document) > DEEPEST:
-        raise ModelError(f"{where}: nested more than {DEEPEST} deep.")
+        raise ModelError(f"{where}: nested more than {DEEPEST} levels deep.")
     for config in _configs(document):
         for complaint in _complaints(config):
             raise ModelError(f"{where}: {complaint}")
     if model_type not in model_types():
-        own_code = ' Its "auto_map" names code of its own, and snugfit runs no code from a config.'
+        own_code = ' Its "auto_map" names custom code, and snugfit does not run code from a config.'
         raise ModelError(
-            f"{where}: the installed transformers {transformers_version()} knows no architecture"
-            f" {model_type!r}.{did_you_mean(model_type, model_types())}"
+            f"{where}: the installed transformers {transformers_version()} does not know the architecture "
+            f"{model_type!r}.{did_you_mean(model_type, model_types())}"
             f"{own_code if document.get('auto_map') else ''}"
         )
     dtype = config_dtype(document)
@@ -167,7 +167,7 @@ def _tag_infinite(value: Any) -> Any:
     if not isinstance(value, float) or math.isfinite(value):
         return value
     if math.isnan(value):
-        raise ValueError("NaN is no number that JSON knows")
+        raise ValueError("NaN is not a JSON number")
     return {FLOAT_TAG: "Infinity" if value > 0 else "-Infinity"}
 
 
@@ -181,27 +181,33 @@ def _complaints(config: Mapping[str, Any]) -> Iterator[str]:
     for key in sorted(PARTS & config.keys()):
         yield from _out_of_range(key, config[key], LARGEST_SIZE, lowest=0)
     if not isinstance(config.get("text_config"), dict | None):
-        yield f'"text_config" is {_show(config["text_config"])}; it is an object, the text model\'s config.'
+        yield (
+            f'"text_config" is {_show(config["text_config"])}; it must be an object, the config of the '
+            "text model."
+        )
     yield from _uneven_heads(config)
     yield from _uneven_parts(config)
     for key in KEYS:
         dtype = config.get(key)
         if dtype is not None and str(dtype).removeprefix("torch.") not in DTYPES:
-            yield f'"{key}" is {_show(dtype)}, which is no floating-point dtype of torch, such as "bfloat16".'
+            yield (
+                f'"{key}" is {_show(dtype)}, which is not a floating-point dtype of torch, such as '
+                '"bfloat16".'
+            )
 
 
 def _outside_code(config: Mapping[str, Any]) -> Iterator[str]:
     """Keys that ask for code, weights or kernels from outside the installed transformers."""
     if config.get("trust_remote_code"):
         yield (
-            '"trust_remote_code" asks for code of the model\'s own, and snugfit runs no code from a config.'
-            " Remove the key to use the architecture that transformers has under this model_type."
+            '"trust_remote_code" asks for custom code, and snugfit does not run code from a config. '
+            "Remove the key to use the architecture that transformers has for this model_type."
         )
     if config.get("use_pretrained_backbone"):
         yield '"use_pretrained_backbone" would download weights; set it to false.'
     for key, value in config.items():
         if _chooses_kernels(key) and "/" in json.dumps(value):
-            yield f'"{key}" is {_show(value)}: snugfit runs no kernels from the hub. Remove the key.'
+            yield (f'"{key}" is {_show(value)}: snugfit does not run kernels from the hub. Remove the key.')
 
 
 def _out_of_range(key: str, value: Any, limit: int, *, lowest: int = 1) -> Iterator[str]:
@@ -301,5 +307,5 @@ def _show(value: object) -> str:
 
 def _cause(path: Path, error: OSError) -> str:
     if isinstance(error, FileNotFoundError) and os.path.islink(path):
-        return "a link that leads nowhere"
+        return "a broken link"
     return (error.strerror or type(error).__name__).lower()

@@ -39,7 +39,7 @@ def find_facts(name: str, *, online: bool, tell: Callable[[str], None]) -> Model
     """The facts that `name` stands for. Raises `ModelError` with the names that are allowed. `tell` hears
     what was fetched."""
     if not name.strip() or "\0" in name or len(name) > LONGEST_NAME:
-        raise ModelError(f"{name[:80]!r} is no name of a model. {_ALLOWED}")
+        raise ModelError(f"{name[:80]!r} is not the name of a model. {_ALLOWED}")
     if name.startswith((".", "/", "~")) or name.endswith(".json"):
         return ModelFacts(name, "path", read_config(_config_file(os.path.expanduser(name))))
     full_name = preset_named(name)
@@ -51,7 +51,10 @@ def find_facts(name: str, *, online: bool, tell: Callable[[str], None]) -> Model
     return _from_hub(name, online=online, tell=tell)
 
 
-_ALLOWED = "A model is a preset's name, a folder with a config.json, the path of a config.json, or a hub id."
+_ALLOWED = (
+    "A model is the name of a preset, a folder with a config.json, the path of a config.json, or a "
+    "name on the hub."
+)
 
 
 @cache
@@ -90,8 +93,8 @@ def preset_named(name: str) -> str | None:
 def _refuse_two_meanings(name: str, full_name: str) -> None:
     if os.path.isfile(os.path.join(name, "config.json")):
         raise ModelError(
-            f"{name!r} is a bundled preset and also a folder here. Write ./{name} for the folder, or run"
-            f" somewhere else for the preset {full_name}."
+            f"{name!r} is a bundled preset and also a folder here. Write ./{name} for the folder, or run "
+            f"in another directory for the preset {full_name}."
         )
 
 
@@ -151,8 +154,8 @@ def _refuse_quantized(name: str) -> None:
     plain_name = unquantized_name(name)
     if plain_name and (base := same_sizes(plain_name, preset_names())):
         raise ModelError(
-            f"{name!r} names quantized weights, and snugfit predicts and trains unquantized ones."
-            f" Of the same sizes, unquantized: {base}."
+            f"{name!r} names quantized weights, but snugfit predicts and trains unquantized ones. The same "
+            f"model, unquantized: {base}."
         )
 
 
@@ -165,7 +168,7 @@ def _cached_config(name: str) -> Path | None:
     try:
         return cached_file(name, "config.json")
     except ValueError as error:
-        raise ModelError(f"{name!r} is no hub id: {_first_line(error)} {_ALLOWED}") from None
+        raise ModelError(f"{name!r} is not a name on the hub: {_first_line(error)} {_ALLOWED}") from None
 
 
 def cached_file(name: str, file: str) -> Path | None:
@@ -200,10 +203,12 @@ def _download_config(name: str, *, online: bool) -> Path:
     except TimeoutError:
         raise _unknown_model(name, f"the hub did not answer within {HUB_SECONDS:.0f} s") from None
     except GatedRepoError:
-        why = "the hub gives its config only to those who accepted its terms there and are logged in"
+        why = "on the hub, its config is only for users who accepted its terms and are logged in"
         raise _unknown_model(name, f"{why} (hf auth login)") from None
     except RepositoryNotFoundError:
-        raise _unknown_model(name, "the hub shows none (private ones only to those logged in)") from None
+        raise _unknown_model(
+            name, "the hub does not have it, or it is private and you are not logged in"
+        ) from None
     except Exception as error:
         has_none = isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError)
         why = "has no config.json for it" if has_none else f"cannot be reached ({_first_line(error)})"

@@ -180,14 +180,14 @@ def find_gpu(text: Gpu | str) -> Gpu:
     if isinstance(text, Gpu):
         return text
     if not isinstance(text, str):
-        raise GpuError(f"A GPU is named by text, such as 'h200', and not by {text!r}.")
+        raise GpuError(f"The name of a GPU must be text, such as 'h200', not {text!r}.")
     exact = [gpu for gpu in all_gpus() if _normalize(text) in _exact_names(gpu)]
     candidates = exact or _prefer_sxm(_matches(text))
     if len(candidates) == 1:
         return candidates[0]
     if candidates:
-        raise GpuError(f"{text!r} can be {_list(candidates)}. Say which, by its key or with its memory.")
-    raise GpuError(f"No GPU {text!r} in the table.{_nearest(text)} All of them: snugfit gpus.")
+        raise GpuError(f"{text!r} can be {_list(candidates)}. Give the full name, or add the memory.")
+    raise GpuError(f"No GPU {text!r} in the table.{_nearest(text)} snugfit gpus lists all.")
 
 
 def _matches(text: str) -> list[Gpu]:
@@ -240,7 +240,7 @@ def _nearest(text: str) -> str:
             names.setdefault(name, gpu)
     keys = {names[name].key for name in nearest(_normalize(text), names, count=6, cutoff=0.5)}
     near = [gpu for gpu in all_gpus() if gpu.key in keys]
-    return f" Near it: {_list(near)}." if near else ""
+    return f" Similar: {_list(near)}." if near else ""
 
 
 def _list(gpus: Iterable[Gpu]) -> str:

@@ -147,25 +147,32 @@ class Job:
         _in_range("target length", self.target_length, LARGEST_LENGTH)
         _in_range("labels", self.labels, MOST_LABELS)
         if not _is_number(self.padding) or not 0 <= self.padding < 1:
-            raise JobError(f"padding is {self.padding!r}; it is a fraction of each sequence, from 0 up to 1.")
+            raise JobError(
+                f"padding is {self.padding!r}; it must be a fraction of each sequence, from 0 to below 1."
+            )
         if self.clip is not None and not (_is_number(self.clip) and self.clip >= 0):
-            raise JobError(f"clip is {self.clip!r}; it is a gradient norm, 0 for no clipping, or nothing.")
+            raise JobError(
+                f"clip is {self.clip!r}; it must be a gradient norm above 0, or 0 or None for no clipping."
+            )
         if not _is_number(self.learning_rate) or not 0 <= self.learning_rate < math.inf:
             raise JobError(
-                f"learning rate is {self.learning_rate!r}; it is a number from 0 up, such as 5e-5."
+                f"learning rate is {self.learning_rate!r}; it must be a number from 0, such as 5e-5."
             )
         if not isinstance(self.decay_groups, bool):
-            raise JobError(f"decay_groups is {self.decay_groups!r}; it is True or False.")
+            raise JobError(f"decay_groups is {self.decay_groups!r}; it must be True or False.")
         if self.build_on not in ("device", "host"):
             raise JobError(
-                f"build_on is {self.build_on!r}; a model is built on the 'device' or on the 'host'."
+                f"build_on is {self.build_on!r}; it must be 'device' or 'host', where the model is built."
             )
         if self.routing not in ("balanced", "worst"):
             raise JobError(
-                f"routing is {self.routing!r}; tokens go to experts 'balanced', or 'worst': all to the same."
+                f"routing is {self.routing!r}; it must be 'balanced' (tokens go evenly to all experts) or "
+                "'worst' (all to the same)."
             )
         if self.padding and self.task in (Task.CUSTOM, Task.IMAGE_CLASSIFICATION):
-            raise JobError(f"padding is {self.padding}; the batches of the task {self.task} have none.")
+            raise JobError(
+                f"padding is {self.padding}, but the batches of the task {self.task} have no padding."
+            )
         _refuse_task(self)
         if self.model.module is None:
             refuse_lengths(self, self.model.config)
@@ -197,13 +204,16 @@ class Job:
     def from_json(cls, document: dict[str, Any]) -> Self:
         """The job that `to_json` wrote. Raises `JobError` when the model lived only in Python."""
         if not isinstance(document, dict):
-            raise JobError(f"This is no job that snugfit wrote, but of type {type(document).__name__}.")
+            raise JobError(f"This is not a job document of snugfit, but of type {type(document).__name__}.")
         if lacking := {"model", "task"} - set(document):
             raise JobError(
-                f"This is no job that snugfit wrote: it has no {' and no '.join(sorted(lacking))}."
+                f"This is not a job document of snugfit: it has no {' and no '.join(sorted(lacking))}."
             )
         if unknown := set(document) - {entry.name for entry in fields(cls) if entry.compare}:
-            raise JobError(f"A job of another version of snugfit: unknown are {', '.join(sorted(unknown))}.")
+            raise JobError(
+                "This job was written by another version of snugfit. Unknown keys: "
+                f"{', '.join(sorted(unknown))}."
+            )
         earlier = {"dtype": "float32"}  # before jobs had a dtype, weights were made in this one
         return cls(**{**earlier, **document, "model": Model.from_json(document["model"])})
 
@@ -215,8 +225,8 @@ def refuse_what_is_no_job(job: object) -> None:
     shown = repr(job) if isinstance(job, str | os.PathLike) else type(job).__name__
     model = f"Model.find({str(job)!r})" if isinstance(job, str | os.PathLike) else "model"
     raise JobError(
-        f"job is {shown}; this takes a snugfit.Job: Job(model={model}, task='sequence-classification'),"
-        " or another task."
+        f"job is {shown}; it must be a snugfit.Job, such as Job(model={model}, "
+        "task='sequence-classification')."
     )
 
 
@@ -227,7 +237,7 @@ def _refuse_what_is_no_model(model: object) -> None:
     shown = repr(model) if isinstance(model, str | os.PathLike) else type(model).__name__
     named = f"Model.find({str(model)!r})" if isinstance(model, str | os.PathLike) else "Model.find(name)"
     raise JobError(
-        f"model is {shown}; a job takes a snugfit.Model: {named}, or Model.from_module(module, example)."
+        f"model is {shown}; it must be a snugfit.Model: {named}, or Model.from_module(module, example)."
     )
 
 
@@ -268,7 +278,9 @@ def _refuse_task(job: Job) -> None:
     model = job.model
     if model.module is not None:
         if job.task is not Task.CUSTOM:
-            raise JobError(f"{model.name} is a module from Python; its task is 'custom', not {job.task}.")
+            raise JobError(
+                f"{model.name} is a module from Python, so its task must be 'custom', not {job.task}."
+            )
         return
     possible = tasks_of(model.architecture)
     if job.task not in possible:

@@ -49,7 +49,9 @@ def length_problem(
 
 def _complaint(what: str, length: int, limit: Limit) -> str:
     key, longest = limit
-    return f"{what} {length} is more than its {longest} positions (from {key}). Try {longest} or less."
+    return (
+        f"{what} {length} is more than the model's {longest} positions (from {key}). Try {longest} or less."
+    )
 
 
 def input_limit(config: Mapping[str, Any]) -> Limit | None:

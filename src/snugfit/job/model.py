@@ -81,7 +81,7 @@ class Model:
         """The model that `name` stands for; `tell` hears of a config that was fetched from the hub. Raises
         `ModelError` with what is allowed."""
         if not isinstance(name, str | os.PathLike):
-            raise ModelError(f"{name!r} is no name of a model: give text or a path.")
+            raise ModelError(f"{name!r} is not the name of a model: give text or a path.")
         full_name, origin, facts = find_facts(os.fspath(name), online=online, tell=tell)
         if "dtype" not in facts and (folder := own_folder(full_name, origin)):
             facts |= {"dtype": stored_dtype(folder)}
@@ -111,9 +111,11 @@ class Model:
 
         if not isinstance(module, torch.nn.Module):
             what = f"the class {module.__name__}" if isinstance(module, type) else f"{module!r}"[:80]
-            raise ModelError(f"from_module takes a module that was made, an nn.Module, and not {what}.")
+            raise ModelError(f"from_module takes an instance of nn.Module, not {what}.")
         if not isinstance(example, Mapping) or not example:
-            raise ModelError("The example batch is empty or no mapping of forward's arguments to tensors.")
+            raise ModelError(
+                "The example batch must map the arguments of forward to tensors, and must not be empty."
+            )
         for key, value in leaves(example):
             if isinstance(value, list | tuple) or (hasattr(value, "ndim") and not torch.is_tensor(value)):
                 kind = type(value).__name__
@@ -156,14 +158,15 @@ class Model:
         sentences = []
         if "auto_map" in ignored:
             sentences.append(
-                f'Its config names code of its own ("auto_map"), which is not run: predicted is '
+                'Its config names custom code ("auto_map"), which is not run. The prediction is for '
                 f"transformers' own {self.architecture}."
             )
         if quantization := ignored.get("quantization_config"):
             method = quantization.get("quant_method") if isinstance(quantization, dict) else None
             sentences.append(
-                f'Its config is of quantized weights ("quantization_config": {method or "no method named"});'
-                " predicted is the unquantized model, its weights as the recipe has them."
+                'Its config is for quantized weights ("quantization_config": '
+                f"{method or 'no method named'}). The prediction is for the unquantized model, with its "
+                "weights as the recipe sets them."
             )
         return tuple(sentences)
 
@@ -177,14 +180,16 @@ class Model:
         """The model that `to_json` wrote. Raises `JobError` when it lived only in Python, `ModelError` for
         what is no such document."""
         if not isinstance(document, Mapping):
-            raise ModelError(f"This is no model that snugfit wrote, but of type {type(document).__name__}.")
+            raise ModelError(
+                f"This is not a model document of snugfit, but of type {type(document).__name__}."
+            )
         if lacking := {"name", "origin", "config"} - set(document):
             raise ModelError(
-                f"This is no model that snugfit wrote: it has no {' and no '.join(sorted(lacking))}."
+                f"This is not a model document of snugfit: it has no {' and no '.join(sorted(lacking))}."
             )
         if document["origin"] == "python":
             raise JobError(
-                f"The model {document['name']!r} lived in Python only; give the module itself again."
+                f"The model {document['name']!r} existed only in Python. Give the module itself again."
             )
         facts = check_facts(document["config"], where=str(document["name"]))
         facts |= {"dtype": document.get("dtype")}
@@ -214,8 +219,8 @@ class Model:
             config.audio_token_id = 0  # the hub's configs name one; no byte depends on which
         if task == "seq2seq-lm" and not config.is_encoder_decoder and not hears:
             raise JobError(
-                f"{self.name} ({self.architecture}) has no decoder of its own, so synthetic batches, whose "
-                f"targets have a length of their own, do not fit it in {task}."
+                f"{self.name} ({self.architecture}) has no decoder of its own. Synthetic batches have "
+                f"targets of another length, so they do not fit it in {task}."
             )
         if config.is_encoder_decoder and task in TEXT_TO_TEXT:
             _name_a_start_token(config)
@@ -227,8 +232,9 @@ class Model:
         end, rows = first_end_token(config), getattr(config, "vocab_size", None)
         if task == "sequence-classification" and (end is None or (rows and not 0 <= end < rows)):
             raise ModelError(
-                f'{self.name}: "eos_token_id" is {json.dumps(end)}. The classifier of {self.architecture} '
-                "reads each sequence at its end token, so one of the vocabulary is needed."
+                f'{self.name}: "eos_token_id" is {json.dumps(end)}. The classifier of '
+                f"{self.architecture} reads each sequence at its end token, so this must be a token of the "
+                "vocabulary."
             )
 
 

@@ -85,7 +85,7 @@ def presets_like(name: str, presets: Iterable[str]) -> str:
         families.setdefault(_family(preset), []).append(preset.split("/")[1])
     if like := families.get(_family(name)):
         return f"Presets: {', '.join(like)}."
-    return f"Presets: of {', '.join(sorted(families))}."
+    return f"There are presets of {', '.join(sorted(families))}."
 
 
 def _family(name: str) -> str:

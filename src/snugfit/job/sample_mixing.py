@@ -96,7 +96,7 @@ def norm_layers(module: nn.Module) -> str:
     if not layers:
         return ""
     kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
-    return f"{len(layers)} layers ({kinds}) normalise by the batch that they are given"
+    return f"{len(layers)} layers ({kinds}) normalise over the batch"
 
 
 def _of_module(module: nn.Module, model: Model) -> Mixing:
@@ -106,7 +106,7 @@ def _of_module(module: nn.Module, model: Model) -> Mixing:
         return Mixing(reason=reason)
     layout = model.layout(SAMPLES[0])
     if layout.unclear:
-        return Mixing(unknown="it is not clear which tensors of its batch hold samples")
+        return Mixing(unknown="it is not clear which tensors of its batch contain samples")
     example = map_leaves(
         model.example or {}, lambda _, value: value.to("meta") if torch.is_tensor(value) else value
     )
@@ -161,8 +161,11 @@ def _mixing_operator(few: list[_OperatorCall], many: list[_OperatorCall]) -> str
         return ""
     for one, other in zip(few, many, strict=True):
         if other.output > one.output * growth * 1.01:
-            return f"{one.name} makes a tensor that grows with the square of the samples: each meets each"
+            return (
+                f"{one.name} makes a tensor that grows with the square of the samples: it compares "
+                "each with each"
+            )
         is_statistic = one.name in STATISTICS and one.output == other.output > 1
         if is_statistic and other.largest_input > one.largest_input:
-            return f"{one.name} adds up over the samples of the batch before the loss"
+            return f"{one.name} sums over the samples of the batch before the loss"
     return ""

@@ -46,17 +46,17 @@ def find_weights(name: str | os.PathLike[str]) -> Path:
     files = list(_files(folder))
     for file in files:
         if not file.is_file():
-            raise ModelError(f"{folder}: {file.name} is named by {INDEX} and is not there.")
+            raise ModelError(f"{folder}: {file.name} is named by {INDEX} but is missing.")
         if file.name != SINGLE and not _is_of(folder, file):
             raise ModelError(
-                f"{folder}: {file.name} is named by {INDEX} and is a link to {file.resolve()}, outside of the"
-                " folder: an index names files of its own folder only. Put the file there."
+                f"{folder}: {file.name} is named by {INDEX} and is a link to {file.resolve()}, outside the "
+                "folder. An index may only name files in its own folder. Put the file there."
             )
     if (folder / ADAPTER).exists():
         raise ModelError(
-            f"{folder} holds {ADAPTER} beside a model's weights. transformers would put that adapter into"
-            " the model and freeze the rest. Merge it (peft's merge_and_unload, then save_pretrained), or"
-            " move its files elsewhere."
+            f"{folder} holds {ADAPTER} next to a model's weights. transformers would load that adapter "
+            "into the model and freeze the rest. Merge it (peft's merge_and_unload, then save_pretrained), "
+            "or move its files to another folder."
         )
     return folder
 
@@ -88,10 +88,10 @@ def _files(folder: Path) -> Iterator[Path]:
         return
     if any((folder / pickled).exists() for pickled in PICKLED):
         raise ModelError(
-            f"{folder} holds its weights as a pickle, which runs code when it is read. Where you trust it,"
-            f" this writes safetensors beside it: {_conversion(folder)}"
+            f"{folder} has its weights as a pickle, which can run code when it is read. If you trust it, "
+            f"this command writes safetensors next to it: {_conversion(folder)}"
         )
-    more = " It holds an adapter alone: merge that into its model." if (folder / ADAPTER).exists() else ""
+    more = " It has only an adapter: merge that into its model." if (folder / ADAPTER).exists() else ""
     raise ModelError(f"{folder} has no weights: neither {SINGLE} nor {INDEX}.{more}")
 
 
@@ -119,15 +119,17 @@ def _is_of(folder: Path, file: Path) -> bool:
 def _shards(index: Path) -> list[str]:
     try:
         if index.stat().st_size > LARGEST_INDEX:
-            raise ModelError(f"{index} is larger than {LARGEST_INDEX:,} bytes, which no index is.")
+            raise ModelError(
+                f"{index} is larger than {LARGEST_INDEX:,} bytes, which is too large for an index."
+            )
         document = json.loads(index.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as fault:
-        raise ModelError(f"{index} is no index of weights: {fault}") from None
+        raise ModelError(f"{index} is not an index of weights: {fault}") from None
     for name in ("metadata", "weight_map"):  # transformers reads both
         if not isinstance(document, dict) or not isinstance(document.get(name), dict):
             raise ModelError(
-                f'{index} is no index of weights: it has no object "{name}". Save the model once more with'
-                " save_pretrained, or copy its files again."
+                f'{index} is not an index of weights: it has no object "{name}". Save the model again '
+                "with save_pretrained, or copy its files again."
             )
     shards = list(document["weight_map"].values())
     for shard in shards:
@@ -137,7 +139,7 @@ def _shards(index: Path) -> list[str]:
             or shard != os.path.basename(shard)
             or shard in (".", "..")
         ):
-            raise ModelError(f"{index} names {shard!r}: an index names files of its own folder only.")
+            raise ModelError(f"{index} names {shard!r}: an index may only name files in its own folder.")
     return sorted(set(shards))
 
 
@@ -146,8 +148,9 @@ def _cached_folder(name: str) -> Path:
         if file := cached_file(name, SINGLE) or cached_file(name, INDEX):
             return file.parent
     raise ModelError(
-        f"{name}: no folder with weights, and none of the hub's models in the local cache. Give the folder of"
-        " a model that was saved with save_pretrained, or download it first: hf download NAME."
+        f"{name}: there is no folder with weights, and the local cache of the hub does not have this "
+        "model. Give the folder of a model that was saved with save_pretrained, or download it first: hf "
+        "download NAME."
     )
 
 
@@ -164,9 +167,9 @@ class LoadedWeights:
     def lines(self, folder: Path) -> Iterator[str]:
         """A sentence on each."""
         if self.new:
-            yield f"{folder} has no {some_of(self.new)}: newly initialised."
+            yield f"{folder} has no {some_of(self.new)}, so they are newly initialised."
         if self.unused:
-            yield f"Of {folder} this model does not use {some_of(self.unused)}."
+            yield f"This model does not use {some_of(self.unused)} of {folder}."
 
 
 def check_loaded(model: Any, folder: Path, info: Mapping[str, Any]) -> LoadedWeights:
@@ -174,19 +177,20 @@ def check_loaded(model: Any, folder: Path, info: Mapping[str, Any]) -> LoadedWei
     are no new head's, or have another shape."""
     if wrong := sorted(info["mismatched_keys"]):
         name, saved, due = wrong[0]
-        more = f" So have {len(wrong) - 1} more." if len(wrong) > 1 else ""
+        more = f" {len(wrong) - 1} more have other shapes too." if len(wrong) > 1 else ""
         raise ModelError(
-            f"{folder}: {name} has the shape {tuple(saved)}, and {type(model).__name__} has {tuple(due)}"
-            f" there.{more} Give the sizes of the folder's own config.json, the number of labels too."
+            f"{folder}: {name} has the shape {tuple(saved)}, and {type(model).__name__} has {tuple(due)} "
+            f"there.{more} The job must have the sizes of the folder's config.json, and the same number of "
+            "labels."
         )
     missing = set(info["missing_keys"])
     if len(missing) >= len(list(model.parameters())):
-        raise ModelError(f"{folder} holds none of the weights of {type(model).__name__}: another model's?")
+        raise ModelError(f"{folder} has no weights of {type(model).__name__}. Are they of another model?")
     if lost := sorted(missing - _new_heads(model, missing)):
         raise ModelError(
-            f"{folder} lacks weights of {type(model).__name__} that are no new head's: {some_of(lost)}. Give"
-            " a folder that is whole. Where they are to begin at random, load it with from_pretrained and"
-            " save that with save_pretrained."
+            f"{folder} is missing weights of {type(model).__name__} that are not those of a new head: "
+            f"{some_of(lost)}. Give a complete folder. To start them at random, load the model with "
+            "from_pretrained and save it with save_pretrained."
         )
     return LoadedWeights(new=sorted(missing), unused=sorted(info["unexpected_keys"]))
 

@@ -179,7 +179,7 @@ def _peaks() -> ChildResult:
         stats = torch.cuda.memory_stats()
         properties = torch.cuda.get_device_properties()
     except Exception as fault:  # after a device-side fault the context answers nothing any more
-        print(f"The allocator's peaks are lost: {fault}", file=sys.stderr)
+        print(f"The allocator's peaks were lost: {fault}", file=sys.stderr)
         return host
     return replace(
         host,

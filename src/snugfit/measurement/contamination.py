@@ -83,7 +83,7 @@ def first_reason(
     if grown is not None and reserved_bytes is not None and context_bytes is not None:
         reasons.append(unexplained_growth(grown, reserved_bytes=reserved_bytes, context_bytes=context_bytes))
     if sampler.refusal is not None:
-        reasons.append(f"not proven clean: {sampler.refusal}")
+        reasons.append(f"it is not known whether other processes used the GPU: {sampler.refusal}")
     reasons.append(after(card, baseline, patience=PATIENCE))
     return next((reason for reason in reasons if reason), None)
 
@@ -107,7 +107,11 @@ def _read_baseline(card: Card) -> GpuBaseline:
     try:
         used = card.memory().used_bytes
     except NvmlUnavailable as refusal:
-        return GpuBaseline(used_bytes=None, pids=frozenset(), reason=f"not proven clean: {refusal}")
+        return GpuBaseline(
+            used_bytes=None,
+            pids=frozenset(),
+            reason=f"it is not known whether other processes used the GPU: {refusal}",
+        )
     processes = _compute_processes(card)
     pids = frozenset(process.pid for process in processes)
     reason = None
@@ -131,12 +135,12 @@ def _leftover(card: Card, baseline: GpuBaseline) -> str | None:
     try:
         used = card.memory().used_bytes
     except NvmlUnavailable as refusal:
-        return f"not proven clean after the run: {refusal}"
+        return f"it is not known whether other processes used the GPU after the run: {refusal}"
     foreign = [process for process in _compute_processes(card) if process.pid not in baseline.pids]
     if foreign:
         return f"after the run {_list(foreign)} used this GPU"
     excess = used - (baseline.used_bytes or 0)
-    return f"after the run {show_mib(excess)} MiB were not given back" if excess > DRIFT_BYTES else None
+    return f"after the run {show_mib(excess)} MiB were not released" if excess > DRIFT_BYTES else None
 
 
 def during(censuses: Iterable[Census], baseline: GpuBaseline) -> str | None:
@@ -163,7 +167,7 @@ def _foreign_bytes(census: Census, baseline: GpuBaseline) -> str | None:
     excess = census.used_bytes - baseline.used_bytes - sum(own)
     if excess <= LIBRARY_BYTES:
         return None
-    return f"during the run {show_mib(excess)} MiB of the device were not this run's"
+    return f"during the run {show_mib(excess)} MiB of the GPU belonged to others"
 
 
 def unexplained_growth(grown_bytes: int, *, reserved_bytes: int, context_bytes: int) -> str | None:
@@ -175,8 +179,8 @@ def unexplained_growth(grown_bytes: int, *, reserved_bytes: int, context_bytes: 
     if excess <= LIBRARY_BYTES:
         return None
     return (
-        f"during the run the device used {show_mib(excess)} MiB beyond this run's context and allocator:"
-        " another process, or a library that takes GPU memory past torch"
+        f"during the run the device used {show_mib(excess)} MiB more than this run's context and "
+        "allocator: another process, or a library that allocates GPU memory without torch"
     )
 
 

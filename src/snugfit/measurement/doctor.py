@@ -156,9 +156,9 @@ def _why_no_cuda(
     if build is None:
         return f"torch {version_of('torch')} is built without CUDA"
     if nvml_fault is not None:
-        return f"no NVIDIA driver answers: {nvml_fault}"
+        return f"no NVIDIA driver was found: {nvml_fault}"
     if not gpus:
-        return "the driver knows no GPU"
+        return "the driver finds no GPU"
     if hides_all(environment):
         return f"{VISIBLE_DEVICES}={environment[VISIBLE_DEVICES]!r} hides every GPU"
     return None

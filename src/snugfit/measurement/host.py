@@ -107,7 +107,7 @@ def crowding(first: HostLoad | None, last: HostLoad | None, cores: int) -> str |
     foreign = busy - own
     if busy < CROWDED_BUSY_SHARE * cores or foreign < CROWDED_OTHER_SHARE * cores:
         return None
-    return f"other processes used {foreign:.1f} of the host's {cores} cores, and next to none was idle"
+    return f"other processes used {foreign:.1f} of the host's {cores} cores, and almost none was idle"
 
 
 def _number(pattern: str, path: Path) -> int | None:

@@ -37,7 +37,10 @@ def open_ledger(root: Path) -> Iterator[None]:
     try:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as refusal:
-        raise UsageError(f"The ledger {root} cannot be made: {refusal.strerror}. Try another.") from None
+        raise UsageError(
+            f"The folder for measured runs, {root}, cannot be created: {refusal.strerror}. Name "
+            "another folder."
+        ) from None
     try:
         _refuse_unwritable(root)
         yield
@@ -54,7 +57,8 @@ def _refuse_unwritable(root: Path) -> None:
         tempfile.TemporaryFile(dir=root).close()
     except OSError as refusal:
         raise UsageError(
-            f"The ledger {root} cannot be written to: {refusal.strerror}. Give another folder, or none."
+            f"The folder for measured runs, {root}, cannot be written to: {refusal.strerror}. Name another "
+            "folder, or none."
         ) from None
 
 
@@ -69,7 +73,7 @@ def write(root: Path, measurement: Measurement, output: str) -> Path:
         draft.rename(root / name)
     except OSError as refusal:
         shutil.rmtree(draft, ignore_errors=True)
-        raise SnugfitError(f"The measurement could not be kept in {root}: {refusal.strerror}.") from None
+        raise SnugfitError(f"The measurement could not be saved in {root}: {refusal.strerror}.") from None
     return root / name
 
 

@@ -102,7 +102,9 @@ def measure(
     with open_target(device, gpu_index, environment=os.environ) as target:
         recipe.check(job, target.card.capability() if target.card else None)
         if record_history is not None and target.type != "cuda":
-            raise UsageError("A memory history is recorded by the CUDA allocator; there is no GPU here.")
+            raise UsageError(
+                "A memory history is recorded by the CUDA allocator, but this machine has no GPU."
+            )
         if root is None:
             return run_experiment(request, target)[0]
         with ledger_files.open_ledger(root):
@@ -174,8 +176,8 @@ def _refuse_invalid(request: MeasurementRequest) -> None:
     job, loop = request.job, request.loop
     if job.model.module is not None:
         raise JobError(
-            f"The model {job.model.name!r} lives only in this Python process, and a measurement runs in a"
-            " fresh one. Measure it in place, `with snugfit.watch() as seen:`, or give a config."
+            f"The model {job.model.name!r} exists only in this Python process, but a measurement starts a "
+            "new one. Measure it here, `with snugfit.watch() as seen:`, or give a config."
         )
     if loop not in LOOPS:
         raise UsageError(f"Unknown loop {loop!r}.{did_you_mean(loop, LOOPS)} Loops: {', '.join(LOOPS)}.")
@@ -184,19 +186,21 @@ def _refuse_invalid(request: MeasurementRequest) -> None:
             raise UsageError(f"{what} is {value!r}; allowed are whole numbers from {least} to {MAX_STEPS}.")
     deadline = request.deadline_seconds
     if type(deadline) not in (int, float) or not (math.isfinite(deadline) and deadline > 0):
-        raise UsageError(f"The deadline is {deadline!r}; it is a number of seconds above 0.")
+        raise UsageError(f"The deadline is {deadline!r}; it must be a number of seconds above 0.")
     if request.history is not None:
         if request.warmup + request.steps <= HISTORY_STEP:
-            raise UsageError(f"A memory history needs {HISTORY_STEP + 1} steps or more, warm-up included.")
+            raise UsageError(f"A memory history needs {HISTORY_STEP + 1} or more steps, warm-up included.")
         if not request.history.absolute().parent.is_dir():
-            raise UsageError(f"The history cannot go to {request.history}: there is no such folder.")
+            raise UsageError(
+                f"The history cannot be written to {request.history}: the folder does not exist."
+            )
 
 
 def _path_of(argument: str, value: object) -> Path | None:
     """The path in an argument of `measure`, which may be text too."""
     if value is None or isinstance(value, str | os.PathLike):
         return None if value is None else Path(value)
-    raise UsageError(f"{argument} is {value!r}; it is a path, or None.")
+    raise UsageError(f"{argument} is {value!r}; it must be a path, or None.")
 
 
 def _request_document(
@@ -255,7 +259,9 @@ def _contamination(
 ) -> str | None:
     """Why the GPU was not this run's alone, or could not be proven so; None when it was."""
     if target.card is None or baseline is None or sampler is None:
-        return f"not proven clean: {target.doubt}" if target.doubt else None
+        return (
+            f"it is not known whether other processes used the GPU: {target.doubt}" if target.doubt else None
+        )
     return contamination.first_reason(
         target.card,
         baseline,
@@ -271,5 +277,5 @@ def _message(result: ChildResult, exited: ChildExit, request: MeasurementRequest
         return ""
     output = "\n".join(exited.tail.strip().splitlines()[-_MESSAGE_LINES:])[-4000:]
     if result.outcome == causes.TIMEOUT:
-        return f"Still running after {request.deadline_seconds:g} s, and ended.\n{output}".strip()
+        return f"Still running after {request.deadline_seconds:g} s, so it was stopped.\n{output}".strip()
     return result.message or output

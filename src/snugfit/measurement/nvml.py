@@ -119,7 +119,7 @@ class Card:
                 )
             except NvmlUnavailable:
                 continue
-        raise NvmlUnavailable(f"{self.name} ({self.uuid}) is in MIG mode and has no MIG device yet.")
+        raise NvmlUnavailable(f"{self.name} ({self.uuid}) is in MIG mode but has no MIG device.")
 
     def __str__(self) -> str:
         return f"{self.name} ({self.uuid})"
@@ -198,7 +198,7 @@ def _valid_memory(total: Any, used: Any, reserve: Any) -> DeviceMemory:
         raise NvmlUnavailable(f"NVML reports no memory: total {total!r}, used {used!r}, reserve {reserve!r}.")
     if total == 0 or used > total or (reserve or 0) > total:
         raise NvmlUnavailable(
-            f"NVML reports memory that cannot be: {show_mib(used)} MiB used of {show_mib(total)} MiB."
+            f"NVML reports impossible values: {show_mib(used)} MiB used of {show_mib(total)} MiB."
         )
     return DeviceMemory(total_bytes=total, used_bytes=used, reserve_bytes=reserve)
 

@@ -123,7 +123,7 @@ def gpu_here(device: str | None = None) -> str | None:
 def _parse_device(device: str | None, index: int) -> tuple[str | None, int]:
     """Torch's type of the device (None where the user named none) and the GPU's index."""
     if type(index) is not int or index < 0:
-        raise GpuError(f"GPU index {index!r}: GPUs are numbered from 0.")
+        raise GpuError(f"GPU index {index!r}: GPUs count from 0.")
     if device is None or device in ("cpu", "cuda"):
         return device, index
     numbered = re.fullmatch(r"cuda:(\d{1,4})", device) if isinstance(device, str) else None

@@ -39,7 +39,7 @@ def card_at(nvml: Nvml, environment: Mapping[str, str], index: int = 0) -> Card:
     if value is not None and not cards:
         raise GpuError(f"{VISIBLE_DEVICES}={value!r} shows no GPU. This machine has {machine}.")
     shown = f"{VISIBLE_DEVICES}={value!r} shows" if value is not None else "This machine has"
-    raise GpuError(f"GPU index {index}: {shown} {len(cards)}, numbered from 0. All GPUs: {machine}.")
+    raise GpuError(f"GPU index {index}: {shown} {len(cards)}, counted from 0. All GPUs: {machine}.")
 
 
 def visible_cards(nvml: Nvml, environment: Mapping[str, str]) -> list[Card]:
@@ -103,6 +103,6 @@ def _refuse_unknown_order(cards: list[Card], environment: Mapping[str, str]) -> 
     if len({card.name for card in cards}) > 1 and environment.get(DEVICE_ORDER) != "PCI_BUS_ID":
         listed = ", ".join(str(card) for card in cards)
         raise GpuError(
-            f"This machine's GPUs differ ({listed}), and CUDA counts them by speed, which cannot be known"
-            f" without starting CUDA. Set {DEVICE_ORDER}=PCI_BUS_ID, or {VISIBLE_DEVICES} to a UUID."
+            f"This machine has different GPUs ({listed}), which CUDA sorts by speed. Their order is not "
+            f"known without starting CUDA. Set {DEVICE_ORDER}=PCI_BUS_ID, or {VISIBLE_DEVICES} to a UUID."
         )

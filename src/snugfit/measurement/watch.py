@@ -99,10 +99,11 @@ class Watch:
         if self._gpus is not None:
             indices = list(self._gpus)
             if not indices or any(type(index) is not int or index < 0 for index in indices):
-                raise GpuError(f"gpus is {self._gpus!r}; it is a list of CUDA's indices, such as [0, 1].")
+                raise GpuError(f"gpus is {self._gpus!r}; it must be a list of CUDA indices, such as [0, 1].")
             if self._in_use() and max(indices) >= self._cuda.device_count():
                 raise GpuError(
-                    f"gpus is {indices}; this process sees {self._cuda.device_count()} GPUs, from 0."
+                    f"gpus is {indices}, but this process sees {self._cuda.device_count()} GPUs, counted "
+                    "from 0."
                 )
             return list(dict.fromkeys(indices))
         if torch_cuda() is None:

@@ -62,7 +62,7 @@ class WatchResult:
     def samples(self, count: int | None) -> None:
         """Raises `UsageError` for what is no count."""
         if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
-            raise UsageError(f"samples is {count!r}; it is a whole number above 0, or None.")
+            raise UsageError(f"samples is {count!r}; it must be a whole number above 0, or None.")
         self._samples = count
 
     @property
@@ -84,7 +84,7 @@ class WatchResult:
         if self.without_gpu:
             yield "GPU", f"none watched: {self.without_gpu}"
         if self.host_bytes is not None:
-            yield "host memory", f"{show_bytes(self.host_bytes)} (largest of this process so far)"
+            yield "host memory", f"{show_bytes(self.host_bytes)} (peak of this process so far)"
 
     def __str__(self) -> str:
         return "\n".join(f"{name:<14}{value}" for name, value in self.lines())
@@ -123,10 +123,10 @@ def _gpu_lines(gpu: WatchedGpu) -> Iterator[tuple[str, str]]:
         if peak is not None:
             yield f"  {name}", f"{show_bytes(peak)} at its peak"
     if gpu.retries:
-        yield "  retries", f"{gpu.retries}: the allocator gave its cache back to go on"
+        yield "  retries", f"{gpu.retries}: the allocator released its cache to continue"
     if gpu.nvml_bytes is not None:
         apart = (
-            f", the driver's {show_bytes(gpu.reserve_bytes)} apart" if gpu.reserve_bytes is not None else ""
+            f", without the driver's {show_bytes(gpu.reserve_bytes)}" if gpu.reserve_bytes is not None else ""
         )
         yield "  NVML", f"{show_bytes(gpu.nvml_bytes)} at its peak, all processes{apart}"
     if gpu.process_bytes is not None:

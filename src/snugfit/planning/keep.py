@@ -50,7 +50,7 @@ class Kept:
         if slot not in self.slots:
             return ""
         algorithm = "the algorithm " if len(self.slots[slot]) > 1 else ""
-        return f"{algorithm}{ASKED if slot in self.asked else OWN} (--free {slot} to look at others)"
+        return f"{algorithm}{ASKED if slot in self.asked else OWN} (--free {slot} allows others)"
 
     def listing(self) -> tuple[KeptSlot, ...]:
         """The kept slots, as a plan states them."""
@@ -74,7 +74,7 @@ class Kept:
             least = technique.least_capability
             if least and capability and capability < least:
                 has = f"{capability[0]}.{capability[1]}"
-                return f"{technique} needs compute capability {least[0]}.{least[1]}; this GPU has {has}."
+                return f"{technique} needs compute capability {least[0]}.{least[1]}, but this GPU has {has}."
         return ""
 
 
@@ -116,7 +116,7 @@ def _techniques_named(keep: Keep) -> Mapping[Slot, Technique]:
         return {technique.slot: technique for technique in keep if not technique.plain}
     if named := techniques_of(keep):
         return named
-    raise UsageError(f"keep is {keep!r}, which names no technique. Name some, such as 'lora(r=8) + bf16'.")
+    raise UsageError(f"keep is {keep!r}, which names no technique. Give some, such as 'lora(r=8) + bf16'.")
 
 
 def _slots_of(free: Free) -> frozenset[Slot]:

@@ -54,9 +54,9 @@ def largest(
     if of not in FIELDS:
         raise UsageError(f"largest of {of!r}: {' or '.join(FIELDS)}.")
     if of == "sequence-length" and job.task in NO_SEQUENCE:
-        raise UsageError(f"largest of {of!r}: the task {job.task} has none. Try 'batch'.")
+        raise UsageError(f"largest of {of!r}: the task {job.task} has no sequences. Try 'batch'.")
     if gpu is None and memory_bytes is None:
-        raise UsageError("The largest that fits needs a bound: a GPU, or an amount of memory.")
+        raise UsageError("The largest that fits needs a limit: give a GPU, or an amount of memory.")
     sizes = _Sizes(
         job, recipe, of, {"gpu": gpu, "memory_bytes": memory_bytes, "headroom": headroom, "loop": loop}
     )
@@ -64,7 +64,7 @@ def largest(
     if sizes.spare(low) < 0:
         raise NothingFits(
             f"Not even a {of.replace('-', ' ')} of {sizes.size(low)} fits: {show_bytes(-sizes.spare(low))} "
-            f"are missing under {recipe}. Try checkpointing, a smaller optimizer state, or a larger GPU."
+            f"are missing with {recipe}. Try checkpointing, a smaller optimizer state, or a larger GPU."
         )
     rounds = 0
     while high - low > 1:

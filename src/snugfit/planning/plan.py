@@ -345,7 +345,7 @@ class Plan(Tabular):
     def from_json(cls, document: Mapping[str, Any]) -> Self:
         """The plan that `to_json` wrote. Raises `UsageError` for anything else."""
         if document.get("what") != "plan" or document.get("schema") != SCHEMA:
-            raise UsageError("This is no plan that this version of snugfit wrote.")
+            raise UsageError("This is not a plan of this version of snugfit.")
         try:
             return decode_fields(cls, document)
         except (KeyError, TypeError) as damaged:

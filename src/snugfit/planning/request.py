@@ -21,9 +21,11 @@ def refuse_bad_request(
             f"It is one of {', '.join(OBJECTIVES)}."
         )
     if memory_bytes is not None and not (type(memory_bytes) is int and memory_bytes > 0):
-        raise UsageError(f"memory_bytes is {memory_bytes!r}; it is a whole number of bytes above 0, or None.")
+        raise UsageError(
+            f"memory_bytes is {memory_bytes!r}; it must be a whole number of bytes above 0, or None."
+        )
     if workers is not None and not (type(workers) is int and workers > 0):
-        raise UsageError(f"workers is {workers!r}; it is a whole number of processes from 1, or None.")
+        raise UsageError(f"workers is {workers!r}; it must be a whole number of processes from 1, or None.")
 
 
 def fidelity_of(text: str | Fidelity) -> Fidelity:
@@ -40,10 +42,10 @@ def start_of(start: Recipe | str | None, ranked: int) -> Recipe | None:
     """The recipe to start from; raises `UsageError` for what is none, and for what cannot be listed."""
     if not (type(ranked) is int and ranked >= 0):
         raise UsageError(
-            f"ranked is {ranked!r}; it is how many of the best are listed, a whole number from 0."
+            f"ranked is {ranked!r}; it must be a whole number from 0: how many of the best to list."
         )
     if start is None or isinstance(start, Recipe):
         return start
     if not isinstance(start, str):
-        raise UsageError(f"start is {start!r}; it is a recipe such as 'bf16 + every_layer', or None.")
+        raise UsageError(f"start is {start!r}; it must be a recipe such as 'bf16 + every_layer', or None.")
     return Recipe.parse(start)

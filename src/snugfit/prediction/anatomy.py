@@ -55,11 +55,11 @@ def _kinds(alive: Iterable[Block], setup: Setup) -> Iterable[KindLine]:
 def _reason(kind: str, blocks: Sequence[Block], setup: Setup) -> str:
     optimizer = setup.optimizer.factory.path.split(":")[-1]
     fixed = {
-        Kind.WEIGHTS: f"parameters and buffers, born in {setup.weights_dtype}",
-        Kind.GRADIENTS: "from the first backward until the optimizer has used them",
+        Kind.WEIGHTS: f"parameters and buffers, in {setup.weights_dtype}",
+        Kind.GRADIENTS: "from the first backward pass until the optimizer has used them",
         Kind.OPTIMIZER_STATES: f"kept by {optimizer} from step to step",
         Kind.ACTIVATIONS: "saved in the forward pass for the backward pass"
-        + (", or computed again from checkpoints" if setup.checkpoint else ""),
+        + (", or recomputed from checkpoints" if setup.checkpoint else ""),
         Kind.CACHES: f"copies of weights that autocast cast to {setup.autocast} once",
         Kind.INPUTS: "the batch",
     }

@@ -50,14 +50,14 @@ def policy_for(gpu: Gpu | None, software: Software) -> CudaPolicy:
         return CudaPolicy(softmax_saves_input=software.softmax_saves_input)
     if gpu.compute_capability is None or gpu.sm_count is None:
         raise GpuError(
-            f"{gpu.name} is no CUDA GPU. Its memory is in the table, but snugfit rehearses CUDA's decisions "
+            f"{gpu.name} is not a CUDA GPU. Its memory is in the table, but snugfit predicts CUDA GPUs "
             f"only. {_INSTEAD}"
         )
     oldest, _ = _oldest_capabilities()
     if software.name == INSTALLED and gpu.compute_capability < oldest:
         raise GpuError(
             f"The installed torch {_torch()} does not run on {gpu.name}: compute capability "
-            f"{_text(gpu.compute_capability)}, and its builds begin at {_text(oldest)}. {_INSTEAD}"
+            f"{_text(gpu.compute_capability)}, but its builds start at {_text(oldest)}. {_INSTEAD}"
         )
     return CudaPolicy(
         capability=gpu.compute_capability,
@@ -67,7 +67,7 @@ def policy_for(gpu: Gpu | None, software: Software) -> CudaPolicy:
     )
 
 
-_INSTEAD = "Try a current CUDA GPU, or snugfit predict --memory with its size for a rough answer."
+_INSTEAD = "Try a current CUDA GPU. For a rough answer, try snugfit predict --memory with its size."
 
 
 def _torch() -> str:
@@ -114,8 +114,8 @@ def context_of(gpu: Gpu | None, software: Software, trace: Trace) -> tuple[int, 
         return total, []
     name = gpu.name if gpu else "an unnamed GPU"
     return total, [
-        f"The CUDA context of {name} is estimated ({show_mib(total)} MiB with its libraries, give or take "
-        f"{show_mib(CONTEXT_ERROR)}); no reading is known."
+        f"The CUDA context of {name} is estimated ({show_mib(total)} MiB with its libraries, plus or minus "
+        f"{show_mib(CONTEXT_ERROR)}); it was not measured."
     ]
 
 
@@ -123,17 +123,17 @@ def doubts_about(gpu: Gpu | None, software: Software | None = None) -> list[str]
     """Sentences on what is less certain on this GPU than on an H200, on which everything was measured, and on
     builds of torch that do not run on it; `software` is the installed one where None is given."""
     if gpu is None:
-        return ["No GPU was named: kernels are chosen as on compute capability 9.0. Add --gpu NAME."]
+        return ["No GPU was named, so kernels are chosen for compute capability 9.0. Add --gpu NAME."]
     if gpu.compute_capability is None or gpu.compute_capability == (9, 0):
         return []
     usual = _oldest_capabilities()[1]
     older = gpu.compute_capability < usual and (software is None or software.name == INSTALLED)
     build = (
         f"The usual build of torch {_torch()} begins at compute capability {_text(usual)}; {gpu.name} has "
-        f"{_text(gpu.compute_capability)} and needs the one for CUDA 12.6."
+        f"{_text(gpu.compute_capability)} and needs the build for CUDA 12.6."
     )
     return [
         *([build] if older else []),
-        f"Workspaces of kernels were measured on compute capability 9.0 only; on {gpu.name} they may move "
-        "reserved bytes by a few per cent.",
+        f"Workspaces of kernels were measured only on compute capability 9.0. On {gpu.name} the reserved "
+        "bytes may differ by a few per cent.",
     ]

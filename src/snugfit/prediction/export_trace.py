@@ -23,7 +23,7 @@ def export_trace(prediction: Prediction, form: str) -> bytes:
     """The step's trace, rehearsed again, in the form of a file that ends in `form`. Raises `UsageError` for
     a timeline without seconds, `GpuError` where the GPU's rates are not known."""
     if form == CHROME and prediction.gpu is None:
-        raise UsageError("--trace FILE.json is a timeline, and seconds need a GPU: add --gpu NAME.")
+        raise UsageError("--trace FILE.json is a timeline in seconds, which need a GPU. Add --gpu NAME.")
     trace, setup = rehearse_again(prediction), prediction.recipe.setup()
     if form == SNAPSHOT:
         return pickle.dumps(memory_snapshot(trace, expandable=setup.expandable_segments))

@@ -54,13 +54,15 @@ def _as_bytes(asked: int | str, limit: int | None) -> int:
     if isinstance(asked, str):
         if match := _PER_CENT.fullmatch(asked):
             if limit is None:
-                raise UsageError(f"headroom: {asked!r} of what? Name a GPU or an amount of memory.")
+                raise UsageError(
+                    f"headroom: {asked!r} is a share of the memory, so name a GPU or an amount of memory."
+                )
             if float(match[1]) >= 100:
-                raise UsageError(f"headroom: {asked!r} leaves nothing of the memory. Try 2%.")
+                raise UsageError(f"headroom: {asked!r} leaves no memory to use. Try 2%.")
             return int(float(match[1]) / 100 * limit)
         return 0 if asked.strip() == "0" else parse_bytes(asked, what="headroom (or a share, such as 2%)")
     if type(asked) is not int or asked < 0:
         raise UsageError(
-            f"headroom is {asked!r}; it is a whole number of bytes from 0, text such as '2%', or None."
+            f"headroom is {asked!r}; it must be a whole number of bytes from 0, text such as '2%', or None."
         )
     return asked

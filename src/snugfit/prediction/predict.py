@@ -156,7 +156,7 @@ def _seconds(
         rates = rates or rates_for(gpu)
     except GpuError as unknown:
         return None, (), (str(unknown),)
-    doubts = () if rates.measured else (f"Seconds: no rates were measured on this GPU; {rates.source}.",)
+    doubts = () if rates.measured else (f"Seconds: no rates were measured on this GPU: {rates.source}.",)
     workers = setup.loader.workers
     timing = step_seconds(trace, gpu, batch_size=job.batch_size, rates=rates, workers=workers)
     return timing, phase_spans(time_kernels(trace, rates, workers=workers)), doubts
@@ -175,8 +175,8 @@ def _refuse(job: object, memory_bytes: object) -> None:
     if memory_bytes is None or (type(memory_bytes) is int and memory_bytes > 0):
         return
     raise UsageError(
-        f"memory_bytes is {memory_bytes!r}; it is a whole number of bytes above 0, such as 24 * 2**30, or"
-        " None for all of the GPU's."
+        f"memory_bytes is {memory_bytes!r}; it must be a whole number of bytes above 0, such as 24 * "
+        "2**30, or None for all of the GPU's memory."
     )
 
 

@@ -231,8 +231,8 @@ def _read_calibration(file: Path) -> Rates | None:
         return None
     except (OSError, ValueError, KeyError, TypeError) as fault:
         raise GpuError(
-            f"{file} is no calibration that this snugfit can read ({type(fault).__name__}: {fault}). Run "
-            "`snugfit calibrate` again, or delete it."
+            f"{file} is not a calibration that this snugfit can read ({type(fault).__name__}: {fault}). "
+            "Run `snugfit calibrate` again, or delete it."
         ) from None
 
 
@@ -247,7 +247,7 @@ def _scale(known: Rates, of: Gpu, gpu: Gpu) -> Rates:
     if not gpu.bandwidth or not gpu.sm_count or not of.bandwidth or not gpu.peak_dense.get("fp32"):
         raise GpuError(
             f"{gpu.key}: its bandwidth, multiprocessors or peak rates are not in the table, so its seconds "
-            "are not known. Its bytes are predicted all the same."
+            "are not known. Its memory is predicted."
         )
     best = gpu.achieved.get("torch_matmul_best_tflops") or {}
     products: dict[str, MatmulRate] = {}
@@ -277,7 +277,7 @@ def _scale(known: Rates, of: Gpu, gpu: Gpu) -> Rates:
         link=known.link * _link(gpu) / _link(of),
         patterns=patterns,
         host=known.host.slower(OTHER_HOST),
-        source=f"scaled from {known.gpu} by data sheet",
+        source=f"scaled from {known.gpu} by the data sheets",
         measured=False,
     )
 

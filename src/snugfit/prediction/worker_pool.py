@@ -92,11 +92,11 @@ class _Worker:
         self.process.join(ENDS_WITHIN)
         if self.process.exitcode != UNGUARDED:
             return SnugfitError(
-                "A worker process was killed, perhaps because memory ran out. Try with one (--workers 1)."
+                "A worker process was killed, perhaps because memory ran out. Try one worker (--workers 1)."
             )
         return UsageError(
-            "snugfit starts worker processes, and each of them imports the script that calls it. Put the call"
-            " under `if __name__ == '__main__':`, or start none with workers=1."
+            "snugfit starts worker processes, and each of them imports the calling script. Put the call "
+            "under `if __name__ == '__main__':`, or use workers=1."
         )
 
     def end(self) -> None:

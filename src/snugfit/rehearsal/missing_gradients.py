@@ -48,8 +48,8 @@ class MissingGradients:
         names = list(self._modules(model, ""))
         count, of = (sum(parameter.numel() for parameter in some) for some in (missing, trained))
         return (
-            f"{count:,} of {of:,} trainable parameters get no gradient from this batch:"
-            f" {some_of(names)}. Batches that reach them take more memory and time."
+            f"{count:,} of {of:,} trainable parameters get no gradient from this batch: {some_of(names)}. "
+            "Batches that use them need more memory and time."
         )
 
     def _modules(self, module: torch.nn.Module, name: str) -> Iterator[str]:

@@ -30,24 +30,24 @@ _RUNS_OPERATORS = "snugfit.rehearsal.record.shape_cache"
 _RUNS_MODULES = "snugfit.step."
 
 _NOT_HERE = (
-    "That is for want of a device here, and says nothing of a step on a GPU; measure it there, with snugfit "
-    "measure."
+    "This fails because this machine has no such device. On a GPU the step may work: measure it there, "
+    "with snugfit measure."
 )
 _KNOWN = {
     "not compiled with CUDA|NVIDIA driver|No CUDA GPUs|no CUDA-capable device": _NOT_HERE,
     "requires CUDA support|without ATen_cuda": _NOT_HERE,
     "on meta device|INTERNAL ASSERT": _NOT_HERE,
     "not on the expected device|same device|device mismatch": (
-        "Its code mixes tensors of the host with those of the device, which fails on a GPU too. Make them "
-        "with device=x.device, or hold them as buffers of the module that uses them."
+        "Its code mixes tensors on the CPU with tensors on the GPU, which fails on a GPU too. Create them "
+        "with device=x.device, or register them as buffers of the module that uses them."
     ),
     "SparseTensorImpl": (
-        "The size of sparse gradients depends on data. Take nn.Embedding(sparse=False); of torch's "
-        "optimizers only SGD, Adagrad and SparseAdam take sparse ones."
+        "The size of sparse gradients depends on the data. Use nn.Embedding(sparse=False). Of torch's "
+        "optimizers only SGD, Adagrad and SparseAdam support sparse gradients."
     ),
     "same dtype|dtype mismatch|expected m1 and m2|Expected query, key, and value to have": (
-        "Its own code mixes dtypes, which torch refuses on a GPU too. Try 'bf16', which casts them, where "
-        "the recipe has 'bf16_pure'."
+        "Its code mixes dtypes, which fails on a GPU too. If the recipe casts the model to 16 bits, try "
+        "autocast instead: it casts them."
     ),
 }
 """What torch says where we know what it means for a real step, as regular expressions, with what to do."""
@@ -60,7 +60,7 @@ def refusal(job: Job, error: Exception) -> SnugfitError:
         return ModelError(f'{name}: its config has no "{key}", which {job.task} needs{_where(error)}.')
     if lacking := lacks_package(name, error):
         return ModelError(lacking)
-    return RehearsalError(f"{name} could not be rehearsed{_reason(job, error)}")
+    return RehearsalError(f"{name} could not be simulated{_reason(job, error)}")
 
 
 def _reason(job: Job, error: Exception) -> str:
@@ -70,25 +70,25 @@ def _reason(job: Job, error: Exception) -> str:
         return f": {cause}{where}. {hint}"
     if isinstance(error, NotImplementedError):
         return (
-            f": {_what_depends(error)}{where}. A rehearsal has shapes and no data, so this step has no "
-            "trace; measure it instead, with snugfit measure."
+            f": {_what_depends(error)}{where}. A prediction knows shapes but no data, so it cannot follow "
+            "this step. Measure it instead, with snugfit measure."
         )
     # the loop that takes the loss out of a user's module fails at what the module gave
     if job.model.module is not None and module_of(last.frame).startswith(_RUNS_MODULES):
         return (
-            f": its output holds no loss ({cause}). A module gives its loss as a tensor of one number, as "
-            '`.loss`, as "loss" of a dict, or first of a tuple.'
+            f": its output has no loss ({cause}). Return the loss as a tensor of one number, as `.loss`, "
+            'as "loss" in a dict, or as the first of a tuple.'
         )
     if _is_ours(error, last.frame):
         from snugfit.versions import __version__
 
         return (
-            f", and that is a fault of snugfit {__version__}, not of your job: {cause}{last}. Please report "
-            "it with the job, the recipe and what snugfit doctor prints."
+            f". This is a bug in snugfit {__version__}, not a mistake in your job: {cause}{last}. Please "
+            "report it with the job, the recipe and the output of snugfit doctor."
         )
     return (
-        f": {cause}{where}. Most likely a real step fails there too: check that the config's sizes agree, "
-        "and that the task is the model's. If it does not, measure it instead, with snugfit measure."
+        f": {cause}{where}. A real step most likely fails there too. Check that the sizes in the config "
+        "match, and that the task suits the model. If a real step works, measure it, with snugfit measure."
     )
 
 
@@ -103,7 +103,7 @@ def _lacking_key(error: Exception) -> str | None:
 def _what_depends(error: Exception) -> str:
     """torch's refusals on `meta` name the operator: `aten::nonzero`, `torch.unique_consecutive`."""
     operator = re.search(r"\b(aten::|torch\.)(\w+)", str(error).partition("\n")[0])
-    return f"the shape of what {operator[2]} gives depends on its data" if operator else _first_line(error)
+    return f"the shape of the output of {operator[2]} depends on its data" if operator else _first_line(error)
 
 
 def _is_ours(error: Exception, last: FrameType) -> bool:

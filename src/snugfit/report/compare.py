@@ -83,7 +83,7 @@ def _kinds(predictions: Sequence[Prediction]) -> PlainTable:
     per_recipe = [{line.kind: line.bytes for line in prediction.anatomy.kinds} for prediction in predictions]
     rows = [(name, *(show_mib(kinds.get(name, 0)) for kinds in per_recipe)) for name in names]
     heads = [f"{number}>" for number in range(1, len(predictions) + 1)]
-    return table(("MiB at the peak of recipe", *heads), rows)
+    return table(("MiB at the peak, by recipe", *heads), rows)
 
 
 def _difference(size: int, base: int) -> tuple[str, str]:

@@ -44,7 +44,9 @@ def render_check(checked: Checked, changes: str = "") -> RenderableType:
     """The findings, the gravest first, each with what to do, and the `changes` as a unified diff."""
     title = dialect(checked.document.dialect).title
     head = f"{checked.document.path} ({title})"
-    unread = [words(f"Computed while the script runs, and not checked: {', '.join(checked.unread)}.")]
+    unread = [
+        words(f"Not checked, because the script computes it while it runs: {', '.join(checked.unread)}.")
+    ]
     notes = unread if checked.unread else []
     if not checked.findings:
         return Group(words(f"{head}: nothing found."), *notes)

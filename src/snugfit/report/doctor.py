@@ -33,8 +33,8 @@ def _machine(doctor: Doctor) -> Iterator[tuple[str, str]]:
     yield "Python", f"{doctor.python} ({doctor.executable})"
     yield "platform", doctor.platform
     yield "torch's CUDA", doctor.torch_cuda or "none: a build for the CPU"
-    usable = "yes" if doctor.cuda_usable else f"no: {doctor.cuda_reason or 'not known why'}"
-    yield "CUDA can be used", f"{usable} (without asking torch)"
+    usable = "yes" if doctor.cuda_usable else f"no: {doctor.cuda_reason or 'the reason is not known'}"
+    yield "CUDA can be used", f"{usable} (torch was not asked)"
     yield "driver", doctor.driver or "none"
     if doctor.nvml:
         yield "NVML", doctor.nvml
@@ -44,7 +44,7 @@ def _machine(doctor: Doctor) -> Iterator[tuple[str, str]]:
 
 def _gpus(doctor: Doctor) -> list[RenderableType]:
     if not doctor.gpus:
-        return [words("No GPU here. Predicting needs none; measuring runs on the CPU.")]
+        return [words("This machine has no GPU. Predictions need none. Measurements will run on the CPU.")]
     heads = ("GPU", "UUID", "CC>", "Total>", "Used>", "Driver's own>", "Processes>", "")
     return [table(heads, (_gpu(gpu) for gpu in doctor.gpus))]
 

@@ -33,8 +33,8 @@ class _GpuTable:
 def render(gpus: Sequence[Gpu]) -> RenderableType:
     """The table of these GPUs; what is not known is an empty cell."""
     note = (
-        "GiB: what processes may use. fp32 to bf16: dense TFLOP/s of the data sheet. One GPU with its "
-        "sources: snugfit gpus NAME"
+        "GiB: memory that processes can use. fp32 to bf16: dense TFLOP/s from the data sheet. For one GPU "
+        "with its sources: snugfit gpus NAME"
     )
     return Group(_GpuTable(gpus), words(note))
 

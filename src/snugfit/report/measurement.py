@@ -34,7 +34,7 @@ def _heading(measurement: Measurement) -> Text:
     if job.model.module is None:
         text.append(" · random weights")
     if device.type == "cpu":
-        text.append("\nMeasured on the CPU: there is no GPU here, so its figures are missing.")
+        text.append("\nMeasured on the CPU, because this machine has no GPU. GPU figures are missing.")
     return text
 
 
@@ -43,7 +43,7 @@ def timing_table(timing: Timing) -> PlainTable:
     rows = [
         ("step", show_seconds(timing.step_seconds), f"mean of {timing.steps} steady steps"),
         *_with_disturbed(timing),
-        ("spread", f"{100 * timing.spread:.1f} %", "90th less 10th percentile, of the mean"),
+        ("spread", f"{100 * timing.spread:.1f} %", "(90th - 10th percentile) / mean"),
         ("samples/s", f"{timing.samples_per_second:.2f}", ""),
     ]
     return table(("Time", ">", ""), rows)
@@ -53,7 +53,7 @@ def _with_disturbed(timing: Timing) -> list[tuple[str, str, str]]:
     left_out = len(timing.seconds) - timing.steps
     if not left_out or timing.every_seconds is None:
         return []
-    about = f"with {left_out} more, in which other processes disturbed the host's core"
+    about = f"with {left_out} more steps, in which other processes disturbed the CPU core"
     return [("all steps", show_seconds(timing.every_seconds), about)]
 
 
@@ -61,7 +61,7 @@ def startup_table(startup: Startup, step_seconds: float) -> PlainTable:
     """The stages of a start and their sum, the start-up, in seconds."""
     rows = [
         ("imports", startup.imports_seconds, "from the start of the process: torch and the model's code"),
-        ("context", startup.context_seconds, "CUDA and the device's context"),
+        ("context", startup.context_seconds, "CUDA and the context on the GPU"),
         ("build", startup.build_seconds, "model and optimizer"),
         ("first step", startup.first_step_seconds, "loads kernels, starts worker processes"),
     ]
@@ -69,7 +69,7 @@ def startup_table(startup: Startup, step_seconds: float) -> PlainTable:
         steps = f"{startup.settling_steps} more before the steady ones"
         rows.append(("further steps", startup.settling_seconds, steps))
     once = startup.total_seconds(step_seconds)
-    rows.append(("start-up", once, "the sum, less what the same steps take once steady"))
+    rows.append(("start-up", once, "the sum, minus the time of the same steps when steady"))
     return table(
         ("Start", ">", ""), [(what, show_seconds(seconds), about) for what, seconds, about in rows if seconds]
     )
@@ -82,14 +82,12 @@ def _notes(measurement: Measurement) -> list[tuple[str, str]]:
     if measurement.message:
         notes.append((measurement.message, ""))
     if measurement.timing and measurement.timing.unstable:
-        notes.append(
-            ("Unstable: the steps vary too much for the mean to be trusted. Measure again.", "yellow")
-        )
+        notes.append(("Unstable: the steps vary too much to trust the mean. Measure again.", "yellow"))
     if measurement.disturbed and measurement.disturbed > HIGH_DISTURBANCE:
         share = f"{100 * measurement.disturbed:.0f} %"
         notes.append(
             (
-                f"Other processes disturbed the core that launches kernels, in {share} of the samples.",
+                f"Other processes disturbed the CPU core that launches kernels, in {share} of the samples.",
                 "yellow",
             )
         )
@@ -97,7 +95,7 @@ def _notes(measurement: Measurement) -> list[tuple[str, str]]:
         times = measurement.footprint.retries
         notes.append((f"It fits but thrashes: the allocator released its cache {times} times.", "yellow"))
     if measurement.contaminated:
-        notes.append((f"The GPU was shared: {measurement.contaminated}", "yellow"))
+        notes.append((f"Other processes used the GPU: {measurement.contaminated}", "yellow"))
     if measurement.smi_bytes is not None and measurement.smi_nvml_bytes is not None:
         apart = measurement.smi_bytes - measurement.smi_nvml_bytes
         same = "agree" if abs(apart) <= 2 * MIB else f"differ by {show_bytes(abs(apart))}"

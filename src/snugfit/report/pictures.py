@@ -38,7 +38,7 @@ REPORT_WIDTH = 120
 MOST_STEPS = 100
 """Timed steps that are drawn."""
 
-ALLOWED = "the memory that may be used"
+ALLOWED = "the memory limit"
 
 BESIDE = ("predicted", "measured")
 
@@ -121,7 +121,7 @@ def _of_recipes(compared: RecipeComparison) -> PageParts:
     several = compared.predictions
     memory = several[0].memory_bytes
     groups = [BarGroup(str(one.recipe), [one.needed_bytes]) for one in several]
-    title = "What must be free on the GPU, by recipe"
+    title = "GPU memory needed, by recipe"
     pictures = [bars(title, groups, ["needed"], _show, bound=memory, bound_words=ALLOWED)]
     for one in several:
         named = draw_prediction(one)[:1]
@@ -185,7 +185,7 @@ def _of_gpu_plans(several: GpuPlans) -> PageParts:
     speeds = [
         BarGroup(key, [speed.samples_per_second], "", [speed.samples_range]) for key, speed in timed if speed
     ]
-    pictures = [bars("What the best recipe needs on each GPU", sizes, ["needed", "the GPU's memory"], _show)]
+    pictures = [bars("GPU memory of the best recipe, by GPU", sizes, ["needed", "the GPU's memory"], _show)]
     if speeds:
         pictures.append(bars("Samples per second where it fits", speeds, ["samples/s"], "{:,.1f}".format))
     lines = [*gpu_plans.headline(several, Prices())]

@@ -52,11 +52,11 @@ def heading(prediction: Prediction) -> Text:
 def footprint_table(footprint: Footprint) -> PlainTable:
     """The five numbers of a footprint, each with what it means; what is not known is left out."""
     lines = (
-        ("requested", footprint.requested_bytes, "what tensors and kernels request"),
+        ("requested", footprint.requested_bytes, "what tensors and kernels ask for"),
         ("allocated", footprint.allocated_bytes, "the same, rounded up by the allocator"),
         ("reserved", footprint.reserved_bytes, "what the allocator reserves on the GPU"),
         ("on the GPU", footprint.nvml_bytes, "reserved and the CUDA context: what NVML counts"),
-        ("CUDA context", footprint.context_bytes, "part of the above: CUDA and its loaded libraries"),
+        ("CUDA context", footprint.context_bytes, "of the above: CUDA and its loaded libraries"),
         ("host", footprint.host_bytes, "resident memory of the process"),
     )
     known = [(name, show_mib(size), show_bytes(size), why) for name, size, why in lines if size is not None]
@@ -67,7 +67,7 @@ def verdict(prediction: Prediction) -> Text:
     """Whether it fits, and by how much."""
     spare, memory = prediction.spare_bytes, prediction.memory_bytes
     if spare is None or memory is None:
-        return words("To know whether it fits, name a GPU with --gpu, or an amount with --memory.")
+        return words("To see whether it fits, add --gpu NAME or --memory AMOUNT.")
     if prediction.tight:
         short = f"less than the headroom of {show_bytes(prediction.headroom_bytes)}"
         return words(

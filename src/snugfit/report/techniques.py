@@ -24,8 +24,8 @@ def render(roster: Sequence[type[Technique]]) -> RenderableType:
         rows.append((first, name, str(technique.fidelity), technique.summary(), lacking))
         slot = technique.slot
     legend = (
-        "* the slot's plain technique. Fidelity to the plain recipe: the same sums, the same formula rounded "
-        "otherwise, or another algorithm that also learns."
+        "* the default of its slot. Fidelity to the plain recipe: same (the same sums), rounds (the same "
+        "formula, other rounding), learns (another algorithm that also learns)."
     )
     heads: tuple[str, ...] = ("Slot", "Technique", "Fidelity", "What it does", "Missing here")
     if not any(row[-1] for row in rows):  # a narrow terminal has no room for an empty column

@@ -64,7 +64,7 @@ class Watching:
     def _on_started(self, event: Event) -> None:
         self._steps = event["steps"]
         resumed = event["resumed_from"]
-        where = f"goes on after step {resumed:,}" if resumed is not None else "begins"
+        where = f"continues after step {resumed:,}" if resumed is not None else "begins"
         self._say(
             f"{event['job']} {where}: {event['steps']:,} steps over {event['samples']:,} samples, as"
             f" {event['recipe']}"
@@ -89,9 +89,7 @@ class Watching:
         share = self._since.stalled / self._since.seconds if self._since.seconds else 0.0
         if share > STALLED and self._since.steps > 1 and not self._since.proposed:
             self._since.proposed = True
-            self._say(
-                f"{share:.0%} of a step is spent waiting for data: more `workers` in the recipe would help."
-            )
+            self._say(f"{share:.0%} of a step is spent waiting for data. More loader workers would help.")
 
     def _on_evaluated(self, event: Event) -> None:
         accuracy = "" if event["accuracy"] is None else f", accuracy {event['accuracy']:.2%}"
@@ -107,13 +105,13 @@ class Watching:
     def _on_replanned(self, event: Event) -> None:
         if event["cause"] == THRASHING:
             self._say(
-                f"memory is too tight ({THRASHING} in step after step) as {event['before']}; from step"
-                f" {event['step']:,} on it is {event['recipe']}, with the same global batch"
+                f"memory is too tight ({THRASHING} in several steps in a row) with {event['before']}. From "
+                f"step {event['step']:,} the recipe is {event['recipe']}, with the same global batch"
             )
             return
         self._say(
-            f"memory ran out ({event['cause']}) in step {event['step']:,} as {event['before']}; it is taken"
-            f" again as {event['recipe']}, with the same global batch"
+            f"memory ran out ({event['cause']}) in step {event['step']:,} as {event['before']}. It is "
+            f"repeated as {event['recipe']}, with the same global batch"
         )
 
     def _on_foreseen(self, event: Event) -> None:

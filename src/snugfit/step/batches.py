@@ -146,7 +146,7 @@ def dataset(job: Job, setup: Setup, device: torch.device, steps: int = 1) -> Syn
     if job.model.module is not None:
         layout, size = job.model.layout(job.batch_size), job.batch_size // setup.micro_batches
         if size != layout.samples:
-            layout.refuse_unclear(f"{job.model.name} is asked for batches of {size}")
+            layout.refuse_unclear(f"{job.model.name} needs batches of {size}")
         return samples
     if (dtype := input_dtype(job, setup)) is not None:
         samples = _CastSamples(samples, dtype)

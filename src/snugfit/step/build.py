@@ -15,6 +15,8 @@ from snugfit.errors import JobError, UsageError
 from snugfit.job.build import OnLoaded, instantiate
 from snugfit.step.applier import adapt_model, model_arguments, wrap_model
 from snugfit.step.wishes.optimizer import make_optimizer
+from snugfit.techniques import roster
+from snugfit.techniques.technique import Slot
 
 if TYPE_CHECKING:
     import torch
@@ -64,8 +66,8 @@ def _refuse_left_on_the_host(job: Job, model: torch.nn.Module, device: torch.dev
     if left:
         more = f" and {len(left) - 1} more parameters" if len(left) > 1 else ""
         raise JobError(
-            f"{job.model.name}: its code makes {left[0]}{more} on the host, also when it is built on a GPU, "
-            "where its step then fails. Build it on the host and move it: build_on='host' from Python, or "
+            f"{job.model.name}: its code makes {left[0]}{more} on the host, even if it is built on a GPU, "
+            "so its step fails there. Build it on the host and move it: build_on='host' from Python, or "
             "--set build_on=host."
         )
 
@@ -111,9 +113,12 @@ def build_optimizer(
     wish = setup.optimizer
     groups: Any = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not groups:
-        raise UsageError("No parameter of this model trains. Choose the adapters 'full', or other targets.")
+        raise UsageError(
+            "No parameter of this model is trainable. Choose other targets for the adapters, or "
+            f"{roster.plain(Slot.ADAPTERS).name!r}."
+        )
     if weight_decay and not wish.weight_decay:
-        raise UsageError(f"{wish.factory.path} knows no weight decay; weight_decay is {weight_decay}.")
+        raise UsageError(f"{wish.factory.path} has no weight decay, but weight_decay is {weight_decay}.")
     more = {"weight_decay": weight_decay} if weight_decay is not None and wish.weight_decay else {}
     if job.decay_groups and wish.weight_decay:
         groups = decay_groups(model, **more)

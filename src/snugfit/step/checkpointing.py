@@ -20,6 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RecipeError
+from snugfit.techniques import roster
+from snugfit.techniques.technique import Slot
 
 if TYPE_CHECKING:
     import torch
@@ -38,8 +40,8 @@ def checkpoint_layers(model: torch.nn.Module, wish: CheckpointWish) -> None:
     stacks = layer_stacks(model)
     if not stacks:
         raise RecipeError(
-            f"{type(model).__name__} has no stack of repeated layers, so nothing can be checkpointed. "
-            "Try 'keep_all'."
+            f"{type(model).__name__} has no stack of repeated layers, so nothing can be checkpointed. Try "
+            f"{roster.plain(Slot.CHECKPOINTING).name!r}."
         )
     for stack in stacks:
         chosen = [[stack[index] for index in span] for span in wish.cut(len(stack))]
@@ -111,7 +113,9 @@ def _checkpoint_single(model: torch.nn.Module, layers: list[torch.nn.Module]) ->
         try:
             _enable(holder)({"use_reentrant": False})
         except ValueError as error:
-            raise RecipeError(f"{str(error).rstrip('.')}, says transformers. Try 'keep_all'.") from None
+            raise RecipeError(
+                f"{str(error).rstrip('.')}, says transformers. Try {roster.plain(Slot.CHECKPOINTING).name!r}."
+            ) from None
     chosen = {id(layer) for layer in layers}
     own = {id(layer) for stack in layer_stacks(model) for layer in stack}
     for module in model.modules():
@@ -212,8 +216,9 @@ class _Span:
     def refusal(self) -> RecipeError:
         """What to say to a model whose layers cannot be joined."""
         return RecipeError(
-            f"{self.name} hands on more than its hidden states, or its model changes them between layers, so "
-            "its layers cannot be recomputed in spans. Try 'every_layer' or 'every_nth_layer(2)'."
+            f"{self.name} passes on more than its hidden states, or the model changes them between layers. "
+            "So its layers cannot be recomputed several at a time. Choose a checkpointing technique that "
+            "recomputes each layer on its own (snugfit techniques)."
         )
 
     def member(self, index: int) -> Callable[..., Any]:

@@ -39,8 +39,8 @@ def _among(values: Sequence[Any]) -> torch.Tensor:
     trained = sum(loss.requires_grad for loss in losses)
     if trained > 1:
         warnings.warn(
-            f"The model gives {trained} numbers that have gradients; the first alone is trained on. Where it "
-            "is not their sum, add them up in forward.",
+            f"The model gives {trained} numbers with gradients. Only the first is used as the loss. If it "
+            "is not their sum, add them in forward.",
             AssumedLoss,
             stacklevel=3,
         )

@@ -49,5 +49,5 @@ def advice(word: str) -> str | None:
     if names.same.get(word, word) in {field.name for field in fields(Job)}:
         return "it is part of the job, not of the recipe."
     if word in names.keys:
-        return f"another trainer's argument, and no technique: {names.keys[word]}."
+        return f"this is an argument of another trainer, not a technique: {names.keys[word]}."
     return None

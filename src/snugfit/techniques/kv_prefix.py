@@ -25,9 +25,9 @@ def dropped_prefix(job: Job) -> Iterator[str]:
     """The objection of a technique that computes layers again, where the job trains such adapters."""
     if job.trains and job.model.module is not None and (kind := _prefix_kind(job.model.module)):
         yield (
-            f"the model's {kind} adapters reach its layers as a cache of keys and values, which layers that "
-            "are computed again are not given, so the prefix would be left out. Try 'keep_all', and "
-            "'micro_batches' where memory is short."
+            f"the model's {kind} adapters give its layers a cache of keys and values. Recomputed layers do "
+            "not get this cache, so the prefix would be lost. Try 'keep_all', and 'micro_batches' to save "
+            "memory."
         )
 
 

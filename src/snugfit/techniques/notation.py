@@ -81,7 +81,7 @@ class Word:
         for index, (start, piece) in enumerate(self._setting_texts()):
             try:
                 if not piece:
-                    raise RecipeError(f"{technique.name}: a setting belongs between the commas.")
+                    raise RecipeError(f"{technique.name}: a setting is missing between the commas.")
                 name, value = _name_and_value(technique, list(kinds), index, piece, by_name=by_name)
                 if name in given:
                     raise RecipeError(f"{technique.name}: {name} is given twice.")
@@ -114,14 +114,14 @@ def error_at(text: str, start: int, end: int, message: str) -> RecipeError:
 def parse(text: str) -> list[Word]:
     """The words of a recipe, in the order written. Raises `RecipeError` where the text is no recipe."""
     if len(text) > LONGEST:
-        raise RecipeError(f"A recipe has at most {LONGEST:,} characters; this one has {len(text):,}.")
+        raise RecipeError(f"A recipe may have at most {LONGEST:,} characters; this one has {len(text):,}.")
     _refuse_unbalanced(text)
     words = []
     position = 0
     while True:
         match = _WORD.match(text, position)
         if not match:
-            raise error_at(text, *_around(text, position), "A technique's name belongs here.")
+            raise error_at(text, *_around(text, position), "The name of a technique is missing here.")
         start, end = match.start("name"), match.start() + len(match[0].rstrip())
         words.append(
             Word(
@@ -149,7 +149,7 @@ def _refuse_unbalanced(text: str) -> None:
     for position, char in enumerate(text):
         if char == "(":
             if opened is not None:
-                raise error_at(text, position, position + 1, "Parentheses hold settings and no parentheses.")
+                raise error_at(text, position, position + 1, "Parentheses cannot contain other parentheses.")
             opened = position
         elif char == ")":
             if opened is None:
@@ -180,7 +180,9 @@ def _name_and_value(
             raise RecipeError(f"{technique.name} has no setting {name!r}.{guess}")
         return name, value
     if by_name:
-        raise RecipeError(f"{technique.name}: {name!r} follows a setting given by name, so name it too.")
+        raise RecipeError(
+            f"{technique.name}: {name!r} comes after a setting given by name, so give its name too."
+        )
     if index >= len(names):
         raise RecipeError(f"{technique.name} has no setting after {', '.join(names)}.")
     return names[index], name

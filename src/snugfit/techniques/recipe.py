@@ -109,16 +109,16 @@ class Recipe:
             if doubt := technique.planning_objection(job) or technique.uncertain(job):
                 yield f"{technique}: {doubt}."
             if not job.trains and technique.slot in ONLY_TRAINING and not technique.plain:
-                yield f"{technique}: an evaluation takes no optimizer step, so this changes nothing."
+                yield f"{technique}: an evaluation has no optimizer step, so this changes nothing."
         yield from self.lost_updates(job)
 
     def lost_updates(self, job: Job) -> Iterator[str]:
         """What training weights of 16 bits loses; nothing where none train."""
         if job.trains and (below := LOST_BELOW.get(dtype := self.setup().trained_dtype(job))):
             yield (
-                f"All weights train in {dtype}, so an update below about {below} of a weight is lost in"
-                " rounding, and small learning rates stall. 'bf16' with dtype float32 updates weights of 32"
-                " bits; adapters ('lora') are fp32."
+                f"All weights train in {dtype}, so an update below about {below} of a weight is lost in "
+                "rounding, and training with small learning rates stalls. Try 'bf16' with dtype float32, "
+                "which updates 32-bit weights, or adapters ('lora'), which are fp32."
             )
 
 
@@ -126,13 +126,13 @@ def techniques_of(text: str) -> dict[Slot, Technique]:
     """The techniques that `text` names, a slot's default too. Raises `RecipeError` with the text and the word
     that failed."""
     if not isinstance(text, str):
-        raise RecipeError(f"A recipe is text, such as 'bf16 + every_layer', and not {text!r}.")
+        raise RecipeError(f"A recipe must be text, such as 'bf16 + every_layer', not {text!r}.")
     chosen: dict[Slot, Technique] = {}
     if text.strip() in ("", PLAIN):
         return chosen
     for word in parse(text):
         if word.name == PLAIN:
-            word.refuse(f"{PLAIN!r} is the recipe in which nothing is named, and stands alone.")
+            word.refuse(f"{PLAIN!r} is the recipe that names nothing, so nothing can be added to it.")
         technique = word.technique()
         if other := chosen.get(technique.slot):
             word.refuse(_clash(other, technique))
@@ -142,15 +142,15 @@ def techniques_of(text: str) -> dict[Slot, Technique]:
 
 def _clash(first: Technique, second: Technique) -> str:
     if first.name == second.name:
-        return f"{first.name!r} is named twice, and a recipe has one {first.slot} technique."
+        return f"{first.name!r} is named twice. A recipe has one {first.slot} technique."
     both = f"{first.name!r} and {second.name!r} are both {first.slot} techniques"
-    return f"{both}, and a recipe has one of each slot. Keep one of them."
+    return f"{both}. A recipe has one technique per slot. Keep one of them."
 
 
 def _too_old(technique: Technique, compute_capability: tuple[int, int] | None) -> Iterator[str]:
     least = technique.least_capability
     if least and compute_capability and compute_capability < least:
         yield (
-            f"{technique}: it needs compute capability {least[0]}.{least[1]} or newer, and this GPU has "
+            f"{technique}: it needs compute capability {least[0]}.{least[1]} or newer, but this GPU has "
             f"{compute_capability[0]}.{compute_capability[1]}. Try {roster.plain(technique.slot).name!r}."
         )

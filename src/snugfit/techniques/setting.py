@@ -80,7 +80,7 @@ def describe(annotation: Any) -> str:
     if typing.get_origin(kind) is Literal:
         return " or ".join(show_setting(choice) for choice in typing.get_args(kind))
     if typing.get_origin(kind) is tuple:
-        return "one name, or several joined by |"
+        return "a name, or several names joined by |"
     return {int: "a whole number", float: "a number", str: "a name"}[kind]
 
 

@@ -144,7 +144,7 @@ class Technique(ABC):
             if installed is None:
                 return f"{cls.name} needs {text}, which is not installed. {cure}"
             if not requirement.specifier.contains(installed, prereleases=True):
-                return f"{cls.name} needs {text}; installed is {installed}. {cure}"
+                return f"{cls.name} needs {text}, but {installed} is installed. {cure}"
         return None
 
     @classmethod

@@ -42,9 +42,9 @@ class BackwardWatch:
         if changed:
             more = f" and {len(changed) - 1:,} others" if len(changed) > 1 else ""
             raise UsageError(
-                f"The first backward pass has changed weights ({changed[0]}{more}): a hook that is called"
-                " when a gradient is there updates them. Then no step could be stopped before its update, or"
-                " be taken again. Leave the updates to the optimizer, or train without snugfit."
+                f"The first backward pass has changed weights ({changed[0]}{more}): a gradient hook "
+                "updates them. Then no step can be stopped before its update, or repeated. Let the "
+                "optimizer do the updates, or train without snugfit."
             )
 
 

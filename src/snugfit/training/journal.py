@@ -72,7 +72,7 @@ class Journal:
                 self._begun = True
         except OSError as refusal:
             self._broken = True
-            text = f"{self._path} cannot be written ({refusal.strerror}); the run goes on without it."
+            text = f"{self._path} cannot be written ({refusal.strerror}). The run continues without it."
             self._pass_on({"event": "warning", "text": text})
 
 

@@ -142,7 +142,7 @@ class TrainOptions:
                 continue
             if type(given) is not int or given < least:
                 none = ", or none" if name in _MAY_BE_NONE else ""
-                raise UsageError(f"{name} is {given!r}; it takes a whole number from {least} up{none}.")
+                raise UsageError(f"{name} is {given!r}; it must be a whole number from {least} up{none}.")
         for name, above in _NUMBERS.items():
             given = getattr(self, name)
             if given is None and name in _MAY_BE_NONE:
@@ -153,10 +153,12 @@ class TrainOptions:
                 or given < 0
                 or (above and not given)
             ):
-                raise UsageError(f"{name} is {given!r}; it takes a number {'above' if above else 'from'} 0.")
+                raise UsageError(
+                    f"{name} is {given!r}; it must be a number {'above' if above else 'from'} 0."
+                )
         for name in ("dataloader_drop_last", "load_best_model_at_end"):
             if type(getattr(self, name)) is not bool:
-                raise UsageError(f"{name} is {getattr(self, name)!r}; it takes True or False.")
+                raise UsageError(f"{name} is {getattr(self, name)!r}; it must be True or False.")
         self._refuse_what_is_no_name()
         self._refuse_what_does_nothing()
 
@@ -164,9 +166,9 @@ class TrainOptions:
         """Which trackers there are is asked when a run begins (`reporting.py`)."""
         given = self.report_to
         if not isinstance(given, str | list | tuple) or not all(isinstance(name, str) for name in given):
-            raise UsageError(f"report_to is {given!r}; it takes names of trackers, all, or none.")
+            raise UsageError(f"report_to is {given!r}; it must be names of trackers, all, or none.")
         if self.run_name is not None and not isinstance(self.run_name, str):
-            raise UsageError(f"run_name is {self.run_name!r}; it takes text.")
+            raise UsageError(f"run_name is {self.run_name!r}; it must be text.")
 
     def _refuse_what_does_nothing(self) -> None:
         if self.eval_strategy == "no":
@@ -177,7 +179,7 @@ class TrainOptions:
                         " evaluation data."
                     )
         if self.load_best_model_at_end and self.save_strategy == "no":
-            raise UsageError("load_best_model_at_end needs checkpoints; save_strategy is 'no'.")
+            raise UsageError("load_best_model_at_end needs checkpoints, but save_strategy is 'no'.")
 
     @property
     def order_seed(self) -> int:

@@ -77,7 +77,7 @@ def compare_with_prediction(predicted: Mapping[str, Any], measured: Mapping[str,
         lines.append(f"a step: {show_seconds(expected)} predicted, {show_seconds(took)} measured")
         if not 1 / TOLERANCE < took / expected < TOLERANCE:
             lines.append(
-                "they differ by more than a fifth: snugfit calibrate measures this machine, and the time"
-                " spent waiting for data is not predicted"
+                "they differ by more than a fifth. snugfit calibrate measures this machine. Waiting for "
+                "data is not predicted."
             )
     return lines

@@ -31,8 +31,8 @@ STEP_BOUNDARY = "step boundary"
 """The phase of memory that was found to be short between two steps."""
 
 WHAT_TO_TRY = (
-    "Where more memory is free, the same run goes on from what was kept; a recipe that takes less, such as"
-    " snugfit plan --memory finds, begins in a folder of its own."
+    "With more free memory, the same run continues from its last checkpoint. Or start a run in a new "
+    "folder with a recipe that needs less: snugfit plan --memory finds one."
 )
 """Advice when memory ran out for good."""
 
@@ -84,12 +84,14 @@ class Recovery:
         chosen = self._replan(self.job, recipe, exhausted.cause)
         cuts = (kind for kind in roster.techniques() if kind.slot is Slot.BATCHING)
         uncut = next(filter(None, (kind.planning_objection(self.job) for kind in cuts)), "")
-        why = f" (the batch is not cut: {uncut})" if uncut else ""
+        why = f" (the batch cannot be cut: {uncut})" if uncut else ""
         if chosen is None and exhausted.phase != STEP_BOUNDARY:
-            raise out_of_memory(exhausted, recipe, step, f"No other recipe is left{why}. {WHAT_TO_TRY}")
+            raise out_of_memory(
+                exhausted, recipe, step, f"There is no other recipe to try{why}. {WHAT_TO_TRY}"
+            )
         if chosen is None:
             what = f"Step {step}: memory is short ({exhausted.cause}, {exhausted.message}) under '{recipe}'"
-            text = f"{what}, and no other recipe is left; the run continues, slower than it could."
+            text = f"{what}, and there is no other recipe to try. The run continues, but slowly."
             self._journal.tell("warning", text=text)
         return chosen
 

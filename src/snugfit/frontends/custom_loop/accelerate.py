@@ -136,7 +136,7 @@ def _code(loss: LossOf | None, items: ItemsOf | None, loader: Any) -> dict[str, 
 def _refuse_what_cannot_be_called(**given: Any) -> None:
     for name, value in given.items():
         if value is not None and not callable(value):
-            raise UsageError(f"{name} is {value!r}; it is a function, or is left out.")
+            raise UsageError(f"{name} is {value!r}; it must be a function, or be left out.")
 
 
 def _train_state(live: LiveTraining, optimizer: Any, scheduler: Any) -> tuple[TrainState, list[str]]:
@@ -195,8 +195,8 @@ def _first_batch(loader: Any, device: torch.device, resumes: bool) -> dict[str, 
     """The first batch that the loader gives, on the host. Nothing that is random is drawn."""
     if isinstance(loader, Iterator) or not isinstance(loader, Iterable):
         raise UsageError(
-            f"accelerate takes a loader, which gives its batches once an epoch, and not a"
-            f" {type(loader).__name__}. A torch DataLoader is one."
+            "accelerate needs a loader that yields its batches once per epoch, not a "
+            f"{type(loader).__name__}. Give a torch DataLoader."
         )
     return example_of(lambda: loader, device, resumes=resumes)
 
@@ -229,14 +229,15 @@ def recipe_of(plan: Any, job: Job) -> Recipe:
         return Recipe.parse(plan)
     if not isinstance(plan, Plan):
         raise UsageError(
-            f"accelerate takes a plan, a recipe or a recipe's text fourth, and not a {type(plan).__name__}."
+            "The fourth argument of accelerate must be a plan, a recipe or the text of a recipe, not a "
+            f"{type(plan).__name__}."
         )
     if plan.best is None:
-        raise NothingFits(f"This plan fits nothing; its nearest miss is '{plan.nearest.recipe}'.")
+        raise NothingFits(f"This plan found nothing that fits. Its nearest miss is '{plan.nearest.recipe}'.")
     if plan.job.batch_size != job.batch_size:
         raise UsageError(
-            f"The plan is for a global batch of {plan.job.batch_size}, and the loader gives {job.batch_size}."
-            " Plan for this one, or give the loader that batch_size."
+            f"The plan is for a global batch of {plan.job.batch_size}, but the loader gives "
+            f"{job.batch_size}. Plan for that batch, or change the loader's batch_size."
         )
     return Recipe.parse(plan.best.recipe)
 

@@ -38,7 +38,7 @@ DATA_POSITION = "hand.json"
 NOT_COMPARED_AS_THEY_ARE = ("recipe", "versions", FACTS)
 """What a checkpoint says of its run and is compared by parts."""
 
-CURE = " Name another output_dir, or leave resume() out: then the old checkpoints are put aside."
+CURE = " Name another output_dir, or leave resume() out: then the old checkpoints are renamed."
 
 
 @final
@@ -127,7 +127,7 @@ class RunCheckpoints:
             self._batches.resume(position)
         self.repeated_loss = position.get("repeated_loss")
         self._manager.saved_step, self._begun = checkpoint.step, True
-        self.journal.tell("note", text=f"The run goes on after step {checkpoint.step:,}.")
+        self.journal.tell("note", text=f"The run continues after step {checkpoint.step:,}.")
         return True
 
     def wait(self) -> None:

@@ -74,7 +74,10 @@ class EvaluationWatch:
             stopped = Stopped(EXIT_CODES[stopping])
             stopped.repeats_step = True
             raise stopped
-        text = "A signal has come; the run ends before its next step, for its model was changed meanwhile."
+        text = (
+            "A signal was received. The run ends before its next step, because its model has changed "
+            "meanwhile."
+        )
         checkpoints.journal.tell("warning", text=text)
 
     def _is_as_the_step_left_it(self) -> bool:

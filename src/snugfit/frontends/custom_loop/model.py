@@ -40,27 +40,29 @@ def device_of_model(model: Any, optimizer: Any) -> torch.device:
     import torch
 
     if not isinstance(model, torch.nn.Module):
-        raise UsageError(f"accelerate takes a model, an nn.Module, first, and not {_kind(model)}.")
+        raise UsageError(f"The first argument of accelerate must be a model (nn.Module), not {_kind(model)}.")
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UsageError(f"accelerate takes a torch optimizer second, and not {_kind(optimizer)}.")
+        raise UsageError(
+            f"The second argument of accelerate must be a torch optimizer, not {_kind(optimizer)}."
+        )
     if any(kind.__name__ in WRAPPED for kind in type(model).__mro__):
         raise UsageError(
-            f"The model is wrapped in {type(model).__name__}; accelerate trains one model on one device. Give"
-            " the model itself."
+            f"The model is wrapped in {type(model).__name__}. accelerate trains one model on one device. "
+            "Give the model itself."
         )
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     if len(devices) != 1 or devices == ["meta"]:
         where = "has no parameters" if not devices else f"is on {', '.join(devices)}"
         raise UsageError(
-            f"The model {where}; accelerate trains a model on one device. Move it: model.to(...)."
+            f"The model {where}. accelerate trains a model on one device. Move it: model.to(...)."
         )
     own = {id(parameter) for parameter in model.parameters()}
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     strange = [parameter for parameter in held if id(parameter) not in own]
     if strange:
         raise UsageError(
-            f"The optimizer holds {len(strange)} parameters that are not this model's. Make it from"
-            " model.parameters() after the last change of the model (adapters, tied weights)."
+            f"The optimizer holds {len(strange)} parameters that do not belong to this model. Create it "
+            "from model.parameters() after the last change of the model (adapters, tied weights)."
         )
     return torch.device(devices[0])
 
@@ -93,8 +95,9 @@ def refuse(live: LiveTraining, optimizer: Any, loader: Any, scheduler: Any, *, k
     reasons = [*objections(live, setup, user_slots(live)), *_objections(live, setup, optimizer, loader)]
     if not live.is_plain(Slot.OPTIMIZER) and is_schedule(scheduler):
         reasons.append(
-            f"{live.technique(Slot.OPTIMIZER)}: the scheduler belongs to the optimizer whose place this one"
-            " takes. Give a function that makes it: scheduler=lambda optimizer: LambdaLR(optimizer, ...)."
+            f"{live.technique(Slot.OPTIMIZER)}: the scheduler belongs to the optimizer that the recipe "
+            "replaces. Give a function that creates it: scheduler=lambda optimizer: LambdaLR(optimizer, "
+            "...)."
         )
     refuse_for(live, "model", reasons)
     if scheduler is not None:
@@ -121,14 +124,14 @@ def _objections(live: LiveTraining, setup: Setup, optimizer: Any, loader: Any) -
     """What stands beside the model and a wish would clash with."""
     another = not live.is_plain(Slot.OPTIMIZER)
     if (another or setup.weights_dtype not in (None, dtype_of(live.model))) and optimizer.state:
-        yield "The optimizer has taken steps already. Call accelerate before the first."
+        yield "The optimizer has already taken steps. Call accelerate before the first step."
     if another and (lost := _lost_decay(optimizer, setup)):
         name = live.technique(Slot.OPTIMIZER)
-        yield f"{name} knows no weight decay, and a group of the optimizer has {lost:g}."
+        yield f"{name} has no weight decay, but a group of the optimizer has {lost:g}."
     if _changed_arguments(loader, setup, live.device) and not is_plain(loader):
         yield (
-            f"{live.technique(Slot.LOADING)}: the loader is {_kind(loader)}, which snugfit cannot make once"
-            " more. Have it do that itself, and leave this out."
+            f"{live.technique(Slot.LOADING)}: the loader is {_kind(loader)}, which snugfit cannot rebuild. "
+            "Set this up in the loader, and leave it out of the recipe."
         )
 
 

@@ -116,7 +116,7 @@ class HandRun:
             self._between_steps()
             if self._batches.epoch == before and not self._batches.leave():
                 raise UsageError(
-                    "An epoch has passed without its batches. Take them from the run: `for batch in run:`."
+                    "An epoch ended without its batches. Take them from the run: `for batch in run:`."
                 )
 
     def __iter__(self) -> Iterator[Any]:
@@ -167,7 +167,7 @@ class HandRun:
         """
         checkpoints = self._checkpoints_for("resume")
         if self._begun:
-            raise UsageError("resume() comes before the first step.")
+            raise UsageError("Call resume() before the first step.")
         self._resumed = checkpoints.resume(None if checkpoint is None else Path(checkpoint))
         return self._resumed
 
@@ -211,13 +211,13 @@ class HandRun:
     def _cut(self, batch: Any) -> list[dict[str, Any]]:
         if not isinstance(batch, Mapping) or not batch:
             raise UsageError(
-                f"step takes a batch, a mapping of the model's arguments to tensors, and not {batch!r:.80}. A"
-                " collate_fn of the loader can make one."
+                f"step needs a batch that maps the model's arguments to tensors, not {batch!r:.80}. A "
+                "collate_fn of the loader can make one."
             )
         dims = self.job.model.batch_dims
         whole, count = self.job.batch_size, samples_in(batch, dims)
         if count > whole:
-            raise UsageError(f"The batch has {count} samples; this run's global batch is {whole}.")
+            raise UsageError(f"The batch has {count} samples, but the global batch of this run is {whole}.")
         micro_batches = self.recipe.setup().micro_batches
         pieces = pieces_of(batch, whole // micro_batches if micro_batches > 1 else None, dims)
         return [dict(piece) for piece in pieces]
@@ -231,23 +231,23 @@ class HandRun:
             file = write_batch(self._checkpoints.root, self.steps + 1, [batch])
             self._checkpoints.save()
             self._checkpoints.wait()
-            where = f" The step's batch stands in {file}, beside a checkpoint of the boundary before it."
+            where = f" The step's batch is in {file}, next to a checkpoint from before the step."
         raise SnugfitError(
-            f"Step {self.steps + 1}: {fault}{where} Look at the batch, take a smaller learning rate,"
-            " or another precision."
+            f"Step {self.steps + 1}: {fault}{where} Look at the batch, or use a smaller learning rate or "
+            "another precision."
         )
 
     def _out_of_memory(self, exhausted: Exhausted) -> OutOfMemory:
         self.job = job_with_mixing(self.job, self.model, self._step.value_of, self._step.items_of)
         smaller = next_recipe(self._state.device)(self.job, self.recipe, exhausted.cause)
-        intact = "No weight has changed; run.save() keeps this boundary"
+        intact = "No weight has changed, so run.save() can save this state"
         if exhausted.phase == "update":
-            intact = "Weights may have changed in part; begin with the last checkpoint"
+            intact = "Some weights may have changed, so start from the last checkpoint"
         advice = (
             f"{intact}. The next recipe with the same global batch of {self.job.batch_size} is '{smaller}'."
         )
         if smaller is None:
-            advice = "No recipe of the same training is left that needs less; take a smaller global batch."
+            advice = "There is no recipe for the same training that needs less. Use a smaller global batch."
         return out_of_memory(exhausted, self.recipe, self.steps, advice)
 
     def _log(self, result: StepResult, pieces: list[dict[str, Any]], seconds: float) -> None:
@@ -292,7 +292,7 @@ class HandRun:
         loss, checkpoints.repeated_loss = checkpoints.repeated_loss, None
         assert loss is not None
         self._batches.used()
-        text = f"Step {self.steps:,} is given once more: what followed it had been abandoned for a signal."
+        text = f"Step {self.steps:,} is repeated, because a signal stopped what followed it."
         checkpoints.journal.tell("note", text=text)
         self._at_boundary(loss)
         return loss

@@ -63,8 +63,8 @@ def _loss(given: LossOf | None, model: Any, batch: Mapping[str, Any]) -> torch.T
     if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.requires_grad:
         what = "the function loss" if given else f"{type(model).__name__}"
         raise UsageError(
-            f"A step needs one number that the model's parameters have made, and {what} gave"
-            f" {_describe(loss)}. Put labels into the batch, or give loss=lambda model, batch: ..."
+            f"A step needs a loss: one number that depends on the model's parameters. But {what} gave "
+            f"{_describe(loss)}. Put labels into the batch, or give loss=lambda model, batch: ..."
         )
     return loss
 

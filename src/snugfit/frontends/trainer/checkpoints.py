@@ -57,13 +57,13 @@ if TYPE_CHECKING:
     from snugfit.training.journal import Journal
 
 FINISHED_TEXT = (
-    "Nothing is left to train: this run has finished after step {step:,}, and its result is given."
-    " trainer.train(resume_from_checkpoint=False) trains anew."
+    "Nothing is left to train: this run finished after step {step:,}. Its result is returned. "
+    "trainer.train(resume_from_checkpoint=False) trains from the start."
 )
 
 CURE = (
-    " Set these back to go on with that run, or leave resume_from_checkpoint out: then its checkpoints are"
-    " put aside and a new run begins."
+    " Undo these changes to continue that run, or leave resume_from_checkpoint out: then its checkpoints "
+    "are renamed and a new run starts."
 )
 
 
@@ -152,8 +152,8 @@ class TrainerCheckpoints:
         checkpoint = self._manager.newest()
         if checkpoint is None:
             raise UsageError(
-                f"resume_from_checkpoint is True, and {self.root} holds no checkpoint. Leave it out for the"
-                " first start."
+                f"resume_from_checkpoint is True, but {self.root} has no checkpoint. Leave it out for the "
+                "first start."
             )
         return checkpoint
 

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 
 LEFT_OVER = (
-    "The data of an epoch ends within a batch: its last {n} of {count} micro-batches come to no update, and"
-    " are left out. transformers would add their gradients to those of the next epoch's first step."
+    "The data of an epoch ends within a batch: the last {n} of {count} micro-batches are left out, because "
+    "they do not fill a step. transformers would add their gradients to the first step of the next epoch."
 )
 
 
@@ -69,6 +69,6 @@ def raise_if_non_finite(trainer: Any, run: FitRun, norm: Any) -> None:
     run.checkpoints.save()
     run.checkpoints.wait()
     raise SnugfitError(
-        f"Step {number}: {NonFinite(loss, size)} The step's batch stands in {file}. Look at it, take a"
-        " smaller learning rate, or another precision."
+        f"Step {number}: {NonFinite(loss, size)} The step's batch is in {file}. Look at it, or use a "
+        "smaller learning rate or another precision."
     )

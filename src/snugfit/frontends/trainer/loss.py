@@ -143,11 +143,11 @@ def _counts_evenly(step: StepState) -> bool:
 
 
 _SUMMED = (
-    "{who} averages over each micro-batch and leaves num_items_in_batch alone; transformers would add"
-    " up the means of {n} micro-batches, a gradient {n} times too large. Each counts for its share of the"
-    " batch instead."
+    "{who} averages over each micro-batch and ignores num_items_in_batch. transformers would sum the means "
+    "of {n} micro-batches, so the gradient would be {n} times too large. Here each micro-batch counts by "
+    "its share of the batch."
 )
 _ALIKE = (
-    "Micro-batches hold different numbers of items, and transformers would let the losses of {name} count"
-    " alike. Each counts for its share of the batch instead."
+    "Micro-batches have different numbers of items, but transformers would give the losses of {name} the "
+    "same weight. Here each micro-batch counts by its share of the batch."
 )

@@ -29,7 +29,7 @@ def retry_step(trainer: Any, run: FitRun, cause: str, message: str) -> None:
     trainer.model.zero_grad(set_to_none=True)
     number = trainer.state.global_step + 1
     exhausted = Exhausted(cause=cause, phase="gradients", message=message)
-    what = f"Memory ran out in step {number} ({cause}): it is taken again under"
+    what = f"Memory ran out in step {number} ({cause}). The step is repeated with"
     _go_on(trainer, run, exhausted, number, what)
     set_rng_states(run.step.rng_at_step_start, trainer.args.device)
 
@@ -38,7 +38,9 @@ def go_on_with_less(trainer: Any, run: FitRun) -> None:
     """At a boundary, when memory is so short that steps crawl: the next step under the next recipe, if there
     is one."""
     number, exhausted = trainer.state.global_step + 1, short_of_memory()
-    what = f"Memory is short ({exhausted.cause} in step after step): from step {number} on it is"
+    what = (
+        f"Memory is too tight ({exhausted.cause} in several steps in a row). From step {number} the recipe is"
+    )
     _go_on(trainer, run, exhausted, number, what)
 
 
@@ -51,7 +53,7 @@ def _go_on(trainer: Any, run: FitRun, exhausted: Exhausted, number: int, what: s
         run.logger.ignore_retries()
         return
     change_recipe(trainer, chosen)
-    text = f"{what} '{chosen}'; the global batch stays {plan.job.batch_size}."
+    text = f"{what} '{chosen}'. The global batch stays {plan.job.batch_size}."
     run.recovery.tell(exhausted, plan.recipe, chosen, number, text=text)
     run.logger.restart(plan.job, chosen)
     run.logger.watch_retries()
@@ -61,8 +63,8 @@ def update_broke(trainer: Any, cause: str, error: BaseException) -> OutOfMemory:
     """The error of memory that ran out where a step cannot be taken again."""
     plan: FitPlan = trainer.snugfit
     smaller = cut_smaller(plan.job, plan.recipe)
-    cure = f" Resume under a recipe that needs less, such as '{smaller}'." if smaller else ""
+    cure = f" Resume with a recipe that needs less, such as '{smaller}'." if smaller else ""
     exhausted = Exhausted(cause=cause, phase="update", message=str(error))
     return out_of_memory(
-        exhausted, plan.recipe, trainer.state.global_step, f"The step cannot be taken again.{cure}"
+        exhausted, plan.recipe, trainer.state.global_step, f"The step cannot be repeated.{cure}"
     )

@@ -58,7 +58,7 @@ def choose(
 
     if recipe is not None:
         if gpu is not None:
-            raise UsageError("gpu is for a plan, and a recipe is named. Give one of them.")
+            raise UsageError("gpu is for a plan, but a recipe is given. Give one of them.")
         return Chosen(recipe=recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe))
     degree, device = fidelity_of(fidelity), trainer.args.device
     own = recipe_of(trainer)
@@ -67,8 +67,8 @@ def choose(
     if gpu is not None:
         with preserve_rng(device):
             return _plan_from(own, compared_job(trainer, job), gpu, degree)
-    why = "there is no GPU to plan for, and gpu= names none"
-    says = f"{why}: the trainer keeps what it asks for, '{own.recipe}'"
+    why = "there is no GPU to plan for, and gpu= is not given"
+    says = f"{why}: the trainer keeps its own settings, '{own.recipe}'"
     return Chosen(recipe=own.recipe, user_slots=frozenset(Slot), says=says)
 
 
@@ -107,12 +107,12 @@ def _plan_from(own: Chosen, job: Job, gpu: str, fidelity: Fidelity) -> Chosen:
     shown = best.best_or_nearest.recipe
     if not best.fits:
         raise NothingFits(
-            f"Nothing that trains this as it is asked for fits a {gpu}; the nearest is '{shown}'."
-            " Take a smaller global batch, or allow more with fidelity='rounds' or 'learns'."
+            f"No recipe for this training fits a {gpu}. The nearest is '{shown}'. Use a smaller global "
+            "batch, or allow more with fidelity='rounds' or 'learns'."
         )
     says = f"planned for a {gpu}: '{shown}' (it was '{own.recipe}')"
     if default:
-        says += "; the optimizer stays the Trainer's default, name another with TrainingArguments(optim=...)"
+        says += ". The optimizer stays the Trainer's default; name another with TrainingArguments(optim=...)"
     return Chosen(recipe=Recipe.parse(shown), user_slots=unchanged, says=says)
 
 

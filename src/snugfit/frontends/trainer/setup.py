@@ -23,10 +23,16 @@ from snugfit.techniques.technique import Slot
 from snugfit.training.checkpoint.optimizer_state import refuse_optimizer
 
 _REFUSED_OPTIMIZERS = {
-    ("layerwise", "lomo"): "updates weights within the backward pass: then no step could be stopped before"
-    " its update, or be taken again",
-    ("galore", "apollo", "adamw_torch_4bit", "adamw_torch_8bit"): "keeps objects in its state: no checkpoint"
-    " here holds them, so the run could not be resumed",
+    (
+        "layerwise",
+        "lomo",
+    ): "updates weights during the backward pass, so no step can be stopped before its update, or repeated",
+    (
+        "galore",
+        "apollo",
+        "adamw_torch_4bit",
+        "adamw_torch_8bit",
+    ): "has objects in its state, which checkpoints cannot contain, so the run could not be resumed",
 }
 """By parts of their names (transformers' `OptimizerNames`), why no run is begun with these: those that update
 in gradient hooks, and those whose states are projectors or torchao's own tensors."""
@@ -43,14 +49,14 @@ def refuse_what_cannot_be_fitted(trainer: Any) -> None:
 
     if not isinstance(trainer, transformers.Trainer):
         what = f"the class {trainer.__name__}" if isinstance(trainer, type) else f"a {type(trainer).__name__}"
-        raise UsageError(f"fit takes a transformers.Trainer that was made, and not {what}.")
+        raise UsageError(f"fit needs an instance of transformers.Trainer, not {what}.")
     args = trainer.args
     unsaid = {
         "deepspeed": trainer.is_deepspeed_enabled,
         "fsdp": trainer.is_fsdp_enabled,
         f"{args.world_size} processes": args.world_size > 1,
         f"{args.n_gpu} GPUs in one process": args.n_gpu > 1,
-        "a model that is spread over devices": trainer.is_model_parallel,
+        "a model that is split over devices": trainer.is_model_parallel,
         "model_init": trainer.model_init is not None,
         "auto_find_batch_size, which changes the global batch": args.auto_find_batch_size,
         "use_liger_kernel": args.use_liger_kernel,
@@ -58,8 +64,8 @@ def refuse_what_cannot_be_fitted(trainer: Any) -> None:
     }
     if used := [name for name, is_used in unsaid.items() if is_used]:
         raise UsageError(
-            f"The trainer uses {', '.join(used)}; fit trains one model on one device, in a batch that stays"
-            " what it is. Take it out, or leave fit out. (CUDA_VISIBLE_DEVICES=0 shows a process one GPU.)"
+            f"The trainer uses {', '.join(used)}. fit trains one model on one device, with a fixed batch. "
+            "Remove it, or train without fit. (With CUDA_VISIBLE_DEVICES=0 a process sees one GPU.)"
         )
 
 
@@ -134,12 +140,12 @@ def _objections(trainer: Any, live: LiveTraining, brings: bool) -> Iterator[tupl
     """What this trainer brings that a recipe's wish would clash with."""
     if not live.is_plain(Slot.OPTIMIZER) and brings:
         optimizer = live.technique(Slot.OPTIMIZER)
-        says = "the trainer brings an optimizer of its own. Leave one of them out."
+        says = "the trainer has its own optimizer. Leave one of them out."
         yield Slot.OPTIMIZER, f"{optimizer}: {says}"
     if not live.is_plain(Slot.ADAPTERS) and (
         hasattr(trainer.model, "peft_config") or trainer.optimizer is not None
     ):
-        says = "the model has adapters, or the trainer an optimizer, already."
+        says = "the model already has adapters, or the trainer an optimizer."
         yield Slot.ADAPTERS, f"{live.technique(Slot.ADAPTERS)}: {says}"
 
 
@@ -153,8 +159,8 @@ def _refuse_users_optimizer(trainer: Any, brings: bool) -> None:
     for words, why in _REFUSED_OPTIMIZERS.items():
         if not brings and any(word in name for word in words):
             raise UsageError(
-                f"optim is {name!r}, which {why}. Take another (adafactor and adamw_8bit need little memory"
-                " too), name a recipe, or leave fit out."
+                f"optim is {name!r}, which {why}. Choose another optim, give fit a recipe with an "
+                "optimizer, or train without fit."
             )
 
 

@@ -266,7 +266,7 @@ class FittedTrainer(TrainerHooks):
         return run.checkpoints.interrupts.stopping is None
 
     def _say_nothing_is_left(self) -> None:
-        done = f"all {self.state.global_step:,} steps of this run are done; none is made again."
+        done = f"all {self.state.global_step:,} steps of this run are done. None is repeated."
         self.snugfit.journal.tell("note", text=f"Nothing is left to train: {done}")
 
 

@@ -65,7 +65,7 @@ def with_pool(
             try:
                 return search(pool)
             except BelowLowerBound:
-                tell("the layers do not scale evenly: starting again with whole models")
+                tell("the layers are not alike: starting again with complete models")
     raise AssertionError("a whole rehearsal is never less than itself")
 
 

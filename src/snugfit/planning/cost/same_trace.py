@@ -32,7 +32,7 @@ def kernels_under(setup: Setup, kernels: tuple[Kernel, ...]) -> tuple[Kernel, ..
     if setup.matmul == "ieee":
         return kernels
     if setup.matmul != TF32:
-        raise SnugfitError(f"a plan knows no products in {setup.matmul!r}")
+        raise SnugfitError(f"a plan does not know matrix products in {setup.matmul!r}")
     is_product = [kernel.operator in PRODUCTS and kernel.dtype == "torch.float32" for kernel in kernels]
     if not any(is_product):
         return kernels

@@ -37,8 +37,8 @@ class PlannedRun:
     def __post_init__(self) -> None:
         if self.steps is not None and not (type(self.steps) is int and 1 <= self.steps <= LONGEST):
             raise UsageError(
-                f"steps is {self.steps!r}; the length of a run is a whole number of steps from 1 to"
-                f" {LONGEST:,}, or None where it is not known."
+                f"steps is {self.steps!r}; it must be a whole number of steps from 1 to {LONGEST:,}, or "
+                "None if the length of the run is not known."
             )
 
 

@@ -148,7 +148,7 @@ class GpuPlans:
     def from_json(cls, document: Mapping[str, Any]) -> Self:
         """The answers that `to_json` wrote. Raises `UsageError` for anything else."""
         if document.get("what") != "plans for many GPUs" or document.get("schema") != SCHEMA:
-            raise UsageError("These are no plans that this version of snugfit wrote.")
+            raise UsageError("These are not plans of this version of snugfit.")
         try:
             return decode_fields(cls, document)
         except (KeyError, TypeError) as damaged:

@@ -55,7 +55,7 @@ class Prices:
 def _price(value: object, what: str) -> float:
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= DEAREST:
         return float(value)
-    raise UsageError(f"{what} costs {value!r}. A price is a number of USD for an hour, such as 2.5.")
+    raise UsageError(f"{what} costs {value!r}. A price must be a number of USD per hour, such as 2.5.")
 
 
 @dataclass(frozen=True, kw_only=True)

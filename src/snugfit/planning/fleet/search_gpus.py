@@ -114,7 +114,7 @@ def _gpus_of(gpus: Iterable[Gpu | str] | None) -> list[Gpu]:
     """Each GPU once, in the order in which they were named. Raises `UsageError` where none is."""
     named = all_gpus() if gpus is None else gpus
     if isinstance(named, str) or not isinstance(named, Iterable) or not (named := [*named]):
-        raise UsageError(f"gpus is {gpus!r}; it is a list such as ['h200', 'l4'], or None for all of them.")
+        raise UsageError(f"gpus is {gpus!r}; it must be a list such as ['h200', 'l4'], or None for all GPUs.")
     return list({gpu.key: gpu for gpu in map(find_gpu, named)}.values())
 
 
@@ -138,7 +138,7 @@ def _kind(gpu: Gpu) -> Hashable:
     techniques."""
     policy = policy_for(gpu, Software())
     if gpu.memory_bytes is None:
-        raise GpuError(f"{gpu.name}: how much memory processes can use is not in the table.")
+        raise GpuError(f"{gpu.name}: the table does not say how much memory a process can use.")
     allowed = tuple(
         technique.name
         for technique in roster.techniques()
@@ -161,7 +161,7 @@ def _tell_for_group(tell: Tell, number: int, groups: int, gpus: int, began: floa
     rest = (
         f", then about {seconds * (groups - number - 1):.0f} s more" if number + 1 < groups and number else ""
     )
-    head = f"GPUs of kind {number + 1} of {groups} ({gpus} of them): "
+    head = f"kind {number + 1} of {groups} ({gpus} GPUs): "
     return lambda what: tell(f"{head}{what}{rest}")
 
 
@@ -286,7 +286,7 @@ def _judge(space: Space, pool: WorkerPool, searches: Sequence[PerGpuSearch], tel
                 for search in searches:
                     search.state.learn(candidate, figures[search.index])
         undecided = sum(next(search.open_candidates(), None) is not None for search in searches)
-        tell(f"{len(searches[0].state.judged)} recipes judged, {undecided} GPUs still looking")
+        tell(f"{len(searches[0].state.judged)} recipes checked, {undecided} GPUs without an answer")
 
 
 def _simulate_answers(space: Space, pool: WorkerPool, searches: Sequence[PerGpuSearch], tell: Tell) -> None:

@@ -124,7 +124,7 @@ class LengthPlan:
     def from_json(cls, document: Mapping[str, Any]) -> Self:
         """The plan that `to_json` wrote. Raises `UsageError` for anything else."""
         if document.get("what") != "lengths" or document.get("schema") != SCHEMA:
-            raise UsageError("This is no answer about lengths that this version of snugfit wrote.")
+            raise UsageError("This is not an answer about lengths of this version of snugfit.")
         try:
             return decode_fields(cls, document)
         except (KeyError, TypeError, ValueError) as damaged:

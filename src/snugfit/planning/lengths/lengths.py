@@ -33,7 +33,7 @@ def job_of(job: Job, lengths: Lengths) -> Job:
     """The job whose every batch is as long as the dataset's longest sample. Raises `JobError` for a task
     without sequences, and for a sample longer than the model's positions."""
     if job.task in NO_SEQUENCE:
-        raise JobError(f"Lengths are those of sequences of tokens; the task {job.task} has none.")
+        raise JobError(f"Lengths are for sequences of tokens, but the task {job.task} has none.")
     padding = 1 - lengths.mean / lengths.longest
     try:
         return replace(job, sequence_length=lengths.longest, padding=padding)
@@ -62,7 +62,7 @@ def plan_lengths(
     refuse_bad_request(job, memory_bytes=memory_bytes)
     if not isinstance(lengths, Lengths):
         raise UsageError(
-            f"lengths is {type(lengths).__name__}; this takes a snugfit.Lengths: Lengths.of([12, 40, 7]), "
+            f"lengths is {type(lengths).__name__}; it must be a snugfit.Lengths: Lengths.of([12, 40, 7]), "
             "Lengths.of({128: 5000}), or Lengths.read(path)."
         )
     recipe, gpu = recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe), find_gpu(gpu)
@@ -100,8 +100,8 @@ def _shorter(lengths: Lengths, cut: int | None) -> Lengths | None:
     shorter = lengths.cut(cut)
     if shorter.counts == lengths.counts:
         raise UsageError(
-            f"Cutting at {cut} tokens cuts nothing: the longest of {lengths.source} has {lengths.longest}. "
-            "Leave it out, or cut shorter."
+            f"Cutting at {cut} tokens changes nothing: the longest of {lengths.source} has "
+            f"{lengths.longest}. Leave it out, or cut shorter."
         )
     return shorter
 
@@ -126,16 +126,16 @@ def _cut(lengths: Lengths, shorter: Lengths, ways: tuple[Way, ...]) -> Cut:
 
 def _doubts(profiler: LengthProfiler, lengths: Lengths) -> Iterable[str]:
     if not profiler.rates.measured:
-        yield f"Seconds: no rates were measured on this GPU; {profiler.rates.source}."
+        yield f"Seconds: no rates were measured on this GPU: {profiler.rates.source}."
     if profiler.lines:
         yield (
-            "Seconds: this model's kernels at one length do not follow from those at another, so seconds "
-            "between the simulated lengths are interpolated linearly."
+            "Seconds: this model runs other kernels at other lengths, so seconds between the simulated "
+            "lengths are interpolated linearly."
         )
     if lengths.shortest < lengths.longest and not profiler.recipe.setup().expandable_segments:
         yield (
-            "Bytes are those of a run whose every batch is the longest. Batches of many lengths leave pieces "
-            "of freed memory that suit no other, so a run can reserve more; expandable segments keep it low."
+            "Bytes are for a run in which every batch is the longest. Batches of many lengths fragment the "
+            "memory, so a run can reserve more. Expandable segments keep that low."
         )
     if profiler.job.task in WITH_TARGET:
         yield f"The lengths are those of the inputs; every target has {profiler.job.target_length} tokens."

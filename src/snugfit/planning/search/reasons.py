@@ -108,7 +108,7 @@ def _reason(
         needed_bytes=figures.needed_bytes if figures else None,
         step_seconds=figures.step_seconds if figures else None,
         once_seconds=figures.once if figures else None,
-        why_not="" if figures or not other else "it cannot run this job on this GPU at this fidelity",
+        why_not="" if figures or not other else "it is not possible for this job, GPU and fidelity",
         kept=why_kept,
     )
 
@@ -122,7 +122,7 @@ def cures(
     sizes = [(gpu.memory_bytes or 0, gpu.key) for gpu in all_gpus() if gpu.compute_capability]
     if larger := [(size, key) for size, key in sizes if size >= needed_bytes]:
         size, key = min(larger)
-        yield f"The smallest GPU of the table that has it is {key}, with {show_bytes(size)}."
+        yield f"The smallest GPU in the table with that much is {key}, with {show_bytes(size)}."
     looser = list(Fidelity)[list(Fidelity).index(fidelity) + 1 :]
     more = [
         technique.name
@@ -134,10 +134,10 @@ def cures(
     if more:
         yield f"--fidelity {looser[-1].value} allows more: {', '.join(more)}."
     if fixed.slots:
-        yield f"--free {','.join(fixed.slots)} looks at other techniques where yours are kept."
+        yield f"--free {','.join(fixed.slots)} allows other techniques in place of yours."
     smaller = "smaller inputs" if job.task in NO_SEQUENCE else "shorter sequences"
     cut = recipe.setup().micro_batches == job.batch_size
-    yield f"Or with {smaller}{': the global batch is cut as far as it goes already' if cut else ''}."
+    yield f"Or with {smaller}{': the global batch cannot be cut further' if cut else ''}."
 
 
 # ---- the user's own recipe -------------------------------------------------------------------------------

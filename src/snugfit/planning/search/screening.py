@@ -43,7 +43,7 @@ def screen(
     order = sorted(groups.values(), key=lambda group: repr(space.candidates[group[0]].update))
     waiting = deque(range(len(order)))
     screening = Screening(kinds=len(order))
-    tell(f"screening {len(order)} kinds of steps")
+    tell(f"estimating {len(order)} kinds of steps")
     progress = Progress("screening", len(order), tell)
 
     def ask(worker: int) -> Question | None:

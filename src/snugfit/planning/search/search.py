@@ -138,7 +138,7 @@ def _answer(asked: _PlanRequest, space: Space, pool: WorkerPool) -> Plan:
     front = state.front()
     if not front:
         why = next((f"'{one.what}': {one.why}" for one in state.excluded), "the space is empty.")
-        raise RehearsalError(f"No recipe could be simulated, for one {why}")
+        raise RehearsalError(f"No recipe could be simulated. The first: {why}")
     fitting = [n for n in front if bound is None or state.judged[n].needed_bytes <= bound]
     fitting = fitting or [n for n in front[-1:] if state.judged[n].needed_bytes <= (memory or 0)]
     best = fitting[-1 if smallest else 0] if fitting else None
@@ -218,5 +218,7 @@ def _timer_of(gpu: Gpu | None) -> Timer:
     from snugfit.planning.cost.timer import GpuTimers
 
     if gpu is None:
-        raise UsageError("A plan weighs seconds, which need a GPU: add --gpu NAME; --memory may go with it.")
+        raise UsageError(
+            "A plan compares seconds, which need a GPU. Add --gpu NAME; --memory can be added to it."
+        )
     return GpuTimers([gpu])

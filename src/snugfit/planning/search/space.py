@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 Capability = tuple[int, int] | None
 
 ALLOWED_BY = {
-    Fidelity.ROUNDS: "it rounds differently; --fidelity rounds allows it",
-    Fidelity.LEARNS: "it is another algorithm; --fidelity learns allows it",
+    Fidelity.ROUNDS: "it rounds differently (--fidelity rounds allows it)",
+    Fidelity.LEARNS: "it is another algorithm (--fidelity learns allows it)",
 }
 
 
@@ -168,7 +168,7 @@ def _no_candidate(objections: Counter[_Objection], fixed: Kept) -> str:
     [(objection, _)] = objections.most_common(1)
     freed = ",".join(fixed.slots)
     return f"No recipe can train this. {objection.technique}: {objection.why}" + (
-        f" Other techniques are looked at with --free {freed}." if freed else ""
+        f" Other techniques are allowed with --free {freed}." if freed else ""
     )
 
 
@@ -195,7 +195,7 @@ def _missing_on(technique: type[Technique], capability: Capability) -> str | Non
     least = technique.least_capability
     if least and capability and capability < least:
         has = f"{capability[0]}.{capability[1]}"
-        return f"it needs compute capability {least[0]}.{least[1]}, and this GPU has {has}"
+        return f"it needs compute capability {least[0]}.{least[1]}, but this GPU has {has}"
     return technique.missing_package()
 
 

@@ -136,8 +136,8 @@ class SearchState:
 
         groups = self.by_trace(number for number in self.bounds if number not in self.judged)
         groups.sort(key=lambda group: min(map(order, group)))
-        tell("judging")
-        self.judge(groups, pool, skip=skip, step=Progress("judging", len(groups), tell).step)
+        tell("checking")
+        self.judge(groups, pool, skip=skip, step=Progress("checking", len(groups), tell).step)
 
     # ---- what is worth judging ---------------------------------------------------------------------------
 
@@ -193,7 +193,7 @@ class SearchState:
         while True:
             ranked = self._ranking(objective)[:count]
             worst = self._value(ranked[-1], objective) if len(ranked) == count else math.inf
-            tell(f"judging the best {count}: {len(ranked)} found")
+            tell(f"checking the best {count}: {len(ranked)} found")
             todo: list[list[int]] = []
             while waiting and len(todo) < TOGETHER * len(pool.workers) and least(waiting[0][0]) < worst:
                 todo.append(waiting.popleft())

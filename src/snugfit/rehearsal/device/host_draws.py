@@ -111,8 +111,8 @@ def _sentence(frame: FrameType) -> str:
     code = frame.f_code
     line = f"{code.co_qualname} ({PurePath(code.co_filename).name}, line {frame.f_lineno})"
     return (
-        f"What runs may depend on random numbers that {line} draws on the host. It was predicted as if each "
-        "were the largest, with which LayerDrop drops no layer; steps that drop layers hold less."
+        f"What runs may depend on random numbers that {line} draws on the host. The prediction takes the "
+        "largest number each time, so LayerDrop drops no layer. Steps that drop layers need less."
     )
 
 

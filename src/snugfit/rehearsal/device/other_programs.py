@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from torch import nn
 
 COMPILED = (
-    "The model's code compiles itself (torch.compile). It was rehearsed as it runs uncompiled: compiled "
-    "kernels hold other tensors, mostly fewer, and take other seconds."
+    "The model's code uses torch.compile. The prediction is for the uncompiled code. Compiled kernels need "
+    "other memory, mostly less, and other times."
 )
 
 FLEX = (
-    "flex_attention was rehearsed as flash attention over all positions: a compiled kernel of it saves the "
-    "same tensors for backward, skips blocks that the mask hides, and has workspaces of its own. Uncompiled, "
-    "it would hold every score."
+    "flex_attention was predicted as flash attention over all positions. Its compiled kernel saves the "
+    "same tensors for backward, but skips masked blocks and has other workspaces. Uncompiled, it would "
+    "store every score."
 )
 
 _FALLS_BACK = re.compile(r"`\w+` is falling back to its reference PyTorch implementation because `([^`]+)`")
@@ -114,10 +114,10 @@ def kernels_asked_for(model: nn.Module) -> Iterator[str]:
 
 def without_package(package: str, *, installed: bool) -> str:
     """The doubt about kernels of this package."""
-    state = "is installed here, but takes no tensors without data" if installed else "is not installed here"
+    state = "is installed here, but does not run without data" if installed else "is not installed here"
     return (
-        f"The model has faster kernels in {package}, which {state}: PyTorch code was rehearsed in their "
-        "place. A GPU that runs them holds other bytes, mostly fewer, and takes other seconds."
+        f"The model has faster kernels in {package}, which {state}. The prediction is for the PyTorch "
+        "code. With the faster kernels a GPU needs other memory, mostly less, and other times."
     )
 
 

@@ -43,7 +43,7 @@ def in_force(policy: Policy, notes: PolicyNotes | None = None) -> Iterator[Polic
     import torch
 
     if _ACTIVE:
-        raise RehearsalError("A rehearsal is running already in this process; they do not nest.")
+        raise RehearsalError("A simulation is already running in this process. Only one can run at a time.")
     notes = notes or PolicyNotes()
     cache = WeightCache(notes.claim)
     with contextlib.ExitStack() as undo:
@@ -126,7 +126,7 @@ def _expect(what: str, holds: bool) -> None:
         import torch
 
         raise RehearsalError(
-            f"torch {torch.__version__} does not take the rehearsal's override of {what}, so a prediction "
+            f"torch {torch.__version__} does not accept snugfit's override of {what}, so a prediction "
             f"would be wrong. {TESTED}"
         )
 
@@ -140,6 +140,6 @@ def missing_message(error: Exception) -> str:
     import transformers
 
     return (
-        f"torch {torch.__version__} or transformers {transformers.__version__} lacks what a rehearsal relies "
-        f"on: {error} ({type(error).__name__}). {TESTED}"
+        f"torch {torch.__version__} or transformers {transformers.__version__} does not have what a "
+        f"prediction needs: {error} ({type(error).__name__}). {TESTED}"
     )

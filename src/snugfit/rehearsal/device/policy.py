@@ -119,7 +119,9 @@ class CudaPolicy(Policy):
         kernels = {one._attention_kernels for one in (self, *self.peers)}
         choices = {attention_choice.choose_on_cuda(operands, fused) for fused in kernels}
         if len(choices) > 1:
-            raise PoliciesDiffer(f"GPUs that share a rehearsal run different kernels: {sorted(choices)}.")
+            raise PoliciesDiffer(
+                f"GPUs that are simulated together run different kernels: {sorted(choices)}."
+            )
         return choices.pop()
 
     @property

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.device.policy import CudaPolicy
 
 DOUBT = (
-    "Recurrent layers: cuDNN sizes its workspaces by itself. They are computed as an H200 with cuDNN 9.19 "
-    "took them (right to 1 % in nine of ten measured layers, to 30 % at worst); their seconds are a lower "
+    "Recurrent layers: cuDNN chooses the size of its workspaces. They are predicted as on an H200 with "
+    "cuDNN 9.19 (within 1 % for nine of ten measured layers, 30 % at worst). Their seconds are a lower "
     "bound."
 )
 

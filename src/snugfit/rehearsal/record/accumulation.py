@@ -60,8 +60,8 @@ class SoleOwner:
             self._most = {id(aten.add.Tensor): _addition_counts()}  # an operator itself hashes slowly
         except AttributeError as error:
             raise RehearsalError(
-                f"torch {torch.__version__} does not tell how often a tensor is used ({error}), so gradient "
-                "accumulation cannot be rehearsed."
+                f"torch {torch.__version__} does not report how often a tensor is used ({error}), so "
+                "gradient accumulation cannot be predicted."
             ) from error
         for operator, example in SCATTERS.items():
             counts = _counts_in_backward(operator, example)
@@ -142,7 +142,7 @@ def _addition_counts() -> UseCounts:
     shared = _counts_in_backward(aten.add.Tensor, lambda x: x + x)
     if len(alone) != 1 or len(shared) != 1 or not alone[0][:2] < shared[0][:2]:
         raise RehearsalError(
-            f"torch {torch.__version__} counts references in a way snugfit does not know "
-            f"({alone}, {shared}), so gradient accumulation cannot be rehearsed."
+            f"torch {torch.__version__} counts references in a way that snugfit does not know ({alone}, "
+            f"{shared}), so gradient accumulation cannot be predicted."
         )
     return alone[0]

@@ -27,11 +27,16 @@ class Assumption(StrEnum):
     """On what a value rests, as a sentence that the asking line ends."""
 
     BALANCED = (
-        "Choices that depend on weights (a router's) are assumed to be spread evenly (balanced routing)"
+        "Choices that depend on weights, such as a router's, are assumed to be spread evenly (balanced "
+        "routing)"
     )
-    WORST = "Choices that depend on weights (a router's) are assumed to be all the same (worst routing)"
-    MASK = "A condition that depends on weights or on chance is assumed to hold (a mask: everywhere)"
-    NUMBER = "A number that depends on weights or on chance is assumed to be 1"
+    WORST = (
+        "Choices that depend on weights, such as a router's, are assumed to be all the same (worst routing)"
+    )
+    MASK = (
+        "A condition that depends on weights or random numbers is assumed to be true (for a mask: everywhere)"
+    )
+    NUMBER = "A number that depends on weights or random numbers is assumed to be 1"
 
 
 class Assumed(NamedTuple):

@@ -118,7 +118,7 @@ def cuda_names(policy: CudaPolicy, notes: PolicyNotes, wait: Callable[[], None])
         wait()
 
     def bytes_in_use(*arguments: Any, **keywords: Any) -> int:
-        notes.doubt("The model's code asks how much GPU memory is in use; a rehearsal answers 0.")
+        notes.doubt("The model's code asks how much GPU memory is in use. The prediction answers 0.")
         return 0
 
     answers: dict[str, Any] = {

@@ -248,9 +248,9 @@ class Questions:
         self._asked[site] += 1
         if self._asked[site] > MOST_ASKED:
             raise RehearsalError(
-                f"The step loops on a value that depends on weights or on chance{line}: it was asked for "
-                f"{MOST_ASKED:,} times in one call of its module. A rehearsal knows no such values, so this "
-                "step has no trace; measure it instead, with snugfit measure."
+                f"The step has a loop that depends on weights or random numbers{line}: it read such a "
+                f"value {MOST_ASKED:,} times in one call of its module. A prediction does not know these "
+                "values. Measure the step instead, with snugfit measure."
             )
 
     # ---- steps -------------------------------------------------------------------------------------------

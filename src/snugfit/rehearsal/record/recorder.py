@@ -44,8 +44,8 @@ aten = torch.ops.aten
 
 
 STEPS_DIFFER = (
-    "What a step allocates depends on values in its batches, and so differs from step to step: the figures "
-    "are those of the third step on synthetic batches."
+    "What a step allocates depends on the values in its batches, so it differs from step to step. The "
+    "figures are for the third step on synthetic batches."
 )
 
 

@@ -140,7 +140,7 @@ def summary_grid(result: Accuracy) -> Grid:
 def _verdict(result: Accuracy) -> str:
     if not any(run.outcome for run in result.runs):
         failed = len(result.outside)
-        return f"Nothing was measured; {failed} of {len(result.runs)} draws could not be predicted."
+        return f"Nothing was measured. {failed} of {len(result.runs)} draws could not be predicted."
     outside = len(result.outside)
     if outside:
         return f"{outside} of {len(result.runs)} runs are outside the band."

@@ -36,9 +36,9 @@ _HEAD = """# Accuracy
 Written by `snugfit accuracy --show FOLDER --format markdown` from the files in that folder.
 
 A seed draws models, jobs and recipes over {families} families; each is predicted, then measured in a process
-of its own, and none is left out. The largest errors that are allowed: {band}. Errors are
+of its own. All runs are shown. The largest allowed errors: {band}. Errors are
 `predicted / measured - 1`, of the peak over the whole run and of the mean steady step. How a run is
-measured stands in [measuring.md](measuring.md), how seconds are predicted in [seconds.md](seconds.md).
+measured is described in [measuring.md](measuring.md), how seconds are predicted in [seconds.md](seconds.md).
 """
 
 
@@ -130,8 +130,8 @@ def _origin(result: Accuracy) -> Iterator[str]:
     yield f"Predicted with {_packages(result.versions)}{f'; rates {result.rates}' if result.rates else ''}."
     if result.rescored:
         yield (
-            f"Predicted again {result.rescored}, after the runs were measured: these predictions are no "
-            f"forecasts. The first were made with {_packages(result.original_versions)}."
+            f"Predicted again {result.rescored}, after the runs were measured, so these are not forecasts. "
+            f"The first predictions were made with {_packages(result.original_versions)}."
         )
     measured_with = {
         _packages({name: run.versions[name] for name in result.versions if name in run.versions})

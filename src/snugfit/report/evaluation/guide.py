@@ -194,7 +194,7 @@ def _published_figures(result: GuideResult) -> Grid:
         title="As published, and predicted under the software of the time",
         heads=heads,
         rows=tuple(rows),
-        note=f"Published: {source()}. Machines that name no GPU are shown, not predicted. {notes}.",
+        note=f"Published: {source()}. Machines without a named GPU are shown, but not predicted. {notes}.",
     )
 
 
@@ -215,7 +215,7 @@ def _methods(result: GuideResult) -> Grid:
     heads: tuple[str, ...] = ("Method", "Shown by", "Speed", "Speed change>", "Guide on speed")
     heads += ("Memory", "Memory change>", "Guide on memory")
     note = "Memory is predicted. Speed is measured, or where it was not, as published, else predicted."
-    return Grid(title="What helps what", heads=heads, rows=rows, note=note)
+    return Grid(title="Which technique helps with what", heads=heads, rows=rows, note=note)
 
 
 def _stages(result: GuideResult) -> Grid:

@@ -123,7 +123,7 @@ def timeline(spans: Sequence[PhaseSpan], step_seconds: float) -> Picture:
     return Picture(
         title=f"Host and device in one steady step, {show_seconds(step_seconds)} from step to step",
         svg=picture("When the host and the device work in one steady step.", base + 24, *parts),
-        heads=("", "Phase", "From>", "To>", "Of that at work>"),
+        heads=("", "Phase", "From>", "To>", "Of that busy>"),
         rows=[
             (
                 span.lane,
@@ -135,7 +135,7 @@ def timeline(spans: Sequence[PhaseSpan], step_seconds: float) -> Picture:
             for span in spans
         ],
         legend=tuple(LegendEntry(_PHASES[phase], phase) for phase in phases),
-        note="The host launches kernels ahead of the device, also those of the next step.",
+        note="The host launches kernels before the device runs them, also those of the next step.",
     )
 
 

@@ -67,7 +67,7 @@ def memory_over_step(
     if bound:
         y = _y(bound, top)
         parts.append(tag("line", x1=LEFT, x2=RIGHT, y1=y, y2=y, class_="bound"))
-        legend.append(LegendEntry("bound", f"the memory that may be used, {show_bytes(bound)}"))
+        legend.append(LegendEntry("bound", f"the memory limit, {show_bytes(bound)}"))
     for index, (at, stack) in enumerate(zip(curve, stacks, strict=True)):
         width = max(1.0, edges[index + 1] - edges[index])
         strip = tag("rect", x=edges[index], y=HIGH, width=width, height=BASE - HIGH, class_="strip")
@@ -79,7 +79,9 @@ def memory_over_step(
         f"in {curve[peak].phase}."
     )
     far = (
-        f"The memory that may be used, {show_bytes(memory_bytes or 0)}, is far above." if memory_bytes else ""
+        f"The memory that may be used, {show_bytes(memory_bytes or 0)}, is far above the top of this picture."
+        if memory_bytes
+        else ""
     )
     return Picture(
         title="Bytes by kind through one steady step",

@@ -59,7 +59,7 @@ def modules_at_peak(modules: Sequence[ModuleLine]) -> Picture:
             for line in modules
         ],
         legend=tuple(LegendEntry(colour_of(kind), kind) for kind in KIND_ORDER if kind in present),
-        note="A * stands for all layers of a stack. What the loop allocated has no module.",
+        note="A * means all layers of a stack. What the training loop allocates has no module.",
     )
 
 

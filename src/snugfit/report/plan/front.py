@@ -34,7 +34,7 @@ def draw_front(plan: Plan) -> Picture:
     if plan.memory_bytes:
         y = BASE - (BASE - HIGH) * plan.memory_bytes / top
         parts.append(tag("line", x1=LEFT, x2=RIGHT, y1=y, y2=y, class_="bound"))
-        legend.append(LegendEntry("bound", f"the memory that may be used, {show_bytes(plan.memory_bytes)}"))
+        legend.append(LegendEntry("bound", f"the memory limit, {show_bytes(plan.memory_bytes)}"))
     for (right, upper), (left, lower) in pairwise(places):
         stair = f"{left:.1f},{lower:.1f} {left:.1f},{upper:.1f} {right:.1f},{upper:.1f}"
         parts.append(tag("polyline", points=stair, class_="rule"))
@@ -47,7 +47,7 @@ def draw_front(plan: Plan) -> Picture:
         parts.append(_recipe_point(plan, choice, number, x, y, numbered_here=free))
     unit = "Samples per second" + (", start-up included" if plan.steps else "")
     return Picture(
-        title="Memory and speed of the recipes that none beats in both",
+        title="Memory and speed of the best recipes (Pareto front)",
         svg=picture(f"{len(plan.front)} recipes, memory against speed.", BASE + 44, *parts),
         heads=(">", "Recipe", "MiB>", f"{unit}>", "A step>", ""),
         rows=[

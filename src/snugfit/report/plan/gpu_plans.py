@@ -47,10 +47,10 @@ def question(plans: GpuPlans) -> str:
 def headline(plans: GpuPlans, prices: Prices) -> Iterator[str]:
     """The answers that are asked for: the smallest card, the fastest, the cheapest."""
     if not plans.fitting:
-        yield f"None of these GPUs trains this. {_nearest(plans)}".strip()
+        yield f"None of these GPUs can train this. {_nearest(plans)}".strip()
         return
     named = {
-        "The smallest that trains this": plans.smallest,
+        "The smallest GPU that can train this": plans.smallest,
         "The fastest": plans.fastest,
         "The cheapest": cheapest(plans, prices),
     }
@@ -67,7 +67,7 @@ def slots_kept(plans: GpuPlans) -> Iterator[str]:
         yield f"On every GPU the same recipe: {_recipe(plans)}."
     elif plans.kept:
         shown = ", ".join(f"{slot.slot} ({' or '.join(slot.techniques)})" for slot in plans.kept)
-        yield f"Kept: {shown}. Others are looked at with --free SLOT."
+        yield f"Kept: {shown}. --free SLOT allows others."
 
 
 def _recipe(plans: GpuPlans) -> Recipe:
@@ -113,12 +113,12 @@ def the_run(plans: GpuPlans, prices: Prices) -> Iterator[str]:
     if plans.steps:
         samples = plans.steps * plans.job.batch_size
         yield (
-            f"The run: {plans.steps:,} steps, {samples:,} samples. Start-up is counted, as on an H200's "
-            "host; renting a machine and downloading weights and data are not."
+            f"The run: {plans.steps:,} steps, {samples:,} samples. Start-up is counted, as on the host of "
+            "an H200. Renting a machine and downloading weights and data are not."
         )
     unpriced = [answer.key for answer in plans.fitting if answer.key not in prices.per_hour]
     if prices.per_hour and unpriced:
-        yield f"No price was given for {some_of(unpriced, FEW)}, which would train this too."
+        yield f"No price was given for {some_of(unpriced, FEW)}, which can train this too."
 
 
 def table(plans: GpuPlans, prices: Prices) -> Grid:
@@ -137,7 +137,7 @@ def table(plans: GpuPlans, prices: Prices) -> Grid:
         if answer.choice
     ]
     scaled = any(answer.measured_rates is False for answer in known)
-    note = f"{SCALED} scaled from an H200's achieved rates by data sheet: this GPU was never measured."
+    note = f"{SCALED}: this GPU was not measured. Its seconds are scaled from an H200's by the data sheets."
     return Grid(
         title="The best recipe on each GPU; where nothing fits, the nearest miss",
         heads=(*(head for head, _ in columns), "Recipe<"),
@@ -207,9 +207,9 @@ def looked_at(plans: GpuPlans) -> Iterator[str]:
         recipes = max(counts.recipes for counts in plans.counts)
         judged = sum(counts.replayed for counts in plans.counts)
         yield (
-            f"{recipes:,} valid recipes; GPUs that run the same kernels were searched together, in "
-            f"{len(plans.counts)} searches that composed {judged:,} recipes. Each answer counts its own "
-            f"GPU's workspaces and scratch. {_agreement(plans)}".strip()
+            f"{recipes:,} valid recipes. GPUs that run the same kernels were searched together, in "
+            f"{len(plans.counts)} searches that composed {judged:,} recipes. Each answer includes the "
+            f"workspaces of its own GPU. {_agreement(plans)}".strip()
         )
 
 
@@ -218,8 +218,8 @@ def _agreement(plans: GpuPlans) -> str:
     other = [answer.key for answer in plans.answers if answer.verified is False]
     if other:
         return (
-            f"Simulated in full, {some_of(other, FEW)} came out otherwise than in the search: the figures "
-            "are those of the full simulation."
+            f"Simulated in full, {some_of(other, FEW)} came out different from the search. The figures are "
+            "from the full simulation."
         )
     known = any(answer.verified for answer in plans.answers)
     return "Simulated in full, each answer takes the same bytes." if known else ""

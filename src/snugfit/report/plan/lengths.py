@@ -17,9 +17,9 @@ ORDERS = {"fixed": "one length", "random": "at random", "grouped": "grouped"}
 """How each order pads a batch, in a few words."""
 
 ASSUMPTION = (
-    "Assumed, not measured on this GPU: the rate of a matmul whose rows are no multiple of 16 bytes. Since "
-    "cuBLAS 11 it runs on tensor cores, less efficiently (NVIDIA, Matrix Multiplication Background User's "
-    "Guide, 2.2)."
+    "Assumed, not measured on this GPU: the speed of a matmul whose rows are not a multiple of 16 bytes. "
+    "Since cuBLAS 11 it runs on tensor cores, less efficiently (NVIDIA, Matrix Multiplication Background "
+    "User's Guide, 2.2)."
 )
 
 
@@ -52,11 +52,11 @@ def answer(plan: LengthPlan) -> str:
     """How to pad, in one line."""
     best = plan.best
     if not plan.ways:
-        return f"The model does not take its longest sequence: {plan.lengths.longest:,} tokens."
+        return f"The longest sequence is too long for the model: {plan.lengths.longest:,} tokens."
     if best is None:
         least = min((way for way in plan.ways if way.needed_bytes), key=lambda way: way.needed_bytes or 0)
         short = show_bytes((least.needed_bytes or 0) - (plan.memory_bytes or 0))
-        return f"The longest batch does not fit: it is short by {short}, however batches are padded."
+        return f"The longest batch does not fit: it is short by {short}, whichever way batches are padded."
     text = f"Pad each batch {_how(best)}: {best.samples_per_second:,.1f} samples/s on average, "
     text += f"{show_bytes(best.needed_bytes or 0)} for the longest batch"
     whole = next((way for way in plan.ways if way.order == "fixed" and way.step_seconds), best)
@@ -71,7 +71,7 @@ def _how(way: Way) -> str:
     text = {
         "fixed": "to the longest sample of the dataset",
         "random": "to its own longest sample",
-        "grouped": "to its own longest sample, samples of similar lengths together "
+        "grouped": "to its own longest sample, with samples of similar lengths together "
         '(train_sampling_strategy="group_by_length")',
     }[way.order]
     if way.multiple == 1:
@@ -94,8 +94,8 @@ def tables(plan: LengthPlan) -> Iterator[Grid]:
 
 def _of_cut(cut: Cut) -> str:
     return (
-        f"Another job: sequences cut at {cut.at:,} tokens ({100 * cut.samples:.1f} % of the samples are cut, "
-        f"{100 * cut.tokens:.1f} % of the tokens lost)"
+        f"A different job: sequences cut at {cut.at:,} tokens ({100 * cut.samples:.1f} % of the samples "
+        f"are cut, {100 * cut.tokens:.1f} % of the tokens lost)"
     )
 
 
@@ -130,16 +130,16 @@ def remarks(plan: LengthPlan) -> Iterator[str]:
     """What limits the step, what grouping changes, and what is assumed."""
     if plan.bound == "host":
         yield (
-            "The host is the bottleneck, also in the longest batch: padding costs little time, and better "
-            "matmul sizes would not make it faster. A larger micro-batch would."
+            "The host is the bottleneck, even for the longest batch. So padding costs little time, and "
+            "better matmul sizes would not help. A larger micro-batch would."
         )
     if plan.bound == "loading":
         yield (
-            "Loading is the bottleneck, also in the longest batch: padding costs little time, and better "
-            "matmul sizes would not make it faster. More loader workers would."
+            "Loading data is the bottleneck, even for the longest batch. So padding costs little time, and "
+            "better matmul sizes would not help. More loader workers would."
         )
     if plan.best and plan.best.order == "grouped":
-        yield ("Grouping by length shuffles less: the same samples, in an order that is only partly random.")
+        yield ("Grouping by length shuffles less: the order of the samples is only partly random.")
     if plan.is_assumed:
         yield "Rounding lengths up gains only what unaligned rows are assumed to cost."
     if plan.is_assumed or any(size.assumed for size in plan.sizes):
@@ -151,7 +151,7 @@ def how_known(plan: LengthPlan) -> str:
     """Where the figures come from."""
     off = f" (error at most {100 * plan.off:.2g} %)" if plan.off else ""
     return (
-        f"{plan.rehearsed} lengths were simulated, and the others interpolated{off}. All figures are "
+        f"{plan.rehearsed} lengths were simulated, the others are interpolated{off}. All figures are "
         "predictions."
     )
 
@@ -172,7 +172,7 @@ def sizes(costly: Sequence[Size]) -> Grid:
     )
     return Grid(
         title="Inefficient sizes in the longest batch",
-        heads=("Size", "is>", "better>", "gain>", "memory>", "ms a step>", "what it means"),
+        heads=("Size", "is>", "better>", "gain>", "memory>", "ms a step>", "what to do"),
         rows=rows,
         note="* only by the assumed cost of unaligned rows" if any(size.assumed for size in costly) else "",
     )
@@ -186,19 +186,21 @@ def _means(size: Size) -> str:
     """What changing it does, and how."""
     if size.what == "vocabulary":
         multiple = 64 if (size.instead or 0) % 64 == 0 else 8
-        return f"rows that no token uses: resize_token_embeddings, to a multiple of {multiple}"
+        return f"add unused rows with resize_token_embeddings, to a multiple of {multiple}"
     if size.what == "sequence length":
         return (
-            "another job: it cuts sequences (gain in tokens/s)"
+            "a different job: it cuts sequences (gain in tokens/s)"
             if _cuts(size)
             else "more padding, with pad_to_multiple_of"
         )
     if size.what == "batch":
         larger = (size.instead or 0) > size.given
         return (
-            "another job: more samples in the same time" if larger else "another job: fills a tile or a wave"
+            "a different job: more samples in the same time"
+            if larger
+            else "a different job: fills a tile or a wave"
         )
-    return f"the model's own, in {size.where}"
+    return f"fixed by the model, in {size.where}"
 
 
 def _memory(size: Size) -> str:

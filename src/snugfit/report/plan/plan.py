@@ -57,7 +57,7 @@ def headroom(plan: Plan) -> Iterator[str]:
         left = plan.memory_bytes - plan.best.needed_bytes
         asked = f"{show_bytes(plan.headroom_bytes)} should stay free (--headroom)"
         if plan.tight:
-            yield f"Tight: no recipe leaves the headroom. This one leaves {show_bytes(left)}; {asked}."
+            yield (f"Tight: no recipe leaves the headroom free. This one leaves {show_bytes(left)}; {asked}.")
         else:
             yield f"It leaves {show_bytes(left)} of {show_bytes(plan.memory_bytes)}; {asked}."
 
@@ -93,12 +93,13 @@ def about_run(plan: Plan) -> Iterator[str]:
         stepping = plan.best_or_nearest.step_seconds * steps
         yield (
             f"Ranked for a run of {steps:,} steps, {steps * plan.job.batch_size:,} samples: about "
-            f"{show_seconds(once)} of start-up, as on an H200's host, and {show_seconds(stepping)} of steps."
+            f"{show_seconds(once)} of start-up(as on the host of an H200), and {show_seconds(stepping)} of "
+            "steps."
         )
     elif once:
         yield (
-            f"Start-up takes about {show_seconds(once)} more, which is not counted here; for a short run add "
-            "--steps N or --samples N."
+            f"Start-up takes about {show_seconds(once)} more, which is not counted here. For a short run "
+            "add --steps N or --samples N."
         )
 
 
@@ -106,8 +107,8 @@ def about_cost(plan: Plan) -> Iterator[str]:
     """What the cheapest is, where that was asked for."""
     if plan.objective == "cost":
         yield (
-            "An hour of a GPU costs the same whatever runs on it, so the cheapest run on it is the fastest. "
-            "Which GPU is the cheapest: snugfit gpus --for MODEL --price NAME=USD."
+            "On one GPU the fastest recipe is also the cheapest, because an hour costs the same. To find "
+            "the cheapest GPU: snugfit gpus --for MODEL --price NAME=USD."
         )
 
 
@@ -123,14 +124,14 @@ def changes(plan: Plan) -> list[Grid]:
     ]
     shown = plan.best_or_nearest
     rows += [("all of them", *_figures(shown.needed_bytes, shown.step_seconds), "", shown.recipe)]
-    what = "What it changes in your recipe, each change alone" if start.changes else "Yours is the best"
-    note = f"Yours cannot run: {start.why_not} " if start.why_not else ""
+    what = "Changes to your recipe, each change alone" if start.changes else "Your recipe is the best"
+    note = f"Your recipe cannot run: {start.why_not} " if start.why_not else ""
     return [
         Grid(
             title=what,
             heads=("Slot", "GiB on the GPU>", "ms a step>", "Yours<", "The plan's<"),
             rows=tuple(rows if start.changes else rows[:1]),
-            note=f"{note}Figures are the plain loop's.",
+            note=f"{note}Figures are for the plain loop.",
         )
     ]
 
@@ -172,7 +173,7 @@ def front(plan: Plan, *, everything: bool = False) -> Grid:
     )
     left_out = len({*plan.front} - {*shown})
     noun = "row is" if left_out == 1 else "rows are"
-    hidden = f"{left_out} more {noun} near these, or much slower: --all." if left_out else ""
+    hidden = f"{left_out} more {noun} similar or much slower (--all shows them)." if left_out else ""
     return Grid(
         title="The Pareto front: memory against speed",
         heads=heads,
@@ -198,14 +199,14 @@ def looked_at(plan: Plan) -> str:
         f"distinct footprints; {counts.passes:,} kinds of passes simulated, {counts.replayed:,} recipes "
         "composed from them."
     )
-    return text + (" Simulated in full, the answer takes the same bytes." if plan.verified else "")
+    return text + (" The answer was simulated in full and takes the same bytes." if plan.verified else "")
 
 
 def _doubts(plan: Plan) -> Iterator[str]:
     if plan.verified is False:
         yield (
-            "simulated in full, the answer takes other bytes than composed from its parts. That is a bug in "
-            "snugfit: please report it, and ask snugfit predict about this recipe."
+            "a full simulation of the answer gave other bytes than the search. This is a bug in snugfit: "
+            "please report it, and check this recipe with snugfit predict."
         )
     yield from plan.doubts
 

@@ -53,8 +53,8 @@ def learned_line(learned: LearnedFactors) -> str:
     before, after = (100 * fmean(map(abs, errors)) for errors in (learned.before, learned.after))
     return (
         f"Learned from {len(learned.before)} runs: the host takes {learned.host:.2f} times and the device "
-        f"{learned.device:.2f} times as long as the rates said. Mean error of the seconds: {before:.1f} % "
-        f"before, {after:.1f} % after. From now on predictions for this GPU use it ({learned.file})."
+        f"{learned.device:.2f} times as long as the rates say. Mean error of the seconds: {before:.1f} % "
+        f"before, {after:.1f} % after. Predictions for this GPU now use this ({learned.file})."
     )
 
 

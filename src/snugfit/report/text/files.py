@@ -26,7 +26,7 @@ def write_new(files: Mapping[Path, str], *, force: bool) -> None:
     existing = [str(path) for path in files if path.exists()]
     if existing and not force:
         raise UsageError(
-            f"{', '.join(existing)}: exists already. Overwrite it with --force, or name another."
+            f"{', '.join(existing)}: already exists. Overwrite it with --force, or choose another name."
         )
     for folder in {path.parent for path in files}:
         _make(folder)

@@ -49,5 +49,5 @@ def _difference(recipe: str, best: str) -> str:
 
 def beside_note(shown: Sequence[str]) -> str:
     """What to say under a table with recipes of `recipes_beside`; nothing where none is `with X`."""
-    note = "with X: the recipe that is written in full, with X in place of its own."
+    note = '"with X" is the recipe that is written in full, with X instead of its own technique.'
     return note if any(text.startswith("with ") for text in shown) else ""

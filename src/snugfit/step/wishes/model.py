@@ -35,7 +35,7 @@ class AttentionHandler(Handler):
         """A model of the user's own may have no switch for it."""
         if not live.is_plain(self.slot) and not hasattr(live.model, "set_attn_implementation"):
             name = type(live.model).__name__
-            yield f"{live.technique(self.slot)}: {name} has an attention that cannot be chosen."
+            yield f"{live.technique(self.slot)}: {name} does not allow choosing its attention."
 
     def change(self, value: str, live: LiveTraining) -> Iterator[str]:
         """By the model's own switch. One that has no attention of torch's keeps what it has, as when it is
@@ -78,7 +78,7 @@ class WeightsDtypeHandler(Handler):
     def objections(self, value: str | None, live: LiveTraining) -> Iterator[str]:
         """Quantized weights have no such dtype."""
         if value and getattr(live.model, "is_quantized", False):
-            yield f"{live.technique(self.slot)}: the model's weights are quantized and stay what they are."
+            yield f"{live.technique(self.slot)}: the model's weights are quantized and cannot be changed."
 
     def change(self, value: str | None, live: LiveTraining) -> Iterator[str]:
         """All weights of the live model are cast, where a dtype is asked for."""
@@ -111,8 +111,9 @@ class AdaptHandler(Handler):
 
     wish, slot = "adapt", Slot.ADAPTERS
     refused: ClassVar[Mapping[str, str]] = {
-        "custom_loop": "the optimizer was made for all parameters. Adapt the model first"
-        " (peft.get_peft_model), make the optimizer from what trains then, and leave this out."
+        "custom_loop": "the optimizer was created for all parameters. Add the adapters first "
+        "(peft.get_peft_model), create the optimizer from the trainable parameters, and leave "
+        "adapters out of the recipe."
     }
 
     def import_code(self, value: Call | None) -> None:
@@ -137,7 +138,7 @@ class AdaptHandler(Handler):
             return {"adapting": (text.imported, "", f"model = {text.called} or model")}
         lines = context.recipe[self.slot].code(context.job)
         if not lines:
-            why = "it is done by snugfit's own code, which a script without snugfit has not"
+            why = "snugfit does it with its own code, which a script without snugfit does not have"
             raise context.refusal(self.slot, why)
         return {"adapting": lines}
 
@@ -170,10 +171,10 @@ class CheckpointHandler(Handler):
         if value is None or context.trainer:
             return {}
         if value.layers_per_span != 1:
-            raise context.refusal(self.slot, "no library computes several layers again as one")
+            raise context.refusal(self.slot, "no library recomputes several layers as one")
         options = {"every_n_layers": value.every} if value.every != 1 else {}
         if not options.keys() <= context.checkpointing_options:
-            raise context.refusal(self.slot, f"{context.library} knows every layer or none")
+            raise context.refusal(self.slot, f"{context.library} can recompute every layer or none")
         more = "".join(f", {name}={number}" for name, number in options.items())
         call = f'{context.checkpointing_name}_enable({{"use_reentrant": False}}{more})'
         return {"checkpointing": call}

@@ -28,7 +28,10 @@ class AutocastHandler(Handler):
     def objections(self, value: str | None, live: LiveTraining) -> Iterator[str]:
         """accelerate's scaler needs a GPU."""
         if value == "float16" and live.device.type == "cpu" and live.front_end == "fit":
-            yield f"{live.technique(self.slot)}: accelerate has no fp16 on the CPU. Try 'bf16'."
+            yield (
+                f"{live.technique(self.slot)}: accelerate cannot scale float16 gradients on the CPU. "
+                "Choose a precision of bfloat16 or float32."
+            )
 
     def around_forward(self, value: str | None, device: torch.device) -> Context | None:
         """torch's own autocast region, on this device."""

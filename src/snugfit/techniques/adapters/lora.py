@@ -104,8 +104,8 @@ class Lora(Technique):
         if not self.targets and not has_default_targets(job.model):
             what = "a module of your own" if job.model.module is not None else job.model.architecture
             yield (
-                f"peft has no default targets for {what}, so all linear layers are adapted, as by "
-                f"{self.name}(targets={ALL_LINEAR}). Fewer are named by the ends of their names, "
+                f"peft has no default targets for {what}, so all linear layers are adapted, as with "
+                f"{self.name}(targets={ALL_LINEAR}). To adapt fewer, give the ends of their names: "
                 f"{self.name}(targets=q_proj|v_proj)."
             )
 
@@ -136,7 +136,7 @@ def adapt(model: torch.nn.Module, *, r: int, targets: Sequence[str], dropout: fl
     except ValueError as error:
         raise RecipeError(
             f"lora: peft finds nothing to adapt in {name} ({str(error).partition('. ')[0].rstrip('.')}). "
-            "Name the modules, lora(targets=q_proj|v_proj), or take lora(targets=all-linear)."
+            "Name the modules, lora(targets=q_proj|v_proj), or use lora(targets=all-linear)."
         ) from error
 
 

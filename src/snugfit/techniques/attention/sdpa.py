@@ -22,8 +22,8 @@ class Sdpa(Technique):
         Counterpart(arguments={"model.attn_implementation": "sdpa"}),
         Counterpart(
             arguments={"model.attn_implementation": "flash_attention_2"},
-            note="torch picks the same flash kernel for 16-bit inputs without padding; with padding, "
-            "flash_attention_2 leaves the padding out and torch does not",
+            note="torch chooses the same flash kernel for 16-bit inputs without padding. With padding, "
+            "flash_attention_2 skips it and torch does not",
         ),
     )
 

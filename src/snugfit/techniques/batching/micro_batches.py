@@ -49,13 +49,15 @@ class MicroBatches(Technique):
         if job.batch_size % self.n:
             near = nearest_divisors(job.batch_size, self.n)
             tries = " or ".join(f"{self.name}({divisor})" for divisor in near)
-            yield f"a batch of {job.batch_size} has no {self.n} equal pieces. Try {tries}."
+            yield f"a batch of {job.batch_size} cannot be cut into {self.n} equal pieces. Try {tries}."
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
         """Samples that look at each other: a batch in pieces is then another training."""
         reason = mixing_of(job).reason
-        return reason and f"its loss is no mean over samples, so a batch in pieces trains otherwise: {reason}"
+        return reason and (
+            f"its loss is not a mean over samples, so a batch in pieces would train differently: {reason}"
+        )
 
     @classmethod
     def uncertain(cls, job: Job) -> str:

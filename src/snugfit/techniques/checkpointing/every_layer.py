@@ -49,8 +49,8 @@ class EveryLayer(Technique):
                 "activation_checkpointing_kwargs.every_n_layers": 1,
                 "activation_checkpointing_kwargs.offload": False,
             },
-            note="checkpoints here are not reentrant, which keeps the same inputs; torch advises against "
-            "reentrant ones",
+            note="snugfit uses non-reentrant checkpoints, which keep the same inputs. torch advises "
+            "against reentrant ones",
         ),
     )
 

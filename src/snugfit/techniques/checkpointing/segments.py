@@ -46,6 +46,6 @@ class Segments(Technique):
         yield from dropped_prefix(job)
         if job.trains and job.model.architecture in HANDING_ON:
             yield (
-                f"the layers of {job.model.architecture} hand a position bias on from one to the next, and "
-                "cannot be computed again together. Try 'every_layer' or 'every_nth_layer(2)'."
+                f"the layers of {job.model.architecture} pass a position bias from one to the next, so "
+                "they cannot be recomputed together. Try 'every_layer' or 'every_nth_layer(2)'."
             )

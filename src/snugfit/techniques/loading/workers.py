@@ -22,7 +22,7 @@ class Workers(Technique):
         Counterpart(arguments={"dataloader_num_workers": Setting("n"), "dataloader_pin_memory": True}),
         Counterpart(
             arguments={"dataloader_num_workers": Setting("n"), "dataloader_pin_memory": False},
-            note="workers here pin their batches, on which no byte of the GPU depends",
+            note="workers always pin their batches, which changes no byte on the GPU",
         ),
     )
 

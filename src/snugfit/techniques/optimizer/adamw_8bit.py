@@ -119,5 +119,7 @@ def _managers() -> Any:
     with no_hub_kernels():
         from bitsandbytes.optim import GlobalOptimManager
 
-    assert hasattr(GlobalOptimManager, "_instance"), "bitsandbytes keeps its manager elsewhere now"
+    assert hasattr(GlobalOptimManager, "_instance"), (
+        "this version of bitsandbytes keeps its manager elsewhere"
+    )
     return GlobalOptimManager

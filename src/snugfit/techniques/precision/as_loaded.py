@@ -36,6 +36,6 @@ class AsLoaded(Technique):
         """Before Ampere bfloat16 is emulated."""
         if job.dtype == "bfloat16" and compute_capability and compute_capability < (8, 0):
             yield (
-                "the weights are loaded in bfloat16, which this GPU emulates slowly; float16 is native there"
-                " (--dtype float16)."
+                "the weights are loaded in bfloat16, which this GPU emulates slowly. It supports float16 "
+                "(--dtype float16)."
             )

@@ -36,4 +36,4 @@ class Bf16(Technique):
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
         """Before Ampere bfloat16 is emulated."""
         if compute_capability and compute_capability < (8, 0):
-            yield "this GPU has no bfloat16 of its own and emulates it slowly; 'fp16' is native there."
+            yield "this GPU does not support bfloat16 and emulates it slowly. It supports 'fp16'."

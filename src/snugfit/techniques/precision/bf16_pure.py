@@ -35,10 +35,10 @@ class Bf16Pure(Technique):
     def planning_objection(cls, job: Job) -> str:
         """It changes nothing where the weights are bfloat16."""
         if job.dtype == "bfloat16":
-            return "the weights are loaded in bfloat16 already, so it changes nothing"
+            return "the weights are already loaded in bfloat16, so it changes nothing"
         return ""
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
         """Before Ampere bfloat16 is emulated."""
         if compute_capability and compute_capability < (8, 0):
-            yield "this GPU has no bfloat16 of its own and emulates it slowly."
+            yield "this GPU does not support bfloat16 and emulates it slowly."

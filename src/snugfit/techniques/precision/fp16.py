@@ -39,7 +39,7 @@ class Fp16(Technique):
         adapted = recipe[Slot.ADAPTERS].install(self.install(Setup()))
         if job.trains and (dtype := adapted.trained_dtype(job)) in LOST_BELOW:
             yield (
-                f"the weights are loaded in {dtype}, and its gradient scaler takes fp32 gradients alone"
-                ' (torch: "Attempting to unscale FP16 gradients"). Load them in float32 (dtype: float32,'
-                " --dtype float32), train adapters, which are fp32, or try 'bf16'."
+                f"the weights are loaded in {dtype}, but its gradient scaler takes only fp32 gradients "
+                '(torch: "Attempting to unscale FP16 gradients"). Load them in float32 (dtype: float32, '
+                "--dtype float32), train adapters (which are fp32), or try 'bf16'."
             )

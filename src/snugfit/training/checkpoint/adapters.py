@@ -61,8 +61,8 @@ def refuse_what_cannot_be_kept(model: Any) -> None:
     kinds = [config.peft_type for config in model.peft_config.values()]
     if len(kinds) > 1 and "ADAPTION_PROMPT" in kinds:
         raise SnugfitError(
-            "The model has several adapters, one of them an adaption prompt. peft takes those that are not"
-            " active out of the model, where no checkpoint finds them. Train one adapter at a time."
+            "The model has several adapters, one of them an adaption prompt. peft removes those that are "
+            "not active from the model, so no checkpoint could contain them. Train one adapter at a time."
         )
 
 
@@ -128,8 +128,8 @@ def load_old(model: Any, folder: Path) -> None:
     if lost or left.unexpected_keys:
         names = ", ".join([*lost, *left.unexpected_keys][:3])
         raise SnugfitError(
-            f"{folder} was written by an older snugfit, which kept one adapter and nothing else that trains:"
-            f" {names} would begin anew. Train with the snugfit that it is of, or begin anew."
+            f"{folder} was written by an older snugfit, which saved one adapter and nothing else that "
+            f"trains: {names} would start again. Train with that version of snugfit, or start a new run."
         )
 
 

@@ -25,7 +25,7 @@ from typing import Any
 CODE = "code of "
 """How the names of these facts begin."""
 
-TO_GO_ON = " (compare_code=False goes on with it)"
+TO_GO_ON = " (compare_code=False continues anyway)"
 """What follows such a fact in an error."""
 
 _DIGITS = 12

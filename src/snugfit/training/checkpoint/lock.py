@@ -176,12 +176,12 @@ def _write(path: Path, holder: Holder | None) -> None:
 
 
 def _held_by(path: Path, holder: Holder | None) -> UsageError:
-    cure = "End it, or name another folder."
+    cure = "Stop it, or name another folder."
     if holder is not None and holder.alive is None:
-        cure += f" If it runs there no more, delete {path}."
+        cure += f" If it is no longer running there, delete {path}."
     if holder is not None and holder.alive is not False:
-        return UsageError(f"{path.parent}: another trainer writes there, {holder}. {cure}")
-    who = f"{holder} is dead, but a process that it left behind" if holder else "a process without a name"
+        return UsageError(f"{path.parent}: another training run writes there, {holder}. {cure}")
+    who = f"{holder} has ended, but a process that it started" if holder else "a process without a name"
     return UsageError(
-        f"{path.parent}: {who} still holds {path}. End it (`fuser {path}` shows it), or name another folder."
+        f"{path.parent}: {who} still uses {path}. Stop it (`fuser {path}` shows it), or name another folder."
     )

@@ -124,15 +124,15 @@ class CheckpointManager:
             self.store.retain(self._limit, keep)
         except SaveStopped as stopped:
             self._failure = stopped
-            text = f"{stopped} The time to stop is over; what was kept before stands."
+            text = f"{stopped} The time allowed for stopping is over. Earlier checkpoints are unchanged."
             self._journal.tell("warning", text=text)
         except SaveFailed as failed:
             self._failure = failed
-            self._journal.tell("warning", text=f"{failed} The run goes on.")
+            self._journal.tell("warning", text=f"{failed} The run continues.")
         except Exception as fault:  # in a thread nobody else would hear of it
             self._failure = fault
             reason = str(fault) or type(fault).__name__
-            self._journal.tell("warning", text=f"A checkpoint was not kept: {reason}. The run goes on.")
+            self._journal.tell("warning", text=f"A checkpoint was not saved: {reason}. The run continues.")
         else:
             self._journal.tell(
                 "saved",
@@ -157,7 +157,7 @@ class CheckpointManager:
     @property
     def failure(self) -> str | None:
         """Why the checkpoint that was saved last could not be kept; None where it was."""
-        return None if self._failure is None else f"The last checkpoint is not kept: {self._failure}"
+        return None if self._failure is None else f"The last checkpoint was not saved: {self._failure}"
 
     def raise_if_last_failed(self) -> None:
         """Raises `SnugfitError` when the checkpoint that was saved last could not be kept."""
@@ -182,8 +182,8 @@ class CheckpointManager:
         if mark is None or not folder.is_dir():
             names = ", ".join(sorted(path.name for path in self.store.root.glob("checkpoint-*")))
             raise UsageError(
-                f"resume_from_checkpoint is {str(folder)!r}; it is a folder checkpoint-N. {self.store.root}"
-                f" holds {names or 'none'}."
+                f"resume_from_checkpoint is {str(folder)!r}; it must be a folder checkpoint-N. "
+                f"{self.store.root} has {names or 'none'}."
             )
         try:
             return verify(folder, int(mark[1]))
@@ -195,8 +195,8 @@ class CheckpointManager:
         checkpoint = self.checkpoint_at(folder)
         if not self._is_in_store(checkpoint):
             raise UsageError(
-                f"resume_from_checkpoint is {str(folder)!r}, and the run's folder is {self.store.root}: name"
-                " one of its checkpoints, or that folder as the run's."
+                f"resume_from_checkpoint is {str(folder)!r}, and the run's folder is {self.store.root}. "
+                "Name one of the checkpoints in it, or use that folder as the output folder."
             )
         return checkpoint
 
@@ -210,13 +210,13 @@ class CheckpointManager:
             self.set_aside_earlier()
             return
         for moved in self.store.set_aside_newer(checkpoint.step):
-            text = f"The run goes back to {checkpoint.folder.name}; {moved.stem} is kept as {moved.name}."
+            text = f"The run resumes from {checkpoint.folder.name}; {moved.stem} was renamed to {moved.name}."
             self._journal.tell("warning", text=text)
 
     def set_aside_earlier(self) -> None:
         """For a run that begins anew: what stands in its folder gets other names."""
         for moved in self.store.restart():
-            self._journal.tell("warning", text=f"An earlier run's checkpoint is kept as {moved.name}.")
+            self._journal.tell("warning", text=f"An earlier run's checkpoint was renamed to {moved.name}.")
 
     def refuse_another_run(
         self,
@@ -231,11 +231,9 @@ class CheckpointManager:
         `changed` and only keeps the numbers from being the same bit for bit, and passes on what is to be
         noted."""
         if wrong:
-            raise UsageError(
-                f"{checkpoint.folder} holds a checkpoint of another run: {'; '.join(wrong)}.{cure}"
-            )
+            raise UsageError(f"{checkpoint.folder} is a checkpoint of another run: {'; '.join(wrong)}.{cure}")
         for change in changed:
-            text = f"{change}: the run goes on correctly, and no longer bit for bit"
+            text = f"{change}: the run continues correctly, but no longer bit for bit"
             self._journal.tell("warning", text=text)
         if note:
             self._journal.tell("note", text=note)

@@ -94,7 +94,7 @@ def seal(folder: Path, step: int, about: Mapping[str, Any], stop: Callable[[], b
         else:
             names.append(os.path.relpath(entry.path, folder))
     if MANIFEST in names:
-        raise SnugfitError(f"{MANIFEST} is the name of a checkpoint's manifest: nothing else may be kept so.")
+        raise SnugfitError(f"{MANIFEST} is the name of a checkpoint's manifest. No other file may have it.")
     files = {name: _contents(folder, name, stop=stop, sync=True) for name in sorted(names)}
     _write_manifest(folder / MANIFEST, step, files, about)
     for inner in reversed(folders):
@@ -183,7 +183,9 @@ def _plain(folder: Path, name: str) -> os.stat_result:
     for part in name.split("/")[:-1]:
         parent /= part
         if not stat.S_ISDIR(os.lstat(parent).st_mode):
-            raise BrokenCheckpoint(f"{name} lies behind {part}, which is {_kind(os.lstat(parent).st_mode)}")
+            raise BrokenCheckpoint(
+                f"{name} is reached through {part}, which is {_kind(os.lstat(parent).st_mode)}"
+            )
     state = os.lstat(folder / name)
     if not stat.S_ISREG(state.st_mode):
         raise BrokenCheckpoint(f"{name} is {_kind(state.st_mode)}, not a plain file")
@@ -211,7 +213,7 @@ def check_sizes(folder: Path, step: int) -> Checkpoint:
         for name, due in checkpoint.files.items():
             size = _plain(folder, name).st_size
             if size != due.bytes:
-                raise BrokenCheckpoint(f"{name} has {size} bytes, {due.bytes} are due")
+                raise BrokenCheckpoint(f"{name} has {size} bytes, but {due.bytes} are expected")
     except OSError as refusal:
         raise _error_of(refusal, folder) from None
     return checkpoint
@@ -229,20 +231,20 @@ def verify(folder: Path, step: int) -> Checkpoint:
         except OSError as refusal:
             raise _error_of(refusal, folder) from None
         if contents != due:
-            raise BrokenCheckpoint(f"{name} does not have the checksum that its manifest names")
+            raise BrokenCheckpoint(f"{name} does not have the checksum of its manifest")
     return checkpoint
 
 
 def _error_of(refusal: OSError, folder: Path) -> SnugfitError:
     name = os.path.relpath(refusal.filename, folder) if refusal.filename else "a file"
     if refusal.errno == errno.ENOENT:
-        another = " (a checkpoint that was not written by snugfit has none)" if name == MANIFEST else ""
+        another = " (a checkpoint that snugfit did not write has none)" if name == MANIFEST else ""
         return BrokenCheckpoint(f"{name} is missing{another}")
     if refusal.errno in _DAMAGE:
         return BrokenCheckpoint(f"{name} cannot be read: {refusal.strerror}")
     return SnugfitError(
-        f"{folder / name} cannot be read: {refusal.strerror}. Whether {folder.name} is whole is not known,"
-        " and nothing was changed: mend that, or name another folder."
+        f"{folder / name} cannot be read: {refusal.strerror}. Whether {folder.name} is complete is not "
+        "known. Nothing was changed. Make it readable, or name another folder."
     )
 
 
@@ -251,7 +253,7 @@ def _read_manifest(folder: Path, step: int) -> Checkpoint:
         document = read_document(folder / MANIFEST)
         own = document.pop("sha256", None)
         if document.get("what") != "checkpoint" or own != checksum(document):
-            raise BrokenCheckpoint(f"{MANIFEST} is damaged, or not one of snugfit's")
+            raise BrokenCheckpoint(f"{MANIFEST} is damaged, or not written by snugfit")
     except BadDocument as fault:
         raise BrokenCheckpoint(str(fault)) from None
     except RecursionError:
@@ -259,12 +261,12 @@ def _read_manifest(folder: Path, step: int) -> Checkpoint:
     schema = document.get("schema")
     if isinstance(schema, int) and schema > SCHEMA:
         raise NewerCheckpoint(
-            f"{folder} was written by snugfit {document.get('snugfit')} (schema {schema}), this one reads"
-            f" schema {SCHEMA}. Upgrade: pip install -U snugfit. Or name another folder."
+            f"{folder} was written by snugfit {document.get('snugfit')} (schema {schema}), but this "
+            f"version reads schema {SCHEMA}. Upgrade (pip install -U snugfit), or name another folder."
         )
     files, about = document.get("files"), document.get("about")
     if schema != SCHEMA or not isinstance(about, dict) or not isinstance(files, dict):
-        raise BrokenCheckpoint(f"{MANIFEST} is not one of snugfit's")
+        raise BrokenCheckpoint(f"{MANIFEST} was not written by snugfit")
     if document.get("step") != step:
         raise BrokenCheckpoint(f"{MANIFEST} is of step {document.get('step')}")
     contents = {name: _contents_of(name, fields) for name, fields in files.items()}
@@ -273,11 +275,11 @@ def _read_manifest(folder: Path, step: int) -> Checkpoint:
 
 def _contents_of(name: str, fields: object) -> Contents:
     if not _is_inside(name):
-        raise BrokenCheckpoint(f"{MANIFEST} names {name!r}, which is no file inside the checkpoint")
+        raise BrokenCheckpoint(f"{MANIFEST} names {name!r}, which is not a file inside the checkpoint")
     match fields:
         case {"bytes": int(count), "sha256": str(digits)}:
             return Contents(bytes=count, sha256=digits)
-    raise BrokenCheckpoint(f"{MANIFEST} does not say what {name} holds")
+    raise BrokenCheckpoint(f"{MANIFEST} does not describe {name}")
 
 
 def _is_inside(name: str) -> bool:

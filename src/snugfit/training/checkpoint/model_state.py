@@ -238,7 +238,7 @@ def load_model_state(model: torch.nn.Module, folder: Path) -> None:
         elif name in document["transient"]:
             _make_buffer(model, name, value)
         else:
-            raise KeyError(f"{name} was kept, and this model has it not")
+            raise KeyError(f"{name} was saved, but this model does not have it")
     if document["extra"] is not None:
         beside = load_file(folder / MODEL_TENSORS)
         tensors = {name.removeprefix(_EXTRA): value for name, value in beside.items()}
@@ -259,7 +259,7 @@ def _put(model: torch.nn.Module, own: torch.Tensor, name: str, value: torch.Tens
             own.copy_(value)
         return
     if isinstance(own, torch.nn.Parameter):
-        raise ValueError(f"{name} has the shape {tuple(own.shape)}, {tuple(value.shape)} was kept")
+        raise ValueError(f"{name} has the shape {tuple(own.shape)}, {tuple(value.shape)} was saved")
     path, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(path), leaf, value.to(own.device))
 
@@ -289,13 +289,13 @@ def _refuse_another_base(
     before, active = beginning_of(model).frozen, adapters.active_adapters(model)
     changed = [name for name, bits in document["frozen"].items() if before.get(name, bits) != bits]
     faults = {
-        f"it does not hold {_first(lost)}, which train here": lost,
-        f"it holds {_first(unknown)}, which this model has not": unknown,
-        f"its run began with other frozen weights: {_first(changed)}": changed,
+        f"it does not contain {_first(lost)}, which train in this run": lost,
+        f"it contains {_first(unknown)}, which this model does not have": unknown,
+        f"its run started with other frozen weights: {_first(changed)}": changed,
         f"the active adapters were {document['active']} and are {active}": active != document["active"],
     }
     if wrong := [text for text, applies in faults.items() if applies]:
-        raise SnugfitError(f"{folder} holds the weights of another model: {'; '.join(wrong)}.")
+        raise SnugfitError(f"{folder} has the weights of another model: {'; '.join(wrong)}.")
 
 
 def _first(names: Sequence[str]) -> str:

@@ -55,8 +55,8 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]
     )
     if counts != before:
         raise SnugfitError(
-            f"The checkpoint's optimizer has groups of {before} parameters, this run's has {counts}: it was"
-            " written by another job or recipe, or groups were added to it during the run. Add them before."
+            f"The checkpoint's optimizer has groups of {before} parameters, but this run's has {counts}. "
+            "Another job or recipe wrote it, or groups were added during the run. Add them before."
         )
     optimizer.state.clear()
     for index, values in saved["states"].items():
@@ -91,20 +91,20 @@ def refuse_optimizer(optimizer: Any, *, keeps: bool) -> None:
     kind = type(optimizer).__name__
     if hasattr(optimizer, "optimizer_dict") or hasattr(optimizer, "fused_backward"):
         raise UsageError(
-            f"{kind} updates weights within the backward pass: then no step could be stopped before its"
-            " update, or be taken again. Take an optimizer that updates after it (not a layerwise one), or"
-            " train without snugfit."
+            f"{kind} updates weights during the backward pass. Then no step can be stopped before its "
+            "update, or repeated. Use an optimizer that updates after it (not a layerwise one), or train "
+            "without snugfit."
         )
     if (needed := _argument_of_step(optimizer)) is not None:
         raise UsageError(
-            f"{kind}.step() needs {needed!r}, for it computes the loss several times in a step, and a step"
-            " here computes it once. Take another optimizer, or train without snugfit."
+            f"{kind}.step() needs {needed!r}, because it computes the loss several times per step, but "
+            "snugfit computes it once. Use another optimizer, or train without snugfit."
         )
     inner = [name for name, value in vars(optimizer).items() if _holds_optimizers(value)]
     if keeps and inner:
         raise UsageError(
-            f"{kind} holds other optimizers ({', '.join(inner)}), whose states no checkpoint would hold. Give"
-            " the inner one alone, or train without snugfit."
+            f"{kind} contains other optimizers ({', '.join(inner)}), whose states no checkpoint would "
+            "contain. Give only the inner one, or train without snugfit."
         )
 
 
@@ -133,7 +133,7 @@ def refuse_schedule(scheduler: Any) -> None:
     """Raises `UsageError` for a schedule that cannot take a step by itself."""
     if (needed := _argument_of_step(scheduler)) is not None:
         raise UsageError(
-            f"{type(scheduler).__name__}.step() needs {needed!r}, and a schedule that is given here takes a"
-            " step with each of the run's, without any. Leave scheduler out and step it in your loop;"
-            " checkpoints keep the learning rate that it has set, and not its own state."
+            f"{type(scheduler).__name__}.step() needs {needed!r}, but snugfit steps a scheduler once per "
+            "step, without arguments. Leave scheduler out and step it in your loop. Checkpoints then save "
+            "the learning rate that it set, but not its own state."
         )

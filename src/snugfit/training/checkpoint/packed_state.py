@@ -81,7 +81,7 @@ class _Packer:
         import torch
 
         if isinstance(key, torch.Tensor) and id(key) not in self._parameters:
-            raise SnugfitError("A state to be kept holds a tensor as a key, which a checkpoint cannot hold.")
+            raise SnugfitError("A state has a tensor as a key, which a checkpoint cannot contain.")
         return self.tree(key)
 
     def _numpy(self, value: Any) -> Any:
@@ -111,8 +111,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else {FLOAT: repr(value)}
     raise SnugfitError(
-        f"A state to be kept holds a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint"
-        " cannot hold: tensors, numbers, text, lists and dicts are."
+        f"A state contains a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint "
+        "cannot contain. Allowed are tensors, numbers, text, lists and dicts."
     )
 
 
@@ -153,7 +153,7 @@ class _Unpacker:
 
         name = tree[TENSOR]
         if name not in self._tensors:
-            raise SnugfitError(f"A kept state names the tensor {name}, which is not there.")
+            raise SnugfitError(f"A saved state names the tensor {name}, which is missing.")
         if name not in self._placed:
             device = torch.device("cpu") if tree["on"] == "cpu" else self._device
             self._placed[name] = self._tensors[name].to(device, copy=True)
@@ -162,7 +162,7 @@ class _Unpacker:
     def _parameter(self, tree: Any) -> torch.Tensor:
         number: int = tree[PARAMETER]
         if number >= len(self._parameters):
-            raise SnugfitError(f"A kept state names parameter {number}, which the run does not have.")
+            raise SnugfitError(f"A saved state names parameter {number}, which this run does not have.")
         return self._parameters[number]
 
     def _numpy(self, tree: Any) -> Any:
@@ -185,4 +185,4 @@ class _Unpacker:
         for name, read in self._readers.items():
             if name in tree:
                 return read(tree)
-        raise SnugfitError(f"A kept state holds an object with the keys {', '.join(sorted(tree))}.")
+        raise SnugfitError(f"A saved state contains an object with the keys {', '.join(sorted(tree))}.")

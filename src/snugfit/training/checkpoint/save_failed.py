@@ -46,7 +46,7 @@ def save_failed(final: Path, fault: BaseException, reason: str, needed_bytes: in
         with suppress(OSError):
             room.append(f"{show_bytes(shutil.disk_usage(final.parent).free)} are free")
     figures = f" ({', '.join(room)})" if room else ""
-    return SaveFailed(f"{final} could not be saved: {reason}{figures}. What was saved before stands.")
+    return SaveFailed(f"{final} could not be saved: {reason}{figures}. Earlier checkpoints are unchanged.")
 
 
 def _refusal(fault: BaseException) -> OSError | None:

@@ -83,8 +83,9 @@ class RunProgress:
         self.skipped_in_a_row = 0 if updated else self.skipped_in_a_row + 1
         if self.skipped_in_a_row >= most_skipped:
             raise SnugfitError(
-                f"{self.skipped_in_a_row} steps in a row were not made, for their losses or gradients: this"
-                " run has diverged; its checkpoints are of before. Take a smaller learning rate."
+                f"{self.skipped_in_a_row} steps in a row were skipped because of their losses or "
+                "gradients: this run has diverged. Its checkpoints are from before. Use a smaller learning "
+                "rate."
             )
 
     def judge(self, value: float, *, higher_is_better: bool, threshold: float) -> bool:
@@ -204,8 +205,8 @@ def refuse_unpackable(part: str, owner: Any, value: Any, optimizer: torch.optim.
         pack(value, parameters_of(optimizer))
     except SnugfitError as fault:
         raise SnugfitError(
-            f"This run could not be kept with the {part} {type(owner).__name__}: {fault} Take another, or"
-            " train without snugfit."
+            f"No checkpoint could be saved with the {part} {type(owner).__name__}: {fault} Use another, or "
+            "train without snugfit."
         ) from None
 
 
@@ -255,8 +256,8 @@ def as_written(folder: Path) -> Iterator[None]:
         yield
     except (LookupError, TypeError, ValueError, AttributeError) as fault:
         raise SnugfitError(
-            f"{folder} has its checksums, and its files are not as snugfit writes them"
-            f" ({type(fault).__name__}: {fault}). Take an earlier checkpoint, or begin anew."
+            f"{folder} has correct checksums, but its files are not as snugfit writes them "
+            f"({type(fault).__name__}: {fault}). Use an earlier checkpoint, or start a new run."
         ) from None
 
 
@@ -274,8 +275,8 @@ def restore(state: TrainState, folder: Path) -> None:
     for before, now in zip(optimized, names):
         if before != now:
             raise SnugfitError(
-                f"{folder} holds the optimizer of other parameters, or in another order: {before} stood where"
-                f" {now} stands. Make the model, and the optimizer from it, as the run began."
+                f"{folder} has an optimizer of other parameters, or in another order: {before} was in the "
+                f"place of {now}. Make the model, and then the optimizer, as at the start of that run."
             )
     restore_optimizer(state.optimizer, saved["optimizer"])
     set_frozen(state.model, saved.get("frozen"))
@@ -283,8 +284,8 @@ def restore(state: TrainState, folder: Path) -> None:
         state.scheduler.load_state_dict(saved["scheduler"])
     except (KeyError, TypeError, IndexError, AttributeError) as fault:
         raise SnugfitError(
-            f"{folder} holds another schedule than this run's {type(state.scheduler).__name__}"
-            f" ({type(fault).__name__}: {fault}). Take the one that it was written with."
+            f"{folder} has another schedule than this run's {type(state.scheduler).__name__} "
+            f"({type(fault).__name__}: {fault}). Use the schedule that it was written with."
         ) from None
     if state.scaler is not None and saved["scaler"] is not None:
         state.scaler.load_state_dict(saved["scaler"])

@@ -68,7 +68,7 @@ class Broken:
     """Where it stands now: under another name, unless the folder can only be read."""
 
     def __str__(self) -> str:
-        beside = f" (kept as {self.moved_to.name})" if self.moved_to != self.folder else ""
+        beside = f" (renamed to {self.moved_to.name})" if self.moved_to != self.folder else ""
         return f"{self.folder.name}: {self.fault}{beside}"
 
 
@@ -94,9 +94,9 @@ class Store:
             sync(self.root)
         except OSError as refusal:
             no_folder = isinstance(refusal, FileExistsError | NotADirectoryError)
-            reason = "it is no folder" if no_folder else refusal.strerror
+            reason = "it is not a folder" if no_folder else refusal.strerror
             raise UsageError(
-                f"{self.root}: checkpoints cannot be kept there ({reason}). Name another folder."
+                f"{self.root}: checkpoints cannot be saved there ({reason}). Name another folder."
             ) from None
         finally:
             _remove(draft)
@@ -191,8 +191,8 @@ class Store:
             return None
         self.broken += ignored
         raise AllBroken(
-            f"{self.root} holds checkpoints, and none of them is whole. {'; '.join(map(str, ignored))}. Put a"
-            f" whole one there, or begin anew {self._begin_anew}, which keeps these under other names."
+            f"{self.root} has checkpoints, but none of them is complete. {'; '.join(map(str, ignored))}. "
+            f"Put a complete one there, or start again {self._begin_anew}, which renames these."
         )
 
     def _set_aside(self, broken: Broken) -> Broken:
@@ -222,8 +222,8 @@ class Store:
             return [self._rename_aside(step, folder, why) for step, folder in checkpoints]
         except OSError as refusal:
             raise SnugfitError(
-                f"{self.root}: the checkpoints there cannot be renamed ({refusal.strerror}), and a run that"
-                " begins anew or goes back must not meet them. Name another folder."
+                f"{self.root}: the checkpoints there cannot be renamed ({refusal.strerror}), but a run "
+                "that starts again or resumes from an earlier one must not find them. Name another folder."
             ) from None
 
     def retain(self, limit: int | None, keep: Set[int] = frozenset(), *, newest: bool = True) -> list[int]:
@@ -249,7 +249,8 @@ class Store:
                 sync(self.root)
         except OSError as refusal:
             raise SnugfitError(
-                f"{self.root}: old checkpoints could not be removed ({refusal.strerror}); newer ones stand."
+                f"{self.root}: old checkpoints could not be removed ({refusal.strerror}). The newer ones "
+                "are complete."
             ) from None
         for hidden in gone:
             _remove(hidden)

@@ -173,7 +173,7 @@ def load_weights(model: torch.nn.Module, folder: Path) -> None:
             _load_module(model, folder)
         load_model_state(model, folder)
     except (RuntimeError, LookupError, ValueError, TypeError, AttributeError, OSError) as fault:
-        raise SnugfitError(f"{folder} holds no weights of this model: {fault}") from None
+        raise SnugfitError(f"{folder} has no weights of this model: {fault}") from None
 
 
 def _load_module(model: torch.nn.Module, folder: Path) -> None:

@@ -129,8 +129,8 @@ class ActiveRun:
         self.save()
         self._checkpoints.wait()
         raise SnugfitError(
-            f"Step {step + 1}: {fault} The samples of its batch stand in {file}. Look at them, take a smaller"
-            f" learning rate or another precision, or go on without such steps: {fault.option}='skip'."
+            f"Step {step + 1}: {fault} The samples of its batch are in {file}. Look at them, use a smaller "
+            f"learning rate or another precision, or skip such steps: {fault.option}='skip'."
         )
 
     def rewind_rng(self) -> None:

@@ -64,7 +64,8 @@ def data_of(
         return _with_collate(samples, job, tokenizer, options)
     if options.train_sampling_strategy == "group_by_length":
         raise UsageError(
-            "group_by_length needs the lengths of samples; with a collate of one's own there are none."
+            "group_by_length needs the lengths of samples, which are not known with your own collate "
+            "function."
         )
     return Data(samples=_map_style(source), collate=collate)
 
@@ -78,7 +79,7 @@ def _with_collate(
         tokens = Collate(job, padding_token(job, _tokenizer(tokenizer)), pad_to_multiple_of=multiple)
         return Data(samples=samples, collate=tokens, lengths=samples.lengths.tolist(), notes=notes)
     if options.train_sampling_strategy == "group_by_length":
-        raise UsageError("group_by_length is for samples of tokens; pictures and sound have no lengths here.")
+        raise UsageError("group_by_length is for samples of tokens. Images and audio have no lengths here.")
     collate = MediaCollate(
         preprocessor=samples.preprocessor, targets=Collate(job, 0, pad_to_multiple_of=multiple)
     )
@@ -90,7 +91,7 @@ def _media(
 ) -> MediaSamples:
     """Through the processor that was given; else that of the tokenizer's folder, or of the model's own."""
     if pack:
-        raise UsageError(f"Packing joins texts, and the task {job.task} has none. Leave it out.")
+        raise UsageError(f"Packing joins texts, but the task {job.task} has none. Leave packing out.")
     sources = (processor, tokenizer if has_processor(tokenizer, job) else None, own_folder(job))
     chosen = next((source for source in sources if source is not None), None)
     if chosen is None:
@@ -100,8 +101,8 @@ def _media(
         )
     if hears_in_place_of_tokens(job.model.architecture):
         raise UsageError(
-            f"{job.model.name} ({job.model.architecture}) takes sound among its tokens, and snugfit makes"
-            " such batches from no dataset. Give samples that its processor has made, or use snugfit.fit."
+            f"{job.model.name} ({job.model.architecture}) takes audio among its tokens, and snugfit cannot "
+            "make such batches from a dataset. Give samples that its processor made, or use snugfit.fit."
         )
     loaded = load_processor(chosen, job)
     if job.task is not Task.SPEECH_TO_TEXT:
@@ -124,9 +125,9 @@ def _tokenizer(given: Any | None) -> Any | None:
 def _notes_on_cuts(samples: Samples | MediaSamples) -> Iterator[str]:
     """What the samples have lost of their rows, for who trains on them."""
     if samples.cut:
-        yield f"{samples.cut:,} samples were too long: {samples.cut_tokens:,} tokens of them were cut off."
+        yield (f"{samples.cut:,} samples were too long: {samples.cut_tokens:,} of their tokens were cut off.")
     if samples.left_out:
-        yield f"{samples.left_out:,} rows were left out: there is nothing in them that a loss could look at."
+        yield f"{samples.left_out:,} rows were left out, because there is nothing to learn in them."
 
 
 def stack(samples: list[Any]) -> dict[str, Any]:
@@ -140,12 +141,12 @@ def stack(samples: list[Any]) -> dict[str, Any]:
         batch: dict[str, Any] = stack_tensors(tensors)
         for name, value in tensors[0].items():
             if not isinstance(value, torch.Tensor) and any(other[name] != value for other in tensors):
-                raise ValueError(f"{name} is no tensor and not the same in all samples")
+                raise ValueError(f"{name} is not a tensor, and differs between samples")
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as fault:
         raise UsageError(
-            f"Samples cannot be stacked to a batch: {one_line(fault)}. A sample is a mapping of the model's"
-            " arguments to tensors, each of one shape in all samples; collate=function makes batches of"
-            " anything else."
+            f"Samples cannot be stacked into a batch: {one_line(fault)}. A sample must map the model's "
+            "arguments to tensors, each with the same shape in all samples. For anything else give "
+            "collate=function."
         ) from None
     return batch
 
@@ -181,8 +182,8 @@ def _map_style(source: Source) -> Sequence[Mapping[str, Any]]:
         hasattr(source, n) for n in ("__len__", "__getitem__")
     ):
         raise UsageError(
-            f"The dataset is {source!r:.80}; for this task, or with a collate of one's own, it is a map-style"
-            " one: len(dataset), and dataset[index] a sample as the model takes it."
+            f"The dataset is {source!r:.80}. For this task, or with your own collate function, it must be "
+            "a map-style dataset: len(dataset), and dataset[index] is a sample with the model's arguments."
         )
     if not len(source):
         raise UsageError("The dataset is empty.")

@@ -179,11 +179,11 @@ def report_worker_death(workers: Sequence[BaseProcess] = ()) -> Iterator[None]:
             raise
     else:
         return
-    text = f"A process of the loader is gone ({cause}). Started again, the run goes on."
+    text = f"A worker process of the loader has ended ({cause}). Start the command again to resume the run."
     if "signal: Killed" not in cause:
         raise SnugfitError(text)
     raise OutOfMemory(
-        f"{text} The system kills so when the machine's memory runs out: fewer `workers` take less."
+        f"{text} The system does this when the machine's memory runs out. Fewer worker processes need less."
     )
 
 

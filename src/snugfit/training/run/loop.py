@@ -44,7 +44,7 @@ class StepRejected(SnugfitError):
     """The option of a run that says what follows."""
 
     def __init__(self, what: str, loss: float, norm: float | None) -> None:
-        super().__init__(f"{what}; no weight was changed.")
+        super().__init__(f"{what}. No weight was changed.")
         self.loss, self.norm = loss, norm
 
     def write(self, folder: Path, step: int, micro_batches: Sequence[Sequence[int]]) -> Path:
@@ -68,7 +68,7 @@ class NonFinite(StepRejected):
     name, option = "nonfinite", "on_nonfinite"
 
     def __init__(self, loss: float, norm: float | None) -> None:
-        of_norm = "A gradient is no number" if norm is None else f"The gradients' norm is {norm}"
+        of_norm = "A gradient is not a number" if norm is None else f"The gradients' norm is {norm}"
         super().__init__(of_norm if math.isfinite(loss) else f"The loss is {loss}", loss, norm)
 
 

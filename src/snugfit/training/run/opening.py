@@ -87,7 +87,7 @@ def _model(
     def on_loaded(loaded: LoadedWeights) -> None:
         assert weights is not None
         if whole and (lost := set(loaded.new) - names_kept_beside(weights)):
-            raise SnugfitError(f"{weights} holds no weights of this model: it lacks {min(lost)}.")
+            raise SnugfitError(f"{weights} has no weights of this model: {min(lost)} is missing.")
         if checkpoint is None:
             for line in loaded.lines(weights):
                 tell(line)
@@ -107,7 +107,7 @@ def schedule(run: Run, optimizer: torch.optim.Optimizer, steps: int) -> Any:
     warmup = options.warmup_steps
     warmup_steps = round(warmup * steps) if 0 < warmup < 1 else round(warmup)
     if warmup_steps > steps:
-        raise UsageError(f"warmup_steps is {warmup:g}, and the run has {steps} steps.")
+        raise UsageError(f"warmup_steps is {warmup:g}, but the run has only {steps} steps.")
     try:
         return get_scheduler(
             options.lr_scheduler_type,

@@ -70,16 +70,15 @@ class SampleOrder:
             ("samples", self.samples),
         ):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise UsageError(f"{name}: {value!r} is not allowed; it is a whole number from 1 up.")
+                raise UsageError(f"{name}: {value!r} is not allowed; it must be a whole number from 1.")
         if self.batch_size % self.micro_batches:
             raise UsageError(
-                f"A batch of {self.batch_size} cannot be cut into {self.micro_batches} micro-batches of one"
-                " size."
+                f"A batch of {self.batch_size} cannot be cut into {self.micro_batches} equal micro-batches."
             )
         if not self.steps_per_epoch:
             raise UsageError(
-                f"{self.samples} samples do not fill one batch of {self.batch_size}, and drop_last leaves out"
-                " what does not. Turn it off, or take a smaller batch."
+                f"{self.samples} samples are less than one batch of {self.batch_size}, and drop_last "
+                "leaves out incomplete batches. Turn it off, or use a smaller batch."
             )
         if self.bucket and (self.lengths is None or len(self.lengths) != self.samples):
             raise UsageError("Grouping by length needs the length of every sample.")

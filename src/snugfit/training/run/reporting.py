@@ -63,7 +63,7 @@ def _create(name: str, kind: type[Any]) -> Any:
         return kind()
     except (RuntimeError, ImportError) as missing:
         raise UsageError(
-            f"report_to is {name!r}, and its package is not installed: {missing} Or leave report_to out."
+            f"report_to is {name!r}, but its package is not installed: {missing} Or leave report_to out."
         ) from None
 
 
@@ -196,8 +196,10 @@ class Reports:
             do(callback)
         except Exception as fault:
             self._callbacks.remove(callback)
-            what = f"{type(callback).__name__} failed and is left out ({type(fault).__name__}: {fault})"
-            self._warn(f"{what}; the run goes on without it.")
+            what = (
+                f"{type(callback).__name__} failed and is no longer called ({type(fault).__name__}: {fault})"
+            )
+            self._warn(f"{what}. The run continues without it.")
 
 
 def _copy(more: dict[str, Any]) -> dict[str, Any]:

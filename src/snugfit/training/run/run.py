@@ -205,7 +205,7 @@ def compare_runs(before: Mapping[str, Any], run: Run, step: int = -1) -> tuple[l
         options, now["options"], [name for name in {**now["options"], **options} if name not in free]
     )
     if before.get("data") != now["data"] and before.get("samples") == now["samples"]:
-        wrong.append("data has the same number of samples, and other samples")
+        wrong.append("data has the same number of samples, but other samples")
     changed = differences(before.get("versions", {}), now["versions"])
     return wrong, changed + differences(before, now, ("device",))
 

@@ -38,7 +38,7 @@ from snugfit.training.run.spikes import Spikes
 from snugfit.training.run.trained import EARLY, FINISHED, STOPPED, LastNotKept, Trained
 from snugfit.training.step_logger import StepLogger
 
-TO_TRAIN_ANEW = "--restart begins anew, and keeps its checkpoints under other names."
+TO_TRAIN_ANEW = "--restart starts from the beginning and renames the old checkpoints."
 
 
 class Session:
@@ -81,7 +81,7 @@ class Session:
         if self._active.setup.micro_batches > 1:
             self._compare_cut()
         if checkpoint is not None and not self._progress.unevaluated and (outcome := self._outcome()):
-            text = f"This run is {outcome}: its result is given, and nothing is trained. {TO_TRAIN_ANEW}"
+            text = f"This run is {outcome}, so nothing is trained. Its result is returned. {TO_TRAIN_ANEW}"
             self._journal.tell("note", text=text)
         try:
             with report_worker_death():
@@ -119,7 +119,7 @@ class Session:
         step = self._progress.step
         checkpoint = self._checkpoints.newest()
         begin = checkpoint.step if checkpoint else 0
-        text = f"Step {step}: a gradient was no number. The run goes back to step {begin}."
+        text = f"Step {step}: a gradient was not a number. The run goes back to step {begin}."
         self._journal.tell("warning", text=text)
         self._sync_to = step
         self._close()
@@ -290,7 +290,7 @@ class Session:
         try:
             self._open(chosen, checkpoint)
         except (SnugfitError, RuntimeError, MemoryError) as fault:
-            text = f"Memory ran out in step {step + 1} ({exhausted.cause}). '{chosen}' could not be begun:"
+            text = f"Memory ran out in step {step + 1} ({exhausted.cause}). '{chosen}' could not be started:"
             raise OutOfMemory(f"{text} {fault} {WHAT_TO_TRY}") from fault
 
     def _checkpoint_to_go_on_from(self, phase: str) -> Checkpoint | None:

@@ -53,7 +53,7 @@ class Spikes:
             and (spike := self._spike(loss, progress))
         ):
             self._warnings += 1
-            last = " More such steps are not reported." if self._warnings == MOST_WARNINGS else ""
+            last = " Further steps like this are not reported." if self._warnings == MOST_WARNINGS else ""
             what = str(spike).partition(";")[0]
             self._journal.tell("warning", text=f"Step {progress.step}: {what}.{last}")
         progress.losses = [*progress.losses, loss][-WINDOW:]

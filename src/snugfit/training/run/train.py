@@ -38,8 +38,8 @@ from snugfit.training.run.trained import Trained
 BEGIN_ANEW = "with --restart (from Python restart=True)"
 
 CURE = (
-    f" Resume it as it was, name another folder, or begin anew there {BEGIN_ANEW}, which keeps the old"
-    " checkpoints under other names."
+    f" Resume it with the same settings, name another folder, or start again {BEGIN_ANEW}, which renames "
+    "the old checkpoints."
 )
 
 
@@ -64,7 +64,9 @@ def train(
     `SnugfitError` when a loss is no number or the last checkpoint could not be kept.
     """
     if restart and resume_from is not None:
-        raise UsageError("restart begins anew, and resume_from_checkpoint goes back: leave one of them out.")
+        raise UsageError(
+            "restart starts from the beginning, and resume_from_checkpoint resumes. Leave one of them out."
+        )
     named = None if resume_from is None else Path(resume_from)
     reports = Reports(run, restart=restart, warn=lambda text: journal.tell("warning", text=text))
     journal = Journal(run.folder.absolute(), watch, reports)
