@@ -291,7 +291,7 @@ def test_ticks_are_round_and_never_above_the_top() -> None:
 
 def test_a_page_s_and_a_plot_s_file_are_refused_before_the_work(tmp_path: Path) -> None:
     """Other endings, and folders that cannot be made; a missing folder is made when the file is written."""
-    with pytest.raises(UsageError, match=r"the name must end in \.html"):
+    with pytest.raises(UsageError, match=r"a page is a \.html file"):
         check_pictures(tmp_path / "page.pdf", None)
     with pytest.raises(UsageError, match=r"a plot is a \.png or a \.svg file"):
         check_pictures(None, tmp_path / "plot.pdf")
