@@ -18,6 +18,7 @@ from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.splice import Part, rehearse_passes, rehearse_update, splice
+from snugfit.rehearsal.trace.trace import Trace
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Slot
@@ -95,6 +96,12 @@ def test_every_technique_of_the_roster_is_spliced() -> None:
     assert spliced == {technique.name for technique in roster.techniques()}
 
 
+def spliced(passes: Part, update: Part, micro_batches: int) -> Trace | None:
+    """The trace of the step that has these parts."""
+    run = splice(passes, update, micro_batches=micro_batches)
+    return run and run.relative().trace()
+
+
 @pytest.mark.parametrize("number", range(len(RECIPES) if ALL_TRUTH else ENOUGH))
 def test_spliced_equals_whole(number: int) -> None:
     words = RECIPES[number]
@@ -104,7 +111,7 @@ def test_spliced_equals_whole(number: int) -> None:
     job, setup = job_for(number), setup_of(" + ".join(words))
     passes = rehearse_passes(job, setup, CUDA)
     update = rehearse_update(job, setup, CUDA, passes.gradients)
-    same(splice(passes, update, micro_batches=setup.micro_batches), whole(job, setup)[0])
+    same(spliced(passes, update, setup.micro_batches), whole(job, setup)[0])
 
 
 def test_one_rehearsal_of_the_passes_serves_every_optimizer_and_number_of_pieces() -> None:
@@ -117,7 +124,7 @@ def test_one_rehearsal_of_the_passes_serves_every_optimizer_and_number_of_pieces
         for pieces in (1, 2, 6):
             setup = setup_of(f"bf16 + {optimizer}" + (f" + micro_batches({pieces})" if pieces > 1 else ""))
             same(
-                splice(parts[min(pieces, 2)], update, micro_batches=pieces),
+                spliced(parts[min(pieces, 2)], update, pieces),
                 rehearse(small_job("llama", 2, batch_size=4 * pieces), setup, CUDA),
             )
 
@@ -130,7 +137,7 @@ def test_bert_large_is_spliced(recipe: str) -> None:
     job, setup = Job(model=model, task=Task.SEQUENCE_CLASSIFICATION, batch_size=4), setup_of(recipe)
     passes = rehearse_passes(job, setup, CUDA)
     update = rehearse_update(job, setup, CUDA, passes.gradients)
-    same(splice(passes, update, micro_batches=setup.micro_batches), whole(job, setup)[0])
+    same(spliced(passes, update, setup.micro_batches), whole(job, setup)[0])
 
 
 def test_parts_that_do_not_meet_are_refused() -> None:

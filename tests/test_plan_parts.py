@@ -3,7 +3,8 @@ layers and few micro-batches tell no more than the truth about many."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import random
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -15,18 +16,21 @@ from snugfit.job.gpu import find_gpu
 from snugfit.planning.cost.batch_sizes import rehearse_sizes, update_of
 from snugfit.planning.cost.parts import Parts
 from snugfit.planning.cost.parts_pool import parts_pool
-from snugfit.planning.cost.periodic import FEW, MANY, replay_periodic
+from snugfit.planning.cost.periodic import MANY, AllocatorPeaks, Requests, replay_periodic
 from snugfit.planning.cost.same_trace import trace_under
 from snugfit.planning.cost.timer import GpuTimers, seconds_of
 from snugfit.planning.search.state import TIME_BOUND_MARGIN
-from snugfit.prediction.allocator import replay
+from snugfit.prediction.allocator import Allocator, Replay, replay
 from snugfit.prediction.worker_pool import Question, WorkerPool
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.splice import rehearse_update
+from snugfit.rehearsal.trace.relative import Alloc, Free, Move
+from snugfit.rehearsal.trace.repeat import PeriodicRun, Piece
 from snugfit.rehearsal.trace.trace import Trace
 from snugfit.step import batches
 from snugfit.techniques.batching.micro_batches import MicroBatches
 from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.setup import Setup
 
 GPUS = [find_gpu(name) for name in ("h200", "v100-16gb")]
 
@@ -53,7 +57,7 @@ def test_what_was_rehearsed_for_tf32_is_not_taken_for_ieee() -> None:
         parts.judge([setup]) for parts, setup in zip(alone, setups, strict=True)
     ]
     assert together.screen(setups)[1] == alone[1].screen(setups[1:])[0]
-    dtypes = {kernel.dtype for kernel in together.trace(setups[0])[0].kernels}
+    dtypes = {kernel.dtype for kernel in whole_trace(together, setups[0]).kernels}
     assert "tf32" not in dtypes
 
 
@@ -138,31 +142,74 @@ def test_few_micro_batches_tell_what_many_take(family: str, recipe: str) -> None
         setup = Recipe.parse(f"{recipe} + micro_batches({pieces})").setup()
         parts = Parts(job, GPUS, GpuTimers(GPUS))
         found = parts.judge([setup])[0]
-        trace = parts.trace(setup)[0]
+        trace = whole_trace(parts, setup)
         after = replay(trace, expandable=setup.expandable_segments)
         assert found[0][:3] == (after.requested_peak, after.allocated_peak, after.reserved_peak)
         seconds = GpuTimers(GPUS)(trace_under(setup, trace))
         assert [each.seconds for each in found] == pytest.approx(seconds, rel=1e-12)
 
 
-def test_what_comes_round_must_come_round_as_often() -> None:
-    setup = Recipe.parse("micro_batches(16)").setup()
-    trace, _ = Parts(small_job("llama", 2, batch_size=16), GPUS, GpuTimers(GPUS)).trace(setup, most=FEW[0])
-    assert replay_periodic(trace, 16, expandable=False) is not None, "every second one begins alike"
-    assert replay_periodic(trace, 17, expandable=False) is None
+@pytest.mark.parametrize("pieces", [3, 16, 17, 23])
+def test_whole_periods_of_micro_batches_are_left_out(pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, setup = small_job("llama", 2, batch_size=pieces), Recipe.parse(f"micro_batches({pieces})").setup()
+    run = Parts(job, GPUS, GpuTimers(GPUS)).run(setup)
+    assert run is not None
+    after = replay(run.relative().trace())
+    allocations: list[int] = []
+    allocate = Allocator.allocate
+    monkeypatch.setattr(Allocator, "allocate", lambda self, n: allocations.append(n) or allocate(self, n))
+    assert replay_periodic(Requests(run), expandable=False) == peaks(after)
+    assert len(allocations) < max(0.5, 6 / pieces) * sum(event > 0 for event in run.relative().trace().events)
 
 
-def test_micro_batches_that_leave_something_behind_do_not_settle() -> None:
-    setup = Recipe.parse("micro_batches(16)").setup()
-    trace, _ = Parts(small_job("llama", 2, batch_size=16), GPUS, GpuTimers(GPUS)).trace(setup, most=FEW[0])
-    assert replay_periodic(trace, 16, expandable=False) is not None
-    backward = [mark.event for mark in trace.marks if (mark.step, mark.phase) == (1, "backward")]
-    dying = [next(n for n in range(event, 0, -1) if trace.events[n] < 0) for event in backward]
-    kept = tuple(event for n, event in enumerate(trace.events) if n not in dying)
-    marks = tuple(
-        mark._replace(event=mark.event - sum(n < mark.event for n in dying)) for mark in trace.marks
-    )
-    assert replay_periodic(replace(trace, events=kept, marks=marks), 16, expandable=False) is None
+def test_runs_by_chance_take_what_they_take_in_full() -> None:
+    """Also where micro-batches leave something behind, so that none begins as another did."""
+    rng = random.Random(0)
+    for _ in range(200):
+        run = run_by_chance(rng)
+        trace = run.relative().trace()
+        for expandable in (False, True):
+            after = replay(trace, expandable=expandable)
+            assert replay_periodic(Requests(run), expandable=expandable) == peaks(after)
+
+
+def run_by_chance(rng: random.Random) -> PeriodicRun:
+    """Each piece allocates some blocks and frees as many, of the same sizes; a micro-batch may keep one."""
+    sizes = (700, 600_000, 3 << 20, 12 << 20, 30 << 20)
+    stacks = [Alloc(size, "", "", rng.choice(("forward", "backward")), "") for size in sizes]
+    build = rng.choices(stacks, k=3)
+    live = Counter(build)
+
+    def churn() -> list[Move]:
+        allocs = rng.choices(stacks, k=rng.randrange(1, 6))
+        there = live + Counter(allocs)
+        moves: list[Move] = [*allocs]
+        for alloc in rng.sample(allocs, len(allocs)):
+            moves.append(Free(alloc, rng.randrange(there[alloc])))
+            there[alloc] -= 1
+        return moves
+
+    def step() -> list[Piece]:
+        gradient = rng.choice(stacks)
+        first = [*churn(), gradient]
+        live[gradient] += 1
+        middle = churn() + [rng.choice(stacks)] * (rng.random() < 0.2)
+        last = [*churn(), Free(gradient, 0)]
+        live[gradient] -= 1
+        return [Piece(first), Piece(middle, rng.randrange(1, 12)), Piece(last)]
+
+    return PeriodicRun(build, [step(), step()], 3, (), (), ())
+
+
+def peaks(after: Replay) -> AllocatorPeaks:
+    return AllocatorPeaks(after.requested_peak, after.allocated_peak, after.reserved_peak)
+
+
+def whole_trace(parts: Parts, setup: Setup) -> Trace:
+    """The spliced step, written out."""
+    run = parts.run(setup)
+    assert run is not None
+    return run.relative().trace()
 
 
 def test_millions_of_samples_are_not_made_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ Addresses matter only as an order; `addresses.py` says in which order the driver
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from snugfit.prediction.addresses import DeviceAddresses
@@ -179,26 +179,16 @@ class Replay:
     reserved_peak: int
     reserved: Sequence[int]
     """Reserved bytes after each event."""
-    states: Mapping[int, Hashable]
-    """For each event that was asked about, the state before it: the live blocks in the order of their
-    allocation, with their addresses, and `Allocator.state`."""
 
 
-def replay(trace: Trace, *, expandable: bool = False, states: Collection[int] = ()) -> Replay:
-    """Runs the trace's allocations and frees through the allocator.
-
-    `states` are the indices of events before which its state is noted.
-    """
+def replay(trace: Trace, *, expandable: bool = False) -> Replay:
+    """Runs the trace's allocations and frees through the allocator."""
     allocator = Allocator(expandable=expandable)
     live: dict[int, _PoolBlock] = {}
     reserved: list[int] = []
     blocks = trace.blocks
     actions = driver_actions(trace, allocator.addresses)
-    noted: dict[int, Hashable] = {}
-    for index, event in enumerate(trace.events):
-        if index in states:
-            handed_out = tuple((blocks[number - 1][:4], block.address) for number, block in live.items())
-            noted[index] = handed_out, allocator.state()
+    for event in trace.events:
         if event > 0:
             for act in actions.get(event, ()):
                 act()
@@ -206,23 +196,23 @@ def replay(trace: Trace, *, expandable: bool = False, states: Collection[int] = 
         else:
             allocator.release(live.pop(-event))
         reserved.append(allocator.reserved)
-    return Replay(
-        allocator.requested_peak,
-        allocator.allocated_peak,
-        allocator.reserved_peak,
-        reserved,
-        noted,
-    )
+    return Replay(allocator.requested_peak, allocator.allocated_peak, allocator.reserved_peak, reserved)
 
 
-def driver_actions(trace: Trace, addresses: DeviceAddresses) -> Mapping[int, Sequence[Callable[[], None]]]:
-    """What the driver does with addresses on its own, by the number of the block before which it does so."""
-    pending = {
+def actions_by_word(addresses: DeviceAddresses) -> dict[str, Callable[[], None]]:
+    """What the driver does with addresses on its own, once each: when the context is released, or when this
+    phase or operator first allocates a block."""
+    return {
         MarkKind.CONTEXT_RELEASED: addresses.release_context,
         "forward": addresses.begin_forward,
         "backward": addresses.begin_backward,
         CUBLAS_WORKSPACE: addresses.start_cublas,
     }
+
+
+def driver_actions(trace: Trace, addresses: DeviceAddresses) -> Mapping[int, Sequence[Callable[[], None]]]:
+    """The driver's actions by the number of the block before which they happen."""
+    pending = actions_by_word(addresses)
     release = next((mark for mark in trace.marks if mark.kind is MarkKind.CONTEXT_RELEASED), None)
     actions: dict[int, list[Callable[[], None]]] = {}
     for index, event in enumerate(trace.events):

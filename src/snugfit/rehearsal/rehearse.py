@@ -81,7 +81,7 @@ def rehearse(
         relative = RelativeTrace.of(trace, marks)
         whole = repeat(relative, steps=steps, micro_batches=setup.micro_batches) if not varies else None
         if whole is not None:
-            return whole.trace()
+            return whole.relative().trace()
     return record_step(open_it(job, setup), policy, steps).trace
 
 

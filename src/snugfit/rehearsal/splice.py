@@ -24,6 +24,7 @@ from snugfit.rehearsal.trace.relative import Alloc, Free, LiveSet, Move, PhaseSt
 from snugfit.rehearsal.trace.repeat import (
     RECORDED_MICRO_BATCHES,
     RECORDED_STEPS,
+    PeriodicRun,
     SplitSteps,
     repeat,
     split_steps,
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 
     from snugfit.job.job import Job
     from snugfit.rehearsal.device.policy import Policy
-    from snugfit.rehearsal.trace.trace import Trace
     from snugfit.step.step import Observer
 
 NOTHING = OptimizerWish(factory=Call(path="snugfit.rehearsal.splice:optimizer_that_does_nothing"))
@@ -82,9 +82,9 @@ def rehearse_update(job: Job, setup: Setup, policy: Policy, gradients: tuple[int
     return Part(RelativeTrace.of(recording.trace, recording.marks), gradients)
 
 
-def splice(passes: Part, update: Part, *, micro_batches: int = 1) -> Trace | None:
-    """The trace of the step that has these parts, as `rehearse` would write it; None when they do not
-    meet."""
+def splice(passes: Part, update: Part, *, micro_batches: int = 1) -> PeriodicRun | None:
+    """The step that has these parts: written out, its trace is the one that `rehearse` gives. None when they
+    do not meet."""
     if passes.gradients != update.gradients or passes.varies:
         return None
     first, second = split_steps(passes.trace.moves), split_steps(update.trace.moves)
@@ -94,8 +94,7 @@ def splice(passes: Part, update: Part, *, micro_batches: int = 1) -> Trace | Non
         moves = (*second.build, *_join(passes, update, first.steps, second), *first.rest)
         doubts = tuple(dict.fromkeys((*passes.trace.doubts, *update.trace.doubts)))
         joined = replace(passes.trace, moves=moves, doubts=doubts)
-        whole = repeat(joined, steps=STEPS, micro_batches=micro_batches)
-        return whole.trace() if whole is not None else None
+        return repeat(joined, steps=STEPS, micro_batches=micro_batches)
     except LookupError:
         return None
 

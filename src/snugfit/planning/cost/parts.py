@@ -20,14 +20,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from snugfit.planning.cost.figures import Bound, Figures
 from snugfit.planning.cost.lower_bounds import LowerBounds
-from snugfit.planning.cost.periodic import FEW, MANY, micro_batch_works, replay_periodic
+from snugfit.planning.cost.periodic import (
+    MANY,
+    AllocatorPeaks,
+    Requests,
+    micro_batch_works,
+    replay_periodic,
+)
 from snugfit.planning.cost.same_trace import trace_under
 from snugfit.planning.cost.shallow import ShallowJobs
 from snugfit.planning.cost.short_passes import MICRO_BATCHES, second_step_is_redundant, short_passes
 from snugfit.planning.cost.startup_share import ENDLESS, PlannedRun, StartupShare, StartupShares
 from snugfit.planning.cost.timer import Timer, seconds_of
 from snugfit.planning.step_key import as_rehearsed, passes_key, step_key, timing_key, update_key
-from snugfit.prediction.allocator import Replay, replay
+from snugfit.prediction.allocator import replay
 from snugfit.prediction.device import common_policy, context_of, policy_for
 from snugfit.prediction.predict import predict
 from snugfit.prediction.profile import Software
@@ -41,6 +47,7 @@ if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
     from snugfit.job.job import Job
     from snugfit.rehearsal.device.policy import CudaPolicy
+    from snugfit.rehearsal.trace.repeat import PeriodicRun
     from snugfit.results.step_seconds import StepSeconds
     from snugfit.techniques.recipe import Recipe
     from snugfit.techniques.setup import Setup
@@ -55,17 +62,10 @@ REMEMBERED_PARTS = 48
 for recipes that share them are judged far apart."""
 
 
-class StepTrace(NamedTuple):
-    """The trace of a step."""
-
-    trace: Trace
-    is_whole: bool
-    """Whether it was rehearsed in full, with all its micro-batches, because its parts cannot be spliced."""
-
-
 class _Replays(NamedTuple):
     trace: Trace
-    by_segments: dict[bool, Replay]
+    """Of the steady step, perhaps with fewer micro-batches."""
+    by_segments: dict[bool, AllocatorPeaks]
     """What the allocator shows, with expandable segments and without."""
 
 
@@ -153,18 +153,15 @@ class Parts:
         ]
 
     def _replays(self, setup: Setup, kinds: Collection[bool]) -> _Replays:
-        """The step through the allocator, by a trace of as few micro-batches as tell what it takes."""
-        count = setup.micro_batches
-        for few in FEW if count >= MANY and self.job.trains else ():
-            trace, is_whole = self.trace(setup, most=few)
-            if is_whole:
-                break
-            replays = {kind: replay_periodic(trace, count, expandable=kind) for kind in kinds}
-            known = {kind: after for kind, after in replays.items() if after}
-            if len(known) == len(kinds):
-                return _Replays(trace, known)
-        trace = self.trace(setup).trace
-        return _Replays(trace, {kind: replay(trace, expandable=kind) for kind in kinds})
+        """The step through the allocator."""
+        run = self.run(setup) if self.job.trains else None
+        if run is not None:
+            requests = Requests(run)
+            peaks = {kind: replay_periodic(requests, expandable=kind) for kind in kinds}
+            few = 1 if setup.micro_batches >= MANY else setup.micro_batches
+            return _Replays(run.steady_step(few), peaks)
+        trace = self._whole_trace(setup)
+        return _Replays(trace, {kind: _peaks_of(trace, expandable=kind) for kind in kinds})
 
     def _seconds(self, setup: Setup, trace: Trace) -> Sequence[float]:
         """Of the step on each GPU; its trace may have fewer micro-batches."""
@@ -177,7 +174,7 @@ class Parts:
         GPUs that run the same kernels may yet differ in the workspaces and the scratch of those."""
         trace = trace_under(setup, self._whole_trace(setup, policy_for(self.gpus[gpus[0]], Software())))
         expandable = setup.expandable_segments
-        replays = _Replays(trace, {expandable: replay(trace, expandable=expandable)})
+        replays = _Replays(trace, {expandable: _peaks_of(trace, expandable=expandable)})
         seconds, startup = self.timer(trace), self.startup.of(setup, trace)
         contexts = [context_of(self.gpus[gpu], Software(), trace)[0] for gpu in gpus]
         devices = {gpu: self.gpus[gpu] for gpu in gpus}
@@ -202,21 +199,13 @@ class Parts:
         ) == figures[:4]
         return FullCheck(same, prediction.doubts, prediction.timing)
 
-    def trace(self, setup: Setup, *, most: int | None = None) -> StepTrace:
-        """The trace of the step under this Setup, with so many micro-batches at most."""
-        if not self.job.trains:
-            return StepTrace(self._whole_trace(setup), is_whole=True)
+    def run(self, setup: Setup) -> PeriodicRun | None:
+        """The training run under this Setup; None where its parts cannot be spliced."""
         setup = as_rehearsed(setup)
         passes = self._whole_passes(setup)
         key = ("update", update_key(setup), passes.gradients)
         update = self._remember(key, lambda: rehearse_update(self.job, setup, self.policy, passes.gradients))
-        count = min(setup.micro_batches, most or setup.micro_batches)
-        trace = splice(passes, update, micro_batches=count)
-        return (
-            StepTrace(self._whole_trace(setup), is_whole=True)
-            if trace is None
-            else StepTrace(trace, is_whole=False)
-        )
+        return splice(passes, update, micro_batches=setup.micro_batches)
 
     def _whole_passes(self, setup: Setup) -> Part:
         def make() -> Part:
@@ -257,14 +246,17 @@ class Parts:
         return result
 
 
+def _peaks_of(trace: Trace, *, expandable: bool) -> AllocatorPeaks:
+    after = replay(trace, expandable=expandable)
+    return AllocatorPeaks(after.requested_peak, after.allocated_peak, after.reserved_peak)
+
+
 def _figures(
     replays: _Replays, setup: Setup, context_bytes: int, steady_seconds: float, startup: StartupShare
 ) -> Figures:
     after = replays.by_segments[setup.expandable_segments]
     return Figures(
-        requested_bytes=after.requested_peak,
-        allocated_bytes=after.allocated_peak,
-        reserved_bytes=after.reserved_peak,
+        **after._asdict(),
         context_bytes=context_bytes,
         seconds=steady_seconds + startup.share,
         once=startup.once,

@@ -1,56 +1,142 @@
-"""A step of many micro-batches through the allocator, from one of few.
+"""A step of many micro-batches through the allocator, by as few of them as tell what it takes.
 
-All micro-batches of a step but its first and its last are one list of requests, over and over. Once one of
-them begins as an earlier one did, block by block and address by address, those between them are a period:
-every so many further ones leave the allocator as they find it, and no peak moves any more. (Often it is each
-single one; where the blocks of one batch are still alive when those of the next are made, it is every second
-or third.) So a few are replayed, and where every step has such a period, they tell what a larger number
-takes, to the byte. Where one has none, all are replayed.
+All micro-batches of a step but its first and its last are one list of requests, over and over, and so are the
+steps after the first. Once one of them begins as an earlier one did, block by block and address by address,
+those between them are a period: every so many further ones leave the allocator as they find it, and no peak
+moves any more. (Often it is each single one; where the blocks of one batch are still alive when those of the
+next are made, it is every second or third.) So whole periods are left out, and what remains tells what all
+of them take, to the byte. Where there is no period, all are replayed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import combinations, pairwise
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from snugfit.prediction.allocator import Replay, replay
-from snugfit.rehearsal.trace.trace import Work
+from snugfit.prediction.allocator import Allocator, actions_by_word
+from snugfit.rehearsal.trace.relative import Alloc, Free, Move, PhaseStart
+from snugfit.rehearsal.trace.trace import MarkKind, Work
 
 if TYPE_CHECKING:
+    from snugfit.rehearsal.trace.repeat import PeriodicRun
     from snugfit.rehearsal.trace.trace import Trace
 
-FEW = (6, 7, 8)
-"""Micro-batches that are replayed for a number that is larger by a multiple of the period: any number is that
-to one of these, be the period one, two or three."""
-
-MANY = 2 * max(FEW)
-"""Micro-batches from which on that is less work."""
+MANY = 16
+"""Micro-batches from which on a step is timed by three: the first, one between and the last."""
 
 
-def replay_periodic(trace: Trace, micro_batches: int, *, expandable: bool) -> Replay | None:
-    """What the allocator shows after steps of so many micro-batches, from a trace with a few of them; None
-    where those do not tell."""
-    starts = list(_micro_batch_starts(trace))
-    after = replay(trace, expandable=expandable, states={event for step in starts for event in step})
-    is_periodic = (
-        any(
-            after.states[step[one]] == after.states[step[other]]
-            for one, other in combinations(range(1, len(step)), 2)
-            if (micro_batches - len(step)) % (other - one) == 0
-        )
-        for step in starts
-    )
-    return after if all(is_periodic) else None
+class AllocatorPeaks(NamedTuple):
+    """The most bytes of a run."""
+
+    requested_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
 
 
-def _micro_batch_starts(trace: Trace) -> Iterator[list[int]]:
-    """Of each step, after how many events each of its micro-batches begins."""
-    steps: dict[int, list[int]] = {}
-    for mark, following in pairwise(trace.phases):
-        if (mark.phase, following.phase) == ("load", "forward"):
-            steps.setdefault(mark.step, []).append(mark.event)
-    yield from steps.values()
+Request = tuple[int, Any]
+"""The number of a stack, and the bytes that are allocated on it; or where on it the block lies that is freed,
+counted from its top, -1 and down. -1, and the name of what the driver does."""
+
+
+class Requests:
+    """What a run asks of an allocator, ready to be replayed."""
+
+    def __init__(self, run: PeriodicRun) -> None:
+        self._stacks: dict[Alloc, int] = {}
+        self._known: dict[int, Request] = {}  # by a move's id: what repeats is the same move
+        self._pending: set[str] = set(actions_by_word(Allocator().addresses))
+        self._due: list[str] = []
+        self._phase = "build"
+        self.build = self._of(run.build)
+        self.recorded = [
+            [(self._of(moves), times) for moves, times in pieces if times] for pieces in run.recorded
+        ]
+        self.steps = run.steps
+        self.stacks = len(self._stacks)
+
+    def _of(self, moves: Iterable[Move]) -> list[Request]:
+        requests: list[Request] = []
+        for move in moves:
+            if isinstance(move, (Alloc, Free)):
+                if self._pending and isinstance(move, Alloc):
+                    requests += self._driver(move)
+                request = self._known.get(id(move))
+                if request is None:
+                    request = self._known[id(move)] = self._request(move)
+                requests.append(request)
+            elif isinstance(move, PhaseStart):
+                self._phase = move.phase
+            elif move is MarkKind.CONTEXT_RELEASED:
+                self._due = [self._phase, move]
+        return requests
+
+    def _request(self, move: Any) -> Request:
+        stack = move.stack
+        number = self._stacks.setdefault(stack, len(self._stacks))
+        return number, move.nbytes if type(move) is Alloc else -1 - move.stack_distance
+
+    def _driver(self, alloc: Alloc) -> Iterator[Request]:
+        """What the driver does before this block is allocated, each once."""
+        for word in (*self._due, alloc.phase, alloc.operator):
+            if word in self._pending:
+                self._pending.remove(word)
+                yield -1, word
+        self._due = []
+
+
+def replay_periodic(requests: Requests, *, expandable: bool) -> AllocatorPeaks:
+    """What the allocator shows after such a run."""
+    allocator = Allocator(expandable=expandable)
+    stacks: list[list[Any]] = [[] for _ in range(requests.stacks)]
+    actions = actions_by_word(allocator.addresses)
+
+    def state() -> Hashable:
+        """Everything that what comes depends on."""
+        handed_out = tuple([tuple([block.address for block in stack]) for stack in stacks])
+        return handed_out, allocator.state()
+
+    def replay(some: Sequence[Request]) -> None:
+        allocate, release = allocator.allocate, allocator.release
+        for stack, what in some:
+            if stack < 0:
+                actions.pop(what, _nothing)()
+            elif what > 0:
+                stacks[stack].append(allocate(what))
+            else:
+                release(stacks[stack].pop(what))
+
+    def replay_step(pieces: Sequence[tuple[Sequence[Request], int]]) -> None:
+        for some, times in pieces:
+            _repeat(partial(replay, some), times, state)
+
+    replay(requests.build)
+    for pieces in requests.recorded[:-1]:
+        replay_step(pieces)
+    times = requests.steps - len(requests.recorded) + 1
+    _repeat(partial(replay_step, requests.recorded[-1]), times, state)
+    return AllocatorPeaks(allocator.requested_peak, allocator.allocated_peak, allocator.reserved_peak)
+
+
+def _nothing() -> None:
+    """What the driver does a second time."""
+
+
+def _repeat(replay: Callable[[], None], times: int, state: Callable[[], Hashable]) -> None:
+    """Replays this so many times, but for whole periods once one is known."""
+    begins: dict[Hashable, int] = {}
+    left = times
+    while left:
+        if times > 1:
+            now = state()
+            if now in begins:
+                left %= begins[now] - left
+                begins, times = {}, 1
+                continue
+            begins[now] = left
+        replay()
+        left -= 1
 
 
 def micro_batch_works(trace: Trace, micro_batches: int) -> list[Work]:

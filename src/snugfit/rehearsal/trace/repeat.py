@@ -14,12 +14,12 @@ and the run is simulated in full.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from snugfit.rehearsal.trace.relative import LiveSet, Move, PhaseStart, RelativeTrace
-from snugfit.rehearsal.trace.trace import MarkKind
+from snugfit.rehearsal.trace.trace import Kernel, Mark, MarkKind, Trace
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
@@ -49,15 +49,62 @@ def short_run(job: Job, setup: Setup, steps: int) -> ShortRun | None:
     return ShortRun(small, replace(setup, micro_batches=RECORDED_MICRO_BATCHES), min(steps, RECORDED_STEPS))
 
 
-def repeat(relative: RelativeTrace, *, steps: int, micro_batches: int) -> RelativeTrace | None:
-    """The relative trace of `steps` steps of `micro_batches` micro-batches, from one of `RECORDED_STEPS`
-    steps and at most `RECORDED_MICRO_BATCHES`; None when that is no steady state."""
+class Piece(NamedTuple):
+    """Moves that come one after the other, so many times."""
+
+    moves: Sequence[Move]
+    times: int = 1
+
+
+@dataclass(frozen=True)
+class PeriodicRun:
+    """A long run, of which what repeats stands here once."""
+
+    build: Sequence[Move]
+    """Before the first step."""
+    recorded: Sequence[Sequence[Piece]]
+    """The first steps, of which the last is repeated."""
+    steps: int
+    rest: Sequence[Move]
+    """After the last step."""
+    attention: tuple[str, ...]
+    doubts: tuple[str, ...]
+
+    def relative(self) -> RelativeTrace:
+        """The moves of the whole run, one after the other."""
+        whole = [*self.build]
+        for index in range(self.steps):
+            for moves, times in self.recorded[min(index, len(self.recorded) - 1)]:
+                whole += [
+                    move._replace(step=index) if type(move) is PhaseStart else move for move in moves
+                ] * times
+        return RelativeTrace((*whole, *self.rest), self.attention, self.doubts)
+
+    def steady_step(self, most: int) -> Trace:
+        """The kernels, waits and phases of the last step, no piece of it more often than `most` times."""
+        moves = [move for moves, times in self.recorded[-1] for move in list(moves) * min(times, most)]
+        kernels: list[Kernel] = []
+        waits: list[int] = []
+        marks: list[Mark] = []
+        for move in (*moves, *self.rest):
+            if type(move) is Kernel:
+                kernels.append(move)
+            elif type(move) is PhaseStart:
+                marks.append(Mark(0, *move))
+            elif move is MarkKind.WAIT:
+                waits.append(len(kernels))
+        return Trace((), (), tuple(marks), tuple(kernels), tuple(waits), self.attention, self.doubts)
+
+
+def repeat(relative: RelativeTrace, *, steps: int, micro_batches: int) -> PeriodicRun | None:
+    """The run of `steps` steps of `micro_batches` micro-batches, from one of `RECORDED_STEPS` steps and at
+    most `RECORDED_MICRO_BATCHES`; None when that is no steady state."""
     build, recorded, rest = split_steps(relative.moves)
     if len(recorded) != min(steps, RECORDED_STEPS):
         return None
     live = LiveSet()
     live.follow(build)
-    widened: list[Sequence[Move]] = []
+    widened: list[Sequence[Piece]] = []
     live_after = []
     for moves in recorded:
         wide = _widen(moves, live, micro_batches)
@@ -67,13 +114,7 @@ def repeat(relative: RelativeTrace, *, steps: int, micro_batches: int) -> Relati
         live_after.append(live.census())
     if steps > RECORDED_STEPS and live_after[-1] != live_after[-2]:
         return None
-    whole = [*build]
-    for index in range(steps):
-        whole += [
-            move._replace(step=index) if type(move) is PhaseStart else move
-            for move in widened[min(index, RECORDED_STEPS - 1)]
-        ]
-    return replace(relative, moves=(*whole, *rest))
+    return PeriodicRun(build, widened, steps, rest, relative.attention, relative.doubts)
 
 
 class SplitSteps(NamedTuple):
@@ -103,13 +144,13 @@ def micro_batch_starts(moves: Sequence[Move]) -> list[int]:
     ]
 
 
-def _widen(moves: Sequence[Move], live: LiveSet, micro_batches: int) -> Sequence[Move] | None:
+def _widen(moves: Sequence[Move], live: LiveSet, micro_batches: int) -> Sequence[Piece] | None:
     """A step's moves with its second micro-batch repeated, or left out where two are asked for; None when
     that one is not steady. Goes through them as they were recorded, from the blocks that are live."""
     starts = micro_batch_starts(moves)
     if len(starts) == micro_batches:
         live.follow(moves)
-        return moves
+        return [Piece(moves)]
     if len(starts) != RECORDED_MICRO_BATCHES or micro_batches < RECORDED_MICRO_BATCHES - 1:
         return None
     _, second, third = starts
@@ -119,5 +160,5 @@ def _widen(moves: Sequence[Move], live: LiveSet, micro_batches: int) -> Sequence
     if live.census() != before:
         return None
     live.follow(moves[third:])
-    middle = list(moves[second:third]) * (micro_batches - RECORDED_MICRO_BATCHES + 1)
-    return [*moves[:second], *middle, *moves[third:]]
+    further = micro_batches - RECORDED_MICRO_BATCHES + 1
+    return [Piece(moves[:second]), Piece(moves[second:third], further), Piece(moves[third:])]
