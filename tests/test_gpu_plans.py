@@ -15,6 +15,7 @@ from snugfit.errors import UsageError
 from snugfit.job.gpu import Gpu, find_gpu
 from snugfit.job.job import Job
 from snugfit.planning.cost.parts import Bound, Figures, Parts
+from snugfit.planning.cost.same_trace import with_sizes
 from snugfit.planning.cost.timer import (
     ComposableTimer,
     GpuTimers,
@@ -33,6 +34,7 @@ from snugfit.planning.search.state import SearchState
 from snugfit.prediction.device import policy_for
 from snugfit.prediction.predict import predict
 from snugfit.prediction.profile import Software
+from snugfit.rehearsal.device.policy import ComparedPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import Kernel, Trace, Work
 from snugfit.techniques import roster
@@ -194,6 +196,21 @@ def test_an_answer_is_by_the_gpu_s_own_scratch_and_workspaces() -> None:
     assert len(taken) > 1, "this job shows no difference between the GPUs"
     assert found.answers[0].verified is True, "the one that takes least, by which the others were judged"
     assert found.answers[2].verified is False, "so small a job takes more scratch than is allowed for"
+
+
+def test_one_rehearsal_tells_what_gpus_of_other_sizes_take() -> None:
+    """Block by block, sums over many rows and workspaces among them; one that takes another number of buffers
+    is left out."""
+    job = small_job("bert", 1, {"max_position_embeddings": 2048}, batch_size=4, sequence_length=2048)
+    setup = Recipe.parse("bf16").setup()
+    names = ("rtx 3060", "rtx 4090", "rtx pro 6000")
+    first, *others = (policy_for(find_gpu(name), Software()) for name in names)
+    compared = ComparedPolicy.of(first, others)
+    trace = rehearse(job, setup, compared)
+    owns = {other: rehearse(job, setup, other) for other in others}
+    told = {other: with_sizes(trace, sizes) for other, sizes in compared.sizes.items() if sizes is not None}
+    assert all(owns[other] == own for other, own in told.items())
+    assert any(own != trace for own in told.values()), "this job shows no difference between the GPUs"
 
 
 @pytest.mark.whole

@@ -27,7 +27,7 @@ from snugfit.planning.cost.periodic import (
     micro_batch_works,
     replay_periodic,
 )
-from snugfit.planning.cost.same_trace import trace_under
+from snugfit.planning.cost.same_trace import trace_under, with_sizes
 from snugfit.planning.cost.shallow import ShallowJobs
 from snugfit.planning.cost.short_passes import MICRO_BATCHES, second_step_is_redundant, short_passes
 from snugfit.planning.cost.startup_share import ENDLESS, PlannedRun, StartupShare, StartupShares
@@ -38,6 +38,7 @@ from snugfit.prediction.device import common_policy, context_of, policy_for
 from snugfit.prediction.predict import predict
 from snugfit.prediction.profile import Software
 from snugfit.prediction.seconds import model_peak_seconds
+from snugfit.rehearsal.device.policy import ComparedPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.splice import Part, rehearse_passes, rehearse_update, splice
 from snugfit.rehearsal.trace.trace import Mark, Trace
@@ -170,21 +171,37 @@ class Parts:
         return self.timer(trace)
 
     def whole(self, setup: Setup, gpus: Sequence[int]) -> list[Figures]:
-        """What this Setup takes on each of these of the GPUs, whose policy is one, rehearsed in full by that:
-        GPUs that run the same kernels may yet differ in the workspaces and the scratch of those."""
-        trace = trace_under(setup, self._whole_trace(setup, policy_for(self.gpus[gpus[0]], Software())))
-        expandable = setup.expandable_segments
-        replays = _Replays(trace, {expandable: _peaks_of(trace, expandable=expandable)})
-        seconds, startup = self.timer(trace), self.startup.of(setup, trace)
-        contexts = [context_of(self.gpus[gpu], Software(), trace)[0] for gpu in gpus]
-        devices = {gpu: self.gpus[gpu] for gpu in gpus}
-        peaks = {gpu: model_peak_seconds(trace.kernels, device) for gpu, device in devices.items() if device}
+        """What this Setup takes on each of these of the GPUs, simulated in full by the GPU's own policy: GPUs
+        that run the same kernels may yet differ in the workspaces and the scratch of those. One rehearsal
+        serves all whose buffers are as many."""
+        policies = {gpu: policy_for(self.gpus[gpu], Software()) for gpu in gpus}
+        first, *others = dict.fromkeys(policies.values())
+        plain, compared = as_rehearsed(setup), ComparedPolicy.of(first, others)
+        trace = trace_under(setup, rehearse(self.job, plain, compared))
+        startup, expandable = self.startup.of(setup, trace), setup.expandable_segments
+        seconds = self.timer(trace)
+        replays: dict[Hashable, _Replays] = {}
+        for policy in (first, *others):
+            sizes = compared.sizes.get(policy, {})
+            own = with_sizes(trace, sizes) if sizes is not None else rehearse(self.job, plain, policy)
+            key = policy if sizes is None else tuple(sizes.items())
+            if key not in replays:
+                replays[key] = _Replays(own, {expandable: _peaks_of(own, expandable=expandable)})
+            replays[policy] = replays[key]
         return [
-            _figures(replays, setup, context, seconds[gpu], startup)._replace(
-                peak_seconds=peaks.get(gpu, 0.0)
-            )
-            for gpu, context in zip(gpus, contexts, strict=True)
+            _figures(
+                replays[policy],
+                setup,
+                context_of(self.gpus[gpu], Software(), trace)[0],
+                seconds[gpu],
+                startup,
+            )._replace(peak_seconds=self._peak_seconds(gpu, trace))
+            for gpu, policy in policies.items()
         ]
+
+    def _peak_seconds(self, gpu: int, trace: Trace) -> float:
+        device = self.gpus[gpu]
+        return model_peak_seconds(trace.kernels, device) if device else 0.0
 
     def verify(self, recipe: Recipe, figures: Figures, gpu: int = 0) -> FullCheck:
         """Whether simulating this recipe in full on this one of the GPUs gives these figures, and the doubts
@@ -230,10 +247,9 @@ class Parts:
             )
         return self._redundant[key]
 
-    def _whole_trace(self, setup: Setup, policy: CudaPolicy | None = None) -> Trace:
-        """Rehearsed by this policy, or by the one of all that is judged."""
-        setup, policy = as_rehearsed(setup), policy or self.policy
-        return self._remember(("whole", step_key(setup), policy), lambda: rehearse(self.job, setup, policy))
+    def _whole_trace(self, setup: Setup) -> Trace:
+        setup = as_rehearsed(setup)
+        return self._remember(("whole", step_key(setup)), lambda: rehearse(self.job, setup, self.policy))
 
     def _remember(self, key: Hashable, make: Callable[[], _Result]) -> _Result:
         """What `make` gave for this key; the longest unused goes when there are many."""

@@ -14,6 +14,8 @@ from snugfit.errors import SnugfitError
 from snugfit.prediction.seconds import with_worker_batches
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from snugfit.rehearsal.trace.trace import Kernel, Trace
     from snugfit.techniques.setup import Setup
 
@@ -22,6 +24,20 @@ def trace_under(setup: Setup, trace: Trace) -> Trace:
     """A trace that was rehearsed with plain products and loading, as it is under this Setup."""
     kernels = kernels_under(setup, trace.kernels)
     return trace if kernels is trace.kernels else replace(trace, kernels=kernels)
+
+
+def with_sizes(trace: Trace, sizes: Mapping[tuple[str, int], int]) -> Trace:
+    """The trace with buffers of other sizes, which are by name and bytes; those that are not in it stay."""
+    changed = {key: nbytes for key, nbytes in sizes.items() if nbytes != key[1]}
+    if not changed:
+        return trace
+    return replace(
+        trace,
+        blocks=tuple(
+            block._replace(nbytes=changed[block[1], block[0]]) if (block[1], block[0]) in changed else block
+            for block in trace.blocks
+        ),
+    )
 
 
 def kernels_under(setup: Setup, kernels: tuple[Kernel, ...]) -> tuple[Kernel, ...]:

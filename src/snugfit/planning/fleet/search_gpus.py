@@ -290,12 +290,12 @@ def _judge(space: Space, pool: WorkerPool, searches: Sequence[PerGpuSearch], tel
 
 
 def _simulate_answers(space: Space, pool: WorkerPool, searches: Sequence[PerGpuSearch], tell: Tell) -> None:
-    """Simulates each GPU's answer in full by its own policy, once for GPUs whose policy is the same: they
-    have one trace. Those are the figures that are stated."""
+    """Simulates each GPU's answer in full by its own policy; GPUs that run the same kernels whatever they are
+    given share a rehearsal. Those are the figures that are stated."""
     groups: dict[Hashable, list[PerGpuSearch]] = defaultdict(list)
     for search in searches:
         if search.answer() not in search.own:
-            groups[search.answer(), policy_for(search.gpu, Software())].append(search)
+            groups[search.answer(), policy_for(search.gpu, Software()).decisions].append(search)
     by_number = list(groups.values())
     questions = (
         Question(number, "whole", (space.candidates[group[0].answer()].setup, [one.index for one in group]))

@@ -3,7 +3,8 @@
 Recomputing adds kernels to a step and leaves none out, and it changes nothing of what is live in an update:
 weights, gradients, states. So what a recipe takes without recomputing bounds it with: as long, and as large
 as the update. Where a recipe that was judged is as fast as that and as small, no kind of recomputing has to
-be rehearsed for it. With adapters in the space, that is all of full fine-tuning.
+be rehearsed for it. With adapters in the space, that is all of full fine-tuning. The kinds that may be
+fastest are rehearsed and judged first, a few at a time: they make most of the others needless.
 
 What bounds here is no law: keys and values of a cache that only checkpointing switches off cost a little,
 hence `CACHE_SHARE`. So each kind that is rehearsed is held to it, and where one takes less, all are
@@ -47,25 +48,26 @@ class RecomputingKinds:
                 self._without[number] = state.space.number(candidate.recipe.with_(keep))
         state.screen_these = self.screen_these
 
-    def screen(self, is_needed: Callable[[int, Bound], bool]) -> None:
+    def screen(self, is_needed: Callable[[int, Bound], bool], most: int | None = None) -> list[int]:
         """Gives those kinds their lower bounds of which a candidate `is_needed`, by the least that is known
-        of it."""
-        kinds = {
+        of it; of many the `most` that may be fastest. The candidates of these kinds."""
+        kinds = [
             kind
             for kind, numbers in self.waiting.items()
             if any(is_needed(number, self._least(number)) for number in numbers)
-        }
-        if not kinds:
-            return
-        asked = {number: self._least(number) for kind in kinds for number in self.waiting.pop(kind)}
-        self.add(kinds)
+        ]
+        kinds.sort(key=lambda kind: min(self._least(number).seconds for number in self.waiting[kind]))
+        asked = {number: self._least(number) for kind in kinds[:most] for number in self.waiting.pop(kind)}
+        if asked:
+            self.add(kinds[:most])
         known = self.state.bounds
         if any(
             known[number].seconds < least.seconds or known[number].needed_bytes < least.needed_bytes
             for number, least in asked.items()
             if number in known
         ):
-            self.screen(lambda number, least: True)
+            return [*asked, *self.screen(lambda number, least: True)]
+        return list(asked)
 
     def add(self, kinds: Collection[int]) -> None:
         """Gives the candidates of these kinds of passes their lower bounds."""

@@ -46,6 +46,9 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.trace.trace import Trace
     from snugfit.results.step_seconds import StepSeconds
 
+KINDS_AT_A_TIME = 8
+"""Kinds of recomputing that are rehearsed before it is asked again which are needed."""
+
 
 def plan(
     job: Job,
@@ -207,8 +210,11 @@ def search(
         {candidate.passes for candidate in state.space.candidates}.difference(recomputing.waiting)
     )
     state.judge_all(pool, tell)
-    recomputing.screen(lambda number, least: every_bound or not state.is_dominated(number, least))
-    state.judge_all(pool, tell)
+    most = None if every_bound else KINDS_AT_A_TIME
+    while numbers := recomputing.screen(
+        lambda number, least: every_bound or not state.is_dominated(number, least), most
+    ):
+        state.judge_all(pool, tell, among=numbers)
     if smallest or (state.memory_bytes is not None and state.smallest > state.memory_bytes):
         recomputing.screen(lambda number, least: least.needed_bytes <= state.smallest)
         state.judge_all(pool, tell, smallest=True)

@@ -125,16 +125,20 @@ class SearchState:
         for number in group:
             self.bounds.pop(number, None)
 
-    def judge_all(self, pool: WorkerPool, tell: Tell, *, smallest: bool = False) -> None:
-        """Judges every trace, the fastest bound first, but for what is dominated when its turn comes; with
-        `smallest` the smallest bound first, but for what cannot be the smallest."""
+    def judge_all(
+        self, pool: WorkerPool, tell: Tell, *, smallest: bool = False, among: Iterable[int] | None = None
+    ) -> None:
+        """Judges every trace, or those `among` some candidates, the fastest bound first, but for what is
+        dominated when its turn comes; with `smallest` the smallest bound first, but for what cannot be the
+        smallest."""
         skip = self.cannot_be_smallest if smallest else self.is_dominated
 
         def order(number: int) -> tuple[float, float]:
             needed_bytes, seconds, _ = self.bounds[number]
             return (needed_bytes, seconds) if smallest else (seconds, needed_bytes)
 
-        groups = self.by_trace(number for number in self.bounds if number not in self.judged)
+        numbers = self.bounds if among is None else filter(self.bounds.__contains__, among)
+        groups = self.by_trace(number for number in numbers if number not in self.judged)
         groups.sort(key=lambda group: min(map(order, group)))
         tell("checking")
         self.judge(groups, pool, skip=skip, step=Progress("checking", len(groups), tell).step)

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from snugfit.errors import SnugfitError
 from snugfit.rehearsal.device import attention_choice, autocast_lists
@@ -46,6 +46,9 @@ class Policy(ABC):
 
     runs_cudnn: ClassVar[bool]
     """Whether recurrent networks are cuDNN's."""
+
+    remembers_scratch: ClassVar[bool] = True
+    """Whether the scratch of a call need not be asked twice."""
 
     softmax_saves_input: bool = False
     """True for torch before 1.11, whose softmax kept its input for backward beside its output."""
@@ -176,6 +179,50 @@ class CudaPolicy(Policy):
         if operator == "aten::addmm":
             return (cublas, Buffer("cuBLASLt workspace", 1_048_576))
         return (cublas,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedPolicy(CudaPolicy):
+    """The decisions of one GPU, which notes what scratch others take that run the same kernels. So one
+    rehearsal tells about all of them."""
+
+    remembers_scratch = False
+
+    others: tuple[CudaPolicy, ...]
+    """With the same `decisions`."""
+
+    sizes: dict[CudaPolicy, dict[tuple[str, int], int] | None] = field(default_factory=dict, compare=False)
+    """By GPU, the bytes of each buffer by its name in a trace and its bytes here; None where another number
+    of buffers is taken, or buffers that are equal here differ there."""
+
+    @classmethod
+    def of(cls, policy: CudaPolicy, others: Sequence[CudaPolicy]) -> Self:
+        """This policy, compared with these."""
+        same = {item.name: getattr(policy, item.name) for item in fields(policy)}
+        compared = cls(**same, others=tuple(others))
+        for other in others:
+            compared.sizes[other] = {}
+            compared._note(other, "", policy.workspaces("aten::addmm"), other.workspaces("aten::addmm"))
+        return compared
+
+    def scratch(self, operator: str, arguments: Sequence[Any], out: Any) -> Scratch:
+        """This GPU's; that of the others is noted."""
+        scratch = super().scratch(operator, arguments, out)
+        for other in self.others:
+            if self.sizes[other] is not None:
+                self._note(other, f"{operator}: ", scratch, other.scratch(operator, arguments, out))
+        return scratch
+
+    def _note(self, other: CudaPolicy, prefix: str, here: Scratch, there: Scratch) -> None:
+        sizes = self.sizes[other]
+        if sizes is None or here == there == ():
+            return
+        pairs = [(prefix + one.name, one.nbytes, two.nbytes) for one, two in zip(here, there, strict=False)]
+        alike = [(one.name, one.nbytes > 0) for one in here] == [(two.name, two.nbytes > 0) for two in there]
+        for name, nbytes, size in pairs:
+            alike = alike and (nbytes <= 0 or sizes.setdefault((name, nbytes), size) == size)
+        if not alike:
+            self.sizes[other] = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -160,7 +160,8 @@ class ScratchCache:
     """What kernels take for themselves under one policy."""
 
     def __init__(self, policy: Policy) -> None:
-        self.policy, self._number = policy, _number_of(policy)
+        self.policy = policy
+        self._number = _number_of(policy) if policy.remembers_scratch else next(_NUMBERS)
 
     def of(self, operator: Operator, call: KnownCall | None, args: tuple[Any, ...], out: Any) -> Scratch:
         """The scratch of this call."""
