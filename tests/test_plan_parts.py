@@ -19,6 +19,7 @@ from snugfit.planning.cost.parts_pool import parts_pool
 from snugfit.planning.cost.periodic import MANY, AllocatorPeaks, Requests, replay_periodic
 from snugfit.planning.cost.same_trace import trace_under
 from snugfit.planning.cost.timer import GpuTimers, seconds_of
+from snugfit.planning.search.recomputing import CACHE_SHARE
 from snugfit.planning.search.state import TIME_BOUND_MARGIN
 from snugfit.prediction.allocator import Allocator, Replay, replay
 from snugfit.prediction.worker_pool import Question, WorkerPool
@@ -230,3 +231,17 @@ def test_millions_of_samples_are_not_made_one_by_one(monkeypatch: pytest.MonkeyP
     passes = rehearse_sizes(job, Recipe().setup(), CudaPolicy(), sizes[:3], whole=True)
     assert set(passes.by_samples) == set(sizes[:3])
     assert len(made) < 50
+
+
+@pytest.mark.parametrize("recipe", ["bf16_pure", "bf16 + micro_batches(2)", "eager"])
+@pytest.mark.parametrize("architecture", ["t5", "gpt2"])
+def test_recomputing_takes_no_less_than_what_is_said_of_it_beforehand(architecture: str, recipe: str) -> None:
+    """Also where it chooses another attention: T5's bias is contiguous when it is recomputed, and
+    cuDNN's libraries are not loaded, or are."""
+    parts = Parts(small_job(architecture, 2, batch_size=2), GPUS[:1], GpuTimers(GPUS[:1]))
+    without, recomputed = (
+        parts.screen([Recipe.parse(f"{recipe} + {technique}").setup()])[0][0]
+        for technique in ("keep_all", "every_layer")
+    )
+    assert recomputed.needed_bytes >= without.resting_bytes
+    assert recomputed.seconds >= without.seconds * (1 - CACHE_SHARE)

@@ -118,10 +118,12 @@ class Parts:
     def _bounds(
         self, live_bytes: int, trace: Trace, seconds: Sequence[float], resting: int = 0
     ) -> tuple[Bound, ...]:
-        """One for each GPU; of the trace, what its context depends on."""
+        """One for each GPU; of the trace, what its context depends on. Recomputing may choose another
+        attention, without cuDNN's libraries."""
+        least = self._contexts(replace(trace, attention=()))
         return tuple(
-            Bound(live_bytes + context, s, resting + context)
-            for context, s in zip(self._contexts(trace), seconds, strict=True)
+            Bound(live_bytes + context, s, resting + without)
+            for context, without, s in zip(self._contexts(trace), least, seconds, strict=True)
         )
 
     def _contexts(self, trace: Trace) -> list[int]:
@@ -175,13 +177,13 @@ class Parts:
         that run the same kernels may yet differ in the workspaces and the scratch of those. One rehearsal
         serves all whose buffers are as many."""
         policies = {gpu: policy_for(self.gpus[gpu], Software()) for gpu in gpus}
-        first, *others = dict.fromkeys(policies.values())
-        plain, compared = as_rehearsed(setup), ComparedPolicy.of(first, others)
+        first, *further = dict.fromkeys(policies.values())
+        plain, compared = as_rehearsed(setup), ComparedPolicy.of(first, further)
         trace = trace_under(setup, rehearse(self.job, plain, compared))
         startup, expandable = self.startup.of(setup, trace), setup.expandable_segments
         seconds = self.timer(trace)
         replays: dict[Hashable, _Replays] = {}
-        for policy in (first, *others):
+        for policy in (first, *further):
             sizes = compared.sizes.get(policy, {})
             own = with_sizes(trace, sizes) if sizes is not None else rehearse(self.job, plain, policy)
             key = policy if sizes is None else tuple(sizes.items())

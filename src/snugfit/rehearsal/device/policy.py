@@ -188,7 +188,7 @@ class ComparedPolicy(CudaPolicy):
 
     remembers_scratch = False
 
-    others: tuple[CudaPolicy, ...]
+    compared: tuple[CudaPolicy, ...]
     """With the same `decisions`."""
 
     sizes: dict[CudaPolicy, dict[tuple[str, int], int] | None] = field(default_factory=dict, compare=False)
@@ -196,29 +196,29 @@ class ComparedPolicy(CudaPolicy):
     of buffers is taken, or buffers that are equal here differ there."""
 
     @classmethod
-    def of(cls, policy: CudaPolicy, others: Sequence[CudaPolicy]) -> Self:
+    def of(cls, policy: CudaPolicy, policies: Sequence[CudaPolicy]) -> Self:
         """This policy, compared with these."""
         same = {item.name: getattr(policy, item.name) for item in fields(policy)}
-        compared = cls(**same, others=tuple(others))
-        for other in others:
-            compared.sizes[other] = {}
-            compared._note(other, "", policy.workspaces("aten::addmm"), other.workspaces("aten::addmm"))
-        return compared
+        noting = cls(**same, compared=tuple(policies))
+        for other in policies:
+            noting.sizes[other] = {}
+            noting._note(other, "", policy.workspaces("aten::addmm"), other.workspaces("aten::addmm"))
+        return noting
 
     def scratch(self, operator: str, arguments: Sequence[Any], out: Any) -> Scratch:
         """This GPU's; that of the others is noted."""
         scratch = super().scratch(operator, arguments, out)
-        for other in self.others:
+        for other in self.compared:
             if self.sizes[other] is not None:
                 self._note(other, f"{operator}: ", scratch, other.scratch(operator, arguments, out))
         return scratch
 
-    def _note(self, other: CudaPolicy, prefix: str, here: Scratch, there: Scratch) -> None:
+    def _note(self, other: CudaPolicy, prefix: str, own: Scratch, scratch: Scratch) -> None:
         sizes = self.sizes[other]
-        if sizes is None or here == there == ():
+        if sizes is None or own == scratch == ():
             return
-        pairs = [(prefix + one.name, one.nbytes, two.nbytes) for one, two in zip(here, there, strict=False)]
-        alike = [(one.name, one.nbytes > 0) for one in here] == [(two.name, two.nbytes > 0) for two in there]
+        pairs = [(prefix + one.name, one.nbytes, two.nbytes) for one, two in zip(own, scratch, strict=False)]
+        alike = [(one.name, one.nbytes > 0) for one in own] == [(two.name, two.nbytes > 0) for two in scratch]
         for name, nbytes, size in pairs:
             alike = alike and (nbytes <= 0 or sizes.setdefault((name, nbytes), size) == size)
         if not alike:
