@@ -69,6 +69,11 @@ def check_page(page: str, *, pictures: int) -> None:
     assert set(re.findall(r"https?://[^\s\"<]+", page)) <= {"http://www.w3.org/2000/svg"}
     drawn = list(drawings(page))
     assert len(drawn) == pictures == page.count("<table>"), "a table beside each picture"
+    assert page.count("<caption>") == pictures
+    for row in re.findall(r"<tr>.*?</tr>", page, flags=re.DOTALL):
+        heads = re.findall(r"<th (.*?)>(.*?)</th>", row)
+        assert heads, "each row and column has its head"
+        assert all("scope=" in attributes and words for attributes, words in heads)
     for svg in drawn:
         assert svg.get("aria-label")
         points = [group for group in svg.iter(f"{SVG}g") if group.get("class") == "point"]
@@ -359,6 +364,27 @@ addEventListener("load", () => {
   });
   if (document.documentElement.scrollWidth > innerWidth) lines.push("the page is wider than the window");
   const paper = getComputedStyle(document.body).backgroundColor;
+  const light = colour => {
+    const [r, g, b] = colour.match(/[0-9.]+/g).slice(0, 3).map(part => part / 255)
+      .map(part => part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const check = (node, ink, under) => {
+    const [high, low] = [light(ink), light(under)].sort((a, b) => b - a);
+    if ((high + 0.05) / (low + 0.05) < 4.5) lines.push(`${node.textContent} is faint: ${ink} on ${under}`);
+  };
+  document.querySelectorAll("p, li, th, td, caption, summary, h1, figcaption, pre").forEach(node => {
+    check(node, getComputedStyle(node).color, paper);
+  });
+  document.querySelectorAll("svg text").forEach(text => {
+    text.scrollIntoView({ block: "center" });
+    const box = text.getBoundingClientRect();
+    const below = document.elementsFromPoint(box.left + box.width / 2, box.top + box.height / 2);
+    const painted = node => /^(rect|polygon)$/.test(node.tagName) && !/strip|band/.test(node.classList);
+    const shape = below.find(painted);
+    check(text, getComputedStyle(text).fill, shape && !text.classList.contains("halo")
+      ? getComputedStyle(shape).fill : paper);
+  });
   document.body.innerHTML = `<pre id="seen">${paper}\n${lines.join("\n")}</pre>`;
 });
 </script></body>"""

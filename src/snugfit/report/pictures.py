@@ -164,9 +164,10 @@ def _of_comparison(one: Comparison) -> PageParts:
         step = BarGroup("a step", [pace.predicted, pace.measured], f"{100 * pace.error:+.1f} %", ranges)
         pictures.append(bars("Seconds, predicted beside measured", [step], BESIDE, show_seconds))
     lines = [f"recipe {one.prediction.recipe} · {one.prediction.loop} loop · {one.measurement.device.name}"]
-    if worst := one.worst:
-        figures = f"{_show(worst.predicted)} predicted, {_show(worst.measured)} measured"
-        lines = [f"{figures} ({compare.FIGURES[worst.figure]}, {100 * worst.error:+.1f} %).", *lines]
+    known = {line.figure: line for line in one.lines}
+    if shown := known.get("nvml_bytes", known.get("reserved_bytes", one.worst)):
+        where = f"{compare.FIGURES[shown.figure]} at the peak ({100 * shown.error:+.1f} %)"
+        lines = [f"{_show(shown.predicted)} predicted, {_show(shown.measured)} measured {where}.", *lines]
     pictures += draw_prediction(one.prediction)
     return PageParts(job_line(one.prediction.job), lines, pictures, compare.beside(one))
 

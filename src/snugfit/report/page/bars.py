@@ -73,7 +73,7 @@ def bars(
     return Picture(
         title=title,
         svg=picture(f"Bars: {title}", y, *parts),
-        heads=("", *(f"{name}>" for name in series), "Remark"),
+        heads=("Name", *(f"{name}>" for name in series), "Remark"),
         rows=rows,
         legend=tuple(legend),
     )
@@ -123,7 +123,7 @@ def timeline(spans: Sequence[PhaseSpan], step_seconds: float) -> Picture:
     return Picture(
         title=f"Host and device in one steady step, {show_seconds(step_seconds)} from step to step",
         svg=picture("When the host and the device work in one steady step.", base + 24, *parts),
-        heads=("", "Phase", "From>", "To>", "Of that busy>"),
+        heads=("Where", "Phase", "From>", "To>", "Of that busy>"),
         rows=[
             (
                 span.lane,

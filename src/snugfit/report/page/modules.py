@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 from markupsafe import Markup
@@ -39,11 +40,12 @@ def modules_at_peak(modules: Sequence[ModuleLine]) -> Picture:
         rest = [line.bytes for line in modules if line.kind == kind and line.bytes < LEAST_SHARE * whole]
         drawn += [(f"{len(rest)} smaller", str(kind), sum(rest))] if rest else []
     drawn.sort(key=lambda entry: -entry[2])
+    outer = _outer([module for module, _, _ in drawn])
     boxes = tile([size for _, _, size in drawn], _Box(0.0, 0.0, float(WIDTH), 380.0))
     parts = []
     for number, ((module, of_kind, size), box) in enumerate(zip(drawn, boxes, strict=True)):
         about = f"{module}: {of_kind} {show_bytes(size)}, {100 * size / whole:.1f} %"
-        parts.append(point(about, *_cell(module, of_kind, size, box), start=number == 0))
+        parts.append(point(about, *_cell(module.removeprefix(outer), of_kind, size, box), start=number == 0))
     present = {kind for _, kind, _ in drawn}
     return Picture(
         title=f"Bytes by module at the peak, {show_bytes(whole)} in all",
@@ -61,6 +63,13 @@ def modules_at_peak(modules: Sequence[ModuleLine]) -> Picture:
         legend=tuple(LegendEntry(colour_of(kind), kind) for kind in KIND_ORDER if kind in present),
         note="A * means all layers of a stack. What the training loop allocates has no module.",
     )
+
+
+def _outer(modules: Sequence[str]) -> str:
+    """What the dotted names begin with, all but those of few parts: `base_model.model.`."""
+    parts = [module.split(".")[:-1] for module in modules if module.count(".") > 1]
+    shared = takewhile(lambda level: len(set(level)) == 1, zip(*parts, strict=False))
+    return "".join(f"{level[0]}." for level in shared)
 
 
 def _cell(module: str, kind: str, size: int, box: _Box) -> Iterable[Markup]:

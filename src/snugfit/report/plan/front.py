@@ -20,7 +20,7 @@ APART = 17.0
 
 def draw_front(plan: Plan) -> Picture:
     """The recipes of the front, the best, and the memory that may be used. Numbers are the table's; a point
-    too close to a numbered one has none."""
+    too close to a numbered one has none, but the answer has one."""
     speeds = [plan.speed(choice) for choice in plan.front]
     sizes = [choice.needed_bytes for choice in plan.front]
     top = 1.08 * max(*sizes, plan.memory_bytes or 0)
@@ -40,16 +40,18 @@ def draw_front(plan: Plan) -> Picture:
         parts.append(tag("polyline", points=stair, class_="rule"))
     if plan.best:
         legend.append(LegendEntry("best", "the best that fits"))
-    numbered: list[tuple[float, float]] = []
+    answer = plan.front.index(plan.best_or_nearest) if plan.best_or_nearest in plan.front else 0
+    numbered = [places[answer]]
     for number, (choice, (x, y)) in enumerate(zip(plan.front, places, strict=True), 1):
         free = all(abs(x - other) > APART or abs(y - beside) > APART for other, beside in numbered)
+        free = free or number == answer + 1
         numbered += [(x, y)] if free else []
         parts.append(_recipe_point(plan, choice, number, x, y, numbered_here=free))
     unit = "Samples per second" + (", start-up included" if plan.steps else "")
     return Picture(
         title="Memory and speed of the best recipes (Pareto front)",
         svg=picture(f"{len(plan.front)} recipes, memory against speed.", BASE + 44, *parts),
-        heads=(">", "Recipe", "MiB>", f"{unit}>", "A step>", ""),
+        heads=("No.>", "Recipe", "MiB>", f"{unit}>", "A step>", "Verdict"),
         rows=[
             (
                 str(number),
@@ -77,7 +79,7 @@ def _recipe_point(
     if plan.best == choice:
         shapes.append(tag("circle", cx=x, cy=y, r=9, class_="best"))
     if numbered_here:
-        shapes.append(text(str(number), x + 9, y - 8, class_="halo"))
+        shapes.append(text(str(number), x - 7, y - 8, anchor="end", class_="halo"))
     return point(about, *shapes, start=choice == plan.best_or_nearest)
 
 
