@@ -23,6 +23,7 @@ from snugfit.job.job import Job
 from snugfit.prediction.predict import predict
 from snugfit.rehearsal.device.policy import CpuPolicy
 from snugfit.rehearsal.rehearse import rehearse
+from snugfit.step.step import LOOPS, Step
 from snugfit.step.trainer_loop import TrainerStep
 from snugfit.techniques.recipe import Recipe
 from test_law_rehearsed_equals_real import job
@@ -96,6 +97,31 @@ def test_a_user_s_own_trainer_is_rehearsed_as_it_runs(monkeypatch: pytest.Monkey
     plain = account_of_trace(job("llama"), "sgd", "trainer")
     assert compare(third(real), third(plain)).similarity < 1.0
     assert peak(real) > peak(plain)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("loop", ["plain", "accelerate", "trainer"])
+def test_gradients_zeroed_in_place_stay_in_every_loop(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's habit before 2.0: the next forward pass runs beside the last step's gradients."""
+    this, setup = job("bert"), Recipe.parse("eager + adamw_loop").setup()
+    monkeypatch.setattr(Step, "keep_gradients", True)
+    real = compared(reports(this, setup, loop=loop))
+    trace = compared(foreseen(rehearse(this, setup, CpuPolicy(), loop=loop, keep_gradients=True)))
+    assert compare(third(real), third(trace)).similarity == 1.0
+    assert peak(real) == peak(trace)
+
+
+def test_the_software_of_2022_holds_in_every_loop() -> None:
+    """The guide ran the Trainer: its step holds what the plain loop's holds, the batch's mask included."""
+    peaks = {
+        loop: predict(job("bert"), gpu="v100-16gb", loop=loop, software="published-2022").footprint
+        for loop in LOOPS
+    }
+    plain = peaks["plain"]
+    assert plain.kinds["gradients"]
+    for loop, footprint in peaks.items():
+        for kind in ("gradients", "activations"):  # the others scale the loss: a number or two more
+            assert abs(footprint.kinds[kind] - plain.kinds[kind]) <= 8, (loop, kind)
 
 
 def test_a_prediction_is_of_the_user_s_own_trainer() -> None:

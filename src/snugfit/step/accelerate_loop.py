@@ -43,9 +43,8 @@ class AccelerateStep(Step):
         observer.phase("build")
         model = build_model(self.job, self.setup, self.device)
         optimizer = build_optimizer(self.job, self.setup, model)
-        model, optimizer, batches = accelerator.prepare(
-            model, optimizer, loader(self.job, self.setup, self.device)
-        )
+        host_batches = loader(self.job, self.setup, self.device, always_mask=self.always_mask)
+        model, optimizer, batches = accelerator.prepare(model, optimizer, host_batches)
         observer.build_ends(model, optimizer)
         pieces = self.setup.micro_batches
         losses: list[torch.Tensor] = []
@@ -69,7 +68,7 @@ class AccelerateStep(Step):
                 accelerator.clip_grad_norm_(model.parameters(), self.job.clip)
             observer.phase("update")
             optimizer.step()
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=not self.keep_gradients)
             observer.step_ends(index)
             if self.keep_losses:
                 losses.append(total)

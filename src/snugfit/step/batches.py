@@ -94,9 +94,13 @@ def collate(samples: list[Any]) -> Any:
     return {**samples[0], **default_collate(tensors)}
 
 
-def collator(job: Job, device: torch.device) -> Callable[[list[Any]], Any]:
+def collator(job: Job, device: torch.device, *, always_mask: bool = False) -> Callable[[list[Any]], Any]:
     """What makes a batch of samples. In a rehearsal it is the first sample as many times, in the memory of
-    one; a user's example, whose content may decide what a step does, is as it is."""
+    one; a user's example, whose content may decide what a step does, is as it is. With `always_mask` an
+    attention mask of ones goes along where nothing is padded."""
+    if always_mask:
+        unmasked = collator(job, device)
+        return lambda samples: _with_mask(unmasked(samples))
     if job.model.module is not None:
         return job.model.layout(job.batch_size).join
     if device.type != "meta":
@@ -111,6 +115,12 @@ def collator(job: Job, device: torch.device) -> Callable[[list[Any]], Any]:
         return batch
 
     return repeat_first
+
+
+def _with_mask(batch: Any) -> Any:
+    if "input_ids" in batch:
+        batch.setdefault("attention_mask", (batch["input_ids"] >= 0).long())
+    return batch
 
 
 def _tensor_of(batch: Callable[[], Mapping[str, Any]], name: str) -> Any:
@@ -153,7 +163,9 @@ def dataset(job: Job, setup: Setup, device: torch.device, steps: int = 1) -> Syn
     return _OneSample(samples) if device.type == "meta" else samples
 
 
-def loader(job: Job, setup: Setup, device: torch.device) -> torch.utils.data.DataLoader[Any]:
+def loader(
+    job: Job, setup: Setup, device: torch.device, *, always_mask: bool = False
+) -> torch.utils.data.DataLoader[Any]:
     """A DataLoader of host micro-batches, over an epoch of synthetic samples."""
     import torch
 
@@ -161,7 +173,7 @@ def loader(job: Job, setup: Setup, device: torch.device) -> torch.utils.data.Dat
         cast("torch.utils.data.Dataset[Any]", dataset(job, setup, device, EPOCH)),
         batch_size=job.batch_size // setup.micro_batches,
         drop_last=True,
-        collate_fn=collator(job, device),
+        collate_fn=collator(job, device, always_mask=always_mask),
         persistent_workers=False,
         **loader_arguments(setup, device),
     )
@@ -171,14 +183,11 @@ def loader(job: Job, setup: Setup, device: torch.device) -> torch.utils.data.Dat
 def micro_batches(
     job: Job, setup: Setup, device: torch.device, *, always_mask: bool = False
 ) -> Generator[list[dict[str, Any]], None, None]:
-    """For ever: the host micro-batches of one optimizer step. With `always_mask` an attention mask of ones
-    goes along where nothing is padded."""
-    batches = loader(job, setup, device)
+    """For ever: the host micro-batches of one optimizer step."""
+    batches = loader(job, setup, device, always_mask=always_mask)
     pieces: list[dict[str, Any]] = []
     while True:
         for batch in batches:
-            if always_mask and "input_ids" in batch:
-                batch.setdefault("attention_mask", (batch["input_ids"] >= 0).long())
             pieces.append(batch)
             if len(pieces) == setup.micro_batches:
                 yield pieces

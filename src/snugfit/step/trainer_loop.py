@@ -10,6 +10,7 @@ Trainer's default (a norm of 1.0) unless the job says otherwise; 0 never clips.
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,8 @@ class TrainerStep(Step):
 
         observer.phase("build")
         model = build_model(self.job, self.setup, self.device, on_host=True)
+        if self.keep_gradients:  # the Trainer calls it after each step, and leaves the habit to torch
+            model.zero_grad = functools.partial(model.zero_grad, set_to_none=False)  # type: ignore[method-assign]
         arguments = self._training_arguments(folder, steps)
         optimizer = None if "optim" in arguments else build_optimizer(self.job, self.setup, model)
         trainer_class = observe(self.trainer_class or transformers.Trainer)
@@ -54,7 +57,7 @@ class TrainerStep(Step):
             args=arguments_class(self.device)(**arguments),
             train_dataset=dataset(self.job, self.setup, self.device, steps),
             optimizers=(optimizer, None),
-            data_collator=collator(self.job, self.device),
+            data_collator=collator(self.job, self.device, always_mask=self.always_mask),
             callbacks=[_callback(observer)],
         )
         trainer.observer, trainer.losses = observer, [] if self.keep_losses else None
