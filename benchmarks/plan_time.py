@@ -1,9 +1,9 @@
-"""How long a plan takes: wall time, CPU time of all its processes and peak memory, cold and warm.
+"""How long an answer takes: wall time, CPU time of all its processes and peak memory, cold and warm.
 
-    python benchmarks/plan_time.py [MODEL ...]
+    python benchmarks/plan_time.py [NAME ...]
 
-Each command runs as a user starts it, with a cache of its own: first cold, then once more, when the answer is
-cached. The processes that rehearse are children of a fork server, whose CPU time is in no `wait` here, so all
+Plans for one GPU, plans for all GPUs of the table, and the guide. Each command runs as a user starts it, with a
+cache of its own: first cold, then once more, when the answer is cached (the guide's never is). The processes that rehearse are children of a fork server, whose CPU time is in no `wait` here, so all
 of the command's descendants are sampled by psutil while they run. What one used in its last moments is
 missing (`INTERVAL` seconds at most each).
 
@@ -50,6 +50,11 @@ COMMANDS = {
     "Llama-3.1-8B": LLAMA,
     "Llama-3.1-8B, 8 x 2048": f"{LLAMA} --sequence-length 2048 --batch-size 8",
     "Llama-3.1-8B, learns": f"{LLAMA} --fidelity learns",
+    "Llama-3.1-8B, LoRA": f"{LLAMA} --keep 'lora(r=16)'",
+    "t5-3b, learns": "plan t5-3b --task seq2seq-lm --gpu h200 --fidelity learns",
+    "BERT-large, all GPUs": "gpus --for bert-large-uncased --task sequence-classification",
+    "Llama-3.1-8B, LoRA, all GPUs": "gpus --for Llama-3.1-8B --task causal-lm --keep 'lora(r=16)'",
+    "guide": "guide",
 }
 
 
@@ -59,7 +64,7 @@ def cost(command: str, cache: Path) -> dict[str, Any]:
     program = str(Path(sys.executable).with_name("snugfit"))
     environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
     with tempfile.TemporaryFile("w+") as said:
-        child = psutil.Popen([program, *shlex.split(command)], env=environment, stdout=said)
+        child = psutil.Popen([program, *shlex.split(command)], env=environment, stdout=said, cwd=cache)
         seconds: dict[tuple[int, float], float] = {}
         peak = 0
         while child.poll() is None:
