@@ -48,6 +48,9 @@ KEPT = {slot: roster.plain(slot) for slot in (Slot.CHECKPOINTING, Slot.ALLOCATOR
 """Settled where a test asks for no more than that two searches agree."""
 
 
+LT = {("cuBLASLt workspace", 1048576): 1048576}
+
+
 @dataclass(frozen=True)
 class Invented:
     """A device that nobody made: the larger of arithmetic and traffic, and a launch."""
@@ -211,6 +214,15 @@ def test_one_rehearsal_tells_what_gpus_of_other_sizes_take() -> None:
     told = {other: with_sizes(trace, sizes) for other, sizes in compared.sizes.items() if sizes is not None}
     assert all(owns[other] == own for other, own in told.items())
     assert any(own != trace for own in told.values()), "this job shows no difference between the GPUs"
+
+
+def test_what_a_model_makes_of_a_gpu_s_threads_is_its_own() -> None:
+    """The states of cuDNN's dropout are as many as the GPU has threads, and are no buffer of a kernel."""
+    first, *others = (policy_for(find_gpu(name), Software()) for name in ("rtx 3060", "rtx 4090"))
+    compared = ComparedPolicy.of(first, others)
+    assert compared.sizes == {others[0]: {("cuBLAS workspace", 8519680): 8519680, **LT}}
+    assert compared.resident_threads == 28 * 1536
+    assert compared.sizes == {others[0]: None}
 
 
 @pytest.mark.whole

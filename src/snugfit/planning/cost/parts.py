@@ -178,13 +178,14 @@ class Parts:
         serves all whose buffers are as many."""
         policies = {gpu: policy_for(self.gpus[gpu], Software()) for gpu in gpus}
         first, *further = dict.fromkeys(policies.values())
-        plain, compared = as_rehearsed(setup), ComparedPolicy.of(first, further)
+        module = self.job.model.module is not None  # whose code may ask for the GPU's capability
+        plain, compared = as_rehearsed(setup), ComparedPolicy.of(first, () if module else further)
         trace = trace_under(setup, rehearse(self.job, plain, compared))
         startup, expandable = self.startup.of(setup, trace), setup.expandable_segments
         seconds = self.timer(trace)
         replays: dict[Hashable, _Replays] = {}
         for policy in (first, *further):
-            sizes = compared.sizes.get(policy, {})
+            sizes = {} if policy is first else compared.sizes.get(policy)
             own = with_sizes(trace, sizes) if sizes is not None else rehearse(self.job, plain, policy)
             key = policy if sizes is None else tuple(sizes.items())
             if key not in replays:

@@ -153,7 +153,12 @@ class CudaPolicy(Policy):
     def scratch_size(self) -> ScratchSize:
         """What this GPU's workspaces and scratch grow with."""
         workspaces = sum(nbytes for _, nbytes in self.workspaces("aten::addmm"))
-        return ScratchSize(workspaces, self.multiprocessors * self.threads_per_multiprocessor)
+        return ScratchSize(workspaces, self.resident_threads)
+
+    @property
+    def resident_threads(self) -> int:
+        """Of the whole GPU."""
+        return self.multiprocessors * self.threads_per_multiprocessor
 
     @property
     def uses_grouped_mm(self) -> bool:
@@ -212,6 +217,13 @@ class ComparedPolicy(CudaPolicy):
             if self.sizes[other] is not None:
                 self._note(other, f"{operator}: ", scratch, other.scratch(operator, arguments, out))
         return scratch
+
+    @property
+    def resident_threads(self) -> int:
+        """Of the whole GPU. What a step makes of so many is no buffer of a kernel, so others differ by it."""
+        threads = super().resident_threads
+        self.sizes.update({other: None for other in self.compared if other.resident_threads != threads})
+        return threads
 
     def _note(self, other: CudaPolicy, prefix: str, own: Scratch, scratch: Scratch) -> None:
         sizes = self.sizes[other]

@@ -51,8 +51,7 @@ def recurrent_kernels(policy: CudaPolicy, notes: PolicyNotes) -> dict[str, Calla
         notes.doubt(DOUBT)
         dropout, train = arguments[5:7]
         if dropout and train and not dropout_states:
-            threads = policy.multiprocessors * policy.threads_per_multiprocessor
-            state = torch.empty(threads * BYTES_PER_THREAD, dtype=torch.uint8, device="meta")
+            state = torch.empty(policy.resident_threads * BYTES_PER_THREAD, dtype=torch.uint8, device="meta")
             notes.claim(state, Kind.WORKSPACES)
             dropout_states.append(state)
         return _run(mode, batch_sizes, *arguments)
