@@ -70,6 +70,35 @@ def test_a_chrome_trace_holds_the_step(one: Prediction) -> None:
     assert highest == max(point.live_bytes for point in one.anatomy.curve)
 
 
+def test_a_chrome_trace_keeps_to_the_format(one: Prediction) -> None:
+    """As the description of the Trace Event Format has it, which Perfetto reads: the fields of each kind of
+    event and their types, tracks that are named, slices of a track one after the other."""
+    document = json.loads(export_trace(one, ".json"))
+    assert document.keys() == {"traceEvents", "displayTimeUnit"}
+    assert document["displayTimeUnit"] in ("ms", "ns")
+    needed = {"M": {"args"}, "X": {"ts", "dur", "cat"}, "C": {"ts", "args"}}
+    named, used = set(), set()
+    for event in document["traceEvents"]:
+        assert {"ph", "name", "pid", "tid", *needed[event["ph"]]} <= event.keys()
+        assert isinstance(event["name"], str)
+        assert all(type(event[key]) is int for key in ("pid", "tid"))
+        assert all(isinstance(event.get(key, 0.0), int | float) for key in ("ts", "dur"))
+        if event["ph"] == "M":
+            assert event["name"] in ("process_name", "thread_name")
+            assert isinstance(event["args"]["name"], str)
+            named.add((event["pid"], event["tid"]))
+        elif event["ph"] == "X":
+            used.add((event["pid"], event["tid"]))
+        else:
+            assert all(type(value) is int and value >= 0 for value in event["args"].values())
+    assert used <= named
+    for track in used:
+        slices = [
+            event for event in document["traceEvents"] if event["ph"] == "X" and event["tid"] == track[1]
+        ]
+        assert all(a["ts"] + a["dur"] <= b["ts"] + 1e-3 for a, b in pairwise(slices))
+
+
 @pytest.mark.parametrize(("asked", "why"), [
     (["--trace", "a.txt"], "for PyTorch's memory viewer"),
     (["--trace", "a.json"], "Add --gpu NAME"),

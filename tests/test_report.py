@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
 import pytest
 
-from made_up import EVIL, guide_result, measurement, prediction, timing
+from made_up import EVIL, guide_result, job, measurement, prediction, timing
 from snugfit.comparison.compare import compare as foreseen_beside_seen
 from snugfit.comparison.recipes import RecipeComparison
 from snugfit.errors import MeasurementError, UsageError
@@ -30,6 +31,7 @@ from snugfit.report.text import files, grid
 from snugfit.report.text.job import job_line
 from snugfit.report.text.terminal import as_html, as_text
 from snugfit.results.footprint import Startup
+from snugfit.results.measurement import Measurement
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.roster import techniques as roster
 from snugfit.units import GIB
@@ -87,10 +89,28 @@ def test_predicted_beside_measured_tells_the_error() -> None:
 
 
 def test_what_cannot_be_compared_is_refused() -> None:
-    with pytest.raises(UsageError, match="different"):
+    with pytest.raises(UsageError, match="recipe is bf16 predicted and plain measured"):
         foreseen_beside_seen(prediction(recipe=Recipe.parse("bf16")), measurement())
+    longer = prediction(job=replace(job(), sequence_length=128, dtype="bfloat16"))
+    told = (
+        r"sequence_length is 128 predicted and 512 measured; dtype is bfloat16 predicted and float32 measured"
+    )
+    with pytest.raises(UsageError, match=f"{told}.*predict\\(measurement.job, measurement.recipe"):
+        foreseen_beside_seen(longer, measurement())
     with pytest.raises(MeasurementError, match="oom:torch"):
         foreseen_beside_seen(prediction(), measurement(footprint=None, timing=None, outcome="oom:torch"))
+
+
+def test_a_measurement_from_before_models_had_a_dtype_is_compared() -> None:
+    """It is of weights in float32, and its document does not say what the checkpoint's are."""
+    document = measurement(job=replace(job(), dtype="float32")).to_json()
+    del document["job"]["dtype"]
+    document["job"]["model"].pop("dtype", None)
+    earlier = Measurement.from_json(document)
+    for checkpoint in ("float32", "bfloat16"):
+        model = replace(job().model, dtype=checkpoint)
+        both = foreseen_beside_seen(prediction(job=replace(job(), model=model, dtype="float32")), earlier)
+        assert both.error("reserved_bytes") == 0
 
 
 def test_a_measurement_tells_its_start_up() -> None:
@@ -277,7 +297,6 @@ def test_plans_for_gpus_say_whether_full_simulations_agreed(
 
 def test_the_plot_is_the_same_twice_and_reads_any_name() -> None:
     """`$\\bad{$` is no formula. Deterministic, so that a committed plot changes only with its figures."""
-    from dataclasses import replace
 
     result = guide_result(measured=True)
     result = replace(result, gpu=EVIL.replace("\x1b", ""))

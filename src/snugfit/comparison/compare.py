@@ -6,8 +6,8 @@ measurement on the CPU has no NVML bytes, a prediction without a GPU no context.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, overload
 
 from snugfit.comparison.recipes import RecipeComparison
@@ -106,9 +106,11 @@ def compare(
 
 
 def _beside(prediction: Prediction, measurement: Measurement) -> Comparison:
-    predicted = (prediction.job, prediction.recipe, prediction.loop)
-    if predicted != (measurement.job, measurement.recipe, measurement.loop):
-        raise UsageError("The prediction and the measurement have different jobs, recipes or loops.")
+    if other := "; ".join(_differences(prediction, measurement)):
+        raise UsageError(
+            f"The prediction and the measurement are of different experiments: {other}. Predict the measured "
+            "one: snugfit.predict(measurement.job, measurement.recipe, loop=measurement.loop, gpu=...)."
+        )
     if measurement.footprint is None:
         raise MeasurementError(f"Nothing to compare: the run ended with {measurement.outcome}.")
     lines = error_lines(prediction.footprint, measurement.footprint)
@@ -117,6 +119,21 @@ def _beside(prediction: Prediction, measurement: Measurement) -> Comparison:
         measurement.timing.step_seconds if measurement.timing else None,
     )
     return Comparison(prediction=prediction, measurement=measurement, lines=lines, pace=pace)
+
+
+def _differences(prediction: Prediction, measurement: Measurement) -> Iterator[str]:
+    """What is not the same in two experiments. In which dtype the checkpoint lies is nothing of the kind: the
+    job says in which its weights are loaded, and earlier measurements do not know the other."""
+    jobs = (prediction.job, measurement.job)
+    names = [entry.name for entry in fields(Job) if entry.compare]
+    pairs = {name: tuple(getattr(job, name) for job in jobs) for name in names}
+    models = pairs.pop("model")
+    if len({replace(model, dtype=None) for model in models}) > 1:
+        one, other = (model.name for model in models)
+        same_name = "the model's configuration is another" if one == other else ""
+        yield same_name or f"model is {one} predicted and {other} measured"
+    pairs |= {"recipe": (prediction.recipe, measurement.recipe), "loop": (prediction.loop, measurement.loop)}
+    yield from (f"{name} is {a} predicted and {b} measured" for name, (a, b) in pairs.items() if a != b)
 
 
 def step_seconds_line(predicted: float | None, measured: float | None) -> ErrorLine | None:
