@@ -1,0 +1,173 @@
+"""The stories of `examples/`, run as they are typed: what they answer is true, and what they promise to write is there.
+
+`make test` runs those that a tiny model makes quick; the slow tier runs every script at its own size.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+LITTLE = "lora + eager + bf16 + keep_all + default + inline + adamw"
+"""Leaves a plan the batching alone."""
+
+TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 1024,
+    "max_position_embeddings": 2048,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder to work in, with an empty cache of plans."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("COLUMNS", "160")
+    return tmp_path
+
+
+def tiny_model(folder: Path, **changes: Any) -> str:
+    """A folder with the config of a two-layer Llama."""
+    (folder / "tiny").mkdir()
+    (folder / "tiny" / "config.json").write_text(json.dumps(TINY | changes))
+    return str(folder / "tiny")
+
+
+def answer(script: str, **settings: str) -> str:
+    """What the example prints, answers and messages; its last command ends well."""
+    ran = subprocess.run(
+        ["bash", str(EXAMPLES / script)],
+        env=os.environ | settings,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stdout
+    assert "Traceback" not in ran.stdout, ran.stdout
+    assert "No such option" not in ran.stdout, ran.stdout
+    return ran.stdout
+
+
+def check_lora_on_24gb(folder: Path, said: str) -> None:
+    """All at once does not fit, recomputed and cut it does; the plan keeps AdamW and leaves its headroom."""
+    assert said.index("exit code 3") < said.index("exit code 0")
+    plan = json.loads((folder / "snugfit-examples" / "plan.json").read_text())
+    techniques = plan["best"]["recipe"].split(" + ")
+    assert "lora" in techniques
+    assert not any(name.startswith(("sgd", "adafactor", "adamw_8bit")) for name in techniques)
+    assert plan["headroom_bytes"] >= 0.02 * plan["memory_bytes"]
+    nvml_bytes = plan["best"]["reserved_bytes"] + plan["best"]["context_bytes"]
+    assert nvml_bytes <= plan["memory_bytes"] - plan["headroom_bytes"]
+    assert not plan["tight"]
+    assert f"under {plan['best']['recipe']} on" in said
+    assert "Nothing was run or written." in said
+    assert not (folder / "snugfit-examples" / "adapters").exists()
+
+
+@pytest.mark.whole
+def test_lora_of_a_small_model_on_a_small_card(folder: Path) -> None:
+    model = tiny_model(folder, dtype="bfloat16")
+    check_lora_on_24gb(folder, answer("lora_on_24gb.sh", MODEL=model, GPU="rtx 2060", KEEP=LITTLE))
+
+
+@pytest.mark.slow
+def test_lora_of_an_8b_model_on_24_gb(folder: Path) -> None:
+    check_lora_on_24gb(folder, answer("lora_on_24gb.sh"))
+
+
+@pytest.mark.slow
+def test_the_guide_on_a_v100(folder: Path) -> None:
+    said = answer("hf_guide.sh")
+    results = folder / "snugfit-examples"
+    assert "As published, and predicted" in said
+    guide = json.loads((results / "guide" / "guide.json").read_text())
+    assert guide
+    assert {"guide.svg", "guide.png", "guide.md"} <= {file.name for file in (results / "guide").iterdir()}
+    assert "<svg" in (results / "guide.html").read_text()
+
+
+def check_trainer_script(said: str) -> None:
+    """The script is read, what is wrong in it is named, and the plan keeps what trains."""
+    assert "renamed" in said
+    assert "eval_strategy" in said
+    assert "remove dataloader_prefetch_factor" in said
+    assert "precision: bf16, kept as in your own recipe" in said
+    assert "the algorithm kept as in your own recipe" in said
+    assert "steps taken: 20" in said
+
+
+@pytest.mark.whole
+def test_a_trainer_script_of_a_small_model(folder: Path) -> None:
+    lines = (EXAMPLES / "trainer_script.py").read_text()
+    script = lines.replace("answerdotai/ModernBERT-base", tiny_model(folder))
+    assert script != lines
+    (folder / "mine.py").write_text(script.replace("=64,", "=4,"))
+    keep = "sdpa + keep_all + default + inline"
+    check_trainer_script(answer("trainer_script.sh", SCRIPT="mine.py", GPU="rtx 2060", KEEP=keep))
+
+
+@pytest.mark.slow
+def test_a_trainer_script(folder: Path) -> None:
+    said = answer("trainer_script.sh")
+    assert said.index("exit code 3") < said.index("What it changes in your recipe")
+    check_trainer_script(said)
+
+
+def check_rented(folder: Path, said: str) -> None:
+    """The smallest, the fastest and the cheapest are named, and the recipe goes along."""
+    for headline in ("The smallest that trains this", "The fastest", "The cheapest"):
+        assert said.count(headline) == 2  # of one recipe, and of the best of each GPU
+    results = folder / "snugfit-examples"
+    assert "<svg" in (results / "gpus.html").read_text()
+    compile((results / "rented" / "training_arguments.py").read_text(), "rented", "exec")
+
+
+@pytest.mark.slow
+def test_gpus_to_rent_for_a_small_model(folder: Path) -> None:
+    model = tiny_model(folder, dtype="bfloat16")
+    check_rented(folder, answer("rent_a_gpu.sh", MODEL=model, GPUS="l4 rtx4090", KEEP=LITTLE))
+
+
+@pytest.mark.slow
+def test_gpus_to_rent(folder: Path) -> None:
+    check_rented(folder, answer("rent_a_gpu.sh"))
+
+
+def check_where_the_bytes_go(folder: Path, said: str) -> None:
+    """Pages with pictures, a timeline, a comparison, and a loop that is predicted and watched."""
+    results = folder / "snugfit-examples"
+    for page in ("step.html", "techniques.html"):
+        assert "<svg" in (results / page).read_text()
+    assert json.loads((results / "step.json").read_text())["traceEvents"]
+    assert "MiB at the peak of recipe" in said
+    assert "· evaluate ·" in said
+    predicted = said.partition("predicted, by kind:")[2].partition("loss")[0]
+    bytes_of = {line[:20].strip(): float(line[20:].split()[0]) for line in predicted.splitlines() if line}
+    assert bytes_of["optimizer states"] == pytest.approx(2 * bytes_of["weights"], rel=0.01)
+    assert bytes_of["gradients"] == pytest.approx(bytes_of["weights"], rel=0.01)
+    assert "host memory" in said
+
+
+@pytest.mark.whole
+def test_where_the_bytes_of_a_small_model_go(folder: Path) -> None:
+    check_where_the_bytes_go(folder, answer("where_the_bytes_go.sh", MODEL=tiny_model(folder)))
+
+
+@pytest.mark.slow
+def test_where_the_bytes_go(folder: Path) -> None:
+    check_where_the_bytes_go(folder, answer("where_the_bytes_go.sh"))
