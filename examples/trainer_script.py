@@ -1,4 +1,4 @@
-"""A training script as it is written every day: examples/trainer_script.sh asks about it, and never runs it."""
+"""A script as it is written every day: examples/trainer_script.sh asks about it, and never runs it."""
 
 from datasets import load_dataset
 from transformers import (

@@ -1,4 +1,4 @@
-"""Watches a plain PyTorch loop while it runs, and predicts the same step. Takes seconds, with or without a GPU."""
+"""Watches a plain PyTorch loop while it runs, and predicts the same step. With or without a GPU."""
 
 import torch
 from torch import nn
