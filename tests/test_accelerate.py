@@ -495,7 +495,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": lambda parameters, lr: "adamw"}, "must be a torch optimizer"),
     (
         {"optimizer": lambda parameters, lr: torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr)},
-        "holds 1 parameters that are not this model's",
+        "has 1 parameters that do not belong to this model",
     ),
 ]
 

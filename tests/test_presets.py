@@ -337,7 +337,9 @@ def test_a_command_says_the_task_and_the_sizes_that_it_took(capsys: pytest.Captu
     assert "task: causal-lm, from the architecture" in said
     Request.read({"model": "Llama-3.2-1B", "task": "causal-lm"})
     assert capsys.readouterr().err == ""
-    with pytest.raises(UsageError, match=r"does not say one\. Add --task, one of: sequence-classification, "):
+    with pytest.raises(
+        UsageError, match=r"can be trained for several\. Add --task, one of: sequence-classification, "
+    ):
         Request.read({"model": "deberta-v3-base"})
 
 

@@ -81,7 +81,7 @@ def test_a_dry_run_says_what_would_be_run_and_writes_nothing(
     assert run(["train", "job.yaml", "--dry-run", "--gpu", "h200"]) == 0
     words = capsys.readouterr().out
     assert "12 steps of" in words
-    assert "begins with random weights" in words
+    assert "starts from random weights" in words
     assert "predicted for NVIDIA H200" in words
     assert "reserved" in words
     assert "Dry run: nothing was trained or written." in words

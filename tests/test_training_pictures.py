@@ -144,7 +144,7 @@ def test_labels_are_those_of_text_classification(tmp_path: Path, folder: Path) -
     assert named[0]["label"] == 1
     with pytest.raises(UsageError, match=r"label 'cat' is not a finite number.*a regression"):
         data(tmp_path, folder, labels=1)
-    with pytest.raises(UsageError, match="label 'elk' is none of cat, dog"):
+    with pytest.raises(UsageError, match="label 'elk' is not one of cat, dog"):
         data([{"image": pixels(0), "label": "elk"}], folder, like=train_data)
 
 

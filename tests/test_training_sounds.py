@@ -239,7 +239,7 @@ def test_a_processor_must_fit_the_model(tmp_path: Path, folder: Path) -> None:
     longer = whisper(tmp_path / "longer", chunk_length=2)
     with pytest.raises(UsageError, match="makes 16 x 200 of it, but the model takes 16 x 100"):
         data(rows, folder, processor=longer)
-    with pytest.raises(UsageError, match="for speech-to-text it is transformers' feature extractor"):
+    with pytest.raises(UsageError, match="for speech-to-text it must be transformers' feature extractor"):
         data(rows, folder, processor=tokenizer("t5"))
     parts = SimpleNamespace(
         feature_extractor=load_processor(folder, speech_job(folder)), tokenizer=tokenizer("t5")
@@ -328,5 +328,5 @@ def test_a_column_with_a_rate_is_left_to_datasets_where_it_can_hear(
     monkeypatch.setattr(datasets.config, "TORCHCODEC_AVAILABLE", True)
     assert read_rows(source.cast_column("audio", datasets.Audio()))[0]["audio"]["bytes"] is None
     if importlib.util.find_spec("torchcodec") is None:
-        with pytest.raises(UsageError, match=r"row 1: datasets library cannot read this .*torchcodec"):
+        with pytest.raises(UsageError, match=r"row 1: the datasets library cannot read this .*torchcodec"):
             made(source, folder)

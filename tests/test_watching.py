@@ -69,7 +69,7 @@ def test_the_end_lays_both_side_by_side() -> None:
 def test_short_memory_is_told_as_what_it_is() -> None:
     event = {"event": "replanned", "step": 7, "before": "plain", "recipe": "micro_batches(2)"}
     assert "From step 7 the recipe is micro_batches(2)" in shown({**event, "cause": "allocation retries"})
-    assert "in step 7 as plain; it is taken again" in shown({**event, "cause": "oom:torch"})
+    assert "in step 7 with plain. The step is repeated" in shown({**event, "cause": "oom:torch"})
 
 
 @pytest.mark.whole

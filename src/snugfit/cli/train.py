@@ -52,7 +52,7 @@ Device = Annotated[
     str | None, given.option(RUN, "cuda, cuda:1 or cpu. \\[a GPU if there is one, else the CPU]")
 ]
 MaxSteps = Annotated[int | None, given.option(RUN, "Optimizer steps.")]
-Epochs = Annotated[float | None, given.option(RUN, "Number of passes over the data. [3]")]
+Epochs = Annotated[float | None, given.option(RUN, "Number of epochs. [3]")]
 ReportTo = Annotated[str | None, given.option(RUN, "Trackers, such as tensorboard or wandb. [none]")]
 LearningRate = Annotated[float | None, given.option(RUN, "The peak learning rate. [5e-5]")]
 Restart = Annotated[
@@ -149,8 +149,8 @@ def _show_run(request: Request, run: Run) -> int:
     memory = f"{show_bytes(reserved)} reserved" if reserved else f"{show_bytes(allocated or 0)} allocated"
     lines = [
         f"would train {job.model.name}, {job.task.value}, under {run.recipe} on {run.device}",
-        f"{steps:,} steps of {job.batch_size:,} samples, {steps / order.steps_per_epoch:.3g} times through"
-        f" {len(run.data.samples):,}; begins with {start}; into {run.folder}",
+        f"{steps:,} steps of {job.batch_size:,} samples, {steps / order.steps_per_epoch:.3g} times through "
+        f"{len(run.data.samples):,}; starts from {start}; writes into {run.folder}",
         f"predicted for {predicted.gpu.name if predicted.gpu else 'any GPU'}: {memory}",
     ]
     if predicted.timing:

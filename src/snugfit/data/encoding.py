@@ -227,7 +227,7 @@ class Encoder:
             )
         if numbers.size and not -_MOST <= numbers.min() <= numbers.max() < _MOST:
             raise UsageError(
-                f"{self.rows.where(index)}: {column!r} holds {numbers.max()}, which is not a token."
+                f"{self.rows.where(index)}: {column!r} contains {numbers.max()}, which is not a token."
             )
         checked: list[int] = numbers.tolist()
         return checked

@@ -202,8 +202,8 @@ def _find_old_values(document: Document, facts: Mapping[str, Any]) -> Iterator[F
     for key, value in flatten(document.values) if document.format == "yaml" else ():
         if isinstance(value, str) and _EXPONENT.fullmatch(value):
             says = (
-                f"YAML reads {value} as text, because there is no decimal point: {float(value)!r} with "
-                "it is a number"
+                f"YAML reads {value} as text, because there is no decimal point: {float(value)!r} is read "
+                "as a number"
             )
             yield Finding(kind="trap", keys=(key,), says=says, fix=Fix(set={key: float(value)}))
 

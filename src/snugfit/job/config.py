@@ -114,7 +114,7 @@ def parse_config(content: bytes, *, where: str) -> Facts:
         cause = error if content.strip() else "it is empty"
         raise ModelError(f"{where}: not a config.json: {cause}.") from None
     if not isinstance(document, dict):
-        raise ModelError(f"{where}: holds {_kind(document)}; a config.json must be one JSON object.")
+        raise ModelError(f"{where}: this is {_kind(document)}; a config.json must be one JSON object.")
     return check_facts(document, where=where)
 
 
@@ -122,7 +122,7 @@ def check_facts(document: Mapping[str, Any], *, where: str) -> Facts:
     """The facts that decide a model's sizes, everything in them checked, the rest left out."""
     model_type = document.get("model_type")
     if not isinstance(model_type, str):
-        lacks = "has no" if model_type is None else f"{_show(model_type)} is no"
+        lacks = "has no" if model_type is None else f"{_show(model_type)} is not a"
         raise ModelError(f'{where}: {lacks} "model_type", the name of an architecture such as "bert".')
     if _depth(document) > DEEPEST:
         raise ModelError(f"{where}: nested more than {DEEPEST} levels deep.")

@@ -54,9 +54,9 @@ def find_weights(name: str | os.PathLike[str]) -> Path:
             )
     if (folder / ADAPTER).exists():
         raise ModelError(
-            f"{folder} holds {ADAPTER} next to a model's weights. transformers would load that adapter "
-            "into the model and freeze the rest. Merge it (peft's merge_and_unload, then save_pretrained), "
-            "or move its files to another folder."
+            f"{folder} has {ADAPTER} next to a model's weights. transformers would load that adapter into "
+            "the model and freeze the rest. Merge it (peft's merge_and_unload, then save_pretrained), or "
+            "move its files to another folder."
         )
     return folder
 

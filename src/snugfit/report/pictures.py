@@ -158,11 +158,11 @@ def _of_comparison(one: Comparison) -> PageParts:
         BarGroup(compare.FIGURES[line.figure], [line.predicted, line.measured], f"{100 * line.error:+.1f} %")
         for line in one.lines
     ]
-    pictures = [bars("Bytes at the peak, predicted beside measured", groups, BESIDE, _show)]
+    pictures = [bars("Bytes at the peak, predicted and measured", groups, BESIDE, _show)]
     if pace := one.pace:
         ranges = [_seconds_range(one.prediction.speed), None]
         step = BarGroup("a step", [pace.predicted, pace.measured], f"{100 * pace.error:+.1f} %", ranges)
-        pictures.append(bars("Seconds, predicted beside measured", [step], BESIDE, show_seconds))
+        pictures.append(bars("Seconds, predicted and measured", [step], BESIDE, show_seconds))
     lines = [f"recipe {one.prediction.recipe} · {one.prediction.loop} loop · {one.measurement.device.name}"]
     known = {line.figure: line for line in one.lines}
     if shown := known.get("nvml_bytes", known.get("reserved_bytes", one.worst)):

@@ -98,8 +98,8 @@ class Watching:
     def _on_saved(self, event: Event) -> None:
         waited, beside = show_seconds(event["blocked_seconds"]), show_seconds(event["seconds"])
         self._say(
-            f"saved {event['folder']} ({show_bytes(event['bytes'])}; training waited {waited}, the rest took"
-            f" {beside} beside it)"
+            f"saved {event['folder']} ({show_bytes(event['bytes'])}; training waited {waited}, the rest "
+            f"took {beside} in the background)"
         )
 
     def _on_replanned(self, event: Event) -> None:
@@ -110,8 +110,8 @@ class Watching:
             )
             return
         self._say(
-            f"memory ran out ({event['cause']}) in step {event['step']:,} as {event['before']}. It is "
-            f"repeated as {event['recipe']}, with the same global batch"
+            f"memory ran out ({event['cause']}) in step {event['step']:,} with {event['before']}. The step "
+            f"is repeated with {event['recipe']}, with the same global batch"
         )
 
     def _on_foreseen(self, event: Event) -> None:

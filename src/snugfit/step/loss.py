@@ -59,7 +59,7 @@ def _single_number(value: Any) -> torch.Tensor:
     import torch
 
     if not isinstance(value, torch.Tensor):
-        raise TypeError(f"what stands in its place is of type {type(value).__name__}")
+        raise TypeError(f"its value is of type {type(value).__name__}")
     if value.numel() != 1:
-        raise TypeError(f"what stands in its place has the shape {tuple(value.shape)}")
+        raise TypeError(f"its value has the shape {tuple(value.shape)}")
     return value

@@ -61,8 +61,8 @@ def device_of_model(model: Any, optimizer: Any) -> torch.device:
     strange = [parameter for parameter in held if id(parameter) not in own]
     if strange:
         raise UsageError(
-            f"The optimizer holds {len(strange)} parameters that do not belong to this model. Create it "
-            "from model.parameters() after the last change of the model (adapters, tied weights)."
+            f"The optimizer has {len(strange)} parameters that do not belong to this model. Create it from "
+            "model.parameters() after the last change of the model (adapters, tied weights)."
         )
     return torch.device(devices[0])
 

@@ -66,7 +66,7 @@ def with_pool(
                 return search(pool)
             except BelowLowerBound:
                 tell("the layers are not alike: starting again with complete models")
-    raise AssertionError("a whole rehearsal is never less than itself")
+    raise AssertionError("a full simulation is never less than itself")
 
 
 def _parts(job: Job, gpus: Sequence[Gpu | None], timer: Timer, *, shallow: bool, run: PlannedRun) -> Parts:

@@ -16,7 +16,7 @@ class Full(Technique):
 
     fidelity: ClassVar = Fidelity.SAME
     plain: ClassVar = True
-    source: ClassVar = "torch: parameters of an nn.Module require gradients unless told otherwise"
+    source: ClassVar = "torch: parameters of an nn.Module require gradients by default"
     counterparts: ClassVar = (Counterpart(arguments={"lora.r": None}),)
 
     def install(self, setup: Setup) -> Setup:

@@ -185,8 +185,9 @@ def lengthens(run: Run, before: Mapping[str, Any], step: int) -> str:
     if not finished_at <= step < (steps := run.steps(order)):
         return ""
     return (
-        f"The run was finished after {finished_at:,} steps and goes on to {steps:,}. From here its learning"
-        f" rate is that of a schedule of {steps:,} steps: the run is not one of that length from its start."
+        f"The run had finished after {finished_at:,} steps and now continues to {steps:,}. From here its "
+        f"learning rate follows a schedule of {steps:,} steps, so it differs from a run of that length "
+        "from the start."
     )
 
 

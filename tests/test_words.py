@@ -1,0 +1,82 @@
+"""Texts that a user reads are in plain English: none of the words that only we use, or that are hard to read.
+
+Checked is each literal with a space in it that is no docstring: errors, help, reports, notes. Docstrings,
+comments, JSON keys, flags and recipes are not.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "snugfit"
+
+PLAINER = {
+    r"fores(ee\w*|aw)": "predict",
+    r"lawful": "valid",
+    r"lack(s|ed|ing)?": "is missing, does not have, is short by",
+    r"rehears\w*": "simulate, predict",
+    r"beside": "next to, and",
+    r"st(ands?|anding|ood)": "is, is in, stays",
+    r"told": "said",
+    r"anew": "again, from the start",
+    r"passed (by|over)": "ignored",
+    r"paid once": "start-up",
+    r"(go|goes|going|went) on": "continue",
+    r"begun": "started",
+    r"wish(es|ed)?": "setting",
+    r"asked of": "asked from",
+    r"one's own": "your own",
+    r"hands? on": "pass on",
+    r"holds?|held": "has, contains, uses",
+    r"doubt(s|ful)?": "uncertain",
+    r"(?<!here )is no(?! longer)": "is not a",
+    r"is none of": "is not one of",
+    r"; it is an?": "; it must be a",
+    r"put aside": "renamed",
+    r"hears?": "takes",
+    r"for want of": "because there is no",
+}
+
+
+def texts_of(source: str) -> Iterator[tuple[int, str]]:
+    """Line and text of each literal with a space in it; what an f-string fills in is a `{}` of it."""
+    tree = ast.parse(source)
+    nodes = list(ast.walk(tree))
+    docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    parts = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in nodes:
+        if isinstance(node, ast.JoinedStr):
+            texts = [part.value if isinstance(part, ast.Constant) else "{}" for part in node.values]
+            yield node.lineno, "".join(map(str, texts))
+        elif isinstance(node, ast.Constant) and id(node) not in docstrings | parts and " " in str(node.value):
+            yield node.lineno, str(node.value)
+
+
+def dialect_in(texts: Iterator[tuple[int, str]]) -> list[str]:
+    """Each text with a word that is not plain, by its line, with what to write."""
+    return [
+        f"{line}: {text!r}: write {better!r} for {found[0]!r}"
+        for line, text in texts
+        for pattern, better in PLAINER.items()
+        if (found := re.search(rf"(?<!\w)({pattern})(?!\w)", text))
+    ]
+
+
+def test_what_a_user_reads_is_plain_english() -> None:
+    faults = [
+        f"{path.relative_to(SOURCE)}:{fault}"
+        for path in sorted(SOURCE.rglob("*.py"))
+        for fault in dialect_in(texts_of(path.read_text()))
+    ]
+    assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize("text", ["it lacks weights", "a file {name} is no JSON", "the plan foresees it"])
+def test_a_text_of_ours_would_be_found(text: str) -> None:
+    assert dialect_in(texts_of(f"raise Fault(f{text!r})"))
+    assert not dialect_in(texts_of(f'def name():\n    """{text}"""'))
