@@ -288,6 +288,29 @@ def test_a_job_file_says_what_flags_say_and_flags_are_stronger(
     assert asked[2][0].batch_size == 32
 
 
+def test_a_job_file_says_what_a_plan_keeps_and_leaves_free(
+    monkeypatch: pytest.MonkeyPatch, asked: list[Any], empty_folder: Path
+) -> None:
+    """`headroom` serves predictions as well, and a flag is stronger."""
+    plans: list[dict[str, Any]] = []
+
+    def refuse(job: Any, **question: Any) -> None:
+        plans.append(question)
+        raise UsageError("enough")
+
+    monkeypatch.setattr("snugfit.cli.plan_cache.plan", refuse)
+    keys = "keep: bf16\nfree: optimizer, matmul\nheadroom: 3%\n"
+    (empty_folder / "job.yaml").write_text(FILE.replace("recipe: bf16 + micro_batches(4)\r\n", keys))
+    assert run(["plan", "job.yaml"]) == 2
+    assert {name: plans[0][name] for name in ("keep", "free", "headroom")} == {
+        "keep": "bf16", "free": "optimizer, matmul", "headroom": "3%",
+    }  # fmt: skip
+    assert run(["plan", "job.yaml", "--headroom", "0", "--set", "keep=fp32"]) == 2
+    assert (plans[1]["headroom"], plans[1]["keep"]) == ("0", "fp32")
+    assert run(["predict", "job.yaml"]) == 0
+    assert asked[0][2]["headroom"] == "3%"
+
+
 WRITTEN = {
     "octal": ("sequence_length: 010", "octal"),
     "a key twice": ("batch_size: 4\nbatch_size: 8", "twice"),

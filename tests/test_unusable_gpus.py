@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from small_models import small_job
+from snugfit.cli.main import run
 from snugfit.data.lengths import Lengths
 from snugfit.errors import GpuError
 from snugfit.evaluation import guide
@@ -21,8 +22,10 @@ from snugfit.prediction.profile import Software, find_software
     ("name", "why"),
     [("mi300x", "is not a CUDA GPU"), ("k80", "does not run on Tesla K80: compute capability 3.7")],
 )
-def test_a_gpu_that_no_step_runs_on_is_one_sentence_everywhere(name: str, why: str) -> None:
-    """In `predict`, `plan`, `gpus --for`, `lengths` and the guide, in Python as in the command."""
+def test_a_gpu_that_no_step_runs_on_is_one_sentence_everywhere(
+    name: str, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In `predict`, `plan`, `gpus --for`, `lengths`, `measure` and the guide, in Python as in the command."""
     small = small_job("gpt2", 1, batch_size=1, sequence_length=8)
     said = []
     for ask in (
@@ -35,6 +38,8 @@ def test_a_gpu_that_no_step_runs_on_is_one_sentence_everywhere(name: str, why: s
             ask()
         said.append(str(caught.value))
     said += [answer.why for answer in plan_gpus(small, [name]).answers]
+    assert run(["measure", "gpt2", "--gpu", name]) == 2
+    said.append(capsys.readouterr().err.splitlines()[-1].removeprefix("snugfit: "))
     assert len(set(said)) == 1
     assert why in said[0]
     assert "\n" not in said[0]

@@ -132,7 +132,8 @@ def _plan(gpus: Sequence[Gpu], asked: Mapping[str, Any]) -> int:
     if asked["objective"] == "cost" and not prices.per_hour:
         raise UsageError("--objective cost needs prices: add --prices FILE, or --price h200=2.5 and so on.")
     about_job = {parameter.name: asked[parameter.name] for parameter in _JOB}
-    request = given.read_request(about_job | {"model": asked["for_model"]})
+    of_plan = {name: asked[name] for name in ("headroom", "keep", "free")}
+    request = given.read_request(about_job | of_plan | {"model": asked["for_model"]})
     _refuse(request, asked)
     given.check_pictures(asked["html"], asked["plot"])
     steps = steps_of(asked["samples"], asked["steps"], request.job.batch_size)
@@ -145,7 +146,7 @@ def _plan(gpus: Sequence[Gpu], asked: Mapping[str, Any]) -> int:
 def _refuse(request: Request, asked: Mapping[str, Any]) -> None:
     """Raises `UsageError` for what a job file may say and plans for many GPUs do not take."""
     request.refuse_loop()
-    if _fixed_recipe(request, asked) and (asked["keep"] or asked["free"]):
+    if _fixed_recipe(request, asked) and (request.keep or request.free):
         raise UsageError(
             "--recipe sets every slot, so --keep and --free have no effect. Leave --recipe out, or the "
             "other two."
@@ -168,9 +169,9 @@ def _answers(request: Request, gpus: Sequence[Gpu], steps: int | None, asked: Ma
         "objective": objective,
         "steps": steps,
         "start": str(request.recipe) if request.reading and not fixed else None,
-        "keep": {technique.slot: technique for technique in fixed} if fixed else asked["keep"],
-        "free": asked["free"] or (),
-        "headroom": asked["headroom"],
+        "keep": {technique.slot: technique for technique in fixed} if fixed else request.keep,
+        "free": request.free,
+        "headroom": request.headroom,
     }
     answers = answer(
         GpuPlans.from_json,

@@ -31,7 +31,9 @@ from snugfit.training.options import TrainOptions
 from snugfit.user_files import LimitedLoader, load_yaml, read_text
 
 DEEPEST = 3
-_OUTSIDE_THE_JOB = {"recipe": str, "gpu": str, "memory": str, "loop": str, "software": str}
+_OUTSIDE_THE_JOB = dict.fromkeys(
+    ("recipe", "gpu", "memory", "headroom", "keep", "free", "loop", "software"), str
+)
 _DATA = {
     "dataset": str, "eval_dataset": str, "tokenizer": str, "processor": str, "columns": str, "pack": bool,
     "weights": str, "from_scratch": bool, "output_dir": str, "device": str,

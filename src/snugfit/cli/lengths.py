@@ -55,6 +55,7 @@ def lengths(
     column: Column = None,
     truncate: Truncate = None,
     memory: given.Memory = None,
+    headroom: given.Headroom = None,
     fresh: given.Fresh = False,
     form: given.Format = "terminal",
     as_json: given.AsJson = False,
@@ -85,7 +86,12 @@ def plan_of(
     assert request.lengths is not None
     assert request.gpu is not None
     gpu, of = request.gpu, request.lengths
-    asked: dict[str, Any] = {"memory_bytes": request.memory_bytes, "loop": loop, "cut": cut}
+    asked: dict[str, Any] = {
+        "memory_bytes": request.memory_bytes,
+        "headroom": request.headroom,
+        "loop": loop,
+        "cut": cut,
+    }
     return answer(
         LengthPlan.from_json,
         lambda tell: plan_lengths(request.job, recipe, lengths=of, gpu=gpu, tell=tell, **asked),

@@ -48,8 +48,11 @@ def measure(
 ) -> int:
     """Measure a training step here: its memory, its time, and how it ended."""
     from snugfit.measurement.measure import measure as run
+    from snugfit.prediction.device import policy_for
+    from snugfit.prediction.profile import Software
 
     given.check_pictures(html, plot)
+    policy_for(request.gpu, Software())
     # Whatever is wrong with the prediction is said before minutes are spent on the run.
     predicted = _predict(request, device) if predict else None
     measured = run(

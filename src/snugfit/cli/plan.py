@@ -107,11 +107,11 @@ def plan(
     asked = {
         "fidelity": fidelity,
         "objective": objective,
-        "keep": keep,
-        "free": free or (),
+        "keep": request.keep,
+        "free": request.free,
         "steps": steps,
         "ranked": verify or 0,
-        "headroom": headroom,
+        "headroom": request.headroom,
     }
     chosen = _plan(request, asked, workers, fresh=fresh)
     given.write_pictures(html, plot, chosen)

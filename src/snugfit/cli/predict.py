@@ -72,9 +72,7 @@ def predict(
     if trace:
         _check_trace(trace, request, compare)
     predictions = (
-        [_largest(request, largest, headroom, quiet=as_json)]
-        if largest
-        else _predict_all(request, compare or [], headroom)
+        [_largest(request, largest, quiet=as_json)] if largest else _predict_all(request, compare or [])
     )
     _print(predictions, operators=operators, as_json=as_json)
     given.write_pictures(html, plot, predictions[0] if len(predictions) == 1 else _side_by_side(predictions))
@@ -99,7 +97,7 @@ def _check_trace(path: Path, request: Request, compared: list[str] | None) -> No
         raise UsageError("--trace FILE.json is a timeline in seconds, which need a GPU. Add --gpu NAME.")
 
 
-def _predict_all(request: Request, compared: list[str], headroom: str | None) -> list[Prediction]:
+def _predict_all(request: Request, compared: list[str]) -> list[Prediction]:
     from snugfit.prediction.predict import predict as foresee
     from snugfit.techniques.recipe import Recipe
 
@@ -110,7 +108,7 @@ def _predict_all(request: Request, compared: list[str], headroom: str | None) ->
             recipe,
             gpu=request.gpu,
             memory_bytes=request.memory_bytes,
-            headroom=headroom,
+            headroom=request.headroom,
             loop=request.loop,
             software=request.software,
         )
@@ -118,7 +116,7 @@ def _predict_all(request: Request, compared: list[str], headroom: str | None) ->
     ]
 
 
-def _largest(request: Request, of: str, headroom: str | None, *, quiet: bool) -> Prediction:
+def _largest(request: Request, of: str, *, quiet: bool) -> Prediction:
     if request.gpu is None and request.memory_bytes is None:
         raise UsageError("--largest needs a limit. Add --gpu NAME or --memory 24GiB.")
     if request.software != "installed":
@@ -130,7 +128,7 @@ def _largest(request: Request, of: str, headroom: str | None, *, quiet: bool) ->
         request.recipe,
         gpu=request.gpu,
         memory_bytes=request.memory_bytes,
-        headroom=headroom,
+        headroom=request.headroom,
         loop=request.loop,
         of=of,
     )

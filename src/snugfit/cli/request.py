@@ -43,6 +43,15 @@ class Request:
     memory_bytes: int | None
     """The memory that was named; it goes before the GPU's own."""
 
+    headroom: str | None
+    """How much memory to leave free, as it was written; None for the usual."""
+
+    keep: str | None
+    """Techniques that a plan must use, as a recipe."""
+
+    free: str | tuple[()]
+    """Slots that a plan may change, with commas between them."""
+
     loop: str
     """The training loop, by name."""
 
@@ -80,6 +89,9 @@ class Request:
             recipe=Recipe.parse(settings.get("recipe", "plain")),
             gpu=find_gpu(settings["gpu"]) if "gpu" in settings else None,
             memory_bytes=parse_bytes(settings["memory"], what="memory") if "memory" in settings else None,
+            headroom=settings.get("headroom"),
+            keep=settings.get("keep"),
+            free=settings.get("free", ()),
             loop=_known_loop(settings.get("loop", "plain")),
             software=settings.get("software", "installed"),
             training={key: value for key, value in settings.items() if key in training_keys()},

@@ -65,6 +65,9 @@ class LengthPlan:
     ways: tuple[Way, ...]
     """Each way of padding; empty when the model does not take the longest sequence."""
 
+    headroom_bytes: int = 0
+    """How many of them should stay free."""
+
     cut: Cut | None = None
     """When a truncation was asked for."""
 
@@ -95,10 +98,20 @@ class LengthPlan:
             return None
         return way.needed_bytes <= self.memory_bytes
 
+    def is_tight(self, way: Way) -> bool:
+        """Whether this way fits and leaves less than the headroom."""
+        return bool(self.fits(way)) and self.spare_bytes(way) < self.headroom_bytes
+
+    def spare_bytes(self, way: Way) -> int:
+        """Bytes that this way leaves of the memory; negative where it does not fit."""
+        return (self.memory_bytes or 0) - (way.needed_bytes or 0)
+
     @property
     def best(self) -> Way | None:
-        """The fastest that fits; among those as fast the simplest. None when none does."""
-        return _best([way for way in self.ways if self.fits(way) is not False])
+        """The fastest that fits and leaves the headroom; where none leaves it, that fits. Among those as fast
+        the simplest. None when none fits."""
+        fitting = [way for way in self.ways if self.fits(way) is not False]
+        return _best([way for way in fitting if not self.is_tight(way)]) or _best(fitting)
 
     @property
     def is_assumed(self) -> bool:

@@ -25,6 +25,7 @@ from snugfit.planning.lengths.padding import Way, Ways, seconds_of
 from snugfit.planning.lengths.sizes import sizes_of
 from snugfit.planning.request import refuse_bad_request
 from snugfit.prediction.device import doubts_about
+from snugfit.prediction.headroom import headroom_of
 from snugfit.prediction.profile import installed_versions
 from snugfit.techniques.recipe import Recipe
 
@@ -48,6 +49,7 @@ def plan_lengths(
     lengths: Lengths,
     gpu: Gpu | str,
     memory_bytes: int | None = None,
+    headroom: int | str | None = None,
     loop: str = "plain",
     cut: int | None = None,
     seed: int = 0,
@@ -55,9 +57,10 @@ def plan_lengths(
 ) -> LengthPlan:
     """What each way of padding the dataset's batches takes, under this recipe on this GPU.
 
-    `cut` also tells what it would take with sequences of so many tokens at most. `seed` draws the batches,
-    `tell` hears what is being done. Raises `UsageError` for what cannot be, `RehearsalError` for a step
-    without a trace.
+    `headroom` (bytes, or text such as `2%`) of the memory stays free where a way of padding leaves it, by
+    default as for a plan. `cut` also tells what it would take with sequences of so many tokens at most.
+    `seed` draws the batches, `tell` hears what is being done. Raises `UsageError` for what cannot be,
+    `RehearsalError` for a step without a trace.
     """
     refuse_bad_request(job, memory_bytes=memory_bytes)
     if not isinstance(lengths, Lengths):
@@ -81,6 +84,7 @@ def plan_lengths(
         gpu=gpu,
         loop=loop,
         memory_bytes=memory_bytes if memory_bytes is not None else gpu.memory_bytes,
+        headroom_bytes=headroom_of(headroom, gpu, memory_bytes),
         lengths=lengths,
         ways=ways if any(way.needed_bytes for way in ways) else (),
         cut=_cut(lengths, shorter, of_cut.ways(seconds)) if shorter and of_cut else None,

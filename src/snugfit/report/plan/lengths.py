@@ -28,6 +28,7 @@ def render(plan: LengthPlan) -> Page:
     return Page(
         [Sentence(question(plan), "heading"), dataset(plan.lengths)],
         [Sentence(answer(plan), "good" if plan.best else "bad")],
+        tightness(plan),
         tables(plan),
         remarks(plan),
         (Sentence(f"Uncertain: {doubt}", "uncertain") for doubt in plan.doubts),
@@ -64,6 +65,16 @@ def answer(plan: LengthPlan) -> str:
     if best.order != "fixed" and times > 1.01:
         text += f"; {times:.2f} times as fast as padding everything to {whole.length:,}"
     return text + "."
+
+
+def tightness(plan: LengthPlan) -> Iterator[str]:
+    """That no way of padding leaves the headroom free, where none does."""
+    if plan.best and plan.is_tight(plan.best):
+        yield (
+            f"Tight: no way of padding leaves the headroom free. This one leaves "
+            f"{show_bytes(plan.spare_bytes(plan.best))}; {show_bytes(plan.headroom_bytes)} should stay free "
+            "(--headroom)."
+        )
 
 
 def _how(way: Way) -> str:
@@ -119,7 +130,7 @@ def _row(plan: LengthPlan, way: Way, mark: str) -> tuple[str, ...]:
         f"{1e3 * (way.longest_step_seconds or 0):,.1f}",
         f"{way.samples_per_second:,.1f}",
         f"{way.tokens_per_second:,.0f}",
-        "does not fit" if plan.fits(way) is False else mark,
+        "does not fit" if plan.fits(way) is False else " ".join([mark, "tight" * plan.is_tight(way)]).strip(),
     )
 
 
