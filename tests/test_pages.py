@@ -95,8 +95,15 @@ def test_a_prediction_s_page_is_whole_and_says_the_figures(tmp_path: Path) -> No
 def test_recipes_side_by_side_make_one_page(tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     write_page(path, RecipeComparison((prediction(), prediction(6 * GIB, recipe=Recipe.parse("bf16")))))
-    check_page(path.read_text(), pictures=3)
-    assert "bf16: needed 6.59 GiB" in path.read_text()
+    page = path.read_text()
+    check_page(page, pictures=3)
+    assert "bf16: needed 6.59 GiB" in page
+    assert "The smallest is bf16, with 6.59 GiB." in page
+    assert page.count("Uncertain: the context of this GPU was not measured</p>") == 1
+    fast = timed(prediction(recipe=Recipe.parse("bf16")))
+    write_page(path, RecipeComparison((timed(prediction()), fast)))
+    check_page(path.read_text(), pictures=4)
+    assert "bf16: seconds 300.0 ms (282.0 ms to 320.5 ms)" in path.read_text()
 
 
 def everything() -> dict[str, object]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,6 +53,8 @@ class PageParts(NamedTuple):
     pictures: Sequence[Picture]
     report: RenderableType
     """The whole result in words and tables."""
+    doubts: Iterable[str] = ()
+    """What is uncertain in it, as sentences."""
 
 
 def write_page(path: Path, result: object) -> None:
@@ -66,7 +69,7 @@ def draw_plot(path: Path, result: object) -> None:
         content = guide_plot.summary(result, form)
     else:
         parts = parts_of(result)
-        content = plot(parts.title, parts.lines, parts.pictures, form)
+        content = plot(parts.title, parts.lines, parts.pictures, _uncertain(parts), form)
     write_atomically(path, content)
 
 
@@ -78,7 +81,11 @@ def notebook_cell(result: object) -> str:
 def _html(shape: Callable[..., str], result: object) -> str:
     parts = parts_of(result)
     report = as_text(parts.report, width=REPORT_WIDTH)
-    return shape(parts.title, parts.lines, parts.pictures, report=report)
+    return shape(parts.title, parts.lines, parts.pictures, _uncertain(parts), report=report)
+
+
+def _uncertain(parts: PageParts) -> list[str]:
+    return [f"Uncertain: {doubt}" for doubt in parts.doubts]
 
 
 def has_pictures(kind: type) -> bool:
@@ -113,7 +120,7 @@ def _of_prediction(one: Prediction) -> PageParts:
     recipe = prediction.heading(one).plain.splitlines()[-1]
     lines = [prediction.verdict(one).plain, *(line.plain for line in prediction.about_pace(one)), recipe]
     report = prediction.render(one, operators=True)
-    return PageParts(job_line(one.job), lines, draw_prediction(one), report)
+    return PageParts(job_line(one.job), lines, draw_prediction(one), report, one.doubts)
 
 
 def _of_recipes(compared: RecipeComparison) -> PageParts:
@@ -123,15 +130,25 @@ def _of_recipes(compared: RecipeComparison) -> PageParts:
     groups = [BarGroup(str(one.recipe), [one.needed_bytes]) for one in several]
     title = "GPU memory needed, by recipe"
     pictures = [bars(title, groups, ["needed"], _show, bound=memory, bound_words=ALLOWED)]
+    timed = [(str(one.recipe), one.speed) for one in several]
+    steps = [BarGroup(name, [it.step_seconds], "", [_seconds_range(it)]) for name, it in timed if it]
+    pictures += [bars("Seconds of a step, by recipe", steps, ["seconds"], show_seconds)] if steps else []
     for one in several:
         named = draw_prediction(one)[:1]
         pictures += [replace(picture, title=f"{picture.title}: {one.recipe}") for picture in named]
-    return PageParts(job_line(several[0].job), [], pictures, compare.render(several))
+    smallest = min(several, key=attrgetter("needed_bytes"))
+    answer = f"The smallest is {smallest.recipe}, with {show_bytes(smallest.needed_bytes)}"
+    known = [(one.speed.step_seconds, one.recipe) for one in several if one.speed]
+    if known:
+        seconds, recipe = min(known, key=itemgetter(0))
+        answer += f"; the fastest is {recipe}, with {show_seconds(seconds)} a step"
+    doubts = dict.fromkeys(doubt for one in several for doubt in one.doubts)
+    return PageParts(job_line(several[0].job), [f"{answer}."], pictures, compare.render(several), doubts)
 
 
 def _of_plan(one: Plan) -> PageParts:
     lines = [plan.answer(one), *plan.headroom(one)]
-    return PageParts(plan.question(one), lines, [draw_front(one)], plan.render(one))
+    return PageParts(plan.question(one), lines, [draw_front(one)], plan.render(one), one.doubts)
 
 
 def _of_measurement(one: Measurement) -> PageParts:
@@ -169,7 +186,9 @@ def _of_comparison(one: Comparison) -> PageParts:
         where = f"{compare.FIGURES[shown.figure]} at the peak ({100 * shown.error:+.1f} %)"
         lines = [f"{_show(shown.predicted)} predicted, {_show(shown.measured)} measured {where}.", *lines]
     pictures += draw_prediction(one.prediction)
-    return PageParts(job_line(one.prediction.job), lines, pictures, compare.beside(one))
+    return PageParts(
+        job_line(one.prediction.job), lines, pictures, compare.beside(one), one.prediction.doubts
+    )
 
 
 def _of_gpu_plans(several: GpuPlans) -> PageParts:
@@ -190,7 +209,8 @@ def _of_gpu_plans(several: GpuPlans) -> PageParts:
     if speeds:
         pictures.append(bars("Samples per second where it fits", speeds, ["samples/s"], "{:,.1f}".format))
     lines = [*gpu_plans.headline(several, Prices())]
-    return PageParts(gpu_plans.question(several), lines, pictures if known else [], gpu_plans.render(several))
+    report, doubts = gpu_plans.render(several), gpu_plans.doubts(several)
+    return PageParts(gpu_plans.question(several), lines, pictures if known else [], report, doubts)
 
 
 def _of_guide(result: GuideResult) -> PageParts:
@@ -211,7 +231,7 @@ def _of_guide(result: GuideResult) -> PageParts:
         names, title = [one.label for one in series], f"{what} of the guide's experiments{unit}"
         pictures += [bars(title, values, names, "{:.2f}".format)] if names else []
     title = f"The single-GPU guide's experiments on {result.gpu}"
-    return PageParts(title, [], pictures, guide.render(result))
+    return PageParts(title, [], pictures, guide.render(result), result.doubts)
 
 
 def _seconds_range(speed: StepSpeed | None) -> tuple[float, float] | None:

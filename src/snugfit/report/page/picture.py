@@ -48,14 +48,19 @@ class Picture:
     """Whether the drawing has numbers that only the table explains."""
 
 
-def document(title: str, lines: Iterable[str], pictures: Sequence[Picture], *, report: str) -> str:
-    """A whole HTML page that needs no other file and no network; `report` is the result as plain text."""
-    return _fill("page.html.j2", title, lines, pictures, report, open_first=False)
+def document(
+    title: str, lines: Iterable[str], pictures: Sequence[Picture], notes: Iterable[str] = (), *, report: str
+) -> str:
+    """A whole HTML page that needs no other file and no network: sentences, pictures, notes below them, and
+    the result as plain text in `report`."""
+    return _fill("page.html.j2", title, lines, pictures, notes, report, open_first=False)
 
 
-def fragment(title: str, lines: Iterable[str], pictures: Sequence[Picture], *, report: str) -> str:
+def fragment(
+    title: str, lines: Iterable[str], pictures: Sequence[Picture], notes: Iterable[str] = (), *, report: str
+) -> str:
     """The same for a notebook's cell: without a script, and the first picture's table open."""
-    return _fill("fragment.html.j2", title, lines, pictures, report, open_first=True)
+    return _fill("fragment.html.j2", title, lines, pictures, notes, report, open_first=True)
 
 
 def _fill(
@@ -63,6 +68,7 @@ def _fill(
     title: str,
     lines: Iterable[str],
     pictures: Sequence[Picture],
+    notes: Iterable[str],
     report: str,
     *,
     open_first: bool,
@@ -74,6 +80,7 @@ def _fill(
             title=harmless(title),
             lines=list(lines),
             pictures=pictures,
+            notes=list(notes),
             report=report,
             version=__version__,
             open_first=open_first,

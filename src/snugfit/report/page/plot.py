@@ -46,8 +46,10 @@ _LINES: dict[str, dict[str, Any]] = {
 _INKS = {"faint": "faint", "on0": "paper"}
 
 
-def plot(title: str, lines: Iterable[str], pictures: Sequence[Picture], form: str) -> bytes:
-    """The answer in sentences and its pictures, one below the other, as the bytes of such a file."""
+def plot(
+    title: str, lines: Iterable[str], pictures: Sequence[Picture], notes: Iterable[str], form: str
+) -> bytes:
+    """The answer in sentences, its pictures one below the other, and notes, as the bytes of such a file."""
     with drawing(form, width=(WIDTH + 2 * MARGIN) * UNIT, height=1.0) as drawn:
         drawn.figure.set_layout_engine("none")
         axes = drawn.figure.add_axes((0.0, 0.0, 1.0, 1.0))
@@ -57,6 +59,9 @@ def plot(title: str, lines: Iterable[str], pictures: Sequence[Picture], form: st
             canvas.write(line, bold=number == 0)
         for picture in pictures:
             canvas.add(picture)
+        canvas.y += LINE
+        for note in notes:
+            canvas.write(note, SIZE - 1, ink="faint")
         height = canvas.y + MARGIN
         drawn.figure.set_size_inches((WIDTH + 2 * MARGIN) * UNIT, height * UNIT)
         axes.set(xlim=(-MARGIN, WIDTH + MARGIN), ylim=(height, 0.0))
