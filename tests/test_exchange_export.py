@@ -13,8 +13,9 @@ import torch
 from small_models import FAMILIES
 from snugfit.cli.main import run
 from snugfit.errors import RecipeError, UsageError
-from snugfit.exchange.export import TARGETS, Export, export, training_arguments
+from snugfit.exchange.export import TARGETS, Export, export
 from snugfit.exchange.read import read_arguments
+from snugfit.exchange.trainer_arguments import training_arguments
 from snugfit.job.job import Job
 from snugfit.job.model import Model
 from snugfit.step.batches import collate, dataset

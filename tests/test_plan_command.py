@@ -184,7 +184,20 @@ def test_a_folder_that_cannot_be_written_is_no_error(
     assert run(ASK) == 0
 
 
+def test_the_answer_is_exported(
+    asked: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*ASK, "--export", "hf", "out"]) == 0
+    assert json.loads((tmp_path / "out" / "training_arguments.json").read_text())["bf16"] is True
+    assert "Written: out/training_arguments.py" in capsys.readouterr().err
+    assert run([*ASK, "--export", "trl", "out"]) == 2
+    assert "sequence-classification" in capsys.readouterr().err
+    assert len(asked) == 1, "before the search"
+
+
 MISTAKES = {
+    "an export while verifying": ([*ASK, "--verify", "1", "--export", "hf", "out"], "--verify"),
+    "an unknown export": ([*ASK, "--export", "torc", "out"], "Did you mean 'torch'?"),
     "a recipe": ([*ASK, "--recipe", "bf16"], "chooses the recipe"),
     "another loop": ([*ASK, "--loop", "trainer"], "plain loop"),
     "no gpu": (ASK[:4], "--gpu"),

@@ -8,7 +8,10 @@ from itertools import pairwise
 
 import pytest
 
+from snugfit.cli.main import run
 from snugfit.job.gpu import find_gpu
+from snugfit.job.job import Job, Task
+from snugfit.job.model import Model
 from snugfit.planning.fleet.gpu_plans import GpuPlans, OnGpu
 from snugfit.planning.fleet.prices import Prices
 from snugfit.planning.plan import Plan
@@ -72,11 +75,27 @@ def test_every_plan_says_what_to_do() -> None:
     assert train in " ".join(as_text(render(replace(plan, best=best)), width=500).split("\n"))
 
 
-def test_what_the_trainer_cannot_say_has_the_first_line_alone() -> None:
+def test_what_the_trainer_cannot_say_is_exported_to_torch() -> None:
     plan = made_up()
-    best = replace(plan.front[0], recipe="adamw_loop")
     assert list(next_steps(replace(plan, best=None))) == []
-    assert len(list(next_steps(replace(plan, best=best)))) >= 1
+    _, script = next_steps(replace(plan, best=replace(plan.front[0], recipe="adamw_loop")))
+    assert "--to torch" in script
+    inexpressible = replace(plan.front[0], recipe="segments")
+    assert len(list(next_steps(replace(plan, best=inexpressible)))) == 1
+
+
+@pytest.mark.parametrize("tool", ["trl", "axolotl", "llamafactory"])
+def test_the_export_is_for_the_tool_whose_file_the_user_came_with(tool: str) -> None:
+    plan = made_up()
+    model = Model.find("meta-llama/Llama-3.2-1B")
+    language = replace(plan, job=Job(model=model, task=Task.CAUSAL_LM, batch_size=4))
+    best = replace(plan.front[0], recipe="lora(targets=all-linear) + bf16")
+    export = list(next_steps(replace(language, best=best), tool))[-1]
+    assert f"--to {tool}" in export
+    assert f"--to {tool}" in as_text(render(replace(language, best=best), target=tool), width=500)
+    words = shlex.split(export.partition(": ")[2])
+    assert run([*words[1 : words.index("--output")], "--json"]) == 0
+    assert "--to hf" in list(next_steps(replace(plan, best=best), tool))[-1], "it trains language models only"
 
 
 @pytest.mark.parametrize(

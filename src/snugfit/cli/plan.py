@@ -11,6 +11,7 @@ import typer
 
 from snugfit.cli import arguments as given
 from snugfit.cli import lengths as of_lengths
+from snugfit.cli.export import Into, check_export, write_export
 from snugfit.cli.request import Request, steps_of
 from snugfit.cli.verify import verify_plan, with_gpu_here
 from snugfit.errors import NothingFits, UsageError
@@ -91,6 +92,7 @@ def plan(
     everything: All = False,
     plot: given.Plot = None,
     html: given.Html = None,
+    export: Into = None,
     fresh: given.Fresh = False,
     verify: Verify = None,
     no_learn: NoLearn = False,
@@ -102,7 +104,10 @@ def plan(
     from snugfit.report.text.page import print_as
 
     given.check_pictures(html, plot)
+    if export and verify:
+        raise UsageError("--export writes this answer, and --verify may find another. Ask one at a time.")
     request = _check(request, verify)
+    check_export(export, request.job)
     steps = steps_of(samples, steps, request.job.batch_size)
     asked = {
         "fidelity": fidelity,
@@ -116,13 +121,15 @@ def plan(
     chosen = _plan(request, asked, workers, fresh=fresh)
     given.write_pictures(html, plot, chosen)
     form = "json" if as_json else form
+    comes_with = request.reading.export if request.reading else ""
     more_follows = chosen.fits and (lengths or verify)
     if not more_follows or form != "json":
-        print_as(form, chosen.to_json(), render(chosen, everything=everything))
+        print_as(form, chosen.to_json(), render(chosen, everything=everything, target=comes_with))
     if more_follows and lengths:
         of_lengths.show_planned(request, chosen, form, fresh=fresh)
     elif more_follows:
         verify_plan(chosen, form, learn=not no_learn, workers=workers)
+    write_export(export, chosen.job, chosen.best.recipe if chosen.best else None)
     return 0 if chosen.fits else NothingFits.exit_code
 
 

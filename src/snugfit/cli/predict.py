@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from snugfit.cli import arguments as given
+from snugfit.cli.export import Into, check_export, write_export
 from snugfit.cli.request import Request
 from snugfit.errors import NothingFits, UsageError
 
@@ -63,12 +64,16 @@ def predict(
     html: given.Html = None,
     plot: given.Plot = None,
     trace: TraceFile = None,
+    export: Into = None,
     as_json: given.AsJson = False,
 ) -> int:
     """Predict the memory of a training step, without a GPU."""
     if largest and compare:
         raise UsageError("--largest and --compare cannot be used together. Give one of them.")
     given.check_pictures(html, plot)
+    if export and compare:
+        raise UsageError("--export is of one recipe. Leave --compare out.")
+    check_export(export, request.job)
     if trace:
         _check_trace(trace, request, compare)
     predictions = (
@@ -82,6 +87,8 @@ def predict(
 
         write_atomically(trace, export_trace(predictions[0], trace.suffix))
         given.say_written(trace)
+    answer = predictions[0]
+    write_export(export, answer.job, None if answer.fits is False else str(answer.recipe))
     return NothingFits.exit_code if all(one.fits is False for one in predictions) else 0
 
 

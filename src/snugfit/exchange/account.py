@@ -39,6 +39,9 @@ class Reading:
     title: str
     """What kind of file it is."""
 
+    export: str
+    """The target of an export in the user's own tool; empty where that is `hf`."""
+
     settings: Mapping[str, Any]
     """As a job file would say it: model, task, batch_size, recipe, loop, ..."""
 

@@ -51,6 +51,9 @@ class Dialect:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """What holds when a file does not say it, beyond `TrainingArguments`' own defaults."""
 
+    export: str = ""
+    """The target of an export that whoever has such a file runs; empty where that is `hf`."""
+
     together: list[dict[str, Any]] = field(default_factory=list)
     """What several keys mean together: where all of `when` hold, `becomes` is added."""
 

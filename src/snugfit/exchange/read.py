@@ -88,6 +88,7 @@ class _Reader:
         return Reading(
             path=str(self.document.path),
             title=table.title,
+            export=table.export,
             settings=self.settings,
             by_flags={key: name for key, name in self.said_by.items() if name in self.flags},
             took=tuple(dict.fromkeys(self.took)),

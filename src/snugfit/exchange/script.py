@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 def script_values(
     job: Job,
     recipe: Recipe,
+    to: str,
     dotted: Mapping[str, Any],
     *,
     training_arguments: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Everything that a template may write, by the name that it has there; texts are Python already, unless
-    the template says `literal`. With `training_arguments` the loop is the Trainer's."""
-    from snugfit.versions import __version__
-
+    the template says `literal`, and `to` is the target. With `training_arguments` the loop is the
+    Trainer's."""
     context = ScriptContext(
         job=job,
         setup=recipe.setup(),
@@ -49,8 +49,8 @@ def script_values(
     return {
         "recipe": str(recipe),
         "task": job.task.value,
-        "writer": f"snugfit {__version__} for {installed.version()}",
-        "model": _folder_or_id(job),
+        "writer": writer(to),
+        "model": folder_or_id(job),
         "auto": HEADS[job.task][0],
         "environment": {k.partition(".")[2]: v for k, v in dotted.items() if k.startswith("environment.")},
         "shifted": job.task == "causal-lm",  # the first token of a sequence is not predicted
@@ -84,7 +84,14 @@ def write_script(template: str, script: Mapping[str, Any]) -> str:
     return text
 
 
-def _folder_or_id(job: Job) -> str:
+def writer(to: str) -> str:
+    """Who wrote a file, and for which target: what the head of a file says."""
+    from snugfit.versions import __version__
+
+    return f"snugfit {__version__} (--export {to}) for {installed.version()}"
+
+
+def folder_or_id(job: Job) -> str:
     """A path without the name of the file, a hub id as it is."""
     name = job.model.name
     if job.model.origin == "path" and name.endswith(".json"):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError
-from snugfit.exchange.export import training_arguments
+from snugfit.exchange.export import export
+from snugfit.exchange.trainer_arguments import training_arguments
 from snugfit.job.limits import NO_SEQUENCE, WITH_TARGET
 from snugfit.techniques.recipe import Recipe
 
@@ -16,26 +18,32 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
     from snugfit.planning.plan import Plan
 
+_TITLES = {"trl": "For TRL", "axolotl": "For axolotl", "llamafactory": "For LLaMA-Factory"}
+
 BY_FLAG = ("batch_size", "sequence_length", "target_length", "labels", "clip")
 """Fields of a job that `snugfit train` and `snugfit export` take by flags of these names."""
 
 
-def next_steps(plan: Plan) -> Iterator[str]:
-    """The lines that put a plan's best recipe to use; none where nothing fits, or where the model lives in
-    Python, whose own script trains it, or is evaluated only."""
+def next_steps(plan: Plan, target: str = "") -> Iterator[str]:
+    """The lines that put a plan's best recipe to use, with an export for the `target` whose file the user
+    came with, else for the Trainer or torch; none where nothing fits, or where the model lives in Python,
+    whose own script trains it, or is evaluated only."""
     job = plan.job
     if plan.best is None or job.model.module is not None or not job.trains:
         return
     about_job = _flags(job)
     recipe = shlex.quote(plan.best.recipe)
     yield f"Train it: snugfit train {about_job} --recipe {recipe} --dataset DATA --output-dir FOLDER"
-    try:
-        arguments = _changed_arguments(job, Recipe.parse(plan.best.recipe))
-    except SnugfitError:  # the Trainer has nothing that means it
-        return
-    inner = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
-    yield f"In a Trainer: TrainingArguments({inner})"
-    yield f"As a script: snugfit export {recipe} {about_job} --to hf --output FOLDER"
+    parsed = Recipe.parse(plan.best.recipe)
+    with suppress(SnugfitError):  # the Trainer has nothing that means it
+        arguments = _changed_arguments(job, parsed)
+        yield f"In a Trainer: TrainingArguments({', '.join(f'{k}={v!r}' for k, v in arguments.items())})"
+    for to in filter(None, (target, "hf", "torch")):
+        with suppress(SnugfitError):  # this target cannot express it
+            export(job, parsed, to)
+            title = _TITLES.get(to, "As a script")
+            yield f"{title}: snugfit export {recipe} {about_job} --to {to} --output FOLDER"
+            return
 
 
 def _flags(job: Job) -> str:

@@ -17,8 +17,9 @@ LEAST_STARTUP = 0.05
 """Seconds: a smaller difference in start-up time is not reported."""
 
 
-def render(plan: Plan, *, everything: bool = False) -> Page:
-    """The whole report of one plan; the front whole where `everything` is asked for."""
+def render(plan: Plan, *, everything: bool = False, target: str = "") -> Page:
+    """The whole report of one plan; the front whole where `everything` is asked for. `target` is what an
+    export is for, where the user came with another tool's file."""
     return Page(
         [Sentence(question(plan), "heading"), Sentence(answer(plan), "good" if plan.fits else "bad")],
         headroom(plan),
@@ -28,7 +29,7 @@ def render(plan: Plan, *, everything: bool = False) -> Page:
         changes(plan),
         [front(plan, everything=everything), *([refusals(plan)] if plan.refused else [])],
         plan.cures,
-        next_steps(plan),
+        next_steps(plan, target),
         [looked_at(plan)],
         (Sentence(f"Uncertain: {doubt}", "uncertain") for doubt in _doubts(plan)),
     )

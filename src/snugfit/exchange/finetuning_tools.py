@@ -1,0 +1,241 @@
+"""A recipe as the files of the tools that fine-tune language models: TRL, axolotl and LLaMA-Factory.
+
+All three run transformers' Trainer, so each starts from its arguments. What a tool loads, casts or switches
+on by itself is written down, so that it runs what was predicted; what it cannot be told is refused by the
+technique's name. Read for this: TRL 1.16 (sft_config.py, sft_trainer.py); axolotl at 067b021c
+(loaders/model.py, core/builders/base.py, utils/config, utils/schemas); LLaMA-Factory at ff6d4d12 (hparams,
+model/loader.py, model/adapter.py, model_utils/checkpointing.py).
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from snugfit.errors import RecipeError, UsageError
+from snugfit.exchange.script import folder_or_id, script_values, write_script, writer
+from snugfit.exchange.trainer_arguments import training_arguments
+from snugfit.job.job import Task
+from snugfit.step.checkpointing import NAMES
+from snugfit.techniques.lora_targets import ALL_LINEAR, default_targets
+from snugfit.techniques.technique import Slot
+from snugfit.techniques.translate import write_arguments
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+    from snugfit.techniques.recipe import Recipe
+
+ALPHA = 8
+"""`lora_alpha`, peft's default, which `lora` trains with; LLaMA-Factory's own is twice the rank."""
+
+_DATASET = "DATASET"
+"""Stands where the user's own dataset belongs."""
+
+NOTES = {
+    "trl": "predicted with sequences that fill max_length, and with the model's own loss; TRL 1.16 computes "
+    "the loss in chunks, which takes less memory",
+    "axolotl": "every sequence is filled up to sequence_len, as it was predicted",
+    "llamafactory": "predicted with sequences that fill cutoff_len; a batch of shorter ones takes less",
+}
+"""By target, what is not quite as predicted: it stands in the file, and the command says it."""
+
+_HALVES = {"bf16": "bfloat16", "fp16": "float16"}
+
+
+def check_task(job: Job, to: str) -> None:
+    """Raises `UsageError` for a task that these tools do not train."""
+    if job.task is not Task.CAUSAL_LM:
+        raise UsageError(
+            f"{to} fine-tunes language models (causal-lm), and this task is {job.task}. Export to hf, "
+            "accelerate or torch."
+        )
+
+
+def trl_script(job: Job, recipe: Recipe) -> str:
+    """A script with `SFTConfig`, `LoraConfig` and `SFTTrainer`. Raises `RecipeError`."""
+    arguments = _trainer_arguments(job, recipe, "trl")
+    arguments["output_dir"] = "sft_output"
+    arguments |= {"max_length": job.sequence_length, "packing": False, "loss_type": "nll"}
+    dotted = write_arguments(recipe)[0]
+    script = script_values(job, recipe, "trl", dotted, training_arguments=arguments)
+    lora = _lora(job, recipe)
+    if lora:
+        script["lora"] = {"r": lora["r"], "lora_alpha": ALPHA, **lora, "task_type": "CAUSAL_LM"}
+    note = _head_lines(NOTES["trl"])
+    return write_script("trl", {"lora": None, "dataset": _DATASET, "note": note, **script})
+
+
+def axolotl_config(job: Job, recipe: Recipe) -> str:
+    """A YAML file for `axolotl train`. Raises `RecipeError`."""
+    arguments = _trainer_arguments(job, recipe, "axolotl")
+    _refuse_other_layers(arguments, recipe, "axolotl")
+    lora, precision = _lora(job, recipe), recipe[Slot.PRECISION]
+    weights, autocast = _dtypes(job, recipe)
+    half = next((name for name in _HALVES if arguments[name]), None)
+    if weights != (_HALVES[half] if half else "float32"):
+        loads = _HALVES[half] if half else "float32"
+        raise _refusal(
+            "axolotl", precision,
+            f"axolotl loads the weights in {loads} for this, and they are {weights} here. It trains bf16 "
+            "over weights in bfloat16 (--dtype bfloat16), fp16 over float16, and float32 without either",
+        )  # fmt: skip
+    if autocast and lora is None:
+        raise _refusal(
+            "axolotl", precision,
+            "where all weights train, axolotl raises embeddings and normalisations to 32 bits, which was not "
+            "predicted. It does not with lora",
+        )  # fmt: skip
+    adapter: dict[str, Any] = {"adapter": None}
+    if lora:
+        targets = lora["target_modules"]
+        chosen = {"lora_target_linear": True} if targets == ALL_LINEAR else {"lora_target_modules": targets}
+        adapter = {
+            "adapter": "lora", "lora_r": lora["r"], "lora_alpha": ALPHA, "lora_dropout": lora["lora_dropout"],
+            **chosen, "lora_mlp_kernel": False, "lora_qkv_kernel": False, "lora_o_kernel": False,
+        }  # fmt: skip
+    checkpointing = arguments.pop("gradient_checkpointing_kwargs", None)
+    renamed = {
+        "per_device_train_batch_size": "micro_batch_size", "optim": "optimizer",
+        "lr_scheduler_type": "lr_scheduler",
+    }  # fmt: skip
+    loader = {name: arguments.pop(name) for name in list(arguments) if name.startswith("dataloader_")}
+    train = {renamed.get(name, name): value for name, value in arguments.items() if name != "output_dir"}
+    if checkpointing:
+        train["gradient_checkpointing_kwargs"] = checkpointing
+    sections = {
+        "the model": {
+            "base_model": folder_or_id(job), "load_in_8bit": False, "load_in_4bit": False,
+            "attn_implementation": recipe.setup().attention, **adapter,
+        },
+        f"your data in place of {_DATASET}": {
+            "datasets": [{"path": _DATASET, "type": "chat_template"}], "val_set_size": 0,
+            "sequence_len": job.sequence_length, "sample_packing": False, "pad_to_sequence_len": True,
+            **loader,
+        },
+        "the training": {"num_epochs": 1, **train, "output_dir": "axolotl_output"},
+    }  # fmt: skip
+    return _yaml(job, recipe, "axolotl", "axolotl train axolotl.yaml", sections)
+
+
+def llamafactory_config(job: Job, recipe: Recipe) -> str:
+    """A YAML file for `llamafactory-cli train`. Raises `RecipeError`."""
+    arguments = _trainer_arguments(job, recipe, "llamafactory")
+    _refuse_other_layers(arguments, recipe, "llamafactory")
+    arguments.pop("gradient_checkpointing_kwargs", None)
+    keeps_all = not arguments.pop("gradient_checkpointing")
+    lora, precision = _lora(job, recipe), recipe[Slot.PRECISION]
+    weights, autocast = _dtypes(job, recipe)
+    loads = job.model.dtype or "float32"
+    if lora is None and not (weights == "float32" or weights == loads == "bfloat16"):
+        raise _refusal(
+            "llamafactory", precision,
+            "LLaMA-Factory trains all weights in float32, or, where the checkpoint is in bfloat16, in that "
+            f"(pure_bf16). Here the checkpoint is in {loads}, and {weights} is to train",
+        )  # fmt: skip
+    if lora and weights != loads:
+        raise _refusal(
+            "llamafactory", precision,
+            f"LLaMA-Factory freezes the weights in their checkpoint's dtype, {loads}, and they are {weights} "
+            "here. Leave --dtype out, and let no technique cast them",
+        )  # fmt: skip
+    method: dict[str, Any] = {"finetuning_type": "full"}
+    if lora:
+        targets = lora["target_modules"]
+        if isinstance(targets, str) and targets != ALL_LINEAR:
+            raise _refusal(
+                "llamafactory", recipe[Slot.ADAPTERS], "it takes names of modules: lora(targets=...)"
+            )
+        method = {
+            "finetuning_type": "lora", "lora_rank": lora["r"], "lora_alpha": ALPHA,
+            "lora_dropout": lora["lora_dropout"],
+            "lora_target": "all" if targets == ALL_LINEAR else ",".join(targets),
+        }  # fmt: skip
+    pure = weights == "bfloat16" and (lora is None or autocast is None)
+    loader = {name: arguments.pop(name) for name in list(arguments) if name.startswith("dataloader_")}
+    arguments.pop("output_dir")
+    sections = {
+        "model": {
+            "model_name_or_path": folder_or_id(job),
+            "flash_attn": {"eager": "disabled"}.get(recipe.setup().attention, "sdpa"),
+            "disable_gradient_checkpointing": keeps_all, "use_reentrant_gc": False, "upcast_layernorm": False,
+        },
+        "method": {"stage": "sft", "do_train": True, **method, "pure_bf16": pure},
+        f"your dataset in place of {_DATASET} (its name in dataset_info.json), and your model's template": {
+            "dataset": _DATASET, "template": "default", "cutoff_len": job.sequence_length, "packing": False,
+            **loader,
+        },
+        "train": {"num_train_epochs": 1.0, **arguments},
+        "output": {"output_dir": "llamafactory_output", "logging_steps": 10, "report_to": "none"},
+    }  # fmt: skip
+    return _yaml(job, recipe, "llamafactory", "llamafactory-cli train llamafactory.yaml", sections)
+
+
+TOOLS: dict[str, Callable[[Job, Recipe], str]] = {
+    "trl": trl_script,
+    "axolotl": axolotl_config,
+    "llamafactory": llamafactory_config,
+}
+"""By target, what writes its one file."""
+
+
+def _trainer_arguments(job: Job, recipe: Recipe, to: str) -> dict[str, Any]:
+    """`TrainingArguments`, with checkpointing by the older name, which these tools set themselves."""
+    new, old = NAMES
+    arguments = training_arguments(job, recipe, to)
+    return {key.replace(new, old) if key.startswith(new) else key: value for key, value in arguments.items()}
+
+
+def _lora(job: Job, recipe: Recipe) -> dict[str, Any] | None:
+    """`r`, `lora_dropout` and `target_modules` of the recipe's adapters, the targets by their names; None
+    where all weights train."""
+    dotted = write_arguments(recipe)[0]
+    if dotted.get("lora.r") is None:
+        return None
+    targets = dotted["lora.target_modules"] or default_targets(job.model)
+    if not isinstance(targets, str):
+        targets = ALL_LINEAR if list(targets) == [ALL_LINEAR] else list(targets)
+    return {"r": dotted["lora.r"], "lora_dropout": dotted["lora.lora_dropout"], "target_modules": targets}
+
+
+def _dtypes(job: Job, recipe: Recipe) -> tuple[str, str | None]:
+    """The dtype of the model's weights, and that of autocast or None."""
+    setup = recipe.setup()
+    return setup.weights_dtype or job.dtype, setup.autocast
+
+
+def _refuse_other_layers(arguments: Mapping[str, Any], recipe: Recipe, to: str) -> None:
+    """Raises `RecipeError` where checkpointing leaves layers out, which these tools' transformers may not
+    know."""
+    if "every_n_layers" in (arguments.get("gradient_checkpointing_kwargs") or {}):
+        raise _refusal(to, recipe[Slot.CHECKPOINTING], "it checkpoints every layer or none. Try every_layer")
+
+
+def _refusal(to: str, technique: object, why: str) -> RecipeError:
+    return RecipeError(f"This recipe cannot be exported to {to}:\n{technique}: {why}.")
+
+
+def _yaml(job: Job, recipe: Recipe, to: str, command: str, sections: Mapping[str, Mapping[str, Any]]) -> str:
+    """The file: what it is and how it is run, then each section under its title."""
+    import yaml
+
+    dotted = write_arguments(recipe)[0]
+    before = "".join(
+        f"{key.partition('.')[2]}={value} " for key, value in dotted.items() if key.startswith("environment.")
+    )
+    said = f"A step of {job.batch_size} sequences of {job.sequence_length} tokens; {NOTES[to]}. "
+    said += f"Written by {writer(to)}. Run it with"
+    head = "\n".join(f"# {line}" for line in [str(recipe), *_head_lines(said), f"  {before}{command}"])
+    return (
+        head
+        + "".join(
+            f"\n\n### {title}\n{yaml.safe_dump(dict(values), sort_keys=False)}".rstrip()
+            for title, values in sections.items()
+        )
+        + "\n"
+    )
+
+
+def _head_lines(text: str) -> list[str]:
+    """The lines of a sentence in a file's head."""
+    return textwrap.wrap(text[0].upper() + text[1:], 100, break_on_hyphens=False)

@@ -1,0 +1,71 @@
+"""A recipe as `TrainingArguments`, in the words of the installed transformers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from snugfit.errors import RecipeError
+from snugfit.exchange import installed
+from snugfit.techniques.translate import write_arguments
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+    from snugfit.techniques.recipe import Recipe
+
+_ELSEWHERE = ("model", "lora", "environment")
+"""Where dotted arguments are set that are no field of `TrainingArguments`."""
+
+
+def training_arguments(job: Job, recipe: Recipe, to: str = "hf") -> dict[str, Any]:
+    """What the installed `TrainingArguments` takes. Raises `RecipeError`, which names the target `to`, for
+    what it cannot say."""
+    dotted, unsaid = write_arguments(recipe)
+    if unsaid:
+        lines = [f"{technique}: TrainingArguments have no setting for it." for technique in unsaid]
+        raise RecipeError(
+            "\n".join(
+                [
+                    f"This recipe cannot be exported to {to}:",
+                    *lines,
+                    "Leave it out, or export to accelerate or torch, which can do more.",
+                ]
+            )
+        )
+    clip = {} if job.clip is None else {"max_grad_norm": job.clip}
+    arguments: dict[str, Any] = {
+        "output_dir": "trainer_output",
+        "per_device_train_batch_size": job.batch_size // int(dotted["gradient_accumulation_steps"]),
+        "learning_rate": job.learning_rate,
+        "lr_scheduler_type": "constant",
+        **clip,
+    }
+    for key, value in dotted.items():
+        head, _, part = key.partition(".")
+        if head in _ELSEWHERE:
+            continue
+        if part:
+            arguments.setdefault(head, {})[part] = value
+        else:
+            arguments[head] = value
+    return _as_installed(arguments)
+
+
+def _as_installed(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The same in the words of the installed version: checkpointing was renamed before 5.23, and learnt to
+    leave layers out; arguments of an optimizer are one text."""
+    if "optim_args" in arguments:
+        parts = arguments["optim_args"]
+        arguments["optim_args"] = ",".join(f"{name}={value}" for name, value in parts.items())
+    new, name = installed.CHECKPOINTING, installed.checkpointing_name()
+    options = arguments.get(f"{new}_kwargs", {})
+    for option, idle in (("every_n_layers", 1), ("offload", False)):
+        if options.get(option, idle) == idle:
+            options.pop(option, None)
+        elif option not in installed.checkpointing_options():
+            raise RecipeError(
+                f"{installed.version()} has no option {option} for checkpointing. Update it, or choose "
+                "another checkpointing technique (snugfit techniques)."
+            )
+    if name != new:
+        arguments = {key.replace(new, name): value for key, value in arguments.items()}
+    return arguments
