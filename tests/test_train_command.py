@@ -82,11 +82,16 @@ def test_a_dry_run_says_what_would_be_run_and_writes_nothing(
     words = capsys.readouterr().out
     assert "12 steps of" in words
     assert "starts from random weights" in words
-    assert "predicted for NVIDIA H200" in words
+    assert "predicted for NVIDIA H200, which this run would not use: " in words
     assert "reserved" in words
     assert "Dry run: nothing was trained or written." in words
     assert sorted(at_home.rglob("*")) == before
     assert run(["train", "job.yaml", "--dry_run", "--dataset", "none.jsonl"]) == 2
+    (at_home / "job.yaml").write_text((at_home / "job.yaml").read_text().replace("gpu: rtx 4090\n", ""))
+    assert run(["train", "job.yaml", "--dry-run"]) == 0
+    words = capsys.readouterr().out
+    assert "This run uses no GPU" in words
+    assert "predicted for any" not in words
 
 
 def test_without_a_dataset_or_a_folder(at_home: Path, capsys: pytest.CaptureFixture[str]) -> None:

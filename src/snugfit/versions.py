@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import platform
 import re
-from importlib import metadata, util
+from importlib import util
 from pathlib import Path
 
 __version__ = "0.1.0"
@@ -20,6 +20,8 @@ OPTIONAL = ("bitsandbytes", "peft", "triton", "datasets")
 
 def version_of(package: str) -> str | None:
     """The installed version of a package, or None."""
+    from importlib import metadata
+
     try:
         return _installed_version(package)
     except metadata.PackageNotFoundError:
@@ -29,6 +31,8 @@ def version_of(package: str) -> str | None:
 @functools.cache
 def _installed_version(package: str) -> str:
     """Cached, because the metadata are parsed in full. A missing package is not, for it may be installed."""
+    from importlib import metadata
+
     return metadata.version(package)
 
 

@@ -19,6 +19,7 @@ from snugfit.cli.streams import say_last
 from snugfit.errors import NothingFits, UsageError
 
 if TYPE_CHECKING:
+    from snugfit.job.gpu import Gpu
     from snugfit.training.run.run import Run
 
 DATA, RUN = "The data", "The run"
@@ -136,30 +137,44 @@ def train(
 def _show_run(request: Request, run: Run) -> int:
     """Says what would be run, and what is predicted of it on the GPU that is named, or else the one here."""
     from snugfit.measurement.target import gpu_here
-    from snugfit.prediction.predict import predict
-    from snugfit.units import show_bytes, show_seconds
 
     job, order = run.job, run.order(1)
     steps, weights = run.steps(order), f"the weights in {run.weights}" if run.weights else "random weights"
     checkpoints = sorted(run.folder.glob("checkpoint-*[0-9]"), key=lambda one: int(one.name.split("-")[-1]))
     start = checkpoints[-1] if checkpoints else weights
     gpu = request.gpu or gpu_here(str(run.device))
-    predicted = predict(job, run.recipe, gpu=gpu, memory_bytes=request.memory_bytes)
+    typer.echo(f"would train {job.model.name}, {job.task.value}, under {run.recipe} on {run.device}")
+    typer.echo(
+        f"{steps:,} steps of {job.batch_size:,} samples, {steps / order.steps_per_epoch:.3g} times through "
+        f"{len(run.data.samples):,}; starts from {start}; writes into {run.folder}"
+    )
+    fits = _show_prediction(request, run, gpu, steps) if gpu or request.memory_bytes else None
+    if gpu is None:
+        typer.echo(
+            "This run uses no GPU, and memory and seconds are predicted for GPUs only. Add --gpu NAME."
+        )
+    typer.echo("Dry run: nothing was trained or written.")
+    return NothingFits.exit_code if fits is False else 0
+
+
+def _show_prediction(request: Request, run: Run, gpu: Gpu | str | None, steps: int) -> bool | None:
+    """Says what is predicted of a run on this GPU, and gives whether it fits."""
+    from snugfit.prediction.predict import predict
+    from snugfit.units import show_bytes, show_seconds
+
+    predicted = predict(run.job, run.recipe, gpu=gpu, memory_bytes=request.memory_bytes)
     reserved, allocated = predicted.footprint.reserved_bytes, predicted.footprint.allocated_bytes
     memory = f"{show_bytes(reserved)} reserved" if reserved else f"{show_bytes(allocated or 0)} allocated"
-    lines = [
-        f"would train {job.model.name}, {job.task.value}, under {run.recipe} on {run.device}",
-        f"{steps:,} steps of {job.batch_size:,} samples, {steps / order.steps_per_epoch:.3g} times through "
-        f"{len(run.data.samples):,}; starts from {start}; writes into {run.folder}",
-        f"predicted for {predicted.gpu.name if predicted.gpu else 'any GPU'}: {memory}",
-    ]
+    named = predicted.gpu.name if predicted.gpu else "any GPU"
+    elsewhere = ", which this run would not use" if predicted.gpu and run.device.type == "cpu" else ""
+    line = f"predicted for {named}{elsewhere}: {memory}"
     if predicted.timing:
         seconds = predicted.timing.step_seconds
-        lines[-1] += f", {show_seconds(seconds)} a step, {show_seconds(seconds * steps)} for the steps"
+        line += f", {show_seconds(seconds)} a step, {show_seconds(seconds * steps)} for the steps"
+    typer.echo(line)
     if predicted.fits is False:
-        lines.append("it does not fit; snugfit plan finds a recipe that fits")
-    typer.echo("\n".join([*lines, "Dry run: nothing was trained or written."]))
-    return NothingFits.exit_code if predicted.fits is False else 0
+        typer.echo("it does not fit; snugfit plan finds a recipe that fits")
+    return predicted.fits
 
 
 def _refuse(request: Request) -> None:

@@ -20,16 +20,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import GpuError
 from snugfit.measurement.host import cpu_name
 from snugfit.measurement.nvml import Card, NvmlUnavailable, open_nvml
 from snugfit.measurement.visible_devices import VISIBLE_DEVICES, card_at, hides_all
-from snugfit.results.measurement import Device
-from snugfit.step.applier import process_environment
-from snugfit.techniques.setup import Setup
 from snugfit.versions import torch_cuda
+
+if TYPE_CHECKING:
+    from snugfit.results.measurement import Device
+    from snugfit.techniques.setup import Setup
 
 _SECRET = re.compile(r"(?:^|_)(?:TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(?:_|$)", re.IGNORECASE)
 
@@ -69,6 +70,8 @@ class Target:
     def describe(self, torch_name: str | None, torch_bytes: int | None) -> Device:
         """The device as a measurement keeps it, by torch's name and total bytes where NVML does not
         answer."""
+        from snugfit.results.measurement import Device
+
         if self.type == "cpu":
             return Device(type="cpu", name=cpu_name())
         if self.card is None:
@@ -136,6 +139,8 @@ def child_environment(
     inherited: Mapping[str, str], setup: Setup, *, visibility: Mapping[str, str]
 ) -> dict[str, str]:
     """The variables of the measured process, which runs under this Setup."""
+    from snugfit.step.applier import process_environment
+
     environment = process_environment(
         setup, {name: value for name, value in inherited.items() if not _SECRET.search(name)}
     )
