@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from made_up import EVIL, guide_result, prediction, timed
+from snugfit.cli.main import run
 from snugfit.report.pictures import draw_plot
 from snugfit.report.text.figure import Drawing
 from test_pages import crowded, everything
@@ -67,6 +68,14 @@ def test_no_words_meet_in_a_plot(figures: list[Any], tmp_path: Path, monkeypatch
         draw_plot(tmp_path / f"{number}.svg", result)
     assert len(figures) == len(results)
     assert [words for figure in figures for words in words_that_meet(figure)] == []
+
+
+@pytest.mark.parametrize("command", ["predict", "plan", "guide", "gpus", "measure"])
+def test_what_has_a_page_has_a_plot(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([command, "--help"]) == 0
+    told = capsys.readouterr().out
+    assert "--html" in told
+    assert "--plot" in told
 
 
 def test_words_that_meet_are_found(figures: list[Any], tmp_path: Path) -> None:

@@ -161,16 +161,17 @@ class _Canvas:
     def _legend(self, picture: Picture) -> None:
         x, self.y = 0.0, self.y + LINE
         for entry in picture.legend:
-            width = 42 + _width(entry.words, SIZE - 1)
+            swatch = 20.0 if entry.class_ in _LINES else 12.0
+            width = swatch + 22 + _width(entry.words, SIZE - 1)
             if x and x + width > WIDTH:
                 x, self.y = 0.0, self.y + LINE
             middle = self.y - 4.5
             if entry.class_ in _LINES:
-                self._stroke([(x, middle), (x + 20, middle)], entry.class_)
+                self._stroke([(x, middle), (x + swatch, middle)], entry.class_)
             else:
-                left, right, high, low = x + 8, x + 20, middle - 6, middle + 6
+                left, right, high, low = x, x + swatch, middle - 6, middle + 6
                 self._fill([(left, high), (right, high), (right, low), (left, low)], entry.class_)
-            self._words(entry.words, x + 24, self.y, size=SIZE - 1)
+            self._words(entry.words, x + swatch + 6, self.y, size=SIZE - 1)
             x += width
         self.y += 8 if picture.legend else -LINE
 
