@@ -90,7 +90,7 @@ def test_an_optimizer_of_ones_own_stays_unless_the_recipe_names_one(tmp_path: Pa
     model = model_of("bert")
     own = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = trainer_of(tmp_path, model, classified(), more={"optimizers": (own, None)})
-    with pytest.raises(RecipeError, match="adamw_fused: the trainer brings an optimizer of its own"):
+    with pytest.raises(RecipeError, match="adamw_fused: the trainer has its own optimizer"):
         fit(trainer, "adamw_fused", watch=quiet)
     fit(trainer, "micro_batches(2)", watch=quiet).train()
     assert trainer.optimizer.optimizer is own

@@ -100,4 +100,4 @@ def test_what_an_epochs_end_leaves_without_an_update_is_left_out(tmp_path: Path)
     assert losses_of(found[0]) == losses_of(found[1])
     steps = [event["step"] for event in events(tmp_path, "step")]
     assert steps == [1, 2, 3, 4, 5, 6, 7] * 2
-    assert len([text for text in told if "last 1 of 2 micro-batches come to no update" in text]) == 1
+    assert len([text for text in told if "last 1 of 2 micro-batches are left out" in text]) == 1

@@ -236,7 +236,7 @@ def test_no_number_stops_before_the_update(which: str, tmp_path: Path) -> None:
             bias.register_hook(lambda gradient: gradient * float("inf"))
 
     trainer.add_callback(At(3, poison))
-    with pytest.raises(SnugfitError, match=r"Step 4: .* no weight was changed"):
+    with pytest.raises(SnugfitError, match=r"Step 4: .* No weight was changed"):
         trainer.train()
     after = trainer.model.state_dict()
     assert all(torch.equal(value, after[name]) for name, value in before.items())
@@ -246,7 +246,7 @@ def test_no_number_stops_before_the_update(which: str, tmp_path: Path) -> None:
 
 def test_two_trainers_do_not_share_a_folder(tmp_path: Path) -> None:
     def second() -> None:
-        with pytest.raises(UsageError, match=r"another trainer|is training|holds"):
+        with pytest.raises(UsageError, match="another training run"):
             run_of(tmp_path).train()
 
     run_of(tmp_path, at=At(1, second), max_steps=1).train()

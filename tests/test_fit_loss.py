@@ -123,7 +123,7 @@ def test_micro_batches_are_the_whole_batch(way: str, tmp_path: Path) -> None:
             "BertForSequenceClassification averages over each",
         ),
         ("mean per token, divided by the model", None),
-        ("a model of one's own", "NoKeywords count alike"),
+        ("a model of one's own", "NoKeywords the same weight"),
         ("compute_loss that averages tokens", "compute_loss averages over each micro-batch"),
         ("compute_loss that divides", None),
         ("compute_loss_func that averages", "compute_loss_func averages over each micro-batch"),

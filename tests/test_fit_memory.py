@@ -162,7 +162,7 @@ def test_short_memory_leads_to_the_next_recipe_at_a_border(
     (replanned,) = [event for event in told if event["event"] == "replanned"]
     assert (replanned["step"], replanned["recipe"]) == (4, "every_layer")
     assert recomputes(trainer.model)
-    assert len([event for event in told if "no other recipe is left" in event.get("text", "")]) == 1
+    assert len([event for event in told if "no other recipe to try" in event.get("text", "")]) == 1
     assert [event["step"] for event in told if event["event"] == "step"] == list(range(1, 13))
 
 

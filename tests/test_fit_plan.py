@@ -77,7 +77,7 @@ def test_without_a_gpu_the_trainer_keeps_what_it_asks_for(tmp_path: Path) -> Non
     told: list[str] = []
     fit(trainer, watch=lambda event: told.append(event["text"]) if "text" in event else None)
     assert len(told) == 1
-    assert "keeps what it asks for, 'bf16 + micro_batches(2)" in told[0]
+    assert "keeps its own settings, 'bf16 + micro_batches(2)" in told[0]
     trainer.train()
     assert type(trainer.optimizer.optimizer).__name__ == "Adafactor"
 
@@ -128,4 +128,4 @@ def test_an_optimizer_that_nobody_named_stays_the_trainer_s(tmp_path: Path) -> N
     fit(trainer, gpu="h200", watch=lambda event: told.append(event["text"]) if "text" in event else None)
     assert trainer.args.optim == "adamw_torch_fused"
     assert trainer.snugfit.recipe["optimizer"].name == "adamw_fused"
-    assert "the optimizer stays the Trainer's default" in told[0]
+    assert "The optimizer stays the Trainer's default" in told[0]

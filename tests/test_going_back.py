@@ -25,7 +25,7 @@ def checkpoints(folder: Path) -> list[str]:
 
 
 def said(told: list[dict[str, Any]]) -> list[str]:
-    return [event["text"] for event in told if "goes back" in event.get("text", "")]
+    return [event["text"] for event in told if "resumes from" in event.get("text", "")]
 
 
 def test_fit_goes_back(tmp_path: Path) -> None:
@@ -34,8 +34,8 @@ def test_fit_goes_back(tmp_path: Path) -> None:
     killed(back, str(tmp_path / "checkpoint-2"))
     assert checkpoints(tmp_path) == ["checkpoint-2", *SUPERSEDED]
     assert said(back.told) == [
-        "The run resumes from checkpoint-2; checkpoint-6 is kept as checkpoint-6.superseded.",
-        "The run resumes from checkpoint-2; checkpoint-4 is kept as checkpoint-4.superseded.",
+        "The run resumes from checkpoint-2; checkpoint-6 was renamed to checkpoint-6.superseded.",
+        "The run resumes from checkpoint-2; checkpoint-4 was renamed to checkpoint-4.superseded.",
     ]
     again = run_of(tmp_path, at=At(5, die), logging_steps=1)
     killed(again, True)
@@ -85,7 +85,7 @@ def test_what_is_no_checkpoint_of_the_folder_is_refused_and_nothing_moves(tmp_pa
     train(small_run(tmp_path / "one", save_steps=2, max_steps=4))
     train(small_run(tmp_path / "two", save_steps=2, max_steps=4))
     for named, says in (
-        (tmp_path / "one" / "checkpoint-3", r"folder checkpoint-N.*holds checkpoint-2, checkpoint-4"),
+        (tmp_path / "one" / "checkpoint-3", r"folder checkpoint-N.*has checkpoint-2, checkpoint-4"),
         (tmp_path / "two" / "checkpoint-2", "Name one of the checkpoints in it"),
     ):
         with pytest.raises(UsageError, match=says):

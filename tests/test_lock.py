@@ -97,7 +97,7 @@ def test_a_second_time_in_the_same_process_is_refused(tmp_path: Path) -> None:
 
 
 def refused(root: Path) -> None:
-    with pytest.raises(UsageError, match="another trainer"), hold_folder(root):
+    with pytest.raises(UsageError, match="another training run"), hold_folder(root):
         pass
 
 

@@ -57,7 +57,7 @@ def test_it_is_told(tmp_path: Path) -> None:
 def test_it_stops_before_the_update(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     whole = train(small_run(tmp_path / "whole", **RUN))
     request.getfixturevalue("jumping")
-    with pytest.raises(SnugfitError, match=r"Step 13: The loss is .*no weight was changed.*on_loss_spike="):
+    with pytest.raises(SnugfitError, match=r"Step 13: The loss is .*No weight was changed.*on_loss_spike="):
         train(small_run(tmp_path / "run", on_loss_spike="stop", **RUN))
     written = json.loads((tmp_path / "run" / "spike-step-13.json").read_text())
     assert sum(len(piece) for piece in written["samples"]) == 4

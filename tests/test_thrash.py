@@ -117,7 +117,7 @@ def test_without_another_recipe_it_goes_on_and_says_so_once(
     assert (done.outcome, done.step) == ("finished", 12)
     (told,) = [event["text"] for event in events(tmp_path, "warning")]
     assert "allocation retries, 3 steps in a row" in told
-    assert "no other recipe is left" in told
+    assert "there is no other recipe to try" in told
 
 
 @pytest.mark.whole

@@ -118,7 +118,7 @@ def test_what_was_asked_for_and_cannot_be_written_is_told(forks: Forks) -> None:
     child = forks.start(command, "gpus", "--json", streams={STDOUT: full(), STDERR: write})
     os.close(write)
     with open(read) as told:
-        assert told.read() == "snugfit: What was asked for cannot be written: No space left on device.\n"
+        assert told.read() == "snugfit: The output cannot be written: No space left on device.\n"
     assert forks.ended(child) == 1
 
 
@@ -268,7 +268,7 @@ def test_a_worker_that_the_system_kills(tmp_path: Path) -> None:
                 if worker not in before:
                     worker.kill()
 
-    with pytest.raises(OutOfMemory, match=r"loader is gone \(signal: Killed\)"):
+    with pytest.raises(OutOfMemory, match=r"loader has ended \(signal: Killed\)"):
         train(small_run(tmp_path / "run", "workers", max_steps=60, save_steps=1), watch=watch)
     done = train(small_run(tmp_path / "run", "workers", max_steps=60))
     assert events(tmp_path / "run", "started")[1]["resumed_from"] >= 2

@@ -239,7 +239,7 @@ def test_a_loss_that_is_no_number_stops_before_the_update(
     killed_in(small_run(tmp_path / "before"), 4)
     _poison(monkeypatch, 5, value)
     with pytest.raises(
-        SnugfitError, match=r"Step 5: The loss is (nan|inf); no weight was changed"
+        SnugfitError, match=r"Step 5: The loss is (nan|inf)\. No weight was changed"
     ) as stopped:
         train(small_run(tmp_path / "run"))
     assert stopped.value.exit_code == 1
