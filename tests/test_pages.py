@@ -192,6 +192,7 @@ def test_a_notebook_s_cell_has_real_tables_and_no_script() -> None:
         assert "<script" not in cell
         assert "<svg" in cell
         assert cell.count("<details open>") == 1, "the first table is open"
+        assert '[data-jp-theme-light="false"] .snugfit, .vscode-dark .snugfit {' in cell
         list(drawings(cell))
 
 
