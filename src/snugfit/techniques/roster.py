@@ -19,6 +19,7 @@ from dataclasses import MISSING, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from snugfit.errors import RecipeError, SnugfitError, did_you_mean
 from snugfit.techniques.foreign import advice
@@ -92,13 +93,13 @@ class SettingLine:
 
 def setting_lines(technique: type[Technique]) -> tuple[SettingLine, ...]:
     """A technique's settings in the order in which they are written by position."""
-    kinds, sentences = setting_types(technique), _field_docs(technique)
+    kinds, docs = setting_types(technique), field_docs(technique)
     return tuple(
         SettingLine(
             name=declared.name,
             kind=describe(kinds[declared.name]),
             default=None if declared.default is MISSING else show_setting(declared.default),
-            sentence=sentences[declared.name],
+            sentence=first_sentence(docs[declared.name]),
         )
         for declared in fields(technique)
     )
@@ -150,29 +151,29 @@ def check(technique: type[Technique], *, slot: Slot | None) -> None:
         )
     if technique.plain and any(declared.default is MISSING for declared in fields(technique)):
         raise RosterError(f"{where}: a plain technique has a default for each setting.")
-    docs = _field_docs(technique)
-    if undocumented := [field.name for field in fields(technique) if not docs.get(field.name)]:
+    docs = field_docs(technique)
+    if undocumented := [one.name for one in fields(technique) if not first_sentence(docs.get(one.name, ""))]:
         raise RosterError(
             f"{where}: each setting has its sentence directly under it; missing: {undocumented}."
         )
 
 
-def _field_docs(technique: type[Technique]) -> dict[str, str]:
-    """The first sentence directly under each field, of the class and of those it inherits fields from."""
+def field_docs(kind: type[Any]) -> dict[str, str]:
+    """The docstring directly under each field of a dataclass, and of those it inherits fields from."""
     docs: dict[str, str] = {}
-    names = {declared.name for declared in fields(technique)}
-    for owner in reversed(technique.__mro__):
+    names = {declared.name for declared in fields(kind)}
+    for owner in reversed(kind.__mro__):
         if names & set(vars(owner).get("__annotations__", ())):
             docs |= _class_field_docs(owner)
     return docs
 
 
 def _class_field_docs(owner: type) -> dict[str, str]:
-    """The first sentence of the string literal directly under each field annotated in this class's body."""
+    """The string literal directly under each field annotated in this class's body."""
     body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
     assert isinstance(body, ast.ClassDef)
     return {
-        field.target.id: first_sentence(inspect.cleandoc(below.value.value))
+        field.target.id: inspect.cleandoc(below.value.value)
         for field, below in pairwise(body.body)
         if isinstance(field, ast.AnnAssign)
         and isinstance(field.target, ast.Name)

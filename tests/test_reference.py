@@ -1,0 +1,128 @@
+"""Law 6: `docs/techniques.md` and `docs/json.md` are what the code says, answers have just the keys of the
+reference, and the answers shown in README and docs are the commands' own."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import snugfit
+from made_up import guide_result, measurement, timing
+from small_models import small_job
+from snugfit.planning.fleet.prices import Prices, document
+from test_gpus_command import made_up as plans_for_gpus
+from test_lengths_command import made_up as of_lengths
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module("write_docs")
+
+
+def test_the_pages_are_those_of_the_code(written: Any) -> None:
+    how = "run: python benchmarks/write_docs.py"
+    assert (ROOT / "docs/techniques.md").read_text() == written.techniques_page(), how
+    assert (ROOT / "docs/json.md").read_text() == written.json_page(), how
+
+
+def test_every_key_has_its_sentence(written: Any) -> None:
+    silent = [
+        f"{owner.__name__}.{name}"
+        for owner in written.objects()
+        for name, (_, sentence) in written.keys(owner).items()
+        if not sentence
+    ]
+    assert silent == []
+
+
+def test_every_technique_of_the_roster_is_on_the_page(written: Any) -> None:
+    page = written.techniques_page()
+    for technique in written.techniques():
+        assert page.count(f"| `{technique.name}`") == 1
+
+
+def walk(written: Any, kind: Any, value: Any) -> Iterator[tuple[str, str]]:
+    """(object, key) of every object within a value of this type; a key that the reference lacks fails."""
+    inner, owner = written.parts(kind), written.described_class(kind)
+    if value is None or owner is None:
+        return
+    if typing.get_origin(kind) is tuple:
+        for one in value:
+            yield from walk(written, inner[0], one)
+    elif typing.get_origin(kind) is Mapping:
+        for one in value.values():
+            yield from walk(written, inner[1], one)
+    elif inner:
+        yield from walk(written, inner[0], value)
+    else:
+        known = written.keys(owner)
+        assert set(value) <= set(known), f"{owner.__name__}: not in docs/json.md: {set(value) - set(known)}"
+        for name, one in value.items():
+            yield owner.__name__, name
+            yield from walk(written, known[name][0], one)
+
+
+def answers() -> Iterator[tuple[str, Any]]:
+    """Answers about a tiny model; what takes a process or a minute is the same classes, made up."""
+    job = small_job("gpt2", 2, facts={"dtype": "bfloat16"})
+    predicted = snugfit.predict(job, "plain", gpu="h200")
+    measured = measurement(timing=timing(), startup=predicted.startup, job=job, recipe=predicted.recipe)
+    yield "predict --json", predicted
+    yield "predict --compare --json", snugfit.compare(job, ["plain"], gpu="h200")
+    yield "measure --json", measured
+    yield "measure --predict --json", snugfit.compare(predicted, measured)
+    kept = "full + sdpa + as_loaded + ieee + keep_all + whole_batch + default"
+    how: dict[str, Any] = {"gpu": "h200", "keep": kept, "workers": 1, "fresh": True}
+    planned = snugfit.plan(job, free=("loading", "optimizer"), start="adamw_fused", ranked=1, **how)
+    yield "plan --json", planned.to_json() | {"lengths": of_lengths().to_json()}
+    kept += " + adamw + inline"
+    yield "plan --json", snugfit.plan(job, memory_bytes=1 << 20, **how | {"keep": kept})
+    plans, prices = plans_for_gpus(), Prices({"H200-SXM": 2.5})
+    kept_slots = tuple(planned.kept)
+    plans = replace(plans, kept=kept_slots, counts=(planned.counts,))
+    yield "gpus --for MODEL --json", plans.to_json() | {"run": document(plans, prices)}
+    yield "gpus --json", {"schema": 1, "what": "gpus", "gpus": [gpu.to_json() for gpu in snugfit.all_gpus()]}
+    yield "lengths --json", of_lengths()
+    yield "guide --json", guide_result(measured=True)
+
+
+@pytest.mark.whole
+def test_answers_have_the_keys_of_the_reference(
+    written: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    seen: set[tuple[str, str]] = set()
+    for command, answer in answers():
+        text = json.dumps(answer if isinstance(answer, dict) else answer.to_json(), allow_nan=False)
+        seen |= set(walk(written, written.DOCUMENTS[command], json.loads(text)))
+    known = {(owner.__name__, name) for owner in written.objects() for name in written.keys(owner)}
+    assert known - seen == set(), "in docs/json.md, and in no answer"
+
+
+INSTALLED = {name: version(name) for name in ("torch", "transformers")}
+TESTED = dict(
+    line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line
+)
+
+
+@pytest.mark.slow
+def test_the_shown_answers_are_the_commands_own(written: Any) -> None:
+    """With other packages a figure may move; the pages show those of `constraints.txt`."""
+    if any(version.partition("+")[0] != TESTED[name] for name, version in INSTALLED.items()):
+        pytest.skip(f"the answers in the documentation are those of other versions than {INSTALLED}")
+    shown = written.shown_answers()
+    assert shown
+    for command, text in shown.items():
+        assert written.answer(command) == text, "run: python benchmarks/write_docs.py answers"
