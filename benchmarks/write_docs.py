@@ -130,7 +130,12 @@ ADDED: dict[type, dict[str, tuple[Any, str]]] = {
         "best": (Way | None, ""),
         "assumed": (bool, "Whether the best is better only by an assumed cost of unaligned rows."),
     },
-    Way: {"fits": (bool | None, "Whether the longest batch fits; null where no memory was named.")},
+    Way: {
+        "fits": (
+            bool | None,
+            "In `ways` of the document: whether the longest batch fits; null where no memory was named.",
+        )
+    },
     GuideResult: {**_HEADS, "source": (str, "The address of the page with the published figures.")},
     Model: {"config": (Mapping[str, Any], "The keys of its config.json that matter; empty for a module.")},
     Lengths: {
@@ -294,8 +299,15 @@ def objects() -> Iterator[type]:
 
 
 def cell(text: str) -> str:
-    """Words in a cell of a table."""
+    """Words in a cell of a table, in one line."""
     return " ".join(text.split()).replace("|", "\\|")
+
+
+def json_words(sentence: str) -> str:
+    """A sentence about Python's values, about those of JSON."""
+    for python, name in {"None": "null", "True": "true", "False": "false"}.items():
+        sentence = re.sub(rf"\b{python}\b", name, sentence)
+    return sentence
 
 
 def json_page() -> str:
@@ -320,7 +332,7 @@ def json_page() -> str:
         lines += ["", f"## {title(owner)}", "", cell((getdoc(owner) or "").split("\n\n")[0]), ""]
         lines += ["| key | type | unit | meaning |", "| --- | --- | --- | --- |"]
         lines += [
-            f"| `{name}` | {type_words(kind)} | {unit(name, kind)} | {cell(text)} |"
+            f"| `{name}` | {type_words(kind)} | {unit(name, kind)} | {cell(json_words(text))} |"
             for name, (kind, text) in keys(owner).items()
         ]
     return "\n".join(lines) + "\n"

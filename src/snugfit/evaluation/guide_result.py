@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
+from snugfit.documents import encode_fields
 from snugfit.evaluation.guide_suite import VANILLA, Published, source
 from snugfit.evaluation.per_parameter import PerParameter
 from snugfit.results.footprint import Footprint, Timing
@@ -100,4 +101,4 @@ class GuideResult:
 
     def to_json(self) -> dict[str, Any]:
         """The document that `snugfit guide` writes."""
-        return {"schema": SCHEMA, "what": "guide", "source": source(), **asdict(self)}
+        return {"schema": SCHEMA, "what": "guide", "source": source(), **encode_fields(self)}
