@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch import nn
 
+from small_models import FAMILIES, small_job
 from snugfit.cli.main import run
 from snugfit.errors import JobError, RecipeError
 from snugfit.exchange.export import export
 from snugfit.exchange.read import read_arguments
+from snugfit.job.build import instantiate
 from snugfit.job.job import Job, Phase, Task
 from snugfit.job.model import Model
 from snugfit.planning.keep import kept_of
@@ -218,3 +220,43 @@ def test_a_plan_says_first_that_a_technique_changes_nothing(tmp_path: Path) -> N
     job = job_of(tiny(tmp_path, dtype="bfloat16"))
     excluded = {one.what: one.why for one in space_of(job, fidelity=Fidelity.ROUNDS).excluded}
     assert "already" in excluded["bf16_pure"]
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "kept"),
+    [
+        ("t5", "float16", ".wo.weight"),
+        ("t5", "bfloat16", ""),
+        ("glm4_moe", "bfloat16", "e_score_correction_bias"),
+        ("gpt2", "float16", ""),
+    ],
+)
+def test_what_transformers_keeps_in_fp32_is_fp32(family: str, dtype: str, kept: str, tmp_path: Path) -> None:
+    """A model of random weights, which a prediction is about, has the dtypes of one that is loaded."""
+    routed = {
+        "hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
+        "num_experts_per_tok": 2, "first_k_dense_replace": 0, "head_dim": 16,
+    }  # fmt: skip
+    if family in FAMILIES:
+        job = small_job(family, 1, sequence_length=8)
+    else:
+        named = {"model_type": family, "architectures": ["Glm4MoeForCausalLM"]}
+        job = job_of(tiny(tmp_path, **named, **routed), sequence_length=8)
+    with torch.device("cpu"):
+        built = instantiate(replace(job, dtype=dtype), dtype=None, attention="eager")
+    built.save_pretrained(tmp_path / "saved")
+    loaded = type(built).from_pretrained(tmp_path / "saved", dtype=dtype)
+    dtypes = {name: tensor.dtype for name, tensor in built.state_dict().items()}
+    assert dtypes == {name: tensor.dtype for name, tensor in loaded.state_dict().items()}
+    in_fp32 = {name for name, its in dtypes.items() if its == torch.float32}
+    assert bool(in_fp32) == bool(kept)
+    assert all(kept in name for name in in_fp32)
+
+
+def test_weights_that_stay_in_fp32_are_predicted_so() -> None:
+    """T5 in fp16: `wo` takes four bytes an element."""
+    job = small_job("t5", 1, batch_size=1, sequence_length=8)
+    half, brain = (predict(replace(job, dtype=name), "sgd", gpu="h200") for name in ("float16", "bfloat16"))
+    outputs = 2 * 128 * 64  # one of the encoder, one of the decoder
+    assert half.footprint.kinds["weights"] - brain.footprint.kinds["weights"] == 2 * outputs

@@ -8,6 +8,7 @@ that the installed version cannot use, with the key that it stumbled over.
 from __future__ import annotations
 
 import json
+import re
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,6 +24,7 @@ from snugfit.job.model import Model
 from snugfit.job.weights import LoadedWeights, check_loaded, freeze_as
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 
@@ -103,7 +105,7 @@ def _from_facts(job: Job, dtype: str, attention: str, weights: Path | None, on_l
 
 
 def _from_config(job: Job, auto_class: Any, config: Any, asked: Mapping[str, Any]) -> nn.Module:
-    """The model that transformers makes of a config alone, its head as the checkpoint has it.
+    """The model that transformers makes of a config alone, its head and its dtypes as those of a checkpoint.
 
     FLAN-T5, T5 1.1 and mT5 were trained with a head of their own: their configs say `tie_word_embeddings:
     false`. transformers 5 ties the head all the same (`configuration_t5.py`), until it loads weights and
@@ -112,12 +114,28 @@ def _from_config(job: Job, auto_class: Any, config: Any, asked: Mapping[str, Any
     import torch
 
     model: nn.Module = auto_class.from_config(config, trust_remote_code=False, **asked)
+    _keep_in_fp32(model, asked["dtype"])
     head = getattr(model, "lm_head", None)
     untied = config.is_encoder_decoder and job.model.config.get("tie_word_embeddings") is False
     if untied and isinstance(head, torch.nn.Linear):
         head.weight = torch.nn.Parameter(head.weight.detach().clone())
         getattr(model, "all_tied_weights_keys", {}).pop("lm_head.weight", None)
     return model
+
+
+def _keep_in_fp32(model: nn.Module, dtype: torch.dtype) -> None:
+    """Casts what `from_pretrained` leaves in fp32 when weights of 16 bits are asked for, and `from_config`
+    does not (`_get_dtype_plan` and `core_model_loading.py` of transformers): what overflows in fp16, such as
+    `wo` of T5, and what an architecture keeps strictly, such as the bias of DeepSeek-V3's router."""
+    import torch
+
+    suffixes = {torch.float16: ("", "_strict"), torch.bfloat16: ("_strict",)}.get(dtype, ())
+    names = (f"_keep_in_fp32_modules{suffix}" for suffix in suffixes)
+    parts = [part for name in names for part in getattr(model, name, None) or ()]
+    pattern = re.compile("|".join(part.replace("*", ".*") for part in parts))
+    for name, tensor in model.state_dict(keep_vars=True).items() if parts else ():
+        if tensor.is_floating_point() and pattern.search(name):
+            tensor.data = tensor.data.float()
 
 
 def _blame_config(model: Model, error: Exception) -> NoReturn:
