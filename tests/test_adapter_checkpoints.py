@@ -292,10 +292,10 @@ def another_base(model: Any) -> Any:
 
 
 REFUSALS: list[tuple[Adapt, Adapt, str]] = [
-    (with_peft(lora), another_base, "began with other frozen weights: .*up_proj"),
-    (second_is_active, with_peft(lora), "holds .*second.* which this model has not"),
-    (with_peft(lora), second_is_active, "does not hold .*second"),
-    (with_peft(lora), base_trains_too, "does not hold .*embed_tokens.* and 5 more, which train"),
+    (with_peft(lora), another_base, "started with other frozen weights: .*up_proj"),
+    (second_is_active, with_peft(lora), "contains .*second.* which this model does not have"),
+    (with_peft(lora), second_is_active, "does not contain .*second"),
+    (with_peft(lora), base_trains_too, "does not contain .*embed_tokens.* and 5 more, which train"),
 ]
 
 

@@ -771,7 +771,7 @@ class TestOnAGpu:
 
         seen = self.perform(monkeypatch, tmp_path, gpu, self.REPORTED, meanwhile=come)
         assert seen.contaminated is not None
-        assert "3,146 MiB beyond" in seen.contaminated
+        assert "3,146 MiB more than" in seen.contaminated
 
     @pytest.mark.whole
     def test_somebody_else_before_is_told(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

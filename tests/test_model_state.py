@@ -140,7 +140,7 @@ def test_an_optimizer_of_another_order_is_refused(tmp_path: Path) -> None:
         for batch in first:
             first.step(batch)
         first.save()
-    with run(-1) as again, pytest.raises(SnugfitError, match=r"0\.weight stood where 1\.bias stands"):
+    with run(-1) as again, pytest.raises(SnugfitError, match=r"0\.weight was in the place of 1\.bias"):
         again.resume()
 
 

@@ -207,7 +207,7 @@ def test_ordinary_losses_are_means(family: str, data: Any, tmp_path: Path) -> No
 def test_a_fitted_trainer_is_not_cut_when_memory_runs_out(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, limited(model_of("bert"), 2), classified(22), kind=Centred, micro=(8, 1))
     fit(trainer, "plain", watch=lambda event: None)
-    with pytest.raises(OutOfMemory, match=r"the batch is not cut: its loss is not a mean over samples"):
+    with pytest.raises(OutOfMemory, match=r"the batch cannot be cut: its loss is not a mean over samples"):
         trainer.train()
     assert trainer.snugfit.recipe == Recipe()
     assert Slot.BATCHING not in trainer.snugfit.user_slots
@@ -259,5 +259,5 @@ def test_train_compares_before_a_recovery_cuts(tmp_path: Path, monkeypatch: pyte
     model = Summed()
     job = Job(model=Model.from_module(model, {"x": torch.ones(4, 2)}), task=Task.CUSTOM, batch_size=4)
     samples = [{"x": torch.full((2,), float(number))} for number in range(4)]
-    with pytest.raises(OutOfMemory, match=r"the batch is not cut: .*the loss of 4 samples is"):
+    with pytest.raises(OutOfMemory, match=r"the batch cannot be cut: .*the loss of 4 samples is"):
         snugfit_train(job, "plain", samples, output_dir=tmp_path, max_steps=1, device="cpu")

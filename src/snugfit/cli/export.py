@@ -98,7 +98,7 @@ def check_export(into: tuple[str, Path] | None, job: Job) -> None:
     head = existing[0].read_bytes()[:4000].decode(errors="replace") if existing else ""
     if existing and (existing[0].name != FILES[target][0] or f"(--export {target})" not in head):
         raise UsageError(
-            f"{', '.join(map(str, existing))}: exists already and is no export for {target}. "
+            f"{', '.join(map(str, existing))}: exists already and is not an export for {target}. "
             "Name another folder."
         )
 
@@ -112,7 +112,7 @@ def write_export(into: tuple[str, Path] | None, job: Job, recipe: str | None) ->
     from snugfit.techniques.recipe import Recipe as Parsed
 
     if recipe is None:
-        typer.echo("Nothing was exported, for nothing fits.", err=True)
+        typer.echo("Nothing was exported, because nothing fits.", err=True)
         return
     target, folder = into
     exported = write(job, Parsed.parse(recipe), target)

@@ -105,7 +105,10 @@ def plan(
 
     given.check_pictures(html, plot)
     if export and verify:
-        raise UsageError("--export writes this answer, and --verify may find another. Ask one at a time.")
+        raise UsageError(
+            "--export and --verify cannot be used together, because --verify may find another answer. "
+            "Give one of them."
+        )
     request = _check(request, verify)
     check_export(export, request.job)
     steps = steps_of(samples, steps, request.job.batch_size)

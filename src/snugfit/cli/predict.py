@@ -72,7 +72,7 @@ def predict(
         raise UsageError("--largest and --compare cannot be used together. Give one of them.")
     given.check_pictures(html, plot)
     if export and compare:
-        raise UsageError("--export is of one recipe. Leave --compare out.")
+        raise UsageError("--export writes one recipe. Leave --compare out.")
     check_export(export, request.job)
     if trace:
         _check_trace(trace, request, compare)

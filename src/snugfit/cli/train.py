@@ -151,7 +151,7 @@ def _show_run(request: Request, run: Run) -> int:
     fits = _show_prediction(request, run, gpu, steps) if gpu or request.memory_bytes else None
     if gpu is None:
         typer.echo(
-            "This run uses no GPU, and memory and seconds are predicted for GPUs only. Add --gpu NAME."
+            "This run uses no GPU, but memory and seconds are predicted only for GPUs. Add --gpu NAME."
         )
     typer.echo("Dry run: nothing was trained or written.")
     return NothingFits.exit_code if fits is False else 0

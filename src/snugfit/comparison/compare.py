@@ -108,8 +108,9 @@ def compare(
 def _beside(prediction: Prediction, measurement: Measurement) -> Comparison:
     if other := "; ".join(_differences(prediction, measurement)):
         raise UsageError(
-            f"The prediction and the measurement are of different experiments: {other}. Predict the measured "
-            "one: snugfit.predict(measurement.job, measurement.recipe, loop=measurement.loop, gpu=...)."
+            f"The prediction and the measurement belong to different experiments: {other}. Predict the "
+            "measured one: snugfit.predict(measurement.job, measurement.recipe, loop=measurement.loop, "
+            "gpu=...)."
         )
     if measurement.footprint is None:
         raise MeasurementError(f"Nothing to compare: the run ended with {measurement.outcome}.")
@@ -130,7 +131,7 @@ def _differences(prediction: Prediction, measurement: Measurement) -> Iterator[s
     models = pairs.pop("model")
     if len({replace(model, dtype=None) for model in models}) > 1:
         one, other = (model.name for model in models)
-        same_name = "the model's configuration is another" if one == other else ""
+        same_name = "the models have different configurations" if one == other else ""
         yield same_name or f"model is {one} predicted and {other} measured"
     pairs |= {"recipe": (prediction.recipe, measurement.recipe), "loop": (prediction.loop, measurement.loop)}
     yield from (f"{name} is {a} predicted and {b} measured" for name, (a, b) in pairs.items() if a != b)

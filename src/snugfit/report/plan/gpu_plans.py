@@ -64,7 +64,7 @@ def headline(plans: GpuPlans, prices: Prices) -> Iterator[str]:
 def slots_kept(plans: GpuPlans) -> Iterator[str]:
     """What every recipe has in the slots that were not searched."""
     if len(plans.kept) == len(Slot):
-        yield f"On every GPU the same recipe: {_recipe(plans)}."
+        yield f"The same recipe on every GPU: {_recipe(plans)}."
     elif plans.kept:
         shown = ", ".join(f"{slot.slot} ({' or '.join(slot.techniques)})" for slot in plans.kept)
         yield f"Kept: {shown}. --free SLOT allows others."
