@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from snugfit.cli.request import Request
 from snugfit.errors import UsageError
 from snugfit.exchange.account import Reading
 from snugfit.exchange.command_line import split_flags
+from snugfit.exchange.dialect import dialect
 from snugfit.exchange.read import read_arguments
 
 SFT = """
@@ -161,6 +163,20 @@ def test_llama_factory_checkpoints_by_re_entry_unless_told(tmp_path: Path) -> No
     assert "every_layer" not in none.settings["recipe"]
     assert "use_reentrant_gc" not in keys(none.differs)
     assert "neat_packing" in keys(read(tmp_path, "n.yaml", f"{LLAMA_FACTORY}neat_packing: true\n").differs)
+
+
+def test_no_switch_of_llama_factory_is_overlooked(tmp_path: Path) -> None:
+    """Each `use_...` of its source, and what makes the embeddings larger, is known, and mostly refused."""
+    tools = json.loads((Path(__file__).parent / "data" / "finetuning_tools.json").read_text())
+    switches = [key for key in tools["llamafactory"]["keys"] if key.startswith("use_")]
+    table = dialect("llamafactory")
+    assert switches
+    elsewhere = {"use_distributed_optimizer", "use_packed_sequences"}  # of Megatron, refused as a whole
+    for key in sorted({*switches, "resize_vocab", "add_tokens"} - elsewhere - {"use_audio_in_video"}):
+        assert key in table.becomes or table.refusal(key) or table.reason_to_ignore(key), key
+    for line in ("resize_vocab: true", "add_tokens: <a>,<b>", "use_kt: true", "use_eaft_loss: true"):
+        refused = read(tmp_path, "switched.yaml", f"{LLAMA_FACTORY}{line}\n").refused
+        assert keys(refused) == {line.partition(":")[0]}
 
 
 def test_an_unsloth_script(tmp_path: Path) -> None:

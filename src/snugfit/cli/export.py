@@ -126,4 +126,4 @@ def _tell(exported: Export, folder: Path) -> None:
     for name in exported.files:
         given.say_written(folder / name)
     if exported.note:
-        typer.echo(f"Note: {exported.note}.", err=True)
+        typer.echo(f"Note: {exported.note}", err=True)

@@ -32,13 +32,20 @@ ALPHA = 8
 _DATASET = "DATASET"
 """Stands where the user's own dataset belongs."""
 
+_HYPERPARAMETERS = (
+    "The learning rate is constant, lora_alpha is peft's 8, and there is one epoch: set your own, they "
+    "change no byte."
+)
+
 NOTES = {
-    "trl": "predicted with sequences that fill max_length, and with the model's own loss; TRL 1.16 computes "
-    "the loss in chunks, which takes less memory",
-    "axolotl": "every sequence is filled up to sequence_len, as it was predicted",
-    "llamafactory": "predicted with sequences that fill cutoff_len; a batch of shorter ones takes less",
+    "trl": "Predicted with sequences that fill max_length, and with the model's own loss; TRL 1.16 computes "
+    f"the loss in chunks, which takes less memory. {_HYPERPARAMETERS}",
+    "axolotl": f"Every sequence is filled up to sequence_len, as it was predicted. {_HYPERPARAMETERS}",
+    "llamafactory": "Predicted with sequences that fill cutoff_len; a batch of shorter ones takes less. "
+    f"{_HYPERPARAMETERS}",
 }
-"""By target, what is not quite as predicted: it stands in the file, and the command says it."""
+"""By target, what is not quite as predicted, and what no recipe holds: it stands in the file, and the command
+says it."""
 
 _HALVES = {"bf16": "bfloat16", "fp16": "float16"}
 
@@ -55,15 +62,15 @@ def check_task(job: Job, to: str) -> None:
 def trl_script(job: Job, recipe: Recipe) -> str:
     """A script with `SFTConfig`, `LoraConfig` and `SFTTrainer`. Raises `RecipeError`."""
     arguments = _trainer_arguments(job, recipe, "trl")
-    arguments["output_dir"] = "sft_output"
+    arguments |= {"output_dir": "sft_output", "num_train_epochs": 1}
     arguments |= {"max_length": job.sequence_length, "packing": False, "loss_type": "nll"}
     dotted = write_arguments(recipe)[0]
     script = script_values(job, recipe, "trl", dotted, training_arguments=arguments)
     lora = _lora(job, recipe)
     if lora:
         script["lora"] = {"r": lora["r"], "lora_alpha": ALPHA, **lora, "task_type": "CAUSAL_LM"}
-    note = _head_lines(NOTES["trl"])
-    return write_script("trl", {"lora": None, "dataset": _DATASET, "note": note, **script})
+    head = _head(job, "trl")
+    return write_script("trl", {"lora": None, "dataset": _DATASET, "head": head, **script})
 
 
 def axolotl_config(job: Job, recipe: Recipe) -> str:
@@ -223,19 +230,17 @@ def _yaml(job: Job, recipe: Recipe, to: str, command: str, sections: Mapping[str
     before = "".join(
         f"{key.partition('.')[2]}={value} " for key, value in dotted.items() if key.startswith("environment.")
     )
-    said = f"A step of {job.batch_size} sequences of {job.sequence_length} tokens; {NOTES[to]}. "
-    said += f"Written by {writer(to)}. Run it with"
-    head = "\n".join(f"# {line}" for line in [str(recipe), *_head_lines(said), f"  {before}{command}"])
-    return (
-        head
-        + "".join(
-            f"\n\n### {title}\n{yaml.safe_dump(dict(values), sort_keys=False)}".rstrip()
-            for title, values in sections.items()
-        )
-        + "\n"
-    )
+    head = [str(recipe), *_head(job, to), "", f"  {before}{command}"]
+    parts = ["\n".join(f"# {line}".rstrip() for line in head)]
+    parts += [
+        f"### {title}\n{yaml.safe_dump(dict(values), sort_keys=False).rstrip()}"
+        for title, values in sections.items()
+    ]
+    return "\n\n".join(parts) + "\n"
 
 
-def _head_lines(text: str) -> list[str]:
-    """The lines of a sentence in a file's head."""
-    return textwrap.wrap(text[0].upper() + text[1:], 100, break_on_hyphens=False)
+def _head(job: Job, to: str) -> list[str]:
+    """What a file says of itself: its step, what differs, who wrote it, what to fill in."""
+    step = f"A step of {job.batch_size} sequences of {job.sequence_length} tokens."
+    text = f"{step} {NOTES[to]} Written by {writer(to)}; put your dataset in place of {_DATASET}."
+    return textwrap.wrap(text, 100, break_on_hyphens=False)
