@@ -5,8 +5,12 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -172,3 +176,55 @@ def test_where_the_bytes_of_a_small_model_go(folder: Path) -> None:
 @pytest.mark.slow
 def test_where_the_bytes_go(folder: Path) -> None:
     check_where_the_bytes_go(folder, answer("where_the_bytes_go.sh"))
+
+
+NOTEBOOKS = ("will_it_fit", "where_do_the_bytes_go", "plan_and_train")
+
+
+def run_cell(source: str, names: dict[str, Any]) -> tuple[str, Any]:
+    """What a cell prints, and the value of its last line where that is an expression."""
+    tree = ast.parse(source)
+    last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
+    value, printed = None, io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(tree, "cell", "exec"), names)
+        if isinstance(last, ast.Expr):
+            value = eval(compile(ast.Expression(last.value), "cell", "eval"), names)
+    return printed.getvalue(), value
+
+
+def figures(text: str) -> list[float]:
+    return [float(number) for number in re.findall(r"\d+\.?\d*(?:e[+-]\d+)?", text)]
+
+
+def stored(cell: dict[str, Any], kind: str) -> str:
+    """What a notebook's cell printed (`stream`), or the text of its value (`execute_result`)."""
+    outputs = [output for output in cell["outputs"] if output["output_type"] == kind]
+    return "".join("".join(output.get("text") or output["data"]["text/plain"]) for output in outputs)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_a_notebook_says_what_its_cells_compute(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Printed figures and tables of a DataFrame are those that are stored; pictures are stored as SVG."""
+    pandas = pytest.importorskip("pandas", reason="Requires: [pandas]")
+    (folder / "examples").mkdir()
+    (folder / "results").symlink_to(EXAMPLES.parent / "results")
+    monkeypatch.chdir(folder / "examples")
+    notebook = json.loads((EXAMPLES / f"{name}.ipynb").read_text())
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    names: dict[str, Any] = {"__name__": "__main__"}
+    tables = 0
+    for cell in cells:
+        printed, value = run_cell("".join(cell["source"]), names)
+        assert figures(printed) == figures(stored(cell, "stream"))
+        if isinstance(value, pandas.DataFrame):
+            now = repr(value)
+            assert figures(now) == pytest.approx(figures(stored(cell, "execute_result")), rel=1e-6)
+            tables += 1
+    assert tables
+    content = json.dumps(notebook)
+    assert "<svg" in content
+    assert not re.search(r"/(home|tmp|work|root|Users)/", content)

@@ -7,6 +7,7 @@ import json
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -368,6 +369,23 @@ def test_results_print_themselves_once_attached(monkeypatch: pytest.MonkeyPatch)
     assert "samples/s" in str(measurement())
     assert prediction()._repr_html_().startswith('<div class="snugfit">')
     assert "14,949" in guide_result()._repr_html_()
+
+
+def test_in_a_notebook_results_are_text_and_nothing_is_shown_beside_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Notebooks set FORCE_COLOR, and rich shows what is printed to any file there."""
+    from snugfit.report import show
+
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    show.attach()
+    plain: list[str] = []
+    prediction()._repr_pretty_(SimpleNamespace(text=plain.append), False)
+    assert plain == [str(prediction())]
+    assert "Fits: 8.20 GiB" in plain[0]
+    assert "\x1b" not in plain[0]
+    assert capsys.readouterr() == ("", "")
 
 
 def test_the_suite_keeps_refused_rows_and_predicts_only_named_machines(

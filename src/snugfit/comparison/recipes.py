@@ -20,7 +20,8 @@ class RecipeComparison(Tabular):
     """One for each recipe, in the order in which they were asked about."""
 
     def to_rows(self) -> list[dict[str, Any]]:
-        """A row for each recipe, with the bytes of each kind at its own peak."""
+        """A row for each recipe, with the bytes of each kind at its own peak: 0 of those that others have."""
+        kinds = dict.fromkeys((str(line.kind) for one in self.predictions for line in one.anatomy.kinds), 0)
         return [
             {
                 "recipe": str(one.recipe),
@@ -28,6 +29,7 @@ class RecipeComparison(Tabular):
                 "difference_bytes": one.needed_bytes - self.predictions[0].needed_bytes,
                 "fits": one.fits,
                 **{name: getattr(one.speed, name, None) for name in SPEED_FIELDS},
+                **kinds,
                 **{str(line.kind): line.bytes for line in one.anatomy.kinds},
             }
             for one in self.predictions

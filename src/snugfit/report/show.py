@@ -52,8 +52,14 @@ def html(result: object) -> str:
     return as_html(_RENDERERS[type(result)](result))
 
 
+def _as_plain_text(result: object, printer: Any, _cycle: bool) -> None:
+    """The text that IPython keeps beside the HTML: the report, not the fields of the dataclass."""
+    printer.text(text(result))
+
+
 def attach() -> None:
     """Lets every result print itself, in a terminal and in a notebook."""
     for kind in _RENDERERS:
         setattr(kind, "__str__", text)  # noqa: B010 - mypy forbids assigning to a method
         setattr(kind, "_repr_html_", html)  # noqa: B010
+        setattr(kind, "_repr_pretty_", _as_plain_text)  # noqa: B010

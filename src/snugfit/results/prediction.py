@@ -154,7 +154,7 @@ class Prediction(Tabular):
 
     def to_rows(self) -> list[dict[str, Any]]:
         """Bytes by kind at the peak, a row each."""
-        return [asdict(line) for line in self.anatomy.kinds]
+        return [asdict(line) | {"kind": str(line.kind)} for line in self.anatomy.kinds]
 
     def to_json(self) -> dict[str, Any]:
         """The document that `snugfit predict --json` prints."""

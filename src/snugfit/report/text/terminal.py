@@ -46,9 +46,16 @@ def show_json(document: Mapping[str, Any]) -> None:
 def as_text(content: RenderableType, *, width: int = 110) -> str:
     """A report as plain text: for `print` and for files."""
     out = StringIO()
-    Console(file=out, width=width, markup=False, emoji=False, highlight=False, no_color=True).print(
-        content, crop=False
-    )
+    Console(
+        file=out,
+        width=width,
+        markup=False,
+        emoji=False,
+        highlight=False,
+        no_color=True,
+        force_jupyter=False,  # in a notebook rich shows it there, whatever `file` is
+        force_terminal=False,  # and writes escapes where FORCE_COLOR is set, as notebooks do
+    ).print(content, crop=False)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
