@@ -439,8 +439,8 @@ def answer(command: str) -> str:
     asked, _, head = command.replace("\\\n", " ").partition(" | head -")
     words = [sys.executable, "-m", *shlex.split(asked)]
     with TemporaryDirectory() as folder:
-        places = {"XDG_CACHE_HOME": folder, "SNUGFIT_RATES": folder, "HF_HUB_OFFLINE": "1"}
-        done = subprocess.run(words, capture_output=True, text=True, env=os.environ | places, check=False)
+        places = os.environ | {"XDG_CACHE_HOME": folder, "SNUGFIT_RATES": folder, "HF_HUB_OFFLINE": "1"}
+        done = subprocess.run(words, capture_output=True, text=True, env=places, cwd=ROOT, check=False)
     if done.returncode not in (0, 3):
         raise SystemExit(f"{asked}: {done.stderr}")
     lines = [line.rstrip() for line in done.stdout.splitlines()]
