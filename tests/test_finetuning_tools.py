@@ -227,11 +227,11 @@ def test_an_export_that_would_harm_is_one_message(tmp_path: Path, capsys: pytest
     assert "--compare" in told("--export", "trl", str(folder), "--compare", "bf16")
     folder.mkdir()
     (folder / "sft.py").write_text("mine")
-    assert "no export for trl" in told("--export", "trl", str(folder))
+    assert "not an export for trl" in told("--export", "trl", str(folder))
     assert (folder / "sft.py").read_text() == "mine"
     assert run([*ask, "--export", "torch", str(folder)]) == 0
     capsys.readouterr()
-    assert "no export for accelerate" in told("--export", "accelerate", str(folder))
+    assert "not an export for accelerate" in told("--export", "accelerate", str(folder))
     assert sorted(file.name for file in folder.iterdir()) == ["sft.py", "train.py"]
     capsys.readouterr()
     assert run([*ask, "--memory", "1MiB", "--export", "axolotl", str(folder)]) == 3
