@@ -118,6 +118,16 @@ def test_many_gpus_leave_theirs() -> None:
     assert "tight" in as_text(render_gpus(plans))
 
 
+@pytest.mark.parametrize("asked", ["100%", "500GiB", 500 * GIB])
+def test_a_headroom_of_all_the_memory_is_refused(asked: str | int) -> None:
+    """On the one GPU that is asked about; of many GPUs the smaller ones just do not fit."""
+    with pytest.raises(UsageError, match=r"leaves nothing of 1.* GiB to use. Try 2%"):
+        headroom_of(asked, H200)
+    assert headroom_of("30GiB", RTX4090, one_of_many=True) == 30 * GIB
+    with pytest.raises(UsageError, match=r"headroom: '5gb%' is not an amount of memory.*or a share: 2%"):
+        headroom_of("5gb%", H200)
+
+
 def test_ways_of_padding_leave_the_same_headroom() -> None:
     """By default as a plan does; where no way leaves it, the best that fits is marked as tight."""
     asked = {"job": small_job("bert", 1), "lengths": LENGTHS, "gpu": "h200"}

@@ -24,12 +24,13 @@ _LARGEST = 1 << 50
 """A pebibyte: more than any machine's memory, so larger amounts are typing mistakes."""
 
 
-def parse_bytes(text: str, *, what: str = "memory") -> int:
+def parse_bytes(text: str, *, what: str = "memory", or_else: str = "") -> int:
     """Bytes from text such as `24GiB`, `16000MB` or `1.5 GiB`.
 
-    Raises `UsageError` for no unit, an unknown unit, zero, a negative amount, or more than a pebibyte.
+    `or_else` ends the hint of an error with what else may be written. Raises `UsageError` for no unit, an
+    unknown unit, zero, a negative amount, or more than a pebibyte.
     """
-    hint = "Write a number and a unit: 24GiB, 16GB, 16000MiB."
+    hint = f"Write a number and a unit: 24GiB, 16GB, 16000MiB{or_else}."
     match = _AMOUNT.fullmatch(text)
     if not match:
         raise UsageError(f"{what}: {text!r} is not an amount of memory. {hint}")

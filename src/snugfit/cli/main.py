@@ -134,4 +134,4 @@ def _tell_mistake(mistake: Exception) -> int:
     if not message:  # no arguments at all: typer has printed the help already
         return 2
     message = message.replace("Value error, ", "").rstrip(".")  # typer's checks are pydantic's
-    return _tell(f"{message}. Try: {path} --help", 2)
+    return _tell(f"{message}{'' if message.endswith('?') else '.'} Try: {path} --help", 2)

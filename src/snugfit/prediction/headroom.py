@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from snugfit.errors import UsageError
 from snugfit.prediction.device import CONTEXT_ERROR
-from snugfit.units import GIB, parse_bytes
+from snugfit.units import GIB, parse_bytes, show_bytes
 
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
@@ -28,12 +28,19 @@ DISPLAY_BYTES = GIB // 2
 _PER_CENT = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*%\s*")
 
 
-def headroom_of(asked: int | str | None, gpu: Gpu | None, memory_bytes: int | None = None) -> int:
+def headroom_of(
+    asked: int | str | None, gpu: Gpu | None, memory_bytes: int | None = None, *, one_of_many: bool = False
+) -> int:
     """Bytes to leave free of `memory_bytes`, or where none were named, of the GPU's: what is `asked`, in
-    bytes or as text (`1GiB`, `2%`), or the usual. Raises `UsageError` for what is no headroom."""
+    bytes or as text (`1GiB`, `2%`), or the usual. Raises `UsageError` for what is no headroom, and for all of
+    the memory, unless the GPU is `one_of_many`, of which others have more."""
     if asked is None:
         return usual_headroom(gpu) if memory_bytes is None else 0
-    return _as_bytes(asked, gpu.memory_bytes if memory_bytes is None and gpu else memory_bytes)
+    limit = gpu.memory_bytes if memory_bytes is None and gpu else memory_bytes
+    headroom = _as_bytes(asked, limit)
+    if limit is not None and headroom >= limit and not one_of_many:
+        raise UsageError(f"headroom: {asked!r} leaves nothing of {show_bytes(limit)} to use. Try 2%.")
+    return headroom
 
 
 def usual_headroom(gpu: Gpu | None) -> int:
@@ -57,10 +64,8 @@ def _as_bytes(asked: int | str, limit: int | None) -> int:
                 raise UsageError(
                     f"headroom: {asked!r} is a share of the memory, so name a GPU or an amount of memory."
                 )
-            if float(match[1]) >= 100:
-                raise UsageError(f"headroom: {asked!r} leaves no memory to use. Try 2%.")
             return int(float(match[1]) / 100 * limit)
-        return 0 if asked.strip() == "0" else parse_bytes(asked, what="headroom (or a share, such as 2%)")
+        return 0 if asked.strip() == "0" else parse_bytes(asked, what="headroom", or_else=", or a share: 2%")
     if type(asked) is not int or asked < 0:
         raise UsageError(
             f"headroom is {asked!r}; it must be a whole number of bytes from 0, text such as '2%', or None."

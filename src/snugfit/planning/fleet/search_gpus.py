@@ -83,7 +83,7 @@ def plan_gpus(
     fixed.refuse()
     workers = min(2, os.cpu_count() or 1) if workers is None else workers
     waiting, answers = _kinds(gpus, fixed)
-    margins = {gpu.key: headroom_of(headroom, gpu) for gpu in gpus if gpu.memory_bytes}
+    margins = {gpu.key: headroom_of(headroom, gpu, one_of_many=True) for gpu in gpus if gpu.memory_bytes}
     counts: list[Counts] = []
     began = time.monotonic()
     while waiting:

@@ -66,6 +66,6 @@ def writable_folder(folder: Path) -> Path:
         tempfile.TemporaryFile(dir=nearest).close()
     except OSError as error:
         raise UsageError(
-            f"{folder}: {nearest} cannot be written ({error.strerror}). Name another folder."
+            f"{nearest}: nothing can be written into this folder ({error.strerror}). Name another."
         ) from None
     return folder
