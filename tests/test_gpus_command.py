@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,11 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
 
 
 # ---- money -----------------------------------------------------------------------------------------------
+
+
+def test_a_name_of_several_gpus_names_them_all(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["gpus", "h100"]) == 0
+    assert re.findall(r"H100-[A-Z]+", capsys.readouterr().out) == ["H100-PCIE", "H100-SXM", "H100-NVL"]
 
 
 def test_what_a_run_costs() -> None:

@@ -87,9 +87,9 @@ def _arguments(
 
 def gpus(**asked: Any) -> int:
     """List the GPUs that snugfit knows, show one with its sources, or plan a job on each of them."""
-    from snugfit.job.gpu import all_gpus, find_gpu
+    from snugfit.job.gpu import all_gpus, find_gpus
 
-    named = [find_gpu(name) for name in asked["names"] or ()]
+    named = [gpu for name in asked["names"] or () for gpu in find_gpus(name)]
     listed = list({gpu.key: gpu for gpu in named or all_gpus()}.values())
     if asked["for_model"] or asked["job_file"] or asked["arguments_file"]:
         return _plan(listed, asked)

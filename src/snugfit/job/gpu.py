@@ -179,14 +179,19 @@ def find_gpu(text: Gpu | str) -> Gpu:
     several."""
     if isinstance(text, Gpu):
         return text
+    candidates = find_gpus(text)
+    if len(candidates) == 1:
+        return candidates[0]
+    raise GpuError(f"{text!r} can be {_list(candidates)}. Give the full name, or add the memory.")
+
+
+def find_gpus(text: str) -> list[Gpu]:
+    """The GPUs that `text` can mean, at least one: 'h100' has three forms. Raises `GpuError` for none."""
     if not isinstance(text, str):
         raise GpuError(f"The name of a GPU must be text, such as 'h200', not {text!r}.")
     exact = [gpu for gpu in all_gpus() if _normalize(text) in _exact_names(gpu)]
-    candidates = exact or _prefer_sxm(_matches(text))
-    if len(candidates) == 1:
-        return candidates[0]
-    if candidates:
-        raise GpuError(f"{text!r} can be {_list(candidates)}. Give the full name, or add the memory.")
+    if candidates := exact or _prefer_sxm(_matches(text)):
+        return candidates
     raise GpuError(f"No GPU {text!r} in the table.{_nearest(text)} snugfit gpus lists all.")
 
 

@@ -57,13 +57,13 @@ class Task(StrEnum):
 
     @classmethod
     def parse(cls, text: str) -> Task:
-        """The task called `text`; raises `JobError` with the legal names. `custom` is understood and not
-        listed: it belongs to modules from Python, and `_refuse_task` says so to other models."""
+        """The task called `text`, here or on the hub; raises `JobError` with the legal names. `custom` is
+        understood and not listed: it belongs to modules from Python, which `_refuse_task` says to others."""
         legal = [task.value for task in cls if task is not cls.CUSTOM]
         if text not in (*legal, cls.CUSTOM.value):
             plain = str(text).lower().replace("_", "-").replace(" ", "-")
             if (name := _TASKS_ELSEWHERE.get(plain, plain)) in legal:
-                raise JobError(f"The task {text!r} is written {name!r} here. Tasks: {', '.join(legal)}.")
+                return cls(name)
             raise JobError(f"Unknown task {text!r}.{did_you_mean(text, legal)} Tasks: {', '.join(legal)}.")
         return cls(text)
 
