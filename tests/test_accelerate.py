@@ -614,5 +614,13 @@ def test_a_checkpoint_of_other_content_under_right_checksums_ends_in_one_line(tm
             with loop_of(tmp_path) as run, pytest.raises(SnugfitError, match=says):
                 run.resume()
         rewritten(file, before)
+    file = tmp_path / "checkpoint-1" / "hand.json"
+    before = file.read_text()
+    for name, value in (("epoch", "1"), ("epoch", -1), ("place", 0.5), ("place", None)):
+        rewritten(file, json.dumps({**json.loads(before), name: value}))
+        says = f'checkpoint-1 has correct checksums.*"{name}" is {value!r}'
+        with loop_of(tmp_path) as run, pytest.raises(SnugfitError, match=says):
+            run.resume()
+    rewritten(file, before)
     with loop_of(tmp_path) as run:
         assert run.resume()

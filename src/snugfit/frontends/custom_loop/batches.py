@@ -155,7 +155,10 @@ class Batches:
         }
 
     def resume(self, state: dict[str, Any]) -> None:
-        """As it was when `to_json` was asked."""
+        """As it was when `to_json` was asked. Raises `TypeError` for what are no counts."""
+        for name in ("epoch", "place"):
+            if type(state[name]) is not int or state[name] < 0:
+                raise TypeError(f'"{name}" is {state[name]!r}; it must be a whole number from 0')
         self.epoch, self.position = state["epoch"], state["place"]
         self._within = self.position > 0
         self._next, self._last = states_from_json(state["next"]), mark_from_json(state.get("last"))
