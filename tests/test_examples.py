@@ -80,7 +80,7 @@ def check_lora_on_24gb(folder: Path, said: str) -> None:
     assert nvml_bytes <= plan["memory_bytes"] - plan["headroom_bytes"]
     assert not plan["tight"]
     assert f"under {plan['best']['recipe']} on" in said
-    assert "Nothing was run or written." in said
+    assert "dry run" in said.lower()
     assert not (folder / "snugfit-examples" / "adapters").exists()
 
 
@@ -110,9 +110,9 @@ def check_trainer_script(said: str) -> None:
     """The script is read, what is wrong in it is named, and the plan keeps what trains."""
     assert "renamed" in said
     assert "eval_strategy" in said
-    assert "remove dataloader_prefetch_factor" in said
+    assert "conflict" in said
     assert "precision: bf16, kept as in your own recipe" in said
-    assert "the algorithm kept as in your own recipe" in said
+    assert re.search(r"optimizer: adamw_fused, .*kept as in your own recipe", said)
     assert "steps taken: 20" in said
 
 
@@ -129,13 +129,13 @@ def test_a_trainer_script_of_a_small_model(folder: Path) -> None:
 @pytest.mark.slow
 def test_a_trainer_script(folder: Path) -> None:
     said = answer("trainer_script.sh")
-    assert said.index("exit code 3") < said.index("What it changes in your recipe")
+    assert said.index("exit code 3") < said.index("Changes to your recipe")
     check_trainer_script(said)
 
 
 def check_rented(folder: Path, said: str) -> None:
     """The smallest, the fastest and the cheapest are named, and the recipe goes along."""
-    for headline in ("The smallest that trains this", "The fastest", "The cheapest"):
+    for headline in ("The smallest GPU", "The fastest: ", "The cheapest: "):
         assert said.count(headline) == 2  # of one recipe, and of the best of each GPU
     results = folder / "snugfit-examples"
     assert "<svg" in (results / "gpus.html").read_text()
@@ -159,7 +159,7 @@ def check_where_the_bytes_go(folder: Path, said: str) -> None:
     for page in ("step.html", "techniques.html"):
         assert "<svg" in (results / page).read_text()
     assert json.loads((results / "step.json").read_text())["traceEvents"]
-    assert "MiB at the peak of recipe" in said
+    assert "with adafactor" in said
     assert "· evaluate ·" in said
     predicted = said.partition("predicted, by kind:")[2].partition("loss")[0]
     bytes_of = {line[:20].strip(): float(line[20:].split()[0]) for line in predicted.splitlines() if line}
