@@ -426,7 +426,7 @@ def argument_words(value: Any) -> str:
     return value.name if isinstance(value, Setting) else repr(value)
 
 
-CONSOLE = re.compile(r"^```console\n\$ ((?:.+\\\n)*.+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+CONSOLE = re.compile(r"^```console\n\$ ((?:[^\n]*\\\n)*[^\n]+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 def shown_answers() -> dict[str, str]:
