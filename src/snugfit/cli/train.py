@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -212,10 +211,10 @@ def _weights(request: Request) -> str | None:
 
 def _own_folder(request: Request) -> str | None:
     """The model's folder, when it came from one that holds a tokenizer."""
-    folder = Path(request.job.model.name).expanduser()
-    folder = folder if folder.is_dir() else folder.parent
-    has_tokenizer = request.job.model.origin == "path" and any(folder.glob("tokenizer*"))
-    return str(folder) if has_tokenizer else None
+    from snugfit.job.weights import own_folder
+
+    folder = own_folder(request.job.model.name, request.job.model.origin)
+    return str(folder) if folder and any(folder.glob("tokenizer*")) else None
 
 
 def _columns(text: str | None) -> dict[str, str] | None:

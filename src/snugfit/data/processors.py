@@ -16,6 +16,7 @@ from typing import Any
 from snugfit.data.pretrained import load_pretrained
 from snugfit.errors import UsageError
 from snugfit.job.job import Job, Task
+from snugfit.job.weights import own_folder as folder_of_model
 
 FILES = ("preprocessor_config.json", "processor_config.json")
 
@@ -55,11 +56,8 @@ _KINDS = {
 
 def own_folder(job: Job) -> Path | None:
     """The model's folder, where it came from one that holds a processor."""
-    if job.model.origin != "path":
-        return None
-    named = Path(job.model.name).expanduser()
-    folder = named if named.is_dir() else named.parent
-    return folder if has_processor(folder, job) else None
+    folder = folder_of_model(job.model.name, job.model.origin)
+    return folder if folder and has_processor(folder, job) else None
 
 
 def has_processor(given: Any, job: Job) -> bool:
