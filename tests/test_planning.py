@@ -226,6 +226,35 @@ def test_recomputing_that_cannot_matter_is_not_looked_at_and_changes_no_answer(s
         assert answers[0] == answers[1]
 
 
+@pytest.mark.parametrize("misleads", [False, True])
+@pytest.mark.parametrize("seed", [0, 2])
+def test_of_kinds_that_recompute_alike_the_better_one_stands_for_its_twins(seed: int, misleads: bool) -> None:
+    """Eager attention is larger and slower here; where it misleads, smaller once layers are recomputed."""
+    rng = random.Random(seed)
+    space = space_of(small_job("bert", 2, batch_size=2), fidelity=Fidelity.ROUNDS)
+    told = recomputed(told_of(space, rng), space, rng)
+    eager = [n for n, one in enumerate(space.candidates) if one.setup.attention == "eager"]
+    recomputing = [n for n in eager if space.candidates[n].setup.checkpoint]
+    sdpa = roster.plain(Slot.ATTENTION)
+    twins = {number: space.number(space.candidates[number].recipe.with_(sdpa)) for number in eager}
+    for number, twin in twins.items():
+        assert twin is not None
+        (needed, seconds, resting), after = told.bounds[twin], told.figures[twin]
+        assert after
+        more = -needed // 20 if misleads and number in recomputing else 9
+        told.bounds[number] = Bound(needed + more, seconds + 1, resting)
+        size = after.needed_bytes + more
+        told.figures[number] = Figures(size, size, size, 0, after.seconds + 1)
+    kinds = {space.candidates[number].passes for number in recomputing}
+    state = SearchState(space)
+    search(state, WorkerPool([told]))  # type: ignore[list-item]
+    assert not any(number in state.bounds for number in recomputing)
+    asked = next(number for number in recomputing if twins[number] in state.bounds)
+    state.screen_these([asked])
+    known = {space.candidates[number].passes for number in recomputing if number in state.bounds}
+    assert known == (kinds if misleads else {space.candidates[asked].passes})
+
+
 @pytest.mark.whole
 def test_a_recipe_to_start_from_may_be_text() -> None:
     job = small_job("gpt2", 1, batch_size=1)

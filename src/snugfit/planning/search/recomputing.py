@@ -6,15 +6,19 @@ as the update. Where a recipe that was judged is as fast as that and as small, n
 be rehearsed for it. With adapters in the space, that is all of full fine-tuning. The kinds that may be
 fastest are rehearsed and judged first, a few at a time: they make most of the others needless.
 
+Recomputing runs the same layers once more. So of two kinds that differ in how attention is computed, in the
+size of one technique's adapters or in which 16-bit type autocast takes, the one that is neither faster nor
+smaller without recomputing is neither with it, and need not be rehearsed beside the other.
+
 What bounds here is no law: keys and values of a cache that only checkpointing switches off cost a little,
-hence `CACHE_SHARE`. So each kind that is rehearsed is held to it, and where one takes less, all are
+hence `CACHE_SHARE`. So each kind that is rehearsed is held to both, and where one takes less, all are
 rehearsed.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from snugfit.planning.cost.figures import Bound
@@ -24,11 +28,20 @@ from snugfit.techniques.technique import Slot
 
 if TYPE_CHECKING:
     from snugfit.planning.search.progress import Tell
+    from snugfit.planning.search.space import Candidate
     from snugfit.planning.search.state import SearchState
     from snugfit.prediction.worker_pool import WorkerPool
+    from snugfit.techniques.technique import Technique
 
 CACHE_SHARE = 0.1
 """Of the seconds of a step without recomputing, how much less one with it may take."""
+
+HALF_TYPES = {"bfloat16", "float16"}
+"""Of autocast: kernels of the same shapes, of which float16's step runs those of a scaler besides."""
+
+ROUNDING = 0.001
+"""Of what its twin takes, how much less a kind may take that was held to be no better: a sum of seconds in
+another order, an allocation of a few bytes."""
 
 NOTHING = Bound(0, 0.0)
 
@@ -42,29 +55,34 @@ class RecomputingKinds:
         """By kind of passes, the candidates."""
         keep = roster.plain(Slot.CHECKPOINTING)
         self._without: dict[int, int | None] = {}
+        self._no_better: dict[int, list[tuple[int, int]]] = {}
+        """Of kinds that were left out, some candidates with their twins."""
         for number, candidate in enumerate(state.space.candidates):
             if candidate.setup.checkpoint is not None:
                 self.waiting[candidate.passes].append(number)
                 self._without[number] = state.space.number(candidate.recipe.with_(keep))
         state.screen_these = self.screen_these
 
-    def screen(self, is_needed: Callable[[int, Bound], bool], most: int | None = None) -> list[int]:
+    def screen(
+        self, is_needed: Callable[[int, Bound], bool], most: int | None = None, *, twins: bool = True
+    ) -> list[int]:
         """Gives those kinds their lower bounds of which a candidate `is_needed`, by the least that is known
-        of it; of many the `most` that may be fastest. The candidates of these kinds."""
+        of it; without `twins` but for those that are no better than another, and of many the `most` that may
+        be fastest. The candidates of these kinds."""
         kinds = [
             kind
             for kind, numbers in self.waiting.items()
             if any(is_needed(number, self._least(number)) for number in numbers)
+            and (twins or not self._is_no_better(kind))
         ]
         kinds.sort(key=lambda kind: min(self._least(number).seconds for number in self.waiting[kind]))
         asked = {number: self._least(number) for kind in kinds[:most] for number in self.waiting.pop(kind)}
         if asked:
             self.add(kinds[:most])
         known = self.state.bounds
-        if any(
-            known[number].seconds < least.seconds or known[number].needed_bytes < least.needed_bytes
-            for number, least in asked.items()
-            if number in known
+        least_known = [(number, least) for number, least in asked.items() if number in known]
+        if asked and (
+            self._twins_mislead() or any(_is_below(known[number], least) for number, least in least_known)
         ):
             return [*asked, *self.screen(lambda number, least: True)]
         return list(asked)
@@ -85,3 +103,66 @@ class RecomputingKinds:
         without = self._without[number]
         known = NOTHING if without is None else self.state.bounds.get(without, NOTHING)
         return Bound(known.resting_bytes, known.seconds * (1 - CACHE_SHARE))
+
+    # ---- twins -------------------------------------------------------------------------------------------
+
+    def _is_no_better(self, kind: int) -> bool:
+        """Whether there is a kind with recomputing that is as good, by what both take without."""
+        candidates, number_of = self.state.space.candidates, self.state.space.number
+        one_per_trace = {candidates[number].trace: number for number in self.waiting[kind]}.values()
+        for technique in self._twins(candidates[self.waiting[kind][0]]):
+            pairs = [(n, number_of(candidates[n].recipe.with_(technique))) for n in one_per_trace]
+            known = [(n, twin) for n, twin in pairs if twin is not None and self._may_stand_for(twin, n)]
+            if len(known) < len(pairs):
+                continue
+            bounds = [(self._without_recomputing(n), self._without_recomputing(twin)) for n, twin in known]
+            are_equal = all(own == other for own, other in bounds)
+            if not any(_is_below(*two) for two in bounds) and not (
+                are_equal and candidates[known[0][1]].passes > kind
+            ):
+                self._no_better[kind] = known
+                return True
+        return False
+
+    def _twins(self, candidate: Candidate) -> Iterator[Technique]:
+        """What makes a twin of this candidate, put into its recipe."""
+        recipe, setup = candidate.recipe, candidate.setup
+        for slot in (Slot.ATTENTION, Slot.ADAPTERS, Slot.PRECISION):
+            for technique in self.state.space.offers(slot):
+                other = recipe.with_(technique).setup()
+                if technique == recipe[slot] or other.weights_dtype != setup.weights_dtype:
+                    continue
+                autocasts = {str(setup.autocast), str(other.autocast)}
+                if (
+                    slot is Slot.ATTENTION
+                    or (slot is Slot.ADAPTERS and type(technique) is type(recipe[slot]))
+                    or (slot is Slot.PRECISION and autocasts == HALF_TYPES)
+                ):
+                    yield technique
+
+    def _may_stand_for(self, twin: int, number: int) -> bool:
+        """Whether both are known without recomputing, and the twin is or can be with it."""
+        bounds, kind = self.state.bounds, self.state.space.candidates[twin].passes
+        known_without = all(self._without.get(one) in bounds for one in (number, twin))
+        return known_without and (twin in bounds or kind in self.waiting)
+
+    def _without_recomputing(self, number: int) -> Bound:
+        without = self._without[number]
+        assert without is not None
+        return self.state.bounds[without]
+
+    def _twins_mislead(self) -> bool:
+        """Whether a kind is better than the twin that it was left out for, or that cannot be rehearsed."""
+        known, candidates = self.state.bounds, self.state.space.candidates
+        for pairs in self._no_better.values():
+            for number, twin in pairs:
+                if twin not in known and candidates[twin].passes not in self.waiting:
+                    return True
+                if number in known and twin in known and _is_below(known[number], known[twin], ROUNDING):
+                    return True
+        return False
+
+
+def _is_below(bound: Bound, other: Bound, share: float = 0.0) -> bool:
+    """Whether this is less in seconds or in bytes, by more than a share."""
+    return any(own < least * (1 - share) for own, least in zip(bound, other, strict=True))

@@ -212,11 +212,11 @@ def search(
     state.judge_all(pool, tell)
     most = None if every_bound else KINDS_AT_A_TIME
     while numbers := recomputing.screen(
-        lambda number, least: every_bound or not state.is_dominated(number, least), most
+        lambda number, least: every_bound or not state.is_dominated(number, least), most, twins=every_bound
     ):
         state.judge_all(pool, tell, among=numbers)
     if smallest or (state.memory_bytes is not None and state.smallest > state.memory_bytes):
-        recomputing.screen(lambda number, least: least.needed_bytes <= state.smallest)
+        recomputing.screen(lambda number, least: least.needed_bytes <= state.smallest, twins=False)
         state.judge_all(pool, tell, smallest=True)
 
 
