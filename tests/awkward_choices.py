@@ -104,7 +104,7 @@ class LeavesEarly(Words):
         return self.loss(h, labels)
 
 
-@awkward(numbers, refused=r"loops on a value.*`while p\.min\(\) < 1:`.*1,000 times")
+@awkward(numbers, refused=r"loop that depends on weights.*`while p\.min\(\) < 1:`.*1,000 times")
 class ComputesUntilSure(Numbers):
     """Adaptive computation time: halts when its weights say so."""
 

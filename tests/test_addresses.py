@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from snugfit.prediction.addresses import CHUNK, CODE, CUBLAS, FORWARD_CODE, MIB, OWN, TOP, DeviceAddresses
-from snugfit.prediction.allocator import CUBLAS_WORKSPACE, Allocator, replay
+from snugfit.prediction.allocator import CUBLAS_WORKSPACE, Allocator, driver_actions, replay
 from snugfit.rehearsal.trace.trace import Block, Mark, MarkKind, Trace
 
 FOLDER = Path(__file__).parent / "data" / "segments-h200"
@@ -171,9 +171,14 @@ def test_the_driver_moves_before_the_births_that_the_trace_says() -> None:
         Block(512, "aten::add", "", "forward", 0, ""),
     )
     marks = (Mark(2, -1, "build", MarkKind.CONTEXT_RELEASED),)
-    after = replay(Trace(blocks, (1, 2, 3, 4, 5), marks, (), (), ()), states={4})
-    living: Any = after.states[4][0]  # type: ignore[index]
-    small, before, settled, workspace = (address for _, address in living)
+    allocator = Allocator()
+    actions = driver_actions(Trace(blocks, (1, 2, 3, 4, 5), marks, (), (), ()), allocator.addresses)
+    addresses = []
+    for number, block in enumerate(blocks, start=1):
+        for act in actions.get(number, ()):
+            act()
+        addresses.append(allocator.allocate(block.nbytes).address)
+    small, before, settled, workspace, _ = addresses
     assert before < small - OWN
     assert settled == small - OWN
     assert workspace == settled + 30 * MIB + FORWARD_CODE * CODE + CUBLAS

@@ -134,12 +134,12 @@ def test_what_the_recipe_refuses_is_told(
     assert told in refused(arguments, capsys, empty_folder)
 
 
-@pytest.mark.parametrize("memory", ["16GB", "16GiB", "16000MB", "1.5e1 GiB"])
 def test_a_command_that_is_misspelt_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["predit", "gpt2"]) == 2
     assert "Did you mean 'predict'? Try: snugfit --help" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("memory", ["16GB", "16GiB", "16000MB", "1.5e1 GiB"])
 def test_memory_takes_the_unit_that_was_written(
     memory: str, capsys: pytest.CaptureFixture[str], asked: list[Any]
 ) -> None:

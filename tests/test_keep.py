@@ -183,4 +183,4 @@ def test_one_recipe_on_many_gpus() -> None:
         assert answer.choice is not None
         assert answer.choice.recipe == str(recipe)
         assert answer.choice.needed_bytes == predict(job, recipe, gpu=answer.gpu).needed_bytes
-    assert "the same recipe: bf16 + every_layer." in str(answers)
+    assert "The same recipe on every GPU: bf16 + every_layer." in str(answers)

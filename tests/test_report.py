@@ -344,7 +344,7 @@ def test_a_folder_that_cannot_be_written_is_told_before_the_work(tmp_path: Path)
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="Requires: [Linux's /proc]")
 @pytest.mark.parametrize("folder", ["/proc", "/proc/new"])
 def test_a_folder_that_takes_no_file_is_found_out_by_trying(folder: str) -> None:
-    with pytest.raises(UsageError, match="/proc cannot be written"):
+    with pytest.raises(UsageError, match="/proc: nothing can be written into this folder"):
         files.writable_folder(Path(folder))
 
 

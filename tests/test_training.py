@@ -167,7 +167,7 @@ def test_a_finished_run_goes_on_when_it_is_made_longer(tmp_path: Path) -> None:
     rates = {event["step"]: event["learning_rate"] for event in events(tmp_path / "straight", "step")}
     assert rates[13] == pytest.approx(small_run(tmp_path).job.learning_rate * 8 / 20)
     warnings = [event["text"] for event in events(tmp_path / "straight", "warning")]
-    assert any("was finished after 12 steps and now continues to 20" in text for text in warnings)
+    assert any("had finished after 12 steps and now continues to 20" in text for text in warnings)
     killed_in(small_run(tmp_path / "killed", **longer), 15)
     assert_same_weights(train(small_run(tmp_path / "killed", **longer)).model, straight.model)
     with pytest.raises(UsageError, match="max_steps was 20 and is 15"):
