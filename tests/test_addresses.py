@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from snugfit.prediction.addresses import CHUNK, CODE, CUBLAS, FORWARD_CODE, MIB, OWN, TOP, DeviceAddresses
-from snugfit.prediction.allocator import CUBLAS_WORKSPACE, Allocator, driver_actions, replay
+from snugfit.prediction.allocator import CUBLAS_WORKSPACE, Allocator, driver_actions
 from snugfit.rehearsal.trace.trace import Block, Mark, MarkKind, Trace
 
 FOLDER = Path(__file__).parent / "data" / "segments-h200"
