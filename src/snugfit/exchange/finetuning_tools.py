@@ -18,7 +18,9 @@ from snugfit.exchange.script import folder_or_id, script_values, write_script, w
 from snugfit.exchange.trainer_arguments import training_arguments
 from snugfit.job.job import Task
 from snugfit.step.checkpointing import NAMES
+from snugfit.techniques import roster
 from snugfit.techniques.lora_targets import ALL_LINEAR, default_targets
+from snugfit.techniques.setup import CheckpointWish, Setup
 from snugfit.techniques.technique import Slot
 from snugfit.techniques.translate import write_arguments
 
@@ -76,7 +78,7 @@ def trl_script(job: Job, recipe: Recipe) -> str:
 def axolotl_config(job: Job, recipe: Recipe) -> str:
     """A YAML file for `axolotl train`. Raises `RecipeError`."""
     arguments = _trainer_arguments(job, recipe, "axolotl")
-    _refuse_other_layers(arguments, recipe, "axolotl")
+    _refuse_other_layers(arguments, job, recipe, "axolotl")
     lora, precision = _lora(job, recipe), recipe[Slot.PRECISION]
     weights, autocast = _dtypes(job, recipe)
     half = next((name for name in _HALVES if arguments[name]), None)
@@ -91,7 +93,7 @@ def axolotl_config(job: Job, recipe: Recipe) -> str:
         raise _refusal(
             "axolotl", precision,
             "where all weights train, axolotl raises embeddings and normalisations to 32 bits, which was not "
-            "predicted. It does not with lora",
+            "predicted. It does not where adapters train",
         )  # fmt: skip
     adapter: dict[str, Any] = {"adapter": None}
     if lora:
@@ -128,7 +130,7 @@ def axolotl_config(job: Job, recipe: Recipe) -> str:
 def llamafactory_config(job: Job, recipe: Recipe) -> str:
     """A YAML file for `llamafactory-cli train`. Raises `RecipeError`."""
     arguments = _trainer_arguments(job, recipe, "llamafactory")
-    _refuse_other_layers(arguments, recipe, "llamafactory")
+    _refuse_other_layers(arguments, job, recipe, "llamafactory")
     arguments.pop("gradient_checkpointing_kwargs", None)
     keeps_all = not arguments.pop("gradient_checkpointing")
     lora, precision = _lora(job, recipe), recipe[Slot.PRECISION]
@@ -151,7 +153,7 @@ def llamafactory_config(job: Job, recipe: Recipe) -> str:
         targets = lora["target_modules"]
         if isinstance(targets, str) and targets != ALL_LINEAR:
             raise _refusal(
-                "llamafactory", recipe[Slot.ADAPTERS], "it takes names of modules: lora(targets=...)"
+                "llamafactory", recipe[Slot.ADAPTERS], "it takes names of modules as targets, and no pattern"
             )
         method = {
             "finetuning_type": "lora", "lora_rank": lora["r"], "lora_alpha": ALPHA,
@@ -211,11 +213,18 @@ def _dtypes(job: Job, recipe: Recipe) -> tuple[str, str | None]:
     return setup.weights_dtype or job.dtype, setup.autocast
 
 
-def _refuse_other_layers(arguments: Mapping[str, Any], recipe: Recipe, to: str) -> None:
+def _refuse_other_layers(arguments: Mapping[str, Any], job: Job, recipe: Recipe, to: str) -> None:
     """Raises `RecipeError` where checkpointing leaves layers out, which these tools' transformers may not
     know."""
     if "every_n_layers" in (arguments.get("gradient_checkpointing_kwargs") or {}):
-        raise _refusal(to, recipe[Slot.CHECKPOINTING], "it checkpoints every layer or none. Try every_layer")
+        every = next(
+            technique.name
+            for technique in roster.techniques()
+            if technique.slot is Slot.CHECKPOINTING
+            and any(one.install(Setup()).checkpoint == CheckpointWish() for one in technique.settings(job))
+        )
+        why = f"it checkpoints every layer or none. Try {every}"
+        raise _refusal(to, recipe[Slot.CHECKPOINTING], why)
 
 
 def _refusal(to: str, technique: object, why: str) -> RecipeError:
