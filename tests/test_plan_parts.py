@@ -128,6 +128,16 @@ def test_joined_pieces_of_few_layers_take_no_longer_than_the_step(recipe: str) -
         assert least.needed_bytes <= figures.requested_bytes + figures.context_bytes
 
 
+@pytest.mark.parametrize("n", [2, 3])
+def test_what_only_a_second_recomputed_layer_keeps_is_not_taken_for_growth(n: int) -> None:
+    """T5's first layers make the biases of attention, which the checkpoints of later ones keep."""
+    job, setup = small_job("t5", 20, batch_size=2), Recipe.parse(f"lora + every_nth_layer({n})").setup()
+    parts = Parts(job, GPUS[:1], GpuTimers(GPUS[:1]))
+    assert len(parts.shallow_jobs.of(setup)) == 2
+    trace = whole_trace(parts, setup)
+    assert parts.lower_bounds.of([setup]).per_setup[0].live_bytes <= trace.peak().nbytes
+
+
 def test_updates_are_rehearsed_once_whatever_is_recomputed() -> None:
     parts = Parts(small_job("bert", 13, batch_size=2), GPUS, GpuTimers(GPUS))
     for recipe in ("as_loaded", "every_nth_layer(2)", "every_nth_layer(3)"):

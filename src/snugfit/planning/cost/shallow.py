@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 FEWEST = 2
-"""Layers of the shallowest model that is rehearsed."""
+"""Layers of the shallowest model that is rehearsed, of those that checkpointing treats alike: a first and
+another. What the first one makes for all (T5's bias of attention) only the checkpoints of later ones keep."""
 
 SMOKE_TEST_PERIODS = 2
 """Periods of layers in the model on which something is tested before it is relied on."""
@@ -46,10 +47,11 @@ class ShallowJobs:
         """Two models of few layers that are less work than the whole one; else the whole one."""
         depth = self.depth(setup)
         if depth is not None and self.few:
-            checkpoint, spans = periodic_checkpoint(setup.checkpoint, depth.layers)
-            period = math.lcm(depth.period, spans)
-            periods = FEWEST if period == 1 else 1  # a first and a last layer, at least
-            least = periods * period + (depth.layers - periods * period) % period
+            checkpoint, repeats = periodic_checkpoint(setup.checkpoint, depth.layers)
+            period = math.lcm(depth.period, repeats)
+            alike = repeats if checkpoint and checkpoint.layers_per_span else 1  # of so many layers one
+            whole_periods = math.ceil(FEWEST * alike / period) * period
+            least = whole_periods + (depth.layers - whole_periods) % period
             if 2 * least + period < depth.layers:
                 asked = replace(setup, checkpoint=checkpoint)
                 return [
