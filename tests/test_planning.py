@@ -185,6 +185,14 @@ def test_the_answer_is_that_of_brute_force_and_the_front_is_up_to_a_grain(seed: 
     )
     if smallest or not fitting:
         assert front[-1][1] == min(size for _, size in everything)
+    judged = [(each.seconds, each.needed_bytes) for each in found.judged.values()]
+    known = [each for each in judged if memory is None or each[1] <= memory]
+    for objective, expected in (
+        ("speed", min(known, default=None)),
+        ("memory", min(known, key=lambda each: each[::-1], default=None)),
+    ):
+        best = found.best_so_far(objective, 2)
+        assert (best and (best.step_seconds, best.needed_bytes)) == expected
 
 
 def recomputed(told: Told, space: Space, rng: random.Random) -> Told:

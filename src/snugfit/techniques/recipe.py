@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 PLAIN = "plain"
 """The word for the recipe in which every slot is plain."""
 
+_INDICES = {slot: index for index, slot in enumerate(Slot)}
+
 ONLY_TRAINING = (Slot.CHECKPOINTING, Slot.OPTIMIZER)
 """Slots that an evaluation leaves unused: it keeps nothing for a backward pass and updates nothing."""
 
@@ -72,7 +74,7 @@ class Recipe:
 
     def __getitem__(self, slot: Slot | str) -> Technique:
         """The technique in this slot."""
-        return self.techniques[list(Slot).index(Slot(slot))]
+        return self.techniques[_INDICES[Slot(slot)]]
 
     def with_(self, technique: Technique) -> Recipe:
         """This recipe with `technique` in its slot."""

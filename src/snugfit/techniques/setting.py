@@ -14,6 +14,7 @@ import re
 import types
 import typing
 from dataclasses import MISSING, Field, field, fields
+from functools import cache
 from typing import Any, Literal
 
 from snugfit.errors import RecipeError, did_you_mean
@@ -28,6 +29,7 @@ def between(low: float, high: float, default: Any = MISSING) -> Any:
     return field(default=default, metadata={"low": low, "high": high})
 
 
+@cache
 def setting_types(technique: type[Any]) -> dict[str, Any]:
     """The annotation of each setting, in the order in which they are written by position."""
     hints = typing.get_type_hints(technique)

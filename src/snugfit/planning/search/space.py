@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from operator import ne
 from typing import TYPE_CHECKING, NamedTuple
 
 from snugfit.errors import RecipeError
@@ -79,14 +81,14 @@ class Space:
             index = index * len(offered) + offered.index(technique)
         return self.numbers.get(index)
 
-    @property
+    @cached_property
     def simplest(self) -> Recipe:
         """What needs no explanation: the user's own recipe, or the plain one where there is none."""
         return self.fixed.start or Recipe()
 
     def changes(self, recipe: Recipe) -> int:
         """In how many slots a recipe is not the simplest."""
-        return sum(technique != self.simplest[technique.slot] for technique in recipe)
+        return sum(map(ne, recipe, self.simplest))
 
     def offers(self, slot: Slot) -> tuple[Technique, ...]:
         """What this slot may hold."""

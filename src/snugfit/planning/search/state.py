@@ -57,8 +57,8 @@ class SearchState:
     """What the answer has to fit; None where nothing is asked to."""
     screen_these: Callable[[Iterable[int]], None] = lambda numbers: None
     """Gives these candidates lower bounds, of whatever kinds were left out so far."""
-    _best: list[tuple[float, int]] = field(default_factory=list)
-    """Seconds and bytes of the judged ones that no other dominates, the fastest first."""
+    _best: list[tuple[float, int, int]] = field(default_factory=list)
+    """Seconds, bytes and number of the judged ones that no other dominates, the fastest first."""
     _worker_of: dict[int, int] = field(default_factory=dict, init=False)
     """By the kind and size of passes, which worker has rehearsed them."""
 
@@ -111,13 +111,13 @@ class SearchState:
         if needed < least.needed_bytes or seconds < least.seconds * (1 - TIME_BOUND_MARGIN):
             raise BelowLowerBound
         self.judged[number] = figures
-        start = bisect.bisect_right(self._best, (seconds, needed))
+        start = bisect.bisect_right(self._best, (seconds, needed, number))
         if start and self._best[start - 1][1] <= needed:
             return
         end = start
         while end < len(self._best) and self._best[end][1] >= needed:
             end += 1
-        self._best[start:end] = [(seconds, needed)]
+        self._best[start:end] = [(seconds, needed, number)]
 
     def exclude(self, group: list[int], error: SnugfitError) -> None:
         """These cannot be rehearsed."""
@@ -156,7 +156,7 @@ class SearchState:
         """Whether some judged recipe is as fast as this one can be, and this one can be neither smaller by
         `MEMORY_RESOLUTION` nor fit where that one does not."""
         least = least or self.bounds[number]
-        faster = bisect.bisect_right(self._best, (least.seconds * (1 - TIME_BOUND_MARGIN), math.inf))
+        faster = bisect.bisect_right(self._best, (least.seconds * (1 - TIME_BOUND_MARGIN), math.inf, 0))
         if not faster:
             return False
         smallest = self._best[faster - 1][1]
@@ -207,8 +207,9 @@ class SearchState:
 
     def best_so_far(self, objective: str, batch_size: int) -> Choice | None:
         """Of those judged the best that fits; None while none does."""
-        ranking = self._ranking(objective)
-        return self.choice(ranking[0], batch_size) if ranking else None
+        best = reversed(self._best) if objective == "memory" else self._best
+        number = next((number for _, needed, number in best if self._fits(needed)), None)
+        return None if number is None else self.choice(number, batch_size)
 
     def _ranking(self, objective: str) -> list[int]:
         """Of those judged that fit, one for each length of a step, the best first."""
