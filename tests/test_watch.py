@@ -120,7 +120,7 @@ def test_peaks_count_from_the_beginning_of_the_block(cuda: FakeCuda) -> None:
     assert library.open == 0
     shown = str(seen)
     assert "4.59 GiB at its peak, all processes, without the driver's 615.0 MiB" in shown
-    assert "this process" in shown
+    assert "this process  700.0 MiB" in shown
 
 
 def test_several_gpus_are_told_apart(cuda: FakeCuda) -> None:

@@ -87,7 +87,9 @@ class WatchResult:
             yield "host memory", f"{show_bytes(self.host_bytes)} (peak of this process so far)"
 
     def __str__(self) -> str:
-        return "\n".join(f"{name:<14}{value}" for name, value in self.lines())
+        lines = list(self.lines())
+        width = max(len(name) for name, _ in lines) + 2
+        return "\n".join(f"{name:<{width}}{value}" for name, value in lines)
 
     def __repr__(self) -> str:
         return f"<Seen: {'running' if self.seconds is None else show_seconds(self.seconds)}>"
