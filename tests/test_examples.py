@@ -1,6 +1,6 @@
 """The stories of `examples/`, run as they are typed: their answers are true, and their files are written.
 
-`make test` runs those that a tiny model makes quick; the slow tier runs every script at its own size.
+`make test` runs each story with a tiny model; the slow tier runs it at its own size.
 """
 
 from __future__ import annotations
@@ -17,6 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from made_up import guide_result
+from scripts_here import run_script
+from tiers import slow_but
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 LITTLE = "lora + eager + bf16 + keep_all + default + inline + adamw"
@@ -62,10 +66,19 @@ def answer(script: str, **settings: str) -> str:
         stderr=subprocess.STDOUT,
         text=True,
     )
-    assert ran.returncode == 0, ran.stdout
-    assert "Traceback" not in ran.stdout, ran.stdout
-    assert "No such option" not in ran.stdout, ran.stdout
-    return ran.stdout
+    return checked(ran.returncode, ran.stdout)
+
+
+def small_answer(script: str, **settings: str) -> str:
+    """The same, of commands that run in this process."""
+    return checked(*run_script(EXAMPLES / script, **settings))
+
+
+def checked(code: int, said: str) -> str:
+    assert code == 0, said
+    assert "Traceback" not in said, said
+    assert "No such option" not in said, said
+    return said
 
 
 def check_lora_on_24gb(folder: Path, said: str) -> None:
@@ -87,7 +100,7 @@ def check_lora_on_24gb(folder: Path, said: str) -> None:
 @pytest.mark.whole
 def test_lora_of_a_small_model_on_a_small_card(folder: Path) -> None:
     model = tiny_model(folder, dtype="bfloat16")
-    check_lora_on_24gb(folder, answer("lora_on_24gb.sh", MODEL=model, GPU="rtx 2060", KEEP=LITTLE))
+    check_lora_on_24gb(folder, small_answer("lora_on_24gb.sh", MODEL=model, GPU="rtx 2060", KEEP=LITTLE))
 
 
 @pytest.mark.slow
@@ -95,15 +108,25 @@ def test_lora_of_an_8b_model_on_24_gb(folder: Path) -> None:
     check_lora_on_24gb(folder, answer("lora_on_24gb.sh"))
 
 
-@pytest.mark.slow
-def test_the_guide_on_a_v100(folder: Path) -> None:
-    said = answer("hf_guide.sh")
+def check_guide(folder: Path, said: str) -> None:
+    """Its tables, plots and page are written, the published figures among them."""
     results = folder / "snugfit-examples"
     assert "As published, and predicted" in said
     guide = json.loads((results / "guide" / "guide.json").read_text())
     assert guide
     assert {"guide.svg", "guide.png", "guide.md"} <= {file.name for file in (results / "guide").iterdir()}
     assert "<svg" in (results / "guide.html").read_text()
+
+
+def test_the_guide_s_techniques_on_a_small_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The suite is of BERT-large: its figures are made up here."""
+    monkeypatch.setattr("snugfit.evaluation.guide.run", lambda *_, **__: guide_result())
+    check_guide(folder, small_answer("hf_guide.sh", MODEL=tiny_model(folder)))
+
+
+@pytest.mark.slow
+def test_the_guide_on_a_v100(folder: Path) -> None:
+    check_guide(folder, answer("hf_guide.sh"))
 
 
 def check_trainer_script(said: str) -> None:
@@ -123,7 +146,7 @@ def test_a_trainer_script_of_a_small_model(folder: Path) -> None:
     assert script != lines
     (folder / "mine.py").write_text(script.replace("=64,", "=4,"))
     keep = "sdpa + keep_all + default + inline"
-    check_trainer_script(answer("trainer_script.sh", SCRIPT="mine.py", GPU="rtx 2060", KEEP=keep))
+    check_trainer_script(small_answer("trainer_script.sh", SCRIPT="mine.py", GPU="rtx 2060", KEEP=keep))
 
 
 @pytest.mark.slow
@@ -142,10 +165,10 @@ def check_rented(folder: Path, said: str) -> None:
     compile((results / "rented" / "training_arguments.py").read_text(), "rented", "exec")
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_gpus_to_rent_for_a_small_model(folder: Path) -> None:
     model = tiny_model(folder, dtype="bfloat16")
-    check_rented(folder, answer("rent_a_gpu.sh", MODEL=model, GPUS="l4 rtx4090", KEEP=LITTLE))
+    check_rented(folder, small_answer("rent_a_gpu.sh", MODEL=model, GPUS="l4 rtx4090", KEEP=LITTLE))
 
 
 @pytest.mark.slow
@@ -170,7 +193,7 @@ def check_where_the_bytes_go(folder: Path, said: str) -> None:
 
 @pytest.mark.whole
 def test_where_the_bytes_of_a_small_model_go(folder: Path) -> None:
-    check_where_the_bytes_go(folder, answer("where_the_bytes_go.sh", MODEL=tiny_model(folder)))
+    check_where_the_bytes_go(folder, small_answer("where_the_bytes_go.sh", MODEL=tiny_model(folder)))
 
 
 @pytest.mark.slow
@@ -179,6 +202,7 @@ def test_where_the_bytes_go(folder: Path) -> None:
 
 
 NOTEBOOKS = ("will_it_fit", "where_do_the_bytes_go", "plan_and_train")
+SMALL_NOTEBOOKS = ("where_do_the_bytes_go",)
 
 
 def run_cell(source: str, names: dict[str, Any]) -> tuple[str, Any]:
@@ -204,7 +228,7 @@ def stored(cell: dict[str, Any], kind: str) -> str:
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("name", NOTEBOOKS)
+@pytest.mark.parametrize("name", slow_but(NOTEBOOKS, SMALL_NOTEBOOKS.__contains__))
 def test_a_notebook_says_what_its_cells_compute(
     name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
