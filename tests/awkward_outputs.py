@@ -43,7 +43,7 @@ GIVES: list[tuple[str, Callable[[Tensor, Tensor], Any], dict[str, str]]] = [
     (
         "GivesTwoLosses",
         lambda loss, logits: [loss, logits.square().mean()],
-        {"doubt": "2 numbers that have gradients; the first alone"},
+        {"doubt": r"2 numbers with gradients\. Only the first"},
     ),
     (
         "GivesADictionaryWithoutLoss",

@@ -111,6 +111,17 @@ def test_what_compiles_itself_is_rehearsed_uncompiled(
     assert torch.compile is compiler
 
 
+def test_a_library_that_compiles_functions_when_it_is_imported_is_no_doubt() -> None:
+    """bitsandbytes does; whether it is imported within the rehearsal or before must not matter."""
+
+    class Imports(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            torch.compile(lambda x: x * 2)  # and nobody calls it
+            return super().forward(x)
+
+    assert trace_of(Imports()).doubts == ()
+
+
 # ---- packages of kernels -------------------------------------------------------------------------------
 
 

@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -50,14 +51,23 @@ _ASKS_FOR = {
 
 
 def replaced_by_eager(doubt: Callable[[str], None]) -> dict[Any, Any]:
-    """What stands in for `torch.compile`: nothing is compiled."""
+    """What stands in for `torch.compile`: nothing is compiled. A function is doubted when it is called:
+    libraries compile some when they are imported that no step calls."""
     import torch
 
     def compile(model: Any = None, **keywords: Any) -> Any:
         if model is None:
             return compile
-        doubt(COMPILED)
-        return model
+        if isinstance(model, torch.nn.Module):
+            doubt(COMPILED)
+            return model
+
+        @functools.wraps(model)
+        def run_eagerly(*arguments: Any, **keywords: Any) -> Any:
+            doubt(COMPILED)
+            return model(*arguments, **keywords)
+
+        return run_eagerly
 
     return {torch.compile: compile}
 
