@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
+from operator import is_
 from typing import Any, NamedTuple
 
 from snugfit.techniques.setup import LoaderWish, OptimizerWish, Setup
@@ -100,8 +101,17 @@ def as_rehearsed(setup: Setup) -> Setup:
 
 
 def _values(setup: Setup, part: str) -> tuple[Hashable, ...]:
+    """What this part of a step depends on. Setups that come one after the other in a space share most of
+    their wishes, so the last answer for each part is kept."""
     values = [getattr(setup, name) for name in _names_by_part(setup)[part]]
-    return tuple([value if value.__class__ in SIMPLE else _hashable(value) for value in values])
+    last = _LAST.get(part)
+    if last is None or len(last[0]) != len(values) or not all(map(is_, last[0], values)):
+        key = tuple([value if value.__class__ in SIMPLE else _hashable(value) for value in values])
+        last = _LAST[part] = values, key
+    return last[1]
+
+
+_LAST: dict[str, tuple[list[Any], tuple[Hashable, ...]]] = {}
 
 
 def _names_by_part(setup: Any) -> Mapping[str, tuple[str, ...]]:

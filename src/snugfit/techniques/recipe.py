@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 PLAIN = "plain"
 """The word for the recipe in which every slot is plain."""
 
-_INDICES = {slot: index for index, slot in enumerate(Slot)}
+_SLOTS = tuple(Slot)
+_INDICES = {slot: index for index, slot in enumerate(_SLOTS)}
 
 ONLY_TRAINING = (Slot.CHECKPOINTING, Slot.OPTIMIZER)
 """Slots that an evaluation leaves unused: it keeps nothing for a backward pass and updates nothing."""
@@ -41,6 +42,8 @@ class Recipe:
     """One per slot, in the slots' order; what was not given is filled in."""
 
     def __post_init__(self) -> None:
+        if tuple([technique.slot for technique in self.techniques]) == _SLOTS:
+            return
         chosen: dict[Slot, Technique] = {}
         for technique in self.techniques:
             if other := chosen.get(technique.slot):

@@ -126,15 +126,11 @@ def space_of(
             continue
         numbers[index] = len(candidates)
         key = step_key(setup)
+        kind = passes.setdefault(key.passes, len(passes))
+        size = sized.setdefault((kind, key.micro_batches), len(sized))
+        trace = traces.setdefault((size, key.update), len(traces))
         candidates.append(
-            Candidate(
-                recipe=recipe,
-                setup=setup,
-                update=key.update,
-                passes=passes.setdefault(key[:1], len(passes)),
-                sized=sized.setdefault(key[:2], len(sized)),
-                trace=traces.setdefault(key[:3], len(traces)),
-            )
+            Candidate(recipe=recipe, setup=setup, update=key.update, passes=kind, sized=size, trace=trace)
         )
     if not candidates:
         raise RecipeError(_no_candidate(objections, fixed))
