@@ -259,6 +259,19 @@ def test_what_a_target_cannot_say_is_refused_by_name(tmp_path: Path, recipe: str
         export(job_in(tmp_path / "model"), Recipe.parse(recipe), to)
 
 
+def test_what_the_installed_version_calls_checkpointing_is_read_from_its_source() -> None:
+    import inspect
+
+    from transformers import PreTrainedModel, TrainingArguments
+
+    from snugfit.exchange import installed
+
+    name = installed.checkpointing_name()
+    assert hasattr(TrainingArguments, name)
+    enable = inspect.signature(getattr(PreTrainedModel, f"{name}_enable")).parameters
+    assert installed.checkpointing_options() == {"every_n_layers", "offload"} & enable.keys()
+
+
 def test_an_older_transformers_is_told_in_its_own_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -445,3 +445,11 @@ def test_modules_and_tasks_must_belong_together() -> None:
         job_of(tiny(), Task.CUSTOM)
     with pytest.raises(ModelError, match="empty"):
         Model.from_module(Tied(), {})
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"), [("gtp2", "Did you mean 'gpt2'"), ("train.py", "--arguments train.py")]
+)
+def test_a_slip_in_the_name_of_a_model_is_answered(name: str, answer: str) -> None:
+    with pytest.raises(ModelError, match=answer):
+        Model.find(name)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -243,3 +245,19 @@ def test_a_plan_in_python_is_remembered_and_tells_as_the_command_does(
     snugfit.plan(job, **how, clock=len)
     snugfit.plan(job, **how, clock=len)
     assert len(asked) == 5, "seconds of one's own are nobody else's"
+
+
+@pytest.mark.whole
+def test_a_remembered_plan_is_shown_without_torch_or_transformers(tmp_path: Path) -> None:
+    """With all its last lines: importing either takes longer than all else that the command does."""
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(made_up().to_json()), encoding="utf-8")
+    script = (
+        "import json, sys; from snugfit.cli import plan_cache; from snugfit.cli.main import run;"
+        f"plan_cache.recall = lambda key, read: read(json.load(open({str(file)!r})));"
+        f"code = run({ASK!r});"
+        "print(code, {'torch', 'transformers', 'numpy'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert "In a Trainer: TrainingArguments(" in done.stdout
+    assert done.stdout.endswith("0 set()\n"), done.stdout + done.stderr

@@ -51,6 +51,22 @@ def test_the_front_shows_few_rows_that_differ() -> None:
     assert len(plan.to_json()["front"]) == 41, "JSON has everything"
 
 
+def test_what_fits_stands_first_and_few_near_misses_below() -> None:
+    """Of many rows that are faster and do not fit, the two that miss by the least."""
+    whole = long_plan()
+    limit = whole.front[12].needed_bytes
+    plan = replace(whole, best=whole.front[12], memory_bytes=limit)
+    rows = shown_front(plan)
+    assert rows[0] == plan.best
+    assert [plan.fitting(row) for row in rows] == [True] * (MOST_ROWS - 2) + [False] * 2
+    assert set(rows[-2:]) == {plan.front[10], plan.front[11]}
+    everything = shown_front(plan, everything=True)
+    assert everything[0] == plan.best
+    assert len(everything) == len(plan.front)
+    first, *_, last = front(plan).rows
+    assert (first[0], last[0]) == ("13 best", "12 does not fit"), "numbers are those of the JSON and the page"
+
+
 def test_an_answer_that_is_not_on_the_front_is_shown() -> None:
     """The simplest of those as fast stands where the fastest would."""
     plan = made_up()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import MISSING, fields
 from enum import Enum
 from functools import cache
 from typing import Any, get_type_hints
 
-from snugfit.job.architectures import transformers_version
+from snugfit.job.architectures import source, transformers_version
 from snugfit.step.checkpointing import NAMES
 from snugfit.techniques.hub_kernels import no_hub_kernels
 
@@ -46,15 +47,13 @@ def version() -> str:
 
 def checkpointing_name() -> str:
     """What the installed version calls checkpointing of activations."""
-    return CHECKPOINTING if CHECKPOINTING in defaults() else OLD_CHECKPOINTING
+    fields = source("training_args.py")
+    return CHECKPOINTING if f"\n    {CHECKPOINTING}: " in fields else OLD_CHECKPOINTING
 
 
 @cache
 def checkpointing_options() -> frozenset[str]:
-    """What it lets one say about it, beyond the arguments of torch's own checkpoint."""
-    import inspect
-
-    from transformers import PreTrainedModel
-
-    enable = getattr(PreTrainedModel, f"{checkpointing_name()}_enable")
-    return frozenset(inspect.signature(enable).parameters) & {"every_n_layers", "offload"}
+    """What it lets one say about it, beyond the arguments of torch's own checkpoint: read from the signature
+    in its source, because importing the class takes seconds that a remembered plan does not take."""
+    method = re.search(rf"def {checkpointing_name()}_enable\(([^)]*)\)", source("modeling_utils.py"))
+    return frozenset(re.findall(r"\w+", method[1] if method else "")) & {"every_n_layers", "offload"}

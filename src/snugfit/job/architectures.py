@@ -87,7 +87,7 @@ def _classes(task: str, model_type: str) -> frozenset[str]:
 def _table(file: str, name: str) -> Mapping[str, frozenset[str]]:
     """The table `name` as class names by model type: its literal pairs and dicts, updates included."""
     pairs: list[tuple[ast.expr | None, ast.expr]] = []
-    for statement in _source(file).body:
+    for statement in _parsed(file).body:
         if name not in _names_in(statement):
             continue
         for node in ast.walk(statement):
@@ -119,9 +119,14 @@ def _names_in(statement: ast.stmt) -> set[str]:
 
 
 @cache
-def _source(file: str) -> ast.Module:
+def _parsed(file: str) -> ast.Module:
+    return ast.parse(source(f"models/auto/{file}"))
+
+
+def source(file: str) -> str:
+    """The text of a source file of the installed transformers, which is not imported for it. Raises
+    `ModelError` where it is not installed."""
     spec = find_spec("transformers")
     if spec is None or spec.origin is None:
         raise ModelError("transformers is not installed. Try: pip install snugfit")
-    path = Path(spec.origin).parent / "models" / "auto" / file
-    return ast.parse(path.read_text(encoding="utf-8"))
+    return (Path(spec.origin).parent / file).read_text(encoding="utf-8")

@@ -40,6 +40,10 @@ def find_facts(name: str, *, online: bool, tell: Callable[[str], None]) -> Model
     what was fetched."""
     if not name.strip() or "\0" in name or len(name) > LONGEST_NAME:
         raise ModelError(f"{name[:80]!r} is not the name of a model. {_ALLOWED}")
+    if name.endswith(".py"):
+        raise ModelError(
+            f"{name} is a Python file, not a model. To read a training script: --arguments {name}. {_ALLOWED}"
+        )
     if name.startswith((".", "/", "~")) or name.endswith(".json"):
         return ModelFacts(name, "path", read_config(_config_file(os.path.expanduser(name))))
     full_name = preset_named(name)
@@ -142,9 +146,11 @@ def _unknown_model(name: str, why: str) -> ModelError:
     """That no such model is known: why, what may have been meant, and presets of like names."""
     bare = [full_name.split("/")[1] for full_name in preset_names()]
     names = [preset for preset in (preset_names() if "/" in name else bare) if _sizes(preset) == _sizes(name)]
+    swapped = [preset for preset in names if sorted(preset.lower()) == sorted(name.lower())]
+    guess = did_you_mean(name, names, cutoff=ONE_MODEL) or did_you_mean(name, swapped)
     return ModelError(
         f"No preset, folder or cached hub model {name!r}, and {why}."
-        f"{did_you_mean(name, names, cutoff=ONE_MODEL)} {_ALLOWED} {presets_like(name, preset_names())}"
+        f"{guess} {_ALLOWED} {presets_like(name, preset_names())}"
     )
 
 

@@ -150,7 +150,7 @@ class Job:
             raise JobError(
                 f"padding is {self.padding!r}; it must be a fraction of each sequence, from 0 to below 1."
             )
-        if self.clip is not None and not (_is_number(self.clip) and self.clip >= 0):
+        if self.clip is not None and not (_is_number(self.clip) and 0 <= self.clip < math.inf):
             raise JobError(
                 f"clip is {self.clip!r}; it must be a gradient norm above 0, or 0 or None for no clipping."
             )

@@ -156,7 +156,7 @@ def _seconds(
         rates = rates or rates_for(gpu)
     except GpuError as unknown:
         return None, (), (str(unknown),)
-    doubts = () if rates.measured else (f"Seconds: no rates were measured on this GPU: {rates.source}.",)
+    doubts = () if rates.measured else (f"Of this GPU no rates were measured: seconds are {rates.source}.",)
     workers = setup.loader.workers
     timing = step_seconds(trace, gpu, batch_size=job.batch_size, rates=rates, workers=workers)
     return timing, phase_spans(time_kernels(trace, rates, workers=workers)), doubts

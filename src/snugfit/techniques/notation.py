@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, NoReturn
 
@@ -176,7 +176,7 @@ def _name_and_value(
     name, equals, value = (part.strip() for part in piece.partition("="))
     if equals:
         if name not in names:
-            guess = did_you_mean(name, names) or f" Settings: {', '.join(names)}."
+            guess = did_you_mean(name, names) or f"{_initial(name, names)} Settings: {', '.join(names)}."
             raise RecipeError(f"{technique.name} has no setting {name!r}.{guess}")
         return name, value
     if by_name:
@@ -186,6 +186,12 @@ def _name_and_value(
     if index >= len(names):
         raise RecipeError(f"{technique.name} has no setting after {', '.join(names)}.")
     return names[index], name
+
+
+def _initial(name: str, names: Sequence[str]) -> str:
+    """` Did you mean 'r'?` for `rank`: a setting of one letter that the given name begins with."""
+    letter = name[:1].lower()
+    return f" Did you mean {letter!r}?" if letter and letter in names else ""
 
 
 def _read(technique: type[Technique], name: str, kind: Any, text: str) -> Any:

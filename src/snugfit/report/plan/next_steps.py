@@ -35,12 +35,17 @@ def next_steps(plan: Plan, target: str = "") -> Iterator[str]:
     recipe = shlex.quote(plan.best.recipe)
     yield f"Train it: snugfit train {about_job} --recipe {recipe} --dataset DATA --output-dir FOLDER"
     parsed = Recipe.parse(plan.best.recipe)
+    in_trainer = False
     with suppress(SnugfitError):  # the Trainer has nothing that means it
         arguments = _changed_arguments(job, parsed)
+        in_trainer = True
         yield f"In a Trainer: TrainingArguments({', '.join(f'{k}={v!r}' for k, v in arguments.items())})"
     for to in filter(None, (target, "hf", "torch")):
         with suppress(SnugfitError):  # this target cannot express it
-            export(job, parsed, to)
+            if to != "hf":  # importing transformers to write a file that nobody reads would take seconds
+                export(job, parsed, to)
+            elif not in_trainer:
+                continue
             title = _TITLES.get(to, "As a script")
             yield f"{title}: snugfit export {recipe} {about_job} --to {to} --output FOLDER"
             return

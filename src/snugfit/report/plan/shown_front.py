@@ -15,24 +15,35 @@ SLOWEST = 5
 """Times the seconds of the best: what is slower is no alternative to it."""
 
 
+NEAR_MISSES = 2
+"""Rows that do not fit, where others do: the nearest misses."""
+
+
 def shown_front(plan: Plan, *, everything: bool = False) -> list[Choice]:
-    """The rows to show, the fastest first: the answer, and of the others those that differ from it and from
-    each other; all of them where `everything` is asked for."""
+    """The rows to show: what fits first, the fastest first, then the near misses. They are the answer, and of
+    the others those that differ from it and from each other; all of them where `everything` is asked for."""
     answer = plan.best_or_nearest
+
+    def order(choice: Choice) -> tuple[bool, float, int, str]:
+        return not plan.fitting(choice), choice.step_seconds, choice.needed_bytes, choice.recipe
+
     if everything:
-        return sorted({answer, *plan.front}, key=_order)
+        return sorted({answer, *plan.front}, key=order)
     rows = [answer]
     for choice in plan.front:
         too_slow = choice.step_seconds > SLOWEST * answer.step_seconds
         if not too_slow and all(_differ(choice, other) for other in rows):
             rows.append(choice)
-    rows.sort(key=_order)
-    if len(rows) <= MOST_ROWS:
-        return rows
-    rows.remove(answer)
-    last = len(rows) - 1
-    spread = [rows[round(n * last / (MOST_ROWS - 2))] for n in range(MOST_ROWS - 1)]
-    return sorted([answer, *spread], key=_order)
+    rows.sort(key=order)
+    missing = [choice for choice in rows if plan.fits and not plan.fitting(choice)]
+    near = sorted(missing, key=lambda choice: choice.needed_bytes)[:NEAR_MISSES]
+    rows = [choice for choice in rows if choice not in missing]
+    most = MOST_ROWS - len(near)
+    if len(rows) > most:
+        rows.remove(answer)
+        last = len(rows) - 1
+        rows = [answer, *(rows[round(n * last / (most - 2))] for n in range(most - 1))]
+    return sorted([*rows, *near], key=order)
 
 
 def _differ(one: Choice, other: Choice) -> bool:
@@ -40,7 +51,3 @@ def _differ(one: Choice, other: Choice) -> bool:
         abs(one.needed_bytes - other.needed_bytes) >= APART * other.needed_bytes
         or abs(one.step_seconds - other.step_seconds) >= APART * other.step_seconds
     )
-
-
-def _order(choice: Choice) -> tuple[float, int, str]:
-    return choice.step_seconds, choice.needed_bytes, choice.recipe
