@@ -66,7 +66,7 @@ def test_text_is_understood_and_printed(text: str, printed: str | None) -> None:
         ("bf16 + fp16", "fp16", "both precision"),
         ("bf16 + bf16_pure", "bf16_pure", "both precision"),
         ("sgd + sgd", "sgd", "named twice"),
-        ("lora(rank=4)", "rank=4", "Did you mean 'r'? Settings: r, targets"),
+        ("lora(rank=4)", "rank=4", "Did you mean 'r'\\? Settings: r, targets"),
         ("lora(target=q)", "target=q", "Did you mean 'targets'"),
         ("lora(4, q, 0, 9)", "9", "no setting after r, targets, dropout"),
         ("lora(r=4, q)", "q", "give its name too"),

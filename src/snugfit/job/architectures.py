@@ -87,7 +87,7 @@ def _classes(task: str, model_type: str) -> frozenset[str]:
 def _table(file: str, name: str) -> Mapping[str, frozenset[str]]:
     """The table `name` as class names by model type: its literal pairs and dicts, updates included."""
     pairs: list[tuple[ast.expr | None, ast.expr]] = []
-    for statement in _parsed(file).body:
+    for statement in _syntax_tree(file).body:
         if name not in _names_in(statement):
             continue
         for node in ast.walk(statement):
@@ -119,7 +119,7 @@ def _names_in(statement: ast.stmt) -> set[str]:
 
 
 @cache
-def _parsed(file: str) -> ast.Module:
+def _syntax_tree(file: str) -> ast.Module:
     return ast.parse(source(f"models/auto/{file}"))
 
 
