@@ -88,6 +88,21 @@ def test_the_time_left_does_not_jump(monkeypatch: pytest.MonkeyPatch) -> None:
     assert left[-1] < 10
 
 
+def test_what_will_be_skipped_is_no_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a thousand nine in ten are skipped in no time, most of them at the end."""
+    clock = 0.0
+    monkeypatch.setattr(searching.time, "monotonic", lambda: clock)
+    lines: list[str] = []
+    progress = searching.Progress("judging", 1000, lines.append)
+    for number in range(1000):
+        skips = number >= 200 or number % 2 == 1
+        clock += 0.0 if skips else 1.0
+        progress.step(skips, share=max(0, 200 - number) / 2 / (1000 - number))
+        if "about" in lines[-1]:
+            assert abs(int(lines[-1].split("about ")[1].split()[0]) - (100 - clock)) <= 5
+    assert "about 0 s left" in lines[-1]
+
+
 @pytest.mark.parametrize(("recipe", "cut"), [("micro_batches(4)", True), ("micro_batches(2)", False)])
 def test_the_batch_is_cut_as_far_as_it_goes_only_where_it_is(recipe: str, cut: bool) -> None:
     job = small_job("gpt2", 1, batch_size=4, sequence_length=8)

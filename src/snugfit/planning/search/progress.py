@@ -23,16 +23,19 @@ class Progress:
 
     def __init__(self, what: str, total: int, tell: Tell) -> None:
         self.what, self.total, self.tell = what, total, tell
-        self.done, self.began = 0, time.monotonic()
+        self.done, self.skipped, self.began = 0, 0, time.monotonic()
         self.end: float | None = None
 
-    def step(self) -> None:
-        """One more is done."""
+    def step(self, skips: bool = False, share: float = 1.0) -> None:
+        """One more is done, which took no time where that `skips` it; of those that are left, this share will
+        take time."""
         self.done += 1
+        self.skipped += skips
         now = time.monotonic()
         left = ""
-        if self.done >= min(self.total / 10, ENOUGH):  # the first ones wait for imports
-            estimate = self.began + (now - self.began) / self.done * self.total
+        if self.done - self.skipped >= min(self.total / 10, ENOUGH):  # the first ones wait for imports
+            per_step = (now - self.began) / (self.done - self.skipped)
+            estimate = now + per_step * (self.total - self.done) * share
             self.end = estimate if self.end is None else self.end + (estimate - self.end) / ENOUGH
             left = f", about {_to_fives(max(0.0, self.end - now))} s left"
         self.tell(f"{self.what} {self.done} of {self.total}{left}")

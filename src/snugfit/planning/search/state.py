@@ -40,6 +40,10 @@ TOGETHER = 4
 """Traces for each worker that are judged before it is asked again whether the best are known."""
 
 
+SAMPLED = 50
+"""Groups by which it is estimated how many of those that wait will be skipped."""
+
+
 @dataclass
 class SearchState:
     """A space of candidates, each known by its number: bounded, and some of them judged."""
@@ -70,11 +74,11 @@ class SearchState:
         pool: WorkerPool,
         *,
         skip: Callable[[int], bool] = lambda number: False,
-        step: Callable[[], None] = lambda: None,
+        step: Callable[[bool], None] = lambda skips: None,
     ) -> None:
         """Judges these groups of one trace each, in this order, but for candidates of which `skip` holds when
-        their turn comes; `step` hears of each group. All that share their passes go to one worker. Raises
-        `BelowLowerBound`."""
+        their turn comes; `step` hears of each group, and whether all of it was skipped. All that share their
+        passes go to one worker. Raises `BelowLowerBound`."""
         waiting = deque(groups)
         asked: dict[int, list[int]] = {}
 
@@ -86,7 +90,7 @@ class SearchState:
                 if group and self._worker_for(group, worker) != worker:
                     set_aside.append(group)
                     continue
-                step()
+                step(not group)
                 if group:
                     asked[group[0]] = group
                     setups = [self.space.candidates[number].setup for number in group]
@@ -141,7 +145,14 @@ class SearchState:
         groups = self.by_trace(number for number in numbers if number not in self.judged)
         groups.sort(key=lambda group: min(map(order, group)))
         tell("checking")
-        self.judge(groups, pool, skip=skip, step=Progress("checking", len(groups), tell).step)
+        progress = Progress("checking", len(groups), tell)
+
+        def step(skips: bool) -> None:
+            left = [group[0] for group in groups[progress.done :: max(1, len(groups) // SAMPLED)]]
+            due = sum(number in self.bounds and not skip(number) for number in left)
+            progress.step(skips, due / max(1, len(left)))
+
+        self.judge(groups, pool, skip=skip, step=step)
 
     # ---- what is worth judging ---------------------------------------------------------------------------
 
