@@ -105,6 +105,8 @@ def test_the_guide_s_script(tmp_path: Path) -> None:
     }  # fmt: skip
     assert not reading.refused
     assert keys(reading.ignored) == {"output_dir", "eval_strategy", "num_train_epochs", "log_level"}
+    evaluation = next(line for line in reading.ignored if line.key == "eval_strategy")
+    assert "--phase evaluate" in evaluation.says
     assert "optim" in keys(reading.took)  # the default, which is not the plain recipe's
 
 
