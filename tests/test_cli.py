@@ -470,3 +470,8 @@ def test_a_gpu_that_is_named_twice_is_listed_once(capsys: pytest.CaptureFixture[
     assert run(["gpus", "h200", "l4", "H200-SXM", "--json"]) == 0
     keys = [gpu["key"] for gpu in json.loads(capsys.readouterr().out)["gpus"]]
     assert keys == ["H200-SXM", "L4"]
+
+
+def test_a_guessed_short_form_is_answered_with_the_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["predict", "gpt2", "--bs", "4"]) == 2
+    assert "Did you mean --batch-size? Try: snugfit predict --help" in capsys.readouterr().err

@@ -453,3 +453,9 @@ def test_modules_and_tasks_must_belong_together() -> None:
 def test_a_slip_in_the_name_of_a_model_is_answered(name: str, answer: str) -> None:
     with pytest.raises(ModelError, match=answer):
         Model.find(name)
+
+
+def test_a_job_without_a_task_has_the_one_of_its_architecture() -> None:
+    assert Job(model=Model.find("gpt2")) == Job(model=Model.find("gpt2"), task=Task.CAUSAL_LM)
+    with pytest.raises(JobError, match=r"has several\. Give one of"):
+        Job(model=tiny())

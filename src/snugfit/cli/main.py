@@ -49,6 +49,9 @@ INTERRUPTED = 130
 FEW_COLLECTIONS = 100_000
 """Objects made between two collections; Python's own figure is 700."""
 
+SHORT_FORMS = {"--bs": "--batch-size", "--seqlen": "--sequence-length", "--seq-len": "--sequence-length"}
+"""Options that people guess, whose letters are too far from ours to be found by likeness."""
+
 app = typer.Typer(
     name="snugfit",
     help="Does a training step fit a GPU? Predict it without the GPU, plan what fits, train it, measure it.",
@@ -133,5 +136,8 @@ def _tell_mistake(mistake: Exception) -> int:
     message = " ".join(getattr(mistake, "format_message", mistake.__str__)().split())
     if not message:  # no arguments at all: typer has printed the help already
         return 2
+    option = getattr(mistake, "option_name", "")
+    if option in SHORT_FORMS:
+        message = f"No such option: {option}. Did you mean {SHORT_FORMS[option]}?"
     message = message.replace("Value error, ", "").rstrip(".")  # typer's checks are pydantic's
     return _tell(f"{message}{'' if message.endswith('?') else '.'} Try: {path} --help", 2)

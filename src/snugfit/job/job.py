@@ -90,8 +90,8 @@ class Job:
     model: Model
     """The architecture, from a preset, a config, a directory, the hub's cache, or Python."""
 
-    task: Task
-    """The head on top of it, and so the shapes of a batch."""
+    task: Task = ""  # type: ignore[assignment]  # becomes a Task
+    """The head on top of it, and so the shapes of a batch; left out, the one that the architecture says."""
 
     phase: Phase = Phase.TRAIN
     """`train` takes optimizer steps; `evaluate` runs the forward pass without gradients."""
@@ -137,6 +137,8 @@ class Job:
 
     def __post_init__(self) -> None:
         _refuse_what_is_no_model(self.model)
+        if self.task == "":
+            object.__setattr__(self, "task", _task_of(self.model))
         if not isinstance(self.task, Task):  # a plain string is what people write
             object.__setattr__(self, "task", Task.parse(self.task))
         if not isinstance(self.phase, Phase):
@@ -297,3 +299,13 @@ def _is_number(value: object) -> bool:
 def _in_range(what: str, value: object, high: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= high:
         raise JobError(f"{what} is {value!r}; allowed are whole numbers from 1 to {high:,}.")
+
+
+def _task_of(model: Model) -> str:
+    """The task of a model that was given without one. Raises `JobError` where its architecture leaves a
+    choice."""
+    task = "custom" if model.module is not None else model.task
+    if task is None:
+        possible = ", ".join(tasks_of(model.architecture)) or "none"
+        raise JobError(f"No task: {model.name} ({model.architecture}) has several. Give one of: {possible}.")
+    return task
