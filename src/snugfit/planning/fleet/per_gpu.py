@@ -8,21 +8,25 @@ GPUs that share a search run the same kernels, and take workspaces and scratch o
 by the one that takes least, and what comes near enough to fitting counts as if it did; the answer is then
 simulated in full, by the GPU's own policy (`Parts.whole`). Where that shows that it does not fit, the next
 one is looked for.
+
+Of recipes that share their passes and differ in the update, those are not judged that are no faster by their
+lower bounds than one that was judged and fits; nor, where nothing does, those that are no smaller.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from snugfit.planning.plan import NEARLY_AS_SMALL
-from snugfit.planning.search.simpler import simplest, unknown_simpler
+from snugfit.planning.search.recomputing import KINDS_AT_A_TIME, OnGpus, RecomputingKinds
+from snugfit.planning.search.simpler import simpler_than, simplest, unknown_simpler
 from snugfit.planning.search.state import TIME_BOUND_MARGIN, SearchState
 
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
-    from snugfit.planning.cost.figures import Figures
+    from snugfit.planning.cost.figures import Bound, Figures
 
 
 SAME_SECONDS = 1e-9
@@ -45,11 +49,39 @@ class PerGpuSearch:
         self.own: dict[int, bool] = {}
         """Candidates that were simulated in full by this GPU's own policy, and whether that took what they
         had been judged to take."""
-        self._by_seconds = sorted(state.bounds, key=lambda number: state.bounds[number][1::-1])
-        self._by_bytes = sorted(state.bounds, key=lambda number: state.bounds[number])
+        self.sort()
 
-    def open_candidates(self) -> Iterator[int]:
+    def sort(self) -> None:
+        """Takes notice of what the state knows; to be called whenever it has got lower bounds."""
+        bounds = self.state.bounds
+        self._by_seconds = sorted(bounds, key=lambda number: bounds[number][1::-1])
+        self._by_bytes = sorted(bounds, key=lambda number: bounds[number])
+        self._open: tuple[int, list[int]] = (-1, [])
+
+    def open_candidates(self) -> Iterable[int]:
         """What could be better than the answer of now and was not judged, the most hopeful first."""
+        judged = len(self.state.judged)
+        if self._open[0] != judged:  # nothing else is learned between two questions
+            self._open = judged, list(self._open_candidates())
+        return self._open[1]
+
+    def is_hopeful(self) -> Callable[[Bound], bool]:
+        """Whether a candidate with this lower bound could be better than the answer of now."""
+        fitting, near = [] if self.smallest else self._fitting(), self._near_bytes()
+        seconds = [self.state.judged[number].seconds for number in fitting or self._near()]
+        enough, smallest = min(seconds, default=math.inf), self.state.smallest
+
+        def hopeful(least: Bound) -> bool:
+            is_fast = least.seconds * (1 - TIME_BOUND_MARGIN) <= enough
+            if fitting:
+                return is_fast and self._may_fit(least.needed_bytes)
+            if least.needed_bytes <= smallest or (is_fast and least.needed_bytes <= near):
+                return True
+            return not self.smallest and self._may_fit(least.needed_bytes)
+
+        return hopeful
+
+    def _open_candidates(self) -> Iterator[int]:
         faster = [] if self.smallest else list(self._faster())
         yield from faster
         if not faster and (fastest := self._fastest()) is not None:
@@ -76,13 +108,13 @@ class PerGpuSearch:
         as_long = math.isclose(figures.seconds, known.seconds, rel_tol=SAME_SECONDS)
         self.own[number] = as_long and abs(more) <= OWN_SHARE * known.reserved_bytes
         self.state.judged[number] = figures
+        self._open = (-1, [])
 
     def exclude(self, numbers: Collection[int]) -> None:
         """These cannot be judged."""
         for number in numbers:
             self.state.bounds.pop(number, None)
-        self._by_seconds = [number for number in self._by_seconds if number not in numbers]
-        self._by_bytes = [number for number in self._by_bytes if number not in numbers]
+        self.sort()
 
     def fits(self, number: int) -> bool:
         """Whether a candidate that was judged fits and leaves the headroom, or may do so by this GPU's own
@@ -131,7 +163,9 @@ class PerGpuSearch:
             least = self.state.bounds[number]
             if least.seconds * (1 - TIME_BOUND_MARGIN) > enough:
                 return
-            if number not in self.state.judged and least.needed_bytes <= most:
+            if number in self.state.judged or least.needed_bytes > most:
+                continue
+            if not self.state.has_better_sibling(number, lambda one: self._needed(one) <= most):
                 yield number
 
     def _faster(self) -> Iterator[int]:
@@ -140,7 +174,9 @@ class PerGpuSearch:
             least = self.state.bounds[number]
             if enough is not None and least.seconds * (1 - TIME_BOUND_MARGIN) > enough:
                 return
-            if number not in self.state.judged and self._may_fit(least.needed_bytes):
+            if number in self.state.judged or not self._may_fit(least.needed_bytes):
+                continue
+            if not self.state.has_better_sibling(number, self.fits):
                 yield number
 
     def _smaller(self) -> Iterator[int]:
@@ -148,5 +184,32 @@ class PerGpuSearch:
         for number in self._by_bytes:
             if least is not None and self.state.bounds[number].needed_bytes > least:
                 return
-            if number not in self.state.judged:
+            if number not in self.state.judged and not self._has_smaller_sibling(number):
                 yield number
+
+    def _has_smaller_sibling(self, number: int) -> bool:
+        """Whether a sibling was judged that is as small by its lower bound; where the smallest is asked for,
+        that is not enough."""
+        bounds = self.state.bounds
+        needed = [bounds[other].needed_bytes for other in self.state.siblings(number)]
+        return not self.smallest and min(needed, default=math.inf) <= bounds[number].needed_bytes
+
+    def _needed(self, number: int) -> int:
+        return self.state.judged[number].needed_bytes
+
+
+def screen_recomputing(recomputing: RecomputingKinds, searches: Sequence[PerGpuSearch]) -> bool:
+    """Gives kinds that recompute their lower bounds, as far as a GPU may have a better answer among them, or
+    a simpler one; whether there were any."""
+    hopeful = [search.is_hopeful() for search in searches]
+
+    def is_needed(number: int, least: OnGpus) -> bool:
+        return any(may_be_better(bound) for may_be_better, bound in zip(hopeful, least, strict=True))
+
+    found = recomputing.screen(is_needed, KINDS_AT_A_TIME, twins=False)
+    if not found and searches[0].state.judged:
+        simpler = {n for one in searches for n in simpler_than(recomputing.space, one.answer())}
+        found = recomputing.screen(lambda number, least: number in simpler)
+    for search in searches:
+        search.sort()
+    return bool(found)

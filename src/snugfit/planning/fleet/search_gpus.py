@@ -23,12 +23,12 @@ from snugfit.job.gpu import all_gpus, find_gpu
 from snugfit.planning.cost.startup_share import PlannedRun
 from snugfit.planning.cost.timer import PerGpuTimers, TimersWithGaps, why_unknown
 from snugfit.planning.fleet.gpu_plans import GpuPlans, OnGpu
-from snugfit.planning.fleet.per_gpu import PerGpuSearch
+from snugfit.planning.fleet.per_gpu import PerGpuSearch, screen_recomputing
 from snugfit.planning.keep import Free, Keep, Kept, kept_of
 from snugfit.planning.plan import Counts
 from snugfit.planning.request import fidelity_of, refuse_bad_request, start_of
 from snugfit.planning.search.progress import Progress, Tell
-from snugfit.planning.search.screening import screen
+from snugfit.planning.search.recomputing import RecomputingKinds
 from snugfit.planning.search.space import Space, space_of
 from snugfit.planning.search.state import SearchState, exclusion
 from snugfit.prediction.device import policy_for
@@ -237,18 +237,19 @@ def _search(
     tell: Tell,
 ) -> list[PerGpuSearch]:
     """The search of each GPU, with an answer of its own."""
-    first = screen(space, pool, tell)
-    searches = []
-    for index, gpu in enumerate(gpus):
-        bounds = {number: by_gpu[index] for number, by_gpu in first.bounds.items()}
-        state = SearchState(space, bounds, excluded=first.excluded, kinds=first.kinds)
-        searches.append(
-            PerGpuSearch(gpu, index, state, smallest=smallest[index], headroom_bytes=headroom[gpu.key])
-        )
+    states = [SearchState(space) for _ in gpus]
+    recomputing = RecomputingKinds(states, pool, tell)
+    recomputing.add_others()
+    searches = [
+        PerGpuSearch(gpu, index, state, smallest=smallest[index], headroom_bytes=headroom[gpu.key])
+        for index, (gpu, state) in enumerate(zip(gpus, states, strict=True))
+    ]
     while True:
         _judge(space, pool, searches, tell)
-        if not searches[0].state.judged:
-            raise SnugfitError(f"No recipe could be simulated: {first.excluded[0].why}")
+        if screen_recomputing(recomputing, searches):
+            continue
+        if not states[0].judged:
+            raise SnugfitError(f"No recipe could be simulated: {states[0].excluded[0].why}")
         if all(search.answer() in search.own for search in searches):
             return searches
         _simulate_answers(space, pool, searches, tell)
@@ -285,7 +286,7 @@ def _judge(space: Space, pool: WorkerPool, searches: Sequence[PerGpuSearch], tel
             for candidate, figures in zip(group, answer, strict=True):
                 for search in searches:
                     search.state.learn(candidate, figures[search.index])
-        undecided = sum(next(search.open_candidates(), None) is not None for search in searches)
+        undecided = sum(bool(search.open_candidates()) for search in searches)
         tell(f"{len(searches[0].state.judged)} recipes checked, {undecided} GPUs without an answer")
 
 

@@ -18,7 +18,7 @@ rehearsed.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from snugfit.planning.cost.figures import Bound
@@ -45,70 +45,92 @@ another order, an allocation of a few bytes."""
 
 NOTHING = Bound(0, 0.0)
 
+KINDS_AT_A_TIME = 8
+"""Kinds of recomputing that are rehearsed before it is asked again which are needed."""
+
+OnGpus = Sequence[Bound]
+"""The least that a candidate takes on each GPU."""
+
 
 class RecomputingKinds:
-    """The kinds of passes of a search that recompute, as far as nobody has looked at them."""
+    """The kinds of passes of a search that recompute, as far as nobody has looked at them; the search has a
+    state for each GPU."""
 
-    def __init__(self, state: SearchState, pool: WorkerPool, tell: Tell) -> None:
-        self.state, self.pool, self.tell = state, pool, tell
+    def __init__(self, states: Sequence[SearchState], pool: WorkerPool, tell: Tell) -> None:
+        self.states, self.space, self.pool, self.tell = states, states[0].space, pool, tell
         self.waiting: dict[int, list[int]] = defaultdict(list)
         """By kind of passes, the candidates."""
         keep = roster.plain(Slot.CHECKPOINTING)
         self._without: dict[int, int | None] = {}
         self._no_better: dict[int, list[tuple[int, int]]] = {}
         """Of kinds that were left out, some candidates with their twins."""
-        for number, candidate in enumerate(state.space.candidates):
+        for number, candidate in enumerate(self.space.candidates):
             if candidate.setup.checkpoint is not None:
                 self.waiting[candidate.passes].append(number)
-                self._without[number] = state.space.number(candidate.recipe.with_(keep))
-        state.screen_these = self.screen_these
+                self._without[number] = self.space.number(candidate.recipe.with_(keep))
+        for state in states:
+            state.screen_these = self.screen_these
 
     def screen(
-        self, is_needed: Callable[[int, Bound], bool], most: int | None = None, *, twins: bool = True
+        self, is_needed: Callable[[int, OnGpus], bool], most: int | None = None, *, twins: bool = True
     ) -> list[int]:
         """Gives those kinds their lower bounds of which a candidate `is_needed`, by the least that is known
-        of it; without `twins` but for those that are no better than another, and of many the `most` that may
-        be fastest. The candidates of these kinds."""
+        of it on each GPU; without `twins` but for those that are no better than another, and of many the
+        `most` that may be fastest. The candidates of these kinds."""
         kinds = [
             kind
             for kind, numbers in self.waiting.items()
             if any(is_needed(number, self._least(number)) for number in numbers)
             and (twins or not self._is_no_better(kind))
         ]
-        kinds.sort(key=lambda kind: min(self._least(number).seconds for number in self.waiting[kind]))
+        kinds.sort(key=lambda kind: min(self._total_seconds(number) for number in self.waiting[kind]))
         asked = {number: self._least(number) for kind in kinds[:most] for number in self.waiting.pop(kind)}
         if asked:
             self.add(kinds[:most])
-        known = self.state.bounds
-        least_known = [(number, least) for number, least in asked.items() if number in known]
-        if asked and (
-            self._twins_mislead() or any(_is_below(known[number], least) for number, least in least_known)
-        ):
+        least_known = [
+            (self._bounds(number), least) for number, least in asked.items() if self._is_known(number)
+        ]
+        if asked and (self._twins_mislead() or any(_is_below(*two) for two in least_known)):
             return [*asked, *self.screen(lambda number, least: True)]
         return list(asked)
 
     def add(self, kinds: Collection[int]) -> None:
         """Gives the candidates of these kinds of passes their lower bounds."""
-        screening = screen(self.state.space, self.pool, self.tell, kinds)
-        self.state.bounds |= {number: bound for number, (bound,) in screening.bounds.items()}
-        self.state.excluded += screening.excluded
-        self.state.kinds += screening.kinds
+        screening = screen(self.space, self.pool, self.tell, kinds)
+        for index, state in enumerate(self.states):
+            state.bounds |= {number: bounds[index] for number, bounds in screening.bounds.items()}
+            state.excluded += screening.excluded
+            state.kinds += screening.kinds
+
+    def add_others(self) -> None:
+        """Gives the candidates that recompute nothing their lower bounds."""
+        self.add({candidate.passes for candidate in self.space.candidates}.difference(self.waiting))
 
     def screen_these(self, numbers: Iterable[int]) -> None:
         """Gives the kinds of these candidates their lower bounds."""
         asked = set(numbers)
         self.screen(lambda number, least: number in asked)
 
-    def _least(self, number: int) -> Bound:
+    def _least(self, number: int) -> OnGpus:
         without = self._without[number]
-        known = NOTHING if without is None else self.state.bounds.get(without, NOTHING)
-        return Bound(known.resting_bytes, known.seconds * (1 - CACHE_SHARE))
+        if without is None or not self._is_known(without):
+            return [NOTHING] * len(self.states)
+        return [Bound(b.resting_bytes, b.seconds * (1 - CACHE_SHARE)) for b in self._bounds(without)]
+
+    def _total_seconds(self, number: int) -> float:
+        return sum(least.seconds for least in self._least(number))
+
+    def _is_known(self, number: int) -> bool:
+        return number in self.states[0].bounds
+
+    def _bounds(self, number: int) -> OnGpus:
+        return [state.bounds[number] for state in self.states]
 
     # ---- twins -------------------------------------------------------------------------------------------
 
     def _is_no_better(self, kind: int) -> bool:
         """Whether there is a kind with recomputing that is as good, by what both take without."""
-        candidates, number_of = self.state.space.candidates, self.state.space.number
+        candidates, number_of = self.space.candidates, self.space.number
         one_per_trace = {candidates[number].trace: number for number in self.waiting[kind]}.values()
         for technique in self._twins(candidates[self.waiting[kind][0]]):
             pairs = [(n, number_of(candidates[n].recipe.with_(technique))) for n in one_per_trace]
@@ -128,7 +150,7 @@ class RecomputingKinds:
         """What makes a twin of this candidate, put into its recipe."""
         recipe, setup = candidate.recipe, candidate.setup
         for slot in (Slot.ATTENTION, Slot.ADAPTERS, Slot.PRECISION):
-            for technique in self.state.space.offers(slot):
+            for technique in self.space.offers(slot):
                 other = recipe.with_(technique).setup()
                 if technique == recipe[slot] or other.weights_dtype != setup.weights_dtype:
                     continue
@@ -142,27 +164,32 @@ class RecomputingKinds:
 
     def _may_stand_for(self, twin: int, number: int) -> bool:
         """Whether both are known without recomputing, and the twin is or can be with it."""
-        bounds, kind = self.state.bounds, self.state.space.candidates[twin].passes
+        kind, bounds = self.space.candidates[twin].passes, self.states[0].bounds
         known_without = all(self._without.get(one) in bounds for one in (number, twin))
         return known_without and (twin in bounds or kind in self.waiting)
 
-    def _without_recomputing(self, number: int) -> Bound:
+    def _without_recomputing(self, number: int) -> OnGpus:
         without = self._without[number]
         assert without is not None
-        return self.state.bounds[without]
+        return self._bounds(without)
 
     def _twins_mislead(self) -> bool:
         """Whether a kind is better than the twin that it was left out for, or that cannot be rehearsed."""
-        known, candidates = self.state.bounds, self.state.space.candidates
+        known, candidates = self._is_known, self.space.candidates
         for pairs in self._no_better.values():
             for number, twin in pairs:
-                if twin not in known and candidates[twin].passes not in self.waiting:
+                if not known(twin) and candidates[twin].passes not in self.waiting:
                     return True
-                if number in known and twin in known and _is_below(known[number], known[twin], ROUNDING):
+                both = known(number) and known(twin)
+                if both and _is_below(self._bounds(number), self._bounds(twin), ROUNDING):
                     return True
         return False
 
 
-def _is_below(bound: Bound, other: Bound, share: float = 0.0) -> bool:
-    """Whether this is less in seconds or in bytes, by more than a share."""
-    return any(own < least * (1 - share) for own, least in zip(bound, other, strict=True))
+def _is_below(bounds: OnGpus, others: OnGpus, share: float = 0.0) -> bool:
+    """Whether this is less in seconds or in bytes on a GPU, by more than a share."""
+    return any(
+        own < least * (1 - share)
+        for bound, other in zip(bounds, others, strict=True)
+        for own, least in zip(bound, other, strict=True)
+    )

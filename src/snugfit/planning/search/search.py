@@ -28,7 +28,7 @@ from snugfit.planning.keep import Free, Keep, kept_of
 from snugfit.planning.plan import Pace, Plan, nearest_miss
 from snugfit.planning.request import fidelity_of, refuse_bad_request, start_of
 from snugfit.planning.search.progress import Tell, with_best
-from snugfit.planning.search.recomputing import RecomputingKinds
+from snugfit.planning.search.recomputing import KINDS_AT_A_TIME, RecomputingKinds
 from snugfit.planning.search.space import Space, space_of
 from snugfit.planning.search.state import SearchState
 from snugfit.prediction.device import doubts_about, policy_for
@@ -45,9 +45,6 @@ if TYPE_CHECKING:
     from snugfit.prediction.worker_pool import WorkerPool
     from snugfit.rehearsal.trace.trace import Trace
     from snugfit.results.step_seconds import StepSeconds
-
-KINDS_AT_A_TIME = 8
-"""Kinds of recomputing that are rehearsed before it is asked again which are needed."""
 
 
 def plan(
@@ -130,7 +127,7 @@ class _PlanRequest:
 def _answer(asked: _PlanRequest, space: Space, pool: WorkerPool) -> Plan:
     """The plan that a search of this space gives."""
     from snugfit.planning.search.reasons import compare_with_start, cures, explain
-    from snugfit.planning.search.simpler import prefer_simple, simplify_front
+    from snugfit.planning.search.simpler import judge_simpler, prefer_simple, simplify_front
 
     job, memory, smallest = asked.job, asked.memory_bytes, asked.objective == "memory"
     listed = asked.ranked > 0  # any candidate may be among the best few
@@ -147,6 +144,7 @@ def _answer(asked: _PlanRequest, space: Space, pool: WorkerPool) -> Plan:
     best = fitting[-1 if smallest else 0] if fitting else None
     if best is not None and not smallest:
         best = prefer_simple(state, pool, best)
+    judge_simpler(state, pool, front)
     front = simplify_front(state, front, lambda n: bound is None or state.judged[n].needed_bytes <= bound)
     front = sorted({*front, *([] if best is None else [best])}, key=state.rank)
     sizes = [state.judged[number].needed_bytes for number in front]
@@ -205,18 +203,18 @@ def search(
     """Judges the Pareto front of the state's space, with the fastest recipe that fits its memory on it; and
     the smallest there is, where that is asked for or nothing fits. `every_bound` gives what is not judged its
     lower bounds too. Raises `BelowLowerBound`."""
-    recomputing = RecomputingKinds(state, pool, tell)
-    recomputing.add(
-        {candidate.passes for candidate in state.space.candidates}.difference(recomputing.waiting)
-    )
+    recomputing = RecomputingKinds([state], pool, tell)
+    recomputing.add_others()
     state.judge_all(pool, tell)
     most = None if every_bound else KINDS_AT_A_TIME
     while numbers := recomputing.screen(
-        lambda number, least: every_bound or not state.is_dominated(number, least), most, twins=every_bound
+        lambda number, least: every_bound or not state.is_dominated(number, least[0]),
+        most,
+        twins=every_bound,
     ):
         state.judge_all(pool, tell, among=numbers)
     if smallest or (state.memory_bytes is not None and state.smallest > state.memory_bytes):
-        recomputing.screen(lambda number, least: least.needed_bytes <= state.smallest, twins=False)
+        recomputing.screen(lambda number, least: least[0].needed_bytes <= state.smallest, twins=False)
         state.judge_all(pool, tell, smallest=True)
 
 

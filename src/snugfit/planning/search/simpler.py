@@ -38,6 +38,17 @@ def prefer_simple(state: SearchState, pool: WorkerPool, fastest: int) -> int:
     return simplest(state, fastest, lambda number: fits(state.judged[number].needed_bytes))
 
 
+def judge_simpler(state: SearchState, pool: WorkerPool, front: Sequence[int]) -> None:
+    """Judges what `simplify_front` may put in the place of these and differs in the update alone. Raises
+    `BelowLowerBound`."""
+    candidates, simpler = state.space.candidates, set[int]()
+    for number in front:
+        most = int(state.judged[number].needed_bytes * (1 + AS_FAST))
+        unknown = unknown_simpler(state, number, most.__ge__)
+        simpler.update(other for other in unknown if candidates[other].sized == candidates[number].sized)
+    state.judge(state.by_trace(sorted(simpler)), pool)
+
+
 def unknown_simpler(state: SearchState, fastest: int, may_fit: Callable[[int], bool]) -> Iterator[int]:
     """Simpler candidates that were not judged, and by their lower bounds may fit and be as fast. `may_fit` is
     asked about bytes."""

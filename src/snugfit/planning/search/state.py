@@ -6,6 +6,10 @@ for that loss, each would have to be, to find out which of them is a little smal
 what cannot be smaller than a faster one by `MEMORY_RESOLUTION` is not judged. The answer does not depend on
 it, for what may fit where nothing faster does is always judged.
 
+Recipes that share their passes and differ in the update lose alike between blocks, and their seconds are as
+far above the bounds. So they are compared by those (`has_better_sibling`): where the update is a small share,
+one of the optimizers is judged.
+
 The front holds what no other recipe dominates in speed and bytes, so the second fastest is mostly not on it.
 Where the best few are asked for (`--verify` measures them), recipes are judged further, in the order of their
 lower bounds, until no recipe that was not judged can be among them.
@@ -63,6 +67,10 @@ class SearchState:
     """Gives these candidates lower bounds, of whatever kinds were left out so far."""
     _best: list[tuple[float, int, int]] = field(default_factory=list)
     """Seconds, bytes and number of the judged ones that no other dominates, the fastest first."""
+    _siblings: dict[tuple[int, bool], list[int]] = field(
+        default_factory=lambda: defaultdict(list), init=False
+    )
+    """By the kind and size of passes and the allocator's kind of segments, which candidates were judged."""
     _worker_of: dict[int, int] = field(default_factory=dict, init=False)
     """By the kind and size of passes, which worker has rehearsed them."""
 
@@ -115,6 +123,7 @@ class SearchState:
         if needed < least.needed_bytes or seconds < least.seconds * (1 - TIME_BOUND_MARGIN):
             raise BelowLowerBound
         self.judged[number] = figures
+        self._siblings.setdefault(self._passes_of(number), []).append(number)
         start = bisect.bisect_right(self._best, (seconds, needed, number))
         if start and self._best[start - 1][1] <= needed:
             return
@@ -166,6 +175,8 @@ class SearchState:
     def is_dominated(self, number: int, least: Bound | None = None) -> bool:
         """Whether some judged recipe is as fast as this one can be, and this one can be neither smaller by
         `MEMORY_RESOLUTION` nor fit where that one does not."""
+        if least is None and self.has_better_sibling(number, self._stands_for(number)):
+            return True
         least = least or self.bounds[number]
         faster = bisect.bisect_right(self._best, (least.seconds * (1 - TIME_BOUND_MARGIN), math.inf, 0))
         if not faster:
@@ -174,6 +185,36 @@ class SearchState:
         if self.memory_bytes is not None and least.needed_bytes <= self.memory_bytes < smallest:
             return False
         return smallest * (1 - MEMORY_RESOLUTION) <= least.needed_bytes
+
+    def has_better_sibling(self, number: int, stands: Callable[[int], bool]) -> bool:
+        """Whether a sibling was judged that is as fast by its lower bound, and `stands` for this one."""
+        bounds, least = self.bounds, self.bounds[number].seconds
+        return any(
+            bounds[other].seconds <= least
+            and self.judged[other].seconds * (1 - TIME_BOUND_MARGIN) <= least
+            and stands(other)
+            for other in self.siblings(number)
+        )
+
+    def siblings(self, number: int) -> list[int]:
+        """Those judged that have the same passes and the same allocator."""
+        others = self._siblings.get(self._passes_of(number), ())
+        return [other for other in others if other != number and other in self.bounds]
+
+    def _stands_for(self, number: int) -> Callable[[int], bool]:
+        """Whether this one can be neither smaller than another by a resolution nor fit in its place."""
+        needed = self.bounds[number].needed_bytes
+
+        def stands(other: int) -> bool:
+            if self.bounds[other].needed_bytes * (1 - MEMORY_RESOLUTION) > needed:
+                return False
+            return self._fits(self.judged[other].needed_bytes) or not self._fits(needed)
+
+        return stands
+
+    def _passes_of(self, number: int) -> tuple[int, bool]:
+        candidate = self.space.candidates[number]
+        return candidate.sized, candidate.setup.expandable_segments
 
     def cannot_be_smallest(self, number: int) -> bool:
         """Whether a judged one is smaller than this can be, or this was judged."""
