@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,10 @@ from snugfit.job.job import Job
 from snugfit.planning.cost.figures import Bound, Figures
 from snugfit.planning.cost.parts import Parts
 from snugfit.planning.cost.timer import SingleGpuTimer
+from snugfit.planning.fleet.search_gpus import _search as search_for_gpus
+from snugfit.planning.plan import NEARLY_AS_SMALL
 from snugfit.planning.search.search import plan, search
+from snugfit.planning.search.simpler import AS_FAST
 from snugfit.planning.search.space import Space, space_of
 from snugfit.planning.search.state import MEMORY_RESOLUTION, SearchState
 from snugfit.planning.step_key import TOUCHES, as_rehearsed, passes_key, step_key, update_key
@@ -147,6 +151,11 @@ class Told:
             raise SnugfitError("not this one")
         return [(figures,) for figures in found if figures]
 
+    def whole(self, setup: Setup, gpus: Sequence[int]) -> list[Figures]:
+        figures = self.figures[self.numbers[id(setup)]]
+        assert figures
+        return [figures] * len(gpus)
+
 
 def told_of(space: Space, rng: random.Random) -> Told:
     """Sizes and seconds by chance, a trace's together; the allocator loses up to a tenth."""
@@ -232,6 +241,63 @@ def test_recomputing_that_cannot_matter_is_not_looked_at_and_changes_no_answer(s
             )
             assert fitting or state.smallest == sizes[0]
         assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_many_gpus_look_at_recomputing_only_where_one_may_gain_by_it(seed: int) -> None:
+    rng = random.Random(seed)
+    space = space_of(small_job("bert", 2, batch_size=2), fidelity=Fidelity.ROUNDS)
+    told = recomputed(told_of(space, rng), space, rng)
+    everything = [(figures.seconds, figures.needed_bytes) for figures in told.figures if figures]
+    sizes = sorted(needed for _, needed in everything)
+    kinds = len({candidate.passes for candidate in space.candidates})
+    for memory in (2 * sizes[-1], sizes[len(sizes) // 8], sizes[0], sizes[0] // 2):
+        gpu = replace(H200, memory_bytes=memory)
+        pool = WorkerPool([told])  # type: ignore[list-item]
+        [one] = search_for_gpus(space, pool, [gpu], {gpu.key: 0}, [False], lambda what: None)
+        answer, fitting = one.state.judged[one.answer()], [each for each in everything if each[1] <= memory]
+        assert (answer.needed_bytes <= memory) == bool(fitting)
+        near = [each for each in everything if each[1] <= sizes[0] * (1 + NEARLY_AS_SMALL)]
+        assert answer.seconds <= min(fitting or near)[0] * (1 + AS_FAST)
+        assert fitting or answer.needed_bytes <= sizes[0] * (1 + NEARLY_AS_SMALL)
+        assert memory < 2 * sizes[-1] or one.state.kinds < kinds / 2
+
+
+def with_small_updates(space: Space) -> Told:
+    """Passes that lose a tenth between blocks, and updates that differ by one byte and one part in a million:
+    the first is the fastest, and the last the smallest."""
+    updates = {
+        update: index for index, update in enumerate(dict.fromkeys(c.update for c in space.candidates))
+    }
+    bounds: list[Bound] = []
+    for candidate in space.candidates:
+        index, size = updates[candidate.update], 10_000 + 1000 * candidate.sized
+        bounds.append(Bound(size - index, (10_000 - candidate.sized) * (1 + index * 1e-6)))
+    figures: list[Figures | None] = []
+    for needed, seconds, _ in bounds:
+        reserved = needed + needed // 10
+        figures.append(Figures(reserved, reserved, reserved, 0, seconds))
+    return Told({id(each.setup): n for n, each in enumerate(space.candidates)}, bounds, figures)
+
+
+def test_one_of_many_optimizers_is_judged_where_they_are_a_small_share_but_what_may_fit_always_is() -> None:
+    space = space_of(small_job("bert", 2, batch_size=2), fidelity=Fidelity.SAME)
+    told = with_small_updates(space)
+    for memory in (None, sorted({one.needed_bytes for one in told.figures if one})[1]):
+        told.judged.clear()
+        state = SearchState(space, memory_bytes=memory)
+        search(state, WorkerPool([told]))  # type: ignore[list-item]
+        by_passes = Counter(space.candidates[number].sized for number in told.judged)
+        one_update = Counter(
+            each.sized for each in space.candidates if each.update == space.candidates[0].update
+        )
+        if memory is None:
+            assert all(count <= one_update[passes] for passes, count in by_passes.items())
+        else:
+            fitting = [figures for figures in state.judged.values() if figures.needed_bytes <= memory]
+            assert min(one.seconds for one in fitting) == min(
+                one.seconds for one in told.figures if one and one.needed_bytes <= memory
+            )
 
 
 @pytest.mark.parametrize("misleads", [False, True])

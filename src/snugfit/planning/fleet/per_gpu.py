@@ -165,7 +165,7 @@ class PerGpuSearch:
                 return
             if number in self.state.judged or least.needed_bytes > most:
                 continue
-            if not self.state.has_better_sibling(number, lambda one: self._needed(one) <= most):
+            if not self.state.has_better_sibling(number, lambda number: self._is_as_small(number, most)):
                 yield number
 
     def _faster(self) -> Iterator[int]:
@@ -194,8 +194,8 @@ class PerGpuSearch:
         needed = [bounds[other].needed_bytes for other in self.state.siblings(number)]
         return not self.smallest and min(needed, default=math.inf) <= bounds[number].needed_bytes
 
-    def _needed(self, number: int) -> int:
-        return self.state.judged[number].needed_bytes
+    def _is_as_small(self, number: int, most: float) -> bool:
+        return self.state.judged[number].needed_bytes <= most
 
 
 def screen_recomputing(recomputing: RecomputingKinds, searches: Sequence[PerGpuSearch]) -> bool:
@@ -206,10 +206,11 @@ def screen_recomputing(recomputing: RecomputingKinds, searches: Sequence[PerGpuS
     def is_needed(number: int, least: OnGpus) -> bool:
         return any(may_be_better(bound) for may_be_better, bound in zip(hopeful, least, strict=True))
 
-    found = recomputing.screen(is_needed, KINDS_AT_A_TIME, twins=False)
-    if not found and searches[0].state.judged:
-        simpler = {n for one in searches for n in simpler_than(recomputing.space, one.answer())}
-        found = recomputing.screen(lambda number, least: number in simpler)
+    screened = recomputing.screen(is_needed, KINDS_AT_A_TIME, twins=False)
+    if not screened and searches[0].state.judged:
+        answers = {search.answer() for search in searches}
+        simpler = {number for answer in answers for number in simpler_than(recomputing.space, answer)}
+        screened = recomputing.screen(lambda number, least: number in simpler)
     for search in searches:
         search.sort()
-    return bool(found)
+    return bool(screened)

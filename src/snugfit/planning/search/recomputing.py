@@ -186,10 +186,10 @@ class RecomputingKinds:
         return False
 
 
-def _is_below(bounds: OnGpus, others: OnGpus, share: float = 0.0) -> bool:
+def _is_below(bounds: OnGpus, twin_bounds: OnGpus, share: float = 0.0) -> bool:
     """Whether this is less in seconds or in bytes on a GPU, by more than a share."""
     return any(
         own < least * (1 - share)
-        for bound, other in zip(bounds, others, strict=True)
+        for bound, other in zip(bounds, twin_bounds, strict=True)
         for own, least in zip(bound, other, strict=True)
     )

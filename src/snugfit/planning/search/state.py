@@ -198,8 +198,8 @@ class SearchState:
 
     def siblings(self, number: int) -> list[int]:
         """Those judged that have the same passes and the same allocator."""
-        others = self._siblings.get(self._passes_of(number), ())
-        return [other for other in others if other != number and other in self.bounds]
+        same_passes = self._siblings.get(self._passes_of(number), ())
+        return [other for other in same_passes if other != number and other in self.bounds]
 
     def _stands_for(self, number: int) -> Callable[[int], bool]:
         """Whether this one can be neither smaller than another by a resolution nor fit in its place."""
