@@ -37,8 +37,8 @@ def any_value(kind: Any, limits: typing.Mapping[str, float], rng: random.Random)
     """A random value of a setting's type, inside its range."""
     if isinstance(kind, types.UnionType):
         return any_value(rng.choice(typing.get_args(kind)), limits, rng)
-    if typing.get_origin(kind) is Literal:
-        return rng.choice(typing.get_args(kind))
+    if kind is bool or typing.get_origin(kind) is Literal:
+        return rng.choice(typing.get_args(kind) or (False, True))
     if typing.get_origin(kind) is tuple:
         return tuple(rng.sample(WORDS, rng.randint(1, len(WORDS))))
     if kind in (str, type(None)):

@@ -28,7 +28,7 @@ from snugfit.rehearsal.record import recorder
 from snugfit.rehearsal.record.shape_cache import ShapeCache
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import Trace
-from snugfit.techniques import lora_targets
+from snugfit.techniques import low_rank
 from snugfit.techniques.recipe import Recipe
 
 BERT = {
@@ -199,7 +199,7 @@ def test_lora_without_known_targets_adapts_all_linear_layers_and_says_so(facts: 
 
 def test_peft_s_table_read_from_its_source_is_the_imported_one() -> None:
     peft = pytest.importorskip("peft.utils.constants", reason="the extra peft is not installed")
-    assert lora_targets.pefts_table() == peft.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+    assert low_rank.pefts_table() == peft.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 
 
 def test_a_target_that_is_not_there_is_one_clear_error() -> None:
@@ -326,7 +326,7 @@ def test_more_labels_than_transformers_can_name_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "told"), [("fsdp", "one GPU"), ("qlora", "'bf16_pure'"), ("torch_compile", "eagerly")]
+    ("word", "told"), [("fsdp", "one GPU"), ("load_in_4bit", "'qlora'"), ("torch_compile", "eagerly")]
 )
 def test_a_technique_that_is_not_here_is_told_why(word: str, told: str) -> None:
     with pytest.raises(RecipeError) as error:

@@ -121,7 +121,10 @@ def test_a_llama_factory_file(tmp_path: Path) -> None:
     )
     assert "lora" not in whole.settings["recipe"]
     four = read(tmp_path, "q.yaml", LLAMA_FACTORY + "quantization_bit: 4\n")
-    assert keys(four.refused) == {"quantization_bit"}
+    assert four.settings["recipe"].startswith("qlora(r=16, targets=q_proj|v_proj)")
+    assert not four.refused
+    eight = read(tmp_path, "e.yaml", LLAMA_FACTORY + "quantization_bit: 8\n")
+    assert keys(eight.refused) == {"quantization_bit"}
 
 
 def dtype_of(folder: Path, name: str, text: str) -> str | None:
@@ -189,7 +192,9 @@ def test_an_unsloth_script(tmp_path: Path) -> None:
     )
     assert not reading.refused
     assert "unsloth.load_in_4bit" in keys(reading.differs)
-    assert keys(read(tmp_path, "four.py", UNSLOTH.format(four=True)).refused) == {"unsloth.load_in_4bit"}
+    four = read(tmp_path, "four.py", UNSLOTH.format(four=True))
+    assert four.settings["recipe"].startswith("qlora(r=32, targets=q_proj|v_proj)")
+    assert (keys(four.refused), "unsloth.load_in_4bit" in keys(four.differs)) == (set(), True)
 
 
 @pytest.mark.parametrize("launcher", ["python", "CUDA_VISIBLE_DEVICES=0 accelerate launch", "torchrun"])

@@ -207,12 +207,13 @@ def test_what_changes_memory_or_maths_is_refused_by_name(
         ("acc.yaml", "distributed_type: 'NO'\nmixed_precision: fp8", "mixed_precision"),
         ("acc.yaml", "distributed_type: 'NO'\ndynamo_config: {dynamo_backend: INDUCTOR}",
          "dynamo_config.dynamo_backend"),
-        ("q.yml", "base_model: gpt2\nadapter: qlora\nload_in_4bit: true", "load_in_4bit"),
-        ("q.yml", "base_model: gpt2\nadapter: qlora\nload_in_4bit: true", "adapter"),
+        ("q.yml", "base_model: gpt2\nadapter: qlora\nload_in_8bit: true", "load_in_8bit"),
         ("q.yml", "base_model: gpt2\ngradient_checkpointing: offload", "gradient_checkpointing"),
         ("q.yml", "base_model: gpt2\nplugins: [axolotl.integrations.liger.LigerPlugin]", "plugins"),
         ("t.py", "m = AutoModelForCausalLM.from_pretrained('gpt2', load_in_4bit=True)\n"
          "a = TrainingArguments('x')", "model.load_in_4bit"),
+        ("t.py", "m = AutoModelForCausalLM.from_pretrained('gpt2', load_in_8bit=True)\n"
+         "a = TrainingArguments('x')", "model.load_in_8bit"),
     ],
 )  # fmt: skip
 def test_other_libraries_techniques_are_refused_by_name(
@@ -266,9 +267,12 @@ def test_a_qlora_script(tmp_path: Path) -> None:
         "args = TrainingArguments('./out', per_device_train_batch_size=2, gradient_accumulation_steps=8, "
         "optim='paged_adamw_8bit', bf16=torch.cuda.is_bf16_supported(), max_grad_norm=0.3)\n",
     )
-    assert keys(reading.refused) == {"bf16", "optim", "model.quantization_config"}
+    assert keys(reading.refused) == {"bf16", "optim"}
     assert "adafactor" in next(line.says for line in reading.refused if line.key == "optim")
-    assert reading.settings["recipe"] == "lora(r=16, targets=q_proj|v_proj) + micro_batches(8)"
+    assert reading.settings["recipe"] == (
+        "qlora(r=16, targets=q_proj|v_proj, double=false) + micro_batches(8)"
+    )
+    assert "model.quantization_config.load_in_4bit" in keys(reading.differs), "fp4 is BitsAndBytesConfig's default"
     assert (reading.settings["model"], reading.settings["task"]) == ("meta-llama/Llama-3.1-8B", "causal-lm")
 
 

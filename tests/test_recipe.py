@@ -68,7 +68,7 @@ def test_text_is_understood_and_printed(text: str, printed: str | None) -> None:
         ("sgd + sgd", "sgd", "named twice"),
         ("lora(rank=4)", "rank=4", "Did you mean 'r'\\? Settings: r, targets"),
         ("lora(target=q)", "target=q", "Did you mean 'targets'"),
-        ("lora(4, q, 0, 9)", "9", "no setting after r, targets, dropout"),
+        ("lora(4, q, 0, true, false, 9)", "9", "no setting after r, targets, dropout, dora, rslora"),
         ("lora(r=4, q)", "q", "give its name too"),
         ("lora(r=4, r=5)", "r=5", "twice"),
         ("lora(r=4,)", "", "between the commas"),

@@ -46,7 +46,7 @@ class Dialect:
     nothing, and `why` is what is missing in snugfit."""
 
     only_with: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Keys that do nothing unless another has a certain value."""
+    """Keys that do nothing unless another has a certain value, or one of several."""
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """What holds when a file does not say it, beyond `TrainingArguments`' own defaults."""
@@ -99,8 +99,9 @@ class Dialect:
         for pattern, needed in self.only_with.items():
             if fnmatchcase(key, pattern) and key not in needed:
                 for other, value in needed.items():
-                    if document.get(other) != value:
-                        return f"{other} = {as_word(value)}"
+                    values = value if isinstance(value, list) else [value]
+                    if document.get(other) not in values:
+                        return f"{other} = {' or '.join(map(as_word, values))}"
         return None
 
     def reason_to_ignore(self, key: str) -> str | None:

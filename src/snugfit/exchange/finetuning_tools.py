@@ -19,7 +19,7 @@ from snugfit.exchange.trainer_arguments import training_arguments
 from snugfit.job.job import Task
 from snugfit.step.checkpointing import NAMES
 from snugfit.techniques import roster
-from snugfit.techniques.lora_targets import ALL_LINEAR, default_targets
+from snugfit.techniques.low_rank import ALL_LINEAR, default_targets
 from snugfit.techniques.setup import CheckpointWish, Setup
 from snugfit.techniques.technique import Slot
 from snugfit.techniques.translate import write_arguments
@@ -49,6 +49,9 @@ NOTES = {
 """By target, what is not quite as predicted, and what no recipe holds: it stands in the file, and the command
 says it."""
 
+_VARIANTS = ("use_dora", "use_rslora")
+"""peft's switches that change what an adapter computes; its own names, which the tools have too."""
+
 _HALVES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -67,6 +70,9 @@ def trl_script(job: Job, recipe: Recipe) -> str:
     arguments |= {"output_dir": "sft_output", "num_train_epochs": 1}
     arguments |= {"max_length": job.sequence_length, "packing": False, "loss_type": "nll"}
     dotted = write_arguments(recipe)[0]
+    if recipe.setup().quantize is not None:
+        why = "TRL 1.16 makes the adapters beside 4-bit weights bfloat16, and they are float32 here"
+        raise _refusal("trl", recipe[Slot.ADAPTERS], why)
     script = script_values(job, recipe, "trl", dotted, training_arguments=arguments)
     lora = _lora(job, recipe)
     if lora:
@@ -81,6 +87,9 @@ def axolotl_config(job: Job, recipe: Recipe) -> str:
     _refuse_other_layers(arguments, job, recipe, "axolotl")
     lora, precision = _lora(job, recipe), recipe[Slot.PRECISION]
     weights, autocast = _dtypes(job, recipe)
+    if recipe.setup().quantize is not None:
+        why = "axolotl raises what it does not quantize to 32 bits as it sees fit, which was not predicted"
+        raise _refusal("axolotl", recipe[Slot.ADAPTERS], why)
     half = next((name for name in _HALVES if arguments[name]), None)
     if weights != (_HALVES[half] if half else "float32"):
         loads = _HALVES[half] if half else "float32"
@@ -101,7 +110,8 @@ def axolotl_config(job: Job, recipe: Recipe) -> str:
         chosen = {"lora_target_linear": True} if targets == ALL_LINEAR else {"lora_target_modules": targets}
         adapter = {
             "adapter": "lora", "lora_r": lora["r"], "lora_alpha": ALPHA, "lora_dropout": lora["lora_dropout"],
-            **chosen, "lora_mlp_kernel": False, "lora_qkv_kernel": False, "lora_o_kernel": False,
+            **chosen, **{f"peft_{name}": True for name in _VARIANTS if lora.get(name)},
+            "lora_mlp_kernel": False, "lora_qkv_kernel": False, "lora_o_kernel": False,
         }  # fmt: skip
     checkpointing = arguments.pop("gradient_checkpointing_kwargs", None)
     renamed = {
@@ -159,13 +169,20 @@ def llamafactory_config(job: Job, recipe: Recipe) -> str:
             "finetuning_type": "lora", "lora_rank": lora["r"], "lora_alpha": ALPHA,
             "lora_dropout": lora["lora_dropout"],
             "lora_target": "all" if targets == ALL_LINEAR else ",".join(targets),
+            **{name: True for name in _VARIANTS if lora.get(name)},
         }  # fmt: skip
+    quantize = recipe.setup().quantize
+    bits = (
+        {"quantization_bit": 4, "quantization_type": "nf4", "double_quantization": quantize.double}
+        if quantize
+        else {}
+    )
     pure = weights == "bfloat16" and (lora is None or autocast is None)
     loader = {name: arguments.pop(name) for name in list(arguments) if name.startswith("dataloader_")}
     arguments.pop("output_dir")
     sections = {
         "model": {
-            "model_name_or_path": folder_or_id(job),
+            "model_name_or_path": folder_or_id(job), **bits,
             "flash_attn": {"eager": "disabled"}.get(recipe.setup().attention, "sdpa"),
             "disable_gradient_checkpointing": keeps_all, "use_reentrant_gc": False, "upcast_layernorm": False,
         },
@@ -196,15 +213,19 @@ def _trainer_arguments(job: Job, recipe: Recipe, to: str) -> dict[str, Any]:
 
 
 def _lora(job: Job, recipe: Recipe) -> dict[str, Any] | None:
-    """`r`, `lora_dropout` and `target_modules` of the recipe's adapters, the targets by their names; None
-    where all weights train."""
+    """`r`, `lora_dropout`, `target_modules` and what varies of the recipe's adapters, the targets by their
+    names; None where all weights train."""
     dotted = write_arguments(recipe)[0]
     if dotted.get("lora.r") is None:
         return None
     targets = dotted["lora.target_modules"] or default_targets(job.model)
     if not isinstance(targets, str):
         targets = ALL_LINEAR if list(targets) == [ALL_LINEAR] else list(targets)
-    return {"r": dotted["lora.r"], "lora_dropout": dotted["lora.lora_dropout"], "target_modules": targets}
+    variants = {name: True for name in _VARIANTS if dotted[f"lora.{name}"]}
+    return {
+        "r": dotted["lora.r"], "lora_dropout": dotted["lora.lora_dropout"], "target_modules": targets,
+        **variants,
+    }  # fmt: skip
 
 
 def _dtypes(job: Job, recipe: Recipe) -> tuple[str, str | None]:

@@ -152,6 +152,8 @@ class _CallReader:
                 str(getattr(key, "value", "")): self.value(value)
                 for key, value in zip(node.keys, node.values, strict=True)
             }
+        if isinstance(node, ast.Call) and _name(node) == "BitsAndBytesConfig":
+            return self.call(node)
         try:
             return ast.literal_eval(node)
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):

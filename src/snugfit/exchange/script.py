@@ -58,6 +58,8 @@ def script_values(
         "learning_rate": job.learning_rate,
         "clip": job.clip,
         "training_arguments": training_arguments or {},
+        "quantizing": (),
+        "widening": (),
         "adapting": (),
         "preparing": (),
         "checkpointing": "",

@@ -21,6 +21,7 @@ from snugfit.job.config import ignored_keys
 from snugfit.job.dtype import cast_weights
 from snugfit.job.job import Job, refuse_lengths
 from snugfit.job.model import Model
+from snugfit.job.quantized import Quantization
 from snugfit.job.weights import LoadedWeights, check_loaded, freeze_as
 
 if TYPE_CHECKING:
@@ -37,11 +38,14 @@ def instantiate(
     *,
     dtype: str | None,
     attention: str,
+    autocast: str | None = None,
+    double_quant: bool | None = None,
     weights: Path | None = None,
     on_loaded: OnLoaded = lambda loaded: None,
 ) -> nn.Module:
     """The real model of a job on the ambient `torch.device`, in train or eval mode, its weights in `dtype`,
-    or as the job has them loaded.
+    or as the job has them loaded. With `double_quant`, true or false, linear layers are quantized to 4 bits,
+    and compute in `autocast` or in the dtype of the other weights.
 
     Weights are random, or those of the folder `weights` (`find_weights`). Raises `ModelError` for a config
     that transformers cannot use or weights that the folder lacks, `RecipeError` for an attention that the
@@ -53,8 +57,15 @@ def instantiate(
         return clone if dtype is None else cast_weights(clone, dtype)
     dtype = dtype or job.dtype
     refuse_lengths(job, job.transformers_config().to_dict())
+    quantization = None
+    if double_quant is not None:
+        quantization = Quantization(dtype=dtype, compute_dtype=autocast or dtype, double=double_quant)
+
+    def build(attention: str) -> nn.Module:
+        return _from_facts(job, dtype, attention, weights, on_loaded, quantization).train(job.trains)
+
     try:
-        return _from_facts(job, dtype, attention, weights, on_loaded).train(job.trains)
+        return build(attention)
     except Exception as error:
         if "attn_implementation" not in str(error):
             _blame_config(job.model, error)
@@ -63,24 +74,38 @@ def instantiate(
             raise RecipeError(message) from None
     # As transformers itself chooses when nothing is asked for: some architectures (Gemma 2) have no
     # scaled_dot_product_attention. The model says which it has: `model.config._attn_implementation`.
-    return _from_facts(job, dtype, "eager", weights, on_loaded).train(job.trains)
+    return build("eager")
 
 
-def _from_facts(job: Job, dtype: str, attention: str, weights: Path | None, on_loaded: OnLoaded) -> nn.Module:
+def _from_facts(
+    job: Job,
+    dtype: str,
+    attention: str,
+    weights: Path | None,
+    on_loaded: OnLoaded,
+    quantization: Quantization | None,
+) -> nn.Module:
     import torch
     import transformers
 
     auto_class = getattr(transformers, HEADS[job.task][0])
     config = job.transformers_config()
-    asked = {"dtype": getattr(torch, dtype), "attn_implementation": attention}
+    asked: dict[str, Any] = {"dtype": getattr(torch, dtype), "attn_implementation": attention}
+    if quantization is not None:
+        asked["dtype"] = getattr(torch, quantization.compute_dtype)
     model: nn.Module
     if weights is not None and "quantization_config" in ignored_keys(job.model.config):
         raise ModelError(
             f'{weights}: its weights are quantized ("quantization_config" in config.json), which snugfit '
             "does not train. Give a folder with the unquantized weights."
         )
+    if weights is None and quantization is not None:
+        return quantization.build(lambda: _from_config(job, auto_class, config, asked))
     if weights is None:
         return _from_config(job, auto_class, config, asked)
+    with torch.device("meta"):
+        built = _from_config(job, auto_class, config, asked)
+    more = quantization.loading_arguments(built) if quantization is not None else {}
     try:
         model, loaded = auto_class.from_pretrained(
             weights,
@@ -90,6 +115,7 @@ def _from_facts(job: Job, dtype: str, attention: str, weights: Path | None, on_l
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # and says which; `check_loaded` refuses them by name
             **asked,
+            **more,
         )
     except RuntimeError as error:
         if "automatic conversion" not in str(error):
@@ -99,9 +125,8 @@ def _from_facts(job: Job, dtype: str, attention: str, weights: Path | None, on_l
             "missing or have other shapes (an expert, a half of a fused matrix). Give a complete folder."
         ) from None
     on_loaded(check_loaded(model, weights, loaded))
-    with torch.device("meta"):
-        freeze_as(_from_config(job, auto_class, config, asked), model)
-    return model
+    freeze_as(built, model)
+    return model if quantization is None else quantization.widen(model)
 
 
 def _from_config(job: Job, auto_class: Any, config: Any, asked: Mapping[str, Any]) -> nn.Module:

@@ -44,6 +44,7 @@ TOUCHES: Mapping[str, tuple[str, ...]] = {
     "weights_dtype": ("passes", "update"),
     "attention": ("passes",),
     "matmul": ("matmul",),
+    "quantize": ("passes", "update"),
     "adapt": ("passes", "update"),
     "checkpoint": ("passes",),
     "optimizer": ("update",),

@@ -92,6 +92,7 @@ def record_step(step: Step, policy: Policy, steps: int) -> Recording:
     from snugfit.rehearsal.device.overrides import in_force
     from snugfit.rehearsal.device.policy import CudaPolicy
     from snugfit.rehearsal.record.cuda_names import CudaNames, cuda_names, makes_on_the_host
+    from snugfit.rehearsal.record.four_bit import four_bit_products
     from snugfit.rehearsal.record.recorder import Recorder
 
     import_code(step.setup)  # before it is overridden
@@ -107,6 +108,7 @@ def record_step(step: Step, policy: Policy, steps: int) -> Recording:
         notes = PolicyNotes(recorder.claim, recorder.doubt, recorder.current_phase)
         stack.enter_context(rehearsal_context(step.setup))  # which may import what compiles itself
         stack.enter_context(in_force(policy, notes))
+        stack.enter_context(four_bit_products(policy))
         if step.job.model.module is not None and is_compiled(step.job.model.module):
             recorder.doubt(COMPILED)
         if step.job.model.module is not None and isinstance(policy, CudaPolicy):

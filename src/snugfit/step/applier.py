@@ -24,6 +24,7 @@ from snugfit.step.wishes.handler import Handler
 from snugfit.step.wishes.model import AdaptHandler, AttentionHandler, CheckpointHandler, WeightsDtypeHandler
 from snugfit.step.wishes.optimizer import OptimizerHandler
 from snugfit.step.wishes.precision import AutocastHandler, MatmulHandler, ScaleGradientsHandler
+from snugfit.step.wishes.quantize import QuantizeHandler
 from snugfit.techniques.setup import Setup
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ HANDLERS: tuple[Handler, ...] = (
     AttentionHandler(),  # before the weights: of a live model it may still be refused
     WeightsDtypeHandler(),
     MatmulHandler(),
+    QuantizeHandler(),
     AdaptHandler(),
     CheckpointHandler(),
     OptimizerHandler(),

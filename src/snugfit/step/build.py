@@ -38,8 +38,10 @@ def build_model(
     a folder; `on_loaded` hears what that has not.
 
     A model that is built on the host and then moved makes its device tensors in the order of its modules. A
-    rehearsal has no host to build on: it builds out of its recorder's sight, and then moves.
+    rehearsal has no host to build on: it builds out of its recorder's sight, and then moves. Quantized
+    weights are made on the device, as transformers loads them.
     """
+    on_host = on_host and setup.quantize is None
     if on_host or job.build_on == "host":
         with _host(device):
             model = _instantiate(job, setup, weights, on_loaded)

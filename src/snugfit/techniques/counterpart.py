@@ -7,6 +7,7 @@ dotted and say where they are set:
     bf16                        a field of `TrainingArguments`
     optim_args.momentum         a part of such a field
     model.attn_implementation   an argument of `from_pretrained`
+    model.quantization_config.* an argument of transformers' `BitsAndBytesConfig`
     lora.r                      an argument of peft's `LoraConfig`
     environment.PYTORCH_...     a variable of the process
 

@@ -1,7 +1,7 @@
 """Imports of packages that would fetch compiled kernels from the hub while they are imported.
 
 bitsandbytes 0.50 does so on CPUs with AVX512-BF16 when the package `kernels` is installed (for 4-bit
-products, which snugfit does not use), and logs a warning when it is not; peft imports bitsandbytes, and
+products of inference), and logs a warning when it is not; peft imports bitsandbytes, and
 accelerate and the HF Trainer import peft.
 Predicting runs no code from the hub and opens no socket, so during such an import `kernels` cannot be found.
 """
@@ -35,6 +35,15 @@ def no_hub_kernels() -> Iterator[None]:
 
 def import_peft() -> None:
     """Imports peft, where it is installed, before accelerate or the HF Trainer does so within a step."""
-    if find_spec("peft") is not None:
+    _import_without_hub("peft")
+
+
+def import_bitsandbytes() -> None:
+    """Imports bitsandbytes, where it is installed."""
+    _import_without_hub("bitsandbytes")
+
+
+def _import_without_hub(package: str) -> None:
+    if find_spec(package) is not None:
         with no_hub_kernels():
-            importlib.import_module("peft")
+            importlib.import_module(package)

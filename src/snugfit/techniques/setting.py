@@ -1,10 +1,10 @@
 """A technique's settings: how they are declared, checked, read from text and written back.
 
 A setting is a field of the technique's dataclass; its annotation is its type and its metadata its range, so
-nothing about it is said twice. Five kinds are enough for a recipe that a person types: whole numbers,
-numbers, words, several words joined by `|`, and a choice of listed values; each may also be `None`, written
-`none`. Every written setting reads back equal (law 4): words are limited to characters the notation does not
-use.
+nothing about it is said twice. Six kinds are enough for a recipe that a person types: whole numbers,
+numbers, words, several words joined by `|`, `true` or `false`, and a choice of listed values; each may also
+be `None`, written `none`. Every written setting reads back equal (law 4): words are limited to characters the
+notation does not use.
 """
 
 from __future__ import annotations
@@ -37,9 +37,11 @@ def setting_types(technique: type[Any]) -> dict[str, Any]:
 
 
 def show_setting(value: Any) -> str:
-    """A setting as the notation writes it: a word, a number, a|b for several, `none`."""
+    """A setting as the notation writes it: a word, a number, a|b for several, `true`, `none`."""
     if value is None:
         return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
     return "|".join(value) if isinstance(value, tuple) else str(value)
 
 
@@ -49,8 +51,8 @@ def read_setting(annotation: Any, text: str) -> Any:
     if text.lower() == "none" and type(None) in kinds:
         return None
     kind = kinds[0]
-    if typing.get_origin(kind) is Literal:
-        return _read_choice(typing.get_args(kind), text)
+    if kind is bool or typing.get_origin(kind) is Literal:
+        return _read_choice((True, False) if kind is bool else typing.get_args(kind), text)
     if kind is int and _WHOLE.fullmatch(text):
         return int(text)
     if kind is float and _NUMBER.fullmatch(text):
@@ -83,7 +85,7 @@ def describe(annotation: Any) -> str:
         return " or ".join(show_setting(choice) for choice in typing.get_args(kind))
     if typing.get_origin(kind) is tuple:
         return "a name, or several names joined by |"
-    return {int: "a whole number", float: "a number", str: "a name"}[kind]
+    return {bool: "true or false", int: "a whole number", float: "a number", str: "a name"}[kind]
 
 
 def _alternatives(annotation: Any) -> tuple[Any, ...]:
@@ -111,6 +113,6 @@ def _fits(kind: Any, value: Any) -> bool:
         )
     if kind is str:
         return isinstance(value, str) and bool(_WORD.fullmatch(value))
-    if isinstance(value, bool):
-        return False
+    if kind is bool or isinstance(value, bool):
+        return kind is bool and isinstance(value, bool)
     return isinstance(value, int) if kind is int else isinstance(value, int | float) and math.isfinite(value)

@@ -54,6 +54,14 @@ class Call:
 
 
 @dataclass(frozen=True, kw_only=True)
+class QuantizeWish:
+    """Weights of linear layers in 4 bits, which do not train."""
+
+    double: bool = True
+    """Whether the scales are quantized too."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimizerWish:
     """Which optimizer, and what the HF Trainer calls the same one."""
 
@@ -135,6 +143,9 @@ class Setup:
 
     matmul: str = "ieee"
     """build: torch's `fp32_precision` of matrix products and convolutions: `ieee` or `tf32`."""
+
+    quantize: QuantizeWish | None = None
+    """build: linear layers whose weights are 4-bit numbers; None leaves them as `weights_dtype` says."""
 
     adapt: Call | None = None
     """adapt: `adapt(model, **arguments)` gives the model to train instead."""

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from snugfit.rehearsal.device.other_programs import kernels_asked_for
 from snugfit.rehearsal.record.accumulation import sole_owner
 from snugfit.rehearsal.record.allocations import Allocations
+from snugfit.rehearsal.record.four_bit import scales_of
 from snugfit.rehearsal.record.index_lists import lists_in_index
 from snugfit.rehearsal.record.kernels import MATRICES, KernelCost, apart, copies_in, releases_context
 from snugfit.rehearsal.record.module_tracker import ModuleTracker
@@ -149,6 +150,8 @@ class Recorder(TorchDispatchMode, Observer):
             for parameter in module.parameters(recurse=False):  # only a step's first would know its value
                 if parameter.is_meta:
                     self._shadows.forget(parameter)
+                for tensor in scales_of(parameter):
+                    self.claim(tensor, Kind.WEIGHTS, name)
 
     def claim(self, tensor: torch.Tensor, kind: str, module: str = "") -> None:
         """This tensor's bytes are of this kind, and of this module where one is named."""

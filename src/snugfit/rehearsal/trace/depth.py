@@ -93,7 +93,7 @@ def _meta_model(job: Job, setup: Setup) -> nn.Module:
     import torch
 
     with torch.device("meta"):
-        return instantiate(job, **model_arguments(setup))
+        return instantiate(job, **model_arguments(replace(setup, quantize=None)))
 
 
 def is_periodic(model: nn.Module, layers: int, period: int) -> bool:

@@ -25,6 +25,10 @@ class AutocastHandler(Handler):
     wish, slot = "autocast", Slot.PRECISION
     accelerate_does_it = True
 
+    def model_arguments(self, value: str | None) -> dict[str, Any]:
+        """Products of quantized weights are computed in it."""
+        return {"autocast": value} if value else {}
+
     def objections(self, value: str | None, live: LiveTraining) -> Iterator[str]:
         """accelerate's scaler needs a GPU."""
         if value == "float16" and live.device.type == "cpu" and live.front_end == "fit":

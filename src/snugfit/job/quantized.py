@@ -1,0 +1,150 @@
+"""Models whose linear layers hold their weights in 4 bits, as bitsandbytes and transformers make them.
+
+From a folder, `from_pretrained` quantizes tensor by tensor as it loads. With random weights the same is done
+here, for transformers has no way to it: the model is made without data, its linear layers are replaced by
+transformers' own quantizer, and then one weight after another is drawn on the device, quantized, and dropped.
+A rehearsal goes the same way on shapes.
+
+Everything else (embeddings, normalisations, the head) is loaded in the dtype in which products are computed,
+and widened afterwards where the weights are to be wider, as peft's `prepare_model_for_kbit_training` does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+SPREAD = 0.02
+"""Standard deviation of random weights where a config names none (`initializer_range`)."""
+
+HEADS = ("classifier", "score")
+"""What transformers calls the heads of classification models."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantization:
+    """How a model is quantized: NF4 in blocks of 64."""
+
+    dtype: str
+    """Of what is not quantized, by torch's name."""
+
+    compute_dtype: str
+    """Of the products, and of the weights that are quantized."""
+
+    double: bool
+    """Whether the blocks' scales are quantized too."""
+
+    def config(self, model: Any) -> Any:
+        """transformers' `BitsAndBytesConfig` for a model like this one: what transformers itself leaves, and
+        classifiers, which peft trains whole."""
+        import torch
+        from transformers import BitsAndBytesConfig
+        from transformers.quantizers.base import get_keys_to_not_convert
+
+        return BitsAndBytesConfig(
+            load_in_4bit=True,
+            llm_int8_skip_modules=[*get_keys_to_not_convert(model), *HEADS],
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=self.double,
+            bnb_4bit_compute_dtype=getattr(torch, self.compute_dtype),
+        )
+
+    def loading_arguments(self, model: Any) -> dict[str, Any]:
+        """What `from_pretrained` is told beside the rest, to load a model like this one."""
+        import torch
+
+        return {"quantization_config": self.config(model), "device_map": {"": torch.get_default_device()}}
+
+    def build(self, make: Callable[[], nn.Module]) -> nn.Module:
+        """The model that `make` gives, quantized and with random weights, on the ambient device."""
+        import torch
+        from torch.utils._python_dispatch import _disable_current_modes
+        from transformers.quantizers import AutoHfQuantizer
+
+        device = torch.get_default_device()
+        with _disable_current_modes(), torch.device("meta"):
+            model: Any = make()
+            quantizer = AutoHfQuantizer.from_config(self.config(model))
+            quantizer.preprocess_model(model=model, device_map=None)
+        with _own_code_books(model, device):
+            self._materialize(model, device)
+        quantizer.postprocess_model(model)
+        model.hf_quantizer = quantizer
+        for module in model.modules():
+            module._is_hf_initialized = _is_quantized(module)
+        model.initialize_weights()
+        return self.widen(model)
+
+    def _materialize(self, model: Any, device: torch.device) -> None:
+        """Gives each tensor of a model without data its place on the device, in the order of its modules."""
+        import torch
+
+        spread = getattr(model.config.get_text_config(), "initializer_range", SPREAD)
+        new: dict[nn.Parameter, nn.Parameter] = {}  # tied weights are met twice
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is None:
+                    continue
+                if parameter not in new and name == "weight" and _is_quantized(module):
+                    new[parameter] = self._random_weight(parameter, device, spread)
+                elif parameter not in new:
+                    data = torch.empty_like(parameter, device=device)
+                    new[parameter] = torch.nn.Parameter(data, requires_grad=parameter.requires_grad)
+                    if _is_quantized(module):
+                        torch.nn.init.zeros_(data)
+                module._parameters[name] = new[parameter]
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = torch.empty_like(buffer, device=device)
+
+    def _random_weight(self, parameter: Any, device: torch.device, spread: float) -> nn.Parameter:
+        """A quantized weight of random numbers in place of this one, which has none. `_quantize` is what
+        bitsandbytes does when such a weight first comes to a device, `meta` excepted."""
+        import torch
+        from bitsandbytes.nn import Params4bit
+
+        values = torch.empty(parameter.shape, dtype=getattr(torch, self.compute_dtype), device=device)
+        torch.nn.init.normal_(values, std=spread)
+        weight: Any = Params4bit(values, requires_grad=False, **vars(parameter))._quantize(device)
+        weight._is_hf_initialized = True  # or an outer module's initialization would write numbers into it
+        return weight  # type: ignore[no-any-return]
+
+    def widen(self, model: Any) -> nn.Module:
+        """The model, what is not quantized in `dtype`; it forgets the map of its devices, which is one."""
+        import torch
+
+        vars(model).pop("hf_device_map", None)
+        dtype, computed = getattr(torch, self.dtype), getattr(torch, self.compute_dtype)
+        for parameter in model.parameters():
+            if parameter.dtype == computed != dtype:
+                parameter.data = parameter.data.to(dtype)
+        return model  # type: ignore[no-any-return]
+
+
+def _is_quantized(module: nn.Module) -> bool:
+    from bitsandbytes.nn import Linear4bit
+
+    return isinstance(module, Linear4bit)
+
+
+@contextlib.contextmanager
+def _own_code_books(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """bitsandbytes keeps the first code book of 8 bits that it makes for the rest of a process, on whatever
+    device that is. One without data would be left to a real model, so a model on `meta` keeps its own, in
+    which nothing is written: `torch.tensor`, which makes it elsewhere, is no operator that a trace shows."""
+    import torch
+    from bitsandbytes import functional
+
+    if device.type != "meta":
+        yield
+        return
+    book = vars(model)["code_book"] = torch.empty(256, dtype=torch.float32, device=device)
+    with patch.dict(functional.name2qmap, {"dynamic": book}):
+        yield

@@ -1,0 +1,147 @@
+"""Products with bitsandbytes' 4-bit weights, as its code for the policy's device runs them.
+
+`bitsandbytes::gemm_4bit` is one operator whose shape function gives its result alone. What it does on a GPU
+(`backends/cuda/ops.py`): few rows go through a kernel that unpacks as it multiplies; for more, the scales and
+then the whole weight are made again, and cuBLAS multiplies. These are operators with shape functions of their
+own, so they are run instead, in that order and holding what it holds. Which of the two runs depends on rows,
+shapes and architecture by a table of measurements, in the function `_gemm_4bit_use_custom_cuda`; its file
+cannot be imported where torch has no CUDA, so that function is taken out of its source.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+from snugfit.rehearsal.device.policy import ComparedPolicy, CudaPolicy, PoliciesDiffer
+
+if TYPE_CHECKING:
+    import torch
+
+    from snugfit.rehearsal.device.policy import Policy
+
+_CHOICE = "_gemm_4bit_use_custom_cuda"
+_LEAST_ROWS, _MOST_ROWS = "_GEMM_4BIT_CUSTOM_FLOOR_M", "_gemm_4bit_custom_max_m"
+_NESTED_BLOCK = 256
+"""Scales that share one scale of their own."""
+
+
+@contextlib.contextmanager
+def four_bit_products(policy: Policy) -> Iterator[None]:
+    """Within it, products with 4-bit weights run on shapes as on the policy's device. Nothing where
+    bitsandbytes is not imported."""
+    import torch
+
+    if "bitsandbytes" not in sys.modules:
+        yield
+        return
+    product: Any = torch.ops.bitsandbytes.gemm_4bit
+    with patch.object(product, "default", _product(policy, product.default)):
+        yield
+
+
+def scales_of(weight: Any) -> Iterator[torch.Tensor]:
+    """What bitsandbytes keeps beside a quantized weight: its blocks' scales, theirs, and code books."""
+    state = getattr(weight, "quant_state", None)
+    states = [state, state.state2] if state is not None else []
+    for value in (value for one in states if one is not None for value in vars(one).values()):
+        if hasattr(value, "data_ptr"):
+            yield value
+
+
+def _product(policy: Policy, fused: Callable[..., Any]) -> Callable[..., Any]:
+    import torch
+
+    ops: Any = torch.ops.bitsandbytes
+    on_gpu = isinstance(policy, CudaPolicy)
+
+    def gemm_4bit(
+        inputs: Any,  # (..., K)
+        packed: Any,  # two weights to a byte
+        shape: Any,  # (N, K)
+        absmax: Any,
+        blocksize: int,
+        quant_type: str,
+        bias: Any = None,
+        absmax_8bit: Any = None,
+        absmax_code: Any = None,
+        absmax_offset: Any = None,
+    ) -> Any:
+        rows = inputs.numel() // inputs.shape[-1]
+        if on_gpu and _is_fused(policy, inputs.dtype, rows, tuple(shape), blocksize):
+            scales = (absmax_8bit, absmax_code, absmax_offset)
+            return fused(inputs, packed, shape, absmax, blocksize, quant_type, bias, *scales)
+        nested = None
+        if absmax_8bit is not None:
+            nested = ops.dequantize_blockwise.default(
+                absmax_8bit, absmax, absmax_code, _NESTED_BLOCK, torch.float32
+            )
+            absmax = nested + absmax_offset
+        if not on_gpu:
+            nested = None  # freed here; on a GPU a name holds it until the product is there
+        weight = ops.dequantize_4bit.default(packed, absmax, blocksize, quant_type, shape, inputs.dtype)
+        with (
+            torch.enable_grad()
+        ):  # bitsandbytes' Function is without; so a recomputed product is known as one
+            return torch.nn.functional.linear(
+                inputs.detach(), weight, None if bias is None else bias.detach()
+            )
+
+    return gemm_4bit
+
+
+def _is_fused(policy: Any, dtype: Any, rows: int, shape: tuple[int, int], blocksize: int) -> bool:
+    """Whether one kernel does it. Raises `PoliciesDiffer` where GPUs that are rehearsed together differ."""
+    if shape[1] % blocksize:
+        return False
+
+    def choice(one: CudaPolicy) -> bool:
+        return fuses(one.multiprocessors, *one.capability, dtype, rows, *shape)
+
+    fused = choice(policy)
+    if any(choice(peer) != fused for peer in policy.peers):
+        raise PoliciesDiffer("GPUs that are simulated together unpack 4-bit weights in different kernels.")
+    if isinstance(policy, ComparedPolicy):
+        policy.sizes.update({other: None for other in policy.compared if choice(other) != fused})
+    return fused
+
+
+@functools.cache
+def fuses(
+    multiprocessors: int, major: int, minor: int, dtype: Any, rows: int, columns: int, inner: int
+) -> bool:
+    """Whether bitsandbytes unpacks a (columns, inner) weight while it multiplies so many rows with it."""
+    names = _bitsandbytes_choice()
+    names["_gpu_dispatch_props"] = lambda device_index: (multiprocessors, major, minor)
+    return rows <= names[_MOST_ROWS] and bool(names[_CHOICE](0, dtype, rows, columns, inner))
+
+
+@functools.cache
+def _bitsandbytes_choice() -> dict[str, Any]:
+    """The names that the function needs, and itself, run from bitsandbytes' source. Raises `AttributeError`
+    where its source has another form."""
+    import torch
+
+    spec = find_spec("bitsandbytes")
+    assert spec is not None
+    assert spec.origin is not None
+    source = Path(spec.origin).parent.joinpath("backends", "cuda", "ops.py").read_text(encoding="utf-8")
+    names: dict[str, Any] = {"torch": torch, "functools": functools}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef) and node.name == _CHOICE:
+            node.decorator_list = []  # its cache would answer for the GPU that was asked first
+            exec(compile(ast.Module([node], []), spec.origin, "exec"), names)
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+            target = ast.unparse(node.targets[0])
+            if target in (_LEAST_ROWS, _MOST_ROWS):
+                names.setdefault(target, node.value.value)  # CUDA's comes before ROCm's
+    if missing := {_CHOICE, _LEAST_ROWS, _MOST_ROWS} - names.keys():
+        raise AttributeError(f"bitsandbytes' {sorted(missing)}")
+    return names

@@ -1,0 +1,77 @@
+"""The wish for frozen weights in 4 bits: they are quantized by bitsandbytes while the model is built."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from snugfit.job.model import CLASSIFICATION
+from snugfit.job.quantized import HEADS
+from snugfit.step.wishes.handler import Handler, ScriptContext
+from snugfit.step.wishes.python_text import literal
+from snugfit.techniques.technique import Slot
+
+if TYPE_CHECKING:
+    from snugfit.techniques.setup import QuantizeWish
+
+_LIVE = (
+    "weights are quantized while transformers loads a model, and this one stands already. Load it with "
+    "quantization_config=BitsAndBytesConfig(load_in_4bit=True), add the adapters (peft.get_peft_model), and "
+    "leave adapters out of the recipe"
+)
+
+
+class QuantizeHandler(Handler):
+    """Linear layers whose weights are 4-bit numbers."""
+
+    wish, slot = "quantize", Slot.ADAPTERS
+    refused: ClassVar[Mapping[str, str]] = {"fit": _LIVE, "custom_loop": _LIVE}
+
+    def import_code(self, value: QuantizeWish | None) -> None:
+        """bitsandbytes is imported before anything is timed or overridden."""
+        if value is not None:
+            from snugfit.techniques.hub_kernels import import_bitsandbytes
+
+            import_bitsandbytes()
+
+    def model_arguments(self, value: QuantizeWish | None) -> dict[str, Any]:
+        """Under the name that `instantiate` knows."""
+        return {"double_quant": value.double} if value is not None else {}
+
+    def script(self, value: QuantizeWish | None, context: ScriptContext) -> dict[str, Any]:
+        """As `quantization_config` of `from_pretrained`. What is not quantized is loaded in the dtype of the
+        computation, and widened afterwards where autocast narrows it again."""
+        if value is None:
+            return {}
+        setup = context.setup
+        weights = setup.weights_dtype or context.job.dtype
+        computed = setup.autocast or weights
+        widens = weights == "float32" != computed
+        if not widens and weights != computed:
+            raise context.refusal(
+                self.slot, f"peft widens what is not quantized to float32, and not to {weights}"
+            )
+        options = {
+            "load_in_4bit": "True", "bnb_4bit_quant_type": '"nf4"',
+            "bnb_4bit_use_double_quant": str(value.double),
+        }  # fmt: skip
+        if computed != "float32":  # which is the default
+            options["bnb_4bit_compute_dtype"] = f"torch.{computed}"
+        if context.job.task in CLASSIFICATION:
+            options["llm_int8_skip_modules"] = literal(list(HEADS))
+        config = (
+            "from transformers import BitsAndBytesConfig",
+            "",
+            "quantization_config = BitsAndBytesConfig(",
+        )
+        return {
+            "quantizing": (*config, *(f"    {name}={option}," for name, option in options.items()), ")"),
+            "model_arguments": {"dtype": f"torch.{computed}", "quantization_config": "quantization_config"},
+            "widening": (
+                "from peft import prepare_model_for_kbit_training",
+                "",
+                "model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)",
+            )
+            if widens
+            else (),
+        }

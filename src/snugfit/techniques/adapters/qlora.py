@@ -1,0 +1,73 @@
+"""QLoRA: the frozen weights in 4 bits, and LoRA's adapters beside them (Dettmers et al., arXiv 2305.14314).
+
+bitsandbytes keeps each linear layer's weight as 4-bit numbers of NF4, two to a byte, with one scale for 64
+of them. With `double` the scales themselves are 8-bit numbers: 0.516 bytes a weight in all, else 0.5625. For
+each product, forward and backward, the whole weight is made again in the dtype of the computation, a
+temporary as large as the largest layer; small batches go through a kernel that makes none. Embeddings,
+normalisations and the head are not quantized.
+
+The precision slot says the rest. With `bf16` or `fp16`, everything that is not quantized is fp32 and products
+are computed in 16 bits, which is `prepare_model_for_kbit_training` of peft and `bf16=True` of the Trainer, as
+transformers' and peft's guides and axolotl do it. With `bf16_pure` it is all bfloat16, and the adapters fp32,
+as TRL and LLaMA-Factory load it: embeddings and head are half as large. Weights are quantized from the dtype
+of the computation, one by one, so no more than one of them is ever whole on the GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from snugfit.techniques.counterpart import Counterpart, Setting
+from snugfit.techniques.low_rank import ALL_LINEAR, ARGUMENTS, LowRank
+from snugfit.techniques.setup import QuantizeWish, Setup
+from snugfit.techniques.technique import Fidelity, TechniqueBySlot
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+
+_CONFIG = {
+    **ARGUMENTS,
+    "model.quantization_config.load_in_4bit": True,
+    "model.quantization_config.bnb_4bit_use_double_quant": Setting("double"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qlora(LowRank):
+    """Freezes the model in 4 bits and trains low-rank updates of some of its matrices."""
+
+    fidelity: ClassVar = Fidelity.LEARNS
+    needs: ClassVar = ("peft>=0.19", "bitsandbytes>=0.50")
+    extra: ClassVar = "qlora"
+    source: ClassVar = "Dettmers et al., arXiv 2305.14314; transformers.BitsAndBytesConfig, peft.LoraConfig"
+    counterparts: ClassVar = (
+        Counterpart(arguments={**_CONFIG, "model.quantization_config.bnb_4bit_quant_type": "nf4"}),
+        Counterpart(
+            arguments={**_CONFIG, "model.quantization_config.bnb_4bit_quant_type": "fp4"},
+            note="nf4 in the place of fp4: other numbers, of the same bytes",
+        ),
+    )
+
+    double: bool = True
+    """Whether the scales are quantized too."""
+
+    def install(self, setup: Setup) -> Setup:
+        """Weights are quantized as the model is built; peft's wrapper comes around it."""
+        return replace(setup, quantize=QuantizeWish(double=self.double), adapt=self.adapters())
+
+    def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
+        """A module of the user's own is not built by transformers, which quantizes while it builds."""
+        if job.model.module is not None:
+            yield (
+                f"{self.name}: weights are quantized while transformers loads a model, and this module "
+                "stands already. Load it with quantization_config=BitsAndBytesConfig(load_in_4bit=True), add "
+                "the adapters (peft.get_peft_model), and leave adapters out of the recipe; or use lora."
+            )
+
+    @classmethod
+    def settings(cls, job: Job) -> Iterator[Self]:
+        """Ranks in use, on every matrix, as the paper does it."""
+        if job.model.module is None:
+            yield from (cls(r=rank, targets=(ALL_LINEAR,)) for rank in (8, 64))

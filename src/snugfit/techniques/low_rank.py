@@ -1,0 +1,233 @@
+"""Low-rank adapters by peft: frozen weights, and beside some a product of two thin matrices that trains.
+
+W' = W + s B A with A (r x in) and B (out x r); Hu et al., arXiv 2106.09685, section 4.1. Gradients and
+optimizer states exist for A and B only. The activations that the frozen weights' neighbours need are kept as
+before, so memory falls by states and gradients and not by activations.
+
+The scale s is alpha / r, and alpha / sqrt(r) with `rslora` (Kalajdzievski, arXiv 2312.03732): a number, which
+costs nothing. `dora` (Liu et al., arXiv 2402.09353) trains the length of each row of W' apart from its
+direction. It makes the whole W' once more in each pass, to know its rows' lengths: more time and memory.
+
+Defaults are peft's own (`LoraConfig`): rank 8, alpha 8, no dropout, and for each architecture the modules of
+peft's table (BERT: query and value); all linear layers of one that the table lacks. The table is read here
+and its names are given to peft, because peft itself looks an architecture up by its own name only (Gemma 3
+stands there by that of its text part), and not at all where it renames what transformers stores in another
+shape (Mixtral's experts).
+Dropout costs, for each adapted matrix, the input that was dropped out and its mask, which the backward pass
+of A needs.
+Adapters of a model in half precision are fp32, as peft makes them (`autocast_adapter_dtype`). The heads of
+classification models train whole, as peft's task types do it.
+"""
+
+from __future__ import annotations
+
+import ast
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from snugfit.errors import RecipeError
+from snugfit.techniques.counterpart import Setting
+from snugfit.techniques.hub_kernels import no_hub_kernels
+from snugfit.techniques.setting import between
+from snugfit.techniques.setup import Call
+from snugfit.techniques.technique import Technique
+
+if TYPE_CHECKING:
+    import torch
+
+    from snugfit.job.job import Job
+    from snugfit.job.model import Model
+
+ALL_LINEAR = "all-linear"
+"""peft's word for every linear layer but the head."""
+
+_PEFTS_TABLE = "TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING"
+
+ARGUMENTS: Mapping[str, Setting] = {
+    "lora.r": Setting("r"),
+    "lora.target_modules": Setting("targets"),
+    "lora.lora_dropout": Setting("dropout"),
+    "lora.use_dora": Setting("dora"),
+    "lora.use_rslora": Setting("rslora"),
+}
+"""peft's arguments and the settings that they are."""
+
+_PEFT_TASKS = {
+    "ForSequenceClassification": "SEQ_CLS",
+    "ForTokenClassification": "TOKEN_CLS",
+    "ForCausalLM": "CAUSAL_LM",
+    "LMHeadModel": "CAUSAL_LM",
+    "ForConditionalGeneration": "SEQ_2_SEQ_LM",
+}
+"""peft's task type by the end of a transformers class name; the type says which head trains whole."""
+
+_TOKEN_HEADS = ("classifier", "score")
+"""What peft trains whole in token classifiers; `all-linear` would adapt it too, and peft refuses both."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowRank(Technique):
+    """The settings of peft's low-rank adapters, and the wish for them."""
+
+    r: int = between(1, 4096, default=8)
+    """Rank of the updates: columns of B and rows of A."""
+
+    targets: tuple[str, ...] | None = None
+    """Ends of the names of the modules to adapt, or `all-linear`; by default peft's choice for the
+    architecture, and all linear layers where it has none."""
+
+    dropout: float = between(0.0, 1.0, default=0.0)
+    """Share of the inputs of A that is dropped."""
+
+    dora: bool = False
+    """Whether the length of each row trains apart from its direction (DoRA)."""
+
+    rslora: bool = False
+    """Whether updates are scaled by alpha / sqrt(r) and not by alpha / r."""
+
+    def adapters(self) -> Call:
+        """What puts peft's wrapper around a model."""
+        arguments = {"r": self.r, "targets": list(self.targets or ()), "dropout": self.dropout}
+        more = {name: True for name in ("dora", "rslora") if getattr(self, name)}
+        return Call(path=f"{__name__}:adapt", arguments=arguments | more)
+
+    def code(self, job: Job) -> tuple[str, ...]:
+        """peft's wrapper, with the arguments that `adapt` gives it."""
+        from snugfit.job.architectures import class_of
+
+        model = class_of(job.task, job.transformers_config())
+        given = _peft_arguments(
+            model.__name__,
+            inputs=model.main_input_name,
+            r=self.r,
+            targets=self.targets or (() if chosen_by_peft(job.model) else default_targets(job.model)),
+            dropout=self.dropout,
+            dora=self.dora,
+            rslora=self.rslora,
+        )
+        shown = ", ".join(f"{key}={value!r}" for key, value in given.items() if value is not None)
+        shown = shown.replace("'", '"')  # words of peft's and of the notation hold no quotes
+        return (
+            "from peft import LoraConfig, get_peft_model",
+            "",
+            f"model = get_peft_model(model, LoraConfig({shown}))",
+        )
+
+    def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
+        """Without targets, and where peft has no choice of its own, every linear layer is adapted."""
+        if not self.targets and not has_default_targets(job.model):
+            what = "a module of your own" if job.model.module is not None else job.model.architecture
+            yield (
+                f"peft has no default targets for {what}, so all linear layers are adapted, as with "
+                f"{self.name}(targets={ALL_LINEAR}). To adapt fewer, give the ends of their names: "
+                f"{self.name}(targets=q_proj|v_proj)."
+            )
+
+
+def adapt(
+    model: torch.nn.Module,
+    *,
+    r: int,
+    targets: Sequence[str],
+    dropout: float = 0.0,
+    dora: bool = False,
+    rslora: bool = False,
+) -> torch.nn.Module:
+    """`model` wrapped by peft, its own weights frozen. Raises `RecipeError` when no module is a target."""
+    with no_hub_kernels():
+        from peft import LoraConfig, get_peft_model
+
+    name = type(model).__name__
+    inputs = str(getattr(model, "main_input_name", "input_ids"))
+    chosen = targets or default_targets(model)
+    config = LoraConfig(
+        **_peft_arguments(name, inputs=inputs, r=r, targets=chosen, dropout=dropout, dora=dora, rslora=rslora)
+    )
+    try:
+        with warnings.catch_warnings():
+            # GPT-2's Conv1D stores its weight transposed; peft sees that, does the right thing, and warns.
+            warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False", category=UserWarning)
+            # peft asks transformers 5 by the name of version 4.
+            warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
+            return get_peft_model(model, config)  # type: ignore[no-any-return]
+    except ValueError as error:
+        raise RecipeError(
+            f"lora: peft finds nothing to adapt in {name} ({str(error).partition('. ')[0].rstrip('.')}). "
+            "Name the modules, lora(targets=q_proj|v_proj), or use lora(targets=all-linear)."
+        ) from error
+
+
+def _peft_arguments(
+    name: str, *, inputs: str, targets: str | Sequence[str], r: int, dropout: float, dora: bool, rslora: bool
+) -> dict[str, Any]:
+    """`LoraConfig`'s arguments for a model of the class `name` whose main input is called `inputs`."""
+    task = next((task for end, task in _PEFT_TASKS.items() if name.endswith(end)), None)
+    if inputs != "input_ids":
+        task = None  # peft's wrapper for seq2seq passes input_ids, which Whisper's decoder then gets twice
+    if list(targets) == [ALL_LINEAR]:
+        targets = ALL_LINEAR
+    everywhere = targets == ALL_LINEAR
+    return {
+        "r": r,
+        "lora_dropout": dropout,
+        "target_modules": targets if isinstance(targets, str) else list(targets) or None,
+        "exclude_modules": list(_TOKEN_HEADS) if everywhere and task == "TOKEN_CLS" else None,
+        "task_type": task,
+        "modules_to_save": ["classifier"] if name.endswith("ForImageClassification") else None,
+        **{f"use_{name}": True for name, asked in (("dora", dora), ("rslora", rslora)) if asked},
+    }
+
+
+def default_targets(model: Any) -> str | list[str]:
+    """The ends of the names of the modules to adapt, a regular expression, or `ALL_LINEAR`, for a module that
+    is built or a `Model`."""
+    return _pefts_choice(model) or ALL_LINEAR
+
+
+def has_default_targets(model: Model) -> bool:
+    """Whether peft's table has the model's architecture, or that of its text part."""
+    return _pefts_choice(model) is not None
+
+
+def chosen_by_peft(model: Model) -> bool:
+    """Whether peft itself finds its table's modules for this architecture when it is told none."""
+    return model.architecture in pefts_table() and not any("expert" in key for key in model.config)
+
+
+def _pefts_choice(model: Any) -> str | list[str] | None:
+    """What peft's table has for a module that is built, or for a `Model`."""
+    if hasattr(model, "facts") and model.module is None:
+        config = model.config
+        names = _names(config.get("model_type"), (config.get("text_config") or {}).get("model_type"))
+    else:
+        config = getattr(model.module if hasattr(model, "facts") else model, "config", None)
+        part = getattr(config, "text_config", None)
+        names = _names(getattr(config, "model_type", None), getattr(part, "model_type", None))
+    table = pefts_table()
+    return next((table[name] for name in names if name in table), None)
+
+
+def _names(architecture: str | None, part: str | None) -> Iterator[str]:
+    yield from filter(None, (architecture, f"{architecture}_text", part))
+
+
+@cache
+def pefts_table() -> Mapping[str, str | list[str]]:
+    """peft's default targets by architecture, read from its source, for importing it imports torch. Empty
+    where it is not to be read."""
+    spec = find_spec("peft")
+    if spec is None or spec.origin is None:
+        return {}
+    try:
+        source = Path(spec.origin).with_name("utils").joinpath("constants.py").read_text(encoding="utf-8")
+        for statement in ast.parse(source).body:
+            if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == _PEFTS_TABLE:
+                return dict(ast.literal_eval(statement.value))
+    except (OSError, ValueError):  # another peft, which computes its table
+        pass
+    return {}

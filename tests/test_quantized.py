@@ -1,0 +1,141 @@
+"""4-bit weights under LoRA (QLoRA): trained and resumed, from random weights and from a folder; by `fit` too.
+
+Law 1 of the plain loop goes over the whole roster, and so over this (`test_law_rehearsed_equals_real.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+
+from fitted import killed, losses_of, quiet, spoken, trained, trainer_of
+from small_models import small_job
+from small_runs import CPU, assert_same_weights, events, killed_in, losses, small_run
+from snugfit import fit
+from snugfit.errors import RecipeError
+from snugfit.rehearsal.record.four_bit import fuses
+from snugfit.step.build import build_model
+from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.setup import Setup
+from snugfit.training.run.train import train
+from test_fit_keeping import At, die
+
+LLAMA = replace(small_job("llama", 2), batch_size=4, sequence_length=16)
+ROWS = [{"input_ids": [5 + (7 * row + token) % 90 for token in range(6 + row % 9)]} for row in range(42)]
+
+
+def run(folder: Path, recipe: str, weights: Path | None = None) -> Any:
+    made = small_run(folder, recipe, job=LLAMA, samples=ROWS, max_steps=6, save_steps=2)
+    return replace(made, weights=weights)
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the weights of a small Llama."""
+    folder = tmp_path_factory.mktemp("llama")
+    torch.manual_seed(3)
+    build_model(LLAMA, Setup(), CPU).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    ("recipe", "from_folder"),
+    [("qlora(dropout=0.1)", False), ("qlora(dora=true, double=false) + bf16 + every_layer", True)],
+)
+def test_a_killed_run_goes_on_bit_for_bit(
+    recipe: str, from_folder: bool, stored: Path, tmp_path: Path
+) -> None:
+    weights = stored if from_folder else None
+    whole = train(run(tmp_path / "whole", recipe, weights))
+    killed_in(run(tmp_path / "cut", recipe, weights), 5)
+    again = train(run(tmp_path / "cut", recipe, weights))
+    assert events(tmp_path / "cut", "started")[1]["resumed_from"] == 4
+    assert losses(tmp_path / "whole") == losses(tmp_path / "cut")
+    assert_same_weights(whole.model, again.model)
+    kept = sum(file.stat().st_size for file in (tmp_path / "cut" / "checkpoint-6").glob("*.safetensors"))
+    assert kept < 60_000, "adapters alone are kept"
+
+
+def test_weights_of_a_folder_are_quantized_as_transformers_does(stored: Path) -> None:
+    """All linear layers but the head; what is not quantized is fp32 under autocast, and not without it."""
+    model = build_model(LLAMA, Recipe.parse("qlora + bf16").setup(), CPU, weights=stored)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        stored,
+        dtype=torch.bfloat16,
+        quantization_config=transformers.BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+        ),
+    )
+    ours = model.get_base_model().state_dict()
+    assert model.get_base_model().model.layers[0].mlp.up_proj.weight.dtype is torch.uint8
+    for name, weight in theirs.state_dict().items():
+        own = ours[name if name in ours else name.replace(".weight", ".base_layer.weight", 1)]
+        assert torch.equal(own, weight.to(own.dtype)), name
+    floats = {name: one.dtype for name, one in model.named_parameters() if one.is_floating_point()}
+    assert set(floats.values()) == {torch.float32}
+    pure = build_model(LLAMA, Recipe.parse("qlora + bf16_pure").setup(), CPU, weights=stored)
+    assert pure.get_base_model().lm_head.weight.dtype is torch.bfloat16
+    assert {one.dtype for one in pure.parameters() if one.requires_grad} == {torch.float32}
+
+
+def test_a_folder_and_random_weights_take_the_same_bytes(stored: Path) -> None:
+    setup = Recipe.parse("qlora + bf16").setup()
+    loaded, drawn = build_model(LLAMA, setup, CPU, weights=stored), build_model(LLAMA, setup, CPU)
+    sizes = [
+        {
+            name: (one.shape, one.dtype)
+            for name, one in model.state_dict().items()
+            if "bitsandbytes" not in name
+        }
+        for model in (loaded, drawn)
+    ]
+    assert sizes[0] == sizes[1]
+
+
+def quantized(stored: Path, seed: int) -> Any:
+    """A model in 4 bits with adapters, as its user loads it."""
+    config = transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        stored, dtype=torch.float32, quantization_config=config
+    )
+    torch.manual_seed(seed)
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+
+
+def fitted(stored: Path, folder: Path, *, seed: int = 1, dies: bool = False) -> Any:
+    trainer = trainer_of(folder, quantized(stored, seed), spoken(22), save_strategy="steps", save_steps=2)
+    if dies:
+        trainer.add_callback(At(3, die))
+    return fit(trainer, "micro_batches(2)", watch=quiet)
+
+
+@pytest.mark.whole
+def test_a_users_quantized_model_is_trained_and_resumed(stored: Path, tmp_path: Path) -> None:
+    whole = trained(fitted(stored, tmp_path / "whole"))
+    killed(fitted(stored, tmp_path / "cut", dies=True))
+    resumed = trained(fitted(stored, tmp_path / "cut", seed=2), True)
+    assert losses_of(whole) == losses_of(resumed)
+    assert_same_weights(whole.model, resumed.model)
+
+
+def test_fit_refuses_a_model_in_full_precision(stored: Path, tmp_path: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(stored)
+    with pytest.raises(RecipeError, match="load_in_4bit=True"):
+        fit(trainer_of(tmp_path, model, spoken(22)), "qlora", watch=quiet)
+
+
+def test_few_rows_are_multiplied_without_a_whole_weight() -> None:
+    """As bitsandbytes 0.50 decides by its own table, for an H200 and an RTX 4090."""
+    h200, rtx_4090 = (132, 9, 0), (128, 8, 9)
+    for gpu in (h200, rtx_4090):
+        assert fuses(*gpu, torch.bfloat16, 1, 4096, 4096)
+        assert not fuses(*gpu, torch.bfloat16, 2048, 4096, 4096)
