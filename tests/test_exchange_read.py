@@ -272,7 +272,9 @@ def test_a_qlora_script(tmp_path: Path) -> None:
     assert reading.settings["recipe"] == (
         "qlora(r=16, targets=q_proj|v_proj, double=false) + micro_batches(8)"
     )
-    assert "model.quantization_config.load_in_4bit" in keys(reading.differs), "fp4 is BitsAndBytesConfig's default"
+    assert "model.quantization_config.load_in_4bit" in keys(reading.differs), (
+        "fp4 is BitsAndBytesConfig's default"
+    )
     assert (reading.settings["model"], reading.settings["task"]) == ("meta-llama/Llama-3.1-8B", "causal-lm")
 
 

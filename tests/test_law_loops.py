@@ -33,6 +33,7 @@ CASES = (
     ("bert", "bf16 + every_layer + micro_batches(2) + sgd"),
     ("llama", "eager + adafactor"),
     ("llama", "bf16_pure + sgd"),
+    ("llama", "qlora + bf16"),
 )
 
 

@@ -71,7 +71,7 @@ def trl_script(job: Job, recipe: Recipe) -> str:
     arguments |= {"max_length": job.sequence_length, "packing": False, "loss_type": "nll"}
     dotted = write_arguments(recipe)[0]
     if recipe.setup().quantize is not None:
-        why = "TRL 1.16 makes the adapters beside 4-bit weights bfloat16, and they are float32 here"
+        why = "TRL 1.16 makes adapters of models in 4 bits bfloat16, and they are float32 here"
         raise _refusal("trl", recipe[Slot.ADAPTERS], why)
     script = script_values(job, recipe, "trl", dotted, training_arguments=arguments)
     lora = _lora(job, recipe)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import QuantizeWish
 
 _LIVE = (
-    "weights are quantized while transformers loads a model, and this one stands already. Load it with "
+    "weights are quantized while transformers loads a model, and this one is loaded already. Load it with "
     "quantization_config=BitsAndBytesConfig(load_in_4bit=True), add the adapters (peft.get_peft_model), and "
     "leave adapters out of the recipe"
 )
