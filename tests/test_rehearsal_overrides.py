@@ -116,6 +116,19 @@ def test_bindings_of_modules_imported_before_and_during_are_replaced_and_put_bac
         sys.modules.pop(late.__name__, None)
 
 
+def test_who_asks_whether_autocast_is_on_is_answered_for_the_gpu() -> None:
+    """peft asks so whether it must cast its adapters' inputs itself."""
+    own = torch.is_autocast_enabled
+    with in_force(CudaPolicy()):
+        assert not torch.is_autocast_enabled()
+        with torch.autocast("cuda", torch.bfloat16):
+            assert torch.is_autocast_enabled()
+            assert torch.is_autocast_enabled("cuda")
+    with in_force(CpuPolicy()), torch.autocast("cpu", torch.bfloat16):
+        assert not torch.is_autocast_enabled()
+    assert torch.is_autocast_enabled is own
+
+
 def test_an_error_inside_puts_everything_back() -> None:
     before, linear = bound(), meta_linear_dtype()
     with pytest.raises(ZeroDivisionError), in_force(CudaPolicy()), torch.autocast("cuda", torch.bfloat16):

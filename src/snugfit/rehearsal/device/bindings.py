@@ -38,7 +38,7 @@ def bindings(
 
     maybe_autocast = generic.maybe_autocast
     clear = torch.clear_autocast_cache
-    autocast_init = torch.autocast.__init__
+    autocast_init, is_autocast_enabled = torch.autocast.__init__, torch.is_autocast_enabled
 
     def clear_both() -> None:
         cache.entries.clear()
@@ -49,6 +49,11 @@ def bindings(
         autocast_init(self, name, *arguments, **keywords)
         if name == SWITCH and self._enabled:
             begin_autocast()
+
+    def is_on(device_type: str = "cuda") -> bool:
+        """Without an argument, as peft asks it, the question is about CUDA, on which nothing runs here."""
+        on_gpu = device_type == "cuda" and policy.runs_cudnn
+        return bool(is_autocast_enabled(SWITCH if on_gpu else device_type))
 
     def maybe_on_the_switch(device_type: str, *arguments: Any, **keywords: Any) -> Any:
         return maybe_autocast(SWITCH if device_type == "meta" else device_type, *arguments, **keywords)
@@ -68,6 +73,7 @@ def bindings(
     with (
         patch.object(torch, "clear_autocast_cache", clear_both),
         patch.object(torch.autocast, "__init__", on_the_switch),
+        patch.object(torch, "is_autocast_enabled", is_on),
     ):
         _look_for(replaced.keys())
         _rebind(replaced)
