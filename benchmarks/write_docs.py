@@ -343,6 +343,7 @@ MEMORY_AND_SPEED = {
     "attention": ("the score matrix", "fused kernels are faster"),
     "precision": ("weights, activations, gradients", "tensor cores"),
     "matmul": ("nothing", "tensor cores for fp32"),
+    "head": ("logits of a language model, their softmax and its gradient", "a head more often read"),
     "checkpointing": ("activations", "computes layers again"),
     "batching": ("activations", "more and smaller kernels"),
     "optimizer": ("optimizer states, temporaries of the update", "the update"),

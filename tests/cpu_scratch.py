@@ -53,6 +53,7 @@ SCRATCH = {
         "aten::masked_select",
         "aten::empty",
     ): "the CPU counts what comes before each element",
+    ("aten::addmm_", ""): "oneDNN packs a transposed operand of 16 bits",
     ("aten::sort", "aten::arange"): "the CPU sorts positions beside values; CUDA's sort writes them itself",
 }
 """Scratch of CPU kernels that a trace does not hold: born and dead inside one call of the first operator, and

@@ -99,12 +99,12 @@ def test_an_sft_script_has_the_defaults_of_sft(tmp_path: Path) -> None:
     assert reading.settings == {
         "model": "Qwen/Qwen3-0.6B", "task": "causal-lm", "sequence_length": 2048, "batch_size": 2,
         "learning_rate": 2e-5, "loop": "trainer", "dtype": "float32",
-        "recipe": "lora(r=16, targets=all-linear) + bf16 + every_layer + adamw_fused",
+        "recipe": "lora(r=16, targets=all-linear) + bf16 + chunked_loss + every_layer + adamw_fused",
     }  # fmt: skip
     assert not reading.refused
     assert "packing" in keys(reading.ignored)
     plain = read(tmp_path, "off.py", "SFTConfig(fp16=True, gradient_checkpointing=False)")
-    assert plain.settings["recipe"] == "fp16 + adamw_fused"
+    assert plain.settings["recipe"] == "fp16 + chunked_loss + adamw_fused"
 
 
 def test_a_llama_factory_file(tmp_path: Path) -> None:
@@ -188,7 +188,8 @@ def test_an_unsloth_script(tmp_path: Path) -> None:
     assert reading.settings["sequence_length"] == 2048
     assert reading.settings["batch_size"] == 8
     assert reading.settings["recipe"] == (
-        "lora(r=32, targets=q_proj|v_proj) + bf16 + every_layer + micro_batches(4) + adamw_8bit"
+        "lora(r=32, targets=q_proj|v_proj) + bf16 + chunked_loss + every_layer + micro_batches(4) "
+        "+ adamw_8bit"
     )
     assert not reading.refused
     assert "unsloth.load_in_4bit" in keys(reading.differs)

@@ -46,6 +46,8 @@ HEAVY_THEMSELVES = {
     "rehearsal/device/host_draws.py",
     "rehearsal/record/cuda_names.py",
     "prediction/published_optimizer.py",
+    "step/chunked_loss.py",
+    "step/deferred_logits.py",
 }
 """Their classes derive from torch's, or they run at every operator of a rehearsal."""
 

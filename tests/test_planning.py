@@ -274,7 +274,7 @@ def with_small_updates(space: Space) -> Told:
         index, size = updates[candidate.update], 10_000 + 1000 * candidate.sized
         bounds.append(Bound(size - index, (10_000 - candidate.sized) * (1 + index * 1e-6)))
     figures: list[Figures | None] = []
-    for needed, seconds, _ in bounds:
+    for needed, seconds, *_ in bounds:
         reserved = needed + needed // 10
         figures.append(Figures(reserved, reserved, reserved, 0, seconds))
     return Told({id(each.setup): n for n, each in enumerate(space.candidates)}, bounds, figures)
@@ -313,7 +313,7 @@ def test_of_kinds_that_recompute_alike_the_better_one_stands_for_its_twins(seed:
     twins = {number: space.number(space.candidates[number].recipe.with_(sdpa)) for number in eager}
     for number, twin in twins.items():
         assert twin is not None
-        (needed, seconds, resting), after = told.bounds[twin], told.figures[twin]
+        (needed, seconds, resting, _), after = told.bounds[twin], told.figures[twin]
         assert after
         more = -needed // 20 if misleads and number in recomputing else 9
         told.bounds[number] = Bound(needed + more, seconds + 1, resting)

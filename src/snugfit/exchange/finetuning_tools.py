@@ -40,8 +40,8 @@ _HYPERPARAMETERS = (
 )
 
 NOTES = {
-    "trl": "Predicted with sequences that fill max_length, and with the model's own loss; TRL 1.16 computes "
-    f"the loss in chunks, which takes less memory. {_HYPERPARAMETERS}",
+    "trl": "Predicted with sequences that fill max_length. TRL 1.16 always computes the loss in chunks, "
+    f"which takes about what chunked_loss does, and less than whole_logits. {_HYPERPARAMETERS}",
     "axolotl": f"Every sequence is filled up to sequence_len, as it was predicted. {_HYPERPARAMETERS}",
     "llamafactory": "Predicted with sequences that fill cutoff_len; a batch of shorter ones takes less. "
     f"{_HYPERPARAMETERS}",
@@ -66,6 +66,7 @@ def check_task(job: Job, to: str) -> None:
 
 def trl_script(job: Job, recipe: Recipe) -> str:
     """A script with `SFTConfig`, `LoraConfig` and `SFTTrainer`. Raises `RecipeError`."""
+    recipe = recipe.with_(roster.plain(Slot.HEAD))  # TRL has its own loss, whatever is asked
     arguments = _trainer_arguments(job, recipe, "trl")
     arguments |= {"output_dir": "sft_output", "num_train_epochs": 1}
     arguments |= {"max_length": job.sequence_length, "packing": False, "loss_type": "nll"}

@@ -46,6 +46,7 @@ TOUCHES: Mapping[str, tuple[str, ...]] = {
     "matmul": ("matmul",),
     "quantize": ("passes", "update"),
     "adapt": ("passes", "update"),
+    "logits": ("passes",),
     "checkpoint": ("passes",),
     "optimizer": ("update",),
     "autocast": ("passes",),

@@ -21,7 +21,13 @@ from typing import TYPE_CHECKING, Any
 from snugfit.errors import RecipeError, UsageError
 from snugfit.step.wishes.batching import ExpandableSegmentsHandler, LoaderHandler, MicroBatchesHandler
 from snugfit.step.wishes.handler import Handler
-from snugfit.step.wishes.model import AdaptHandler, AttentionHandler, CheckpointHandler, WeightsDtypeHandler
+from snugfit.step.wishes.model import (
+    AdaptHandler,
+    AttentionHandler,
+    CheckpointHandler,
+    LogitsHandler,
+    WeightsDtypeHandler,
+)
 from snugfit.step.wishes.optimizer import OptimizerHandler
 from snugfit.step.wishes.precision import AutocastHandler, MatmulHandler, ScaleGradientsHandler
 from snugfit.step.wishes.quantize import QuantizeHandler
@@ -42,6 +48,7 @@ HANDLERS: tuple[Handler, ...] = (
     MatmulHandler(),
     QuantizeHandler(),
     AdaptHandler(),
+    LogitsHandler(),
     CheckpointHandler(),
     OptimizerHandler(),
     AutocastHandler(),

@@ -30,8 +30,9 @@ PLAIN = "plain"
 _SLOTS = tuple(Slot)
 _INDICES = {slot: index for index, slot in enumerate(_SLOTS)}
 
-ONLY_TRAINING = (Slot.CHECKPOINTING, Slot.OPTIMIZER)
-"""Slots that an evaluation leaves unused: it keeps nothing for a backward pass and updates nothing."""
+ONLY_TRAINING = (Slot.HEAD, Slot.CHECKPOINTING, Slot.OPTIMIZER)
+"""Slots that an evaluation leaves unused: it gives all logits, keeps nothing for a backward pass and updates
+nothing."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ Installing has one order, with its reasons (`Setup.ORDER`):
    arguments of its constructor and cost bytes when changed later;
 2. adapt: adapters freeze weights and add small ones, so they come before anything that asks which
    parameters train;
-3. checkpoint: layers are wrapped when the modules they wrap are final;
+3. checkpoint: layers and the head are wrapped when the modules they wrap are final;
 4. optimizer: it is handed the parameters that train, when no module changes any more;
 5. loop: autocast, gradient scaling, micro-batches and clipping surround all that;
 6. loader: last, it depends on nothing here.
@@ -117,6 +117,23 @@ class CheckpointWish:
         return tuple(spans[:: self.every])
 
 
+LOGITS_BYTES = 256 << 20
+"""Of a chunk's logits in 32 bits (chosen): products of fewer tokens take longer on a GPU of today, and with
+what is needed beside them such logits take about a GiB."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitsWish:
+    """Logits that exist for some tokens at a time, with their loss and its gradient."""
+
+    tokens: int | None = None
+    """So many at a time; None cuts by `LOGITS_BYTES`."""
+
+    def tokens_at_once(self, vocabulary: int) -> int:
+        """Tokens of a chunk: by default the largest power of two whose logits stay within `LOGITS_BYTES`."""
+        return self.tokens or 1 << max(0, (LOGITS_BYTES // (4 * vocabulary)).bit_length() - 1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoaderWish:
     """How batches reach the device."""
@@ -149,6 +166,9 @@ class Setup:
 
     adapt: Call | None = None
     """adapt: `adapt(model, **arguments)` gives the model to train instead."""
+
+    logits: LogitsWish | None = None
+    """checkpoint: of how many tokens a language model's logits exist at a time; None computes them whole."""
 
     checkpoint: CheckpointWish | None = None
     """checkpoint: which layers keep only their inputs (non-reentrant); None keeps everything."""

@@ -32,6 +32,7 @@ class Slot(StrEnum):
     ATTENTION = "attention"
     PRECISION = "precision"
     MATMUL = "matmul"
+    HEAD = "head"
     CHECKPOINTING = "checkpointing"
     BATCHING = "batching"
     OPTIMIZER = "optimizer"

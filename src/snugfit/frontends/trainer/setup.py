@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import UsageError
 from snugfit.frontends.own import capability_of
+from snugfit.job.kv_prefix import dropped_prefix
 from snugfit.step.applier import change_live, objections, refuse, training_arguments
 from snugfit.step.checkpointing import NAMES
 from snugfit.step.trainer_hooks import overrides
 from snugfit.step.transformers_internals import made_by_accelerate, replace_model, set_arguments
 from snugfit.step.wishes.handler import LiveTraining
 from snugfit.step.wishes.optimizer import known_numbers, make_optimizer
-from snugfit.techniques.kv_prefix import dropped_prefix
 from snugfit.techniques.technique import Slot
 from snugfit.training.checkpoint.optimizer_state import refuse_optimizer
 

@@ -18,6 +18,8 @@ class Bound(NamedTuple):
     """A step's, with its share of the start-up."""
     resting_bytes: int = 0
     """Of the bytes, those that are live in an update: no recomputing of activations changes them."""
+    layers_bytes: int = 0
+    """Of the bytes, the most that are live in an update or while a layer runs: no other loss changes them."""
 
 
 class Figures(NamedTuple):

@@ -39,6 +39,10 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 
+IN_LAYERS = "*"
+"""In the names of modules that are repeated (`PassProfile.peak_increase`)."""
+
+
 @dataclass(frozen=True)
 class DepthFit:
     """What rehearsals of some depths say of the whole one."""
@@ -61,6 +65,8 @@ class StepBounds(NamedTuple):
     """Of the step, on each GPU."""
     resting_bytes: int
     """Live at the worst moment of the update."""
+    layers_bytes: int
+    """Live at the worst moment of the update or of a layer."""
 
 
 class Bounds(NamedTuple):
@@ -94,7 +100,9 @@ class LowerBounds:
             by_update = {update_key(setups[number]): setups[number] for number in numbers}
             seconds = passes.seconds(list(by_update.values()))
             by_key = {
-                key: StepBounds(max(passes.rise(setup), resting), one, resting)
+                key: StepBounds(
+                    max(passes.rise(setup), resting), one, resting, max(passes.in_layers(setup), resting)
+                )
                 for (key, setup), one in zip(by_update.items(), seconds, strict=True)
                 for resting in (passes.resting(setup),)
             }
@@ -150,7 +158,7 @@ class _PassesBounds:
             rehearse_sizes(shallow.job, shallow.setup, bounds.policy, sizes, whole=whole)
             for shallow in self.fit.depths
         ]
-        self._rises: dict[int, float] = {}
+        self._rises: dict[tuple[int, str], float] = {}
         self._works: dict[Hashable, tuple[Work, Work]] = {}
 
     # ---- bytes -------------------------------------------------------------------------------------------
@@ -158,6 +166,10 @@ class _PassesBounds:
     def rise(self, setup: Setup) -> int:
         """Live bytes at the worst moment of the passes."""
         return int(self._standing(setup) + self._rise(setup))
+
+    def in_layers(self, setup: Setup) -> int:
+        """Live bytes at the worst moment within layers."""
+        return int(self._standing(setup) + self._rise(setup, IN_LAYERS))
 
     def resting(self, setup: Setup) -> int:
         """Live bytes at the worst moment of the update."""
@@ -178,14 +190,16 @@ class _PassesBounds:
         profiles = [passes.by_samples[samples] if count > 1 else passes.whole for passes in self.by_depth]
         return [profile for profile in profiles if profile is not None]
 
-    def _rise(self, setup: Setup) -> float:
-        """How far the live bytes rise at least in such passes: the largest of all modules' lines."""
-        if setup.micro_batches not in self._rises:
+    def _rise(self, setup: Setup, among: str = "") -> float:
+        """How far the live bytes rise at least in such passes: the largest line of all modules, or of those
+        with this in their names."""
+        key = setup.micro_batches, among
+        if key not in self._rises:
             rises = [profile.peak_increase for profile in self._profiles(setup)]
-            common = set(rises[0]).intersection(*rises)
-            largest = max(self.fit.extrapolate([by_module[key] for by_module in rises]) for key in common)
-            self._rises[setup.micro_batches] = largest
-        return self._rises[setup.micro_batches]
+            common = {name for name in set(rises[0]).intersection(*rises) if among in name}
+            lines = (self.fit.extrapolate([by_module[name] for by_module in rises]) for name in common)
+            self._rises[key] = max(lines, default=0)
+        return self._rises[key]
 
     # ---- seconds -----------------------------------------------------------------------------------------
 

@@ -111,18 +111,18 @@ class Parts:
         self.startup.forget()
         trace = Trace((), (), (Mark(0, 0, "backward"),), (), (), bounds.attention)
         return [
-            self._bounds(step.live_bytes, trace, step.seconds, step.resting_bytes)
+            self._bounds(step.live_bytes, trace, step.seconds, step.resting_bytes, step.layers_bytes)
             for step in bounds.per_setup
         ]
 
     def _bounds(
-        self, live_bytes: int, trace: Trace, seconds: Sequence[float], resting: int = 0
+        self, live_bytes: int, trace: Trace, seconds: Sequence[float], resting: int = 0, layers: int = 0
     ) -> tuple[Bound, ...]:
         """One for each GPU; of the trace, what its context depends on. Recomputing may choose another
         attention, without cuDNN's libraries."""
         least = self._contexts(replace(trace, attention=()))
         return tuple(
-            Bound(live_bytes + context, s, resting + without)
+            Bound(live_bytes + context, s, resting + without, layers + without)
             for context, without, s in zip(self._contexts(trace), least, seconds, strict=True)
         )
 

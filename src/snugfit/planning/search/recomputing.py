@@ -1,4 +1,4 @@
-"""Kinds of passes that recompute activations, which most searches need not look at.
+"""Kinds of passes that save memory and no time, which most searches need not look at.
 
 Recomputing adds kernels to a step and leaves none out, and it changes nothing of what is live in an update:
 weights, gradients, states. So what a recipe takes without recomputing bounds it with: as long, and as large
@@ -10,6 +10,9 @@ Recomputing runs the same layers once more. So of two kinds that differ in how a
 size of one technique's adapters or in which 16-bit type autocast takes, the one that is neither faster nor
 smaller without recomputing is neither with it, and need not be rehearsed beside the other.
 
+Logits in chunks are such a kind too: they change nothing of what is live while a layer runs. So they save
+nothing where a step with whole logits has its peak in a layer or in its update, and need not be rehearsed.
+
 What bounds here is no law: keys and values of a cache that only checkpointing switches off cost a little,
 hence `CACHE_SHARE`. So each kind that is rehearsed is held to both, and where one takes less, all are
 rehearsed.
@@ -17,13 +20,16 @@ rehearsed.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from snugfit.planning.cost.figures import Bound
 from snugfit.planning.search.screening import screen
+from snugfit.planning.search.state import MEMORY_RESOLUTION
 from snugfit.techniques import roster
+from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Slot
 
 if TYPE_CHECKING:
@@ -32,6 +38,9 @@ if TYPE_CHECKING:
     from snugfit.planning.search.state import SearchState
     from snugfit.prediction.worker_pool import WorkerPool
     from snugfit.techniques.technique import Technique
+
+SAVING = (Slot.HEAD, Slot.CHECKPOINTING)
+"""Slots whose techniques save memory in the passes, and no time."""
 
 CACHE_SHARE = 0.1
 """Of the seconds of a step without recomputing, how much less one with it may take."""
@@ -53,21 +62,27 @@ OnGpus = Sequence[Bound]
 
 
 class RecomputingKinds:
-    """The kinds of passes of a search that recompute, as far as nobody has looked at them; the search has a
-    state for each GPU."""
+    """The kinds of passes of a search that recompute or never have whole logits, as far as nobody has looked
+    at them; the search has a state for each GPU."""
 
     def __init__(self, states: Sequence[SearchState], pool: WorkerPool, tell: Tell) -> None:
         self.states, self.space, self.pool, self.tell = states, states[0].space, pool, tell
         self.waiting: dict[int, list[int]] = defaultdict(list)
         """By kind of passes, the candidates."""
-        keep = roster.plain(Slot.CHECKPOINTING)
+        plain = [roster.plain(slot) for slot in SAVING]
         self._without: dict[int, int | None] = {}
+        self._whole: dict[int, int | None] = {}
+        """Of candidates whose logits come in chunks, the same with whole logits."""
         self._no_better: dict[int, list[tuple[int, int]]] = {}
         """Of kinds that were left out, some candidates with their twins."""
         for number, candidate in enumerate(self.space.candidates):
-            if candidate.setup.checkpoint is not None:
+            if candidate.setup.checkpoint is not None or candidate.setup.logits is not None:
                 self.waiting[candidate.passes].append(number)
-                self._without[number] = self.space.number(candidate.recipe.with_(keep))
+                self._without[number] = self.space.number(
+                    functools.reduce(Recipe.with_, plain, candidate.recipe)
+                )
+            if candidate.setup.logits is not None:
+                self._whole[number] = self.space.number(candidate.recipe.with_(plain[0]))
         for state in states:
             state.screen_these = self.screen_these
 
@@ -80,9 +95,13 @@ class RecomputingKinds:
         kinds = [
             kind
             for kind, numbers in self.waiting.items()
-            if any(is_needed(number, self._least(number)) for number in numbers)
+            if any(
+                is_needed(number, self._least(number)) and (twins or not self._saves_nothing(number))
+                for number in numbers
+            )
             and (twins or not self._is_no_better(kind))
         ]
+        kinds = [kind for kind in kinds if self.waiting[kind][0] not in self._whole] or kinds
         kinds.sort(key=lambda kind: min(self._total_seconds(number) for number in self.waiting[kind]))
         asked = {number: self._least(number) for kind in kinds[:most] for number in self.waiting.pop(kind)}
         if asked:
@@ -112,10 +131,30 @@ class RecomputingKinds:
         self.screen(lambda number, least: number in asked)
 
     def _least(self, number: int) -> OnGpus:
-        without = self._without[number]
-        if without is None or not self._is_known(without):
-            return [NOTHING] * len(self.states)
-        return [Bound(b.resting_bytes, b.seconds * (1 - CACHE_SHARE)) for b in self._bounds(without)]
+        without, least = self._without[number], [NOTHING] * len(self.states)
+        if without is not None and self._is_known(without):
+            least = [Bound(b.resting_bytes, b.seconds * (1 - CACHE_SHARE)) for b in self._bounds(without)]
+        return [
+            Bound(
+                max(known.needed_bytes, int(bound.layers_bytes * (1 - ROUNDING))),
+                max(known.seconds, bound.seconds * (1 - ROUNDING)),
+            )
+            for known, bound in zip(least, self._bounds_of_whole(number), strict=True)
+        ]
+
+    def _bounds_of_whole(self, number: int) -> OnGpus:
+        """What the same with whole logits takes; nothing where that is not known, or the same."""
+        whole = self._whole.get(number)
+        known = whole is not None and self._is_known(whole)
+        return self._bounds(whole) if known and whole is not None else [NOTHING] * len(self.states)
+
+    def _saves_nothing(self, number: int) -> bool:
+        """Whether the most is live in a layer or in the update, so that chunks of logits are one thing more
+        to explain."""
+        return all(
+            0 < bound.needed_bytes * (1 - MEMORY_RESOLUTION) <= bound.layers_bytes
+            for bound in self._bounds_of_whole(number)
+        )
 
     def _total_seconds(self, number: int) -> float:
         return sum(least.seconds for least in self._least(number))

@@ -147,7 +147,7 @@ class SearchState:
         skip = self.cannot_be_smallest if smallest else self.is_dominated
 
         def order(number: int) -> tuple[float, float]:
-            needed_bytes, seconds, _ = self.bounds[number]
+            needed_bytes, seconds, *_ = self.bounds[number]
             return (needed_bytes, seconds) if smallest else (seconds, needed_bytes)
 
         numbers = self.bounds if among is None else filter(self.bounds.__contains__, among)

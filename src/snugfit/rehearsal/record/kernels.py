@@ -232,7 +232,8 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -
         rows = args[0].numel() // args[0].size(-1)
         of_one_row = sum(weight.numel() for weight in args[1] if weight.dim() > 1)
         return int(2 * _RECURRENT[func._schema.name] * rows * of_one_row)
-    formula = flop_registry.get(func._overloadpacket)
+    out_of_place = getattr(torch.ops.aten, func._schema.name.removeprefix("aten::").rstrip("_"), None)
+    formula = flop_registry.get(func._overloadpacket) or flop_registry.get(out_of_place)
     if formula is None:
         return None
     first = 1 if "backward" in func._schema.name else 0

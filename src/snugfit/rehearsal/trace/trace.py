@@ -20,7 +20,7 @@ PREPARED = "Memcpy HtoD, prepared"
 """Such a copy of what so many (`Kernel.tensors`) worker processes made, in page-locked memory."""
 
 
-WITH_BIAS = frozenset({"aten::addmm", "aten::baddbmm"})
+WITH_BIAS = frozenset({"aten::addmm", "aten::baddbmm", "aten::addmm_", "aten::baddbmm_"})
 """Products whose first operand is added."""
 
 MATRIX_PRODUCTS = WITH_BIAS | {"aten::mm", "aten::bmm", "aten::_grouped_mm"}

@@ -19,7 +19,7 @@ from snugfit.techniques.technique import Slot
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
-    from snugfit.techniques.setup import Call, CheckpointWish, Setup
+    from snugfit.techniques.setup import Call, CheckpointWish, LogitsWish, Setup
 
 
 class AttentionHandler(Handler):
@@ -141,6 +141,30 @@ class AdaptHandler(Handler):
             why = "snugfit does it with its own code, which a script without snugfit does not have"
             raise context.refusal(self.slot, why)
         return {"adapting": lines}
+
+
+class LogitsHandler(Handler):
+    """Logits that are never whole."""
+
+    wish, slot = "logits", Slot.HEAD
+    refused: ClassVar[Mapping[str, str]] = {
+        "script": "snugfit does it with its own code, which a script without snugfit does not have"
+    }
+
+    def wrap(self, value: LogitsWish | None, model: Any) -> None:
+        """The head gives logits that are not computed yet."""
+        from snugfit.step.deferred_logits import defer_logits
+
+        if value is not None:
+            defer_logits(model, value)
+
+    def change(self, value: LogitsWish | None, live: LiveTraining) -> Iterator[str]:
+        """As when it is built; also of a model whose head was changed before."""
+        from snugfit.step.deferred_logits import defer_logits
+
+        defer_logits(live.model, value)
+        if value is not None:
+            yield f"logits are those of {live.technique(self.slot)}"
 
 
 class CheckpointHandler(Handler):

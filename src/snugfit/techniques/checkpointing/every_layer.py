@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
+from snugfit.job.kv_prefix import dropped_prefix
 from snugfit.techniques.counterpart import Counterpart
-from snugfit.techniques.kv_prefix import dropped_prefix
 from snugfit.techniques.setup import CheckpointWish, Setup
 from snugfit.techniques.technique import Fidelity, Technique, TechniqueBySlot
 

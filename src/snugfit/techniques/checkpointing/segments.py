@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from snugfit.techniques.kv_prefix import dropped_prefix
+from snugfit.job.kv_prefix import dropped_prefix
 from snugfit.techniques.setting import between
 from snugfit.techniques.setup import CheckpointWish, Setup
 from snugfit.techniques.technique import Fidelity, Technique, TechniqueBySlot

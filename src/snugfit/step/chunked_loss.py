@@ -1,0 +1,137 @@
+"""Cross-entropy of a linear head in chunks of tokens, so that the logits never stand whole.
+
+Logits of T tokens over a vocabulary of V take T x V elements several times over: as the head gives them, in
+32 bits, their softmax, its gradient. Here they exist for one chunk of tokens at a time. Gradients are made
+along with the loss, in the forward pass, so no chunk is computed twice, and there are the same three products
+of hidden states and head as ever:
+
+1. logits of the chunk, and what the model does to them (Gemma's soft cap, Granite's scale);
+2. their loss in 32 bits, and by autograd its gradient with respect to the head's own output;
+3. from it the chunk's rows of the hidden states' gradient, and its share of the head's, which is added up.
+
+The backward pass only multiplies both by the gradient that it is handed. Each sum is the one of whole logits;
+only the head's gradient is added up in another order, in the dtype of the products, as micro-batches add it.
+
+In float16 gradients of single tokens vanish unless they are scaled first. The scaler's own scale is not known
+in the forward pass, so there they carry `FP16_SCALE` until the backward pass.
+
+From torch 2.13 on, `torch.nn.functional.linear_cross_entropy` with options computes the same, and a test
+compares the two. It is not used: it knows neither caps nor scales nor smoothed labels, it is one operator
+whose buffers a rehearsal does not see, and this code runs on every torch that snugfit supports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional
+
+FP16_SCALE = 4096.0
+"""What float16 gradients of the mean loss are multiplied by until the backward pass (chosen): above what
+vanishes (6e-8), and far below what overflows (65,504)."""
+
+
+class Loss(NamedTuple):
+    """Which cross-entropy is asked for, in the words of `torch.nn.functional.cross_entropy`."""
+
+    mean: bool
+    """The mean over the tokens that carry a label; else the sum."""
+    ignore_index: int
+    label_smoothing: float
+    scores: Callable[[torch.Tensor], torch.Tensor]
+    """What the model makes of the head's output, (tokens, V)."""
+
+
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """A loss of hidden states (T, H), the head's weight (V, H) and bias (V,) or None, and labels (T,), as
+    `Loss` says it: a single number in 32 bits, or in 64 where the products are. Logits are computed in
+    `dtype`, of so many `tokens` at a time."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        loss: Loss,
+        tokens: int,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """The loss, with its gradients put by."""
+        given = (hidden, weight, bias)
+        wide = torch.promote_types(dtype, torch.float32)
+        matrix, offset = weight.to(dtype), None if bias is None else bias.to(dtype)
+        gradients = _empty_gradients(ctx.needs_input_grad, hidden, matrix, offset)
+        count = (labels != loss.ignore_index).sum().to(wide)
+        scale = FP16_SCALE if dtype == torch.float16 else 1.0
+        share = scale / count.clamp(min=1)
+        total = torch.zeros((), dtype=wide, device=hidden.device)
+        for begin in range(0, len(hidden), tokens):
+            rows = slice(begin, begin + tokens)
+            some = hidden[rows].to(dtype)
+            logits = functional.linear(some, matrix, offset)
+            with torch.enable_grad():
+                scores = loss.scores(logits.requires_grad_()).to(wide)
+                summed = functional.cross_entropy(
+                    scores, labels[rows], ignore_index=loss.ignore_index, reduction="sum",
+                    label_smoothing=loss.label_smoothing,
+                )  # fmt: skip
+            del scores
+            (gradient,) = torch.autograd.grad(summed, logits, share)
+            total += summed.detach()
+            del logits, summed
+            _add(gradients, gradient, rows, some, matrix)
+            del gradient, some
+        ctx.gradients = [
+            sum_of_chunks if sum_of_chunks is None or like is None else sum_of_chunks.to(like.dtype)
+            for sum_of_chunks, like in zip(gradients, given, strict=True)
+        ]
+        ctx.factor = 1 / scale if loss.mean else count.clamp(min=1) / scale
+        return total / count if loss.mean else total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of the forward pass, multiplied by the loss's own. Raises `RuntimeError` for a second
+        pass."""
+        if ctx.gradients is None:
+            raise RuntimeError(
+                "chunked_loss: the gradients of this loss were used up by a first backward pass. Choose "
+                "'whole_logits' for a loss that goes backward twice."
+            )
+        gradients, ctx.gradients = ctx.gradients, None
+        factor = gradient * ctx.factor
+        for sum_of_chunks in gradients:
+            if sum_of_chunks is not None:
+                sum_of_chunks.mul_(factor)
+        return (*gradients, None, None, None, None)
+
+
+def _empty_gradients(
+    needed: tuple[bool, ...], hidden: torch.Tensor, matrix: torch.Tensor, offset: torch.Tensor | None
+) -> list[torch.Tensor | None]:
+    """Of hidden states, head and bias, in the dtype of the products; None for what needs none."""
+    return [
+        torch.empty_like(hidden, dtype=matrix.dtype) if needed[0] else None,
+        torch.zeros_like(matrix) if needed[1] else None,
+        torch.zeros_like(offset) if needed[2] and offset is not None else None,
+    ]
+
+
+def _add(
+    gradients: list[torch.Tensor | None],
+    gradient: torch.Tensor,  # (tokens, V)
+    rows: slice,
+    hidden: torch.Tensor,  # (tokens, H)
+    matrix: torch.Tensor,  # (V, H)
+) -> None:
+    """Adds a chunk's share."""
+    of_hidden, of_weight, of_bias = gradients
+    if of_hidden is not None:
+        torch.mm(gradient, matrix, out=of_hidden[rows])
+    if of_weight is not None:
+        of_weight.addmm_(gradient.t(), hidden)
+    if of_bias is not None:
+        of_bias.add_(gradient.sum(0))

@@ -1,0 +1,259 @@
+"""Logits that are computed when somebody needs them, and for a cross-entropy never whole.
+
+transformers' models compute their logits and hand them to their loss, each in its own lines: shifted or not,
+capped (Gemma), scaled (Granite, Cohere), moved, reshaped. So nothing of a model is rewritten. In training its
+head gives a `DeferredLogits`: a tensor of the right shape, dtype and device without data, which remembers the
+hidden states that it would be computed from, and
+
+- what only chooses or arranges tokens is done to the hidden states;
+- what is done to each number alike is remembered, and done to each chunk;
+- `cross_entropy` is computed in chunks (`chunked_loss.py`);
+- whatever else asks for it gets the whole logits, which are then computed once, with their gradients: the
+  step is right, and takes the memory that it always took. A warning says what asked.
+
+Without gradients, or in evaluation mode, the head gives plain logits: metrics need them.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.nn import functional
+from torch.utils._pytree import tree_map
+
+from snugfit.errors import RecipeError
+from snugfit.step.chunked_loss import ChunkedCrossEntropy, Loss
+from snugfit.techniques import roster
+from snugfit.techniques.technique import Slot
+
+if TYPE_CHECKING:
+    from snugfit.techniques.setup import LogitsWish
+
+METADATA = frozenset({
+    "shape", "dtype", "device", "requires_grad", "ndim", "layout", "is_cuda", "is_cpu", "is_meta", "is_leaf",
+    "is_sparse", "is_nested", "is_quantized", "grad_fn", "size", "dim", "numel", "nelement", "stride",
+    "is_floating_point", "is_complex", "is_contiguous", "element_size", "itemsize", "nbytes", "get_device",
+    "__len__",
+})  # fmt: skip
+"""What can be asked without data."""
+
+CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
+OF_EACH_NUMBER = frozenset({
+    *CASTS, "to", "tanh", "contiguous", "neg", "mul", "div", "true_divide", "add", "sub",
+    "__mul__", "__rmul__", "__truediv__", "__add__", "__radd__", "__sub__",
+})  # fmt: skip
+"""What gives each number from the same number, by the names of torch's functions and operators."""
+
+ARRANGING = frozenset({"view", "reshape"})
+
+
+class LogitsComputedWhole(UserWarning):
+    """A model asks for its logits whole, so a chunked loss saves nothing."""
+
+
+class Head(NamedTuple):
+    """A linear head, and how its logits are computed."""
+
+    weight: torch.Tensor  # (V, H)
+    bias: torch.Tensor | None  # (V,)
+    tokens: int
+    """So many to a chunk."""
+    dtype: torch.dtype
+    """That the product is computed in."""
+
+
+class DeferredLogits(torch.Tensor):
+    """Logits without data: of these hidden states (..., H), through this head and then these functions."""
+
+    hidden: torch.Tensor
+    head: Head
+    functions: tuple[Callable[[torch.Tensor], torch.Tensor], ...]
+    whole: torch.Tensor | None
+
+    @staticmethod
+    def __new__(
+        cls,
+        hidden: torch.Tensor,
+        head: Head,
+        functions: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (),
+        dtype: torch.dtype | None = None,
+    ) -> DeferredLogits:
+        """`dtype` is that after the functions."""
+        shape = (*hidden.shape[:-1], len(head.weight))
+        make: Any = torch.Tensor._make_wrapper_subclass
+        new: DeferredLogits = make(
+            cls, shape, dtype=dtype or head.dtype, device=hidden.device, requires_grad=True
+        )
+        new.hidden, new.head, new.functions, new.whole = hidden, head, functions, None
+        return new
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"DeferredLogits(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        """Puts off what can be put off."""
+        keywords, name = keywords or {}, function.__name__
+        if name == "__get__":
+            name = function.__self__.__name__
+        if name in METADATA:
+            plain: Any = super().__torch_function__
+            return plain(function, types, arguments, keywords)
+        result = None
+        if function is functional.cross_entropy:
+            result = _cross_entropy(*arguments, **keywords)
+        elif isinstance(arguments[0] if arguments else None, cls) and arguments[0].whole is None:
+            result = arguments[0]._after(function, name, arguments[1:], keywords)
+        return _of_whole(name, function, arguments, keywords) if result is None else result
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, arguments: Any = (), keywords: Any = None
+    ) -> Any:
+        """What torch does to it below Python's functions."""
+        return _of_whole(str(function), function, arguments, keywords or {})
+
+    def _after(
+        self, function: Any, name: str, operands: Sequence[Any], keywords: dict[str, Any]
+    ) -> DeferredLogits | None:
+        """What this function makes of it; None where that cannot be put off."""
+        more = [*operands, *keywords.values()]
+        if name in ARRANGING and (shape := _shape(operands)) and shape[-1] == self.shape[-1]:
+            return self._with(self.hidden.reshape(*shape[:-1], self.hidden.shape[-1]))
+        if name == "__getitem__" and _chooses_tokens(operands[0], self.dim()):
+            return self._with(self.hidden[operands[0]])
+        if name in OF_EACH_NUMBER and all(
+            _goes_with_each_token(value, len(self.head.weight)) for value in more
+        ):
+            dtypes = [value for value in more if isinstance(value, torch.dtype)]
+            operand_dtypes = [
+                value.dtype for value in more if isinstance(value, torch.Tensor) and value.dim()
+            ]
+            dtype = CASTS.get(name) or functools.reduce(torch.promote_types, operand_dtypes, self.dtype)
+            after = functools.partial(_call, function, tuple(operands), keywords)
+            return DeferredLogits(self.hidden, self.head, (*self.functions, after), *(dtypes or [dtype]))
+        return None
+
+    def _with(self, hidden: torch.Tensor) -> DeferredLogits:
+        return DeferredLogits(hidden, self.head, self.functions, self.dtype)
+
+    def scores(self, logits: torch.Tensor) -> torch.Tensor:
+        """What the model makes of the head's output."""
+        return functools.reduce(lambda value, function: function(value), self.functions, logits)
+
+    def compute(self) -> torch.Tensor:
+        """All logits, which are kept."""
+        if self.whole is None:
+            weight, bias, _, dtype = self.head
+            offset = None if bias is None else bias.to(dtype)
+            self.whole = self.scores(functional.linear(self.hidden.to(dtype), weight.to(dtype), offset))
+        return self.whole
+
+
+def _call(function: Any, operands: tuple[Any, ...], keywords: dict[str, Any], logits: torch.Tensor) -> Any:
+    return function(logits, *operands, **keywords)
+
+
+def _of_whole(name: str, function: Any, arguments: Any, keywords: Any) -> Any:
+    """What a function gives of the whole logits."""
+    warnings.warn(
+        f"chunked_loss: the model's code asks for all logits at once ({name}), so they are computed whole.",
+        LogitsComputedWhole,
+        stacklevel=4,
+    )
+    arguments, keywords = tree_map(
+        lambda value: value.compute() if isinstance(value, DeferredLogits) else value, (arguments, keywords)
+    )
+    return function(*arguments, **keywords)
+
+
+def _shape(arguments: Sequence[Any]) -> Sequence[int]:
+    """The shape that `view` or `reshape` is asked for; empty for a dtype."""
+    given = arguments[0] if len(arguments) == 1 and isinstance(arguments[0], (tuple, list)) else arguments
+    return given if all(isinstance(size, int) for size in given) else ()
+
+
+def _chooses_tokens(index: Any, dimensions: int) -> bool:
+    """Whether an index leaves the vocabulary's dimension, the last one, as it is."""
+    parts = list(index) if isinstance(index, tuple) else [index]
+    if not all(part is ... or isinstance(part, slice) for part in parts):
+        return False
+    reaches_last = ... in parts or len(parts) == dimensions
+    return not reaches_last or parts[-1] in (slice(None), ...)
+
+
+def _goes_with_each_token(value: Any, vocabulary: int) -> bool:
+    """Whether an operand is the same for each token, and needs no gradient."""
+    if not isinstance(value, torch.Tensor):
+        return True
+    return (
+        not value.requires_grad
+        and value.numel() in (1, vocabulary)
+        and value.shape[-1:] in ((), (1,), (vocabulary,))
+    )
+
+
+def _cross_entropy(
+    input: Any,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> torch.Tensor | None:
+    """torch's own, in chunks; None for what chunks do not know: weighted classes, a loss for each token,
+    probabilities in place of labels."""
+    known = weight is None and size_average is None and reduce is None and reduction in ("mean", "sum")
+    if not isinstance(input, DeferredLogits) or not known or input.whole is not None:
+        return None
+    if input.dim() != 2 or target.dim() != 1:
+        return None
+    loss = Loss(reduction == "mean", ignore_index, label_smoothing, input.scores)
+    head = input.head
+    value: torch.Tensor = ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        input.hidden, head.weight, head.bias, target, loss, head.tokens, head.dtype
+    )
+    return value
+
+
+# ---- a model ---------------------------------------------------------------------------------------------
+
+
+def defer_logits(model: Any, wish: LogitsWish | None) -> None:
+    """From now on the model's head gives deferred logits in training, or plain ones without a wish. Raises
+    `RecipeError` for a model whose head is no single linear layer."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if hasattr(getattr(head, "__dict__", {}).get("forward"), "plain_forward"):
+        head.__dict__.pop("forward")
+    if wish is None:
+        return
+    if type(head) is not torch.nn.Linear:
+        kind = "no output embeddings" if head is None else f"a {type(head).__name__} there"
+        raise RecipeError(
+            f"The logits of {type(model).__name__} cannot be computed in chunks: its head must be one "
+            f"torch.nn.Linear that no adapter changes, and it has {kind}. Choose "
+            f"{roster.plain(Slot.HEAD).name!r}."
+        )
+    head.__dict__["forward"] = _deferring(head, head.forward, wish.tokens_at_once(head.out_features))
+
+
+def _deferring(head: torch.nn.Linear, forward: Callable[..., Any], tokens: int) -> Callable[..., Any]:
+    def plain_or_deferred(input: torch.Tensor) -> torch.Tensor:
+        if not head.training or not torch.is_grad_enabled():
+            return forward(input)  # type: ignore[no-any-return]
+        return DeferredLogits(input, Head(head.weight, head.bias, tokens, _product_dtype(input)))
+
+    plain_or_deferred.plain_forward = forward  # type: ignore[attr-defined]
+    return plain_or_deferred
+
+
+def _product_dtype(hidden: torch.Tensor) -> torch.dtype:
+    """What autocast multiplies in, where it is on. A rehearsal's autocast uses the CPU's switch."""
+    switch = "cpu" if hidden.device.type == "meta" else hidden.device.type
+    return torch.get_autocast_dtype(switch) if torch.is_autocast_enabled(switch) else hidden.dtype

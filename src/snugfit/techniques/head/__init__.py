@@ -1,0 +1,1 @@
+"""How a language model's logits become a loss."""

@@ -1,0 +1,86 @@
+"""A language model's loss in chunks of tokens: its logits never stand whole.
+
+Logits of 4,096 tokens over a vocabulary of 128,256 take 1 GiB in bfloat16, and about six times that with a
+copy in 32 bits, their softmax and its gradient: for small models more than everything else. The peak moves to
+the end of the forward pass, where all activations live and gradients of the head are made already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from snugfit.techniques.counterpart import Counterpart
+from snugfit.techniques.setting import between
+from snugfit.techniques.setup import LOGITS_BYTES, LogitsWish, Setup
+from snugfit.techniques.technique import Fidelity, Technique, TechniqueBySlot
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+
+WITH_VOCABULARY = ("causal-lm", "masked-lm", "seq2seq-lm", "speech-to-text")
+"""Tasks whose loss is the cross-entropy of a vocabulary."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkedLoss(Technique):
+    """Computes logits, loss and gradient for some tokens at a time, and never all logits at once."""
+
+    fidelity: ClassVar = Fidelity.SAME
+    source: ClassVar = (
+        "the fused linear cross-entropy of Hsu et al., arXiv 2410.10989 (Liger), in plain torch; torch's own "
+        "is torch.nn.functional.linear_cross_entropy"
+    )
+    elsewhere: ClassVar = (
+        "chunked_nll",
+        "chunked_cross_entropy",
+        "fused_linear_cross_entropy",
+        "linear_cross_entropy",
+        "cut_cross_entropy",
+    )
+    counterparts: ClassVar = tuple(
+        Counterpart(
+            arguments={"loss_type": name}, note="TRL cuts the vocabulary where snugfit cuts the tokens"
+        )
+        for name in ("nll", "chunked_nll")
+    )
+
+    tokens: int | None = between(1, 1 << 20, default=None)
+    """Tokens at a time; by default the power of two whose logits take up to 256 MiB in 32 bits."""
+
+    def install(self, setup: Setup) -> Setup:
+        """Has the head's logits computed as the loss needs them."""
+        return replace(setup, logits=LogitsWish(tokens=self.tokens))
+
+    def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
+        """There must be a head over a vocabulary."""
+        if job.trains and (why := _lacks_vocabulary(job)):
+            yield f"{why}. Try 'whole_logits'."
+
+    @classmethod
+    def settings(cls, job: Job) -> Iterator[Self]:
+        """As it stands, where there is a vocabulary."""
+        if not _lacks_vocabulary(job):
+            yield cls()
+
+    @classmethod
+    def planning_objection(cls, job: Job) -> str:
+        """What has no vocabulary, or so few logits that they are one chunk."""
+        vocabulary = job.model.config.get("vocab_size")
+        if why := _lacks_vocabulary(job):
+            return why
+        length = job.target_length if job.task == "seq2seq-lm" else job.sequence_length
+        if vocabulary and 4 * vocabulary * job.batch_size * length <= LOGITS_BYTES:
+            return "all logits of this job are no more than one chunk"
+        return ""
+
+
+def _lacks_vocabulary(job: Job) -> str:
+    """Why there are no logits over a vocabulary; empty where there may be."""
+    module = job.model.module
+    if module is not None and not hasattr(module, "get_output_embeddings"):
+        return f"{type(module).__name__} has no get_output_embeddings, which would name its head"
+    if module is None and job.task not in WITH_VOCABULARY:
+        return f"the loss of {job.task} is not over a vocabulary"
+    return ""
