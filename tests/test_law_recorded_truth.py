@@ -221,8 +221,8 @@ NOT_EXPLAINED: Mapping[str, Mapping[str, float]] = {
         "reserved_bytes": 0.0215, "nvml_bytes": 0.02,
     },
 }  # fmt: skip
-"""Bands of single runs: there one block of a chunk's logits, 198 MiB, more is reserved than is predicted, with
-every block that is handed out as predicted. Why is not known."""
+"""Bands of single runs: there one block of a chunk's logits, 198 MiB, more is reserved than is predicted, and
+what is handed out is predicted to the byte. Why is not known."""
 
 
 @functools.cache
