@@ -10,7 +10,8 @@ of hidden states and head as ever:
 3. from it the chunk's rows of the hidden states' gradient, and its share of the head's, which is added up.
 
 The backward pass only multiplies both by the gradient that it is handed. Each sum is the one of whole logits;
-only the head's gradient is added up in another order, in the dtype of the products, as micro-batches add it.
+only the head's gradient is added up in another order, in the dtype of the products: in 16 bits it is rounded
+once a chunk.
 
 In float16 gradients of single tokens vanish unless they are scaled first. The scaler's own scale is not known
 in the forward pass, so there they carry `FP16_SCALE` until the backward pass.
