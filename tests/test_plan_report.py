@@ -5,6 +5,8 @@ from __future__ import annotations
 import shlex
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -125,3 +127,11 @@ def test_the_smallest_card_is_named_as_one_rents_it(names: tuple[str, ...], said
     assert f"The smallest GPU that can train this: {plans.smallest.key}, {said}" in next(
         headline(plans, Prices())
     )  # type: ignore[union-attr]
+
+
+def test_a_trainer_whose_arguments_cannot_say_the_recipe_is_fitted() -> None:
+    job = Job(model=Model.find("gpt2"), task=Task.CAUSAL_LM, batch_size=8)
+    best = SimpleNamespace(recipe="bf16 + chunked_loss")
+    lines = list(next_steps(cast(Plan, SimpleNamespace(job=job, best=best))))
+    assert "In a Trainer: snugfit.fit(trainer, 'bf16 + chunked_loss') before trainer.train()" in lines
+    assert not [line for line in lines if "snugfit export" in line], "no script has it without snugfit"

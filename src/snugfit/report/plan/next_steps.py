@@ -12,6 +12,7 @@ from snugfit.errors import SnugfitError
 from snugfit.exchange.export import export
 from snugfit.exchange.trainer_arguments import training_arguments
 from snugfit.job.limits import NO_SEQUENCE, WITH_TARGET
+from snugfit.step.applier import refuse_unsupported
 from snugfit.techniques.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -40,8 +41,14 @@ def next_steps(plan: Plan, target: str = "") -> Iterator[str]:
         arguments = _changed_arguments(job, parsed)
         in_trainer = True
         yield f"In a Trainer: TrainingArguments({', '.join(f'{k}={v!r}' for k, v in arguments.items())})"
+    if not in_trainer:
+        with suppress(SnugfitError):  # it cannot be put into a Trainer that stands
+            refuse_unsupported("fit", parsed.setup())
+            yield f"In a Trainer: snugfit.fit(trainer, {plan.best.recipe!r}) before trainer.train()"
     for to in filter(None, (target, "hf", "torch")):
         with suppress(SnugfitError):  # this target cannot express it
+            if to == "torch":
+                refuse_unsupported("script", parsed.setup())
             if to != "hf":  # importing transformers to write a file that nobody reads would take seconds
                 export(job, parsed, to)
             elif not in_trainer:
