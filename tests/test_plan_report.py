@@ -96,10 +96,11 @@ def test_every_plan_says_what_to_do() -> None:
 def test_what_the_trainer_cannot_say_is_exported_to_torch() -> None:
     plan = made_up()
     assert list(next_steps(replace(plan, best=None))) == []
-    _, script = next_steps(replace(plan, best=replace(plan.front[0], recipe="adamw_loop")))
+    _, fitted, script = next_steps(replace(plan, best=replace(plan.front[0], recipe="adamw_loop")))
+    assert "snugfit.fit(trainer, 'adamw_loop')" in fitted
     assert "--to torch" in script
     inexpressible = replace(plan.front[0], recipe="segments")
-    assert len(list(next_steps(replace(plan, best=inexpressible)))) == 1
+    assert len(list(next_steps(replace(plan, best=inexpressible)))) == 2
 
 
 @pytest.mark.parametrize("tool", ["trl", "axolotl", "llamafactory"])
