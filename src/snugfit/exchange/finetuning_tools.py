@@ -41,7 +41,7 @@ _HYPERPARAMETERS = (
 
 NOTES = {
     "trl": "Predicted with sequences that fill max_length. TRL 1.16 always computes the loss in chunks, "
-    f"which takes about what chunked_loss does, and less than whole_logits. {_HYPERPARAMETERS}",
+    f"which takes less than all logits at once. {_HYPERPARAMETERS}",
     "axolotl": f"Every sequence is filled up to sequence_len, as it was predicted. {_HYPERPARAMETERS}",
     "llamafactory": "Predicted with sequences that fill cutoff_len; a batch of shorter ones takes less. "
     f"{_HYPERPARAMETERS}",

@@ -29,6 +29,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
+from snugfit.techniques import roster
+from snugfit.techniques.technique import Slot
+
 FP16_SCALE = 4096.0
 """What float16 gradients of the mean loss are multiplied by until the backward pass (chosen): above what
 vanishes (6e-8), and far below what overflows (65,504)."""
@@ -99,8 +102,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         pass."""
         if ctx.gradients is None:
             raise RuntimeError(
-                "chunked_loss: the gradients of this loss were used up by a first backward pass. Choose "
-                "'whole_logits' for a loss that goes backward twice."
+                "The gradients of this loss in chunks were used up by a first backward pass. For a loss that "
+                f"goes backward twice choose {roster.plain(Slot.HEAD).name!r}."
             )
         gradients, ctx.gradients = ctx.gradients, None
         factor = gradient * ctx.factor

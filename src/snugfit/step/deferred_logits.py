@@ -161,7 +161,7 @@ def _call(function: Any, operands: tuple[Any, ...], keywords: dict[str, Any], lo
 def _of_whole(name: str, function: Any, arguments: Any, keywords: Any) -> Any:
     """What a function gives of the whole logits."""
     warnings.warn(
-        f"chunked_loss: the model's code asks for all logits at once ({name}), so they are computed whole.",
+        f"The model's code asks for all logits at once ({name}), so the loss in chunks saves nothing.",
         LogitsComputedWhole,
         stacklevel=4,
     )
