@@ -79,7 +79,14 @@ TYPED = {
     "batch 0": (["predict", *BERT, "--batch-size", "0"], "batch size is 0"),
     "batch -1": (["predict", *BERT, "--batch-size", "-1"], "batch size is -1"),
     "batch 10^12": (["predict", *BERT, "--batch-size", "1000000000000"], "batch size is 1000000000000"),
-    "batch a word": (["predict", *BERT, "--batch-size", "four"], "for '--batch-size'"),
+    "batch a word": (["predict", *BERT, "--batch-size", "four"], "is four; allowed are whole numbers."),
+    "no steps": (["plan", *BERT, "--steps", "0"], "--steps is 0; allowed are whole numbers from 1 up."),
+    "many workers": (["plan", *BERT, "--workers", "99"], "is 99; allowed are whole numbers from 1 to 64."),
+    "padding a word": (["predict", *BERT, "--padding", "x"], "--padding is x; allowed are numbers."),
+    "an empty recipe": (["predict", *BERT, "--recipe", ""], "--recipe is empty. Give it a value, or w"),
+    "an empty GPU": (["plan", *BERT, "--gpu", ""], "--gpu is empty. Give it a value, or leave it out."),
+    "an option without its value": (["predict", *BERT, "--recipe"], "argument. Try: snugfit predict --help"),
+    "a GPU like none": (["guide", "--gpu", "foo"], "like h200, a100-80gb or 'rtx 4090'. snugfit gpus lists"),
     "padding nan": (["predict", *BERT, "--padding", "nan"], "padding"),
     "padding whole": (["predict", *BERT, "--padding", "1"], "padding"),
     "a technique left out for its licence": (["predict", *BERT, "--recipe", "apollo_adamw"], "licence"),
@@ -472,6 +479,18 @@ def test_a_gpu_that_is_named_twice_is_listed_once(capsys: pytest.CaptureFixture[
     assert keys == ["H200-SXM", "L4"]
 
 
-def test_a_guessed_short_form_is_answered_with_the_option(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["predict", "gpt2", "--bs", "4"]) == 2
-    assert "Did you mean --batch-size? Try: snugfit predict --help" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("option", "answer"),
+    [
+        ("--bs", "Did you mean --batch-size? Try"),
+        ("--batch", "Did you mean --batch-size? Try"),
+        ("--lenght", "Did you mean --sequence-length or --target-length? Try"),
+        ("--bogus", "No such option: --bogus. Try"),
+        ("--bf61", "Did you mean --bf16? Try"),
+    ],
+)
+def test_an_unknown_option_is_answered_with_what_is_like_it(
+    option: str, answer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["predict", "gpt2", option, "4"]) == 2
+    assert f"{answer}: snugfit predict --help" in capsys.readouterr().err

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer.core import TyperCommand
 
+from snugfit.errors import UsageError
+
 if TYPE_CHECKING:
     from snugfit.cli.request import Request
     from snugfit.exchange.account import Reading
@@ -194,14 +196,21 @@ class Command(TyperCommand):
     asks about a job."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """The rest of the words after what is declared; transformers' flags are gathered into one option."""
+        """The rest of the words after what is declared; transformers' flags are gathered into one option.
+        Raises `UsageError` for an empty value, which is what a shell makes of a variable that it lacks."""
         own = {name for parameter in self.params for name in (*parameter.opts, *parameter.secondary_opts)}
         if any(word.startswith("--") for word in args):
             from snugfit.exchange.command_line import split_flags
 
             args, foreign = split_flags(args, own, with_foreign=TRAINER_ARGUMENT in own)
             args = [word for pair in foreign for word in (TRAINER_ARGUMENT, pair)] + args
-        return super().parse_args(ctx, args)
+        rest = super().parse_args(ctx, args)
+        for parameter in self.params:
+            value = ctx.params.get(parameter.name)
+            if value == "" or (isinstance(value, list) and "" in value):
+                instead = "write plain or leave it out" if parameter.name == "recipe" else "leave it out"
+                raise UsageError(f"{parameter.opts[0]} is empty. Give it a value, or {instead}.")
+        return rest
 
 
 def about_a_job(command: Callable[..., int]) -> Callable[..., int]:

@@ -20,12 +20,12 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from snugfit.cli.accuracy import accuracy
-from snugfit.cli.arguments import Command
+from snugfit.cli.arguments import TRAINER_ARGUMENT, Command
 from snugfit.cli.calibrate import calibrate
 from snugfit.cli.check import check
 from snugfit.cli.doctor import doctor
@@ -39,7 +39,7 @@ from snugfit.cli.predict import predict
 from snugfit.cli.streams import forget, open_all
 from snugfit.cli.techniques import techniques
 from snugfit.cli.train import train
-from snugfit.errors import SnugfitError, escape_controls
+from snugfit.errors import SnugfitError, escape_controls, nearest
 
 _TypingMistake: type[Exception] = typer.BadParameter.__bases__[0]
 """Typer's root of all usage errors. It carries click with it under a private name, so the class is reached
@@ -51,6 +51,9 @@ FEW_COLLECTIONS = 100_000
 
 SHORT_FORMS = {"--bs": "--batch-size", "--seqlen": "--sequence-length", "--seq-len": "--sequence-length"}
 """Options that people guess, whose letters are too far from ours to be found by likeness."""
+
+SHORTEST_WORD = 4
+"""Letters of a word that says something about an option: `--gpu` is as like `--cpu` as to any other."""
 
 app = typer.Typer(
     name="snugfit",
@@ -96,7 +99,7 @@ def run(arguments: Sequence[str]) -> int:
     except SnugfitError as error:
         return _tell(str(error), error.exit_code)
     except _TypingMistake as mistake:
-        return _tell_mistake(mistake)
+        return _tell_mistake(mistake, arguments)
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
     except (BrokenPipeError, SystemExit):  # typer's of a broken pipe, or after it completed a word
@@ -129,15 +132,50 @@ def _tell(message: str, code: int) -> int:
     return code
 
 
-def _tell_mistake(mistake: Exception) -> int:
+def _tell_mistake(mistake: Any, arguments: Sequence[str]) -> int:
     """A mistake in the command line, with the help that would have prevented it."""
     context = getattr(mistake, "ctx", None)
-    path = context.command_path if context else "snugfit"
+    command = next((one.__name__ for one in COMMANDS if [one.__name__] == arguments[:1]), "")
+    path = context.command_path if context else f"snugfit {command}".rstrip()
     message = " ".join(getattr(mistake, "format_message", mistake.__str__)().split())
     if not message:  # no arguments at all: typer has printed the help already
         return 2
-    option = getattr(mistake, "option_name", "")
-    if option in SHORT_FORMS:
-        message = f"No such option: {option}. Did you mean {SHORT_FORMS[option]}?"
-    message = message.replace("Value error, ", "").rstrip(".")  # typer's checks are pydantic's
+    if hasattr(mistake, "possibilities"):
+        similar = _similar_options(mistake.option_name, context)
+        message = f"No such option: {mistake.option_name}." + (
+            f" Did you mean {' or '.join(similar)}?" if similar else ""
+        )
+    message = _number_mistake(mistake) or message.replace("Value error, ", "")  # of pydantic's checks
+    message = message.rstrip(".")
     return _tell(f"{message}{'' if message.endswith('?') else '.'} Try: {path} --help", 2)
+
+
+def _similar_options(given: str, context: Any) -> list[str]:
+    """Options that are written almost so, else those with such a word (`--length`: `--sequence-length`), else
+    arguments of transformers where these are taken."""
+    if given in SHORT_FORMS:
+        return [SHORT_FORMS[given]]
+    name, parameters = given.lstrip("-").replace("_", "-"), context.command.params
+    options = [text[2:] for one in parameters if not one.hidden for text in one.opts]
+    if near := nearest(name, options):
+        return [f"--{option}" for option in near]
+    words = {word for option in options for word in option.split("-") if len(word) >= SHORTEST_WORD}
+    if likely := nearest(name, words, count=1):
+        return [f"--{option}" for option in options if likely[0] in option.split("-")]
+    if not any(TRAINER_ARGUMENT in one.opts for one in parameters):
+        return []
+    from snugfit.exchange.command_line import argument_names
+
+    return [f"--{argument}" for argument in nearest(name.replace("-", "_"), argument_names())]
+
+
+def _number_mistake(mistake: Any) -> str:
+    """`--steps is 0; allowed are whole numbers from 1 up`, where a number is wrong; else nothing."""
+    reasons: list[Any] = getattr(mistake.__cause__, "errors", list)()
+    declared = getattr(getattr(mistake, "param", None), "type_descriptor", None)
+    if not reasons or not declared or declared.annotation not in (int, float):
+        return ""
+    low, high = declared.parameter_info.min, declared.parameter_info.max
+    kind = "whole numbers" if declared.annotation is int else "numbers"
+    span = f" from {low}" + (f" to {high:,}" if high is not None else " up") if low is not None else ""
+    return f"{mistake.param.opts[0]} is {reasons[0]['input']}; allowed are {kind}{span}"

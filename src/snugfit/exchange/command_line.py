@@ -68,10 +68,13 @@ def parse_pairs(pairs: Sequence[str]) -> dict[str, Any]:
 def is_argument(name: str) -> bool:
     """Whether this is an argument of transformers' Trainer, or one that its example scripts have."""
     table = dialect("script")
-    if name in table.becomes or table.refusal(name) or table.reason_to_ignore(name):
-        return True
+    return bool(name in argument_names() or table.refusal(name) or table.reason_to_ignore(name))
+
+
+def argument_names() -> set[str]:
+    """The arguments that have a name of their own; further ones are read by a pattern."""
     named = (key for kind in roster.techniques() for one in kind.counterparts for key in one.arguments)
-    return name in {*named, "per_device_train_batch_size"}
+    return {*dialect("script").words(), *named, "per_device_train_batch_size"}
 
 
 def read_shell(text: str, where: str) -> tuple[str, dict[str, Any]]:

@@ -192,7 +192,8 @@ def find_gpus(text: str) -> list[Gpu]:
     exact = [gpu for gpu in all_gpus() if _normalize(text) in _exact_names(gpu)]
     if candidates := exact or _prefer_sxm(_matches(text)):
         return candidates
-    raise GpuError(f"No GPU {text!r} in the table.{_nearest(text)} snugfit gpus lists all.")
+    similar = _nearest(text) or " Names are written like h200, a100-80gb or 'rtx 4090'."
+    raise GpuError(f"No GPU {text!r} in the table.{similar} snugfit gpus lists all.")
 
 
 def _matches(text: str) -> list[Gpu]:
