@@ -225,6 +225,22 @@ def test_a_measured_death_has_its_exit_code(
     assert (outcome in capsys.readouterr().out) is (code != 0)
 
 
+def test_a_machine_without_a_gpu_is_said_before_the_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told: list[str] = []
+
+    def measure(*_: Any, **__: Any) -> Any:
+        told.append(capsys.readouterr().err)
+        return measurement(outcome="ok", footprint=footprint())
+
+    monkeypatch.setattr("snugfit.measurement.measure.measure", measure)
+    monkeypatch.setattr("snugfit.measurement.target.torch_cuda", lambda: None)
+    for device in ([], ["--device", "cpu"]):
+        assert run(["measure", *BERT, *device]) == 0
+    assert ["no GPU that torch can use" in text for text in told] == [True, False]
+
+
 def test_predicting_beside_a_run_on_the_cpu_is_refused_before_the_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], empty_folder: Path
 ) -> None:

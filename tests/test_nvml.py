@@ -208,14 +208,25 @@ class TestPlace:
         ):
             pass
 
-    def test_without_nvml_a_gpu_is_used_only_when_asked_for(self) -> None:
+    def test_without_nvml_a_gpu_is_used_only_when_asked_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
         absent = FakeNvml(absent=True)
+        monkeypatch.setattr("snugfit.measurement.target._has_cuda_driver", lambda: True)
         with open_target(None, 0, environment={}, library=absent) as place:
             assert place.type == "cpu"
         with open_target("cuda", 0, environment={}, library=absent) as place:
             assert (place.type, place.card) == ("cuda", None)
             assert place.doubt is not None
             assert "Not Found" in place.doubt
+
+    def test_a_gpu_without_any_driver_is_refused_before_a_process_starts(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("ctypes.CDLL", lambda name: (_ for _ in ()).throw(OSError(name)))
+        with (
+            pytest.raises(GpuError, match="CUDA's driver is not installed here"),
+            open_target("cuda", 0, environment={}, library=FakeNvml(absent=True)),
+        ):
+            pass
 
     @pytest.mark.parametrize("device", ["tpu", "cuda:x", "cuda:-1", "CUDA", ""])
     def test_an_unknown_device_is_an_error(self, device: str) -> None:

@@ -8,10 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import typer
+
 from snugfit.cli import arguments as given
 from snugfit.cli.request import Request
 from snugfit.errors import OutOfMemory, UsageError
-from snugfit.measurement.target import gpu_here
+from snugfit.measurement.target import gpu_here, target_here
 
 if TYPE_CHECKING:
     from snugfit.comparison.compare import Comparison
@@ -53,6 +55,11 @@ def measure(
 
     given.check_pictures(html, plot)
     policy_for(request.gpu, Software())
+    if target_here(device).type == "cpu" and device is None:
+        typer.echo(
+            "This machine has no GPU that torch can use: the step runs on the CPU, without a GPU's figures.",
+            err=True,
+        )
     # Whatever is wrong with the prediction is said before minutes are spent on the run.
     predicted = _predict(request, device) if predict else None
     measured = run(

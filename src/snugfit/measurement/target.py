@@ -13,8 +13,10 @@ compile torch and transformers again, so bytecode goes to the user's folder of c
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
+import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -107,6 +109,11 @@ def open_target(
     try:
         nvml = open_nvml(library)
     except NvmlUnavailable as reason:
+        if kind == "cuda" and not _has_cuda_driver():
+            raise GpuError(
+                f"No GPU: CUDA's driver is not installed here, and NVML does not answer ({reason}). Use "
+                "--device cpu, or a machine with a GPU."
+            ) from None
         yield Target(type="cpu") if kind is None else Target(type="cuda", index=index, doubt=str(reason))
         return
     with nvml:
@@ -119,8 +126,23 @@ def open_target(
 def gpu_here(device: str | None = None) -> str | None:
     """The name of this machine's GPU, or of the one that `device` (`cuda:1`) names; None where NVML knows
     none. Nothing touches CUDA."""
+    target = target_here(device)
+    return target.card.name if target.card else None
+
+
+def target_here(device: str | None = None) -> Target:
+    """What `device` means on this machine, found within a fraction of a second; its card answers nothing."""
     with open_target(device, 0, environment=os.environ) as target:
-        return target.card.name if target.card else None
+        return target
+
+
+def _has_cuda_driver() -> bool:
+    """Whether the library is there by which torch reaches a GPU. Loading it makes no context."""
+    try:
+        ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def _parse_device(device: str | None, index: int) -> tuple[str | None, int]:

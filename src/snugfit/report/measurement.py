@@ -34,7 +34,7 @@ def _heading(measurement: Measurement) -> Text:
     if job.model.module is None:
         text.append(" · random weights")
     if device.type == "cpu":
-        text.append("\nMeasured on the CPU, because this machine has no GPU. GPU figures are missing.")
+        text.append("\nMeasured on the CPU: the figures of a GPU are missing.")
     return text
 
 
