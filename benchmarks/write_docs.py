@@ -127,6 +127,11 @@ ADDED: dict[type, dict[str, tuple[Any, str]]] = {
     Comparison: {**_HEADS, "errors": (Mapping[str, float], "predicted / measured - 1, by figure.")},
     LengthPlan: {
         **_HEADS,
+        "fits": (
+            bool | None,
+            "Whether the longest batch fits in at least one way; null where no memory was named or there are "
+            "no ways.",
+        ),
         "best": (Way | None, ""),
         "assumed": (bool, "Whether the best is better only by an assumed cost of unaligned rows."),
     },

@@ -113,7 +113,7 @@ def test_an_answer_is_remembered_until_the_lengths_change(
         (["--lengths", "lengths.txt", "--padding", "0.5"], "--padding 0.5: the file of --lengths gives it"),
         (["--lengths", "none.txt"], "none.txt: no such file of lengths"),
         (["--lengths", "lengths.txt", "--column", "length"], "a .txt file has no columns"),
-        (["--lengths", "lengths.txt", "--truncate", "-4"], "'--truncate'"),
+        (["--lengths", "lengths.txt", "--truncate", "-4"], "--truncate is -4; allowed are"),
         ([], "Missing option '--lengths'"),
     ],
 )

@@ -136,8 +136,12 @@ def test_a_sample_past_the_last_position_needs_a_cut() -> None:
 
 def test_what_does_not_fit_is_not_the_best(mixed: LengthPlan) -> None:
     least = min(one.needed_bytes or 0 for one in mixed.ways)
-    assert replace(mixed, memory_bytes=least - 1).best is None
-    assert replace(mixed, memory_bytes=least).best is not None
+    for memory, fits in ((least - 1, False), (least, True), (None, None)):
+        plan = replace(mixed, memory_bytes=memory)
+        assert (plan.best is None) is (fits is False)
+        assert plan.to_json()["fits"] is fits
+        assert LengthPlan.from_json(plan.to_json()) == plan
+    assert replace(mixed, ways=()).to_json()["fits"] is None
 
 
 def test_of_ways_as_fast_the_simplest_is_the_best(mixed: LengthPlan) -> None:

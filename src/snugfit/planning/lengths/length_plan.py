@@ -130,7 +130,8 @@ class LengthPlan:
     def to_json(self) -> dict[str, Any]:
         """The document that `snugfit lengths --json` prints."""
         ways = [encode_fields(way, fits=self.fits(way)) for way in self.ways]
-        derived = {"ways": ways, "best": encode(self.best), "assumed": self.is_assumed}
+        fits = self.fits(self.best) if self.best else False if ways else None
+        derived = {"fits": fits, "ways": ways, "best": encode(self.best), "assumed": self.is_assumed}
         return {"schema": SCHEMA, "what": "lengths", **encode_fields(self, **derived)}
 
     @classmethod
