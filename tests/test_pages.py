@@ -11,6 +11,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 
 from made_up import EVIL, guide_result, measurement, prediction, timed, timing
@@ -248,16 +249,38 @@ def test_the_layers_of_the_step_are_as_high_as_their_bytes() -> None:
     bound = next(line for line in svg.iter(f"{SVG}line") if line.get("class") == "bound")
     scale = (320.0 - float(bound.get("y1") or 0)) / (4 * GIB)
 
-    def thickness(polygon: ElementTree.Element, column: int) -> float:
+    def thickness(polygon: ElementTree.Element, x: float) -> float:
         places = [tuple(map(float, pair.split(","))) for pair in (polygon.get("points") or "").split()]
-        return (places[-1 - column][1] - places[column][1]) / scale / MIB
+        turn = max(range(len(places)), key=lambda index: places[index][0]) + 1
+        upper, lower = (
+            np.interp(x, *zip(*line, strict=True)) for line in (places[:turn], places[: turn - 1 : -1])
+        )
+        return float(lower - upper) / scale / MIB
 
+    edges = [58.0 + (792.0 - 58.0) * point.position for point in curve]
     for column in (0, 10, 34):
-        assert thickness(context, column) == pytest.approx(100, abs=3)
-        assert thickness(weights, column) == pytest.approx(200, abs=3)
-        assert thickness(activations, column) == pytest.approx(
+        assert thickness(context, edges[column]) == pytest.approx(100, abs=3)
+        assert thickness(weights, edges[column]) == pytest.approx(200, abs=3)
+        assert thickness(activations, edges[column]) == pytest.approx(
             curve[column].kinds["activations"] / MIB, abs=3
         )
+
+
+def test_a_picture_of_a_step_is_no_larger_than_what_it_shows() -> None:
+    """Level lines are two points, kinds too thin to be seen are no shape, and moments too close to be pointed
+    at are told together, with the highest."""
+    one = prediction().anatomy.curve[0]
+    kinds = {"weights": 900 * MIB, "activations": 0, "inputs": 1}
+    curve = [
+        replace(one, position=index / 1000, kinds={**kinds, "activations": 100 * MIB * (index == 500)})
+        for index in range(1000)
+    ]
+    (svg,) = drawings(memory_over_step(curve).svg)
+    weights, activations = (polygon.get("points") or "" for polygon in svg.iter(f"{SVG}polygon"))
+    assert (len(weights.split()), len(activations.split())) == (4, 5)
+    strips = [group for group in svg.iter(f"{SVG}g") if group.get("class") == "point"]
+    assert len(strips) < 130
+    assert [group.findtext(f"{SVG}title", "").count("activations") for group in strips].count(1) == 1
 
 
 @pytest.mark.parametrize(("batches", "words"), [

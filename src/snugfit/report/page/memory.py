@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 
 from markupsafe import Markup
 
@@ -19,6 +19,9 @@ LEFT, RIGHT, HIGH, BASE = 58.0, WIDTH - 8.0, 34.0, 320.0
 
 FURTHEST_BOUND = 3.0
 """How many times the highest bytes the GPU's memory may be to be drawn to scale."""
+
+NARROWEST_STRIP = 6.0
+"""Units of the step that are pointed at together, and tell the highest moment in them."""
 
 NARROWEST_BRACKET = 24.0
 """Units of a micro-batch from which each gets its number."""
@@ -61,17 +64,18 @@ def memory_over_step(
     top = 1.04 * max(highest, bound or 0)
     edges = [LEFT, *(_x(point.position) for point in curve[1:]), RIGHT]
     parts = [*_phases(curve), *byte_axis(top, LEFT, RIGHT, BASE, HIGH), *_layers(stacks, present, edges, top)]
-    parts.append(tag("polyline", points=_points(edges, reserved, top), class_="reserved"))
+    parts.append(tag("polyline", points=_points(edges, [*reserved, reserved[-1]], top), class_="reserved"))
     legend = [LegendEntry(colour_of(kind), kind) for kind in present]
     legend.append(LegendEntry("reserved", "reserved by the allocator, with the context"))
     if bound:
         y = _y(bound, top)
         parts.append(tag("line", x1=LEFT, x2=RIGHT, y1=y, y2=y, class_="bound"))
         legend.append(LegendEntry("bound", f"the memory limit, {show_bytes(bound)}"))
-    for index, (at, stack) in enumerate(zip(curve, stacks, strict=True)):
-        width = max(1.0, edges[index + 1] - edges[index])
-        strip = tag("rect", x=edges[index], y=HIGH, width=width, height=BASE - HIGH, class_="strip")
-        parts.append(point(_about(at, stack, present), strip, start=index == peak))
+    for begin, end in pairwise(_strips(edges)):
+        at = max(range(begin, end), key=lambda index: sum(stacks[index].values()))
+        width = edges[end] - edges[begin]
+        strip = tag("rect", x=edges[begin], y=HIGH, width=width, height=BASE - HIGH, class_="strip")
+        parts.append(point(_about(curve[at], stacks[at], present), strip, start=at == peak))
     brackets = micro_batch_passages(curve, micro_batches, NARROWEST_BRACKET / (RIGHT - LEFT))
     parts += _micro_batches(brackets)
     about = (
@@ -101,20 +105,46 @@ def _y(size: float, top: float) -> float:
     return BASE - (BASE - HIGH) * size / top
 
 
-def _points(edges: Sequence[float], sizes: Sequence[float], top: float, *, back: bool = False) -> str:
-    """A line through the sizes, which goes on level to the last edge; or the same from its end."""
-    places = [f"{x:.1f},{_y(size, top):.1f}" for x, size in zip(edges, [*sizes, sizes[-1]], strict=True)]
-    return " ".join(reversed(places) if back else places)
+def _strips(edges: Sequence[float]) -> list[int]:
+    """Indices of the edges at which a strip begins, and that of the last edge."""
+    begins = [0]
+    for index, x in enumerate(edges[:-1]):
+        if x - edges[begins[-1]] >= NARROWEST_STRIP:
+            begins.append(index)
+    return [*begins, len(edges) - 1]
+
+
+def _points(edges: Sequence[float], sizes: Sequence[float], top: float) -> str:
+    """A line through the sizes at these edges, without the points inside a level stretch."""
+    heights = [f"{_y(size, top):.1f}" for size in sizes]
+    inside = [
+        set(heights[max(0, index - 1) : index + 2]) == {heights[index]} for index in range(len(heights))
+    ]
+    inside[0] = inside[-1] = False
+    return " ".join(
+        f"{x:.1f},{height}" for x, height, level in zip(edges, heights, inside, strict=True) if not level
+    )
 
 
 def _layers(
     stacks: Sequence[Mapping[str, int]], present: Sequence[str], edges: Sequence[float], top: float
 ) -> Iterable[Markup]:
-    lower = [0.0] * len(stacks)
+    """A kind's bytes on those of the kinds before it, where they are high enough to be seen; the last ones
+    go on to the last edge."""
+    lower = [0.0] * len(edges)
     for kind in present:
-        upper = [below + stack.get(kind, 0) for below, stack in zip(lower, stacks, strict=True)]
-        outline = f"{_points(edges, upper, top)} {_points(edges, lower, top, back=True)}"
-        yield tag("polygon", points=outline, class_=colour_of(kind))
+        upper = [
+            below + stack.get(kind, 0) for below, stack in zip(lower, [*stacks, stacks[-1]], strict=True)
+        ]
+        seen = [_y(low, top) - _y(high, top) >= 0.1 for low, high in zip(lower, upper, strict=True)]
+        segments = groupby(range(len(edges) - 1), key=lambda index: seen[index] or seen[index + 1])
+        for visible, members in segments:
+            run = list(members)
+            part = slice(run[0], run[-1] + 2)
+            back = _points(edges[part], lower[part], top).split(" ")[::-1]
+            if visible:
+                outline = " ".join([_points(edges[part], upper[part], top), *back])
+                yield tag("polygon", points=outline, class_=colour_of(kind))
         lower = upper
 
 
