@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import snugfit
 from made_up import EVIL, job
 from snugfit.cli import plan_cache as cache
 from snugfit.cli.main import run
+from snugfit.cli.plan_cache import Rememberable
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
 from snugfit.job.model import Model
@@ -22,6 +24,8 @@ from snugfit.planning.plan import Change, Choice, Counts, Exclusion, Plan, Reaso
 from snugfit.report.plan.plan import render
 from snugfit.report.text.terminal import as_text
 from snugfit.units import GIB
+from test_gpus_command import made_up as plans_for_gpus
+from test_lengths_command import made_up as of_lengths
 
 ASK = ["plan", "bert-large-uncased", "--task", "sequence-classification", "--gpu", "h200"]
 
@@ -248,16 +252,28 @@ def test_a_plan_in_python_is_remembered_and_tells_as_the_command_does(
 
 
 @pytest.mark.whole
-def test_a_remembered_plan_is_shown_without_torch_or_transformers(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("answer", "words", "heavy"),
+    [
+        (made_up, ASK, "set()"),
+        (of_lengths, ["lengths", *ASK[1:], "--lengths", "lengths.json"], "set()"),
+        (plans_for_gpus, ["gpus", "--for", *ASK[1:4]], "{'numpy'}"),
+    ],
+)
+def test_a_remembered_answer_is_shown_without_torch_or_transformers(
+    answer: Callable[[], Rememberable], words: list[str], heavy: str, tmp_path: Path
+) -> None:
     """With all its last lines: importing either takes longer than all else that the command does."""
-    file = tmp_path / "plan.json"
-    file.write_text(json.dumps(made_up().to_json()), encoding="utf-8")
+    file = tmp_path / "answer.json"
+    file.write_text(json.dumps(answer().to_json()), encoding="utf-8")
+    (tmp_path / "lengths.json").write_text('{"128": 60, "500": 4}')
     script = (
         "import json, sys; from snugfit.cli import plan_cache; from snugfit.cli.main import run;"
         f"plan_cache.recall = lambda key, read: read(json.load(open({str(file)!r})));"
-        f"code = run({ASK!r});"
+        f"code = run({words!r});"
         "print(code, {'torch', 'transformers', 'numpy'} & set(sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert "In a Trainer: TrainingArguments(" in done.stdout
-    assert done.stdout.endswith("0 set()\n"), done.stdout + done.stderr
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert "In a Trainer: TrainingArguments(" in done.stdout or answer is not made_up
+    assert done.stdout.endswith(f"0 {heavy}\n"), done.stdout + done.stderr

@@ -136,13 +136,13 @@ def _layers(
         upper = [
             below + stack.get(kind, 0) for below, stack in zip(lower, [*stacks, stacks[-1]], strict=True)
         ]
-        seen = [_y(low, top) - _y(high, top) >= 0.1 for low, high in zip(lower, upper, strict=True)]
-        segments = groupby(range(len(edges) - 1), key=lambda index: seen[index] or seen[index + 1])
-        for visible, members in segments:
+        visible = [_y(low, top) - _y(high, top) >= 0.1 for low, high in zip(lower, upper, strict=True)]
+        segments = groupby(range(len(edges) - 1), key=lambda index: visible[index] or visible[index + 1])
+        for is_drawn, members in segments:
             run = list(members)
             part = slice(run[0], run[-1] + 2)
             back = _points(edges[part], lower[part], top).split(" ")[::-1]
-            if visible:
+            if is_drawn:
                 outline = " ".join([_points(edges[part], upper[part], top), *back])
                 yield tag("polygon", points=outline, class_=colour_of(kind))
         lower = upper
