@@ -169,8 +169,8 @@ def crowded() -> list[object]:
 
 
 @pytest.mark.parametrize(("kind", "pictures", "words"), [
-    ("plan", 1, "2: bf16 + micro_batches(2): 10.00 GiB, 66.67 samples/s, the best that fits"),
-    ("plan", 1, "1: bf16 + micro_batches(1): 20.00 GiB, 80.00 samples/s, does not fit"),
+    ("plan", 1, "1: bf16 + micro_batches(2): 10.00 GiB, 66.67 samples/s, the best that fits"),
+    ("plan", 1, "5: bf16 + micro_batches(1): 20.00 GiB, 80.00 samples/s, does not fit"),
     ("measurement", 2, "step 2: seconds 110.0 ms"),
     ("comparison", 5, "reserved · -12.5 %: predicted 7.00 GiB, measured 8.00 GiB"),
     ("gpus", 2, "does not fit: needed 20.00 GiB"),
@@ -207,7 +207,7 @@ def test_results_are_frames_where_pandas_is_installed(monkeypatch: pytest.Monkey
     of_plan, of_both = everything()["plan"], everything()["comparison"]
     assert isinstance(of_plan, Plan)
     assert isinstance(of_both, Comparison)
-    assert [row["best"] for row in of_plan.to_rows()] == [False, True, False, False, False]
+    assert [row["best"] for row in of_plan.to_rows()] == [True, False, False, False, False]
     assert of_both.to_rows()[2]["error"] == -0.125
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(UsageError, match="pip install pandas"):

@@ -17,6 +17,7 @@ from snugfit.job.model import Model
 from snugfit.planning.fleet.gpu_plans import GpuPlans, OnGpu
 from snugfit.planning.fleet.prices import Prices
 from snugfit.planning.plan import Plan
+from snugfit.report.plan.front import draw_front
 from snugfit.report.plan.gpu_plans import headline
 from snugfit.report.plan.next_steps import next_steps
 from snugfit.report.plan.plan import front, render
@@ -65,8 +66,12 @@ def test_what_fits_stands_first_and_few_near_misses_below() -> None:
     everything = shown_front(plan, everything=True)
     assert everything[0] == plan.best
     assert len(everything) == len(plan.front)
+    document = plan.to_json()
+    assert [entry["recipe"] for entry in document["front"]] == [choice.recipe for choice in everything]
+    assert Plan.from_json(document) == plan
     first, *_, last = front(plan).rows
-    assert (first[0], last[0]) == ("13 best", "12 does not fit"), "numbers are those of the JSON and the page"
+    assert (first[0], last[0]) == ("1 best", "41 does not fit"), "numbers are those of the JSON and the page"
+    assert [draw_front(plan).rows[number][1] for number in (0, 40)] == [rows[0].recipe, rows[-1].recipe]
 
 
 def test_an_answer_that_is_not_on_the_front_is_shown() -> None:

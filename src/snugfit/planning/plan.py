@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
 
 from snugfit.documents import decode_fields, encode, encode_fields
@@ -232,8 +232,9 @@ class Plan(Tabular):
     """The run's length, over which the start-up was spread; None where it was not said."""
 
     front: tuple[Choice, ...]
-    """Recipes than which no other is both as fast and as small, the fastest first. One that would be smaller
-    than a faster one by less than `MEMORY_RESOLUTION` may be missing, the answer never."""
+    """Recipes than which no other is both as fast and as small, the fastest first; in JSON and on pages those
+    that fit stand first. One that would be smaller than a faster one by less than `MEMORY_RESOLUTION` may be
+    missing, the answer never."""
 
     best: Choice | None
     """Of those that fit and leave the headroom, the one that the objective asks for; where none leaves it,
@@ -290,6 +291,11 @@ class Plan(Tabular):
         """Whether a recipe fits the memory."""
         return self.spare_bytes(choice) >= 0
 
+    @property
+    def fitting_first(self) -> list[Choice]:
+        """The front, what fits first: the order of its numbers."""
+        return sorted(self.front, key=self.fitting, reverse=True)
+
     def spare_bytes(self, choice: Choice) -> float:
         """What a recipe leaves of the memory; infinite where there is no bound."""
         return math.inf if self.memory_bytes is None else self.memory_bytes - choice.needed_bytes
@@ -321,7 +327,7 @@ class Plan(Tabular):
         return self.best or self.nearest
 
     def to_rows(self) -> list[dict[str, Any]]:
-        """The recipes of the front, a row each, the fastest first."""
+        """The recipes of the front, a row each, what fits first, the fastest of it first."""
         return [
             asdict(choice)
             | {
@@ -330,12 +336,12 @@ class Plan(Tabular):
                 "fits": self.memory_bytes is None or choice.needed_bytes <= self.memory_bytes,
                 "best": choice == self.best,
             }
-            for choice in self.front
+            for choice in self.fitting_first
         ]
 
     def to_json(self) -> dict[str, Any]:
         """The document that `snugfit plan --json` prints; `Plan.from_json` reads it back."""
-        keys: dict[str, Any] = {"fits": self.fits, "tight": self.tight}
+        keys: dict[str, Any] = {"fits": self.fits, "tight": self.tight, "front": encode(self.fitting_first)}
         keys["nearest_miss"] = None if self.best else encode(self.nearest)
         if self.timing:
             keys["timing"] = asdict(self.timing) | asdict(self.timed(self.best_or_nearest))
@@ -347,6 +353,7 @@ class Plan(Tabular):
         if document.get("what") != "plan" or document.get("schema") != SCHEMA:
             raise UsageError("This is not a plan of this version of snugfit.")
         try:
-            return decode_fields(cls, document)
+            plan = decode_fields(cls, document)
+            return replace(plan, front=tuple(sorted(plan.front, key=plan.fitting)))
         except (KeyError, TypeError) as damaged:
             raise UsageError(f"This plan is damaged: {damaged}.") from None

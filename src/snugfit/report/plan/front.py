@@ -21,8 +21,9 @@ APART = 17.0
 def draw_front(plan: Plan) -> Picture:
     """The recipes of the front, the best, and the memory that may be used. Numbers are the table's; a point
     too close to a numbered one has none, but the answer has one."""
-    speeds = [plan.speed(choice) for choice in plan.front]
-    sizes = [choice.needed_bytes for choice in plan.front]
+    front, answer = plan.fitting_first, plan.best_or_nearest
+    speeds = [plan.speed(choice) for choice in front]
+    sizes = [choice.needed_bytes for choice in front]
     top = 1.08 * max(*sizes, plan.memory_bytes or 0)
     fastest = 1.08 * max(speeds) or 1.0
     places = [
@@ -35,22 +36,21 @@ def draw_front(plan: Plan) -> Picture:
         y = BASE - (BASE - HIGH) * plan.memory_bytes / top
         parts.append(tag("line", x1=LEFT, x2=RIGHT, y1=y, y2=y, class_="bound"))
         legend.append(LegendEntry("bound", f"the memory limit, {show_bytes(plan.memory_bytes)}"))
-    for (right, upper), (left, lower) in pairwise(places):
+    for (right, upper), (left, lower) in pairwise(sorted(places, reverse=True)):
         stair = f"{left:.1f},{lower:.1f} {left:.1f},{upper:.1f} {right:.1f},{upper:.1f}"
         parts.append(tag("polyline", points=stair, class_="rule"))
     if plan.best:
         legend.append(LegendEntry("best", "the best that fits"))
-    answer = plan.front.index(plan.best_or_nearest) if plan.best_or_nearest in plan.front else 0
-    numbered = [places[answer]]
-    for number, (choice, (x, y)) in enumerate(zip(plan.front, places, strict=True), 1):
+    numbered = [places[front.index(answer) if answer in front else 0]]
+    for number, (choice, (x, y)) in enumerate(zip(front, places, strict=True), 1):
         free = all(abs(x - other) > APART or abs(y - beside) > APART for other, beside in numbered)
-        free = free or number == answer + 1
+        free = free or (x, y) == numbered[0]
         numbered += [(x, y)] if free else []
         parts.append(_recipe_point(plan, choice, number, x, y, numbered_here=free))
     unit = "Samples per second" + (", start-up included" if plan.steps else "")
     return Picture(
         title="Memory and speed of the best recipes (Pareto front)",
-        svg=picture(f"{len(plan.front)} recipes, memory against speed.", BASE + 44, *parts),
+        svg=picture(f"{len(front)} recipes, memory against speed.", BASE + 44, *parts),
         heads=("No.>", "Recipe", "MiB>", f"{unit}>", "A step>", "Verdict"),
         rows=[
             (
@@ -61,7 +61,7 @@ def draw_front(plan: Plan) -> Picture:
                 show_seconds(choice.step_seconds),
                 _verdict(plan, choice),
             )
-            for number, (choice, speed) in enumerate(zip(plan.front, speeds, strict=True), 1)
+            for number, (choice, speed) in enumerate(zip(front, speeds, strict=True), 1)
         ],
         legend=tuple(legend),
         numbered=True,

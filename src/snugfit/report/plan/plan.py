@@ -148,7 +148,7 @@ def front(plan: Plan, *, everything: bool = False) -> Grid:
     are worth reading, or `everything`."""
     shown = shown_front(plan, everything=everything)
     recipes = recipes_beside([choice.recipe for choice in shown], plan.best_or_nearest.recipe)
-    numbers = {choice: number for number, choice in enumerate(plan.front, 1)}
+    numbers = {choice: number for number, choice in enumerate(plan.fitting_first, 1)}
     rows = tuple(
         (
             f"{numbers.get(choice, '')} {_mark(plan, choice)}".strip(),
