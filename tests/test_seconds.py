@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from dataclasses import fields, replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from snugfit.prediction.kernel_seconds import KernelClock, tile_seconds
 from snugfit.prediction.predict import predict
 from snugfit.prediction.rates import HostLaunchCosts, Rates, packaged_rates, rates_for
 from snugfit.prediction.seconds import simulate_queue, step_seconds
+from snugfit.prediction.timeline import QUEUE_DEPTH, queue_moments
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import Kernel
@@ -28,6 +30,16 @@ FREE = HostLaunchCosts(**dict.fromkeys((field.name for field in fields(HostLaunc
 
 
 # ---- the queue -----------------------------------------------------------------------------------------
+
+
+def test_the_host_of_a_timeline_is_no_further_ahead_than_the_queue_is_deep() -> None:
+    """Of a step of 2,000 kernels, and of a short one; what the device does stays."""
+    for count in (2000, 10):
+        moments = queue_moments([1.0] * count, [0.001] * count, (), FREE)
+        assert max(start - launch for launch, start in moments) <= QUEUE_DEPTH
+        pauses = [later - start for (_, start), (_, later) in pairwise(moments)]
+        assert pauses == pytest.approx([1.0] * (count - 1))
+        assert simulate_queue([1.0] * count, [0.001] * count, (), FREE) == pytest.approx(count)
 
 
 def test_a_device_that_has_work_sets_the_pace() -> None:

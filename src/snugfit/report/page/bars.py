@@ -135,7 +135,8 @@ def timeline(spans: Sequence[PhaseSpan], step_seconds: float) -> Picture:
             for span in spans
         ],
         legend=tuple(LegendEntry(_PHASES[phase], phase) for phase in phases),
-        note="The host launches kernels before the device runs them, also those of the next step.",
+        note="The host launches kernels before the device runs them, also those of the next step; when about "
+        "1,000 are waiting, it waits too.",
     )
 
 
