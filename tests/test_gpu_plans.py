@@ -225,6 +225,36 @@ def test_what_a_model_makes_of_a_gpu_s_threads_is_its_own() -> None:
     assert compared.sizes == {others[0]: None}
 
 
+@pytest.mark.parametrize("width", [128, 224])
+def test_gpus_that_run_another_attention_are_not_told_by_this_one(width: int) -> None:
+    wide = {"hidden_size": 2 * width, "num_attention_heads": 2, "hidden_dropout_prob": 0.1}
+    names = ("rtx 4090", "rtx 3060", "a100-sxm-80")
+    first, *others = (policy_for(find_gpu(name), Software()) for name in names)
+    compared = ComparedPolicy.of(first, others)
+    rehearse(small_job("bert", 1, wide), Recipe.parse("bf16").setup(), compared)
+    alike, larger = (compared.sizes[other] is not None for other in others)
+    assert (alike, larger) == (True, width == 128)
+
+
+def test_what_one_recipe_takes_more_by_the_gpu_s_own_scratch_all_take_that_share_its_passes(job: Job) -> None:
+    """None of those has to be simulated to know that it does not fit."""
+    space = space_of(job)
+    first = space.candidates[0]
+    siblings = [n for n, one in enumerate(space.candidates) if one.sized == first.sized]
+    siblings = [n for n in siblings if not space.candidates[n].setup.expandable_segments][:3]
+    other = next(n for n, one in enumerate(space.candidates) if one.sized != first.sized)
+    bounds = {number: Bound(needed_bytes=900, seconds=1.0) for number in (*siblings, other)}
+    gpu = replace(H200, memory_bytes=1000)
+    seat = PerGpuSearch(gpu, 0, SearchState(space, bounds), smallest=False, takes_less=False)
+    for number in (*siblings[:2], other):
+        seat.learn(number, figures(999, 1.0))
+    seat.set_own(siblings[0], figures(1005, 1.0))
+    seat.learn(siblings[2], figures(998, 1.0))
+    taken = [seat.state.judged[number].needed_bytes for number in (*siblings, other)]
+    assert taken == [1005, 1005, 1004, 999]
+    assert [seat.fits(number) for number in (*siblings, other)] == [False, False, False, True]
+
+
 @pytest.mark.whole
 def test_the_smallest_recipe_is_the_same_question_for_all(
     job: Job, everything: list[tuple[Recipe, Figures, Figures]]
@@ -371,6 +401,8 @@ def test_the_nearest_miss_of_a_gpu_is_the_fastest_of_the_near_ones(job: Job) -> 
     for smallest, answer in ((False, 2), (True, 1)):
         state = SearchState(space_of(job), dict(bounds))
         seat = PerGpuSearch(replace(H200, memory_bytes=100), 0, state, smallest=smallest)
+        assert bool(list(seat.open_candidates())) == smallest, "none can fit"
+        assert seat.seek_smallest() == (not smallest)
         while (number := next(iter(seat.open_candidates()), None)) is not None:
             state.learn(number, figures(bytes_of[number], seconds_of[number]))
         assert seat.answer() == answer

@@ -12,6 +12,7 @@ from snugfit.job.gpu import find_gpu
 from snugfit.planning.cost.parts import Parts
 from snugfit.planning.cost.timer import SingleGpuTimer
 from snugfit.planning.keep import kept_of
+from snugfit.planning.search.ranking import rank_best
 from snugfit.planning.search.search import plan, search
 from snugfit.planning.search.space import space_of
 from snugfit.planning.search.state import SearchState
@@ -39,7 +40,7 @@ def parts() -> Parts:
 def found(parts: Parts) -> SearchState:
     """A search of a small space, each trace judged once whole to compare with."""
     space = space_of(parts.job, fidelity=Fidelity.SAME, capability=(9, 0), fixed=kept_of(parts.job, SETTLED))
-    search(found := SearchState(space), WorkerPool([parts]))
+    search(found := SearchState(space), WorkerPool([parts]), every_bound=True)
     return found
 
 
@@ -67,7 +68,7 @@ def hold_to_brute_force(
     """The `count` best by this objective, within three quarters of the sizes that there are."""
     memory = sorted(size for _, size in everything)[len(everything) * 3 // 4]
     asked = replace(found, judged=dict(found.judged), memory_bytes=memory)
-    numbers = asked.best(count, WorkerPool([parts]), objective)
+    numbers = rank_best(asked, count, WorkerPool([parts]), objective)
     place = 1 if objective == "memory" else 0
     smallest: dict[float, int] = {}
     for length, size in everything:
@@ -84,7 +85,7 @@ def hold_to_brute_force(
 
 
 def test_nothing_is_listed_where_nothing_fits(parts: Parts, found: SearchState) -> None:
-    assert replace(found, memory_bytes=1 << 20).best(3, WorkerPool([parts]), "speed") == []
+    assert rank_best(replace(found, memory_bytes=1 << 20), 3, WorkerPool([parts]), "speed") == []
 
 
 @pytest.mark.whole

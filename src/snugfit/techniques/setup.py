@@ -117,6 +117,10 @@ class CheckpointWish:
         return tuple(spans[:: self.every])
 
 
+EVERY_LAYER = CheckpointWish()
+"""Each layer, by itself."""
+
+
 LOGITS_BYTES = 256 << 20
 """Of a chunk's logits in 32 bits (chosen): products of fewer tokens take longer on a GPU of today, and with
 what is needed beside them such logits take about a GiB."""

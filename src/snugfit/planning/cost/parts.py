@@ -42,7 +42,7 @@ from snugfit.rehearsal.device.policy import ComparedPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.splice import Part, rehearse_passes, rehearse_update, splice
 from snugfit.rehearsal.trace.trace import Mark, Trace
-from snugfit.techniques.setup import CheckpointWish
+from snugfit.techniques.setup import EVERY_LAYER
 
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
@@ -54,9 +54,6 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 _Result = TypeVar("_Result")
-
-EVERY_LAYER = CheckpointWish()
-"""Stands for all ways to recompute, where it does not matter which layers are."""
 
 REMEMBERED_PARTS = 48
 """Whole parts that are kept, at some ten megabytes each: more than there are kinds of passes in most spaces,

@@ -5,9 +5,13 @@ candidate is worth judging while it could still be that one: while it can fit, a
 above those of the best that is known to fit. Where nothing can fit, the smallest is looked for instead.
 
 GPUs that share a search run the same kernels, and take workspaces and scratch of their own. The search judges
-by the one that takes least, and what comes near enough to fitting counts as if it did; the answer is then
-simulated in full, by the GPU's own policy (`Parts.whole`). Where that shows that it does not fit, the next
-one is looked for.
+by the one that takes least (where another may take less, what comes near enough to fitting counts as if it
+did); the answer is then simulated in full, by the GPU's own policy (`Parts.whole`). Where that shows that it
+does not fit, the next one is looked for. Recipes that share their passes have their workspaces and scratch,
+so what that simulation showed one of them to take more holds for all.
+
+The smallest is exact where it is asked for. Where nothing fits, the nearest miss is the smallest up to
+`NEARLY_AS_SMALL`, and of those that were looked at for it the fastest.
 
 Of recipes that share their passes and differ in the update, those are not judged that are no faster by their
 lower bounds than one that was judged and fits; nor, where nothing does, those that are no smaller.
@@ -16,12 +20,12 @@ lower bounds than one that was judged and fits; nor, where nothing does, those t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from snugfit.planning.plan import NEARLY_AS_SMALL
 from snugfit.planning.search.recomputing import KINDS_AT_A_TIME, OnGpus, RecomputingKinds
-from snugfit.planning.search.simpler import simpler_than, simplest, unknown_simpler
+from snugfit.planning.search.simpler import AS_FAST, simpler_than, simplest, unknown_simpler
 from snugfit.planning.search.state import TIME_BOUND_MARGIN, SearchState
 
 if TYPE_CHECKING:
@@ -37,18 +41,53 @@ OWN_SHARE = 0.02
 was seen between GPUs of 28 and of 188 multiprocessors (BERT-large, batch 32: 112 MiB of 9.9 GiB reserved)."""
 
 
+SIBLING_SHARE = 0.002
+"""Of the bytes of a recipe that shares its passes with one that was simulated by the GPU's own policy, how
+many may still be another: the scratch of its update, and what the allocator rounds (chosen)."""
+
+
+class OwnBytes(NamedTuple):
+    """What a recipe takes more by a GPU's own policy than by the one that the search judges by."""
+
+    requested: int
+    allocated: int
+    reserved: int
+
+    def added_to(self, figures: Figures) -> Figures:
+        """What such a recipe takes by the GPU's own policy, of which these figures are by the other."""
+        return figures._replace(
+            requested_bytes=figures.requested_bytes + self.requested,
+            allocated_bytes=figures.allocated_bytes + self.allocated,
+            reserved_bytes=figures.reserved_bytes + self.reserved,
+        )
+
+
 class PerGpuSearch:
-    """What one GPU has to know in a search that several share; `index` is its own among them."""
+    """What one GPU has to know in a search that several share; `index` is its own among them. `takes_less` is
+    whether it may take less scratch than the one by which candidates are judged."""
 
     def __init__(
-        self, gpu: Gpu, index: int, state: SearchState, *, smallest: bool, headroom_bytes: int = 0
+        self,
+        gpu: Gpu,
+        index: int,
+        state: SearchState,
+        smallest: bool,
+        *,
+        takes_less: bool = True,
+        headroom_bytes: int = 0,
     ) -> None:
         self.gpu, self.index, self.state, self.smallest = gpu, index, state, smallest
-        self.headroom_bytes = headroom_bytes
+        self.headroom_bytes, self._less_share = headroom_bytes, OWN_SHARE if takes_less else 0.0
+        self.seeks_smallest = smallest
+        """Whether the smallest is looked for: where it is asked for, or nothing can fit."""
+        self._small_enough = 1.0 if smallest else 1 - NEARLY_AS_SMALL
+        """Of the smallest, what must be below that to be looked for."""
         self._bound = (gpu.memory_bytes or 0) - headroom_bytes
         self.own: dict[int, bool] = {}
         """Candidates that were simulated in full by this GPU's own policy, and whether that took what they
         had been judged to take."""
+        self._more: dict[Hashable, OwnBytes] = {}
+        """By the passes, where one that has them was simulated so."""
         self.sort()
 
     def sort(self) -> None:
@@ -67,28 +106,48 @@ class PerGpuSearch:
 
     def is_hopeful(self) -> Callable[[Bound], bool]:
         """Whether a candidate with this lower bound could be better than the answer of now."""
-        fitting, near = [] if self.smallest else self._fitting(), self._near_bytes()
-        seconds = [self.state.judged[number].seconds for number in fitting or self._near()]
-        enough, smallest = min(seconds, default=math.inf), self.state.smallest
+        fitting = [] if self.smallest else self._fitting()
+        enough = min((self.state.judged[number].seconds for number in fitting), default=math.inf)
 
         def hopeful(least: Bound) -> bool:
             is_fast = least.seconds * (1 - TIME_BOUND_MARGIN) <= enough
-            if fitting:
-                return is_fast and self._may_fit(least.needed_bytes)
-            if least.needed_bytes <= smallest or (is_fast and least.needed_bytes <= near):
-                return True
-            return not self.smallest and self._may_fit(least.needed_bytes)
+            if fitting or not self.seeks_smallest:
+                return (is_fast or not fitting) and self._may_fit(least.needed_bytes)
+            return least.needed_bytes <= self.state.smallest * self._small_enough
 
         return hopeful
+
+    def may_be_simpler(self) -> Callable[[int, Bound], bool]:
+        """Whether a candidate with this lower bound could be a simpler answer than the one of now."""
+        answer = self.answer()
+        simpler, most = {*simpler_than(self.state.space, answer)}, self.state.judged[answer].seconds
+
+        def may_be(number: int, least: Bound) -> bool:
+            return number in simpler and least.seconds <= most * (1 + AS_FAST)
+
+        return may_be
 
     def _open_candidates(self) -> Iterator[int]:
         faster = [] if self.smallest else list(self._faster())
         yield from faster
         if not faster and (fastest := self._fastest()) is not None:
             yield from unknown_simpler(self.state, fastest, self._may_fit)
-        if self.smallest or not (faster or self._fitting()):
+        if self.seeks_smallest and not (faster or (not self.smallest and self._fitting())):
             smaller = list(self._smaller())
             yield from smaller or self._faster_near()
+
+    def seek_smallest(self) -> bool:
+        """From now on looks for the smallest, where nothing fits; whether it did not before."""
+        did_not = not self.seeks_smallest and not self._fitting()
+        if did_not:
+            self.seeks_smallest, self._open = True, (-1, [])
+        return did_not
+
+    def learn(self, number: int, figures: Figures) -> None:
+        """This is what a candidate takes, by the policy that the search judges by."""
+        self.state.learn(number, figures)
+        if more := self._more.get(self.state.passes_of(number)):
+            self.state.judged[number] = more.added_to(figures)
 
     def answer(self) -> int:
         """The best of those judged, of which the simplest; when none leaves the headroom the smallest, and
@@ -102,12 +161,17 @@ class PerGpuSearch:
         return self._first(judged, lambda figures: (figures.needed_bytes, figures.seconds))
 
     def set_own(self, number: int, figures: Figures) -> None:
-        """What this GPU itself takes."""
-        known = self.state.judged[number]
-        more = figures.reserved_bytes - known.reserved_bytes
+        """What this GPU itself takes. Those that share the passes take as much more."""
+        judged, passes = self.state.judged, self.state.passes_of(number)
+        known = judged[number]
+        more = OwnBytes(*(own - other for own, other in zip(figures[:3], known[:3], strict=True)))
         as_long = math.isclose(figures.seconds, known.seconds, rel_tol=SAME_SECONDS)
-        self.own[number] = as_long and abs(more) <= OWN_SHARE * known.reserved_bytes
-        self.state.judged[number] = figures
+        self.own[number] = as_long and abs(more.reserved) <= OWN_SHARE * known.reserved_bytes
+        judged[number] = figures
+        if self.own[number] and passes not in self._more:
+            self._more[passes] = more
+            for other in set(self.state.siblings(number)).difference(self.own):
+                judged[other] = more.added_to(judged[other])
         self._open = (-1, [])
 
     def exclude(self, numbers: Collection[int]) -> None:
@@ -119,11 +183,20 @@ class PerGpuSearch:
     def fits(self, number: int) -> bool:
         """Whether a candidate that was judged fits and leaves the headroom, or may do so by this GPU's own
         policy."""
-        needed = self.state.judged[number].needed_bytes
-        return needed <= self._bound if number in self.own else self._may_fit(needed)
+        share = min(self._less_share, self._unknown_share(number))
+        return self.state.judged[number].needed_bytes * (1 - share) <= self._bound
 
     def _may_fit(self, needed: int) -> bool:
-        return needed * (1 - OWN_SHARE) <= self._bound
+        return needed * (1 - self._less_share) <= self._bound
+
+    def _unknown_share(self, number: int) -> float:
+        """Of the bytes that a candidate was judged to take, how many may be this GPU's own scratch."""
+        if number in self.own:
+            return 0.0
+        more = self._more.get(self.state.passes_of(number))
+        if more is None:
+            return OWN_SHARE
+        return SIBLING_SHARE if any(more) else 0.0
 
     def _fitting(self) -> list[int]:
         return [number for number in self.state.judged if self.fits(number)]
@@ -137,7 +210,7 @@ class PerGpuSearch:
 
     def _surely_fits(self, number: int) -> bool:
         """Whether a candidate fits whatever this GPU's own workspaces and scratch are."""
-        return number in self.own or self.state.judged[number].needed_bytes * (1 + OWN_SHARE) <= self._bound
+        return self.state.judged[number].needed_bytes * (1 + self._unknown_share(number)) <= self._bound
 
     def _first(self, numbers: Sequence[int], order: Callable[[Figures], tuple[float, float]]) -> int:
         """The first in this order, and among equals the one that any plan would take."""
@@ -148,7 +221,7 @@ class PerGpuSearch:
     def _near_bytes(self) -> float:
         """What a nearest miss may take; 0 where the smallest may fit, or is what is asked for."""
         least = self.state.smallest
-        missed = not self.smallest and least * (1 - OWN_SHARE) > (self.gpu.memory_bytes or 0)
+        missed = not self.smallest and least * (1 - self._less_share) > (self.gpu.memory_bytes or 0)
         return least * (1 + NEARLY_AS_SMALL) if missed else 0.0
 
     def _near(self) -> list[int]:
@@ -161,7 +234,7 @@ class PerGpuSearch:
         enough = min((self.state.judged[number].seconds for number in self._near()), default=0.0)
         for number in self._by_seconds:
             least = self.state.bounds[number]
-            if least.seconds * (1 - TIME_BOUND_MARGIN) > enough:
+            if least.seconds > enough * (1 - NEARLY_AS_SMALL):
                 return
             if number in self.state.judged or least.needed_bytes > most:
                 continue
@@ -180,9 +253,9 @@ class PerGpuSearch:
                 yield number
 
     def _smaller(self) -> Iterator[int]:
-        least = min((figures.needed_bytes for figures in self.state.judged.values()), default=None)
+        most = self.state.smallest * self._small_enough
         for number in self._by_bytes:
-            if least is not None and self.state.bounds[number].needed_bytes > least:
+            if self.state.bounds[number].needed_bytes > most:
                 return
             if number not in self.state.judged and not self._has_smaller_sibling(number):
                 yield number
@@ -200,17 +273,21 @@ class PerGpuSearch:
 
 def screen_recomputing(recomputing: RecomputingKinds, searches: Sequence[PerGpuSearch]) -> bool:
     """Gives kinds that recompute their lower bounds, as far as a GPU may have a better answer among them, or
-    a simpler one; whether there were any."""
+    a simpler one. Where there are none, GPUs that nothing fits look for the smallest. Whether there is more
+    to judge."""
     hopeful = [search.is_hopeful() for search in searches]
 
     def is_needed(number: int, least: OnGpus) -> bool:
         return any(may_be_better(bound) for may_be_better, bound in zip(hopeful, least, strict=True))
 
     screened = recomputing.screen(is_needed, KINDS_AT_A_TIME, twins=False)
+    if not screened:
+        began_to_seek = [search.seek_smallest() for search in searches]
+        if any(began_to_seek):
+            return True
     if not screened and searches[0].state.judged:
-        answers = {search.answer() for search in searches}
-        simpler = {number for answer in answers for number in simpler_than(recomputing.space, answer)}
-        screened = recomputing.screen(lambda number, least: number in simpler)
+        as_fast = [search.may_be_simpler() for search in searches]
+        screened = recomputing.screen(lambda n, least: any(may(n, least[i]) for i, may in enumerate(as_fast)))
     for search in searches:
         search.sort()
     return bool(screened)

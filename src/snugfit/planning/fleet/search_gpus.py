@@ -238,11 +238,12 @@ def _search(
 ) -> list[PerGpuSearch]:
     """The search of each GPU, with an answer of its own."""
     states = [SearchState(space) for _ in gpus]
-    recomputing = RecomputingKinds(states, pool, tell)
-    recomputing.add_others()
+    (recomputing := RecomputingKinds(states, pool, tell)).add_others()
+    scratch = [policy_for(gpu, Software()).scratch_size for gpu in gpus]
+    takes_less = [any(own < judged for own, judged in zip(one, scratch[0], strict=True)) for one in scratch]
     searches = [
-        PerGpuSearch(gpu, index, state, smallest=smallest[index], headroom_bytes=headroom[gpu.key])
-        for index, (gpu, state) in enumerate(zip(gpus, states, strict=True))
+        PerGpuSearch(gpu, i, state, smallest[i], takes_less=takes_less[i], headroom_bytes=headroom[gpu.key])
+        for i, (gpu, state) in enumerate(zip(gpus, states, strict=True))
     ]
     while True:
         _judge(space, pool, searches, tell)
@@ -285,18 +286,18 @@ def _judge(space: Space, pool: WorkerPool, searches: Sequence[PerGpuSearch], tel
         else:
             for candidate, figures in zip(group, answer, strict=True):
                 for search in searches:
-                    search.state.learn(candidate, figures[search.index])
+                    search.learn(candidate, figures[search.index])
         undecided = sum(bool(search.open_candidates()) for search in searches)
         tell(f"{len(searches[0].state.judged)} recipes checked, {undecided} GPUs without an answer")
 
 
 def _simulate_answers(space: Space, pool: WorkerPool, searches: Sequence[PerGpuSearch], tell: Tell) -> None:
-    """Simulates each GPU's answer in full by its own policy; GPUs that run the same kernels whatever they are
-    given share a rehearsal. Those are the figures that are stated."""
-    groups: dict[Hashable, list[PerGpuSearch]] = defaultdict(list)
+    """Simulates each GPU's answer in full by its own policy; GPUs that have the same answer share a rehearsal
+    where they run the same kernels. Those are the figures that are stated."""
+    groups: dict[int, list[PerGpuSearch]] = defaultdict(list)
     for search in searches:
         if search.answer() not in search.own:
-            groups[search.answer(), policy_for(search.gpu, Software()).decisions].append(search)
+            groups[search.answer()].append(search)
     by_number = list(groups.values())
     questions = (
         Question(number, "whole", (space.candidates[group[0].answer()].setup, [one.index for one in group]))

@@ -11,6 +11,7 @@ recomputed), so all of them together are the plan's own figures. All are judged 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -49,7 +50,7 @@ def explain(state: SearchState, pool: WorkerPool, answer: int) -> Explanation:
     the answer cannot be simulated."""
     candidates = state.space.candidates
     recipe = candidates[answer].recipe
-    state.screen_these(_comparable(state, recipe))
+    state.screen_these(_comparable(state, recipe), math.inf)
     alternatives = {slot: _alternative(state, recipe, slot) for slot in Slot}
     numbers = {slot: state.space.number(other) for slot, other in alternatives.items() if other is not None}
     unknown = {n for n in numbers.values() if n is not None and n in state.bounds and n not in state.judged}

@@ -10,6 +10,9 @@ Recomputing runs the same layers once more. So of two kinds that differ in how a
 size of one technique's adapters or in which 16-bit type autocast takes, the one that is neither faster nor
 smaller without recomputing is neither with it, and need not be rehearsed beside the other.
 
+Recomputing each n-th layer lies between recomputing none and all, and spans of layers take as long as each
+layer by itself (`ends.py`). So that is rehearsed first, and mostly shows that the others cannot be better.
+
 Logits in chunks are such a kind too: they change nothing of what is live while a layer runs. So they save
 nothing where a step with whole logits has its peak in a layer or in its update, and need not be rehearsed.
 
@@ -26,10 +29,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from snugfit.planning.cost.figures import Bound
+from snugfit.planning.search.ends import CACHE_SHARE, ROUNDING, Ends, least_between
 from snugfit.planning.search.screening import screen
 from snugfit.planning.search.state import MEMORY_RESOLUTION
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.setup import EVERY_LAYER
 from snugfit.techniques.technique import Slot
 
 if TYPE_CHECKING:
@@ -42,15 +47,8 @@ if TYPE_CHECKING:
 SAVING = (Slot.HEAD, Slot.CHECKPOINTING)
 """Slots whose techniques save memory in the passes, and no time."""
 
-CACHE_SHARE = 0.1
-"""Of the seconds of a step without recomputing, how much less one with it may take."""
-
 HALF_TYPES = {"bfloat16", "float16"}
 """Of autocast: kernels of the same shapes, of which float16's step runs those of a scaler besides."""
-
-ROUNDING = 0.001
-"""Of what its twin takes, how much less a kind may take that was held to be no better: a sum of seconds in
-another order, an allocation of a few bytes."""
 
 NOTHING = Bound(0, 0.0)
 
@@ -73,6 +71,7 @@ class RecomputingKinds:
         self._without: dict[int, int | None] = {}
         self._whole: dict[int, int | None] = {}
         """Of candidates whose logits come in chunks, the same with whole logits."""
+        self._ends: dict[int, Ends] = {}
         self._no_better: dict[int, list[tuple[int, int]]] = {}
         """Of kinds that were left out, some candidates with their twins."""
         for number, candidate in enumerate(self.space.candidates):
@@ -83,6 +82,8 @@ class RecomputingKinds:
                 )
             if candidate.setup.logits is not None:
                 self._whole[number] = self.space.number(candidate.recipe.with_(plain[0]))
+            if ends := self._ends_of(candidate, plain[1]):
+                self._ends[number] = ends
         for state in states:
             state.screen_these = self.screen_these
 
@@ -101,6 +102,7 @@ class RecomputingKinds:
             )
             and (twins or not self._is_no_better(kind))
         ]
+        kinds = kinds if twins else list(dict.fromkeys(map(self._first_of, kinds)))
         kinds = [kind for kind in kinds if self.waiting[kind][0] not in self._whole] or kinds
         kinds.sort(key=lambda kind: min(self._total_seconds(number) for number in self.waiting[kind]))
         asked = {number: self._least(number) for kind in kinds[:most] for number in self.waiting.pop(kind)}
@@ -112,6 +114,12 @@ class RecomputingKinds:
         if asked and (self._twins_mislead() or any(_is_below(*two) for two in least_known)):
             return [*asked, *self.screen(lambda number, least: True)]
         return list(asked)
+
+    def _first_of(self, kind: int) -> int:
+        """Which kind to look at before this one: that of an end, as long as one waits."""
+        ends = self._ends.get(self.waiting[kind][0])
+        kinds = [self.space.candidates[number].passes for number in (ends.all, ends.none)] if ends else []
+        return next((one for one in kinds if one in self.waiting), kind)
 
     def add(self, kinds: Collection[int]) -> None:
         """Gives the candidates of these kinds of passes their lower bounds."""
@@ -125,10 +133,11 @@ class RecomputingKinds:
         """Gives the candidates that recompute nothing their lower bounds."""
         self.add({candidate.passes for candidate in self.space.candidates}.difference(self.waiting))
 
-    def screen_these(self, numbers: Iterable[int]) -> None:
-        """Gives the kinds of these candidates their lower bounds."""
+    def screen_these(self, numbers: Iterable[int], most_seconds: float) -> None:
+        """Gives the kinds of these candidates their lower bounds, but where those are above that many seconds
+        anyway."""
         asked = set(numbers)
-        self.screen(lambda number, least: number in asked)
+        self.screen(lambda number, least: number in asked and least[0].seconds <= most_seconds)
 
     def _least(self, number: int) -> OnGpus:
         without, least = self._without[number], [NOTHING] * len(self.states)
@@ -136,17 +145,44 @@ class RecomputingKinds:
             least = [Bound(b.resting_bytes, b.seconds * (1 - CACHE_SHARE)) for b in self._bounds(without)]
         return [
             Bound(
-                max(known.needed_bytes, int(bound.layers_bytes * (1 - ROUNDING))),
-                max(known.seconds, bound.seconds * (1 - ROUNDING)),
+                max(known.needed_bytes, int(bound.layers_bytes * (1 - ROUNDING)), between.needed_bytes),
+                max(known.seconds, bound.seconds * (1 - ROUNDING), between.seconds),
             )
-            for known, bound in zip(least, self._bounds_of_whole(number), strict=True)
+            for known, bound, between in zip(
+                least, self._bounds_of_whole(number), self._between(number), strict=True
+            )
         ]
 
+    def _ends_of(self, candidate: Candidate, keep_all: Technique) -> Ends | None:
+        """Between which two this candidate lies; None where it recomputes none, or each layer by itself."""
+        wish = candidate.setup.checkpoint
+        if wish in (None, EVERY_LAYER):
+            return None
+        recipes = [candidate.recipe.with_(one) for one in self.space.offers(Slot.CHECKPOINTING)]
+        full = next((one for one in recipes if one.setup().checkpoint == EVERY_LAYER), None)
+        numbers = self.space.number(candidate.recipe.with_(keep_all)), full and self.space.number(full)
+        if wish is None or None in numbers:
+            return None
+        return Ends(*numbers, 1 / wish.every, wish.layers_per_span == 1)  # type: ignore[arg-type]
+
+    def _between(self, number: int) -> OnGpus:
+        """The least that a candidate takes by its ends; nothing where those are not known."""
+        ends = self._ends.get(number)
+        if ends is None or not self._is_known(ends.all):
+            return [NOTHING] * len(self.states)
+        full = self._bounds(ends.all)
+        if self._is_known(ends.none):
+            return [least_between(*two, ends) for two in zip(self._bounds(ends.none), full, strict=True)]
+        return [least_between(NOTHING, one, ends) for one in full]
+
     def _bounds_of_whole(self, number: int) -> OnGpus:
-        """What the same with whole logits takes; nothing where that is not known, or the same."""
+        """What the same with whole logits takes at least; nothing where that is the same."""
         whole = self._whole.get(number)
-        known = whole is not None and self._is_known(whole)
-        return self._bounds(whole) if known and whole is not None else [NOTHING] * len(self.states)
+        if whole is not None and self._is_known(whole):
+            return self._bounds(whole)
+        if whole in self._without:
+            return [Bound(0, least.seconds) for least in self._least(whole)]
+        return [NOTHING] * len(self.states)
 
     def _saves_nothing(self, number: int) -> bool:
         """Whether the most is live in a layer or in the update, so that chunks of logits are one thing more

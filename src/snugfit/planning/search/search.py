@@ -6,7 +6,7 @@ and sent through the allocator. A Setup that is dominated by one that was judged
 to a resolution of memory, is left out, unless it may fit where that one does not. So what remains is the
 Pareto front of the space, up to that resolution, and the fastest that fits, exactly: less memory can never
 give a faster plan. Where the smallest is asked for, or nothing fits, whatever could be smaller yet is judged
-too.
+too. Where a memory is given, the front ends a tenth beyond it.
 
 What is judged must never be less than its lower bound. Where it is, the model's layers do not grow as they
 seemed to, and the search starts again without shortcuts.
@@ -28,9 +28,10 @@ from snugfit.planning.keep import Free, Keep, kept_of
 from snugfit.planning.plan import Pace, Plan, nearest_miss
 from snugfit.planning.request import fidelity_of, refuse_bad_request, start_of
 from snugfit.planning.search.progress import Tell, with_best
+from snugfit.planning.search.ranking import rank_best
 from snugfit.planning.search.recomputing import KINDS_AT_A_TIME, RecomputingKinds
 from snugfit.planning.search.space import Space, space_of
-from snugfit.planning.search.state import SearchState
+from snugfit.planning.search.state import BEYOND_MEMORY, SearchState
 from snugfit.prediction.device import doubts_about, policy_for
 from snugfit.prediction.headroom import headroom_of
 from snugfit.prediction.profile import Software, installed_versions
@@ -155,7 +156,7 @@ def _answer(asked: _PlanRequest, space: Space, pool: WorkerPool) -> Plan:
     lacking = () if fitting else cures(recipe, needed_bytes, job, memory or 0, asked.fidelity, space.fixed)
     start = compare_with_start(asked.start, recipe, pool, job, asked.gpu) if asked.start else None
     counts, excluded = state.counts(), (*space.excluded, *state.excluded)
-    ranked = state.best(asked.ranked, pool, asked.objective, tell) if asked.ranked else []
+    ranked = rank_best(state, asked.ranked, pool, asked.objective, tell) if asked.ranked else []
     if asked.ranked and best is not None:
         seconds = state.judged[best].seconds
         rest = [number for number in ranked if state.judged[number].seconds != seconds]
@@ -205,6 +206,20 @@ def search(
     lower bounds too. Raises `BelowLowerBound`."""
     recomputing = RecomputingKinds([state], pool, tell)
     recomputing.add_others()
+    _judge_front(state, recomputing, pool, tell, every_bound=every_bound)
+    if smallest or state.nothing_fits:
+        state.judge_all(pool, tell, smallest=True)
+        recomputing.screen(lambda number, least: least[0].needed_bytes <= state.smallest, twins=False)
+        state.judge_all(pool, tell, smallest=True)
+    if state.nothing_fits:
+        state.most_bytes = state.smallest * (1 + BEYOND_MEMORY)
+        _judge_front(state, recomputing, pool, tell, every_bound=every_bound)
+
+
+def _judge_front(
+    state: SearchState, recomputing: RecomputingKinds, pool: WorkerPool, tell: Tell, *, every_bound: bool
+) -> None:
+    """Judges whatever may be on the front, as far up as that goes."""
     state.judge_all(pool, tell)
     most = None if every_bound else KINDS_AT_A_TIME
     while numbers := recomputing.screen(
@@ -213,9 +228,6 @@ def search(
         twins=every_bound,
     ):
         state.judge_all(pool, tell, among=numbers)
-    if smallest or (state.memory_bytes is not None and state.smallest > state.memory_bytes):
-        recomputing.screen(lambda number, least: least[0].needed_bytes <= state.smallest, twins=False)
-        state.judge_all(pool, tell, smallest=True)
 
 
 def _timer_of(gpu: Gpu | None) -> Timer:

@@ -33,7 +33,7 @@ def prefer_simple(state: SearchState, pool: WorkerPool, fastest: int) -> int:
     def fits(needed_bytes: int) -> bool:
         return state.memory_bytes is None or needed_bytes <= state.memory_bytes
 
-    state.screen_these(simpler_than(state.space, fastest))
+    state.screen_these(simpler_than(state.space, fastest), state.judged[fastest].seconds * (1 + AS_FAST))
     state.judge(state.by_trace(unknown_simpler(state, fastest, fits)), pool)
     return simplest(state, fastest, lambda number: fits(state.judged[number].needed_bytes))
 

@@ -10,9 +10,8 @@ Recipes that share their passes and differ in the update lose alike between bloc
 far above the bounds. So they are compared by those (`has_better_sibling`): where the update is a small share,
 one of the optimizers is judged.
 
-The front holds what no other recipe dominates in speed and bytes, so the second fastest is mostly not on it.
-Where the best few are asked for (`--verify` measures them), recipes are judged further, in the order of their
-lower bounds, until no recipe that was not judged can be among them.
+Where a memory is given, the front ends a little beyond it: what is larger is no answer, and costs as much to
+judge. Where nothing fits, it goes on to a little beyond the smallest.
 """
 
 from __future__ import annotations
@@ -40,9 +39,8 @@ MEMORY_RESOLUTION = 0.03
 """Of a recipe's bytes, by how much a slower one must be smaller to be worth listing: about what the allocator
 loses between the blocks of a step."""
 
-TOGETHER = 4
-"""Traces for each worker that are judged before it is asked again whether the best are known."""
-
+BEYOND_MEMORY = 0.1
+"""Of the memory, how far beyond it the front goes: near misses, for which a little more would be enough."""
 
 SAMPLED = 50
 """Groups by which it is estimated how many of those that wait will be skipped."""
@@ -63,8 +61,11 @@ class SearchState:
     """How many kinds of passes were rehearsed for the bounds."""
     memory_bytes: int | None = None
     """What the answer has to fit; None where nothing is asked to."""
-    screen_these: Callable[[Iterable[int]], None] = lambda numbers: None
-    """Gives these candidates lower bounds, of whatever kinds were left out so far."""
+    most_bytes: float = math.inf
+    """Above this nothing is judged for the front; by default beyond the memory by `BEYOND_MEMORY`."""
+    screen_these: Callable[[Iterable[int], float], None] = lambda numbers, most_seconds: None
+    """Gives these candidates lower bounds, of whatever kinds were left out so far, if they may take no more
+    seconds."""
     _best: list[tuple[float, int, int]] = field(default_factory=list)
     """Seconds, bytes and number of the judged ones that no other dominates, the fastest first."""
     _siblings: dict[tuple[int, bool], list[int]] = field(
@@ -73,6 +74,10 @@ class SearchState:
     """By the kind and size of passes and the allocator's kind of segments, which candidates were judged."""
     _worker_of: dict[int, int] = field(default_factory=dict, init=False)
     """By the kind and size of passes, which worker has rehearsed them."""
+
+    def __post_init__(self) -> None:
+        if self.memory_bytes is not None:
+            self.most_bytes = self.memory_bytes * (1 + BEYOND_MEMORY)
 
     # ---- judging -----------------------------------------------------------------------------------------
 
@@ -123,7 +128,7 @@ class SearchState:
         if needed < least.needed_bytes or seconds < least.seconds * (1 - TIME_BOUND_MARGIN):
             raise BelowLowerBound
         self.judged[number] = figures
-        self._siblings.setdefault(self._passes_of(number), []).append(number)
+        self._siblings.setdefault(self.passes_of(number), []).append(number)
         start = bisect.bisect_right(self._best, (seconds, needed, number))
         if start and self._best[start - 1][1] <= needed:
             return
@@ -173,11 +178,13 @@ class SearchState:
         return list(groups.values())
 
     def is_dominated(self, number: int, least: Bound | None = None) -> bool:
-        """Whether some judged recipe is as fast as this one can be, and this one can be neither smaller by
-        `MEMORY_RESOLUTION` nor fit where that one does not."""
+        """Whether this one is too large for the front, or some judged recipe is as fast as it can be, and it
+        can be neither smaller by `MEMORY_RESOLUTION` nor fit where that one does not."""
         if least is None and self.has_better_sibling(number, self._stands_for(number)):
             return True
         least = least or self.bounds[number]
+        if least.needed_bytes > self.most_bytes:
+            return True
         faster = bisect.bisect_right(self._best, (least.seconds * (1 - TIME_BOUND_MARGIN), math.inf, 0))
         if not faster:
             return False
@@ -198,7 +205,7 @@ class SearchState:
 
     def siblings(self, number: int) -> list[int]:
         """Those judged that have the same passes and the same allocator."""
-        same_passes = self._siblings.get(self._passes_of(number), ())
+        same_passes = self._siblings.get(self.passes_of(number), ())
         return [other for other in same_passes if other != number and other in self.bounds]
 
     def _stands_for(self, number: int) -> Callable[[int], bool]:
@@ -208,11 +215,12 @@ class SearchState:
         def stands(other: int) -> bool:
             if self.bounds[other].needed_bytes * (1 - MEMORY_RESOLUTION) > needed:
                 return False
-            return self._fits(self.judged[other].needed_bytes) or not self._fits(needed)
+            return self.fits(self.judged[other].needed_bytes) or not self.fits(needed)
 
         return stands
 
-    def _passes_of(self, number: int) -> tuple[int, bool]:
+    def passes_of(self, number: int) -> tuple[int, bool]:
+        """Equal for candidates that have the same passes and the same allocator."""
         candidate = self.space.candidates[number]
         return candidate.sized, candidate.setup.expandable_segments
 
@@ -233,50 +241,20 @@ class SearchState:
                 front.append(number)
         return front
 
-    def best(self, count: int, pool: WorkerPool, objective: str, tell: Tell = lambda what: None) -> list[int]:
-        """The best `count` recipes that fit, the best first; fewer where there are no more. Those that differ
-        in nothing that a clock sees (the allocator's segments, the precision of products that there are none
-        of) take the same seconds and count once. Raises `BelowLowerBound`."""
-
-        def least(number: int) -> float:
-            bound = self.bounds[number]
-            return bound.needed_bytes if objective == "memory" else bound.seconds * (1 - TIME_BOUND_MARGIN)
-
-        def may_be_listed(number: int) -> bool:
-            return number not in self.judged and self._fits(self.bounds[number].needed_bytes)
-
-        waiting = deque(self.by_trace(filter(may_be_listed, sorted(self.bounds, key=least))))
-        while True:
-            ranked = self._ranking(objective)[:count]
-            worst = self._value(ranked[-1], objective) if len(ranked) == count else math.inf
-            tell(f"checking the best {count}: {len(ranked)} found")
-            todo: list[list[int]] = []
-            while waiting and len(todo) < TOGETHER * len(pool.workers) and least(waiting[0][0]) < worst:
-                todo.append(waiting.popleft())
-            if not todo:
-                return ranked
-            self.judge(todo, pool)
-
     def best_so_far(self, objective: str, batch_size: int) -> Choice | None:
         """Of those judged the best that fits; None while none does."""
         best = reversed(self._best) if objective == "memory" else self._best
-        number = next((number for _, needed, number in best if self._fits(needed)), None)
+        number = next((number for _, needed, number in best if self.fits(needed)), None)
         return None if number is None else self.choice(number, batch_size)
 
-    def _ranking(self, objective: str) -> list[int]:
-        """Of those judged that fit, one for each length of a step, the best first."""
-        fitting = [number for number, figures in self.judged.items() if self._fits(figures.needed_bytes)]
-        by_seconds: dict[float, int] = {}
-        for number in sorted(fitting, key=lambda one: (self._value(one, objective), *self.rank(one))):
-            by_seconds.setdefault(self.judged[number].seconds, number)
-        return list(by_seconds.values())
-
-    def _value(self, number: int, objective: str) -> float:
-        figures = self.judged[number]
-        return figures.needed_bytes if objective == "memory" else figures.seconds
-
-    def _fits(self, needed_bytes: int) -> bool:
+    def fits(self, needed_bytes: int) -> bool:
+        """Whether so many bytes fit."""
         return self.memory_bytes is None or needed_bytes <= self.memory_bytes
+
+    @property
+    def nothing_fits(self) -> bool:
+        """Whether none of those judged fits."""
+        return self.memory_bytes is not None and self.smallest > self.memory_bytes
 
     @property
     def smallest(self) -> float:

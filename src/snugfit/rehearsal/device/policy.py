@@ -188,17 +188,17 @@ class CudaPolicy(Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedPolicy(CudaPolicy):
-    """The decisions of one GPU, which notes what scratch others take that run the same kernels. So one
-    rehearsal tells about all of them."""
+    """The decisions of one GPU, which notes what scratch others take and whether they run the same kernels.
+    So one rehearsal tells about all of them."""
 
     remembers_scratch = False
 
     compared: tuple[CudaPolicy, ...]
-    """With the same `decisions`."""
+    """Which `may_share` a search."""
 
     sizes: dict[CudaPolicy, dict[tuple[str, int], int] | None] = field(default_factory=dict, compare=False)
-    """By GPU, the bytes of each buffer by its name in a trace and its bytes here; None where another number
-    of buffers is taken, or buffers that are equal here differ there."""
+    """By GPU, the bytes of each buffer by its name in a trace and its bytes here; None where another kernel
+    runs, another number of buffers is taken, or buffers that are equal here differ there."""
 
     @classmethod
     def of(cls, policy: CudaPolicy, policies: Sequence[CudaPolicy]) -> Self:
@@ -209,6 +209,14 @@ class ComparedPolicy(CudaPolicy):
             noting.sizes[other] = {}
             noting._note(other, "", policy.workspaces("aten::addmm"), other.workspaces("aten::addmm"))
         return noting
+
+    def choose_attention(self, operands: attention_choice.Operands) -> str:
+        """This GPU's; which others choose another is noted."""
+        chosen = super().choose_attention(operands)
+        self.sizes.update(
+            {other: None for other in self.compared if other.choose_attention(operands) != chosen}
+        )
+        return chosen
 
     def scratch(self, operator: str, arguments: Sequence[Any], out: Any) -> Scratch:
         """This GPU's; that of the others is noted."""
