@@ -10,8 +10,9 @@ Recomputing runs the same layers once more. So of two kinds that differ in how a
 size of one technique's adapters or in which 16-bit type autocast takes, the one that is neither faster nor
 smaller without recomputing is neither with it, and need not be rehearsed beside the other.
 
-Recomputing each n-th layer lies between recomputing none and all, and spans of layers take as long as each
-layer by itself (`ends.py`). So that is rehearsed first, and mostly shows that the others cannot be better.
+Recomputing each n-th layer takes no less memory than recomputing each. So that is rehearsed first, and may
+show that the others are too large. Its seconds say little of theirs: where the host decides, they lie on no
+line.
 
 Logits in chunks are such a kind too: they change nothing of what is live while a layer runs. So they save
 nothing where a step with whole logits has its peak in a layer or in its update, and need not be rehearsed.
@@ -29,7 +30,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from snugfit.planning.cost.figures import Bound
-from snugfit.planning.search.ends import CACHE_SHARE, ROUNDING, Ends, least_between
 from snugfit.planning.search.screening import screen
 from snugfit.planning.search.state import MEMORY_RESOLUTION
 from snugfit.techniques import roster
@@ -47,8 +47,19 @@ if TYPE_CHECKING:
 SAVING = (Slot.HEAD, Slot.CHECKPOINTING)
 """Slots whose techniques save memory in the passes, and no time."""
 
+CACHE_SHARE = 0.1
+"""Of the seconds of a step without recomputing, how much less one with it may take."""
+
 HALF_TYPES = {"bfloat16", "float16"}
 """Of autocast: kernels of the same shapes, of which float16's step runs those of a scaler besides."""
+
+ROUNDING = 0.001
+"""Of what its twin takes, how much less a kind may take that was held to be no better: a sum of seconds in
+another order, an allocation of a few bytes."""
+
+PEAK_SHARE = 0.01
+"""Of the bytes of recomputing each layer, how much less recomputing some may take: the worst moment is
+another."""
 
 NOTHING = Bound(0, 0.0)
 
@@ -71,7 +82,8 @@ class RecomputingKinds:
         self._without: dict[int, int | None] = {}
         self._whole: dict[int, int | None] = {}
         """Of candidates whose logits come in chunks, the same with whole logits."""
-        self._ends: dict[int, Ends] = {}
+        self._full: dict[int, int] = {}
+        """Of candidates that recompute some layers, the same with each."""
         self._no_better: dict[int, list[tuple[int, int]]] = {}
         """Of kinds that were left out, some candidates with their twins."""
         for number, candidate in enumerate(self.space.candidates):
@@ -82,8 +94,8 @@ class RecomputingKinds:
                 )
             if candidate.setup.logits is not None:
                 self._whole[number] = self.space.number(candidate.recipe.with_(plain[0]))
-            if ends := self._ends_of(candidate, plain[1]):
-                self._ends[number] = ends
+            if (full := self._with_each(candidate)) is not None:
+                self._full[number] = full
         for state in states:
             state.screen_these = self.screen_these
 
@@ -116,10 +128,10 @@ class RecomputingKinds:
         return list(asked)
 
     def _first_of(self, kind: int) -> int:
-        """Which kind to look at before this one: that of an end, as long as one waits."""
-        ends = self._ends.get(self.waiting[kind][0])
-        kinds = [self.space.candidates[number].passes for number in (ends.all, ends.none)] if ends else []
-        return next((one for one in kinds if one in self.waiting), kind)
+        """Which kind to look at before this one: where it recomputes some layers, the one with each."""
+        full = self._full.get(self.waiting[kind][0])
+        first = kind if full is None else self.space.candidates[full].passes
+        return first if first in self.waiting else kind
 
     def add(self, kinds: Collection[int]) -> None:
         """Gives the candidates of these kinds of passes their lower bounds."""
@@ -145,35 +157,29 @@ class RecomputingKinds:
             least = [Bound(b.resting_bytes, b.seconds * (1 - CACHE_SHARE)) for b in self._bounds(without)]
         return [
             Bound(
-                max(known.needed_bytes, int(bound.layers_bytes * (1 - ROUNDING)), between.needed_bytes),
-                max(known.seconds, bound.seconds * (1 - ROUNDING), between.seconds),
+                max(known.needed_bytes, int(bound.layers_bytes * (1 - ROUNDING)), with_each),
+                max(known.seconds, bound.seconds * (1 - ROUNDING)),
             )
-            for known, bound, between in zip(
-                least, self._bounds_of_whole(number), self._between(number), strict=True
+            for known, bound, with_each in zip(
+                least, self._bounds_of_whole(number), self._bytes_of_each(number), strict=True
             )
         ]
 
-    def _ends_of(self, candidate: Candidate, keep_all: Technique) -> Ends | None:
-        """Between which two this candidate lies; None where it recomputes none, or each layer by itself."""
+    def _with_each(self, candidate: Candidate) -> int | None:
+        """The same with each layer recomputed; None for one that recomputes none, each, or spans."""
         wish = candidate.setup.checkpoint
-        if wish in (None, EVERY_LAYER):
+        if wish is None or wish == EVERY_LAYER or wish.layers_per_span != 1:
             return None
         recipes = [candidate.recipe.with_(one) for one in self.space.offers(Slot.CHECKPOINTING)]
         full = next((one for one in recipes if one.setup().checkpoint == EVERY_LAYER), None)
-        numbers = self.space.number(candidate.recipe.with_(keep_all)), full and self.space.number(full)
-        if wish is None or None in numbers:
-            return None
-        return Ends(*numbers, 1 / wish.every, wish.layers_per_span == 1)  # type: ignore[arg-type]
+        return None if full is None else self.space.number(full)
 
-    def _between(self, number: int) -> OnGpus:
-        """The least that a candidate takes by its ends; nothing where those are not known."""
-        ends = self._ends.get(number)
-        if ends is None or not self._is_known(ends.all):
-            return [NOTHING] * len(self.states)
-        full = self._bounds(ends.all)
-        if self._is_known(ends.none):
-            return [least_between(*two, ends) for two in zip(self._bounds(ends.none), full, strict=True)]
-        return [least_between(NOTHING, one, ends) for one in full]
+    def _bytes_of_each(self, number: int) -> list[int]:
+        """The least bytes of a candidate by those of recomputing each layer; 0 where that says nothing."""
+        full = self._full.get(number)
+        if full is None or not self._is_known(full):
+            return [0] * len(self.states)
+        return [int(bound.needed_bytes * (1 - PEAK_SHARE)) for bound in self._bounds(full)]
 
     def _bounds_of_whole(self, number: int) -> OnGpus:
         """What the same with whole logits takes at least; nothing where that is the same."""
