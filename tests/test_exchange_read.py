@@ -275,7 +275,34 @@ def test_a_qlora_script(tmp_path: Path) -> None:
     assert "model.quantization_config.load_in_4bit" in keys(reading.differs), (
         "fp4 is BitsAndBytesConfig's default"
     )
+    assert "model.quantization_config.bnb_4bit_compute_dtype" in keys(reading.differs), (
+        "float32 is its default"
+    )
     assert (reading.settings["model"], reading.settings["task"]) == ("meta-llama/Llama-3.1-8B", "causal-lm")
+
+
+@pytest.mark.parametrize(
+    ("config", "differs"),
+    [
+        ("load_in_4bit=True, bnb_4bit_quant_type='nf4'", True),
+        ("load_in_4bit=True, bnb_4bit_quant_type='nf4', bnb_4bit_compute_dtype=torch.float32", True),
+        ("load_in_4bit=True, bnb_4bit_quant_type='nf4', bnb_4bit_compute_dtype=torch.bfloat16", False),
+        ("load_in_4bit=False", False),
+    ],
+)
+@pytest.mark.parametrize("given", ["model", "model_init_kwargs"])
+def test_the_dtype_of_products_with_4_bit_weights(
+    config: str, differs: bool, given: str, tmp_path: Path
+) -> None:
+    """transformers' own is float32, whatever autocast says: bitsandbytes casts the input to it."""
+    load = "model = AutoModelForCausalLM.from_pretrained('gpt2', dtype='bfloat16', quantization_config=bnb)\n"
+    within = "model_init_kwargs={'quantization_config': bnb}, "
+    text = (
+        f"bnb = BitsAndBytesConfig({config})\n{load if given == 'model' else ''}"
+        f"peft_config = LoraConfig(r=16)\nargs = SFTConfig('./out', {within if given != 'model' else ''})\n"
+    )
+    reading = read(tmp_path, "qlora.py", text)
+    assert (f"{given}.quantization_config.bnb_4bit_compute_dtype" in keys(reading.differs)) is differs
 
 
 @pytest.mark.parametrize("suffix", ["yaml", "json"])

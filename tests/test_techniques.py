@@ -314,7 +314,7 @@ def test_lora_adapts_all_linear_layers_of_a_module_of_ones_own() -> None:
 
 def test_lora_says_when_there_is_nothing_to_adapt() -> None:
     pytest.importorskip("peft", reason="peft is not installed")
-    with pytest.raises(RecipeError, match=r"lora: peft finds nothing to adapt in BertForSeq"):
+    with pytest.raises(RecipeError, match=r"^peft finds nothing to adapt in BertForSeq"):
         adapted("BertForSequenceClassification", "meta", r=4, targets=("nothing",))
     with pytest.raises(RecipeError, match="BertForSequenceClassification"):
         adapted("BertForSequenceClassification", "meta", r=4, targets=("q_proj",))

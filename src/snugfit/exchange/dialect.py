@@ -125,7 +125,7 @@ def dialect(name: str) -> Dialect:
     table = json.loads(text)
     if "extends" in table:
         base = dialect(table["extends"])
-        for key in ("becomes", "defaults", "groups", "differs", "only_with"):
+        for key in ("becomes", "defaults", "groups", "differs", "only_with", "unsaid"):
             table[key] = {**getattr(base, key), **table.get(key, {})}
         own = table.get("ignored", {})
         table["ignored"] = own | {why: [*own.get(why, ()), *keys] for why, keys in base.ignored.items()}

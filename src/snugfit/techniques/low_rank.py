@@ -157,8 +157,8 @@ def adapt(
             return get_peft_model(model, config)  # type: ignore[no-any-return]
     except ValueError as error:
         raise RecipeError(
-            f"lora: peft finds nothing to adapt in {name} ({str(error).partition('. ')[0].rstrip('.')}). "
-            "Name the modules, lora(targets=q_proj|v_proj), or use lora(targets=all-linear)."
+            f"peft finds nothing to adapt in {name} ({str(error).partition('. ')[0].rstrip('.')}). Name "
+            "modules that it has, as in targets=q_proj|v_proj, or write targets=all-linear."
         ) from error
 
 
