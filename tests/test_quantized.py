@@ -5,6 +5,9 @@ Law 1 of the plain loop goes over the whole roster, and so over this (`test_law_
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -139,3 +142,30 @@ def test_few_rows_are_multiplied_without_a_whole_weight() -> None:
     for gpu in (h200, rtx_4090):
         assert fuses(*gpu, torch.bfloat16, 1, 4096, 4096)
         assert not fuses(*gpu, torch.bfloat16, 2048, 4096, 4096)
+
+
+@pytest.mark.whole
+def test_products_of_few_rows_are_simulated_in_a_process_that_never_ran_one() -> None:
+    """torch's dispatcher remembers, without a reference, what stands for an operator when it first runs: once
+    that was a function of ours, and worker processes of a plan ended by a segmentation fault."""
+    program = (
+        "import gc\n"
+        "from small_models import small_job\n"
+        "from snugfit.rehearsal.device.policy import CudaPolicy\n"
+        "from snugfit.rehearsal.rehearse import rehearse\n"
+        "from snugfit.techniques.recipe import Recipe\n"
+        "job, setup = small_job('bert', 2), Recipe.parse('qlora').setup()\n"
+        "first = rehearse(job, setup, CudaPolicy()).events\n"
+        "gc.collect()\n"
+        "print(first == rehearse(job, setup, CudaPolicy()).events)\n"
+    )
+    environment = {**os.environ, "TORCHDYNAMO_DISABLE": "1"}  # as in a worker
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=Path(__file__).parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "True\n", done.stderr[-2000:]

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
+from snugfit.rehearsal.device.autocast import KEY, overriding
 from snugfit.rehearsal.device.policy import ComparedPolicy, CudaPolicy, PoliciesDiffer
 
 if TYPE_CHECKING:
@@ -36,15 +36,24 @@ _NESTED_BLOCK = 256
 @contextlib.contextmanager
 def four_bit_products(policy: Policy) -> Iterator[None]:
     """Within it, products with 4-bit weights run on shapes as on the policy's device. Nothing where
-    bitsandbytes is not imported."""
+    bitsandbytes is not imported.
+
+    They are a kernel of torch's dispatcher. `torch.ops.bitsandbytes.gemm_4bit.default` must stay what it is:
+    the dispatcher remembers what stands there at the first call, and holds no reference to it
+    (`getTorchApiFunction`, torch 2.13)."""
     import torch
 
     if "bitsandbytes" not in sys.modules:
         yield
         return
-    product: Any = torch.ops.bitsandbytes.gemm_4bit
-    with patch.object(product, "default", _product(policy, product.default)):
+    library = torch.library.Library("bitsandbytes", "IMPL")
+    try:
+        fused = torch.library.get_kernel("bitsandbytes::gemm_4bit", KEY).call_boxed
+        with overriding():
+            library.impl("gemm_4bit", _product(policy, fused), KEY, with_keyset=True, allow_override=True)
         yield
+    finally:
+        library._destroy()
 
 
 def scales_of(weight: Any) -> Iterator[torch.Tensor]:
@@ -63,6 +72,7 @@ def _product(policy: Policy, fused: Callable[..., Any]) -> Callable[..., Any]:
     on_gpu = isinstance(policy, CudaPolicy)
 
     def gemm_4bit(
+        keyset: Any,
         inputs: Any,  # (..., K)
         packed: Any,  # two weights to a byte
         shape: Any,  # (N, K)
@@ -77,7 +87,7 @@ def _product(policy: Policy, fused: Callable[..., Any]) -> Callable[..., Any]:
         rows = inputs.numel() // inputs.shape[-1]
         if on_gpu and _is_fused(policy, inputs.dtype, rows, tuple(shape), blocksize):
             scales = (absmax_8bit, absmax_code, absmax_offset)
-            return fused(inputs, packed, shape, absmax, blocksize, quant_type, bias, *scales)
+            return fused(keyset, inputs, packed, shape, absmax, blocksize, quant_type, bias, *scales)
         nested = None
         if absmax_8bit is not None:
             nested = ops.dequantize_blockwise.default(
