@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 import json
+import threading
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
 from small_models import small_job
-from snugfit.errors import UsageError
+from snugfit.errors import SnugfitError, UsageError
 from snugfit.job.gpu import Gpu, find_gpu
 from snugfit.job.job import Job
 from snugfit.planning.cost.parts import Bound, Figures, Parts
@@ -25,8 +27,10 @@ from snugfit.planning.cost.timer import (
     seconds_of,
 )
 from snugfit.planning.fleet.gpu_plans import GpuPlans
+from snugfit.planning.fleet.kinds import search_kinds
 from snugfit.planning.fleet.per_gpu import PerGpuSearch
 from snugfit.planning.fleet.search_gpus import plan_gpus
+from snugfit.planning.search.progress import Tell
 from snugfit.planning.search.search import plan
 from snugfit.planning.search.simpler import AS_FAST
 from snugfit.planning.search.space import Candidate, space_of
@@ -34,7 +38,7 @@ from snugfit.planning.search.state import SearchState
 from snugfit.prediction.device import policy_for
 from snugfit.prediction.predict import predict
 from snugfit.prediction.profile import Software
-from snugfit.rehearsal.device.policy import ComparedPolicy
+from snugfit.rehearsal.device.policy import ComparedPolicy, PoliciesDiffer
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import Kernel, Trace, Work
 from snugfit.techniques import roster
@@ -442,3 +446,35 @@ def test_one_clock_is_one_of_several() -> None:
     trace = Trace((), (), (), (), (), ())
     assert SingleGpuTimer(lambda _: 2.0)(trace) == (2.0,)
     assert PerGpuTimers((lambda _: 2.0, lambda _: 3.0))(trace) == (2.0, 3.0)
+
+
+def test_kinds_of_gpus_are_answered_in_order_and_split_where_they_differ() -> None:
+    kinds = [[find_gpu("t4"), find_gpu("h200")], [find_gpu("a100-80gb")]]
+
+    def search(kind: Sequence[Gpu], workers: int, tell: Tell) -> list[str]:
+        if len(kind) > 1:
+            raise PoliciesDiffer
+        tell("searching")
+        return [gpu.key for gpu in kind]
+
+    for side_by_side in (1, 2):
+        said: list[str] = []
+        found = search_kinds(search, kinds, workers=2, side_by_side=side_by_side, tell=said.append)
+        assert found == [[gpu.key] for kind in kinds for gpu in kind]
+        assert len(said) == 3
+        assert all("of 2 (1 GPUs): searching" in one for one in said)
+
+
+def test_a_search_ends_where_one_beside_it_failed() -> None:
+    kinds, failed = [[find_gpu("t4")], [find_gpu("h200")]], threading.Event()
+
+    def search(kind: Sequence[Gpu], workers: int, tell: Tell) -> None:
+        if kind is kinds[0]:
+            failed.set()
+            raise SnugfitError("no recipe")
+        failed.wait()
+        while True:
+            tell("still searching")
+
+    with pytest.raises(SnugfitError, match="no recipe"):
+        search_kinds(search, kinds, workers=2, side_by_side=2, tell=lambda what: None)

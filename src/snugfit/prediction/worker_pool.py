@@ -141,11 +141,12 @@ class WorkerPool:
 
 @contextmanager
 def worker_pool(
-    make: Callable[[], Any], *, workers: int, preload: Sequence[str] = ()
+    make: Callable[[], Any], *, workers: int, preload: Sequence[str] = (), apart: bool = False
 ) -> Iterator[WorkerPool]:
     """So many processes, each with what `make` gives there; or that object here, where `make` cannot be
-    pickled or one is enough. `preload` names further modules that the fork server imports."""
-    if workers <= 1 or not is_picklable(make):
+    pickled, or one is enough and need not work `apart`. `preload` names further modules that the fork server
+    imports."""
+    if (workers <= 1 and not apart) or not is_picklable(make):
         yield WorkerPool([make()])
         return
     context = _context(preload)

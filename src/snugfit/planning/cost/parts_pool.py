@@ -28,7 +28,7 @@ _Result = TypeVar("_Result")
 def load_ahead(job: Job, gpus: Sequence[Gpu | None], timer: Timer, workers: int) -> None:
     """Has everything imported that the workers need, while this process does something else."""
     modules = _preload(job)
-    if workers > 1 and _can_travel(job):
+    if workers > 1 and can_travel(job):
         start_fork_server(modules, for_what=(job, gpus, timer))
 
 
@@ -41,10 +41,13 @@ def parts_pool(
     workers: int,
     shallow: bool,
     run: PlannedRun = ENDLESS,
+    apart: bool = False,
 ) -> Iterator[WorkerPool]:
-    """So many workers with parts of this job in each."""
+    """So many workers with parts of this job in each; a single one is in this process unless it works
+    `apart`."""
     make, modules = partial(_parts, job, gpus, timer, shallow=shallow, run=run), _preload(job)
-    with worker_pool(make, workers=workers if _can_travel(job) else 1, preload=modules) as pool:
+    workers = workers if can_travel(job) else 1
+    with worker_pool(make, workers=workers, preload=modules, apart=apart) as pool:
         yield pool
 
 
@@ -57,11 +60,12 @@ def with_pool(
     workers: int,
     run: PlannedRun,
     tell: Callable[[str], None],
+    apart: bool = False,
 ) -> _Result:
     """What `search` finds with models of few layers, where those tell about the whole one; else with whole
     models."""
     for shallow in (True, False):
-        with parts_pool(job, gpus, timer, workers=workers, shallow=shallow, run=run) as pool:
+        with parts_pool(job, gpus, timer, workers=workers, shallow=shallow, run=run, apart=apart) as pool:
             try:
                 return search(pool)
             except BelowLowerBound:
@@ -76,7 +80,8 @@ def _parts(job: Job, gpus: Sequence[Gpu | None], timer: Timer, *, shallow: bool,
     return Parts(job, gpus, timer, shallow=shallow, run=run)
 
 
-def _can_travel(job: Job) -> bool:
+def can_travel(job: Job) -> bool:
+    """Whether the job can be sent to another process."""
     return job.model.module is None
 
 

@@ -13,16 +13,17 @@ asks what they do not agree on (`CudaPolicy.peers`): then each kind is searched 
 from __future__ import annotations
 
 import os
-import time
+import threading
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from snugfit.errors import GpuError, SnugfitError, UsageError
+from snugfit.errors import SnugfitError, UsageError
 from snugfit.job.gpu import all_gpus, find_gpu
 from snugfit.planning.cost.startup_share import PlannedRun
 from snugfit.planning.cost.timer import PerGpuTimers, TimersWithGaps, why_unknown
 from snugfit.planning.fleet.gpu_plans import GpuPlans, OnGpu
+from snugfit.planning.fleet.kinds import kinds_of, search_kinds
 from snugfit.planning.fleet.per_gpu import PerGpuSearch, screen_recomputing
 from snugfit.planning.keep import Free, Keep, Kept, kept_of
 from snugfit.planning.plan import Counts
@@ -37,8 +38,6 @@ from snugfit.prediction.profile import Software, installed_versions
 from snugfit.prediction.rates import rates_for
 from snugfit.prediction.startup import STARTUP_RATES, StartupRates
 from snugfit.prediction.worker_pool import Question, WorkerPool
-from snugfit.rehearsal.device.policy import PoliciesDiffer
-from snugfit.techniques import roster
 from snugfit.techniques.technique import Fidelity
 
 if TYPE_CHECKING:
@@ -47,6 +46,9 @@ if TYPE_CHECKING:
     from snugfit.planning.cost.timer import Timer
     from snugfit.rehearsal.trace.trace import Trace
     from snugfit.techniques.recipe import Recipe
+
+_IMPORTS = threading.Lock()
+"""Held where a space is made, which imports models: transformers' lazy modules are not safe for threads."""
 
 ClockOf = Callable[["Gpu"], Callable[["Trace"], float]]
 
@@ -76,28 +78,25 @@ def plan_gpus(
     is kept no answer, each with the reason. Raises `UsageError` for what cannot be, and `SnugfitError` if no
     recipe of a space can be rehearsed.
     """
+    from snugfit.planning.cost.parts_pool import can_travel
+
     refuse_bad_request(job, objective=objective, workers=workers)
     gpus, fidelity = _gpus_of(gpus), fidelity_of(fidelity)
     run = PlannedRun(steps=steps, rates=once)
     fixed = kept_of(job, keep, free, start_of(start, 0))
     fixed.refuse()
     workers = min(2, os.cpu_count() or 1) if workers is None else workers
-    waiting, answers = _kinds(gpus, fixed)
+    kinds, answers = kinds_of(gpus, fixed)
     margins = {gpu.key: headroom_of(headroom, gpu, one_of_many=True) for gpu in gpus if gpu.memory_bytes}
-    counts: list[Counts] = []
-    began = time.monotonic()
-    while waiting:
-        group = waiting.pop(0)
-        tell_group = _tell_for_group(tell, len(counts), len(counts) + len(waiting) + 1, len(group), began)
-        try:
-            answer = _plan_group(
-                job, group, margins, fidelity, fixed, objective, clock_of, workers, run, tell_group
-            )
-        except PoliciesDiffer:
-            waiting = [*_split(group), *waiting]
-            continue
-        answers |= {on_gpu.key: on_gpu for on_gpu in answer.on_gpus}
-        counts.append(answer.counts)
+    side_by_side = min(workers, len(kinds)) if clock_of is None and can_travel(job) else 1
+
+    def search(kind: Sequence[Gpu], workers: int, tell: Tell) -> _KindAnswer:
+        return _search_kind(
+            job, kind, margins, fidelity, fixed, objective, clock_of, workers, side_by_side > 1, run, tell
+        )
+
+    searched = search_kinds(search, kinds, workers=workers, side_by_side=side_by_side, tell=tell)
+    answers |= {on_gpu.key: on_gpu for answer in searched for on_gpu in answer.on_gpus}
     return GpuPlans(
         job=job,
         fidelity=fidelity.value,
@@ -105,7 +104,7 @@ def plan_gpus(
         steps=steps,
         answers=tuple(answers[gpu.key] for gpu in gpus),
         kept=fixed.listing(),
-        counts=tuple(counts),
+        counts=tuple(answer.counts for answer in searched),
         versions=installed_versions(),
     )
 
@@ -118,59 +117,12 @@ def _gpus_of(gpus: Iterable[Gpu | str] | None) -> list[Gpu]:
     return list({gpu.key: gpu for gpu in map(find_gpu, named)}.values())
 
 
-def _kinds(gpus: Iterable[Gpu], fixed: Kept) -> tuple[list[list[Gpu]], dict[str, OnGpu]]:
-    """Those that one search may serve, together; and by the keys of the others, why they have no answer."""
-    groups: dict[Hashable, list[Gpu]] = defaultdict(list)
-    answers: dict[str, OnGpu] = {}
-    for gpu in gpus:
-        try:
-            kind = _kind(gpu)
-            if why := fixed.too_new(gpu.compute_capability):
-                raise GpuError(f"{gpu.name}: {why}")
-            groups[kind].append(gpu)
-        except GpuError as unknown:
-            answers[gpu.key] = OnGpu(gpu=gpu, fits=None, why=str(unknown))
-    return [*groups.values()], answers
-
-
-def _kind(gpu: Gpu) -> Hashable:
-    """Equal for GPUs that one search may serve: they run the same kernels in most steps, and allow the same
-    techniques."""
-    policy = policy_for(gpu, Software())
-    if gpu.memory_bytes is None:
-        raise GpuError(f"{gpu.name}: the table does not say how much memory a process can use.")
-    allowed = tuple(
-        technique.name
-        for technique in roster.techniques()
-        if technique.least_capability is None or policy.capability >= technique.least_capability
-    )
-    return policy.may_share, allowed
-
-
-def _split(gpus: Sequence[Gpu]) -> list[list[Gpu]]:
-    """Those that run the same kernels in any step."""
-    groups: dict[Hashable, list[Gpu]] = defaultdict(list)
-    for gpu in gpus:
-        groups[policy_for(gpu, Software()).decisions].append(gpu)
-    return [*groups.values()]
-
-
-def _tell_for_group(tell: Tell, number: int, groups: int, gpus: int, began: float) -> Tell:
-    """Says which kind of GPUs is being searched, and from the second on how long the rest may take."""
-    seconds = (time.monotonic() - began) / number if number else 0.0
-    rest = (
-        f", then about {seconds * (groups - number - 1):.0f} s more" if number + 1 < groups and number else ""
-    )
-    head = f"kind {number + 1} of {groups} ({gpus} GPUs): "
-    return lambda what: tell(f"{head}{what}{rest}")
-
-
-class _GroupAnswer(NamedTuple):
+class _KindAnswer(NamedTuple):
     on_gpus: list[OnGpu]
     counts: Counts
 
 
-def _plan_group(
+def _search_kind(
     job: Job,
     gpus: Sequence[Gpu],
     headroom: Mapping[str, int],
@@ -179,23 +131,26 @@ def _plan_group(
     objective: str,
     clock_of: ClockOf | None,
     workers: int,
+    apart: bool,
     run: PlannedRun,
     tell: Tell,
-) -> _GroupAnswer:
+) -> _KindAnswer:
     """The answers for GPUs of one kind. The one that takes the least scratch goes first: the rehearsals are
-    by its policy. `headroom` is what each leaves free, in bytes by key."""
+    by its policy. `headroom` is what each leaves free, in bytes by key; a worker works
+    `apart` where other kinds are searched beside it."""
     from snugfit.planning.cost.parts_pool import with_pool
 
     gpus = sorted(gpus, key=lambda gpu: policy_for(gpu, Software()).scratch_size)
     timer = PerGpuTimers(tuple(map(clock_of, gpus))) if clock_of else TimersWithGaps.on(gpus)
-    space = space_of(job, fidelity=fidelity, capability=gpus[0].compute_capability, fixed=fixed)
+    with _IMPORTS:
+        space = space_of(job, fidelity=fidelity, capability=gpus[0].compute_capability, fixed=fixed)
 
-    def answer(pool: WorkerPool) -> _GroupAnswer:
+    def answer(pool: WorkerPool) -> _KindAnswer:
         searches = _search(space, pool, gpus, headroom, _smallest(objective, timer, len(gpus)), tell)
         answers = [_on_gpu(search, job, timed=clock_of is None) for search in searches]
-        return _GroupAnswer(answers, searches[0].state.counts())
+        return _KindAnswer(answers, searches[0].state.counts())
 
-    return with_pool(answer, job, gpus, timer, workers=workers, run=run, tell=tell)
+    return with_pool(answer, job, gpus, timer, workers=workers, run=run, apart=apart, tell=tell)
 
 
 def _smallest(objective: str, timer: Timer, gpus: int) -> list[bool]:

@@ -1,0 +1,117 @@
+"""Kinds of GPUs: those that one search may serve, and the searches of several kinds side by side.
+
+Searches of two kinds share nothing, so each has a worker of its own where there are as many: two workers of
+one search wait for each other, and rehearse some updates twice.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeVar
+
+from snugfit.errors import GpuError
+from snugfit.planning.fleet.gpu_plans import OnGpu
+from snugfit.prediction.device import policy_for
+from snugfit.prediction.profile import Software
+from snugfit.rehearsal.device.policy import PoliciesDiffer
+from snugfit.techniques import roster
+
+if TYPE_CHECKING:
+    from snugfit.job.gpu import Gpu
+    from snugfit.planning.keep import Kept
+    from snugfit.planning.search.progress import Tell
+
+_Answer = TypeVar("_Answer")
+
+
+def kinds_of(gpus: Iterable[Gpu], fixed: Kept) -> tuple[list[list[Gpu]], dict[str, OnGpu]]:
+    """Those that one search may serve, together; and by the keys of the others, why they have no answer."""
+    groups: dict[Hashable, list[Gpu]] = defaultdict(list)
+    answers: dict[str, OnGpu] = {}
+    for gpu in gpus:
+        try:
+            kind = _kind(gpu)
+            if why := fixed.too_new(gpu.compute_capability):
+                raise GpuError(f"{gpu.name}: {why}")
+            groups[kind].append(gpu)
+        except GpuError as unknown:
+            answers[gpu.key] = OnGpu(gpu=gpu, fits=None, why=str(unknown))
+    return [*groups.values()], answers
+
+
+def _kind(gpu: Gpu) -> Hashable:
+    """Equal for GPUs that one search may serve: they run the same kernels in most steps, and allow the same
+    techniques."""
+    policy = policy_for(gpu, Software())
+    if gpu.memory_bytes is None:
+        raise GpuError(f"{gpu.name}: the table does not say how much memory a process can use.")
+    allowed = tuple(
+        technique.name
+        for technique in roster.techniques()
+        if technique.least_capability is None or policy.capability >= technique.least_capability
+    )
+    return policy.may_share, allowed
+
+
+def _split(gpus: Sequence[Gpu]) -> list[list[Gpu]]:
+    """Those that run the same kernels in any step."""
+    groups: dict[Hashable, list[Gpu]] = defaultdict(list)
+    for gpu in gpus:
+        groups[policy_for(gpu, Software()).decisions].append(gpu)
+    return [*groups.values()]
+
+
+class _SearchStopped(Exception):
+    """Nobody wants the answer of this search any more."""
+
+
+def search_kinds(
+    search: Callable[[Sequence[Gpu], int, Tell], _Answer],
+    kinds: Sequence[Sequence[Gpu]],
+    *,
+    workers: int,
+    side_by_side: int,
+    tell: Tell,
+) -> list[_Answer]:
+    """What `search` gives for each of these kinds, in order, so many `side_by_side` and each with its share
+    of the `workers`; a kind that turns out to be several is searched as those."""
+    begun, done, began, stopped = 0, 0, time.monotonic(), threading.Event()
+
+    def tell_for(gpus: int) -> Tell:
+        """Says which kind of GPUs is being searched, and once one is done how long the rest may take."""
+        left = (time.monotonic() - began) / done * (len(kinds) - begun) if done else 0.0
+        rest = f", then about {left:.0f} s more" if left else ""
+        head = f"kind {begun} of {len(kinds)} ({gpus} GPUs): "
+
+        def tell_this(what: str) -> None:
+            if stopped.is_set():
+                raise _SearchStopped
+            tell(f"{head}{what}{rest}")
+
+        return tell_this
+
+    def answers(kind: Sequence[Gpu]) -> Iterator[_Answer]:
+        try:
+            yield search(kind, max(1, workers // side_by_side), tell_for(len(kind)))
+        except PoliciesDiffer:
+            for part in _split(kind):
+                yield from answers(part)
+
+    def answers_of(kind: Sequence[Gpu]) -> list[_Answer]:
+        nonlocal begun, done
+        begun += 1
+        known = list(answers(kind))
+        done += 1
+        return known
+
+    if side_by_side <= 1:
+        return [answer for kind in kinds for answer in answers_of(kind)]
+    with ThreadPoolExecutor(side_by_side) as threads:
+        try:
+            return [answer for known in threads.map(answers_of, kinds) for answer in known]
+        finally:
+            stopped.set()
