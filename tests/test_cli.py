@@ -116,6 +116,13 @@ TYPED = {
     "measured where it lies": (["accuracy", "--measure", "x.json", "--output", "y"], "--output changes how"),
     "predicted again only": (["accuracy", "--rescore", "x.json", "--gpu", "l4"], "--gpu changes how jobs"),
     "jobs that are drawn": (["accuracy", "--top", "3", "--job", "x.yaml", "--draw", "4"], "come from --job"),
+    "an empty path": (["guide", *V100, "--output", ""], "--output is empty. Give it a value, or"),
+    "an empty path after =": (["measure", *BERT, "--ledger="], "--ledger is empty. Give it a"),
+    "an empty name": (["gpus", ""], "A name is empty. Give it a value, or leave it out."),
+    "two forms": (["guide", *V100, "--json", "--format", "csv"], "--json and --format csv are two forms of"),
+    "operators of several": (["predict", *BERT, "--operators", "--compare", "bf16"], "shows one recipe."),
+    "a headroom of more than all": (["gpus", "t4", "--for", *BERT, "--headroom", "200%"], "leaves nothing"),
+    "a price below 0": (["gpus", "t4", "--for", *BERT, "--price", "t4=-1"], "must be a number above 0"),
     "a plot in a file": (["accuracy", "--show", "x.json", "--plot", f"{sys.executable}/a.svg"], "is a file"),
 }  # fmt: skip
 

@@ -132,8 +132,12 @@ def test_seconds_need_a_gpu(asked: list[dict[str, Any]], capsys: pytest.CaptureF
     assert "Add --gpu NAME" in capsys.readouterr().err
 
 
-def test_pictures_have_none(asked: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
-    ask = ["lengths", "vit-large-patch16-224", "--task", "image-classification", "--gpu", "h200"]
+@pytest.mark.parametrize("task", [[], ["--task", "image-classification"]])
+def test_pictures_have_none(
+    task: list[str], asked: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whether the task is said or follows from the architecture."""
+    ask = ["lengths", "vit-large-patch16-224", *task, "--gpu", "h200"]
     assert run([*ask, "--lengths", "lengths.txt"]) == 2
     assert "the task image-classification has no sequences" in capsys.readouterr().err
 

@@ -197,19 +197,25 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """The rest of the words after what is declared; transformers' flags are gathered into one option.
-        Raises `UsageError` for an empty value, which is what a shell makes of a variable that it lacks."""
+        Raises `UsageError` for an empty value, which is what a shell makes of a variable that it lacks, and
+        for two forms of output."""
         own = {name for parameter in self.params for name in (*parameter.opts, *parameter.secondary_opts)}
         if any(word.startswith("--") for word in args):
             from snugfit.exchange.command_line import split_flags
 
             args, foreign = split_flags(args, own, with_foreign=TRAINER_ARGUMENT in own)
             args = [word for pair in foreign for word in (TRAINER_ARGUMENT, pair)] + args
+        # click makes Path(".") of an empty path.
+        empty = ("", Path()) if any(word == "" or word.endswith("=") for word in args) else ("",)
         rest = super().parse_args(ctx, args)
         for parameter in self.params:
             value = ctx.params.get(parameter.name)
-            if value == "" or (isinstance(value, list) and "" in value):
+            if value in empty or (isinstance(value, list) and "" in value):
+                name = parameter.opts[0] if parameter.param_type_name == "option" else "A name"
                 instead = "write plain or leave it out" if parameter.name == "recipe" else "leave it out"
-                raise UsageError(f"{parameter.opts[0]} is empty. Give it a value, or {instead}.")
+                raise UsageError(f"{name} is empty. Give it a value, or {instead}.")
+        if ctx.params.get("as_json") and (form := ctx.params.get("form", "json")) not in ("terminal", "json"):
+            raise UsageError(f"--json and --format {form} are two forms of output. Leave one of them out.")
         return rest
 
 

@@ -71,6 +71,8 @@ def predict(
     if largest and compare:
         raise UsageError("--largest and --compare cannot be used together. Give one of them.")
     given.check_pictures(html, plot)
+    if operators and compare:
+        raise UsageError("--operators shows one recipe. Leave --compare out.")
     if export and compare:
         raise UsageError("--export writes one recipe. Leave --compare out.")
     check_export(export, request.job)

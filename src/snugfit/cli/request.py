@@ -81,7 +81,7 @@ class Request:
         settings = _settings(flags)
         reading = _reading(flags, settings)
         settings = {**(reading.settings if reading else {}), **settings}
-        lengths = _lengths(flags, settings)
+        lengths = _lengths(flags)
         return cls(
             reading=reading,
             lengths=lengths,
@@ -179,15 +179,12 @@ def _reading(flags: Mapping[str, Any], settings: dict[str, Any]) -> Reading | No
     return reading
 
 
-def _lengths(flags: Mapping[str, Any], settings: Mapping[str, Any]) -> Lengths | None:
+def _lengths(flags: Mapping[str, Any]) -> Lengths | None:
     """A dataset's lengths; raises `UsageError` for a flag that contradicts them."""
     if flags.get("lengths") is None:
         return None
     from snugfit.data.lengths import Lengths
-    from snugfit.job.limits import NO_SEQUENCE
 
-    if settings.get("task") in NO_SEQUENCE:
-        raise UsageError(f"--lengths: the task {settings['task']} has no sequences. Leave --lengths out.")
     for key in ("sequence_length", "padding"):
         if flags.get(key) is not None:
             option = f"--{key.replace('_', '-')}"
@@ -206,6 +203,7 @@ def _with_lengths(settings: Mapping[str, Any], lengths: Lengths | None) -> Mappi
 def _job(settings: Mapping[str, Any], *, online: bool) -> Job:
     from snugfit.job.find import preset_named
     from snugfit.job.job import Job
+    from snugfit.job.limits import NO_SEQUENCE
     from snugfit.job.model import Model
 
     if "model" not in settings:
@@ -220,6 +218,8 @@ def _job(settings: Mapping[str, Any], *, online: bool) -> Job:
         typer.echo(f"model: {settings['model']} has the same sizes as {model.name}", err=True)
     if "task" not in given:
         given["task"] = _task(model)
+    if "lengths" in settings and given["task"] in NO_SEQUENCE:
+        raise UsageError(f"--lengths: the task {given['task']} has no sequences. Leave --lengths out.")
     job = Job(**given)
     _refuse_unused(settings, job)
     return job

@@ -116,9 +116,11 @@ def _input_columns(rows: Rows, task: Task) -> dict[str, str]:
         return {"text": only}
     missing = [role for role in forms[-1] if role not in named]
     shape = ", ".join(f'"{role}": "NAME"' for role in missing)
+    flag = ", ".join(f"{role}=NAME" for role in missing)
     raise UsageError(
         f"{rows.source}: which column is the {' and which the '.join(missing)}?"
-        f" {rows.column_list(missing[0])} Name it: columns={{{shape}}}."
+        f" {rows.column_list(missing[0])} Name it: columns={{{shape}}}, or"
+        f' --columns "{flag}".'
     )
 
 
@@ -138,6 +140,6 @@ def _label_column(rows: Rows, task: Task, tokenised: bool) -> str | None:
     if label is None and task not in (Task.CAUSAL_LM, Task.MASKED_LM) and usual:
         raise UsageError(
             f"{rows.source}: which column is the label? {rows.column_list('label')} Name it:"
-            ' columns={"label": "NAME"}.'
+            ' columns={"label": "NAME"}, or --columns label=NAME.'
         )
     return label

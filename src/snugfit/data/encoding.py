@@ -188,7 +188,10 @@ class Encoder:
 
     def _needed_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
-            raise UsageError(f"{self.rows.source}: its rows are text, but no tokenizer was found. Give one.")
+            raise UsageError(
+                f"{self.rows.source}: its rows are text, but no tokenizer was found."
+                " Give one: tokenizer=FOLDER, or --tokenizer FOLDER."
+            )
         return self.tokenizer
 
     def _with_end(self, ids: list[int]) -> list[int]:

@@ -157,7 +157,10 @@ def _texts(rows: Rows, column: str, job: Job, tokenizer: Any | None) -> Mapping[
     """The tokens of each row's text: fields of `MediaSamples`. The decoder's start token is left out where a
     tokenizer writes it: the model puts it there itself."""
     if tokenizer is None:
-        raise UsageError(f"{rows.source}: the transcripts are text, but no tokenizer was found. Give one.")
+        raise UsageError(
+            f"{rows.source}: the transcripts are text, but no tokenizer was found."
+            " Give one: tokenizer=FOLDER, or --tokenizer FOLDER."
+        )
     words, config = Tokenizer(tokenizer), job.transformers_config()
     start = getattr(config, "decoder_start_token_id", None)
     begun = start is not None and words.tokens(targets=["a"], limit=None)[0].ids[:1] == [start]

@@ -189,7 +189,7 @@ def device_of(name: str | None) -> torch.device:
     if kind != "cuda" or (number and not number.isdecimal()):
         raise UsageError(f"device is {name!r}; it must be cpu, cuda or cuda:1.")
     if int(number or 0) >= count:
-        raise UsageError(f"device is {name!r}, but torch can use {count} GPUs of this machine.")
+        raise UsageError(f"device is {name!r}, but torch can use {count} GPUs here. Try cpu.")
     return torch.device("cuda", int(number or 0))
 
 

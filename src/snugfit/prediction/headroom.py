@@ -64,7 +64,10 @@ def _as_bytes(asked: int | str, limit: int | None) -> int:
                 raise UsageError(
                     f"headroom: {asked!r} is a share of the memory, so name a GPU or an amount of memory."
                 )
-            return int(float(match[1]) / 100 * limit)
+            share = float(match[1]) / 100
+            if share >= 1:  # whatever the memory of other GPUs is
+                raise UsageError(f"headroom: {asked!r} leaves nothing of {show_bytes(limit)} to use. Try 2%.")
+            return int(share * limit)
         return 0 if asked.strip() == "0" else parse_bytes(asked, what="headroom", or_else=", or a share: 2%")
     if type(asked) is not int or asked < 0:
         raise UsageError(

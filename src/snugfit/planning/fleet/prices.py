@@ -43,7 +43,7 @@ class Prices:
         for name, price in given:
             key = find_gpu(str(name)).key
             if key in per_hour:
-                raise UsageError(f"{where}: {key} has two prices, {per_hour[key]:g} and {price!r}. Keep one.")
+                raise UsageError(f"{where}: {key} has two prices, {per_hour[key]:g} and {price}. Keep one.")
             per_hour[key] = _price(price, f"{where}: {name}")
         return cls(per_hour)
 
@@ -55,7 +55,7 @@ class Prices:
 def _price(value: object, what: str) -> float:
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= DEAREST:
         return float(value)
-    raise UsageError(f"{what} costs {value!r}. A price must be a number of USD per hour, such as 2.5.")
+    raise UsageError(f"{what} costs {value!r}. A price must be a number above 0: USD per hour, such as 2.5.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -97,7 +97,7 @@ def _media(
     if chosen is None:
         raise UsageError(
             f"{rows.source}: {job.task} needs the model's processor. Give its folder, which has a"
-            " preprocessor_config.json: processor=FOLDER."
+            " preprocessor_config.json: processor=FOLDER, or --processor FOLDER."
         )
     if hears_in_place_of_tokens(job.model.architecture):
         raise UsageError(
