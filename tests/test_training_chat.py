@@ -109,7 +109,7 @@ def test_what_is_no_conversation_is_told_with_its_row(name: str) -> None:
 def test_without_a_template_the_cure_is_told() -> None:
     with pytest.raises(UsageError, match=r"this tokenizer has no chat template.*chat_template\.jinja"):
         made([CHAT], None)
-    with pytest.raises(UsageError, match="no tokenizer was found"):
+    with pytest.raises(UsageError, match=r"no tokenizer was found.*--tokenizer FOLDER"):
         samples_of(read_rows([{"messages": CHAT}]), small_job("gpt2", 1), None)
     with pytest.raises(
         UsageError, match=r"Packing works for causal-lm on plain text\. With prompts, messages"

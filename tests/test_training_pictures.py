@@ -233,7 +233,7 @@ def test_a_processor_must_fit_the_model(tmp_path: Path, folder: Path) -> None:
         data(rows, folder, processor=wider)
     (tmp_path / "bare").mkdir()
     shutil.copy(folder / "config.json", tmp_path / "bare")
-    with pytest.raises(UsageError, match="needs the model's processor"):
+    with pytest.raises(UsageError, match=r"needs the model's processor.*--processor FOLDER"):
         data(rows, tmp_path / "bare")
     for given, says in (
         (tmp_path / "bare", "this folder has no image processor"),

@@ -278,7 +278,7 @@ AMISS: list[tuple[Task, str, dict[str, str], str]] = [
         r"which column is the text\? Its columns: 'a', 'b', 'label'.*\"text\": \"NAME\"",
     ),
     (CLASSES, "text reviw", {"text": "review"}, r"no column 'review'. Its columns: 'reviw', 'text'"),
-    (CLASSES, "text", {}, r"which column is the label\?"),
+    (CLASSES, "text", {}, r"which column is the label\?.*--columns label=NAME"),
     (CLASSES, "text label", {"txet": "text"}, r"'txet' is not a role of a column. Did you mean 'text'"),
     (
         CLASSES,
@@ -288,7 +288,12 @@ AMISS: list[tuple[Task, str, dict[str, str], str]] = [
     ),
     (Task.CAUSAL_LM, "text label", {"label": "label"}, "uses no labels"),
     (Task.CAUSAL_LM, "instruction output input", {}, r"which column is the text\?"),
-    (Task.SEQ2SEQ_LM, "a b", {"source": "a"}, r'which column is the target\?.*columns={"target": "NAME"}'),
+    (
+        Task.SEQ2SEQ_LM,
+        "a b",
+        {"source": "a"},
+        r'which column is the target\?.*={"target": "NAME"}.*--columns "target=NAME"',
+    ),
     (Task.SEQ2SEQ_LM, "input_ids", {}, "which column is the label"),
 ]
 
