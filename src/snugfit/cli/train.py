@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -117,7 +118,8 @@ def train(
         "device": asked.get("device"),
     }
     if dry_run:
-        return _show_run(request, make_run(request.job, request.recipe, _require(asked, "dataset"), **how))
+        run_here = make_run(request.job, request.recipe, _require(asked, "dataset"), **how)
+        return _show_run(request, run_here, _start(run_here.folder, resume_from_checkpoint, restart=restart))
     with Watching(logged) as shown:
         trained = run(
             request.job,
@@ -133,19 +135,30 @@ def train(
     return trained.exit_code
 
 
-def _show_run(request: Request, run: Run) -> int:
-    """Says what would be run, and what is predicted of it on the GPU that is named, or else the one here."""
+def _start(folder: Path, resume_from: str | None, *, restart: bool) -> Path | None:
+    """The checkpoint that a run in this folder would start from. Raises `UsageError` for one that is not
+    there."""
+    from snugfit.training.checkpoint.manager import named_step
+
+    if resume_from is not None:
+        named_step(Path(resume_from), folder)
+        return Path(resume_from)
+    kept = () if restart else folder.glob("checkpoint-*[0-9]")
+    return max(kept, key=lambda path: int(path.name.split("-")[-1]), default=None)
+
+
+def _show_run(request: Request, run: Run, start: Path | None) -> int:
+    """Says what would be run from which checkpoint, and what is predicted of it on the GPU that is named, or
+    else the one here."""
     from snugfit.measurement.target import gpu_here
 
     job, order = run.job, run.order(1)
     steps, weights = run.steps(order), f"the weights in {run.weights}" if run.weights else "random weights"
-    checkpoints = sorted(run.folder.glob("checkpoint-*[0-9]"), key=lambda one: int(one.name.split("-")[-1]))
-    start = checkpoints[-1] if checkpoints else weights
     gpu = request.gpu or gpu_here(str(run.device))
     typer.echo(f"would train {job.model.name}, {job.task.value}, under {run.recipe} on {run.device}")
     typer.echo(
         f"{steps:,} steps of {job.batch_size:,} samples, {steps / order.steps_per_epoch:.3g} times through "
-        f"{len(run.data.samples):,}; starts from {start}; writes into {run.folder}"
+        f"{len(run.data.samples):,}; starts from {start or weights}; writes into {run.folder}"
     )
     fits = _show_prediction(request, run, gpu, steps) if gpu or request.memory_bytes else None
     if gpu is None:

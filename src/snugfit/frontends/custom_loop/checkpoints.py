@@ -112,7 +112,9 @@ class RunCheckpoints:
     def resume(self, named: Path | None) -> bool:
         """Makes the run the one of the newest whole checkpoint, or of the one that is named; False where
         there is none. Raises `UsageError` for another run's."""
-        checkpoint = self._manager.newest() if named is None else self._manager.checkpoint_of_store(named)
+        checkpoint = (
+            self._manager.newest() if named is None else self._manager.checkpoint_at(named, in_store=True)
+        )
         if checkpoint is None:
             return False
         now = self._manager.about

@@ -65,6 +65,24 @@ def open_store(folder: Path, *, begin_anew: str) -> Iterator[Store]:
         yield store
 
 
+def named_step(folder: Path, root: Path, *, in_root: bool = True) -> int:
+    """The step of the checkpoint that a user names for a run in `root`. Raises `UsageError` where the folder
+    is none, or with `in_root` stands elsewhere."""
+    mark = re.fullmatch(r"checkpoint-([0-9]+)", folder.name)
+    if mark is None or not folder.is_dir():
+        names = ", ".join(sorted(path.name for path in root.glob("checkpoint-*")))
+        raise UsageError(
+            f"resume_from_checkpoint is {str(folder)!r}; it must be a folder checkpoint-N. "
+            f"{root} has {names or 'none'}."
+        )
+    if in_root and folder.absolute().parent.resolve() != root.resolve():
+        raise UsageError(
+            f"resume_from_checkpoint is {str(folder)!r}, and the run's folder is {root}. "
+            "Name one of the checkpoints in it, or use that folder as the output folder."
+        )
+    return int(mark[1])
+
+
 @final
 class CheckpointManager:
     """Saves snapshots into a store, one after the other, and finds what a run is resumed from."""
@@ -176,29 +194,14 @@ class CheckpointManager:
             self._journal.tell("warning", text=f"ignored {broken}")
         return checkpoint
 
-    def checkpoint_at(self, folder: Path) -> Checkpoint:
-        """The checkpoint that a user names. Raises `UsageError` for what is none, and as `verify` does."""
-        mark = re.fullmatch(r"checkpoint-([0-9]+)", folder.name)
-        if mark is None or not folder.is_dir():
-            names = ", ".join(sorted(path.name for path in self.store.root.glob("checkpoint-*")))
-            raise UsageError(
-                f"resume_from_checkpoint is {str(folder)!r}; it must be a folder checkpoint-N. "
-                f"{self.store.root} has {names or 'none'}."
-            )
+    def checkpoint_at(self, folder: Path, *, in_store: bool = False) -> Checkpoint:
+        """The checkpoint that a user names; with `in_store` of a run that may have to go back to its last
+        one, which stands in its folder. Raises `UsageError` for what is none, and as `verify` does."""
+        step = named_step(folder, self.store.root, in_root=in_store)
         try:
-            return verify(folder, int(mark[1]))
+            return verify(folder, step)
         except BrokenCheckpoint as fault:
             raise BrokenCheckpoint(f"{folder}: {fault}") from None
-
-    def checkpoint_of_store(self, folder: Path) -> Checkpoint:
-        """The same, for a run that may have to go back to its last checkpoint: that stands in its folder."""
-        checkpoint = self.checkpoint_at(folder)
-        if not self._is_in_store(checkpoint):
-            raise UsageError(
-                f"resume_from_checkpoint is {str(folder)!r}, and the run's folder is {self.store.root}. "
-                "Name one of the checkpoints in it, or use that folder as the output folder."
-            )
-        return checkpoint
 
     def _is_in_store(self, checkpoint: Checkpoint) -> bool:
         return checkpoint.folder.absolute().parent.resolve() == self.store.root.resolve()

@@ -24,7 +24,7 @@ from typing import Any
 
 from snugfit.errors import UsageError
 from snugfit.step.applier import run_context
-from snugfit.training.checkpoint.manager import CheckpointManager, open_store
+from snugfit.training.checkpoint.manager import CheckpointManager, named_step, open_store
 from snugfit.training.checkpoint.weights import no_progress_bars
 from snugfit.training.interrupt import Interrupts
 from snugfit.training.journal import Event, Journal
@@ -68,6 +68,8 @@ def train(
             "restart starts from the beginning, and resume_from_checkpoint resumes. Leave one of them out."
         )
     named = None if resume_from is None else Path(resume_from)
+    if named is not None:
+        named_step(named, run.folder)
     reports = Reports(run, restart=restart, warn=lambda text: journal.tell("warning", text=text))
     journal = Journal(run.folder.absolute(), watch, reports)
     with (
@@ -78,7 +80,9 @@ def train(
         if restart:
             store.restart()
         checkpoints = CheckpointManager(store, journal, run.device, limit=run.options.save_total_limit)
-        checkpoint = checkpoints.newest() if named is None else checkpoints.checkpoint_of_store(named)
+        checkpoint = (
+            checkpoints.newest() if named is None else checkpoints.checkpoint_at(named, in_store=True)
+        )
         for note in run.data.notes:
             journal.tell("note", text=note)
         if checkpoint is not None:
