@@ -143,8 +143,8 @@ def _start(folder: Path, resume_from: str | None, *, restart: bool) -> Path | No
     if resume_from is not None:
         named_step(Path(resume_from), folder)
         return Path(resume_from)
-    kept = () if restart else folder.glob("checkpoint-*[0-9]")
-    return max(kept, key=lambda path: int(path.name.split("-")[-1]), default=None)
+    checkpoints = () if restart else folder.glob("checkpoint-*[0-9]")
+    return max(checkpoints, key=lambda path: int(path.name.split("-")[-1]), default=None)
 
 
 def _show_run(request: Request, run: Run, start: Path | None) -> int:
