@@ -31,6 +31,7 @@ from snugfit.planning.fleet.kinds import search_kinds
 from snugfit.planning.fleet.per_gpu import PerGpuSearch
 from snugfit.planning.fleet.search_gpus import plan_gpus
 from snugfit.planning.search.progress import Tell
+from snugfit.planning.search.recomputing import RecomputingKinds
 from snugfit.planning.search.search import plan
 from snugfit.planning.search.simpler import AS_FAST
 from snugfit.planning.search.space import Candidate, space_of
@@ -38,6 +39,7 @@ from snugfit.planning.search.state import SearchState
 from snugfit.prediction.device import policy_for
 from snugfit.prediction.predict import predict
 from snugfit.prediction.profile import Software
+from snugfit.prediction.worker_pool import WorkerPool
 from snugfit.rehearsal.device.policy import ComparedPolicy, PoliciesDiffer
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import Kernel, Trace, Work
@@ -351,6 +353,21 @@ def test_an_answer_that_does_not_fit_after_all_makes_way(job: Job) -> None:
     assert list(seat.open_candidates()) == [3]
     seat.exclude([3])
     assert (list(seat.open_candidates()), seat.answer(), seat.fits(1)) == ([], 1, False), "the nearest miss"
+
+
+def test_what_is_slow_waits_for_kinds_with_recomputing_that_may_be_faster(job: Job) -> None:
+    space = space_of(job, fidelity=Fidelity.SAME)
+    numbers = [n for n, one in enumerate(space.candidates) if one.setup.checkpoint is None]
+    fast, slow, large = numbers[:3]
+    bounds = {fast: Bound(90, 1.0, 90), slow: Bound(90, 2.1, 90), large: Bound(101, 0.5, 101)}
+    state = SearchState(space, bounds)
+    recomputing = RecomputingKinds([state], WorkerPool([]), lambda what: None)
+    seat = PerGpuSearch(replace(H200, memory_bytes=100), 0, state, smallest=False, takes_less=False)
+    assert list(seat.open_candidates()) == [fast, slow]
+    seat.hold_back(recomputing)
+    assert list(seat.open_candidates()) == [fast], "the other is more than twice as slow as what fits"
+    assert (seat.release(), seat.release()) == (True, False)
+    assert list(seat.open_candidates()) == [fast, slow]
 
 
 def test_an_answer_that_a_whole_rehearsal_does_not_give_says_so(job: Job) -> None:

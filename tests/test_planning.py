@@ -22,6 +22,7 @@ from snugfit.planning.cost.parts import Parts
 from snugfit.planning.cost.timer import SingleGpuTimer
 from snugfit.planning.fleet.search_gpus import _search as search_for_gpus
 from snugfit.planning.plan import NEARLY_AS_SMALL
+from snugfit.planning.search.recomputing import PEAK_SHARE
 from snugfit.planning.search.search import plan, search
 from snugfit.planning.search.simpler import AS_FAST
 from snugfit.planning.search.space import Space, space_of
@@ -401,3 +402,17 @@ def test_recipes_that_all_fail_after_the_screening_are_one_error(monkeypatch: py
     monkeypatch.setattr(SearchState, "judge_all", lambda *arguments, **more: None)
     with pytest.raises(SnugfitError, match="No recipe could be simulated"):
         plan(small_job("bert", 1), gpu="h200", fidelity="same", workers=1)
+
+
+@pytest.mark.parametrize("family", ["llama", "t5"])
+def test_what_recomputes_some_layers_is_no_smaller_than_with_each(family: str) -> None:
+    """By which kinds are left out that are not simulated."""
+    parts = Parts(small_job(family, 12, sequence_length=64), [H200], SingleGpuTimer(lambda trace: 0.0))
+
+    def needed(recipe: str) -> int:
+        [[least]] = parts.screen([Recipe.parse(recipe).setup()])
+        return least.needed_bytes
+
+    full = needed("bf16 + every_layer")
+    for recipe in ("every_nth_layer", "every_nth_layer(n=4)"):
+        assert full * (1 - PEAK_SHARE) <= needed(f"bf16 + {recipe}") <= needed("bf16")

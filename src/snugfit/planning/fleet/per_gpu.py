@@ -46,6 +46,11 @@ SIBLING_SHARE = 0.002
 many may still be another: the scratch of its update, and what the allocator rounds (chosen)."""
 
 
+HELD_BACK = 2.0
+"""How often as slow as the fastest kind that nobody has looked at, without its recomputing, a recipe must be
+to wait for it (chosen): recomputing takes a third more."""
+
+
 class OwnBytes(NamedTuple):
     """What a recipe takes more by a GPU's own policy than by the one that the search judges by."""
 
@@ -88,6 +93,8 @@ class PerGpuSearch:
         had been judged to take."""
         self._more: dict[Hashable, OwnBytes] = {}
         """By the passes, where one that has them was simulated so."""
+        self._held_above = math.inf
+        """Seconds above which nothing is judged for now."""
         self.sort()
 
     def sort(self) -> None:
@@ -96,6 +103,16 @@ class PerGpuSearch:
         self._by_seconds = sorted(bounds, key=lambda number: bounds[number][1::-1])
         self._by_bytes = sorted(bounds, key=lambda number: bounds[number])
         self._open: tuple[int, list[int]] = (-1, [])
+
+    def hold_back(self, recomputing: RecomputingKinds) -> None:
+        """Nothing is judged for now that is much slower than kinds that nobody has looked at may be."""
+        self._held_above = HELD_BACK * recomputing.least_seconds(self.index, self._may_fit)
+        self._open = (-1, [])
+
+    def release(self) -> bool:
+        """Nothing is held back any more; whether there is more to judge for it."""
+        held, self._held_above, self._open = self._held_above, math.inf, (-1, [])
+        return held < math.inf and any(self.open_candidates())
 
     def open_candidates(self) -> Iterable[int]:
         """What could be better than the answer of now and was not judged, the most hopeful first."""
@@ -245,7 +262,8 @@ class PerGpuSearch:
         enough = min((self.state.judged[number].seconds for number in self._fitting()), default=None)
         for number in self._by_seconds:
             least = self.state.bounds[number]
-            if enough is not None and least.seconds * (1 - TIME_BOUND_MARGIN) > enough:
+            is_slower = enough is not None and least.seconds * (1 - TIME_BOUND_MARGIN) > enough
+            if is_slower or least.seconds > self._held_above:
                 return
             if number in self.state.judged or not self._may_fit(least.needed_bytes):
                 continue
@@ -273,17 +291,20 @@ class PerGpuSearch:
 
 def screen_recomputing(recomputing: RecomputingKinds, searches: Sequence[PerGpuSearch]) -> bool:
     """Gives kinds that recompute their lower bounds, as far as a GPU may have a better answer among them, or
-    a simpler one. Where there are none, GPUs that nothing fits look for the smallest. Whether there is more
-    to judge."""
+    a simpler one. Where there are none, nothing is held back any more, and GPUs that nothing fits look for
+    the smallest. Whether there is more to judge."""
     hopeful = [search.is_hopeful() for search in searches]
 
     def is_needed(number: int, least: OnGpus) -> bool:
         return any(may_be_better(bound) for may_be_better, bound in zip(hopeful, least, strict=True))
 
     screened = recomputing.screen(is_needed, KINDS_AT_A_TIME, twins=False)
-    if not screened:
-        began_to_seek = [search.seek_smallest() for search in searches]
-        if any(began_to_seek):
+    if screened:
+        for search in searches:
+            search.hold_back(recomputing)
+    else:
+        more = [search.release() or search.seek_smallest() for search in searches]
+        if any(more):
             return True
     if not screened and searches[0].state.judged:
         as_fast = [search.may_be_simpler() for search in searches]

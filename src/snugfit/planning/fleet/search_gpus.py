@@ -200,6 +200,8 @@ def _search(
         PerGpuSearch(gpu, i, state, smallest[i], takes_less=takes_less[i], headroom_bytes=headroom[gpu.key])
         for i, (gpu, state) in enumerate(zip(gpus, states, strict=True))
     ]
+    for search in searches:
+        search.hold_back(recomputing)
     while True:
         _judge(space, pool, searches, tell)
         if screen_recomputing(recomputing, searches):

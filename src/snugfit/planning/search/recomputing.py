@@ -10,6 +10,10 @@ Recomputing runs the same layers once more. So of two kinds that differ in how a
 size of one technique's adapters or in which 16-bit type autocast takes, the one that is neither faster nor
 smaller without recomputing is neither with it, and need not be rehearsed beside the other.
 
+Recomputing each n-th layer takes no less memory than recomputing each. So that is rehearsed first, and may
+show that the others are too large. Its seconds say little of theirs: where the host decides, they lie on no
+line.
+
 Logits in chunks are such a kind too: they change nothing of what is live while a layer runs. So they save
 nothing where a step with whole logits has its peak in a layer or in its update, and need not be rehearsed.
 
@@ -21,6 +25,7 @@ rehearsed.
 from __future__ import annotations
 
 import functools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -30,6 +35,7 @@ from snugfit.planning.search.screening import screen
 from snugfit.planning.search.state import MEMORY_RESOLUTION
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.setup import EVERY_LAYER
 from snugfit.techniques.technique import Slot
 
 if TYPE_CHECKING:
@@ -52,6 +58,10 @@ ROUNDING = 0.001
 """Of what its twin takes, how much less a kind may take that was held to be no better: a sum of seconds in
 another order, an allocation of a few bytes."""
 
+PEAK_SHARE = 0.01
+"""Of the bytes of recomputing each layer, how much less recomputing some may take: the worst moment is
+another."""
+
 NOTHING = Bound(0, 0.0)
 
 KINDS_AT_A_TIME = 8
@@ -73,6 +83,8 @@ class RecomputingKinds:
         self._without: dict[int, int | None] = {}
         self._whole: dict[int, int | None] = {}
         """Of candidates whose logits come in chunks, the same with whole logits."""
+        self._full: dict[int, int] = {}
+        """Of candidates that recompute some layers, the same with each."""
         self._no_better: dict[int, list[tuple[int, int]]] = {}
         """Of kinds that were left out, some candidates with their twins."""
         for number, candidate in enumerate(self.space.candidates):
@@ -83,6 +95,8 @@ class RecomputingKinds:
                 )
             if candidate.setup.logits is not None:
                 self._whole[number] = self.space.number(candidate.recipe.with_(plain[0]))
+            if (full := self._with_each(candidate)) is not None:
+                self._full[number] = full
         for state in states:
             state.screen_these = self.screen_these
 
@@ -101,6 +115,7 @@ class RecomputingKinds:
             )
             and (twins or not self._is_no_better(kind))
         ]
+        kinds = kinds if twins else list(dict.fromkeys(map(self._first_of, kinds)))
         kinds = [kind for kind in kinds if self.waiting[kind][0] not in self._whole] or kinds
         kinds.sort(key=lambda kind: min(self._total_seconds(number) for number in self.waiting[kind]))
         asked = {number: self._least(number) for kind in kinds[:most] for number in self.waiting.pop(kind)}
@@ -112,6 +127,12 @@ class RecomputingKinds:
         if asked and (self._twins_mislead() or any(_is_below(*two) for two in least_known)):
             return [*asked, *self.screen(lambda number, least: True)]
         return list(asked)
+
+    def _first_of(self, kind: int) -> int:
+        """Which kind to look at before this one: where it recomputes some layers, the one with each."""
+        full = self._full.get(self.waiting[kind][0])
+        first = kind if full is None else self.space.candidates[full].passes
+        return first if first in self.waiting else kind
 
     def add(self, kinds: Collection[int]) -> None:
         """Gives the candidates of these kinds of passes their lower bounds."""
@@ -137,11 +158,29 @@ class RecomputingKinds:
             least = [Bound(b.resting_bytes, b.seconds * (1 - CACHE_SHARE)) for b in self._bounds(without)]
         return [
             Bound(
-                max(known.needed_bytes, int(bound.layers_bytes * (1 - ROUNDING))),
+                max(known.needed_bytes, int(bound.layers_bytes * (1 - ROUNDING)), with_each),
                 max(known.seconds, bound.seconds * (1 - ROUNDING)),
             )
-            for known, bound in zip(least, self._bounds_of_whole(number), strict=True)
+            for known, bound, with_each in zip(
+                least, self._bounds_of_whole(number), self._bytes_of_each(number), strict=True
+            )
         ]
+
+    def _with_each(self, candidate: Candidate) -> int | None:
+        """The same with each layer recomputed; None for one that recomputes none, each, or spans."""
+        wish = candidate.setup.checkpoint
+        if wish is None or wish == EVERY_LAYER or wish.layers_per_span != 1:
+            return None
+        recipes = [candidate.recipe.with_(one) for one in self.space.offers(Slot.CHECKPOINTING)]
+        full = next((one for one in recipes if one.setup().checkpoint == EVERY_LAYER), None)
+        return None if full is None else self.space.number(full)
+
+    def _bytes_of_each(self, number: int) -> list[int]:
+        """The least bytes of a candidate by those of recomputing each layer; 0 where that says nothing."""
+        full = self._full.get(number)
+        if full is None or not self._is_known(full):
+            return [0] * len(self.states)
+        return [int(bound.needed_bytes * (1 - PEAK_SHARE)) for bound in self._bounds(full)]
 
     def _bounds_of_whole(self, number: int) -> OnGpus:
         """What the same with whole logits takes at least; nothing where that is the same."""
@@ -168,6 +207,14 @@ class RecomputingKinds:
 
     def _bounds(self, number: int) -> OnGpus:
         return [state.bounds[number] for state in self.states]
+
+    def least_seconds(self, index: int, may_fit: Callable[[int], bool]) -> float:
+        """What the fastest of those that wait and may fit takes on one of the GPUs without recomputing;
+        `may_fit` is asked about bytes."""
+        bounds = self.states[index].bounds
+        without = {self._without[number] for numbers in self.waiting.values() for number in numbers}
+        least = (bounds[number] for number in without if number is not None and number in bounds)
+        return min((one.seconds for one in least if may_fit(one.resting_bytes)), default=math.inf)
 
     # ---- twins -------------------------------------------------------------------------------------------
 
