@@ -142,7 +142,13 @@ def trainer_of(folder: Path, dtype: str, recipe: str) -> Any:
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize(("dtype", "recipe"), [case[1:] for case in SUPPORTED if case[0] == "trl"])
+@pytest.mark.parametrize(
+    ("dtype", "recipe"),
+    [
+        *(case[1:] for case in SUPPORTED if case[0] == "trl"),
+        ("float32", "qlora(r=4, targets=all-linear, double=false) + bf16 + every_layer"),
+    ],
+)
 def test_trl_itself_takes_it(
     dtype: str, recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,6 +159,9 @@ def test_trl_itself_takes_it(
     frozen = next(weight for name, weight in trainer.model.named_parameters() if "embed_tokens" in name)
     assert frozen.dtype == getattr(torch, str(setup.weights_dtype))
     assert frozen.requires_grad == (setup.adapt is None)
+    if setup.quantize:
+        assert {w.dtype for w in trainer.model.parameters() if w.requires_grad} == {torch.float32}
+        assert not trainer.model.config.quantization_config.bnb_4bit_use_double_quant
     assert trainer.args.bf16 == (setup.autocast == "bfloat16")
     assert trainer.args.activation_checkpointing == ("layer" in recipe)
     assert (trainer.args.max_length, trainer.args.packing, trainer.args.max_grad_norm) == (16, False, 0.5)
@@ -182,6 +191,7 @@ def test_trl_trains_what_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ("axolotl", "bfloat16", "bf16", ["embeddings", "32 bits"]),
         ("llamafactory", "float32", "bf16_pure", ["bf16_pure", "pure_bf16"]),
         ("llamafactory", "bfloat16", "lora + fp32", ["fp32", "checkpoint"]),
+        ("axolotl", "bfloat16", "qlora + bf16", ["32 bits", "export to hf, accelerate or torch"]),
     ],
 )
 def test_what_a_tool_cannot_do_is_refused_by_name(

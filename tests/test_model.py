@@ -94,6 +94,7 @@ def test_a_folder_named_like_a_preset_is_refused_until_it_is_written_as_a_path(
     ("name", "expected"),
     [
         ("bert-larg-uncased", "Did you mean 'bert-large-uncased'"),
+        ("bert-base", "Did you mean 'bert-base-uncased' or 'bert-base-cased'"),
         ("google-t5/t5-3", "google-t5/t5-3b"),
         ("nobody/has-this", "HF_HUB_OFFLINE forbids to ask the hub"),
         ("a/b/c", "A model is the name of a preset"),

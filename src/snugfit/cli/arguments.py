@@ -225,6 +225,7 @@ def about_a_job(command: Callable[..., int]) -> Callable[..., int]:
     _, *own = inspect.signature(command, eval_str=True).parameters.values()
 
     def with_job(**given: Any) -> int:
+        check_pictures(given.get("html"), given.get("plot"))
         return command(read_request(given), **{parameter.name: given[parameter.name] for parameter in own})
 
     with_job.__name__, with_job.__doc__ = command.__name__, command.__doc__

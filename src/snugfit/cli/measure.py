@@ -53,7 +53,6 @@ def measure(
     from snugfit.prediction.device import policy_for
     from snugfit.prediction.profile import Software
 
-    given.check_pictures(html, plot)
     policy_for(request.gpu, Software())
     if target_here(device).type == "cpu" and device is None:
         typer.echo(

@@ -103,7 +103,6 @@ def plan(
     from snugfit.report.plan.plan import render
     from snugfit.report.text.page import print_as
 
-    given.check_pictures(html, plot)
     if export and verify:
         raise UsageError(
             "--export and --verify cannot be used together, because --verify may find another answer. "

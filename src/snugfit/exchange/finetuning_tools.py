@@ -71,9 +71,6 @@ def trl_script(job: Job, recipe: Recipe) -> str:
     arguments |= {"output_dir": "sft_output", "num_train_epochs": 1}
     arguments |= {"max_length": job.sequence_length, "packing": False, "loss_type": "nll"}
     dotted = write_arguments(recipe)[0]
-    if recipe.setup().quantize is not None:
-        why = "TRL 1.16 makes adapters of models in 4 bits bfloat16, and they are float32 here"
-        raise _refusal("trl", recipe[Slot.ADAPTERS], why)
     script = script_values(job, recipe, "trl", dotted, training_arguments=arguments)
     lora = _lora(job, recipe)
     if lora:
@@ -250,7 +247,10 @@ def _refuse_other_layers(arguments: Mapping[str, Any], job: Job, recipe: Recipe,
 
 
 def _refusal(to: str, technique: object, why: str) -> RecipeError:
-    return RecipeError(f"This recipe cannot be exported to {to}:\n{technique}: {why}.")
+    return RecipeError(
+        f"This recipe cannot be exported to {to}:\n{technique}: {why}.\n"
+        "Choose another technique for it, or export to hf, accelerate or torch, which can do more."
+    )
 
 
 def _yaml(job: Job, recipe: Recipe, to: str, command: str, sections: Mapping[str, Mapping[str, Any]]) -> str:

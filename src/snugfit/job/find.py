@@ -148,6 +148,10 @@ def _unknown_model(name: str, why: str) -> ModelError:
     names = [preset for preset in (preset_names() if "/" in name else bare) if _sizes(preset) == _sizes(name)]
     swapped = [preset for preset in names if sorted(preset.lower()) == sorted(name.lower())]
     guess = did_you_mean(name, names, cutoff=ONE_MODEL) or did_you_mean(name, swapped)
+    longer = [preset for preset in names if preset.lower().startswith(f"{name.lower()}-")]
+    if not guess and longer:  # of BERT's presets the uncased are those that most people use
+        longer.sort(key=lambda preset: ("uncased" not in preset, len(preset)))
+        guess = f" Did you mean {' or '.join(map(repr, longer[:3]))}?"
     return ModelError(
         f"No preset, folder or cached hub model {name!r}, and {why}."
         f"{guess} {_ALLOWED} {presets_like(name, preset_names())}"
