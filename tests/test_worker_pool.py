@@ -3,6 +3,9 @@ traceback."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from snugfit.errors import JobError
@@ -30,3 +33,19 @@ def test_items_come_in_order_until_one_cannot_be_answered(workers: int) -> None:
 def test_a_bug_in_a_worker_shows_its_own_traceback() -> None:
     with pytest.raises(RuntimeError, match="KeyError"):
         list(map_in_processes(halve, [1, -1], workers=2))
+
+
+@pytest.mark.whole
+def test_ctrl_c_does_not_reach_the_fork_server_while_it_imports() -> None:
+    script = (
+        "from multiprocessing import forkserver\n"
+        "from pathlib import Path\n"
+        "from snugfit.prediction.worker_pool import start_fork_server\n"
+        "start_fork_server((), for_what=None)\n"
+        "status = Path(f'/proc/{forkserver._forkserver._forkserver_pid}/status').read_text()\n"
+        "mask = next(line for line in status.splitlines() if line.startswith('SigIgn'))\n"
+        "print(bool(int(mask.split()[1], 16) & 1 << signal.SIGINT - 1))\n"
+    )
+    words = [sys.executable, "-c", "import signal\n" + script]
+    done = subprocess.run(words, check=False, capture_output=True, text=True)
+    assert done.stdout == "True\n", done.stderr

@@ -169,7 +169,6 @@ def start_fork_server(preload: Sequence[str], *, for_what: Any) -> None:
     what they will be sent cannot be pickled, for then no worker will be started."""
     if is_picklable(for_what):
         _context(preload)
-        forkserver.ensure_running()
 
 
 def map_in_processes(
@@ -204,10 +203,20 @@ def is_picklable(what: Any) -> bool:
 
 
 def _context(preload: Sequence[str]) -> Any:
+    """Whence workers come: the fork server runs. Ctrl-C does not reach it, not even while it imports, for
+    then Python would print a traceback; it ends with this process."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         os._exit(UNGUARDED)  # the parent says why
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOAD, *preload])
+    if threading.current_thread() is not threading.main_thread():  # others may not change signals
+        forkserver.ensure_running()
+        return context
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which the new process inherits
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGINT, before)
     return context
 
 
