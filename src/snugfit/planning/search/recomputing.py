@@ -10,9 +10,10 @@ Recomputing runs the same layers once more. So of two kinds that differ in how a
 size of one technique's adapters or in which 16-bit type autocast takes, the one that is neither faster nor
 smaller without recomputing is neither with it, and need not be rehearsed beside the other.
 
-Recomputing each n-th layer takes no less memory than recomputing each. So that is rehearsed first, and may
-show that the others are too large. Its seconds say little of theirs: where the host decides, they lie on no
-line.
+Recomputing each n-th layer takes no less memory than recomputing each. So where several GPUs are asked
+about, of which each small one seeks its smallest recipe, that is rehearsed first, and may show that the
+others are too large. For one GPU it is not: more recipes were judged, and the plan took longer. Its seconds
+say little of theirs: where the host decides, they lie on no line.
 
 Logits in chunks are such a kind too: they change nothing of what is live while a layer runs. So they save
 nothing where a step with whole logits has its peak in a layer or in its update, and need not be rehearsed.
@@ -95,7 +96,7 @@ class RecomputingKinds:
                 )
             if candidate.setup.logits is not None:
                 self._whole[number] = self.space.number(candidate.recipe.with_(plain[0]))
-            if (full := self._with_each(candidate)) is not None:
+            if len(states) > 1 and (full := self._with_each(candidate)) is not None:
                 self._full[number] = full
         for state in states:
             state.screen_these = self.screen_these
