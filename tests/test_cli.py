@@ -122,6 +122,8 @@ TYPED = {
     "two forms": (["guide", *V100, "--json", "--format", "csv"], "--json and --format csv are two forms of"),
     "operators of several": (["predict", *BERT, "--operators", "--compare", "bf16"], "shows one recipe."),
     "a page before the model": (["predict", "no-model", "--html", "foo.txt"], "a page is a .html file"),
+    "a trace before the model": (["predict", "no-model", "--trace", "foo.txt"], "a trace is a .pickle for"),
+    "an export in a file": (["export", "bf16", *BERT, "--to", "hf", "--output", sys.executable], "a file."),
     "a headroom of more than all": (["gpus", "t4", "--for", *BERT, "--headroom", "200%"], "leaves nothing"),
     "two prices": (["gpus", "t4", "--for", *BERT, "--price", "t4=1", "--price", "T4=2"], "prices, 1 and 2"),
     "a price below 0": (["gpus", "t4", "--for", *BERT, "--price", "t4=-1"], "must be a number above 0"),

@@ -119,7 +119,10 @@ def test_an_axolotl_file(tmp_path: Path) -> None:
         "micro_batches(2) + adamw_8bit + workers(n=1)",
     }  # fmt: skip
     assert not reading.refused
-    assert {"bf16", "flash_attention"} <= keys(reading.differs)
+    assert "flash_attention" in keys(reading.differs)
+    assert "embeddings_dtype" not in keys(reading.differs), "beside adapters they are 16 bits again"
+    whole = read(tmp_path, "full.yml", AXOLOTL.replace("adapter: lora", ""))
+    assert "embeddings_dtype" in keys(whole.differs)
     assert {"lora_alpha", "sample_packing", "special_tokens.pad_token"} <= keys(reading.ignored)
 
 
@@ -282,6 +285,29 @@ def test_a_qlora_script(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("config", "given", "recipe", "dtype"),
+    [
+        ("load_in_4bit=True, bnb_4bit_quant_type='nf4'", "model", "every_layer", "float32"),
+        ("load_in_4bit=True, bnb_4bit_quant_type='nf4'", "model, False", "", "float32"),
+        ("load_in_4bit=True, bnb_4bit_quant_type='nf4'", "", "", "bfloat16"),
+    ],
+)
+def test_peft_widens_what_is_not_quantized_and_checkpoints(
+    config: str, given: str, recipe: str, dtype: str, tmp_path: Path
+) -> None:
+    text = (
+        f"bnb = BitsAndBytesConfig({config})\n"
+        "model = AutoModelForCausalLM.from_pretrained('gpt2', dtype='bfloat16', quantization_config=bnb)\n"
+        f"{f'model = prepare_model_for_kbit_training({given})' if given else ''}\n"
+        "peft_config = LoraConfig(r=16)\nargs = TrainingArguments('./out', gradient_checkpointing=False)\n"
+    ).replace("model, False", "model, use_gradient_checkpointing=False")
+    reading = read(tmp_path, "qlora.py", text)
+    assert (recipe in reading.settings["recipe"].split(" + ")) is bool(recipe)
+    assert reading.settings["dtype"] == dtype
+    assert not reading.refused
+
+
+@pytest.mark.parametrize(
     ("config", "differs"),
     [
         ("load_in_4bit=True, bnb_4bit_quant_type='nf4'", True),
@@ -303,6 +329,13 @@ def test_the_dtype_of_products_with_4_bit_weights(
     )
     reading = read(tmp_path, "qlora.py", text)
     assert (f"{given}.quantization_config.bnb_4bit_compute_dtype" in keys(reading.differs)) is differs
+
+
+def test_a_folder_is_answered_with_its_files(tmp_path: Path) -> None:
+    for name in ("train.py", "notes.txt", "ds.json"):
+        (tmp_path / name).write_text("")
+    with pytest.raises(UsageError, match=r"is a folder.* Name one of its files: ds.json, train.py"):
+        read_arguments(tmp_path)
 
 
 @pytest.mark.parametrize("suffix", ["yaml", "json"])

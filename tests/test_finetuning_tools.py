@@ -33,12 +33,15 @@ SUPPORTED = [
     ("trl", "bfloat16", "bf16_pure + sgd(momentum=0.5) + eager + workers(n=2)"),
     ("trl", "float32", "every_nth_layer(2) + bf16 + adafactor"),
     ("trl", "bfloat16", "fp32 + adamw_fused"),
+    ("trl", "float32", "qlora(r=4, targets=all-linear, double=false) + bf16 + every_layer"),
+    ("trl", "bfloat16", "qlora(r=4, targets=q_proj|v_proj) + bf16 + micro_batches(2)"),
     ("axolotl", "bfloat16", f"{LORA} + bf16 + every_layer + micro_batches(2) + adamw_8bit + expandable"),
     ("axolotl", "bfloat16", "lora(targets=q_proj|v_proj) + bf16 + eager"),
     ("axolotl", "float32", "every_layer + micro_batches(4) + workers(n=2) + tf32 + adafactor"),
     ("axolotl", "bfloat16", "fp32 + sgd"),
     ("llamafactory", "bfloat16", f"{LORA} + bf16 + every_layer + micro_batches(2) + adamw_8bit + expandable"),
     ("llamafactory", "bfloat16", "lora(targets=q_proj|v_proj) + bf16_pure + eager"),
+    ("llamafactory", "bfloat16", "qlora(r=4, targets=all-linear, double=false) + bf16 + every_layer"),
     ("llamafactory", "bfloat16", "bf16_pure + every_layer + sgd(momentum=0.5)"),
     ("llamafactory", "bfloat16", "fp32 + adamw_fused + workers(n=2)"),
     ("llamafactory", "float32", "bf16 + tf32 + adafactor"),
@@ -79,6 +82,7 @@ def test_what_is_exported_reads_back_as_the_same_recipe(
     reading = read_arguments(file)
     assert reading.refused == ()
     assert reading.export == to
+    assert not any("adapters beside 4-bit weights" in line.says for line in reading.differs)
     settings = dict(reading.settings)
     assert ("chunked_loss" in settings["recipe"]) == (to == "trl")
     assert as_run(settings.pop("recipe"), settings.pop("dtype", dtype)) == as_run(recipe, dtype)
@@ -142,13 +146,7 @@ def trainer_of(folder: Path, dtype: str, recipe: str) -> Any:
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize(
-    ("dtype", "recipe"),
-    [
-        *(case[1:] for case in SUPPORTED if case[0] == "trl"),
-        ("float32", "qlora(r=4, targets=all-linear, double=false) + bf16 + every_layer"),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "recipe"), [case[1:] for case in SUPPORTED if case[0] == "trl"])
 def test_trl_itself_takes_it(
     dtype: str, recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,7 +159,8 @@ def test_trl_itself_takes_it(
     assert frozen.requires_grad == (setup.adapt is None)
     if setup.quantize:
         assert {w.dtype for w in trainer.model.parameters() if w.requires_grad} == {torch.float32}
-        assert not trainer.model.config.quantization_config.bnb_4bit_use_double_quant
+        double = trainer.model.config.quantization_config.bnb_4bit_use_double_quant
+        assert double is setup.quantize.double
     assert trainer.args.bf16 == (setup.autocast == "bfloat16")
     assert trainer.args.activation_checkpointing == ("layer" in recipe)
     assert (trainer.args.max_length, trainer.args.packing, trainer.args.max_grad_norm) == (16, False, 0.5)

@@ -163,8 +163,10 @@ def test_a_broken_checkpoint_is_passed_over_and_told(whole: Any, tmp_path: Path)
 
 
 def test_what_is_no_checkpoint_of_this_run_is_refused(whole: Any, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="has no checkpoint"):
-        run_of(tmp_path).train(resume_from_checkpoint=True)
+    for missing, said in ((True, "has no checkpoint"), (str(tmp_path / "checkpoint-9"), "has none")):
+        with pytest.raises(UsageError, match=said):
+            run_of(tmp_path).train(resume_from_checkpoint=missing)
+    assert not list(tmp_path.iterdir()), "it is refused before anything is written"
     theirs = Path(whole.args.output_dir) / "checkpoint-10"
     other = run_of(tmp_path, per_device_train_batch_size=8)
     with pytest.raises(UsageError, match="batch_size was 4 and is 8"):

@@ -54,7 +54,7 @@ MISTAKES = (
     (["train", "job.yaml", "--set", "from_scratch=false", "--weights", "./model"], "has no weights"),
     (["train", "--job", "job.yaml", "bert-base-uncased", "--set", "from_scratch=false"], "hf download"),
     (["train", "job.yaml", "--loop", "trainer"], "its own loop"),
-    (["train", "job.yaml", "--output-dir", "data.jsonl"], "data.jsonl"),
+    (["train", "job.yaml", "--dataset", "none.jsonl", "--output-dir", "data.jsonl"], "is a file. Name a"),
     (["train", "job.yaml", "--phase", "evaluate"], "evaluate"),
     (["train", "job.yaml", "--recipe", "micro_batches(3)"], "cannot be cut into 3 equal pieces"),
     (["train", "job.yaml", "--tokenizer", "./nowhere"], "nowhere"),

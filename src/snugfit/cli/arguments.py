@@ -159,6 +159,7 @@ Html = Annotated[
     typer.Option(help="Write the answer with pictures into this .html file.", dir_okay=False, metavar="FILE"),
 ]
 PLOT_FILE = "a plot is a .png or a .svg file"
+TRACE_FILE = "a trace is a .pickle for PyTorch's memory viewer, or a .json for Perfetto"
 Plot = Annotated[
     Path | None,
     typer.Option(help="Draw the same into this .png or .svg file.", dir_okay=False, metavar="FILE"),
@@ -225,7 +226,7 @@ def about_a_job(command: Callable[..., int]) -> Callable[..., int]:
     _, *own = inspect.signature(command, eval_str=True).parameters.values()
 
     def with_job(**given: Any) -> int:
-        check_pictures(given.get("html"), given.get("plot"))
+        check_pictures(given.get("html"), given.get("plot"), given.get("trace"))
         return command(read_request(given), **{parameter.name: given[parameter.name] for parameter in own})
 
     with_job.__name__, with_job.__doc__ = command.__name__, command.__doc__
@@ -239,12 +240,13 @@ def job_parameters(*, without: Collection[str] = ()) -> list[inspect.Parameter]:
     return [parameter for parameter in shared if parameter.name not in without]
 
 
-def check_pictures(html: Path | None, plot: Path | None) -> None:
-    """Raises `UsageError`, before long work begins, for a page or a plot that could not be written."""
+def check_pictures(html: Path | None, plot: Path | None, trace: Path | None = None) -> None:
+    """Raises `UsageError`, before long work begins, for a page, plot or trace that could not be written."""
     from snugfit.report.text.files import check_output
 
     check_output("--html", html, (".html", ".htm"), "a page is a .html file")
     check_output("--plot", plot, (".png", ".svg"), PLOT_FILE)
+    check_output("--trace", trace, (".pickle", ".json"), TRACE_FILE)
 
 
 def write_pictures(html: Path | None, plot: Path | None, result: object) -> None:

@@ -58,6 +58,7 @@ def export(
     """Write a recipe for transformers' Trainer, accelerate, torch, TRL, axolotl or LLaMA-Factory."""
     from snugfit.cli.request import Request
     from snugfit.exchange.export import export as write
+    from snugfit.report.text.files import writable_folder, write_new
     from snugfit.report.text.terminal import show_json
 
     flags: dict[str, Any] = {
@@ -68,11 +69,11 @@ def export(
     }  # fmt: skip
     if output is None and force:
         raise UsageError("--force overwrites files in the folder of --output, but --output is missing.")
+    if output is not None:
+        writable_folder(output)
     request = Request.read(flags)
     exported = write(request.job, request.recipe, to)
     if output is not None:
-        from snugfit.report.text.files import write_new
-
         files = {output / name: text for name, text in exported.files.items()}
         write_new(files, force=force)
         _tell(exported, output)

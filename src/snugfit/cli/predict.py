@@ -94,11 +94,7 @@ def predict(
 
 
 def _check_trace(path: Path, request: Request, compared: list[str] | None) -> None:
-    """Raises `UsageError` for a trace that could not be made or written, before long work begins."""
-    from snugfit.report.text.files import check_output
-
-    what = "a trace is a .pickle for PyTorch's memory viewer, or a .json for Perfetto"
-    check_output("--trace", path, (".pickle", ".json"), what)
+    """Raises `UsageError` for a trace that could not be made, before long work begins."""
     if compared:
         raise UsageError("--trace writes one recipe. Leave --compare out.")
     if path.suffix == ".json" and request.gpu is None:

@@ -46,7 +46,7 @@ class Dialect:
     nothing, and `why` is what is missing in snugfit."""
 
     only_with: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Keys that do nothing unless another has a certain value, or one of several."""
+    """Keys that do nothing unless another has a certain value, or one of several; both may be patterns."""
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """What holds when a file does not say it, beyond `TrainingArguments`' own defaults."""
@@ -92,7 +92,8 @@ class Dialect:
             return dict(meaning[written])
         if meaning is not None and "*" in meaning:
             return {meaning["*"]: value}
-        return None
+        is_grouped = value is not None and any(key in group for group in self.groups.values())
+        return {key: value} if is_grouped else None
 
     def idle(self, key: str, document: Mapping[str, Any]) -> str | None:
         """The `key = value` without which this key does nothing; None when it acts."""
@@ -100,7 +101,7 @@ class Dialect:
             if fnmatchcase(key, pattern) and key not in needed:
                 for other, value in needed.items():
                     values = value if isinstance(value, list) else [value]
-                    if document.get(other) not in values:
+                    if not any(fnmatchcase(name, other) and document[name] in values for name in document):
                         return f"{other} = {' or '.join(map(as_word, values))}"
         return None
 

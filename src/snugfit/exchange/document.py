@@ -38,6 +38,10 @@ class Document:
 def open_document(path: Path) -> Document:
     """The file at `path`; raises `UsageError` when it is none, or when no library known here would read
     it."""
+    if path.is_dir():
+        names = sorted(file.name for file in path.iterdir() if file.suffix.lower() in FORMATS)
+        shown = f"Name one of its files: {', '.join(names[:8])}" if names else "Name a file"
+        raise UsageError(f"{path}: this is a folder, and one configuration file is read. {shown}.")
     if path.suffix.lower() not in FORMATS:
         raise UsageError(f"{path}: its name must end in {', '.join(FORMATS)}, which says what it is.")
     text, kind = read_text(path), FORMATS[path.suffix.lower()]

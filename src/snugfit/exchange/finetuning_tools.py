@@ -86,7 +86,10 @@ def axolotl_config(job: Job, recipe: Recipe) -> str:
     lora, precision = _lora(job, recipe), recipe[Slot.PRECISION]
     weights, autocast = _dtypes(job, recipe)
     if recipe.setup().quantize is not None:
-        why = "axolotl raises what it does not quantize to 32 bits as it sees fit, which was not predicted"
+        why = (
+            "beside weights in 4 bits axolotl keeps biases, and whatever else is no embedding, head or "
+            "normalisation, in 32 bits, which was not predicted"
+        )
         raise _refusal("axolotl", recipe[Slot.ADAPTERS], why)
     half = next((name for name in _HALVES if arguments[name]), None)
     if weights != (_HALVES[half] if half else "float32"):

@@ -30,6 +30,9 @@ UNSLOTH_DEFAULTS: dict[str, dict[str, Any]] = {
 }
 """What holds of an argument of theirs that is left out."""
 
+WIDENS = "prepare_model_for_kbit_training"
+"""peft's function that makes float32 of what is not quantized, and checkpoints unless it is told not to."""
+
 _AUTO = {auto: task for task, (auto, _) in HEADS.items()}
 
 
@@ -89,7 +92,8 @@ def read_script(text: str, where: str) -> tuple[str, dict[str, Any]]:
         elif _name(call) == "LoraConfig":
             inner = reader.call(call)
             arguments |= {f"lora.{key}": value for key, value in inner.items()} or {"lora.task_type": None}
-    return kind, arguments
+    casts = {"adapters_dtype": "float32"} if is_sft and any(map(_casts_to_float32, ast.walk(tree))) else {}
+    return kind, {**arguments, **reader.widening(calls), **casts}
 
 
 class _CallReader:
@@ -129,6 +133,12 @@ class _CallReader:
             inner = {"model_name": first, **inner}
         meant = {"lora.peft_type": "LORA"} if _name(call) == "get_peft_model" else {"job.task": "causal-lm"}
         return {**meant, **{f"unsloth.{key}": value for key, value in inner.items()}}
+
+    def widening(self, calls: list[ast.Call]) -> dict[str, Any]:
+        """What peft is options where it prepares a model in 4 bits for training."""
+        options = next((self.call(call) for call in calls if _name(call) == WIDENS), None)
+        key = "use_gradient_checkpointing"
+        return {} if options is None else {WIDENS: True, f"{WIDENS}.{key}": options.get(key, True) is True}
 
     def trained_model(self, call: ast.Call, options: Any) -> dict[str, Any]:
         """The model that a trainer is given by its name, not as an object. TRL loads it with the `options` of
@@ -182,6 +192,17 @@ def _name(call: ast.Call) -> str:
     if isinstance(call.func, ast.Attribute):
         return call.func.attr
     return call.func.id if isinstance(call.func, ast.Name) else ""
+
+
+def _casts_to_float32(node: ast.AST) -> bool:
+    """Whether this is `weight.data = weight.data.float()`, as the exported script has it."""
+    return (
+        isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Attribute)
+        and node.targets[0].attr == "data"
+        and isinstance(node.value, ast.Call)
+        and _name(node.value) == "float"
+    )
 
 
 def _config_dtype(from_config: ast.Call, calls: list[ast.Call]) -> dict[str, Any]:

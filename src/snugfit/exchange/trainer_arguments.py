@@ -27,7 +27,8 @@ def training_arguments(job: Job, recipe: Recipe, to: str = "hf") -> dict[str, An
                 [
                     f"This recipe cannot be exported to {to}:",
                     *lines,
-                    "Leave it out, or export to accelerate or torch, which can do more.",
+                    "Leave it out, or export to accelerate or torch, which can do more. snugfit train takes "
+                    "it as it is.",
                 ]
             )
         )

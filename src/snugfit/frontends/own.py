@@ -23,6 +23,7 @@ from snugfit.frontends.next_recipe import next_recipe
 from snugfit.frontends.predicted import run_predictor
 from snugfit.job.job import Job, refuse_what_is_no_job
 from snugfit.job.weights import find_weights, own_folder
+from snugfit.report.text.files import writable_folder
 from snugfit.step.applier import refuse_unsupported
 from snugfit.techniques.recipe import Recipe
 from snugfit.training.options import TrainOptions
@@ -111,6 +112,7 @@ def make_run(
 ) -> Run:
     """What `train` would run, from its arguments: the data is read, nothing is written. Raises `UsageError`
     for what cannot be run."""
+    folder = writable_folder(folder_of(output_dir))
     how = {name: options.pop(name, None) for name in ("tokenizer", "processor", "columns")}
     pack = options.pop("pack", False)
     chosen, target = _options_for(options, evaluation), device_of(device)
@@ -126,7 +128,7 @@ def make_run(
         options=chosen,
         data=data,
         evaluation=None if evaluation is None else read(evaluation, like=data),
-        folder=folder_of(output_dir),
+        folder=folder,
         weights=begins_with,
         device=target,
         compare_code=compare_code,

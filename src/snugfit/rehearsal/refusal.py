@@ -57,7 +57,10 @@ def refusal(job: Job, error: Exception) -> SnugfitError:
     """The one clear error for what a rehearsal of this job raised."""
     name = job.model.name
     if key := _lacking_key(error):
-        return ModelError(f'{name}: its config has no "{key}", which {job.task} needs{_where(error)}.')
+        return ModelError(
+            f'{name}: its config has no "{key}", which {job.task} needs{_where(error)}. Add it to '
+            "config.json, or choose another task."
+        )
     if lacking := lacks_package(name, error):
         return ModelError(lacking)
     return RehearsalError(f"{name} could not be simulated{_reason(job, error)}")

@@ -35,7 +35,7 @@ from snugfit.training.checkpoint.facts import (
     optimizer_facts,
     schedule_facts,
 )
-from snugfit.training.checkpoint.manager import CheckpointManager
+from snugfit.training.checkpoint.manager import CheckpointManager, named_step
 from snugfit.training.checkpoint.manifest import Checkpoint
 from snugfit.training.checkpoint.optimizer_state import refuse_optimizer
 from snugfit.training.checkpoint.state import (
@@ -151,10 +151,7 @@ class TrainerCheckpoints:
     def _newest(self) -> Checkpoint:
         checkpoint = self._manager.newest()
         if checkpoint is None:
-            raise UsageError(
-                f"resume_from_checkpoint is True, but {self.root} has no checkpoint. Leave it out for the "
-                "first start."
-            )
+            raise _no_checkpoint(self.root)
         return checkpoint
 
     def _refuse_another_run(self, checkpoint: Checkpoint) -> None:
@@ -255,6 +252,20 @@ class TrainerCheckpoints:
         if limit == 1 and state.best_model_checkpoint is not None:  # the best alone, as the Trainer does
             self._store.retain(limit, {state.best_global_step}, newest=False)
         note_finished(self._trainer, self.root, self._about(), output)
+
+
+def refuse_no_checkpoint(root: Path, resume_from: str | bool | None) -> None:
+    """Raises `UsageError`, before anything is written into `root`, for a checkpoint that is not there."""
+    if resume_from is True and not [*root.glob("checkpoint-*"), *root.glob(".replaced-*")]:
+        raise _no_checkpoint(root)
+    if resume_from and resume_from is not True:
+        named_step(Path(str(resume_from)), root, in_root=False)
+
+
+def _no_checkpoint(root: Path) -> UsageError:
+    return UsageError(
+        f"resume_from_checkpoint is True, but {root} has no checkpoint. Leave it out for the first start."
+    )
 
 
 def _order_seed(trainer: Any) -> int:

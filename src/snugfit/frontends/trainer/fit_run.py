@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from snugfit.frontends.next_recipe import next_recipe
-from snugfit.frontends.trainer.checkpoints import TrainerCheckpoints
+from snugfit.frontends.trainer.checkpoints import TrainerCheckpoints, refuse_no_checkpoint
 from snugfit.frontends.trainer.data import DataPosition, StepPrefetcher
 from snugfit.frontends.trainer.plan import compared_job
 from snugfit.frontends.trainer.step_state import StepState
@@ -61,6 +61,7 @@ def open_run(trainer: Any, resume_from: str | bool | None) -> Iterator[FitRun]:
     on. `trainer.snugfit_run` is the run within this context, and None outside of it."""
     journal = trainer.snugfit.journal
     folder, begin_anew = Path(trainer.args.output_dir), "without resume_from_checkpoint"
+    refuse_no_checkpoint(folder, resume_from)
     with (
         open_store(folder, begin_anew=begin_anew) as store,
         Interrupts(store.root) as interrupts,

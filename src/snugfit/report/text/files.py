@@ -45,6 +45,7 @@ def check_output(option: str, path: Path | None, endings: Sequence[str], what: s
 
 
 def _make(folder: Path) -> None:
+    writable_folder(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -79,7 +79,10 @@ class ScriptContext:
 
     def refusal(self, slot: Slot, why: str) -> RecipeError:
         """The error that names the technique whose wish cannot be written."""
-        return RecipeError(f"{self.recipe[slot]} cannot be exported: {why}.")
+        return RecipeError(
+            f"{self.recipe[slot]} cannot be exported: {why}.\nLeave it out or choose another technique for "
+            f"{slot} (snugfit techniques). snugfit train takes this recipe as it is."
+        )
 
 
 class Handler:

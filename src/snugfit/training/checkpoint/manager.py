@@ -66,10 +66,10 @@ def open_store(folder: Path, *, begin_anew: str) -> Iterator[Store]:
 
 
 def named_step(folder: Path, root: Path, *, in_root: bool = True) -> int:
-    """The step of the checkpoint that a user names for a run in `root`. Raises `UsageError` where the folder
-    is none, or with `in_root` stands elsewhere."""
+    """The step of the checkpoint that a user names for a run in `root`; one that was being replaced when its
+    writer died counts. Raises `UsageError` where the folder is none, or with `in_root` stands elsewhere."""
     mark = re.fullmatch(r"checkpoint-([0-9]+)", folder.name)
-    if mark is None or not folder.is_dir():
+    if mark is None or not (folder.is_dir() or any(folder.parent.glob(f".replaced-{mark[1]}-*"))):
         names = ", ".join(sorted(path.name for path in root.glob("checkpoint-*")))
         raise UsageError(
             f"resume_from_checkpoint is {str(folder)!r}; it must be a folder checkpoint-N. "
