@@ -7,7 +7,8 @@ before each step, a phase takes the host as long as asking for its kernels does,
 constants of `HostLaunchCosts`: so many kernels of the forward pass, so many modules and views. The constants
 are those that make the sum of absolute errors smallest, each as a share of its whole step (of loading, as a
 share of loading, which is a hundredth of a step of text), and none of them is negative. Steps on a disturbed
-core are left out. What a wait costs beside the waiting is not seen in a drained step, and is kept.
+core are left out. What a wait costs beside the waiting is not seen in a drained step, and is kept; so is
+what selective checkpointing costs, which none of these runs has.
 
 Fits that leave out one family each say how well a family's steps are predicted that was not fitted.
 """
@@ -18,7 +19,7 @@ import json
 import statistics
 import sys
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from snugfit.techniques.recipe import Recipe
 
 GPU = "h200"
 NAMES = tuple(field.name for field in fields(HostLaunchCosts))
-FREE = tuple(name for name in NAMES if name != "wait")
+FREE = tuple(name for name in NAMES if name not in ("wait", "intercepted"))
 ROUNDS, MIN_ERROR = 60, 0.01
 """Of reweighting, and the relative error below which an equation gains no more weight."""
 
@@ -151,8 +152,8 @@ def main() -> None:
         "versions": installed_versions(),
         "files": [file.name for file in files],
         "runs": len(runs),
-        "host": HostLaunchCosts(
-            **dict(zip(FREE, map(float, host), strict=True)), wait=packaged_rates(find_gpu(GPU)).host.wait
+        "host": replace(
+            packaged_rates(find_gpu(GPU)).host, **dict(zip(FREE, map(float, host), strict=True))
         ).to_json(),
         "error": quantiles([error for of_family in errors.values() for error in of_family]),
         "error_left_out": quantiles(left_out),

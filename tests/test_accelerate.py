@@ -81,7 +81,10 @@ def go(run: HandRun, epochs: int = 2, *, save: int = 0, stop: int | None = None)
 CUTS = ("plain", "micro_batches(2)", "every_layer + micro_batches(4)", "adafactor_torch + micro_batches(2)")
 
 
-@pytest.mark.parametrize(("family", "recipe"), [*(("bert", each) for each in CUTS), ("llama", CUTS[1])])
+@pytest.mark.parametrize(
+    ("family", "recipe"),
+    [*(("bert", each) for each in CUTS), ("llama", CUTS[1]), ("llama", "selective(attention)")],
+)
 def test_it_equals_our_own_loop(family: str, recipe: str, tmp_path: Path) -> None:
     data = _of_one_length(classified(22) if family == "bert" else spoken(22))
     model = model_of(family).train()

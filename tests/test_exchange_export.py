@@ -128,6 +128,7 @@ def test_a_torch_script_runs_as_the_plain_loop(
         ("vit", "bf16_pure + sgd"),
         ("mixtral", "every_layer"),
         ("llama", "bf16 + micro_batches(2)"),
+        ("llama", "selective(every_other_product)"),
         ("bert", "fp16"),
     ],
 )

@@ -62,7 +62,7 @@ def script_values(
         "widening": (),
         "adapting": (),
         "preparing": (),
-        "checkpointing": "",
+        "checkpointing": (),
         **wishes,
         "model_arguments": arguments,
     }

@@ -154,6 +154,7 @@ def launch_seconds(kernel: Kernel, host: HostLaunchCosts) -> float:
         phases = {"forward": host.forward, "backward": host.backward, "load": host.forward}
         launch = phases.get(kernel.phase, host.update)
     before = host.module * kernel.modules + host.view * kernel.views + host.checkpoint * kernel.checkpoints
+    before += host.intercepted * kernel.intercepted
     return launch + before + host.tensor * max(0, kernel.tensors - FEW_TENSORS)
 
 

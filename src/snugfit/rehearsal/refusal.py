@@ -49,6 +49,10 @@ _KNOWN = {
         "Its code mixes dtypes, which fails on a GPU too. If the recipe casts the model to 16 bits, try "
         "autocast instead: it casts them."
     ),
+    "cached during selective activation checkpoint": (
+        "A layer writes in place into a result that the recipe keeps, which fails on a GPU too. Choose a "
+        "checkpointing technique that keeps none, such as 'every_layer'."
+    ),
 }
 """What torch says where we know what it means for a real step, as regular expressions, with what to do."""
 

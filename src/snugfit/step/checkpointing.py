@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RecipeError
+from snugfit.step.selective import checkpoint_arguments
 from snugfit.techniques import roster
 from snugfit.techniques.technique import Slot
 
@@ -46,7 +47,7 @@ def checkpoint_layers(model: torch.nn.Module, wish: CheckpointWish) -> None:
     for stack in stacks:
         chosen = [[stack[index] for index in span] for span in wish.cut(len(stack))]
         if all(len(span) == 1 for span in chosen):
-            _checkpoint_single(model, [span[0] for span in chosen])
+            _checkpoint_single(model, [span[0] for span in chosen], checkpoint_arguments(wish.keep))
         else:
             _checkpoint_spans(model, chosen)
 
@@ -102,16 +103,18 @@ def _of_transformers(module: str, name: str) -> Any:
     return getattr(sys.modules.get(f"transformers.{module}"), name, ())
 
 
-def _checkpoint_single(model: torch.nn.Module, layers: list[torch.nn.Module]) -> None:
+def _checkpoint_single(
+    model: torch.nn.Module, layers: list[torch.nn.Module], more: Mapping[str, Any]
+) -> None:
     holders = _switch_holders(model, layers)
     if not holders or not all(hasattr(layer, "gradient_checkpointing") for layer in layers):
         for layer in layers:
-            layer.forward = _recompute(layer.forward)
+            layer.forward = _recompute(layer.forward, more)
         return
     before = {id(module) for module in model.modules() if getattr(module, "gradient_checkpointing", False)}
     for holder in holders:
         try:
-            _enable(holder)({"use_reentrant": False})
+            _enable(holder)({"use_reentrant": False, **more})
         except ValueError as error:
             raise RecipeError(
                 f"{str(error).rstrip('.')}, says transformers. Try {roster.plain(Slot.CHECKPOINTING).name!r}."
@@ -142,7 +145,7 @@ def _enable(module: torch.nn.Module) -> Any:
     )
 
 
-def _recompute(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _recompute(forward: Callable[..., Any], more: Mapping[str, Any]) -> Callable[..., Any]:
     def run(*arguments: Any, **keywords: Any) -> Any:
         import torch
         from torch.utils.checkpoint import checkpoint
@@ -150,7 +153,7 @@ def _recompute(forward: Callable[..., Any]) -> Callable[..., Any]:
         if not torch.is_grad_enabled():
             return forward(*arguments, **keywords)
         arguments, keywords = _without_cache(arguments, keywords)
-        return checkpoint(forward, *arguments, use_reentrant=False, **keywords)
+        return checkpoint(forward, *arguments, use_reentrant=False, **more, **keywords)
 
     return run
 

@@ -100,6 +100,9 @@ class CheckpointWish:
     every: int = 1
     """Of the spans, each `every`-th is recomputed, from the first; the others keep their activations."""
 
+    keep: str = ""
+    """What is kept inside a recomputed span, by the names of `step/selective.py`; empty keeps nothing."""
+
     def cut(self, layers: int) -> tuple[range, ...]:
         """The spans of a stack of this many layers that are recomputed, in order.
 

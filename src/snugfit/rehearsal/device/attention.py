@@ -74,7 +74,7 @@ def _is_aligned(mask: torch.Tensor) -> bool:
 
 def _math(of: Operands) -> Any:
     """`_scaled_dot_product_attention_math`, written out because torch's own adds the mask out of place while
-    a dispatch mode is active (`areAnyTensorSubclassLike`), one matrix of scores more than on a device."""
+    the recorder is active (`areAnyTensorSubclassLike`), one matrix of scores more than on a device."""
     import torch
 
     q, k, v, scale = of.query, of.key, of.value, of.scale
@@ -92,7 +92,7 @@ def _math(of: Operands) -> Any:
         k, v = (operand.repeat_interleave(heads // operand.size(-3), -3) for operand in (k, v))
     scores = torch.matmul(scaled, k.transpose(-2, -1) * root)
     if bias is not None:
-        scores.add_(bias)
+        scores = scores + bias if is_under_a_mode() else scores.add_(bias)
     scores = torch.ops.aten._safe_softmax(scores, -1)
     if of.dropout > 0:
         scores = torch.dropout(scores, of.dropout, True)
@@ -120,6 +120,14 @@ def additive(mask: Any, dtype: torch.dtype) -> Any:
         return mask
     hidden = torch.scalar_tensor(float("-inf"), dtype=dtype, device=mask.device)
     return torch.where(mask, torch.scalar_tensor(0.0, dtype=dtype, device=mask.device), hidden)
+
+
+def is_under_a_mode() -> bool:
+    """Whether the step itself runs under a dispatch mode beside the recorder, as layers of selective
+    checkpointing do: torch then makes new tensors on a device too."""
+    import torch
+
+    return torch._C._len_torch_dispatch_stack() > 1
 
 
 def _expand(mask: Any, query: torch.Tensor, key: torch.Tensor) -> Any:

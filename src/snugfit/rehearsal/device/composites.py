@@ -112,7 +112,8 @@ def _linear(plain: Any, keys: Any) -> Callable[..., Any]:
         if bias is None or x.dim() == 2 or x.is_contiguous() or forward_mode._current_level >= 0:
             out: torch.Tensor = plain.call_boxed(keys, x, weight, bias)
             return out
-        return torch.matmul(x, weight.t()).add_(bias)
+        product = torch.matmul(x, weight.t())
+        return product + bias if attention.is_under_a_mode() else product.add_(bias)
 
     return linear
 

@@ -8,7 +8,8 @@ On the host a checkpointed part costs time of its own, besides the kernels that 
 when it begins again in the backward pass, random number states of host and device are saved or restored.
 (What its hooks do with each saved tensor was counted once too, and explained nothing that was measured.)
 torch reports no checkpoints, but each makes a pair of hooks on saved tensors both times. So during a
-rehearsal those pairs are counted.
+rehearsal those pairs are counted. Of selective checkpointing's layers each operator goes through a dispatch
+mode, in Python, and is counted there: those that are handed their result never reach the recorder.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ class ModuleTracker:
     def __init__(self) -> None:
         self.checkpoints = 0
         """Checkpointed parts that began since the last kernel; the recorder resets it."""
+        self.intercepted = 0
+        """Operators that selective checkpointing looked at since then."""
         self._calls = [0]  # a number for each call of a module that is open
         self._called = 0
         self._paths: list[str] = []
@@ -98,6 +101,7 @@ class ModuleTracker:
     @contextlib.contextmanager
     def _count_checkpoints(self) -> Iterator[None]:
         from torch.autograd.graph import saved_tensors_hooks
+        from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
         init = saved_tensors_hooks.__init__
 
@@ -105,5 +109,16 @@ class ModuleTracker:
             self.checkpoints += 1
             init(pair, pack_hook, unpack_hook)
 
-        with patch.object(saved_tensors_hooks, "__init__", count):
+        def with_count(dispatch: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*arguments: Any, **keywords: Any) -> Any:
+                self.intercepted += 1
+                return dispatch(*arguments, **keywords)
+
+            return run
+
+        with contextlib.ExitStack() as patches:
+            patches.enter_context(patch.object(saved_tensors_hooks, "__init__", count))
+            for mode in (_CachingTorchDispatchMode, _CachedTorchDispatchMode):
+                dispatch = with_count(mode.__torch_dispatch__)
+                patches.enter_context(patch.object(mode, "__torch_dispatch__", dispatch))
             yield

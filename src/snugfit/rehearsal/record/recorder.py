@@ -134,7 +134,7 @@ class Recorder(TorchDispatchMode, Observer):
             self._questions.next_batch()
         self._phase = name
         self._memory.phase, self._memory.step = name, self._step
-        self._views = self._modules.checkpoints = 0
+        self._views = self._modules.checkpoints = self._modules.intercepted = 0
         self._mark(MarkKind.PHASE)
 
     def build_ends(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
@@ -294,9 +294,9 @@ class Recorder(TorchDispatchMode, Observer):
         self._mark(MarkKind.KERNEL)
         again = self._phase == "backward" and torch.is_grad_enabled()
         modules = self._modules
-        host = again, modules.first_kernel_of(), self._views, modules.checkpoints
+        host = again, modules.first_kernel_of(), self._views, modules.checkpoints, modules.intercepted
         self._kernels.append(Kernel(operator, modules.path(self._phase), self._phase, *cost, *host))
-        self._views = modules.checkpoints = 0
+        self._views = modules.checkpoints = modules.intercepted = 0
 
     def wait(self) -> None:
         """The host waits for the device."""

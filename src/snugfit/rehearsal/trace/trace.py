@@ -101,6 +101,8 @@ class Kernel(NamedTuple):
     """Operators since the last kernel that run none: views of tensors, and empty ones."""
     checkpoints: int = 0
     """Checkpointed parts that began since then, or began to be computed again."""
+    intercepted: int = 0
+    """Operators that selective checkpointing looked at since then, in Python."""
 
     @property
     def itemsize(self) -> int:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from snugfit.errors import RecipeError
 from snugfit.job.dtype import cast_weights, dtype_name
 from snugfit.step.checkpointing import checkpoint_layers, stop_own_checkpointing
+from snugfit.step.selective import script_lines
 from snugfit.step.wishes.handler import Handler, LiveTraining, ScriptContext
 from snugfit.step.wishes.python_text import call_text, literal
 from snugfit.techniques.hub_kernels import import_peft
@@ -200,8 +201,9 @@ class CheckpointHandler(Handler):
         if not options.keys() <= context.checkpointing_options:
             raise context.refusal(self.slot, f"{context.library} can recompute every layer or none")
         more = "".join(f", {name}={number}" for name, number in options.items())
-        call = f'{context.checkpointing_name}_enable({{"use_reentrant": False}}{more})'
-        return {"checkpointing": call}
+        contexts = ', "context_fn": context_fn' if value.keep else ""
+        call = f'model.{context.checkpointing_name}_enable({{"use_reentrant": False{contexts}}}{more})'
+        return {"checkpointing": (*(script_lines(value.keep) if value.keep else ()), call)}
 
 
 def _own_forward(module: Any) -> dict[str, Any]:

@@ -1,0 +1,78 @@
+"""Selective checkpointing: which operators of a checkpointed layer keep what they computed.
+
+torch runs such a layer under a dispatch mode (`torch.utils.checkpoint.create_selective_checkpoint_contexts`).
+What an operator of the list gives is kept, and when the layer is computed again in the backward pass it is
+handed out instead of computed; so every sum stays the same, bit for bit.
+
+Kept are products with weights and fused attention: they take nearly all of a layer's time. Products of two
+activations are not kept, because where attention is not fused they are its scores, which are large.
+
+Attention with dropout is computed again. It draws random numbers: an operator that is handed its result draws
+none, and each dropout after it would have another mask than in the forward pass.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import textwrap
+from typing import Any
+
+ATTENTION = (
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_fused_attention_overrideable",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+)
+"""Fused attention, by its operators' names."""
+
+PRODUCTS = (*ATTENTION, "aten::mm", "aten::addmm", "aten::_grouped_mm", "aten::convolution")
+"""Products with weights, and attention."""
+
+EVERY_OTHER = "every_other_product"
+
+KEPT = {"attention": ATTENTION, "products": PRODUCTS, EVERY_OTHER: PRODUCTS}
+"""Operators by what a recipe keeps."""
+
+
+def checkpoint_arguments(keep: str) -> dict[str, Any]:
+    """What `torch.utils.checkpoint.checkpoint` is told besides; nothing where nothing is kept."""
+    if not keep:
+        return {}
+    return {"context_fn": functools.partial(selective_contexts, KEPT[keep], every_other=keep == EVERY_OTHER)}
+
+
+def selective_contexts(operators: tuple[str, ...], every_other: bool = False) -> Any:
+    """What a layer's forward pass and its recomputation run in, for torch's checkpoints: results of
+    `operators` are not computed again, of products, if asked, of the first, the third and so on.
+
+    Attention with dropout is computed again: it draws random numbers, which those after it count on."""
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    products = {False: 0, True: 0}  # of the forward pass, and of the recomputation, which torch 2.12 asks too
+
+    def policy(context: Any, operator: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
+        name = operator.name()
+        if name not in operators:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        if "attention" in name:
+            names = [argument.name for argument in operator._schema.arguments]
+            draws = {**dict(zip(names, arguments, strict=False)), **keywords}.get("dropout_p", 0.0) > 0
+            return CheckpointPolicy.PREFER_RECOMPUTE if draws else CheckpointPolicy.MUST_SAVE
+        products[context.is_recompute] += 1
+        if every_other and products[context.is_recompute] % 2 == 0:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def script_lines(keep: str) -> tuple[str, ...]:
+    """Python that defines the same `context_fn`, for scripts that run without snugfit."""
+    source = textwrap.dedent(inspect.getsource(selective_contexts)).rstrip()
+    value = checkpoint_arguments(keep)["context_fn"]
+    names = ", ".join(f'"{name}"' for name in value.args[0])
+    arguments = f"({names}), every_other={value.keywords['every_other']}"
+    called = f"context_fn = functools.partial(selective_contexts, {arguments})"
+    return ("import functools", "from typing import Any", "", *source.splitlines(), "", called)
