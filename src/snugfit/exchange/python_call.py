@@ -135,7 +135,7 @@ class _CallReader:
         return {**meant, **{f"unsloth.{key}": value for key, value in inner.items()}}
 
     def widening(self, calls: list[ast.Call]) -> dict[str, Any]:
-        """What peft is options where it prepares a model in 4 bits for training."""
+        """What peft is told where it prepares a model in 4 bits for training."""
         options = next((self.call(call) for call in calls if _name(call) == WIDENS), None)
         key = "use_gradient_checkpointing"
         return {} if options is None else {WIDENS: True, f"{WIDENS}.{key}": options.get(key, True) is True}
