@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from rich.console import RenderableType
+from rich.text import Text
 
 from made_up import guide_result, measurement, prediction
 from snugfit.comparison.compared_runs import Accuracy
@@ -22,7 +23,7 @@ from snugfit.report.evaluation import accuracy, guide
 from snugfit.report.plan import gpu_plans, lengths, plan, verify
 from snugfit.report.text.job import recipes_beside
 from snugfit.report.text.table import PlainTable, table
-from snugfit.report.text.terminal import as_text
+from snugfit.report.text.terminal import as_text, show
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.roster import techniques as roster
 from snugfit.units import GIB
@@ -31,6 +32,23 @@ from test_gpus_command import made_up as made_up_gpu_plans
 from test_lengths_command import made_up as made_up_lengths
 from test_plan_command import made_up as made_up_plan
 from test_verify import a_run
+
+
+@pytest.mark.parametrize(("columns", "longest"), [("40", 40), ("0", 120), ("", 120), ("wide", 120)])
+@pytest.mark.parametrize("stderr", [False, True])
+def test_a_pipe_has_the_columns_that_are_asked_for(
+    columns: str,
+    longest: int,
+    stderr: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As git does it, on both streams; where no number is given, 120."""
+    monkeypatch.setenv("COLUMNS", columns)
+    show(Text("word " * 60), stderr=stderr)
+    lines = capsys.readouterr()[stderr].splitlines()
+    assert longest - len("word ") <= max(map(len, lines)) <= longest
+
 
 LONG = "lora(r=16, targets=all-linear) + bf16_pure + tf32 + every_nth_layer(n=2) + micro_batches(16)"
 SHORTER = LONG.replace("every_nth_layer(n=2)", "every_layer")

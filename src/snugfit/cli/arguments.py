@@ -279,6 +279,6 @@ def read_request(given: Mapping[str, Any]) -> Request:
 def _tell(reading: Reading) -> None:
     """What became of the user's own configuration, on stderr: stdout is for the answer."""
     from snugfit.report.configuration import render_reading
-    from snugfit.report.text.terminal import as_text
+    from snugfit.report.text.terminal import show
 
-    typer.echo(as_text(render_reading(reading)), err=True)
+    show(render_reading(reading), stderr=True)

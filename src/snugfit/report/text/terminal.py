@@ -8,10 +8,11 @@ terminal instead of the reader.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping
 from io import StringIO
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console, RenderableType
 from rich.text import Text
@@ -32,10 +33,21 @@ def harmless(text: str) -> str:
     return CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
-def show(content: RenderableType) -> None:
-    """Prints a report on stdout."""
-    width = None if sys.stdout.isatty() else PIPE_WIDTH
-    Console(width=width, markup=False, emoji=False, highlight=False).print(content, crop=False)
+def show(content: RenderableType, *, stderr: bool = False) -> None:
+    """Prints a report on stdout or stderr, as wide as COLUMNS says, even in a pipe, or its terminal is."""
+    width = _columns(sys.stderr if stderr else sys.stdout)
+    console = Console(width=width, stderr=stderr, markup=False, emoji=False, highlight=False)
+    console.print(content, crop=False)
+
+
+def _columns(stream: TextIO) -> int:
+    wished = os.environ.get("COLUMNS", "")
+    if wished.isdecimal() and int(wished):
+        return int(wished)
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or PIPE_WIDTH
+    except OSError:
+        return PIPE_WIDTH
 
 
 def show_json(document: Mapping[str, Any]) -> None:
