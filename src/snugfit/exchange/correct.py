@@ -18,7 +18,11 @@ import yaml
 
 from snugfit.exchange.check import Checked, Fix, check_document
 from snugfit.exchange.document import Document
+from snugfit.exchange.python_call import WIDENS
 from snugfit.step.wishes.python_text import literal
+
+NO_ARGUMENTS = ("job.", "adapters_dtype", WIDENS)
+"""What is known of a script beside the arguments that stand in it."""
 
 ROUNDS = 4
 """Fixes that bring others to light come to an end sooner; this is for a rule that contradicts another."""
@@ -54,6 +58,7 @@ def _listing(document: Document) -> list[str]:
     return [
         f"{key}," if key.startswith("**") else f"{key}={literal(value)},"
         for key, value in document.values.items()
+        if not key.startswith(NO_ARGUMENTS)
     ]
 
 
