@@ -21,6 +21,7 @@ from snugfit.planning.cost.figures import Bound, Figures
 from snugfit.planning.cost.parts import Parts
 from snugfit.planning.cost.timer import SingleGpuTimer
 from snugfit.planning.fleet.search_gpus import _search as search_for_gpus
+from snugfit.planning.keep import kept_of
 from snugfit.planning.plan import NEARLY_AS_SMALL
 from snugfit.planning.search.recomputing import PEAK_SHARE
 from snugfit.planning.search.search import plan, search
@@ -28,11 +29,13 @@ from snugfit.planning.search.simpler import AS_FAST
 from snugfit.planning.search.space import Space, space_of
 from snugfit.planning.search.state import MEMORY_RESOLUTION, SearchState
 from snugfit.planning.step_key import TOUCHES, as_rehearsed, passes_key, step_key, update_key
+from snugfit.prediction.predict import predict
 from snugfit.prediction.worker_pool import WorkerPool
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.trace.trace import Kernel, Trace
 from snugfit.techniques import roster
-from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.precision.fp16 import Fp16
+from snugfit.techniques.recipe import Recipe, techniques_of
 from snugfit.techniques.setup import EVERY_LAYER, Setup
 from snugfit.techniques.technique import Fidelity, Slot
 
@@ -110,6 +113,47 @@ def test_the_space_of_bert_large_is_as_large_as_was_asked_for() -> None:
 
     job = Job(model=Model.find("bert-large-uncased"), task="sequence-classification")  # type: ignore[arg-type]
     assert len(space_of(job, capability=(9, 0)).candidates) >= 2000
+
+
+def test_settings_that_are_never_better_are_not_searched_and_said_so() -> None:
+    job = small_job("bert", 2, batch_size=2)
+    space = space_of(job, fidelity=Fidelity.LEARNS, capability=(9, 0))
+    assert list(map(str, space.offers(Slot.ADAPTERS))) == ["full", "lora", "qlora(targets=all-linear)"]
+    refused = {refusal.what: refusal.why for refusal in space.excluded}
+    assert (
+        "--keep 'lora(r=16)'"
+        in refused["lora(r=16), lora(r=64), lora(targets=all-linear), lora(r=64, targets=all-linear)"]
+    )
+    assert "bf16" in refused["fp16"]
+    on_t4 = space_of(job, capability=(7, 5))
+    assert Fp16() in on_t4.offers(Slot.PRECISION), "bfloat16 is emulated there"
+    own = Recipe.parse("lora(r=64) + fp16")
+    free = kept_of(job, free=("adapters", "precision"), start=own)
+    assert space_of(job, fidelity=Fidelity.LEARNS, capability=(9, 0), fixed=free).number(own) is not None
+
+
+@pytest.mark.parametrize(
+    ("setting", "better"),
+    [
+        ("fp16", "bf16"),
+        ("lora(r=64)", "lora"),
+        ("lora(targets=all-linear)", "lora"),
+        ("qlora(r=64, targets=all-linear)", "qlora(targets=all-linear)"),
+    ],
+)
+def test_what_is_never_better_takes_no_less(setting: str, better: str) -> None:
+    [technique] = techniques_of(setting).values()
+    [other] = techniques_of(better).values()
+    assert technique.is_never_better_than(other, (9, 0))
+    assert not other.is_never_better_than(technique, (9, 0))
+    for base in ("adamw_fused", "bf16 + every_layer + adamw_8bit"):
+        recipes = [Recipe.parse(base).with_(one) for one in (technique, other)]
+        worse, best = (predict(small_job("llama", 2), recipe, gpu="h200") for recipe in recipes)
+        assert worse.footprint.requested_bytes >= best.footprint.requested_bytes
+        assert worse.footprint.reserved_bytes >= best.footprint.reserved_bytes
+        assert worse.timing is not None
+        assert best.timing is not None
+        assert worse.timing.step_seconds >= best.timing.step_seconds * 0.999
 
 
 @pytest.mark.parametrize("fidelity", list(Fidelity))

@@ -24,7 +24,7 @@ from __future__ import annotations
 import ast
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -117,6 +117,15 @@ class LowRank(Technique):
             "",
             f"model = get_peft_model(model, LoraConfig({shown}))",
         )
+
+    def is_never_better_than(self, other: Technique, compute_capability: tuple[int, int] | None) -> bool:
+        """A higher rank, or more modules: larger matrices, or more of them, and the same besides."""
+        if not isinstance(other, LowRank) or replace(other, r=self.r, targets=self.targets) != self:
+            return False
+        has_no_fewer = self.targets == other.targets or (
+            self.targets == (ALL_LINEAR,) and other.targets is None
+        )
+        return self != other and self.r >= other.r and has_no_fewer
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
         """Without targets, and where peft has no choice of its own, every linear layer is adapted."""

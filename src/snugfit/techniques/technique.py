@@ -132,6 +132,11 @@ class Technique(ABC):
         """What a planner may try: by default the technique as it stands."""
         yield cls()
 
+    def is_never_better_than(self, other: Technique, compute_capability: tuple[int, int] | None) -> bool:
+        """Whether no step with it is faster or smaller than the same step with `other` in its place, on GPUs
+        of this compute capability, so that a plan that may choose `other` need not look at it."""
+        return False
+
     @classmethod
     def missing_package(cls) -> str | None:
         """`adamw_8bit needs bitsandbytes>=0.50, which is not installed. Try: ...`; None when all of `needs`

@@ -6,9 +6,9 @@ as the update. Where a recipe that was judged is as fast as that and as small, n
 be rehearsed for it. With adapters in the space, that is all of full fine-tuning. The kinds that may be
 fastest are rehearsed and judged first, a few at a time: they make most of the others needless.
 
-Recomputing runs the same layers once more. So of two kinds that differ in how attention is computed, in the
-size of one technique's adapters or in which 16-bit type autocast takes, the one that is neither faster nor
-smaller without recomputing is neither with it, and need not be rehearsed beside the other.
+Recomputing runs the same layers once more. So of two kinds that differ in how attention is computed or in
+which 16-bit type autocast takes, the one that is neither faster nor smaller without recomputing is neither
+with it, and need not be rehearsed beside the other.
 
 Recomputing each n-th layer takes no less memory than recomputing each. So where several GPUs are asked
 about, of which each small one seeks its smallest recipe, that is rehearsed first, and may show that the
@@ -240,17 +240,13 @@ class RecomputingKinds:
     def _twins(self, candidate: Candidate) -> Iterator[Technique]:
         """What makes a twin of this candidate, put into its recipe."""
         recipe, setup = candidate.recipe, candidate.setup
-        for slot in (Slot.ATTENTION, Slot.ADAPTERS, Slot.PRECISION):
+        for slot in (Slot.ATTENTION, Slot.PRECISION):
             for technique in self.space.offers(slot):
                 other = recipe.with_(technique).setup()
                 if technique == recipe[slot] or other.weights_dtype != setup.weights_dtype:
                     continue
                 autocasts = {str(setup.autocast), str(other.autocast)}
-                if (
-                    slot is Slot.ATTENTION
-                    or (slot is Slot.ADAPTERS and type(technique) is type(recipe[slot]))
-                    or (slot is Slot.PRECISION and autocasts == HALF_TYPES)
-                ):
+                if slot is Slot.ATTENTION or autocasts == HALF_TYPES:
                     yield technique
 
     def _may_stand_for(self, twin: int, number: int) -> bool:

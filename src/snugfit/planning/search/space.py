@@ -2,7 +2,8 @@
 
 Each slot offers what its techniques' own `settings(job)` yield; a recipe takes one of each. What the user's
 fidelity, the GPU's age or a missing package rules out is left out before anything is multiplied, and listed;
-what two techniques object to together is left out recipe by recipe, and counted.
+so is a setting that is never better than another, such as adapters of a higher rank; what two techniques
+object to together is left out recipe by recipe, and counted.
 
 A large space has a hundred thousand recipes that are made of a few dozen techniques. So what many of them
 share is worked out once and has a number: which passes a step has, of which size, which trace
@@ -153,7 +154,7 @@ def _offered_in(
         first, *family = fixed.slots[slot]
         return (first, *(other for other in family if not _missing_on(type(other), capability)))
     refused: list[Exclusion] = []
-    choices = list(_choices(slot, job, fidelity, capability, refused))
+    choices = _best_settings(list(_choices(slot, job, fidelity, capability, refused)), capability, refused)
     own = fixed.start[slot] if fixed.start and (job.trains or slot not in ONLY_TRAINING) else None
     if own and own not in choices and not _missing_on(type(own), capability):
         choices.append(own)
@@ -187,6 +188,22 @@ def _choices(
             excluded.append(Exclusion(what=technique.name, why=ALLOWED_BY[technique.fidelity]))
         else:
             yield from dict.fromkeys(technique.settings(job))
+
+
+def _best_settings(
+    choices: Sequence[Technique], capability: Capability, excluded: list[Exclusion]
+) -> list[Technique]:
+    """Those than which no other is as good wherever it stands; the rest is added to `excluded`."""
+    better = {
+        technique: next((o for o in choices if technique.is_never_better_than(o, capability)), technique)
+        for technique in choices
+    }
+    best = [technique for technique in choices if better[technique] == technique]
+    for other in best:
+        if rest := [str(technique) for technique in choices if better[technique] == other != technique]:
+            why = f"never faster or smaller than {other} (--keep '{rest[0]}' plans with it)"
+            excluded.append(Exclusion(what=", ".join(rest), why=why))
+    return best
 
 
 def _missing_on(technique: type[Technique], capability: Capability) -> str | None:

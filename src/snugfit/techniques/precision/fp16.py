@@ -34,6 +34,10 @@ class Fp16(Technique):
         """Runs forward pass and loss under autocast, with a gradient scaler around the update."""
         return replace(setup, weights_dtype=None, autocast="float16", scale_gradients=True)
 
+    def is_never_better_than(self, other: Technique, compute_capability: tuple[int, int] | None) -> bool:
+        """GPUs that compute in bfloat16 do it at float16's rate, without a scaler."""
+        return other.name == "bf16" and compute_capability is not None and compute_capability >= (8, 0)
+
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """The scaler takes gradients of 32 bits alone."""
         adapted = recipe[Slot.ADAPTERS].install(self.install(Setup()))
