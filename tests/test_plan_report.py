@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 from dataclasses import replace
 from itertools import pairwise
@@ -96,6 +97,23 @@ def test_every_plan_says_what_to_do() -> None:
     large = replace(plan.job, batch_size=16, sequence_length=128)
     assert "--batch-size 16 --sequence-length 128" in next(iter(next_steps(replace(plan, job=large))))
     assert train in " ".join(as_text(render(replace(plan, best=best)), width=500).split("\n"))
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_command_can_be_copied_from_a_terminal_of_any_width(width: int) -> None:
+    recipe = "lora(r=16, targets=all-linear) + bf16 + chunked_loss + every_layer + micro_batches(4)"
+    plan = made_up()
+    plan = replace(plan, best=replace(plan.front[0], recipe=recipe))
+    text = as_text(render(plan), width=width)
+    shown = text[text.index("snugfit train") :].partition("FOLDER")[0] + "FOLDER"
+    assert max(map(len, shown.splitlines())) <= width
+    for before in itertools.accumulate(shown.splitlines(keepends=True)[:-1]):
+        assert before.endswith("\\\n") or before.count("'") % 2 == 1, "a shell would run half of it"
+    words = shlex.split(shown.replace("\\\n", ""))
+    expected = shlex.split(next(iter(next_steps(plan))).partition(": ")[2])
+    place = expected.index("--recipe") + 1
+    assert Recipe.parse(words.pop(place)) == Recipe.parse(expected.pop(place))
+    assert words == expected
 
 
 def test_what_the_trainer_cannot_say_is_exported_to_torch() -> None:

@@ -29,7 +29,7 @@ def render(plan: Plan, *, everything: bool = False, target: str = "") -> Page:
         changes(plan),
         [front(plan, everything=everything), *([refusals(plan)] if plan.refused else [])],
         plan.cures,
-        next_steps(plan, target),
+        (Sentence(line, "command" if ": snugfit " in line else "") for line in next_steps(plan, target)),
         [looked_at(plan)],
         (Sentence(f"Uncertain: {doubt}", "uncertain") for doubt in _doubts(plan)),
     )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.text import Text
 
 from snugfit.report.text.grid import Grid, escape
@@ -23,7 +23,7 @@ from snugfit.report.text.terminal import show, show_json, words
 @dataclass(frozen=True)
 class Sentence:
     """A sentence of a report with its role: `heading`, `good` or `bad` (an answer), `bullet`, `uncertain`,
-    `fault`, or a plain sentence."""
+    `fault`, `command` (a title and a shell's command), or a plain sentence."""
 
     text: str
     role: str = ""
@@ -51,13 +51,33 @@ class Page:
             else:
                 answered = isinstance(before, Sentence) and before.role in ("good", "bad")
                 yield from [Text()] if answered and part.role == "bullet" else []
-                yield words(part.text, _STYLES.get(part.role, ""))
+                text = words(part.text, _STYLES.get(part.role, ""))
+                yield ShellCommand(text.plain) if part.role == "command" else text
             before = part
 
     def markdown(self) -> str:
         """The page as GitHub writes it: a paragraph each, bullets one below the other."""
         text = "\n\n".join(_as_markdown(part) for part in self._parts)
         return re.sub(r"^(- .*)\n\n(?=- )", r"\1\n", text, flags=re.MULTILINE) + "\n"
+
+
+@dataclass(frozen=True)
+class ShellCommand:
+    """A command that can be copied from a terminal of any width: each line but the last ends in a backslash,
+    or within single quotes, where whitespace means nothing to a recipe."""
+
+    text: str
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        line, is_quoted = "", False
+        for word in self.text.split(" "):
+            if line.strip() and len(line) + len(word) + len("  \\") > options.max_width:
+                yield Text(line if is_quoted else f"{line} \\", no_wrap=True, overflow="ignore")
+                line = f"    {word}"
+            else:
+                line = f"{line} {word}" if line else word
+            is_quoted ^= bool(word.count("'") % 2)
+        yield Text(line, no_wrap=True, overflow="ignore")
 
 
 def print_as(form: str, document: Mapping[str, Any], page: Page) -> None:
