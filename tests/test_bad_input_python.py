@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+from snugfit.comparison.compare import compare
 from snugfit.data.lengths import Lengths
 from snugfit.errors import GpuError, JobError, ModelError, RecipeError, UsageError, did_you_mean
+from snugfit.frontends.own import train
 from snugfit.job.config import check_facts
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
@@ -123,6 +125,31 @@ def test_each_argument_of_predict_is_checked(asked: dict[str, Any], told: str) -
         predict(**{"job": job(), **asked})
 
 
+@pytest.mark.parametrize("techniques", ["bf16", ["bf16"], 3])
+def test_a_recipe_of_text_is_told_how_it_is_parsed(techniques: Any) -> None:
+    with pytest.raises(RecipeError, match=r"Recipe\.parse\("):
+        Recipe(techniques)
+
+
+@pytest.mark.parametrize("recipes", [None, "plain", 3, Recipe()])
+def test_compare_says_what_it_takes(recipes: Any) -> None:
+    with pytest.raises(UsageError, match=r"a list of recipes such as \['plain', 'bf16'\], not Job and "):
+        compare(job(), recipes)
+
+
+@pytest.mark.parametrize(("asked", "told"), [
+    ({"weights": 3}, "weights is 3; it must be a folder"),
+    ({"tokenizer": 3}, "tokenizer is 3; it must be"),
+    ({"watch": 3}, "watch is 3; it must be a function"),
+    ({"dataset": None}, "A dataset must be a path"),
+    ({"device": 0}, "device is 0; it must be cpu"),
+])  # fmt: skip
+def test_each_argument_of_train_is_checked(asked: dict[str, Any], told: str, tmp_path: Path) -> None:
+    given = {"dataset": [{"input_ids": [1, 2], "labels": [1, 2]}], "weights": "random", **asked}
+    with pytest.raises(UsageError, match=told):
+        train(job(), "plain", output_dir=tmp_path, **given)
+
+
 LENGTHS = Lengths.of([3, 5, 8, 8])
 
 
@@ -136,6 +163,7 @@ LENGTHS = Lengths.of([3, 5, 8, 8])
     ({"workers": "two"}, "workers is 'two'"),
     ({"fidelity": None}, "Unknown fidelity None"),
     ({"objective": "fast"}, "Unknown objective 'fast'"),
+    ({"free": 3}, "free is 3; it must be slots such as"),
 ])  # fmt: skip
 def test_each_argument_of_plan_is_checked(asked: dict[str, Any], told: str) -> None:
     with pytest.raises(UsageError, match=told):

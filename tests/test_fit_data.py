@@ -106,6 +106,22 @@ def test_other_data_is_refused_when_a_run_goes_on(tmp_path: Path, monkeypatch: p
     assert again.state.global_step == 3
 
 
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        (None, "has no train_dataset"),
+        ([], "is empty"),
+        (["a"] * 8, "batch could not be made .TypeError"),
+    ],
+)
+def test_data_that_gives_no_batch_is_refused_in_words(data: Any, told: str, tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, model_of("bert"), data)
+    with pytest.raises(UsageError, match=told):
+        fit(trainer, "plain", watch=quiet)
+    with pytest.raises(UsageError, match="watch is 3; it must be a function"):
+        fit(trainer_of(tmp_path, model_of("bert"), SAMPLES), "plain", watch=3)  # type: ignore[arg-type]
+
+
 def test_a_checkpoint_of_before_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It holds the process's generators alone and no position, so transformers' is taken, and what the data
     has of its own stays as it is."""

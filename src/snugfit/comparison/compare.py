@@ -95,8 +95,13 @@ def compare(
     """
     if isinstance(prediction, Prediction) and isinstance(measurement, Measurement):
         return _beside(prediction, measurement)
-    if not isinstance(prediction, Job) or isinstance(measurement, Measurement | str | Recipe):
-        raise UsageError("compare needs a prediction and its measurement, or a job and a list of recipes.")
+    no_list = isinstance(measurement, Measurement | str | Recipe)
+    if not isinstance(prediction, Job) or no_list or not isinstance(measurement, Iterable):
+        kinds = " and ".join(type(given).__name__ for given in (prediction, measurement))
+        raise UsageError(
+            "compare needs a prediction and its measurement, or a job and a list of recipes such as "
+            f"['plain', 'bf16'], not {kinds}."
+        )
     from snugfit.prediction.predict import predict
 
     predictions = tuple(predict(prediction, recipe, **question) for recipe in measurement)

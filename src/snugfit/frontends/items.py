@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from snugfit.errors import UsageError
+from snugfit.errors import SnugfitError, UsageError, one_line
 from snugfit.frontends.data_rng import DataRng
 from snugfit.frontends.loader import fingerprint_of, has_an_order, name_of, without_workers
 from snugfit.job.batch import IGNORED
@@ -61,7 +61,15 @@ def _first_of(loader: Any, device: torch.device) -> Any:
     before = rng.now
     rng.begin_epoch()
     with preserve_rng(device):
-        first = next(iter(loader), None)
+        try:
+            first = next(iter(loader), None)
+        except SnugfitError:
+            raise
+        except Exception as error:  # of the user's dataset or collate function
+            raise UsageError(
+                f"The first batch could not be made ({type(error).__name__}: {one_line(error)}). Try it "
+                "without snugfit: next(iter(loader)), or next(iter(trainer.get_train_dataloader()))."
+            ) from error
         rng.set(before)
     return first
 

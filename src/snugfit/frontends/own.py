@@ -200,6 +200,8 @@ def weights_of(job: Job, given: str | os.PathLike[str] | None) -> Path | None:
     local cache. None for random ones, where they are asked for, or the model was made in Python. Raises
     `ModelError` where there are none: nobody fine-tunes noise on purpose."""
     if given is not None:
+        if not isinstance(given, str | os.PathLike):
+            raise UsageError(f"weights is {given!r}; it must be a folder, a name on the hub, or {RANDOM!r}.")
         return None if given == RANDOM else find_weights(given)
     model = job.model
     if model.origin in MADE_IN_PYTHON:

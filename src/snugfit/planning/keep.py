@@ -120,8 +120,10 @@ def _techniques_named(keep: Keep) -> Mapping[Slot, Technique]:
 
 
 def _slots_of(free: Free) -> frozenset[Slot]:
-    words = free.split(",") if isinstance(free, str) else list(free)
     legal = [slot.value for slot in Slot]
+    if not isinstance(free, Iterable):
+        raise UsageError(f"free is {free!r}; it must be slots such as ('optimizer',), of {', '.join(legal)}.")
+    words = free.split(",") if isinstance(free, str) else list(free)
     for word in (stripped for stripped in map(str.strip, words) if stripped not in legal):
         raise UsageError(
             f"free: there is no slot {word!r}.{did_you_mean(word, legal)} Slots are {', '.join(legal)}."

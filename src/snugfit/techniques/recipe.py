@@ -43,7 +43,14 @@ class Recipe:
     """One per slot, in the slots' order; what was not given is filled in."""
 
     def __post_init__(self) -> None:
-        if tuple([technique.slot for technique in self.techniques]) == _SLOTS:
+        try:
+            slots = tuple([technique.slot for technique in self.techniques])
+        except (TypeError, AttributeError):
+            raise RecipeError(
+                f"Recipe takes techniques, not {self.techniques!r}. Of text it is made by "
+                "Recipe.parse('bf16 + every_layer')."
+            ) from None
+        if slots == _SLOTS:
             return
         chosen: dict[Slot, Technique] = {}
         for technique in self.techniques:

@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from snugfit.errors import UsageError
+
 Event = dict[str, Any]
 """`event` is its kind; `train.py` says which there are and what they hold."""
 
@@ -30,6 +32,9 @@ class Journal:
     nothing."""
 
     def __init__(self, folder: Path | None, *watchers: Callable[[Event], None]) -> None:
+        for watch in watchers:
+            if not callable(watch):
+                raise UsageError(f"watch is {watch!r}; it must be a function that takes an event, a dict.")
         self._path, self._watchers = folder and folder / JOURNAL, watchers
         self._begun = self._broken = False
         self._warned: set[str] = set()

@@ -10,6 +10,7 @@ from typing import Any
 
 from snugfit.errors import UsageError
 from snugfit.frontends.items import example_of
+from snugfit.frontends.loader import count_of
 from snugfit.job.batch_layout import BatchDims
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
@@ -46,5 +47,7 @@ def _first_batch(trainer: Any) -> dict[str, Any]:
     """The first micro-batch that the trainer's own loader gives, on the host."""
     if trainer.train_dataset is None:
         raise UsageError("The trainer has no train_dataset, so there is nothing to train on.")
+    if count_of(trainer.train_dataset) == 0:
+        raise UsageError("The trainer's train_dataset is empty. Training needs at least one sample.")
     with without_loader_record(trainer):
         return example_of(trainer.get_train_dataloader, trainer.args.device, resumes=True)

@@ -61,7 +61,7 @@ class Qlora(LowRank):
         """A module of the user's own is not built by transformers, which quantizes while it builds."""
         if job.model.module is not None:
             yield (
-                f"{self.name}: weights are quantized while transformers loads a model, and this module is "
+                "weights are quantized while transformers loads a model, and this module is "
                 "loaded already. Load it with quantization_config=BitsAndBytesConfig(load_in_4bit=True), add "
                 "the adapters (peft.get_peft_model), and leave adapters out of the recipe; or use lora."
             )

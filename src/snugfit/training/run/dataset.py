@@ -119,6 +119,8 @@ def _tokenizer_of(processor: Any) -> Any | None:
 
 
 def _tokenizer(given: Any | None) -> Any | None:
+    if given is not None and not callable(given) and not isinstance(given, str | os.PathLike):
+        raise UsageError(f"tokenizer is {given!r:.80}; it must be transformers' tokenizer, or its folder.")
     return load_tokenizer(given) if isinstance(given, str | os.PathLike) else given
 
 
