@@ -91,6 +91,6 @@ def test_a_plan_and_many_gpus_say_the_pace() -> None:
     assert (known["tokens_per_second"], known["mfu"]) == (40_960.0, 0.4)
     assert known["low_seconds"] < known["step_seconds"] < known["high_seconds"]
     text = " ".join(as_text(render_gpus(plans), width=200).split())
-    assert "ms a step (37 ms to 77 ms)" in text
+    assert "~50.0 ms a step (37 ms to 77 ms)" in text
     assert "40,960" in text
     assert "40 %" in text

@@ -17,11 +17,11 @@ from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
 from snugfit.planning.fleet.gpu_plans import GpuPlans, OnGpu
 from snugfit.planning.fleet.prices import Prices
-from snugfit.planning.plan import Plan
+from snugfit.planning.plan import Exclusion, Plan
 from snugfit.report.plan.front import draw_front
-from snugfit.report.plan.gpu_plans import headline
+from snugfit.report.plan.gpu_plans import headline, unknown
 from snugfit.report.plan.next_steps import next_steps
-from snugfit.report.plan.plan import front, render
+from snugfit.report.plan.plan import front, refusals, render
 from snugfit.report.plan.shown_front import APART, MOST_ROWS, SLOWEST, shown_front
 from snugfit.report.text.terminal import as_text
 from snugfit.techniques.recipe import Recipe
@@ -81,6 +81,23 @@ def test_an_answer_that_is_not_on_the_front_is_shown() -> None:
     simple = replace(plan.front[0], recipe="plain", step_seconds=plan.front[0].step_seconds * 1.004)
     rows = shown_front(replace(plan, best=simple))
     assert rows == [simple, plan.front[1]]
+
+
+def test_gpus_of_one_reason_stand_in_one_row() -> None:
+    plan, gpus = made_up(), [find_gpu(name) for name in ("mi210", "mi300x", "k80")]
+    why = ("is not a CUDA GPU", "is not a CUDA GPU", "is too old")
+    answers = tuple(OnGpu(gpu=gpu, fits=None, why=f"{gpu.name} {what}.") for gpu, what in zip(gpus, why))
+    (table,) = unknown(GpuPlans(job=plan.job, fidelity="rounds", objective="speed", answers=answers))
+    assert table.rows == (
+        ("MI210, MI300X", "This GPU is not a CUDA GPU."), ("K80", f"{gpus[2].name} is too old."),
+    )  # fmt: skip
+
+
+def test_what_was_not_considered_has_a_column_of_counts_only_where_there_are_some() -> None:
+    plan = replace(made_up(), refused=(Exclusion(what="fp32", why="it changes nothing", recipes=0),))
+    assert refusals(plan).heads == ("What", "Why")
+    counted = replace(plan, refused=(*plan.refused, Exclusion(what="tf32", why="too old", recipes=8)))
+    assert refusals(counted).rows[1] == ("tf32", "too old", "8")
 
 
 def test_every_plan_says_what_to_do() -> None:

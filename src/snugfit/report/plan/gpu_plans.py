@@ -94,7 +94,8 @@ def cards_like(plans: GpuPlans, answer: OnGpu) -> str:
 
 def _figures(plans: GpuPlans, answer: OnGpu, choice: Choice) -> str:
     spread = show_spread(plans.speed(answer))
-    seconds = f", {_ms(answer, choice)} ms a step" if choice.step_seconds else ""
+    scaled = SCALED if answer.measured_rates is False else ""
+    seconds = f", {scaled}{show_seconds(choice.step_seconds)} a step" if choice.step_seconds else ""
     likely = f" ({spread})" if spread else ""
     return f"{choice.recipe}: {show_bytes(choice.needed_bytes)}{seconds}{likely}"
 
@@ -191,8 +192,15 @@ def _order(plans: GpuPlans, answer: OnGpu, cost: Cost) -> tuple[float, ...]:
 
 
 def unknown(plans: GpuPlans) -> list[Grid]:
-    """The GPUs without a prediction, and why."""
-    rows = tuple((answer.key, answer.why) for answer in plans.answers if answer.why)
+    """The GPUs without a prediction, and why; those of one reason together."""
+    reasons: dict[str, list[OnGpu]] = {}
+    for answer in plans.answers:
+        if answer.why:
+            reasons.setdefault(answer.why.replace(answer.gpu.name, "this GPU"), []).append(answer)
+    rows = tuple(
+        (", ".join(one.key for one in alike), alike[0].why if len(alike) == 1 else why[0].upper() + why[1:])
+        for why, alike in reasons.items()
+    )
     return [Grid(title="Not predicted", heads=("GPU", "Why"), rows=rows)] if rows else []
 
 
@@ -204,12 +212,13 @@ def doubts(plans: GpuPlans) -> dict[str, None]:
 def looked_at(plans: GpuPlans) -> Iterator[str]:
     """How many recipes the searches evaluated, and how the answers were checked."""
     if plans.counts:
-        recipes = max(counts.recipes for counts in plans.counts)
+        recipes, searches = max(counts.recipes for counts in plans.counts), len(plans.counts)
         judged = sum(counts.replayed for counts in plans.counts)
         yield (
-            f"{recipes:,} valid recipes. GPUs that run the same kernels were searched together, in "
-            f"{len(plans.counts)} searches that composed {judged:,} recipes. Each answer includes the "
-            f"workspaces of its own GPU. {_agreement(plans)}".strip()
+            f"{recipes:,} valid recipe{'s' * (recipes != 1)}. GPUs that run the same kernels were searched "
+            f"together, in {searches} search{'es' * (searches != 1)} that composed {judged:,} "
+            f"recipe{'s' * (judged != 1)}. Each answer includes the workspaces of its own GPU. "
+            f"{_agreement(plans)}".strip()
         )
 
 

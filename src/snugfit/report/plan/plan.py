@@ -185,11 +185,12 @@ def front(plan: Plan, *, everything: bool = False) -> Grid:
 
 def refusals(plan: Plan) -> Grid:
     """What was not considered, why, and how many recipes that leaves out."""
-    rows = tuple(
+    heads = ("What", "Why", "Recipes>") if any(one.recipes for one in plan.refused) else ("What", "Why")
+    cells = (
         (refusal.what, refusal.why, f"{refusal.recipes:,}" if refusal.recipes else "")
         for refusal in plan.refused
     )
-    return Grid(title="Not considered", heads=("What", "Why", "Recipes>"), rows=rows)
+    return Grid(title="Not considered", heads=heads, rows=tuple(row[: len(heads)] for row in cells))
 
 
 def looked_at(plan: Plan) -> str:
