@@ -23,7 +23,7 @@ from snugfit.planning.cost.timer import SingleGpuTimer
 from snugfit.planning.fleet.search_gpus import _search as search_for_gpus
 from snugfit.planning.keep import kept_of
 from snugfit.planning.plan import NEARLY_AS_SMALL
-from snugfit.planning.search.recomputing import PEAK_SHARE
+from snugfit.planning.search.recomputing import PEAK_SHARE, RecomputingKinds
 from snugfit.planning.search.search import plan, search
 from snugfit.planning.search.simpler import AS_FAST
 from snugfit.planning.search.space import Space, space_of
@@ -380,10 +380,14 @@ def test_of_kinds_that_recompute_alike_the_better_one_stands_for_its_twins(seed:
         told.figures[number] = Figures(size, size, size, 0, after.seconds + 1)
     kinds = {space.candidates[number].passes for number in recomputing}
     state = SearchState(space)
-    search(state, WorkerPool([told]))  # type: ignore[list-item]
+    looked_at = RecomputingKinds([state], WorkerPool([told]), lambda what: None)  # type: ignore[list-item]
+    looked_at.add_others()
+    while looked_at.screen(lambda number, least: True, twins=False):
+        pass
     assert not any(number in state.bounds for number in recomputing)
     asked = next(number for number in recomputing if twins[number] in state.bounds)
     state.screen_these([asked], math.inf)
+    looked_at.screen(lambda number, least: True, twins=False)
     known = {space.candidates[number].passes for number in recomputing if number in state.bounds}
     assert known == (kinds if misleads else {space.candidates[asked].passes})
 

@@ -19,13 +19,14 @@ Logits in chunks are such a kind too: they change nothing of what is live while 
 nothing where a step with whole logits has its peak in a layer or in its update, and need not be rehearsed.
 
 What bounds here is no law: keys and values of a cache that only checkpointing switches off cost a little,
-hence `CACHE_SHARE`. So each kind that is rehearsed is held to both, and where one takes less, all are
-rehearsed.
+hence `CACHE_SHARE`. So each kind that is rehearsed is held to both. Where one takes less than its bound, all
+are rehearsed; where one is better than its twin, twins are no longer left out.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -60,8 +61,8 @@ ROUNDING = 0.001
 another order, an allocation of a few bytes."""
 
 PEAK_SHARE = 0.01
-"""Of the bytes of recomputing each layer, how much less recomputing some may take: the worst moment is
-another."""
+"""Of the bytes of recomputing each layer, how much less recomputing some may take, and a kind than its twin:
+the worst moment is another."""
 
 NOTHING = Bound(0, 0.0)
 
@@ -88,6 +89,8 @@ class RecomputingKinds:
         """Of candidates that recompute some layers, the same with each."""
         self._no_better: dict[int, list[tuple[int, int]]] = {}
         """Of kinds that were left out, some candidates with their twins."""
+        self._has_twins = True
+        """Whether no kind was better yet than the twin that it was left out for."""
         for number, candidate in enumerate(self.space.candidates):
             if candidate.setup.checkpoint is not None or candidate.setup.logits is not None:
                 self.waiting[candidate.passes].append(number)
@@ -114,7 +117,7 @@ class RecomputingKinds:
                 is_needed(number, self._least(number)) and (twins or not self._saves_nothing(number))
                 for number in numbers
             )
-            and (twins or not self._is_no_better(kind))
+            and (twins or not self._has_twins or not self._is_no_better(kind))
         ]
         kinds = kinds if twins else list(dict.fromkeys(map(self._first_of, kinds)))
         kinds = [kind for kind in kinds if self.waiting[kind][0] not in self._whole] or kinds
@@ -125,8 +128,11 @@ class RecomputingKinds:
         least_known = [
             (self._bounds(number), least) for number, least in asked.items() if self._is_known(number)
         ]
-        if asked and (self._twins_mislead() or any(_is_below(*two) for two in least_known)):
+        if any(_is_below(*two) for two in least_known):
             return [*asked, *self.screen(lambda number, least: True)]
+        if asked and self._twins_mislead():
+            self._no_better.clear()
+            self._has_twins = False
         return list(asked)
 
     def _first_of(self, kind: int) -> int:
@@ -261,15 +267,13 @@ class RecomputingKinds:
         return self._bounds(without)
 
     def _twins_mislead(self) -> bool:
-        """Whether a kind is better than the twin that it was left out for, or that cannot be rehearsed."""
-        known, candidates = self._is_known, self.space.candidates
-        for pairs in self._no_better.values():
-            for number, twin in pairs:
-                if not known(twin) and candidates[twin].passes not in self.waiting:
-                    return True
-                both = known(number) and known(twin)
-                if both and _is_below(self._bounds(number), self._bounds(twin), ROUNDING):
-                    return True
+        """Whether a kind is better than the twin that it was left out for."""
+        for number, twin in itertools.chain.from_iterable(self._no_better.values()):
+            if not self._is_known(number) or not self._is_known(twin):
+                continue
+            least = [Bound(int(b.needed_bytes * (1 - PEAK_SHARE)), b.seconds) for b in self._bounds(twin)]
+            if _is_below(self._bounds(number), least, ROUNDING):
+                return True
         return False
 
 
