@@ -70,7 +70,7 @@ class ShellCommand:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         line, is_quoted = "", False
-        for word in self.text.split(" "):
+        for word in re.findall(r"--\S+ [^-'\s]\S*|\S+", self.text):  # an option stays with its value
             if line.strip() and len(line) + len(word) + len("  \\") > options.max_width:
                 yield Text(line if is_quoted else f"{line} \\", no_wrap=True, overflow="ignore")
                 line = f"    {word}"
