@@ -67,6 +67,6 @@ class Reading:
             flags = sorted({line.instead.replace("_", "-") for line in self.refused})
             raise UsageError(
                 "\n".join([f"{self.path} ({self.title}) contains what snugfit cannot predict:", *lines])
-                + "\nRemove it from the file, or set what to predict instead with "
+                + "\nLeave it out, or set what to predict instead with "
                 f"--{', --'.join(flags)}."
             )
