@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+import torch
 
 from small_models import small_job
 from snugfit.errors import SnugfitError, UsageError
@@ -27,16 +28,17 @@ from snugfit.planning.cost.timer import (
     seconds_of,
 )
 from snugfit.planning.fleet.gpu_plans import GpuPlans
-from snugfit.planning.fleet.kinds import search_kinds
+from snugfit.planning.fleet.kinds import kinds_of, search_kinds
 from snugfit.planning.fleet.per_gpu import PerGpuSearch
 from snugfit.planning.fleet.search_gpus import plan_gpus
+from snugfit.planning.keep import Kept
 from snugfit.planning.search.progress import Tell
 from snugfit.planning.search.recomputing import RecomputingKinds
 from snugfit.planning.search.search import plan
 from snugfit.planning.search.simpler import AS_FAST
 from snugfit.planning.search.space import Candidate, space_of
 from snugfit.planning.search.state import SearchState
-from snugfit.prediction.device import policy_for
+from snugfit.prediction.device import common_policy, policy_for
 from snugfit.prediction.predict import predict
 from snugfit.prediction.profile import Software
 from snugfit.prediction.worker_pool import WorkerPool
@@ -308,6 +310,23 @@ def test_gpus_that_run_other_kernels_are_searched_apart() -> None:
     }
     assert traces["RTX4090"] == traces["RTX5090"]
     assert traces["H200-SXM"] == traces["B200"] != traces["RTX4090"]
+
+
+def test_gpus_that_differ_by_grouped_products_share_a_search_of_models_without() -> None:
+    """One rehearsal asks what they do not agree on: then each is searched alone."""
+    gpus = [find_gpu("b300"), find_gpu("rtx 4090")]
+    (kind,), _ = kinds_of(gpus, Kept())
+    assert kind == gpus
+    own, other = (policy_for(gpu, Software()) for gpu in gpus)
+    common, compared = common_policy(gpus, Software()), ComparedPolicy.of(own, [other])
+    assert own.decisions != other.decisions
+    assert not common.fuses_groups(torch.float32)
+    assert not compared.fuses_groups(torch.float32)
+    assert compared.sizes[other] is not None
+    with pytest.raises(PoliciesDiffer, match="different kernels"):
+        common.fuses_groups(torch.bfloat16)
+    assert compared.fuses_groups(torch.bfloat16)
+    assert compared.sizes[other] is None
 
 
 @pytest.mark.whole

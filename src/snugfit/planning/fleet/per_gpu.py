@@ -40,11 +40,9 @@ OWN_SHARE = 0.02
 """Of the bytes that a recipe takes, how many may be another GPU's workspaces and scratch: twice the most that
 was seen between GPUs of 28 and of 188 multiprocessors (BERT-large, batch 32: 112 MiB of 9.9 GiB reserved)."""
 
-
 SIBLING_SHARE = 0.002
 """Of the bytes of a recipe that shares its passes with one that was simulated by the GPU's own policy, how
 many may still be another: the scratch of its update, and what the allocator rounds (chosen)."""
-
 
 HELD_BACK = 2.0
 """How often as slow as the fastest kind that nobody has looked at, without its recomputing, a recipe must be
@@ -125,12 +123,13 @@ class PerGpuSearch:
         """Whether a candidate with this lower bound could be better than the answer of now."""
         fitting = [] if self.smallest else self._fitting()
         enough = min((self.state.judged[number].seconds for number in fitting), default=math.inf)
+        small_enough = self.state.smallest * self._small_enough
 
         def hopeful(least: Bound) -> bool:
             is_fast = least.seconds * (1 - TIME_BOUND_MARGIN) <= enough
             if fitting or not self.seeks_smallest:
                 return (is_fast or not fitting) and self._may_fit(least.needed_bytes)
-            return least.needed_bytes <= self.state.smallest * self._small_enough
+            return least.needed_bytes <= small_enough
 
         return hopeful
 

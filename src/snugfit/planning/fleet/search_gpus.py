@@ -6,8 +6,9 @@ allow the same techniques are searched together, one rehearsal for all of them: 
 of its own for every recipe (`Parts`), and each decides for itself what is worth judging (`per_gpu.py`). The
 answers are those that a plan for each GPU alone would give.
 
-Many GPUs decide otherwise only about heads that are wide. They are searched together too, until a rehearsal
-asks what they do not agree on (`CudaPolicy.peers`): then each kind is searched alone.
+Many GPUs decide otherwise only about wide heads, or about the grouped products of experts. They are searched
+together too, until a rehearsal asks what they do not agree on (`CudaPolicy.peers`): then each kind is
+searched alone.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar
 
 from snugfit.errors import SnugfitError
 from snugfit.rehearsal.device import attention_choice, autocast_lists
@@ -22,6 +22,8 @@ from snugfit.rehearsal.device.scratch import composed_scratch, cuda_scratch
 
 if TYPE_CHECKING:
     import torch
+
+_Choice = TypeVar("_Choice", str, bool)
 
 
 class PoliciesDiffer(SnugfitError):
@@ -114,18 +116,13 @@ class CudaPolicy(Policy):
     """Resident threads of one multiprocessor."""
 
     peers: tuple[CudaPolicy, ...] = ()
-    """Those of other GPUs that share the rehearsals, with the same order of attention kernels: where one of
-    them decides otherwise about a step, its rehearsal ends with `PoliciesDiffer`."""
+    """Those of other GPUs that `may_share` the rehearsals: where one of them decides otherwise about a step,
+    its rehearsal ends with `PoliciesDiffer`."""
 
     def choose_attention(self, operands: attention_choice.Operands) -> str:
         """As `sdp_utils.cpp` decides for this capability."""
         kernels = {one._attention_kernels for one in (self, *self.peers)}
-        choices = {attention_choice.choose_on_cuda(operands, fused) for fused in kernels}
-        if len(choices) > 1:
-            raise PoliciesDiffer(
-                f"GPUs that are simulated together run different kernels: {sorted(choices)}."
-            )
-        return choices.pop()
+        return _only_choice({attention_choice.choose_on_cuda(operands, fused) for fused in kernels})
 
     @property
     def attention_order(self) -> Sequence[str]:
@@ -140,14 +137,13 @@ class CudaPolicy(Policy):
     def decisions(self) -> Hashable:
         """Equal for GPUs that run the same kernels whatever they are given; they may yet differ in
         workspaces and scratch."""
-        return self._attention_kernels, self.may_share
+        return self._attention_kernels, self.capability[0] in _FUSING_GROUPS, self.may_share
 
     @property
     def may_share(self) -> Hashable:
-        """Equal for GPUs that run the same kernels but for heads of more than 128, and may be each other's
-        `peers`."""
-        grouped = self.uses_grouped_mm, self.capability[0] in _FUSING_GROUPS
-        return self.attention_order, grouped, self.softmax_saves_input
+        """Equal for GPUs that run the same kernels but for heads of more than 128 and grouped products, and
+        may be each other's `peers`."""
+        return self.attention_order, self.uses_grouped_mm, self.softmax_saves_input
 
     @property
     def scratch_size(self) -> ScratchSize:
@@ -169,7 +165,8 @@ class CudaPolicy(Policy):
         """For bfloat16 on sm_90 and sm_100. Else the ends of the groups are read on the host, and each group
         is a product of its own: so profiles of fp32 on an H200 show it. Other architectures are taken to be
         alike; nothing was measured on them."""
-        return str(dtype) == "torch.bfloat16" and self.capability[0] in _FUSING_GROUPS
+        majors = {one.capability[0] for one in (self, *self.peers)}
+        return _only_choice({str(dtype) == "torch.bfloat16" and major in _FUSING_GROUPS for major in majors})
 
     def scratch(self, operator: str, arguments: Sequence[Any], out: Any) -> Scratch:
         """Reductions, attention and embedding backward: see `scratch.py`."""
@@ -184,6 +181,13 @@ class CudaPolicy(Policy):
         if operator == "aten::addmm":
             return (cublas, Buffer("cuBLASLt workspace", 1_048_576))
         return (cublas,)
+
+
+def _only_choice(choices: set[_Choice]) -> _Choice:
+    """What all choose; raises `PoliciesDiffer` where they do not agree."""
+    if len(choices) > 1:
+        raise PoliciesDiffer(f"GPUs that are simulated together run different kernels: {sorted(choices)}.")
+    return choices.pop()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,6 +229,12 @@ class ComparedPolicy(CudaPolicy):
             if self.sizes[other] is not None:
                 self._note(other, f"{operator}: ", scratch, other.scratch(operator, arguments, out))
         return scratch
+
+    def fuses_groups(self, dtype: torch.dtype) -> bool:
+        """As this GPU does; which others do otherwise is noted."""
+        fuses = super().fuses_groups(dtype)
+        self.sizes.update({other: None for other in self.compared if other.fuses_groups(dtype) != fuses})
+        return fuses
 
     @property
     def resident_threads(self) -> int:
