@@ -37,11 +37,14 @@ Words = tuple[str, ...]
 
 
 def notations() -> list[list[str]]:
-    """Of each slot all techniques in the notation, a setting that must be given being 2."""
+    """Of each slot all techniques in the notation, a setting that must be given being 2, or the word that
+    plans try first."""
     by_slot: dict[Slot, list[str]] = {slot: [] for slot in Slot}
     for technique in roster.techniques():
         needed = [declared for declared in fields(technique) if declared.default is MISSING]
-        by_slot[technique.slot].append(str(technique(**{declared.name: 2 for declared in needed})))
+        words = (str(tried) for tried in technique.settings(small_job("llama")))
+        twos = {declared.name: 2 for declared in needed if "int" in str(declared.type)}
+        by_slot[technique.slot].append(str(technique(**twos)) if len(twos) == len(needed) else next(words))
     for word in FURTHER:
         by_slot[roster.find(word.partition("(")[0]).slot].append(word)
     return list(by_slot.values())

@@ -87,8 +87,8 @@ def axolotl_config(job: Job, recipe: Recipe) -> str:
     weights, autocast = _dtypes(job, recipe)
     if recipe.setup().quantize is not None:
         why = (
-            "beside weights in 4 bits axolotl keeps biases, and whatever else is no embedding, head or "
-            "normalisation, in 32 bits, which was not predicted"
+            "where weights are in 4 bits, axolotl keeps biases, and all but embeddings, head and "
+            "normalisations, in 32 bits, which was not predicted"
         )
         raise _refusal("axolotl", recipe[Slot.ADAPTERS], why)
     half = next((name for name in _HALVES if arguments[name]), None)
