@@ -30,6 +30,9 @@ ALL_TRUTH = os.environ.get("SNUGFIT_ALL_TRUTH") == "1"
 FURTHER = ("lora(targets=all-linear)", "micro_batches(4)")
 """Techniques of the roster once more, with settings that change what is allocated."""
 
+GIVEN = {"selective": "products"}
+"""By the technique, the setting that must be given, where it is no number."""
+
 FAMILIES = ("bert", "gpt2", "llama", "t5")
 
 Words = tuple[str, ...]
@@ -37,14 +40,12 @@ Words = tuple[str, ...]
 
 
 def notations() -> list[list[str]]:
-    """Of each slot all techniques in the notation, a setting that must be given being 2, or the word that
-    plans try first."""
+    """Of each slot all techniques in the notation, a setting that must be given being 2, or of `GIVEN`."""
     by_slot: dict[Slot, list[str]] = {slot: [] for slot in Slot}
     for technique in roster.techniques():
         needed = [declared for declared in fields(technique) if declared.default is MISSING]
-        words = (str(tried) for tried in technique.settings(small_job("llama")))
-        twos = {declared.name: 2 for declared in needed if "int" in str(declared.type)}
-        by_slot[technique.slot].append(str(technique(**twos)) if len(twos) == len(needed) else next(words))
+        twos = {declared.name: GIVEN.get(technique.name, 2) for declared in needed}
+        by_slot[technique.slot].append(str(technique(**twos)))
     for word in FURTHER:
         by_slot[roster.find(word.partition("(")[0]).slot].append(word)
     return list(by_slot.values())

@@ -186,9 +186,12 @@ def test_a_layer_that_writes_into_what_is_kept_is_refused() -> None:
 def test_attention_that_cannot_be_kept_is_not_planned() -> None:
     """Of BERT it has dropout, which a recipe is warned of; eager attention is no operator of its own."""
     kind = roster.find("selective")
-    assert [str(one) for one in kind.settings(job("bert"))] == ["selective(products)"]
-    both = ["selective(products)", "selective(attention)"]
-    assert [str(one) for one in kind.settings(without_dropout("bert"))] == both
+    assert "dropout" in kind.planning_objection(job("bert"))
+    width = job("llama").transformers_config().hidden_size
+    long, short = (replace(job("llama"), sequence_length=length) for length in (width, width - 1))
+    assert "less than a seventh" in kind.planning_objection(short)
+    assert not kind.planning_objection(long)
+    assert [str(one) for one in kind.settings(long)] == ["selective(attention)"]
     recipe = Recipe.parse("selective(attention)")
     assert "attention_probs_dropout_prob=0.1" in next(recipe[Slot.CHECKPOINTING].warnings(job("bert"), None))
     with pytest.raises(RecipeError, match="nothing would be kept"):

@@ -3,6 +3,10 @@
 Products with weights and attention take nearly all of a layer's time, and what they give is a part of what a
 layer keeps. Kept, they leave norms, activation functions, casts and sums to be computed again. The host pays
 for it: every operator of such a layer passes through Python.
+
+Attention is s / (6 h + s) of the multiplications of a layer that is h wide, for s tokens (four square
+projections and two of 4 h: 24 h^2 a token; scores and sums: 4 s h). Below a seventh, s < h, keeping it saves
+little.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from snugfit.job.kv_prefix import dropped_prefix
+from snugfit.job.limits import NO_SEQUENCE
 from snugfit.techniques.setup import CheckpointWish, Setup
 from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
 
@@ -54,12 +59,28 @@ class Selective(Technique):
             yield f"{self}: attention has dropout ({dropout}), so it is computed again and not kept."
 
     @classmethod
+    def planning_objection(cls, job: Job) -> str:
+        """What has short sequences, or attention that is not kept: as measured and predicted, recomputing
+        fewer layers then saves the same bytes in less time."""
+        if dropout := _attention_dropout(job):
+            return f"attention has dropout ({dropout}), so it is computed again and not kept"
+        if job.task in NO_SEQUENCE or job.sequence_length < _width(job):
+            return (
+                "attention is less than a seventh of a layer's work where sequences are shorter than the "
+                f"model is wide (--keep '{cls.name}(products)' plans with it)"
+            )
+        return ""
+
+    @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """All products, and attention alone where it can be kept. What lies between is tried when named: one
-        more would be rehearsed in each precision and attention."""
-        yield cls(what="products")
-        if not _attention_dropout(job):
-            yield cls(what="attention")
+        """Attention alone where it can be kept. The others are for who names them: recomputing fewer layers
+        takes less time than keeping all products."""
+        yield cls(what="products" if _attention_dropout(job) else "attention")
+
+
+def _width(job: Job) -> int:
+    """Numbers in each token's vector between layers; 0 where the config does not say."""
+    return getattr(job.transformers_config().get_text_config(), "hidden_size", 0)
 
 
 def _attention_dropout(job: Job) -> str:
