@@ -99,6 +99,12 @@ def _note_training(optimizer: Any, *_: Any) -> None:
         NOT_OF_A_UNIT.add("trains")
 
 
+@pytest.fixture(autouse=True)
+def no_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports are as wide as in a pipe, whatever COLUMNS says here."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def no_own_rates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Rates come from the package."""

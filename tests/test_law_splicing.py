@@ -33,6 +33,9 @@ FURTHER = ("lora(targets=all-linear)", "micro_batches(4)")
 GIVEN = {"selective": "products"}
 """By the technique, the setting that must be given, where it is no number."""
 
+REFUSED = [{"qlora", "selective(products)"}]
+"""Pairs that no recipe may have."""
+
 FAMILIES = ("bert", "gpt2", "llama", "t5")
 
 Words = tuple[str, ...]
@@ -59,6 +62,7 @@ def covering(rng: random.Random) -> tuple[list[Words], int]:
     pairs = {pair for one, other in combinations(slots, 2) for pair in product(one, other)}
     recipes: list[Words] = []
     enough = 0
+    pairs = {pair for pair in pairs if set(pair) not in REFUSED}
     for size, goal in ((1, alone), (2, pairs)):
         missing = set(goal).difference(*(combinations(recipe, size) for recipe in recipes))
         while missing:
@@ -67,6 +71,7 @@ def covering(rng: random.Random) -> tuple[list[Words], int]:
                 tuple(next((word for word in must if word in slot), rng.choice(slot)) for slot in slots)
                 for _ in range(50)
             ]
+            draws = [draw for draw in draws if not any(set(draw) >= pair for pair in REFUSED)]
             recipes.append(max(draws, key=lambda draw: len(missing & set(combinations(draw, size)))))
             missing -= set(combinations(recipes[-1], size))
         enough = enough or len(recipes)

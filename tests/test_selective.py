@@ -196,3 +196,5 @@ def test_attention_that_cannot_be_kept_is_not_planned() -> None:
     assert "attention_probs_dropout_prob=0.1" in next(recipe[Slot.CHECKPOINTING].warnings(job("bert"), None))
     with pytest.raises(RecipeError, match="nothing would be kept"):
         Recipe.parse("eager + selective(attention)").check(job("llama"))
+    with pytest.raises(RecipeError, match="weights in 4 bits"):
+        Recipe.parse("qlora(targets=all-linear) + selective(products)").check(job("llama"), installed=False)

@@ -43,8 +43,7 @@ def next_recipe(
     in slots that are `changing` alone; for a model that is `live`, one that it can go on under as it is."""
 
     def following(job: Job, recipe: Recipe, cause: str) -> Recipe | None:
-        fixed = {kind.slot for kind in roster.techniques() if kind.planning_objection(job)}
-        slots = frozenset(changing) - fixed
+        slots = frozenset(slot for slot in changing if _has_choice(slot, job))
         if device.type == "cuda":
             try:
                 smaller = _plan_smaller(job, recipe, device, live, slots)
@@ -55,6 +54,12 @@ def next_recipe(
         return cut_smaller(job, recipe)
 
     return following
+
+
+def _has_choice(slot: Slot, job: Job) -> bool:
+    """Whether a plan may choose more than the default of this slot."""
+    kinds = [kind for kind in roster.techniques() if kind.slot is slot and not kind.plain]
+    return any(not kind.planning_objection(job) for kind in kinds)
 
 
 def _plan_smaller(

@@ -45,8 +45,14 @@ class Selective(Technique):
         return replace(setup, checkpoint=CheckpointWish(keep=self.what))
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """A prefix of keys and values would be dropped; attention that is not fused cannot be kept."""
+        """A prefix of keys and values would be dropped; attention that is not fused cannot be kept, nor can
+        products with weights in 4 bits."""
         yield from dropped_prefix(job)
+        if recipe[Slot.ADAPTERS].install(Setup()).quantize is not None:
+            yield (
+                f"{self}: products with weights in 4 bits are bitsandbytes' own operators, of which nothing "
+                "is kept. Try 'every_layer', or 'lora'."
+            )
         if self.what == "attention" and recipe[Slot.ATTENTION].install(Setup()).attention == "eager":
             yield (
                 f"{recipe[Slot.ATTENTION]} attention is many operators, of which nothing would be kept. Try "
