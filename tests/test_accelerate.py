@@ -353,6 +353,19 @@ def test_another_runs_checkpoint_is_refused(tmp_path: Path) -> None:
             run.resume()
 
 
+@pytest.mark.parametrize("resumes", [True, False])
+def test_a_run_that_keeps_nothing_leaves_no_folder(resumes: bool, tmp_path: Path) -> None:
+    """One whose checkpoint is not there, or that takes no step; a folder that was there before stays."""
+    for folder, stays in ((tmp_path / "new" / "out", False), (tmp_path, True)):
+        with loop_of(folder) as run:
+            if resumes:
+                says = rf"checkpoint to resume from is '{tmp_path}/checkpoint-9'.*{folder} has none"
+                with pytest.raises(UsageError, match=says):
+                    run.resume(tmp_path / "checkpoint-9")
+        assert folder.exists() == stays
+    assert not (tmp_path / "new").exists()
+
+
 # ---- what a step cannot do ------------------------------------------------------------------------------
 
 

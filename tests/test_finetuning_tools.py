@@ -18,6 +18,7 @@ from small_models import FAMILIES
 from small_tokenizers import NUMBERS, tokenizer
 from snugfit.cli.main import run
 from snugfit.errors import RecipeError, UsageError
+from snugfit.exchange.axolotl_dtypes import left_in_float32
 from snugfit.exchange.export import FILES, export
 from snugfit.exchange.read import read_arguments
 from snugfit.job.job import Job
@@ -39,6 +40,8 @@ SUPPORTED = [
     ("axolotl", "bfloat16", "lora(targets=q_proj|v_proj) + bf16 + eager"),
     ("axolotl", "float32", "every_layer + micro_batches(4) + workers(n=2) + tf32 + adafactor"),
     ("axolotl", "bfloat16", "fp32 + sgd"),
+    ("axolotl", "bfloat16", "qlora(r=4, targets=all-linear, double=false) + bf16 + every_layer"),
+    ("axolotl", "bfloat16", "qlora(r=4, targets=q_proj|v_proj) + bf16 + micro_batches(2)"),
     ("llamafactory", "bfloat16", f"{LORA} + bf16 + every_layer + micro_batches(2) + adamw_8bit + expandable"),
     ("llamafactory", "bfloat16", "lora(targets=q_proj|v_proj) + bf16_pure + eager"),
     ("llamafactory", "bfloat16", "qlora(r=4, targets=all-linear, double=false) + bf16 + every_layer"),
@@ -190,7 +193,8 @@ def test_trl_trains_what_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ("axolotl", "bfloat16", "bf16", ["embeddings", "32 bits"]),
         ("llamafactory", "float32", "bf16_pure", ["bf16_pure", "pure_bf16"]),
         ("llamafactory", "bfloat16", "lora + fp32", ["fp32", "checkpoint"]),
-        ("axolotl", "bfloat16", "qlora + bf16", ["32 bits", "export to hf, accelerate or torch"]),
+        ("axolotl", "bfloat16", "qlora + bf16_pure", ["bf16_pure", "float32"]),
+        ("axolotl", "float32", "qlora + bf16", ["bf16", "bfloat16", "--dtype"]),
     ],
 )
 def test_what_a_tool_cannot_do_is_refused_by_name(
@@ -199,6 +203,29 @@ def test_what_a_tool_cannot_do_is_refused_by_name(
     with pytest.raises(RecipeError) as raised:
         exported(job_in(tmp_path / "model", dtype), recipe, to)
     assert all(word in str(raised.value) for word in words)
+
+
+@pytest.mark.parametrize(
+    ("family", "left"),
+    [
+        ("llama", []),
+        ("qwen2", ["model.layers.0.self_attn.q_proj.bias"]),
+        ("gpt2", ["transformer.wte.weight", "transformer.wpe.weight", "transformer.h.0.ln_1.weight"]),
+    ],
+)
+def test_axolotl_gets_4_bits_where_nothing_is_left_in_32(
+    family: str, left: list[str], tmp_path: Path
+) -> None:
+    """Biases, and embeddings and normalisations that axolotl does not find by their names."""
+    job = job_in(tmp_path / "model", "bfloat16", family)
+    assert left_in_float32(job)[: max(1, len(left))] == left
+    if not left:
+        written = yaml.safe_load(exported(job, "qlora(double=false) + bf16", "axolotl"))
+        assert (written["adapter"], written["load_in_4bit"], written["bf16"]) == ("qlora", True, True)
+        assert written["bnb_config_kwargs"] == {"bnb_4bit_use_double_quant": False}
+        return
+    with pytest.raises(RecipeError, match=rf"{left[0]}.* in 32 bits(.|\n)*export to hf, accelerate or torch"):
+        exported(job, "qlora + bf16", "axolotl")
 
 
 @pytest.mark.parametrize("to", ["trl", "axolotl", "llamafactory"])

@@ -13,7 +13,8 @@ import textwrap
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from snugfit.errors import RecipeError, UsageError
+from snugfit.errors import RecipeError, UsageError, some_of
+from snugfit.exchange.axolotl_dtypes import left_in_float32
 from snugfit.exchange.script import folder_or_id, script_values, write_script, writer
 from snugfit.exchange.trainer_arguments import training_arguments
 from snugfit.job.job import Task
@@ -85,12 +86,6 @@ def axolotl_config(job: Job, recipe: Recipe) -> str:
     _refuse_other_layers(arguments, job, recipe, "axolotl")
     lora, precision = _lora(job, recipe), recipe[Slot.PRECISION]
     weights, autocast = _dtypes(job, recipe)
-    if recipe.setup().quantize is not None:
-        why = (
-            "where weights are in 4 bits, axolotl keeps biases, and all but embeddings, head and "
-            "normalisations, in 32 bits, which was not predicted"
-        )
-        raise _refusal("axolotl", recipe[Slot.ADAPTERS], why)
     half = next((name for name in _HALVES if arguments[name]), None)
     if weights != (_HALVES[half] if half else "float32"):
         loads = _HALVES[half] if half else "float32"
@@ -105,12 +100,14 @@ def axolotl_config(job: Job, recipe: Recipe) -> str:
             "where all weights train, axolotl raises embeddings and normalisations to 32 bits, which was not "
             "predicted. It does not where adapters train",
         )  # fmt: skip
+    four_bits = _four_bits(job, recipe)
     adapter: dict[str, Any] = {"adapter": None}
     if lora:
         targets = lora["target_modules"]
         chosen = {"lora_target_linear": True} if targets == ALL_LINEAR else {"lora_target_modules": targets}
         adapter = {
-            "adapter": "lora", "lora_r": lora["r"], "lora_alpha": ALPHA, "lora_dropout": lora["lora_dropout"],
+            "adapter": "qlora" if four_bits else "lora", "lora_r": lora["r"], "lora_alpha": ALPHA,
+            "lora_dropout": lora["lora_dropout"],
             **chosen, **{f"peft_{name}": True for name in _VARIANTS if lora.get(name)},
             "lora_mlp_kernel": False, "lora_qkv_kernel": False, "lora_o_kernel": False,
         }  # fmt: skip
@@ -125,8 +122,8 @@ def axolotl_config(job: Job, recipe: Recipe) -> str:
         train["gradient_checkpointing_kwargs"] = checkpointing
     sections = {
         "the model": {
-            "base_model": folder_or_id(job), "load_in_8bit": False, "load_in_4bit": False,
-            "attn_implementation": recipe.setup().attention, **adapter,
+            "base_model": folder_or_id(job), "load_in_8bit": False, "load_in_4bit": bool(four_bits),
+            **four_bits, "attn_implementation": recipe.setup().attention, **adapter,
         },
         f"your data in place of {_DATASET}": {
             "datasets": [{"path": _DATASET, "type": "chat_template"}], "val_set_size": 0,
@@ -136,6 +133,22 @@ def axolotl_config(job: Job, recipe: Recipe) -> str:
         "the training": {"num_epochs": 1, **train, "output_dir": "axolotl_output"},
     }  # fmt: skip
     return _yaml(job, recipe, "axolotl", "axolotl train axolotl.yaml", sections)
+
+
+def _four_bits(job: Job, recipe: Recipe) -> dict[str, Any]:
+    """axolotl's key for weights in 4 bits; none where they are not. Raises `RecipeError` where it would have
+    something beside them in another dtype than was predicted."""
+    quantize = recipe.setup().quantize
+    if quantize is None:
+        return {}
+    left = left_in_float32(job)
+    if left and _dtypes(job, recipe)[0] != "float32":
+        raise _refusal(
+            "axolotl", recipe[Slot.ADAPTERS],
+            f"beside weights in 4 bits axolotl has {some_of(left, 2)} in 32 bits, which was not predicted. It "
+            "trains models in 4 bits whose linear layers have no biases, such as Llama, Mistral and Qwen3",
+        )  # fmt: skip
+    return {"bnb_config_kwargs": {"bnb_4bit_use_double_quant": quantize.double}}
 
 
 def llamafactory_config(job: Job, recipe: Recipe) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -23,6 +24,7 @@ from snugfit.training.checkpoint.facts import (
     optimizer_facts,
     schedule_facts,
 )
+from snugfit.training.checkpoint.lock import LOCK
 from snugfit.training.checkpoint.manager import CheckpointManager, open_store
 from snugfit.training.checkpoint.state import TrainState, as_written, check_packable, restore, snapshot
 from snugfit.training.checkpoint.weights import load_weights
@@ -46,14 +48,26 @@ class RunFolder:
     """A folder that is one run's alone until it is closed."""
 
     def __init__(self, folder: Path) -> None:
+        above = [folder.absolute(), *folder.absolute().parents]
+        self._made = [path for path in above if not os.path.lexists(path)]
         self._open = contextlib.ExitStack()
         self.store = self._open.enter_context(open_store(folder, begin_anew="without resume()"))
+        self._open.callback(self._remove_unused)
         self.interrupts = self._open.enter_context(Interrupts(self.store.root))
         """Signals and the trigger file."""
 
     def close(self) -> None:
-        """Gives the folder to whoever trains there next."""
+        """Gives the folder to whoever trains there next; one that was made for this run, and in which it has
+        kept nothing, is gone."""
         self._open.close()
+
+    def _remove_unused(self) -> None:
+        """Of what was made for this run, the folders that are empty but for its lock."""
+        with contextlib.suppress(OSError):
+            if self._made and [path.name for path in self.store.root.iterdir()] == [LOCK]:
+                (self.store.root / LOCK).unlink()
+                for path in self._made:
+                    path.rmdir()
 
 
 @final

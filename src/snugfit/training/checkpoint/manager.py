@@ -72,12 +72,12 @@ def named_step(folder: Path, root: Path, *, in_root: bool = True) -> int:
     if mark is None or not (folder.is_dir() or any(folder.parent.glob(f".replaced-{mark[1]}-*"))):
         names = ", ".join(sorted(path.name for path in root.glob("checkpoint-*")))
         raise UsageError(
-            f"resume_from_checkpoint is {str(folder)!r}; it must be a folder checkpoint-N. "
+            f"The checkpoint to resume from is {str(folder)!r}; it must be a folder checkpoint-N. "
             f"{root} has {names or 'none'}."
         )
     if in_root and folder.absolute().parent.resolve() != root.resolve():
         raise UsageError(
-            f"resume_from_checkpoint is {str(folder)!r}, and the run's folder is {root}. "
+            f"The checkpoint to resume from is {str(folder)!r}, and the run's folder is {root}. "
             "Name one of the checkpoints in it, or use that folder as the output folder."
         )
     return int(mark[1])
