@@ -145,8 +145,8 @@ def _four_bits(job: Job, recipe: Recipe) -> dict[str, Any]:
     if left and _dtypes(job, recipe)[0] != "float32":
         raise _refusal(
             "axolotl", recipe[Slot.ADAPTERS],
-            f"beside weights in 4 bits axolotl has {some_of(left, 2)} in 32 bits, which was not predicted. It "
-            "trains models in 4 bits whose linear layers have no biases, such as Llama, Mistral and Qwen3",
+            f"with weights in 4 bits axolotl has {some_of(left, 2)} in 32 bits, which was not predicted. "
+            "It trains models in 4 bits whose linear layers have no biases, such as Llama, Mistral and Qwen3",
         )  # fmt: skip
     return {"bnb_config_kwargs": {"bnb_4bit_use_double_quant": quantize.double}}
 
