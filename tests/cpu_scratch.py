@@ -60,7 +60,8 @@ SCRATCH = {
 allocated by the second where it is named."""
 
 HOST_TABLES = 2048
-"""bitsandbytes' two tables of 256 numbers: it makes them on the host, before they go where the states are."""
+"""bitsandbytes' two tables of 256 numbers: it makes them on the host, before they go where the states are;
+an optimizer of one moment has use for one of them."""
 
 IN_ANOTHER_ORDER = {
     "aten::convolution_backward": "oneDNN makes the gradients of weight and bias in another order than meta",

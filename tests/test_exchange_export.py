@@ -253,6 +253,8 @@ def test_adapters_are_written_without_snugfit(tmp_path: Path, recipe: str) -> No
         ("adafactor_torch", "hf", "adafactor_torch"),
         ("adamw_loop + bf16", "hf", "adamw_loop"),
         ("adamw_8bit(embeddings=8)", "hf", "adamw_8bit(embeddings=8)"),
+        ("muon", "hf", "muon"),
+        ("muon", "torch", "muon"),
     ],
 )
 def test_what_a_target_cannot_say_is_refused_by_name(tmp_path: Path, recipe: str, to: str, word: str) -> None:

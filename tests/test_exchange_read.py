@@ -173,7 +173,7 @@ REFUSED = [
     ({"use_liger_kernel": True}, "use_liger_kernel"),
     ({"fsdp": "full_shard"}, "fsdp"),
     ({"deepspeed": "ds.json"}, "deepspeed"),
-    ({"optim": "lion_8bit"}, "optim"),
+    ({"optim": "ademamix_8bit"}, "optim"),
     ({"optim": "galore_adamw"}, "optim"),
     ({"neftune_noise_alpha": 5}, "neftune_noise_alpha"),
     ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),

@@ -41,6 +41,8 @@ RECIPES = (
     "micro_batches(4) + adamw_8bit",
     "lora + sgd",
     "adafactor_torch + segments",
+    "muon + bf16",
+    "lion_8bit + micro_batches(2)",
 )
 
 

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from snugfit.step.bitsandbytes_optimizers import embeddings_code
 from snugfit.step.wishes.handler import Context, Handler, ScriptContext
 from snugfit.step.wishes.python_text import call_text
 from snugfit.techniques.technique import Slot
@@ -34,13 +35,13 @@ class OptimizerHandler(Handler):
     def script(self, value: OptimizerWish, context: ScriptContext) -> dict[str, Any]:
         """As a call, after the lines that prepare the model for it."""
         fields: dict[str, Any] = {"decay_groups": context.job.decay_groups and value.weight_decay}
-        if value.prepare is not None and not context.trainer:
-            text = call_text(value.prepare, "model")
-            lines = (text.imported, "", f"model = {text.called} or model") if text else None
-            fields["preparing"] = lines or context.recipe[self.slot].code(context.job)
         fields["optimizer"] = call_text(value.factory, "parameters, lr=LEARNING_RATE")
         if fields["optimizer"] is None:
             raise context.refusal(self.slot, "its optimizer is snugfit's own code")
+        if value.prepare is not None and not context.trainer:
+            text = call_text(value.prepare, "model")
+            lines = (text.imported, "", f"model = {text.called} or model") if text else None
+            fields["preparing"] = lines or embeddings_code(**value.prepare.arguments)
         return fields
 
 

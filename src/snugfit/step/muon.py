@@ -1,0 +1,102 @@
+"""Muon for the matrices between embeddings and head, AdamW for all else, as one optimizer.
+
+torch's Muon takes matrices alone, and its authors leave embedding tables, the output head, biases and
+normalisations to AdamW. Two optimizers beside each other would need loops, schedules and checkpoints that
+know of two; so this one keeps the groups that it is given, and lets torch's two step on their shares of them.
+Which parameter is whose stands in its group, as positions, so that a checkpoint keeps it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+_BY_ADAMW = "is_left_to_adamw"
+"""The attribute by which `leave_to_adamw` marks a parameter."""
+
+MATRICES = "matrices"
+"""The key of a group under which the positions of Muon's parameters stand."""
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """torch's Muon and AdamW, each over its share of every group, with one learning rate and decay.
+
+    The updates of Muon are as large as AdamW's are on average (`match_rms_adamw`), so that a learning rate
+    that suits AdamW suits both (Liu et al., arXiv 2502.16982).
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        weight_decay: float = 1e-2,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        momentum: float = 0.95,
+    ) -> None:
+        """torch's defaults, but for the decay, which is AdamW's for both."""
+        numbers = {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps, "momentum": momentum}
+        super().__init__(params, numbers)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As every optimizer does, and notes which of its parameters are Muon's."""
+        super().add_param_group(param_group)
+        added = self.param_groups[-1]
+        added[MATRICES] = [at for at, weight in enumerate(added["params"]) if _is_muons(weight)]
+
+    def step(self, closure: Any = None) -> Any:
+        """One step of both."""
+        if closure is not None:
+            raise ValueError("Muon takes no closure: it computes no loss")
+        for optimizer in self._shares():
+            optimizer.state = self.state
+            optimizer.step()
+
+    def _shares(self) -> Iterator[torch.optim.Optimizer]:
+        muons, adamws = [], []
+        for group in self.param_groups:
+            own = set(group[MATRICES])
+            muons.append(_share(group, own, "lr", "weight_decay", "momentum"))
+            rest = set(range(len(group["params"]))) - own
+            adamws.append(_share(group, rest, "lr", "weight_decay", "betas", "eps"))
+        if muons := [group for group in muons if group["params"]]:
+            yield torch.optim.Muon(muons, adjust_lr_fn="match_rms_adamw")
+        if adamws := [group for group in adamws if group["params"]]:
+            yield torch.optim.AdamW(adamws, foreach=True)
+
+
+def _share(group: dict[str, Any], positions: set[int], *numbers: str) -> dict[str, Any]:
+    """The parameters of a group at these positions, with the numbers that their optimizer knows."""
+    parameters = [weight for at, weight in enumerate(group["params"]) if at in positions]
+    return {"params": parameters, **{name: group[name] for name in numbers}}
+
+
+def _is_muons(weight: torch.Tensor) -> bool:
+    return weight.dim() == 2 and not getattr(weight, _BY_ADAMW, False)
+
+
+def leave_to_adamw(model: torch.nn.Module) -> None:
+    """Marks matrices that are none of a hidden layer: embedding tables, what stands outside a transformers
+    model's body (its head), and numbers that no layer multiplies with (not called `weight`)."""
+    base = _body(model)
+    inside = {id(weight) for weight in base.parameters()}
+    tables = {
+        id(weight)
+        for module in model.modules()
+        if isinstance(module, torch.nn.Embedding)
+        for weight in module.parameters()
+    }
+    for name, weight in model.named_parameters():
+        if weight.dim() == 2:
+            named = name.rpartition(".")[2] == "weight"
+            setattr(weight, _BY_ADAMW, not named or id(weight) in tables or id(weight) not in inside)
+
+
+def _body(model: torch.nn.Module) -> torch.nn.Module:
+    """A transformers model without its head, through the adapters around it; any other module as it is."""
+    unwrapped = getattr(model, "get_base_model", lambda: model)()
+    prefix = getattr(unwrapped, "base_model_prefix", "")
+    body = getattr(unwrapped, prefix, None) if prefix else None
+    return body if isinstance(body, torch.nn.Module) else unwrapped

@@ -1,0 +1,47 @@
+"""Muon of torch: momentum made orthogonal, for the matrices of hidden layers; AdamW for all else.
+
+State of such a matrix: its momentum, 4 bytes an element of fp32 weights against AdamW's 8. Embedding tables,
+the head, biases and normalisations keep AdamW's two moments, as Muon's authors have it; of a model whose
+table is large that is most of the state. An update multiplies each matrix with its own transpose in bf16,
+five times over, one matrix after the other: temporaries of the largest one, and products that no other
+optimizer has. So it is for what is learnt in a step, and a plan, which does not know that, never chooses it
+by itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+from snugfit.techniques.setting import between
+from snugfit.techniques.setup import Call, OptimizerWish, Setup
+from snugfit.techniques.technique import Fidelity, Technique
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+
+
+@dataclass(frozen=True, kw_only=True)
+class Muon(Technique):
+    """Orthogonal momentum for the matrices of hidden layers, AdamW for everything else."""
+
+    fidelity: ClassVar = Fidelity.LEARNS
+    source: ClassVar = (
+        "Jordan et al., kellerjordan.github.io/posts/muon; Liu et al., arXiv 2502.16982; torch.optim.Muon"
+    )
+
+    momentum: float = between(0.0, 0.9999, default=0.95)
+    """Share of the last momentum in the next one."""
+
+    def install(self, setup: Setup) -> Setup:
+        """torch's Muon and AdamW as one optimizer; the HF Trainer has no name for it."""
+        wish = OptimizerWish(
+            factory=Call(path="snugfit.step.muon:MuonWithAdamW", arguments={"momentum": self.momentum}),
+            prepare=Call(path="snugfit.step.muon:leave_to_adamw"),
+        )
+        return replace(setup, optimizer=wish)
+
+    @classmethod
+    def planning_objection(cls, job: Job) -> str:
+        """Others are smaller and faster; what it learns in a step is not predicted."""
+        return "it is for what a step learns, which is not predicted, so no plan chooses it by itself"
