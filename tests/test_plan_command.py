@@ -117,14 +117,16 @@ def test_an_answer_is_remembered_and_a_damaged_one_is_not_believed(
     assert len(asked) == 1, "remembered"
     assert run([*ASK, "--fresh"]) == 0
     assert run([*ASK, "--memory", "30GiB"]) == 0
-    assert len(asked) == 3, "another question is another answer"
+    assert run([*ASK, "--all"]) == 0
+    assert [question["whole_front"] for question in asked] == [False, False, False, True]
+    assert len(asked) == 4, "another question is another answer"
     files = sorted(cache.folder().iterdir())
-    assert len(files) == 2
+    assert len(files) == 3
     for number, damage in enumerate((b"", b"{", b"[]", b"\xff", b'{"what": "plan"}', b"null")):
         for file in files:
             file.write_bytes(damage)
         assert run(ASK) == 0
-        assert len(asked) == 4 + number
+        assert len(asked) == 5 + number
 
 
 def test_the_length_of_a_run(asked: list[Any], capsys: pytest.CaptureFixture[str]) -> None:

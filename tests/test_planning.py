@@ -303,6 +303,28 @@ def test_recomputing_that_cannot_matter_is_not_looked_at_and_changes_no_answer(s
         assert answers[0] == answers[1]
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_front_that_ends_at_some_times_the_seconds_is_the_whole_one_up_to_there(seed: int) -> None:
+    rng = random.Random(seed)
+    space = space_of(small_job("bert", 2, batch_size=2), fidelity=Fidelity.ROUNDS)
+    told = recomputed(told_of(space, rng), space, rng)
+    sizes = sorted(figures.needed_bytes for figures in told.figures if figures)
+    judged: dict[float, int] = Counter()
+    for memory in (None, sizes[len(sizes) // 8], sizes[-1]):
+        fronts = []
+        for slowest in (math.inf, 1.5):
+            told.judged.clear()
+            state = SearchState(space, memory_bytes=memory, slowest=slowest)
+            search(state, WorkerPool([told]))  # type: ignore[list-item]
+            front = [state.judged[number] for number in state.front()]
+            fastest = next(figures.seconds for figures in front if state.fits(figures.needed_bytes))
+            assert state.most_seconds == slowest * fastest
+            fronts.append([figures for figures in front if figures.seconds <= 1.5 * fastest])
+            judged[slowest] += len(told.judged)
+        assert fronts[0] == fronts[1]
+    assert judged[1.5] < judged[math.inf]
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_many_gpus_look_at_recomputing_only_where_one_may_gain_by_it(seed: int) -> None:
     rng = random.Random(seed)

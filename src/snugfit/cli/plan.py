@@ -69,7 +69,12 @@ Verify = Annotated[
     ),
 ]
 All = Annotated[
-    bool, typer.Option("--all", help="Show all rows of the front. \\[eight rows that differ by 3% or more]")
+    bool,
+    typer.Option(
+        "--all",
+        help="Show all rows of the front, and look for slower ones too. \\[eight rows that differ by 3% or "
+        "more, none five times slower than the answer]",
+    ),
 ]
 NoLearn = Annotated[bool, typer.Option("--no-learn", help="With --verify: do not change the calibration.")]
 
@@ -119,6 +124,7 @@ def plan(
         "steps": steps,
         "ranked": verify or 0,
         "headroom": request.headroom,
+        "whole_front": everything,
     }
     chosen = _plan(request, asked, workers, fresh=fresh)
     given.write_pictures(html, plot, chosen)

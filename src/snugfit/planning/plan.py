@@ -22,6 +22,10 @@ NEARLY_AS_SMALL = 0.03
 """Of the bytes of the smallest recipe, how many more a nearest miss may take (chosen): nobody trains at half
 the speed to miss by a little less."""
 
+SLOWEST = 5
+"""Times the answer's seconds (chosen): a recipe that is slower is no alternative to it. The smallest ones
+recompute all and cut the batch into many micro-batches, and looking for those took a third of a plan."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
@@ -234,7 +238,8 @@ class Plan(Tabular):
     front: tuple[Choice, ...]
     """Recipes than which no other is both as fast and as small, the fastest first; in JSON and on pages those
     that fit stand first. One that would be smaller than a faster one by less than `MEMORY_RESOLUTION` may be
-    missing, the answer never."""
+    missing, the answer never; so are those slower than the answer by `SLOWEST` times, unless the whole front
+    was asked for."""
 
     best: Choice | None
     """Of those that fit and leave the headroom, the one that the objective asks for; where none leaves it,

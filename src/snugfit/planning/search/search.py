@@ -6,7 +6,8 @@ and sent through the allocator. A Setup that is dominated by one that was judged
 to a resolution of memory, is left out, unless it may fit where that one does not. So what remains is the
 Pareto front of the space, up to that resolution, and the fastest that fits, exactly: less memory can never
 give a faster plan. Where the smallest is asked for, or nothing fits, whatever could be smaller yet is judged
-too. Where a memory is given, the front ends a tenth beyond it.
+too. Where a memory is given, the front ends a tenth beyond it; and at `SLOWEST` times the answer's seconds,
+unless the whole is asked for.
 
 What is judged must never be less than its lower bound. Where it is, the model's layers do not grow as they
 seemed to, and the search starts again without shortcuts.
@@ -17,19 +18,22 @@ full, by `predict`, and the plan says whether that gave the same.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from snugfit.errors import RehearsalError, UsageError
 from snugfit.planning.cost.startup_share import PlannedRun
 from snugfit.planning.keep import Free, Keep, kept_of
-from snugfit.planning.plan import Pace, Plan, nearest_miss
+from snugfit.planning.plan import SLOWEST, Pace, Plan, nearest_miss
 from snugfit.planning.request import fidelity_of, refuse_bad_request, start_of
 from snugfit.planning.search.progress import Tell, with_best
 from snugfit.planning.search.ranking import rank_best
 from snugfit.planning.search.recomputing import KINDS_AT_A_TIME, RecomputingKinds
+from snugfit.planning.search.simpler import AS_FAST
 from snugfit.planning.search.space import Space, space_of
 from snugfit.planning.search.state import BEYOND_MEMORY, SearchState
 from snugfit.prediction.device import doubts_about, policy_for
@@ -64,6 +68,7 @@ def plan(
     once: StartupRates = STARTUP_RATES,
     keep: Keep = None,
     free: Free = (),
+    whole_front: bool = False,
     tell: Tell = lambda what: None,
 ) -> Plan:
     """The recipe that `objective` asks for among those that fit `gpu`, or `memory_bytes` of it.
@@ -76,8 +81,9 @@ def plan(
     recipe to `start` from, which may be text. `steps` is how long the run is: a recipe's start-up, at the
     rates of `once`, is then spread over it. Slots of the techniques that `keep` names are not searched, nor
     the adapters, the precision and the optimizer's family of the recipe to `start` from, unless they are
-    `free`. `tell` hears what is being done. Raises `UsageError` for what cannot be, and `SnugfitError` if no
-    recipe of the space can be rehearsed. When nothing fits, the plan says so and holds the nearest miss.
+    `free`. The front ends at `SLOWEST` times the answer's seconds, unless the `whole_front` or the smallest
+    recipe is asked for. `tell` hears what is being done. When nothing fits, the plan says so and holds the
+    nearest miss. Raises `UsageError` for what cannot be, and `SnugfitError` if no recipe can be rehearsed.
     """
     from snugfit.job.gpu import find_gpu
     from snugfit.planning.cost.parts_pool import load_ahead, with_pool
@@ -86,8 +92,7 @@ def plan(
     refuse_bad_request(job, objective=objective, memory_bytes=memory_bytes, workers=workers)
     gpu = None if gpu is None else find_gpu(gpu)
     policy_for(gpu, Software())  # which refuses a GPU that no step runs on
-    fidelity = fidelity_of(fidelity)
-    start = start_of(start, ranked)
+    fidelity, start = fidelity_of(fidelity), start_of(start, ranked)
     capability = gpu.compute_capability if gpu else None
     fixed = kept_of(job, keep, free, start)
     fixed.refuse(capability)
@@ -99,13 +104,12 @@ def plan(
     workers = min(2, os.cpu_count() or 1) if workers is None else workers
     load_ahead(job, [gpu], timer, workers)
     space = space_of(job, fidelity=fidelity, capability=capability, fixed=fixed)
+    slowest = math.inf if whole_front or objective == "memory" else SLOWEST
     request = _PlanRequest(
-        job, gpu, memory_bytes, headroom_bytes, fidelity, objective, steps, ranked, start, tell
+        job, gpu, memory_bytes, headroom_bytes, fidelity, objective, steps, ranked, start, slowest, tell
     )
 
-    def answer(pool: WorkerPool) -> Plan:
-        return _answer(request, space, pool)
-
+    answer = partial(_answer, request, space)
     return with_pool(answer, job, [gpu], timer, workers=workers, run=run, tell=tell)
 
 
@@ -122,6 +126,7 @@ class _PlanRequest:
     steps: int | None
     ranked: int
     start: Recipe | None
+    slowest: float
     tell: Tell
 
 
@@ -133,7 +138,7 @@ def _answer(asked: _PlanRequest, space: Space, pool: WorkerPool) -> Plan:
     job, memory, smallest = asked.job, asked.memory_bytes, asked.objective == "memory"
     listed = asked.ranked > 0  # any candidate may be among the best few
     bound = None if memory is None else memory - asked.headroom_bytes
-    state = SearchState(space, memory_bytes=bound)
+    state = SearchState(space, memory_bytes=bound, slowest=asked.slowest * (1 + AS_FAST))
     tell = with_best(asked.tell, lambda: state.best_so_far(asked.objective, job.batch_size))
     search(state, pool, tell, smallest=smallest, every_bound=listed)
     front = state.front()
@@ -145,6 +150,8 @@ def _answer(asked: _PlanRequest, space: Space, pool: WorkerPool) -> Plan:
     best = fitting[-1 if smallest else 0] if fitting else None
     if best is not None and not smallest:
         best = prefer_simple(state, pool, best)
+    if best is not None:
+        front = [n for n in front if state.judged[n].seconds <= asked.slowest * state.judged[best].seconds]
     judge_simpler(state, pool, front)
     front = simplify_front(state, front, lambda n: bound is None or state.judged[n].needed_bytes <= bound)
     front = sorted({*front, *([] if best is None else [best])}, key=state.rank)
@@ -156,11 +163,7 @@ def _answer(asked: _PlanRequest, space: Space, pool: WorkerPool) -> Plan:
     lacking = () if fitting else cures(recipe, needed_bytes, job, memory or 0, asked.fidelity, space.fixed)
     start = compare_with_start(asked.start, recipe, pool, job, asked.gpu) if asked.start else None
     counts, excluded = state.counts(), (*space.excluded, *state.excluded)
-    ranked = rank_best(state, asked.ranked, pool, asked.objective, tell) if asked.ranked else []
-    if asked.ranked and best is not None:
-        seconds = state.judged[best].seconds
-        rest = [number for number in ranked if state.judged[number].seconds != seconds]
-        ranked = [best, *rest][: asked.ranked]
+    ranked = _ranked(asked, state, pool, tell, best) if asked.ranked else []
     assumed = [doubt for number in (*front, *ranked) for doubt in state.judged[number].doubts]
     return Plan(
         job=job,
@@ -184,6 +187,18 @@ def _answer(asked: _PlanRequest, space: Space, pool: WorkerPool) -> Plan:
         versions=installed_versions(),
         doubts=tuple(dict.fromkeys((*explanation.doubts, *assumed, *doubts_about(asked.gpu)))),
     )
+
+
+def _ranked(
+    asked: _PlanRequest, state: SearchState, pool: WorkerPool, tell: Tell, best: int | None
+) -> list[int]:
+    """The best few, of which the answer is the first."""
+    ranked = rank_best(state, asked.ranked, pool, asked.objective, tell)
+    if best is None:
+        return ranked
+    seconds = state.judged[best].seconds
+    rest = [number for number in ranked if state.judged[number].seconds != seconds]
+    return [best, *rest][: asked.ranked]
 
 
 def _pace_of(timing: StepSeconds | None) -> Pace | None:

@@ -11,7 +11,9 @@ far above the bounds. So they are compared by those (`has_better_sibling`): wher
 one of the optimizers is judged.
 
 Where a memory is given, the front ends a little beyond it: what is larger is no answer, and costs as much to
-judge. Where nothing fits, it goes on to a little beyond the smallest.
+judge. Where nothing fits, it goes on to a little beyond the smallest. Likewise it ends at some times the
+seconds of the fastest that fits, once one is known. Nothing slower ever shows that something faster is
+needless, so what lies within that is what a search without this end finds there.
 """
 
 from __future__ import annotations
@@ -63,6 +65,8 @@ class SearchState:
     """What the answer has to fit; None where nothing is asked to."""
     most_bytes: float = math.inf
     """Above this nothing is judged for the front; by default beyond the memory by `BEYOND_MEMORY`."""
+    slowest: float = math.inf
+    """Times the seconds of the fastest that fits: what takes longer is not judged for the front."""
     screen_these: Callable[[Iterable[int], float], None] = lambda numbers, most_seconds: None
     """Gives these candidates lower bounds, of whatever kinds were left out so far, if they may take no more
     seconds."""
@@ -178,14 +182,15 @@ class SearchState:
         return list(groups.values())
 
     def is_dominated(self, number: int, least: Bound | None = None) -> bool:
-        """Whether this one is too large for the front, or some judged recipe is as fast as it can be, and it
-        can be neither smaller by `MEMORY_RESOLUTION` nor fit where that one does not."""
+        """Whether this one is too large or too slow for the front, or some judged recipe is as fast as it can
+        be, and it can be neither smaller by `MEMORY_RESOLUTION` nor fit where that one does not."""
         if least is None and self.has_better_sibling(number, self._stands_for(number)):
             return True
         least = least or self.bounds[number]
-        if least.needed_bytes > self.most_bytes:
+        least_seconds = least.seconds * (1 - TIME_BOUND_MARGIN)
+        if least.needed_bytes > self.most_bytes or least_seconds > self.most_seconds:
             return True
-        faster = bisect.bisect_right(self._best, (least.seconds * (1 - TIME_BOUND_MARGIN), math.inf, 0))
+        faster = bisect.bisect_right(self._best, (least_seconds, math.inf, 0))
         if not faster:
             return False
         smallest = self._best[faster - 1][1]
@@ -250,6 +255,13 @@ class SearchState:
     def fits(self, needed_bytes: int) -> bool:
         """Whether so many bytes fit."""
         return self.memory_bytes is None or needed_bytes <= self.memory_bytes
+
+    @property
+    def most_seconds(self) -> float:
+        """Above this nothing is judged for the front; infinite while nothing fits."""
+        return self.slowest * next(
+            (seconds for seconds, needed, _ in self._best if self.fits(needed)), math.inf
+        )
 
     @property
     def nothing_fits(self) -> bool:

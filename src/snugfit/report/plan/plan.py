@@ -174,7 +174,7 @@ def front(plan: Plan, *, everything: bool = False) -> Grid:
     )
     left_out = len({*plan.front} - {*shown})
     noun = "row is" if left_out == 1 else "rows are"
-    hidden = f"{left_out} more {noun} similar or much slower (--all shows them)." if left_out else ""
+    hidden = f"{left_out} more {noun} not shown (--all shows all, and slower ones)." if left_out else ""
     return Grid(
         title="The Pareto front: memory against speed",
         heads=heads,

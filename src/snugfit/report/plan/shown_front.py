@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from snugfit.planning.plan import SLOWEST
+
 if TYPE_CHECKING:
     from snugfit.planning.plan import Choice, Plan
 
 MOST_ROWS = 8
 APART = 0.03
 """Of bytes or of seconds: rows that differ by less in both are one answer."""
-
-SLOWEST = 5
-"""Times the seconds of the best: what is slower is no alternative to it."""
-
 
 NEAR_MISSES = 2
 """Rows that do not fit, where others do: the nearest misses."""
