@@ -163,7 +163,7 @@ def _answer(asked: _PlanRequest, space: Space, pool: WorkerPool) -> Plan:
     lacking = () if fitting else cures(recipe, needed_bytes, job, memory or 0, asked.fidelity, space.fixed)
     start = compare_with_start(asked.start, recipe, pool, job, asked.gpu) if asked.start else None
     counts, excluded = state.counts(), (*space.excluded, *state.excluded)
-    ranked = _ranked(asked, state, pool, tell, best) if asked.ranked else []
+    ranked = _rank_few(asked, state, pool, tell, best) if asked.ranked else []
     assumed = [doubt for number in (*front, *ranked) for doubt in state.judged[number].doubts]
     return Plan(
         job=job,
@@ -189,7 +189,7 @@ def _answer(asked: _PlanRequest, space: Space, pool: WorkerPool) -> Plan:
     )
 
 
-def _ranked(
+def _rank_few(
     asked: _PlanRequest, state: SearchState, pool: WorkerPool, tell: Tell, best: int | None
 ) -> list[int]:
     """The best few, of which the answer is the first."""
