@@ -8,7 +8,8 @@ GPUs that share a search run the same kernels, and take workspaces and scratch o
 by the one that takes least (where another may take less, what comes near enough to fitting counts as if it
 did); the answer is then simulated in full, by the GPU's own policy (`Parts.whole`). Where that shows that it
 does not fit, the next one is looked for. Recipes that share their passes have their workspaces and scratch,
-so what that simulation showed one of them to take more holds for all.
+so what that simulation showed one of them to take more holds for all. Where it is very much more, the answer
+is simulated by the search's policy too: what that takes must be what the search had found.
 
 The smallest is exact where it is asked for. Where nothing fits, the nearest miss is the smallest up to
 `NEARLY_AS_SMALL`, and of those that were looked at for it the fastest.
@@ -21,8 +22,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
+from snugfit.planning.fleet.own_bytes import OWN_SHARE, SIBLING_SHARE, OwnBytes
 from snugfit.planning.plan import NEARLY_AS_SMALL
 from snugfit.planning.search.recomputing import KINDS_AT_A_TIME, OnGpus, RecomputingKinds
 from snugfit.planning.search.simpler import AS_FAST, simpler_than, simplest, unknown_simpler
@@ -36,33 +38,9 @@ if TYPE_CHECKING:
 SAME_SECONDS = 1e-9
 """Of a step's seconds, by how much sums of the same kernels in another order may differ."""
 
-OWN_SHARE = 0.02
-"""Of the bytes that a recipe takes, how many may be another GPU's workspaces and scratch: twice the most that
-was seen between GPUs of 28 and of 188 multiprocessors (BERT-large, batch 32: 112 MiB of 9.9 GiB reserved)."""
-
-SIBLING_SHARE = 0.002
-"""Of the bytes of a recipe that shares its passes with one that was simulated by the GPU's own policy, how
-many may still be another: the scratch of its update, and what the allocator rounds (chosen)."""
-
 HELD_BACK = 2.0
 """How often as slow as the fastest kind that nobody has looked at, without its recomputing, a recipe must be
 to wait for it (chosen): recomputing takes a third more."""
-
-
-class OwnBytes(NamedTuple):
-    """What a recipe takes more by a GPU's own policy than by the one that the search judges by."""
-
-    requested: int
-    allocated: int
-    reserved: int
-
-    def added_to(self, figures: Figures) -> Figures:
-        """What such a recipe takes by the GPU's own policy, of which these figures are by the other."""
-        return figures._replace(
-            requested_bytes=figures.requested_bytes + self.requested,
-            allocated_bytes=figures.allocated_bytes + self.allocated,
-            reserved_bytes=figures.reserved_bytes + self.reserved,
-        )
 
 
 class PerGpuSearch:
@@ -176,19 +154,32 @@ class PerGpuSearch:
         judged = list(self.state.judged)
         return self._first(judged, lambda figures: (figures.needed_bytes, figures.seconds))
 
-    def set_own(self, number: int, figures: Figures) -> None:
-        """What this GPU itself takes. Those that share the passes take as much more."""
+    def may_be_own(self, number: int, figures: Figures) -> bool:
+        """Whether so many bytes may differ from those that are known by workspaces and scratch alone."""
+        known = self.state.judged[number]
+        return abs(OwnBytes.between(figures, known).reserved) <= OWN_SHARE * known.reserved_bytes
+
+    def set_own(self, number: int, figures: Figures, by_search: Figures | None = None) -> None:
+        """What this GPU itself takes; `by_search` is the same simulation by the policy that the search judges
+        by, for bytes that may not be the GPU's own. Those that share the passes take as much more."""
         judged, passes = self.state.judged, self.state.passes_of(number)
         known = judged[number]
-        more = OwnBytes(*(own - other for own, other in zip(figures[:3], known[:3], strict=True)))
+        more = OwnBytes.between(figures, known)
         as_long = math.isclose(figures.seconds, known.seconds, rel_tol=SAME_SECONDS)
-        self.own[number] = as_long and abs(more.reserved) <= OWN_SHARE * known.reserved_bytes
+        is_own = self.may_be_own(number, figures) if by_search is None else self._is_found(number, by_search)
+        self.own[number] = as_long and is_own
         judged[number] = figures
         if self.own[number] and passes not in self._more:
             self._more[passes] = more
             for other in set(self.state.siblings(number)).difference(self.own):
                 judged[other] = more.added_to(judged[other])
         self._open = (-1, [])
+
+    def _is_found(self, number: int, by_search: Figures) -> bool:
+        """Whether these are the bytes that the search found for this candidate."""
+        more = self._more.get(self.state.passes_of(number))
+        as_own = more.added_to(by_search) if more else by_search
+        return as_own[:3] == self.state.judged[number][:3]
 
     def exclude(self, numbers: Collection[int]) -> None:
         """These cannot be judged."""

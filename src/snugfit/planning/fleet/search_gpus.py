@@ -44,6 +44,7 @@ from snugfit.techniques.technique import Fidelity
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
     from snugfit.job.job import Job
+    from snugfit.planning.cost.figures import Figures
     from snugfit.planning.cost.timer import Timer
     from snugfit.rehearsal.trace.trace import Trace
     from snugfit.techniques.recipe import Recipe
@@ -251,22 +252,39 @@ def _judge(space: Space, pool: WorkerPool, searches: Sequence[PerGpuSearch], tel
 
 def _simulate_answers(space: Space, pool: WorkerPool, searches: Sequence[PerGpuSearch], tell: Tell) -> None:
     """Simulates each GPU's answer in full by its own policy; GPUs that have the same answer share a rehearsal
-    where they run the same kernels. Those are the figures that are stated."""
+    where they run the same kernels. Those are the figures that are stated. Where one takes far more than the
+    search had found, whose policy is the first GPU's, that is simulated as well."""
     groups: dict[int, list[PerGpuSearch]] = defaultdict(list)
     for search in searches:
         if search.answer() not in search.own:
             groups[search.answer()].append(search)
-    by_number = list(groups.values())
-    questions = (
-        Question(number, "whole", (space.candidates[group[0].answer()].setup, [one.index for one in group]))
-        for number, group in enumerate(by_number)
-    )
     what = "simulating the answers in full"
     tell(what)
-    progress = Progress(what, len(groups), tell)
+    asked = {number: [search.index for search in group] for number, group in groups.items()}
+    own = _whole(space, pool, asked, Progress(what, len(asked), tell))
+    unlike = [
+        number
+        for number, group in groups.items()
+        if not all(s.may_be_own(number, figures) for s, figures in zip(group, own[number], strict=True))
+    ]
+    what = "simulating answers on the GPU that takes least"
+    by_search = _whole(space, pool, {key: [0] for key in unlike}, Progress(what, len(unlike), tell))
+    for number, group in groups.items():
+        for search, figures in zip(group, own[number], strict=True):
+            search.set_own(number, figures, *by_search.get(number, ()))
+
+
+def _whole(
+    space: Space, pool: WorkerPool, asked: Mapping[int, Sequence[int]], progress: Progress
+) -> dict[int, list[Figures]]:
+    """What these candidates take, simulated in full, each on these of the GPUs."""
+    questions = (
+        Question(number, "whole", (space.candidates[number].setup, gpus)) for number, gpus in asked.items()
+    )
+    whole: dict[int, list[Figures]] = {}
     for number, answer in pool.answers_to(questions):
         progress.step()
         if isinstance(answer, SnugfitError):
             raise answer
-        for search, figures in zip(by_number[number], answer, strict=True):
-            search.set_own(search.answer(), figures)
+        whole[number] = answer
+    return whole
