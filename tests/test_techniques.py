@@ -21,7 +21,7 @@ from snugfit.job.config import check_facts
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
 from snugfit.prediction.predict import predict
-from snugfit.rehearsal.device.policy import CudaPolicy
+from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.step.build import build_model
 from snugfit.techniques import roster
@@ -219,6 +219,29 @@ def test_adamw_8bit_waits_for_the_device_after_each_parameter() -> None:
     updates = [kernel for kernel in trace.kernels if kernel.operator.startswith("bitsandbytes::")]
     assert trace.syncs == len(updates) > 20
     assert rehearse(job, Recipe.parse("adamw").setup(), CudaPolicy()).syncs == 0
+
+
+@pytest.mark.parametrize("bits", [32, 8])
+def test_paged_states_are_no_part_of_a_gpu_s_trace_and_are_told(bits: int) -> None:
+    """On a CPU bitsandbytes makes ordinary ones of them."""
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    job = small_job("bert", layers=1, facts={"hidden_size": 320, "intermediate_size": 320})
+    large = 4 * 320 * 320  # attention's four matrices have 102,400 elements each
+    plain, paged = (
+        rehearse(job, Recipe.parse(name).setup(), CudaPolicy())
+        for name in ("adamw" if bits == 32 else "adamw_8bit", f"paged_adamw({bits})")
+    )
+    [sentence] = [doubt for doubt in paged.doubts if "managed memory" in doubt]
+    told = int(sentence.split()[0].replace(",", ""))
+    assert told >= 2 * large * bits // 8
+    assert states(plain) - states(paged) == pytest.approx(told, abs=4096)
+    on_cpu = rehearse(job, Recipe.parse(f"paged_adamw({bits})").setup(), CpuPolicy())
+    assert states(on_cpu) == pytest.approx(states(plain), abs=4096)
+    assert not [doubt for doubt in on_cpu.doubts if "managed memory" in doubt]
+
+
+def states(trace: Any) -> int:
+    return sum(block.nbytes for block in trace.blocks if block.kind == "optimizer states")
 
 
 @pytest.mark.whole

@@ -106,7 +106,9 @@ def record_step(step: Step, policy: Policy, steps: int) -> Recording:
         warnings.simplefilter("ignore")
         warnings.simplefilter("always", AssumedLoss)
         notes = PolicyNotes(recorder.claim, recorder.doubt, recorder.current_phase)
-        stack.enter_context(rehearsal_context(step.setup))  # which may import what compiles itself
+        stack.enter_context(
+            rehearsal_context(step.setup, on_gpu=isinstance(policy, CudaPolicy))
+        )  # which may import what compiles itself
         stack.enter_context(in_force(policy, notes))
         stack.enter_context(four_bit_products(policy))
         if step.job.model.module is not None and is_compiled(step.job.model.module):
@@ -128,7 +130,23 @@ def record_step(step: Step, policy: Policy, steps: int) -> Recording:
             recorder.doubt(sentence)
         if step.model is not None and (sentence := _left_on_the_host(step.model)):
             recorder.doubt(sentence)
+        if sentence := _about_pages(getattr(step, "optimizer", None)):
+            recorder.doubt(sentence)
         return recorder.recording(notes.attention)
+
+
+def _about_pages(optimizer: Any) -> str:
+    """What to say of states that the driver moves between host and GPU, which no allocator hands out."""
+    states = optimizer.state.values() if optimizer is not None else ()
+    values = [value for state in states for value in state.values() if hasattr(value, "is_paged")]
+    if not values:
+        return ""
+    nbytes = sum(value.nbytes for value in values)
+    return (
+        f"{nbytes:,} bytes of optimizer states are in managed memory and not among the predicted bytes. They "
+        "stay on the GPU while there is room (nvidia-smi counts them there) and go to the host when there is "
+        "none, which takes seconds that are not predicted."
+    )
 
 
 def _left_on_the_host(model: Any) -> str:

@@ -169,9 +169,9 @@ def run_context(setup: Setup, skip: Collection[Slot] = ()) -> contextlib.Abstrac
     return _join(handler.around_run(value) for handler, value in _wishes(setup, skip))
 
 
-def rehearsal_context(setup: Setup) -> contextlib.AbstractContextManager[Any]:
+def rehearsal_context(setup: Setup, *, on_gpu: bool) -> contextlib.AbstractContextManager[Any]:
     """What a rehearsal runs in beside that, where real code has no shapes to give."""
-    return _join(handler.around_rehearsal(value) for handler, value in _wishes(setup))
+    return _join(handler.around_rehearsal(value, on_gpu=on_gpu) for handler, value in _wishes(setup))
 
 
 def _join(contexts: Iterable[Context | None]) -> contextlib.AbstractContextManager[Any]:

@@ -1,4 +1,4 @@
-"""What the optimizers of bitsandbytes share: states in 8 bits, embedding tables apart, and a step on shapes.
+"""What the optimizers of bitsandbytes share: states in 8 bits, paged ones, and a step on shapes.
 
 State in 8 bits: a byte an element and 4 bytes a block of 256, for each moment; parameters of fewer than 4,096
 elements (biases, norms) keep 32 bits. One code book of 1 KiB for each moment is shared by all. Embedding
@@ -9,6 +9,10 @@ bitsandbytes holds such overrides in one global manager by the *position* of a p
 never forgets them: an earlier model's would change a later one's states in the same process. So
 `keep_embeddings` gives each run a manager of its own, and leaves the earlier one to the optimizers that hold
 it.
+
+Paged states are in memory that the driver moves between host and GPU (`cudaMallocManaged`), a page at a time:
+it stays on the GPU while there is room, and goes to the host when torch's allocator asks for that room. To
+torch it is a tensor of the host. Parameters of fewer than 100,000 elements have ordinary states.
 
 On shapes: bitsandbytes registers shape functions for both of its update kernels, and the rest of its step is
 ordinary torch, so it runs on meta tensors unchanged and allocates the same tensors in the same order
@@ -35,6 +39,7 @@ def keep_embeddings(model: torch.nn.Module, *, bits: int) -> None:
 
     managers = _managers()
     managers._instance = None
+    _page_managers()._instance = None  # it would keep the pages of an earlier run for good
     if bits == 8:
         return
     manager = managers.get_instance()
@@ -58,21 +63,58 @@ def embeddings_code(bits: int) -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def shapes() -> Iterator[None]:
-    """Within it, bitsandbytes has a manager of its own and its step waits for a `meta` device as for a
-    GPU."""
+def shapes(*, on_gpu: bool = True) -> Iterator[None]:
+    """Within it, bitsandbytes has managers of its own, its step waits for a `meta` device as for a GPU, and
+    paged states are in memory that no trace holds, if it is `on_gpu`."""
     from unittest.mock import patch
 
     managers = _managers()
+    from bitsandbytes import functional
     from bitsandbytes.optim import optimizer
 
-    with patch.object(managers, "_instance", None), patch.object(optimizer, "sync_gpu", _wait):
+    pages: dict[str, Any] = {
+        "get_paged": _page if on_gpu else _on_the_device,
+        "fill": lambda tensor, value: None,
+        "prefetch_tensor": lambda tensor: None,
+    }
+    with (
+        patch.object(managers, "_instance", None),
+        patch.object(functional.GlobalPageManager, "_instance", None),
+        patch.object(optimizer, "sync_gpu", _wait),
+        patch.multiple(functional, **pages),
+    ):
         yield
+
+
+def _page(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of memory that torch's allocator does not hand out: no mode hears that it is made."""
+    import torch
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes():
+        page = torch.empty(shape, dtype=dtype, device=device)
+    page.is_paged = True  # type: ignore[attr-defined]
+    return page
+
+
+def _on_the_device(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """What bitsandbytes makes in its place where there is no GPU."""
+    import torch
+
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def _wait(tensor: torch.Tensor) -> None:
     """Waits for a tensor's device by reading one of its numbers, which is a wait that a trace counts."""
     tensor.detach().as_strided((), ()).item()
+
+
+def _page_managers() -> Any:
+    """The class of what lists all paged tensors of a process."""
+    with no_hub_kernels():
+        from bitsandbytes.functional import GlobalPageManager
+
+    return GlobalPageManager
 
 
 def _managers() -> Any:

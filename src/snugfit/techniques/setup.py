@@ -78,8 +78,8 @@ class OptimizerWish:
     """Whether the factory takes `weight_decay`."""
 
     shapes: Call | None = None
-    """For optimizers that call compiled code directly: `shapes()` is a context manager, entered for a
-    rehearsal, in which a step does on shapes what the compiled code does on data."""
+    """For optimizers that call compiled code directly: `shapes(on_gpu=...)` is a context manager, entered for
+    a rehearsal, in which a step does on shapes what the compiled code does on data of that device."""
 
 
 @dataclass(frozen=True, kw_only=True)

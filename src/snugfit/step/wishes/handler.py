@@ -144,8 +144,9 @@ class Handler:
     def around_run(self, value: Any) -> Context | None:
         """What all of a run's steps run in; None where that is nothing."""
 
-    def around_rehearsal(self, value: Any) -> Context | None:
-        """What a rehearsal of it runs in, where real code has no shapes to give."""
+    def around_rehearsal(self, value: Any, *, on_gpu: bool) -> Context | None:
+        """What a rehearsal of it runs in, where real code has no shapes to give; a step `on_gpu` may do
+        otherwise than one on a CPU."""
 
     def set_process(self, value: Any, device: torch.device) -> None:
         """Changes the process, before anything is built."""

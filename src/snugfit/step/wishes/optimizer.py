@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from snugfit.step.bitsandbytes_optimizers import embeddings_code
@@ -24,9 +25,9 @@ class OptimizerHandler(Handler):
     wish, slot = "optimizer", Slot.OPTIMIZER
     read_by_loops = True
 
-    def around_rehearsal(self, value: OptimizerWish) -> Context | None:
+    def around_rehearsal(self, value: OptimizerWish, *, on_gpu: bool) -> Context | None:
         """Optimizers of compiled code do on shapes what that does on data."""
-        return value.shapes.run if value.shapes else None
+        return partial(value.shapes.run, on_gpu=on_gpu) if value.shapes else None
 
     def training_arguments(self, value: OptimizerWish, job: Job, device: torch.device) -> dict[str, Any]:
         """By the Trainer's name, where it has one."""

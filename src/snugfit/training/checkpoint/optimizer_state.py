@@ -60,11 +60,29 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]
         )
     optimizer.state.clear()
     for index, values in saved["states"].items():
-        optimizer.state[parameters[index]] = values
+        optimizer.state[parameters[index]] = _in_pages(optimizer, parameters[index], values)
     optimizer.state.update(saved.get("named_states", {}))
     vars(optimizer).update(saved.get("attributes", {}))
     for group, settings in zip(optimizer.param_groups, saved["groups"], strict=True):
         group.update({name: value for name, value in settings.items() if name != "params"})
+
+
+def _in_pages(optimizer: Any, weight: torch.Tensor, values: dict[str, Any]) -> dict[str, Any]:
+    """The states of a weight, where they were in pages that the driver moves (bitsandbytes): torch takes
+    these for tensors of the host, which a kernel could not reach."""
+    import torch
+
+    if not getattr(optimizer, "is_paged", False) or weight.device.type != "cuda":
+        return values
+    pages = {
+        name: optimizer.get_state_buffer(weight, dtype=value.dtype)
+        for name, value in values.items()
+        if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.shape == weight.shape
+    }
+    torch.cuda.synchronize(weight.device)  # the pages are filled with zeros by a kernel
+    for name, page in pages.items():
+        page.copy_(values[name])
+    return {**values, **pages}
 
 
 def _count(group: Mapping[str, Any]) -> int:
