@@ -326,7 +326,7 @@ def test_more_labels_than_transformers_can_name_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "told"), [("fsdp", "one GPU"), ("load_in_4bit", "'qlora'"), ("torch_compile", "eagerly")]
+    ("word", "told"), [("fsdp", "one GPU"), ("load_in_4bit", "'qlora'"), ("liger", "the model's own")]
 )
 def test_a_technique_that_is_not_here_is_told_why(word: str, told: str) -> None:
     with pytest.raises(RecipeError) as error:

@@ -52,12 +52,13 @@ HEAVY_THEMSELVES = {
 }
 """Their classes derive from torch's, or they run at every operator of a rehearsal."""
 
-GROUND = {"errors", "units", "documents", "versions", "user_files"}
+GROUND = {"errors", "units", "documents", "versions", "user_files", "hub_kernels"}
 BELOW: dict[str, set[str]] = {
     "errors": set(),
     "units": {"errors"},
     "documents": set(),
     "versions": set(),
+    "hub_kernels": set(),
     "user_files": {"errors", "documents"},
     "job": GROUND,
     "techniques": GROUND | {"job"},
@@ -77,7 +78,7 @@ BELOW["__main__"] = BELOW["__init__"] = BELOW["cli"] | {"cli"}
 """Each room with the rooms it may import. `prediction` and `measurement` never meet below `comparison`."""
 
 INNER = {
-    "rehearsal": ("trace", "device", "record", ""),
+    "rehearsal": ("trace", "device", "record", "compiled", ""),
     "planning": ("", "cost", "search", "lengths fleet"),
     "training": ("", "checkpoint", "run"),
     "report": ("text", "page", "evaluation", "plan", ""),

@@ -33,7 +33,12 @@ FURTHER = ("lora(targets=all-linear)", "micro_batches(4)")
 GIVEN = {"selective": "products"}
 """By the technique, the setting that must be given, where it is no number."""
 
-REFUSED = [{"qlora", "selective(products)"}]
+REFUSED = [
+    {"qlora", "selective(products)"},
+    {"qlora", "compiled"},
+    {"selective(products)", "compiled"},
+    {"segments", "compiled"},
+]
 """Pairs that no recipe may have."""
 
 FAMILIES = ("bert", "gpt2", "llama", "t5")

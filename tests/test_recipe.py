@@ -222,7 +222,7 @@ def test_what_a_planner_may_try_is_lawful(technique: type[Technique]) -> None:
     tried = list(technique.settings(this))
     assert tried or technique.planning_objection(this)
     for setting in tried:
-        Recipe((setting,)).check(this)
+        Recipe((setting,)).check(this, installed=False)
 
 
 @pytest.mark.parametrize(

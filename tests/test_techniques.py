@@ -17,6 +17,7 @@ from awkward_autograd import CallsOneBlockOften
 from awkward_modules import numbers
 from small_models import small_job
 from snugfit.errors import RecipeError
+from snugfit.hub_kernels import no_hub_kernels
 from snugfit.job.config import check_facts
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
@@ -25,7 +26,6 @@ from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.step.build import build_model
 from snugfit.techniques import roster
-from snugfit.techniques.hub_kernels import no_hub_kernels
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Call, OptimizerWish, Setup
 from snugfit.techniques.technique import Slot

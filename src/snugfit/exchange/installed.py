@@ -8,9 +8,9 @@ from enum import Enum
 from functools import cache
 from typing import Any, get_type_hints
 
+from snugfit.hub_kernels import no_hub_kernels
 from snugfit.job.architectures import source, transformers_version
 from snugfit.step.checkpointing import NAMES
-from snugfit.techniques.hub_kernels import no_hub_kernels
 
 CHECKPOINTING, OLD_CHECKPOINTING = NAMES
 

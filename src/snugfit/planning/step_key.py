@@ -48,6 +48,7 @@ TOUCHES: Mapping[str, tuple[str, ...]] = {
     "adapt": ("passes", "update"),
     "logits": ("passes",),
     "checkpoint": ("passes",),
+    "compile": ("passes",),
     "optimizer": ("update",),
     "autocast": ("passes",),
     "scale_gradients": ("passes", "update"),

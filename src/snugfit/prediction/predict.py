@@ -43,6 +43,12 @@ PREFETCHED_BATCHES = 2
 """Batches that a worker holds ready (DataLoader's `prefetch_factor`)."""
 
 
+COMPILED_SECONDS = (
+    "Seconds of compiled layers are an estimate: generated kernels by the bytes they move, their launches "
+    "and the time to compile by constants that were chosen. A step may take 30 % less or more."
+)
+
+
 def predict(
     job: Job,
     recipe: Recipe | str = "plain",
@@ -157,6 +163,8 @@ def _seconds(
     except GpuError as unknown:
         return None, (), (str(unknown),)
     doubts = () if rates.measured else (f"Of this GPU no rates were measured: seconds are {rates.source}.",)
+    if setup.compile is not None:
+        doubts = (*doubts, COMPILED_SECONDS)
     workers = setup.loader.workers
     timing = step_seconds(trace, gpu, batch_size=job.batch_size, rates=rates, workers=workers)
     return timing, phase_spans(time_kernels(trace, rates, workers=workers)), doubts

@@ -128,6 +128,16 @@ class HostLaunchCosts:
     H200's host that was shared (2026-11-23) it took 5 to 40 microseconds, 23 in the mean of eight readings,
     while launches took 1.45 times their rate; the least of many turns on another host were 16."""
 
+    generated: float = 9e-6
+    """A kernel that a compiler generated, launched by its program. This and the next two were chosen, not
+    measured (`COMPILED_SECONDS`)."""
+
+    in_program: float = 7e-6
+    """A kernel of torch that a compiled program launches, without autograd and modules."""
+
+    program: float = 1.2e-4
+    """Calling a compiled program, forward or backward: its guards, what autograd does around it."""
+
     def slower(self, factor: float) -> HostLaunchCosts:
         """The costs of a host that takes `factor` times as long."""
         return HostLaunchCosts(**{name: seconds * factor for name, seconds in asdict(self).items()})

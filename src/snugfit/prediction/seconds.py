@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from snugfit.prediction.kernel_seconds import KernelClock
 from snugfit.prediction.rates import PRECISIONS, HostLaunchCosts, Rates, rates_for
-from snugfit.rehearsal.trace.trace import COPY_IN, PREPARED
+from snugfit.rehearsal.trace.trace import COPY_IN, GENERATED, PREPARED
 from snugfit.results.step_seconds import PhaseSeconds, StepSeconds
 
 if TYPE_CHECKING:
@@ -144,7 +144,9 @@ def launch_seconds(kernel: Kernel, host: HostLaunchCosts) -> float:
         return host.prepared
     if kernel.operator == COPY_IN and kernel.phase == "load":
         return host.copy + _batch_seconds(kernel, host)
-    if not kernel.operator.startswith("aten::"):
+    if kernel.compiled:
+        launch = host.generated if kernel.operator.startswith(GENERATED) else host.in_program
+    elif not kernel.operator.startswith("aten::"):
         launch = host.python_launched
     elif kernel.operator == CAST and (kernel.phase == "forward" or kernel.recomputed):
         launch = host.cast
@@ -154,7 +156,7 @@ def launch_seconds(kernel: Kernel, host: HostLaunchCosts) -> float:
         phases = {"forward": host.forward, "backward": host.backward, "load": host.forward}
         launch = phases.get(kernel.phase, host.update)
     before = host.module * kernel.modules + host.view * kernel.views + host.checkpoint * kernel.checkpoints
-    before += host.intercepted * kernel.intercepted
+    before += host.intercepted * kernel.intercepted + host.program * kernel.programs
     return launch + before + host.tensor * max(0, kernel.tensors - FEW_TENSORS)
 
 

@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError, UsageError
+from snugfit.hub_kernels import import_peft, no_hub_kernels
 from snugfit.job.architectures import class_of
 from snugfit.rehearsal.missing_gradients import MissingGradients
 from snugfit.rehearsal.refusal import refusal
@@ -27,7 +28,6 @@ from snugfit.rehearsal.trace.repeat import repeat, short_run
 from snugfit.step.applier import import_code, rehearsal_context
 from snugfit.step.loss import AssumedLoss
 from snugfit.step.open_step import open_step
-from snugfit.techniques.hub_kernels import import_peft, no_hub_kernels
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
@@ -87,6 +87,7 @@ def rehearse(
 
 def record_step(step: Step, policy: Policy, steps: int) -> Recording:
     """Runs `steps` steps of a Step on `meta`, each of which is recorded."""
+    from snugfit.rehearsal.compiled.layers import compiled_layers
     from snugfit.rehearsal.device.notes import PolicyNotes
     from snugfit.rehearsal.device.other_programs import COMPILED, is_compiled
     from snugfit.rehearsal.device.overrides import in_force
@@ -109,6 +110,8 @@ def record_step(step: Step, policy: Policy, steps: int) -> Recording:
         stack.enter_context(
             rehearsal_context(step.setup, on_gpu=isinstance(policy, CudaPolicy))
         )  # which may import what compiles itself
+        if step.setup.compile is not None:
+            stack.enter_context(compiled_layers(policy, recorder))
         stack.enter_context(in_force(policy, notes))
         stack.enter_context(four_bit_products(policy))
         if step.job.model.module is not None and is_compiled(step.job.model.module):

@@ -25,6 +25,7 @@ from snugfit.step.wishes.model import (
     AdaptHandler,
     AttentionHandler,
     CheckpointHandler,
+    CompileHandler,
     LogitsHandler,
     WeightsDtypeHandler,
 )
@@ -49,6 +50,7 @@ HANDLERS: tuple[Handler, ...] = (
     QuantizeHandler(),
     AdaptHandler(),
     LogitsHandler(),
+    CompileHandler(),  # what is compiled is recomputed
     CheckpointHandler(),
     OptimizerHandler(),
     AutocastHandler(),

@@ -27,7 +27,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from snugfit.techniques.hub_kernels import no_hub_kernels
+from snugfit.hub_kernels import no_hub_kernels
 
 if TYPE_CHECKING:
     import torch

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 NAMES = ("activation_checkpointing", "gradient_checkpointing")
 """What versions of transformers call it, the newest first."""
 
+COMPILED = "compiled_by_snugfit"
+"""Marks a forward pass that is compiled; transformers' switch may stand inside of it (`compiling.py`)."""
+
 
 def checkpoint_layers(model: torch.nn.Module, wish: CheckpointWish) -> None:
     """Makes the wished layers of `model` keep only their inputs, in place.
@@ -107,7 +110,8 @@ def _checkpoint_single(
     model: torch.nn.Module, layers: list[torch.nn.Module], more: Mapping[str, Any]
 ) -> None:
     holders = _switch_holders(model, layers)
-    if not holders or not all(hasattr(layer, "gradient_checkpointing") for layer in layers):
+    compiled = any(hasattr(layer.forward, COMPILED) for layer in layers)
+    if compiled or not holders or not all(hasattr(layer, "gradient_checkpointing") for layer in layers):
         for layer in layers:
             layer.forward = _recompute(layer.forward, more)
         return
@@ -152,7 +156,7 @@ def _recompute(forward: Callable[..., Any], more: Mapping[str, Any]) -> Callable
 
         if not torch.is_grad_enabled():
             return forward(*arguments, **keywords)
-        arguments, keywords = _without_cache(arguments, keywords)
+        arguments, keywords = without_cache(arguments, keywords)
         return checkpoint(forward, *arguments, use_reentrant=False, **more, **keywords)
 
     return run
@@ -167,7 +171,7 @@ _CACHES: Mapping[str, Any] = {
 """What layers call a cache, with the value that stands for none."""
 
 
-def _without_cache(
+def without_cache(
     arguments: tuple[Any, ...], keywords: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A cache of keys and values would be written a second time by the recomputation; some models pass it by
@@ -235,7 +239,7 @@ class _Span:
                 raise self.refusal()
             hidden, *arguments = given
             self.handed_on = id(hidden)
-            self.noted.append(_without_cache(tuple(arguments), keywords))
+            self.noted.append(without_cache(tuple(arguments), keywords))
             if index < len(self.forwards) - 1:
                 return hidden
             calls = list(self.noted)

@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RecipeError
+from snugfit.hub_kernels import no_hub_kernels
 from snugfit.techniques.counterpart import Setting
-from snugfit.techniques.hub_kernels import no_hub_kernels
 from snugfit.techniques.setting import between
 from snugfit.techniques.setup import Call
 from snugfit.techniques.technique import Technique

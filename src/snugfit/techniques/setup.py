@@ -142,6 +142,14 @@ class LogitsWish:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CompileWish:
+    """Which parts of the model `torch.compile` compiles."""
+
+    what: str = "layers"
+    """`layers`: each of the repeated layers, by itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoaderWish:
     """How batches reach the device."""
 
@@ -179,6 +187,9 @@ class Setup:
 
     checkpoint: CheckpointWish | None = None
     """checkpoint: which layers keep only their inputs (non-reentrant); None keeps everything."""
+
+    compile: CompileWish | None = None
+    """checkpoint: what is compiled, inside of what is recomputed; None runs the code as it is written."""
 
     optimizer: OptimizerWish = field(
         default_factory=lambda: OptimizerWish(

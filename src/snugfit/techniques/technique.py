@@ -33,6 +33,7 @@ class Slot(StrEnum):
     PRECISION = "precision"
     MATMUL = "matmul"
     HEAD = "head"
+    ENGINE = "engine"
     CHECKPOINTING = "checkpointing"
     BATCHING = "batching"
     OPTIMIZER = "optimizer"

@@ -9,6 +9,7 @@ input read once and each output written once, an operand that is written into to
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -98,7 +99,7 @@ def cost_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
     """What the kernel of this operator costs; None for views and for operators that run no kernel."""
     if func.is_view or func._schema.name in _NO_KERNEL:
         return None
-    inputs = list(tensors_in((args, tuple(kwargs.values()))))
+    inputs = list(tensors_in((args, tuple(value for name, value in kwargs.items() if name != "out"))))
     outputs = list(tensors_in(out))
     if not any(tensor.device.type == "meta" for tensor in (*inputs, *outputs)):
         return None
@@ -117,6 +118,14 @@ def cost_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
     shapes = tuple(tuple(tensor.shape) for tensor in inputs[:3])
     dtype, layout = _arithmetic(func, (inputs or outputs)[0]), _layout(func, args, kwargs, inputs, outputs)
     return KernelCost(flops, moved, shapes, dtype, len(inputs), layout, _leading(func, inputs, outputs))
+
+
+def cost_of_generated(reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> KernelCost:
+    """What a kernel that a compiler generated costs: it reads and writes each operand once."""
+    operands = [*reads, *writes]
+    shapes = tuple(tuple(tensor.shape) for tensor in operands[:3])
+    flops, dtype = sum(tensor.numel() for tensor in writes), str(operands[0].dtype)
+    return KernelCost(flops, sum(map(_nbytes, operands)), shapes, dtype, len(operands), "", ())
 
 
 def _layout(

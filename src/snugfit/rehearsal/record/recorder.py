@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,13 +27,20 @@ from snugfit.rehearsal.record.accumulation import sole_owner
 from snugfit.rehearsal.record.allocations import Allocations
 from snugfit.rehearsal.record.four_bit import scales_of
 from snugfit.rehearsal.record.index_lists import lists_in_index
-from snugfit.rehearsal.record.kernels import MATRICES, KernelCost, apart, copies_in, releases_context
+from snugfit.rehearsal.record.kernels import (
+    MATRICES,
+    KernelCost,
+    apart,
+    copies_in,
+    cost_of_generated,
+    releases_context,
+)
 from snugfit.rehearsal.record.module_tracker import ModuleTracker
 from snugfit.rehearsal.record.python_numbers import numbers_watched
 from snugfit.rehearsal.record.questions import Questions
 from snugfit.rehearsal.record.shadows import Shadows
 from snugfit.rehearsal.record.shape_cache import SHAPE_CACHE, ScratchCache
-from snugfit.rehearsal.trace.trace import COPY_IN, Block, Kernel, Mark, MarkKind, Recording, Trace
+from snugfit.rehearsal.trace.trace import COPY_IN, GENERATED, Block, Kernel, Mark, MarkKind, Recording, Trace
 from snugfit.results.footprint import Kind
 from snugfit.step.step import Observer
 
@@ -75,6 +82,8 @@ class Recorder(TorchDispatchMode, Observer):
         self._phase, self._step = "build", -1
         self._views = 0  # since the last kernel
         self._released = False  # whether the context is
+        self._compiled = False  # whether a compiled program runs
+        self._programs = 0  # that began since the last kernel
         self._owners: dict[torch.Tensor, str] = {}
         self._optimizer: torch.optim.Optimizer | None = None
         self._doubts: dict[str, None] = {}
@@ -84,6 +93,12 @@ class Recorder(TorchDispatchMode, Observer):
     def _should_skip_dynamo(cls) -> bool:
         """No, says torch's own switch: nothing compiles here, and skipping it costs every operator."""
         return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Yes: the recorder hears of what a compiled program runs, and not of its compilation. Else torch
+        would silently run the uncompiled code."""
+        return True
 
     def __enter__(self) -> Recorder:
         self._writes_in_place = sole_owner(self.policy).writes_in_place
@@ -134,7 +149,7 @@ class Recorder(TorchDispatchMode, Observer):
             self._questions.next_batch()
         self._phase = name
         self._memory.phase, self._memory.step = name, self._step
-        self._views = self._modules.checkpoints = self._modules.intercepted = 0
+        self._views = self._programs = self._modules.checkpoints = self._modules.intercepted = 0
         self._mark(MarkKind.PHASE)
 
     def build_ends(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
@@ -192,7 +207,7 @@ class Recorder(TorchDispatchMode, Observer):
         if operator.is_view:  # every second operator: no kernel, and an allocation at most
             out = func(*args, **kwargs)
             self._memory.add_outputs(operator.name, out)
-            self._views += not isinstance(out, torch.Tensor) or out.is_meta
+            self._views += (not isinstance(out, torch.Tensor) or out.is_meta) and not self._compiled
             return out
         if operator.asks and (answer := self._questions.answer(func, args, kwargs)) is not NotImplemented:
             return answer
@@ -281,7 +296,7 @@ class Recorder(TorchDispatchMode, Observer):
     ) -> None:
         """An operator of the steady step runs on the device, if it has a kernel."""
         if cost is None:
-            self._views += 1
+            self._views += not self._compiled
         elif func is aten._grouped_mm.default and not self.policy.fuses_groups(args[0].dtype):
             self.wait()
             for product in apart(args, kwargs, cost):
@@ -294,9 +309,30 @@ class Recorder(TorchDispatchMode, Observer):
         self._mark(MarkKind.KERNEL)
         again = self._phase == "backward" and torch.is_grad_enabled()
         modules = self._modules
-        host = again, modules.first_kernel_of(), self._views, modules.checkpoints, modules.intercepted
+        counts = modules.first_kernel_of(), self._views, modules.checkpoints, modules.intercepted
+        host = again, *counts, self._compiled, self._programs
         self._kernels.append(Kernel(operator, modules.path(self._phase), self._phase, *cost, *host))
-        self._views = modules.checkpoints = modules.intercepted = 0
+        self._views = self._programs = modules.checkpoints = modules.intercepted = 0
+
+    @contextlib.contextmanager
+    def program(self) -> Iterator[None]:
+        """Within it, a compiled program runs."""
+        self._programs += 1
+        self._compiled = True
+        try:
+            yield
+        finally:
+            self._compiled = False
+
+    def launch(self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
+        """A compiled program launches a kernel of its own."""
+        for tensor in writes:
+            self._shadows.forget(tensor)
+        if not self._released:
+            self._released = True
+            self._mark(MarkKind.CONTEXT_RELEASED)
+        if self._step == self.steps - 1:
+            self._add_kernel(f"{GENERATED}{name}", cost_of_generated(reads, writes))
 
     def wait(self) -> None:
         """The host waits for the device."""

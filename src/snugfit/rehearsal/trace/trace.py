@@ -16,6 +16,9 @@ from typing import NamedTuple
 COPY_IN = "Memcpy HtoD"
 """A kernel that copies from the host's memory, as CUDA's profiler calls it."""
 
+GENERATED = "generated::"
+"""Begins the name of a kernel that a compiler generated."""
+
 PREPARED = "Memcpy HtoD, prepared"
 """Such a copy of what so many (`Kernel.tensors`) worker processes made, in page-locked memory."""
 
@@ -103,6 +106,10 @@ class Kernel(NamedTuple):
     """Checkpointed parts that began since then, or began to be computed again."""
     intercepted: int = 0
     """Operators that selective checkpointing looked at since then, in Python."""
+    compiled: bool = False
+    """Whether a compiled program launches it."""
+    programs: int = 0
+    """Compiled programs that began since then."""
 
     @property
     def itemsize(self) -> int:

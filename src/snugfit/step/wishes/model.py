@@ -10,17 +10,18 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from snugfit.errors import RecipeError
+from snugfit.hub_kernels import import_peft
 from snugfit.job.dtype import cast_weights, dtype_name
 from snugfit.step.checkpointing import checkpoint_layers, stop_own_checkpointing
+from snugfit.step.compiling import compile_layers, run_as_written
 from snugfit.step.selective import script_lines
 from snugfit.step.wishes.handler import Handler, LiveTraining, ScriptContext
 from snugfit.step.wishes.python_text import call_text, literal
-from snugfit.techniques.hub_kernels import import_peft
 from snugfit.techniques.technique import Slot
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
-    from snugfit.techniques.setup import Call, CheckpointWish, LogitsWish, Setup
+    from snugfit.techniques.setup import Call, CheckpointWish, CompileWish, LogitsWish, Setup
 
 
 class AttentionHandler(Handler):
@@ -204,6 +205,25 @@ class CheckpointHandler(Handler):
         contexts = ', "context_fn": context_fn' if value.keep else ""
         call = f'model.{context.checkpointing_name}_enable({{"use_reentrant": False{contexts}}}{more})'
         return {"checkpointing": (*(script_lines(value.keep) if value.keep else ()), call)}
+
+
+class CompileHandler(Handler):
+    """Layers that torch.compile compiles."""
+
+    wish, slot = "compile", Slot.ENGINE
+    refused: ClassVar[Mapping[str, str]] = {"script": "transformers' own switch compiles the whole model"}
+
+    def wrap(self, value: CompileWish | None, model: Any) -> None:
+        """Layers are compiled as they stand, in place."""
+        if value is not None:
+            compile_layers(model)
+
+    def change(self, value: CompileWish | None, live: LiveTraining) -> Iterator[str]:
+        """As when it is built; what was compiled for another recipe runs as it is written."""
+        run_as_written(live.model)
+        self.wrap(value, live.model)
+        if value is not None:
+            yield f"layers are those of {live.technique(self.slot)}"
 
 
 def _own_forward(module: Any) -> dict[str, Any]:

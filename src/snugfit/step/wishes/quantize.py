@@ -30,7 +30,7 @@ class QuantizeHandler(Handler):
     def import_code(self, value: QuantizeWish | None) -> None:
         """bitsandbytes is imported before anything is timed or overridden."""
         if value is not None:
-            from snugfit.techniques.hub_kernels import import_bitsandbytes
+            from snugfit.hub_kernels import import_bitsandbytes
 
             import_bitsandbytes()
 

@@ -1,0 +1,196 @@
+"""Layers compiled one by one (`step/compiling.py`), in a rehearsal.
+
+Dynamo and AOTAutograd run as they do in a real step, on the rehearsal's tensors, with the policy's overrides
+in force and out of the recorder's sight. Inductor lowers what they give for the policy's device
+(`lowering.py`), and its program runs on shapes (`program.py`) in the recorder's sight. Layers that are alike
+share one program, and so do rehearsals of one process.
+
+Three things would go wrong silently:
+
+- under a dispatch mode Dynamo runs the code uncompiled, unless the mode says that it ignores what compilers
+  do (`Recorder.ignore_compile_internals`). So each call of a layer must have gone through a program;
+- the recorder follows modules by global hooks, which Dynamo would trace into the program: they are taken away
+  for the time of a compiled call;
+- torch remembers for each operator which kernel a traced graph goes to. The overrides come and go, so that
+  memory is wiped when they do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+from snugfit.errors import RehearsalError
+from snugfit.rehearsal.compiled.lowering import joint_passes_on_the_cpu, lower
+from snugfit.rehearsal.compiled.program import load
+from snugfit.step import compiling
+
+if TYPE_CHECKING:
+    from snugfit.rehearsal.device.policy import Policy
+    from snugfit.rehearsal.record.recorder import Recorder
+
+NOT_COMPILED = (
+    "torch did not compile {name}, so a prediction would be that of the uncompiled step. Leave "
+    "'compiled' out of the recipe, or measure it with snugfit measure."
+)
+
+
+_HOOKS = ("_global_forward_pre_hooks", "_global_forward_hooks", "_global_forward_hooks_always_called")
+
+
+@dataclass
+class _Program:
+    """What was made of one graph."""
+
+    text: str
+    strides: list[tuple[int, ...] | None] = field(default_factory=list)
+
+
+_PROGRAMS: dict[Any, _Program] = {}
+"""By graph and policy: a planner's rehearsals share them."""
+
+
+class Compiler:
+    """Compiles layers for one rehearsal."""
+
+    def __init__(self, policy: Policy, recorder: Recorder, eager_callback: Callable[..., Any]) -> None:
+        import torch
+
+        self._policy, self._recorder, self._callback = policy, recorder, eager_callback
+        self._run = 0
+        self._own = {name: getattr(torch.Tensor, name) for name in ("item", "tolist", "numpy", "__format__")}
+        self._functions = {name: getattr(torch, name) for name in ("tensor", "is_autocast_enabled")}
+
+    def compiled_function(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """This layer's forward pass, compiled."""
+        import torch._dynamo
+
+        compiled = torch._dynamo.optimize(self._backend)(forward)
+
+        def run(*arguments: Any, **keywords: Any) -> Any:
+            before = self._run
+            with self._real_surroundings():
+                out = compiled(*arguments, **keywords)
+            if self._run == before:
+                raise RehearsalError(NOT_COMPILED.format(name=getattr(forward, "__qualname__", "a layer")))
+            return out
+
+        return run
+
+    @contextlib.contextmanager
+    def _real_surroundings(self) -> Iterator[None]:
+        """Within it, Dynamo finds what it finds in a real step."""
+        import torch
+        from torch._dynamo import eval_frame
+        from torch.nn.modules import module as hooked
+
+        hooks = [getattr(hooked, name) for name in _HOOKS]
+        before = [dict(one) for one in hooks]
+        for one in hooks:
+            one.clear()
+        try:
+            with (
+                patch.object(eval_frame, "_callback_from_stance", self._callback),
+                torch.compiler.set_stance("default"),
+                patch.multiple(torch.Tensor, **self._own),
+                patch.multiple(torch, **self._functions),
+            ):
+                yield
+        finally:
+            for one, was in zip(hooks, before, strict=True):
+                one.update(was)
+
+    def _backend(self, graph: Any, inputs: Sequence[Any]) -> Any:
+        from torch._inductor import compile_fx as fx
+
+        with joint_passes_on_the_cpu():
+            return fx.compile_fx(graph, inputs, inner_compile=self._make)
+
+    def _make(self, graph: Any, inputs: Sequence[Any], **options: Any) -> Any:
+        key = (self._policy, *_key_of(graph, options))
+        program = _PROGRAMS.get(key)
+        if program is None:
+            program = _PROGRAMS[key] = _Program("")
+            program.text = lower(
+                graph, inputs, self._policy, lambda outs: program.strides.extend(_strides(outs)), **options
+            )
+        _tell_strides(program.strides)
+        call = load(program.text, self._recorder.launch)
+
+        def run(arguments: list[Any]) -> Any:
+            self._run += 1
+            with self._recorder.program():
+                return call(arguments)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+
+@contextlib.contextmanager
+def compiled_layers(policy: Policy, recorder: Recorder) -> Iterator[None]:
+    """Within it, layers that a Setup wants compiled are, for the policy's device. The recorder hears of
+    their programs and kernels."""
+    import torch
+    import torch._dynamo
+    from torch._dynamo import eval_frame
+    from torch._functorch import config as functorch
+
+    compiler = Compiler(policy, recorder, eval_frame._callback_from_stance)
+    torch._dynamo.reset()
+    forget_traced_kernels()
+    try:
+        with (
+            patch.object(compiling, "compiled_function", compiler.compiled_function),
+            functorch.patch(enable_autograd_cache=False),
+            torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=64),
+        ):
+            yield
+    finally:
+        torch._dynamo.reset()
+        forget_traced_kernels()
+
+
+def forget_traced_kernels() -> None:
+    """Wipes what torch remembers of kernels that traced graphs go to."""
+    import torch
+
+    for packet in vars(torch.ops.aten).values():
+        for overload in vars(packet).values() if hasattr(packet, "_qualified_op_name") else ():
+            if isinstance(overload, torch._ops.OpOverload):
+                overload._dispatch_cache.clear()
+
+
+def _key_of(graph: Any, options: Any) -> tuple[Any, ...]:
+    nodes = tuple(_shape_of(node.meta.get("val")) for node in graph.graph.nodes)
+    visible = tuple(next(iter(reversed(graph.graph.nodes))).meta.get("user_visible_output_idxs", ()))
+    said = tuple(str(options.get(name)) for name in ("is_backward", "is_inference", "static_input_idxs"))
+    return graph.code, nodes, visible, said
+
+
+def _shape_of(value: Any) -> Any:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.stride(), value.dtype
+    return tuple(map(_shape_of, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+def _strides(outputs: Any) -> Iterator[tuple[int, ...] | None]:
+    """Of a lowered graph's outputs; None for what is no tensor."""
+    from torch._inductor.ir import IRNode
+
+    for out in outputs or ():
+        is_tensor = isinstance(out, IRNode) and out.has_tensor_output()
+        yield tuple(int(one) for one in out.get_layout().stride) if is_tensor else None
+
+
+def _tell_strides(strides: Sequence[tuple[int, ...] | None]) -> None:
+    """AOTAutograd is told how the outputs lie, as Inductor tells it."""
+    import torch
+
+    context = torch._guards.TracingContext.try_get()
+    if context is not None and context.output_strides is not None:
+        context.output_strides[:] = strides

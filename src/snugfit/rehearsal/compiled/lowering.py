@@ -1,0 +1,133 @@
+"""A graph of tensors on `meta`, lowered by Inductor for the policy's device, without that device.
+
+Dynamo and AOTAutograd trace and partition on `meta` as they would elsewhere. What follows asks the graph's
+tensors where they are: patterns and constants treat `meta` as nothing, fusion needs the real device. So each
+tensor of the graph is said to be the CPU's while passes run over it, and the target's when it is lowered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+from snugfit.rehearsal.compiled.described_gpu import describe_gpu
+from snugfit.rehearsal.device.policy import CudaPolicy
+
+if TYPE_CHECKING:
+    import torch
+
+    from snugfit.rehearsal.device.policy import Policy
+
+
+def lower(
+    graph: Any, inputs: Sequence[Any], policy: Policy, report_strides: Callable[[Any], None], **options: Any
+) -> str:
+    """The Python program that Inductor makes of this graph; `options` are those of `compile_fx_inner`."""
+    import torch
+    from torch._inductor import compile_fx, config
+    from torch._inductor.debug import DebugContext
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.virtualized import V
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    fx: Any = compile_fx
+    on_gpu = isinstance(policy, CudaPolicy)
+    target = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_disable_current_modes())
+        stack.enter_context(config.patch(compile_threads=1, max_autotune=False, fx_graph_cache=False))
+        stack.enter_context(torch.no_grad())
+        fake = relabel(graph, torch.device("cpu"))
+        _init_patterns()
+        if isinstance(policy, CudaPolicy):
+            stack.enter_context(describe_gpu(policy))
+        stack.enter_context(V.set_fake_mode(fake))
+        fx.view_to_reshape(graph)
+        fx._recursive_record_original_output_strides(graph)
+        fx._recursive_post_grad_passes(graph, is_inference=options.get("is_inference", False))
+        relabel(graph, target)
+        values = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+        given = {
+            "example_inputs": values,
+            "shape_env": graph.shape_env if hasattr(graph, "shape_env") else None,
+            **{name: options[name] for name in _PASSED_ON if name in options},
+        }
+        known = inspect.signature(GraphLowering).parameters
+        stack.enter_context(fx.maybe_disable_comprehensive_padding(values))
+        lowering = GraphLowering(graph, **{name: value for name, value in given.items() if name in known})
+        lowering.freeze_runtime_asserts()
+        stack.enter_context(V.set_graph_handler(lowering))
+        stack.enter_context(V.set_debug_handler(DebugContext()))
+        stack.enter_context(V.set_extern_kernel_nodes([]))
+        lowering.run(*values)
+        report_strides(lowering.graph_outputs)
+        code = lowering.codegen()[0]
+    return str(getattr(code, "value", code))
+
+
+_PASSED_ON = ("graph_id", "is_backward", "is_inference", "static_input_idxs", "get_decomp_fn")
+
+
+def relabel(graph: Any, device: torch.device) -> Any:
+    """Says that all tensors of this graph are on this device; gives the mode of its tensors."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    mode = None
+    for node in graph.graph.nodes:
+        value = node.meta.get("val")
+        if value is not None:
+            node.meta["val"] = torch.utils._pytree.tree_map(lambda one: _on(one, device), value)
+            fakes = [one for one in torch.utils._pytree.tree_leaves(value) if isinstance(one, FakeTensor)]
+            mode = fakes[0].fake_mode if fakes else mode
+        if node.op == "call_function":
+            node.args = torch.fx.node.map_aggregate(node.args, lambda one: _device(one, device))
+            node.kwargs = torch.fx.node.map_aggregate(node.kwargs, lambda one: _device(one, device))
+    graph.recompile()
+    return mode
+
+
+def _device(value: Any, device: torch.device) -> Any:
+    import torch
+
+    return device if isinstance(value, torch.device) and value.type in ("meta", "cpu", "cuda") else value
+
+
+def _on(value: Any, device: torch.device) -> Any:
+    """The same fake tensor, on this device."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    if not isinstance(value, FakeTensor) or value.fake_device == device:
+        return value
+    with torch._C._DisableTorchDispatch():
+        shapes = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        return FakeTensor(value.fake_mode, shapes, device, requires_grad=value.requires_grad)
+
+
+@contextlib.contextmanager
+def joint_passes_on_the_cpu() -> Iterator[None]:
+    """Within it, Inductor's passes over the joint graph meet tensors of the CPU, not of `meta`."""
+    import torch
+    from torch._inductor import compile_fx as fx
+
+    passes = fx._recursive_joint_graph_passes
+    takes_device = "input_device" in inspect.signature(passes).parameters
+
+    def on_the_cpu(graph: Any, *arguments: Any, **keywords: Any) -> Any:
+        cpu = torch.device("cpu")
+        relabel(graph, cpu)
+        return passes(graph, *arguments, **{**keywords, "input_device": cpu} if takes_device else keywords)
+
+    with patch.object(fx, "_recursive_joint_graph_passes", on_the_cpu):
+        yield
+
+
+def _init_patterns() -> None:
+    """Inductor traces its patterns once, on the device that it finds; while that is the CPU."""
+    from torch._inductor.fx_passes import post_grad
+
+    post_grad.lazy_init()

@@ -1,0 +1,154 @@
+"""A program that Inductor generated, run on shapes: it makes, passes on and drops the real buffers in order.
+
+Of the generated text only the program itself is kept. Its kernels are replaced by what writes them down; all
+else (allocations, views, products and attention of torch) runs on `meta` under the recorder.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+Launch = Callable[[str, Sequence[Any], Sequence[Any]], None]
+"""Hears of a kernel: its name, the tensors that it reads, and those that it writes."""
+
+_SIGNATURE = re.compile(r"'signature': \{(.*?)\}")
+_PARAMETER = re.compile(r"'(\w+)': '(\*?)")
+
+
+def load(text: str, launch: Launch) -> Callable[[list[Any]], Any]:
+    """What runs this program on a list of inputs, which it empties."""
+    tree = ast.parse(text)
+    names = _namespace()
+    program: list[ast.stmt] = []
+    for statement in tree.body:
+        if isinstance(statement, ast.Assign) and (kernel := _kernel_of(statement)) is not None:
+            name, source = kernel
+            names[name] = _GeneratedKernel(name, source, launch)
+        elif isinstance(statement, (ast.ClassDef, ast.FunctionDef)) and statement.name not in _BESIDES:
+            program.append(statement)  # the program, as a function or in a class
+    exec(compile(ast.Module(body=program, type_ignores=[]), "<compiled layer>", "exec"), names)
+    run: Callable[[list[Any]], Any] = (
+        names["Runner"](partitions=[]).call if "Runner" in names else names["call"]
+    )
+    return run
+
+
+_BESIDES = ("get_args", "benchmark_compiled_module")
+
+
+def _kernel_of(statement: ast.Assign) -> tuple[str, str] | None:
+    """Name and source of a kernel that is compiled here."""
+    call, target = statement.value, statement.targets[0]
+    if not (
+        isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and isinstance(target, ast.Name)
+    ):
+        return None
+    if not (isinstance(call.func.value, ast.Name) and call.func.value.id == "async_compile"):
+        return None
+    if call.func.attr == "cpp_pybinding":
+        return target.id, str(ast.literal_eval(call.args[0]))
+    return target.id, str(ast.literal_eval(call.args[1]))
+
+
+class _GeneratedKernel:
+    """Stands where a compiled kernel would."""
+
+    def __init__(self, name: str, source: str, launch: Launch) -> None:
+        self.name, self._launch = name, launch
+        if source.startswith("["):
+            types = ast.literal_eval(source)
+            self._roles = ["in" if one.startswith("const") else "in_out" for one in types]
+        else:
+            signature = _SIGNATURE.search(source)
+            assert signature is not None, source
+            self._roles = [name for name, _ in _PARAMETER.findall(signature[1])]
+
+    def run(self, *arguments: Any, stream: Any = None, **_: Any) -> None:
+        """Writes the launch down."""
+        import torch
+
+        reads, writes = [], []
+        for role, argument in zip(self._roles, arguments, strict=False):
+            if not isinstance(argument, torch.Tensor):
+                continue
+            if role.startswith("in"):
+                reads.append(argument)
+            if not role.startswith("in_ptr") and role != "in":
+                writes.append(argument)
+        self._launch(self.name, reads, writes)
+
+    __call__ = run
+
+
+def _namespace() -> dict[str, Any]:
+    """What a program finds by name, for tensors on `meta`."""
+    import math
+    import random
+
+    import torch
+
+    meta = torch.device("meta")
+
+    def empty(size: Any, stride: Any, dtype: Any) -> torch.Tensor:
+        return torch.empty_strided(size, stride, dtype=dtype, device=meta)
+
+    guards: Any = torch._C._dynamo.guards
+    return {
+        "torch": _Torch(),
+        "math": math,
+        "random": random,
+        "inf": math.inf,
+        "nan": math.nan,
+        "device": lambda *arguments, **keywords: meta,
+        "aten": torch.ops.aten,
+        "inductor_ops": torch.ops.inductor,
+        "prims": torch.ops.prims,
+        "extern_kernels": _Library(),
+        "empty_strided_cpu": empty,
+        "empty_strided_cuda": empty,
+        "reinterpret_tensor": guards._reinterpret_tensor,
+        "assert_size_stride": lambda *arguments: None,
+        "assert_alignment": lambda *arguments: None,
+        "get_raw_stream": lambda index: 0,
+        "run_intermediate_hooks": lambda *arguments: None,
+    }
+
+
+class _Library:
+    """Kernels of libraries, by torch's operators of the same names."""
+
+    def __getattr__(self, name: str) -> Any:
+        import torch
+
+        return getattr(torch, name, None) or getattr(torch.ops.aten, name)
+
+
+class _Torch:
+    """torch, on a machine that has the GPU."""
+
+    def __getattr__(self, name: str) -> Any:
+        import torch
+
+        return _Cuda() if name == "cuda" else getattr(torch, name)
+
+
+class _Cuda:
+    """What a program asks of `torch.cuda`."""
+
+    @staticmethod
+    def set_device(index: int) -> None:
+        """It is that device already."""
+
+    class _DeviceGuard:
+        def __init__(self, index: int) -> None:
+            self.index = index
+
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *error: Any) -> None: ...

@@ -1,0 +1,77 @@
+"""Layers that `torch.compile` compiles, one by one.
+
+A model's repeated layers are compiled and what lies around them (embeddings, masks, the head, the loss) is
+not. Layers that are alike run one compiled program, so compiling takes seconds where a whole model takes a
+minute, and masks are made outside: within a compiled model, transformers makes an explicit mask of what would
+be none, and attention with it falls to a slower kernel that stores every score.
+
+Of a layer its forward pass is compiled, so its name in a state dict stays and hooks run as they are. What
+recomputes it stands around it: the compiled program runs a second time in the backward pass.
+
+A cache of keys and values, which transformers makes in training too, is left out: what a layer does to it
+depends on the layer's number, so each layer would get a program of its own, and torch gives up after eight.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from snugfit.errors import RecipeError
+from snugfit.step.checkpointing import COMPILED, layer_stacks, without_cache
+
+if TYPE_CHECKING:
+    import torch
+
+
+def compile_layers(model: torch.nn.Module) -> None:
+    """Compiles each of the model's repeated layers."""
+    stacks = layer_stacks(model)
+    if not stacks:
+        raise RecipeError(
+            f"{type(model).__name__} has no stack of layers that are alike, so there is nothing to compile "
+            "layer by layer. Leave 'compiled' out of the recipe."
+        )
+    for layers in stacks:
+        for layer in layers:
+            _BEFORE[layer] = vars(layer).get("forward")
+            layer.forward = _in_training(layer, layer.forward)
+
+
+def compiled_function(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """This forward pass, compiled."""
+    import torch
+
+    compiled: Callable[..., Any] = torch.compile(forward)
+    return compiled
+
+
+def _in_training(layer: torch.nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Runs compiled in training, without a cache; evaluation, of batches of any length, runs as written."""
+    compiled = compiled_function(forward)
+
+    @functools.wraps(forward)
+    def run(*arguments: Any, **keywords: Any) -> Any:
+        if not layer.training:
+            return forward(*arguments, **keywords)
+        arguments, keywords = without_cache(arguments, keywords)
+        return compiled(*arguments, **keywords)
+
+    setattr(run, COMPILED, True)
+    return run
+
+
+def run_as_written(model: torch.nn.Module) -> None:
+    """Undoes it. What a user has compiled stays compiled."""
+    for module in model.modules():
+        if module in _BEFORE:
+            before = _BEFORE.pop(module)
+            del module.forward
+            if before is not None:
+                module.forward = before
+
+
+_BEFORE: WeakKeyDictionary[torch.nn.Module, Callable[..., Any] | None] = WeakKeyDictionary()
+"""Layers that are compiled now, each with the forward of its own that it had before."""

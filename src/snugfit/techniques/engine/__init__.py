@@ -1,0 +1,1 @@
+"""Whether the model's layers run as they are written, or compiled."""

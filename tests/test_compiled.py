@@ -1,0 +1,115 @@
+"""Layers that torch.compile compiles, one by one: rehearsed as the real program runs.
+
+Law 1 holds for them on the CPU, event by event: there Inductor generates C++ where it generates Triton for a
+GPU, and all else (tracing, partitioning, fusion, buffers that are reused) is the same code.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch._dynamo
+
+from aligned import compare, peak
+from cpu_scratch import compared
+from reported import foreseen, reports
+from small_models import small_job
+from snugfit.errors import RecipeError, RehearsalError
+from snugfit.job.job import Job
+from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy, Policy
+from snugfit.rehearsal.rehearse import rehearse
+from snugfit.rehearsal.trace.trace import GENERATED, Trace
+from snugfit.results.footprint import Kind
+from snugfit.step import compiling
+from snugfit.step.build import build_model
+from snugfit.techniques.recipe import Recipe
+
+LOSS_OUTSIDE = 256
+"""Bytes of numbers that Python wraps, which a trace does not hold."""
+
+
+def rehearsed(job: Job, recipe: str = "compiled", policy: Policy | None = None) -> Trace:
+    return rehearse(job, Recipe.parse(recipe).setup(), policy or CpuPolicy())
+
+
+@pytest.mark.whole
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["compiled", "bf16 + compiled + every_layer"])
+@pytest.mark.parametrize("family", ["llama", "bert", "gpt2", "vit", "t5"])
+def test_a_compiled_step_allocates_what_its_trace_says(family: str, recipe: str) -> None:
+    """Event by event; T5 at its peak: in a program of its decoder two buffers come in another order."""
+    this = small_job(family, layers=2)
+    trace = foreseen(rehearsed(this, recipe))
+    torch._dynamo.reset()
+    real = reports(this, Recipe.parse(recipe).setup())
+    assert 0 <= peak(real) - peak(trace) <= LOSS_OUTSIDE
+    if family != "t5":
+        third = [compared([event for event in events if event.step == 2]) for events in (real, trace)]
+        assert compare(*third).similarity == 1.0
+
+
+@pytest.mark.whole
+def test_layers_share_a_program_and_every_rehearsal_is_the_first() -> None:
+    """torch remembers where traced operators go: unless it forgets, the second has no gradients of layers."""
+    first, second = (rehearsed(small_job("llama", layers=3)) for _ in range(2))
+    assert (first.blocks, first.events, first.kernels) == (second.blocks, second.events, second.kernels)
+    launched = [
+        [
+            kernel.operator
+            for kernel in first.kernels
+            if kernel.module == f"model.layers.{n}" and kernel.compiled
+        ]
+        for n in range(3)
+    ]
+    assert launched[0] == launched[1] == launched[2]
+    assert any(name.startswith(GENERATED) for name in launched[0])
+    gradients = {block.module for block in first.blocks if block.kind == Kind.GRADIENTS and block.step == 2}
+    assert {f"model.layers.{n}.mlp.down_proj" for n in range(3)} <= gradients
+
+
+@pytest.mark.whole
+def test_fewer_kernels_run_and_nothing_of_a_layer_is_uncompiled() -> None:
+    compiled, plain = (rehearsed(small_job("bert"), recipe) for recipe in ("compiled", "plain"))
+    inside = [
+        kernel for kernel in compiled.kernels if ".layer." in kernel.module and kernel.phase == "forward"
+    ]
+    assert all(kernel.compiled for kernel in inside)
+    assert len(compiled.kernels) < 0.8 * len(plain.kernels)
+    assert not compiled.doubts
+
+
+@pytest.mark.whole
+def test_what_torch_would_run_uncompiled_is_refused() -> None:
+    with torch._dynamo.config.patch(disable=True), pytest.raises(RehearsalError, match="did not compile"):
+        rehearsed(small_job("bert", layers=2))
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [("qlora", "4 bits"), ("selective(products)", "every_layer"), ("segments", "every_nth_layer")],
+)
+def test_what_does_not_go_with_it_is_said(words: str, told: str) -> None:
+    with pytest.raises(RecipeError, match=told):
+        Recipe.parse(f"compiled + {words}").check(small_job("llama"), installed=False)
+
+
+def test_a_model_without_layers_is_refused() -> None:
+    with pytest.raises(RecipeError, match="nothing to compile"):
+        compiling.compile_layers(torch.nn.Linear(2, 2))
+
+
+def test_what_is_compiled_can_run_as_written_again() -> None:
+    setup = Recipe.parse("compiled + every_layer").setup()
+    model = build_model(small_job("bert", layers=2), setup, torch.device("meta"))
+    layer = model.bert.encoder.layer[0]  # type: ignore[union-attr,index]
+    assert "forward" in vars(layer)
+    compiling.run_as_written(model)
+    assert "forward" not in vars(layer)
+
+
+def test_on_a_gpu_layers_run_generated_kernels_and_fused_attention() -> None:
+    pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
+    trace = rehearsed(small_job("bert", facts={"hidden_size": 256}), "bf16 + compiled", CudaPolicy())
+    names = {kernel.operator for kernel in trace.kernels if kernel.compiled}
+    assert any("triton" in name for name in names)
+    assert any("scaled_dot_product" in name for name in names), names
