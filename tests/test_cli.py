@@ -19,7 +19,7 @@ from snugfit.cli.main import run
 from snugfit.errors import NothingFits, UsageError
 from snugfit.job.job import Phase
 from snugfit.results.footprint import Footprint
-from snugfit.techniques.foreign import foreign_names
+from snugfit.techniques.roster import foreign_names
 from snugfit.units import GIB
 
 BERT = ["bert-large-uncased", "--task", "sequence-classification"]

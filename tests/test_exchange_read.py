@@ -177,8 +177,6 @@ REFUSED = [
     ({"optim": "galore_adamw"}, "optim"),
     ({"neftune_noise_alpha": 5}, "neftune_noise_alpha"),
     ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
-    ({"activation_checkpointing": True, "activation_checkpointing_kwargs": {"offload": True}},
-     "activation_checkpointing_kwargs.offload"),
     ({"auto_find_batch_size": True}, "auto_find_batch_size"),
     ({"fp16": True, "bf16": True}, "fp16"),
     ({"per_device_train_batchsize": 4}, "per_device_train_batchsize"),

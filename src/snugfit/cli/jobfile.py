@@ -10,7 +10,7 @@ A job file is flat and holds words and numbers only, so most of YAML is refused 
 (`user_files.py`). Numbers follow YAML 1.2, as people write them today: `1e-5` is a
 number (YAML 1.1 reads a word) and `010` is nobody's number (YAML 1.1 reads eight).
 
-Keys that other trainers use are told apart from typing mistakes: `techniques/foreign.py` says what to write
+Keys that other trainers use are told apart from typing mistakes: `techniques/roster.py` says what to write
 instead.
 """
 
@@ -26,7 +26,7 @@ from typing import Any
 
 from snugfit.errors import SnugfitError, UsageError, did_you_mean, nearest
 from snugfit.job.job import Job
-from snugfit.techniques.foreign import foreign_names
+from snugfit.techniques.roster import foreign_names
 from snugfit.training.options import TrainOptions
 from snugfit.user_files import LimitedLoader, load_yaml, read_text
 

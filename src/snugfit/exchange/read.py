@@ -24,8 +24,8 @@ from snugfit.exchange.dialect import Dialect, as_word, dialect, flatten
 from snugfit.exchange.document import Document, open_document
 from snugfit.exchange.python_call import Unknown
 from snugfit.techniques import roster
-from snugfit.techniques.foreign import advice
 from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.roster import advice
 from snugfit.techniques.technique import Technique
 from snugfit.techniques.translate import SlotReading, read_slots
 

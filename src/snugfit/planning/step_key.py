@@ -49,6 +49,7 @@ TOUCHES: Mapping[str, tuple[str, ...]] = {
     "logits": ("passes",),
     "checkpoint": ("passes",),
     "compile": ("passes",),
+    "activation_offload": ("passes",),
     "optimizer": ("update",),
     "autocast": ("passes",),
     "scale_gradients": ("passes", "update"),

@@ -22,7 +22,15 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from snugfit.prediction.rates import ALIGNMENT, PRECISIONS, MatmulRate, Rates
-from snugfit.rehearsal.trace.trace import COPY_IN, MATRIX_PRODUCTS, PREPARED, WITH_BIAS, WITH_DROPOUT
+from snugfit.rehearsal.trace.trace import (
+    AWAIT_COPY,
+    COPIES,
+    COPY_IN,
+    MATRIX_PRODUCTS,
+    PREPARED,
+    WITH_BIAS,
+    WITH_DROPOUT,
+)
 
 if TYPE_CHECKING:
     from snugfit.rehearsal.trace.trace import Kernel
@@ -87,8 +95,10 @@ class KernelClock:
     def _seconds(self, kernel: Kernel) -> float:
         if kernel.operator in MATRIX_PRODUCTS and len(kernel.shapes) > 1:
             return self._matmul(kernel)
-        if kernel.operator in (COPY_IN, PREPARED):
-            link = self.rates.link if kernel.operator == PREPARED else min(PAGEABLE, self.rates.link)
+        if kernel.operator == AWAIT_COPY:
+            return 0.0
+        if kernel.operator in COPIES or kernel.operator in (COPY_IN, PREPARED):
+            link = self.rates.link if kernel.operator != COPY_IN else min(PAGEABLE, self.rates.link)
             return self.rates.start + kernel.nbytes / 2 / link
         if "convolution" in kernel.operator:
             return self._convolution(kernel)

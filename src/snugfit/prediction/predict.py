@@ -11,6 +11,7 @@ from snugfit.prediction.allocator import replay
 from snugfit.prediction.anatomy import anatomy, by_kind
 from snugfit.prediction.device import context_of, doubts_about, policy_for
 from snugfit.prediction.headroom import headroom_of
+from snugfit.prediction.pinned import pinned_bytes
 from snugfit.prediction.profile import INSTALLED, Software, find_software, installed_versions
 from snugfit.prediction.rates import Rates, rates_for
 from snugfit.prediction.seconds import step_seconds
@@ -125,7 +126,7 @@ def _host_bytes(job: Job, setup: Setup, trace: Trace, loop: str) -> int:
     """Largest resident memory in bytes of the process and its workers, to within 400 MiB.
 
     Most of it is not the job's: Python, torch and CUDA's libraries. The job adds its host tensors (a model
-    that is built on the host before it moves, batches in the loader's hands).
+    that is built on the host before it moves, batches in the loader's hands, activations that wait there).
     """
     weights = sum(block.nbytes for block in trace.blocks if block.kind == Kind.WEIGHTS)
     batch = sum(block.nbytes for block in trace.blocks if block.kind == Kind.INPUTS and block.step == 0)
@@ -136,6 +137,7 @@ def _host_bytes(job: Job, setup: Setup, trace: Trace, loop: str) -> int:
         + (weights if job.build_on == "host" or loop == "trainer" else 0)
         + workers * (WORKER_BYTES + PREFETCHED_BATCHES * batch)
         + (2 * batch if setup.loader.pinned else 0)
+        + pinned_bytes(trace.kernels)
     )
 
 
@@ -147,6 +149,7 @@ def _footprint(trace: Trace, peak: int, after: Replay, context: int, host: int) 
         nvml_bytes=context + after.reserved_peak,
         context_bytes=context,
         host_bytes=host,
+        pinned_bytes=pinned_bytes(trace.kernels),
         at=_moment(trace, peak),
         kinds=by_kind(trace, peak),
     )

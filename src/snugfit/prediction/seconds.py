@@ -2,9 +2,12 @@
 
 The host launches one kernel after the other without waiting; the device runs them in order. A kernel starts
 when it has been launched and the one before it has ended. Where the host reads a value (`.item()`) it waits
-until the device has caught up. Nothing else is assumed: whether a step is bound by its host or by its device,
-and where, follows from the queue. Steps run one after the other without a pause, so the time of a step is the
-time between the ends of two, once the effect of the first step is over.
+until the device has caught up. Activations that wait on the host travel beside all that, one copy after the
+other: a copy begins when it has been asked for, what came before it has been computed and the copy before it
+is done, and the device waits where it needs one. Nothing else is assumed: whether a step is bound by its
+host, its device or the link between them, and where, follows from the queue. Steps run one after the other
+without a pause, so the time of a step is the time between the ends of two, once the effect of the first step
+is over.
 """
 
 from __future__ import annotations
@@ -15,8 +18,8 @@ from typing import TYPE_CHECKING
 
 from snugfit.prediction.kernel_seconds import KernelClock
 from snugfit.prediction.rates import PRECISIONS, HostLaunchCosts, Rates, rates_for
-from snugfit.rehearsal.trace.trace import COPY_IN, GENERATED, PREPARED
-from snugfit.results.step_seconds import PhaseSeconds, StepSeconds
+from snugfit.rehearsal.trace.trace import AWAIT_COPY, COPIES, COPY_IN, GENERATED, PREPARED
+from snugfit.results.step_seconds import LINK, PhaseSeconds, StepSeconds
 
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
@@ -36,6 +39,13 @@ MODELS_OWN = frozenset({"forward", "backward"})
 
 FEW_TENSORS = 8
 """Operands that any operator may have; more are lists."""
+
+COMPUTES, TRAVELS = -2, -1
+"""What a kernel is to the queue: it runs on the device, or it is a copy beside the computation. A number from
+0 up makes the device wait for such a copy: for the one behind which so many others were asked for."""
+
+LINK_BOUND_ABOVE = 1.05
+"""How many times as long as without its copies a step takes that is called bound by the link. A choice."""
 
 HOST_BOUND_BELOW = 0.85
 """Share of the step in which the device works; below it the step is called bound by the host. A choice."""
@@ -60,22 +70,28 @@ def step_seconds(
     kernels = with_worker_batches(workers, trace.kernels)
     device = [clock.seconds(kernel) for kernel in kernels]
     launches = [launch_seconds(kernel, costs) for kernel in kernels]
-    phases = _by_phase(kernels, device, launches, gpu)
+    roles = queue_roles(kernels)
+    on_device = [0.0 if role == TRAVELS else s for role, s in zip(roles, device, strict=True)]
+    phases = _by_phase(kernels, on_device, launches, gpu)
     syncs, loading = (
         sync_points(kernels, trace.waits),
         sum(loader_seconds(kernel, costs) for kernel in kernels),
     )
-    length = max(simulate_queue(device, launches, syncs, costs), loading)
-    busy = sum(device)
+    length = max(simulate_queue(device, launches, syncs, costs, roles), loading)
+    busy, link = sum(on_device), sum(device) - sum(on_device)
+    bound = "loading" if loading == length > 0 else _bottleneck(length, busy, phases)
+    if link and length > LINK_BOUND_ABOVE * simulate_queue(on_device, launches, syncs, costs):
+        bound = LINK
     return StepSeconds(
         step_seconds=length,
         samples_per_second=batch_size / length if length else 0.0,
         device_seconds=busy,
         host_seconds=sum(launches) + costs.step + costs.wait * len(syncs),
         phases=phases,
-        bound="loading" if loading == length > 0 else _bottleneck(length, busy, phases),
+        bound=bound,
         measured_rates=rates.measured,
         peak_seconds=model_peak_seconds(kernels, gpu),
+        link_seconds=link,
     )
 
 
@@ -90,7 +106,7 @@ def _by_phase(
         line = sums[kernel.phase, group_of(kernel.operator)]
         line[0] += device_seconds
         line[1] += host_seconds
-        line[2] += _roofline(kernel, gpu)
+        line[2] += 0.0 if kernel.operator in COPIES else _roofline(kernel, gpu)
     return tuple(
         PhaseSeconds(
             phase=phase, group=group, device_seconds=line[0], host_seconds=line[1], roofline_seconds=line[2]
@@ -111,26 +127,47 @@ def model_peak_seconds(kernels: Sequence[Kernel], gpu: Gpu) -> float:
     return sum((_arithmetic(kernel, gpu) for kernel in contractions), 0.0)
 
 
+def queue_roles(kernels: Iterable[Kernel]) -> list[int]:
+    """What each kernel is to the queue: `COMPUTES`, `TRAVELS`, or for which copy the device waits."""
+    return [
+        TRAVELS if k.operator in COPIES else k.tensors if k.operator == AWAIT_COPY else COMPUTES
+        for k in kernels
+    ]
+
+
 def simulate_queue(
-    device: Sequence[float], launches: Sequence[float], syncs: Iterable[int], host: HostLaunchCosts
+    device: Sequence[float],
+    launches: Sequence[float],
+    syncs: Iterable[int],
+    host: HostLaunchCosts,
+    roles: Sequence[int] = (),
 ) -> float:
     """Seconds between the ends of two steady steps.
 
-    `device` and `launches` are the seconds that each kernel takes the device and the host; before the kernels
-    whose indices are in `syncs` the host waits for the device.
+    `device` and `launches` are the seconds that each kernel takes the device, or the link, and the host;
+    before the kernels whose indices are in `syncs` the host waits for the device. `roles` are those of
+    `queue_roles`; without them all are kernels of the device.
     """
     syncs = sorted(syncs)
-    now = free = last = 0.0
+    roles = roles or [COMPUTES] * len(device)
+    now = free = last = link = 0.0
     length = 0.0
     for _ in range(SIMULATED_STEPS):
         now += host.step
         next_sync = 0
-        for index, (device_seconds, launch) in enumerate(zip(device, launches, strict=True)):
+        copies: list[float] = []  # when each of this step is done
+        for index, (seconds, launch, role) in enumerate(zip(device, launches, roles, strict=True)):
             while next_sync < len(syncs) and syncs[next_sync] <= index:
                 now = max(now, free) + host.wait
                 next_sync += 1
             now += launch
-            free = max(free, now) + device_seconds
+            if role == COMPUTES:
+                free = max(free, now) + seconds
+            elif role == TRAVELS:
+                link = max(link, free, now) + seconds
+                copies.append(link)
+            else:
+                free = max(free, copies[-1 - role])
         for _ in syncs[next_sync:]:
             now = max(now, free) + host.wait
         end = max(now, free)
@@ -146,6 +183,8 @@ def launch_seconds(kernel: Kernel, host: HostLaunchCosts) -> float:
         return host.copy + _batch_seconds(kernel, host)
     if kernel.compiled:
         launch = host.generated if kernel.operator.startswith(GENERATED) else host.in_program
+    elif kernel.operator == AWAIT_COPY:
+        launch = host.view
     elif not kernel.operator.startswith("aten::"):
         launch = host.python_launched
     elif kernel.operator == CAST and (kernel.phase == "forward" or kernel.recomputed):

@@ -8,7 +8,16 @@ from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 from snugfit.prediction.kernel_seconds import KernelClock
-from snugfit.prediction.seconds import SIMULATED_STEPS, launch_seconds, sync_points, with_worker_batches
+from snugfit.prediction.seconds import (
+    COMPUTES,
+    SIMULATED_STEPS,
+    TRAVELS,
+    launch_seconds,
+    queue_roles,
+    sync_points,
+    with_worker_batches,
+)
+from snugfit.rehearsal.trace.trace import COPIES
 from snugfit.results.step_seconds import PhaseSpan
 
 if TYPE_CHECKING:
@@ -43,7 +52,8 @@ def time_kernels(trace: Trace, rates: Rates, *, workers: int = 0) -> list[TimedK
     kernels = with_worker_batches(workers, trace.kernels)
     device = [clock.seconds(kernel) for kernel in kernels]
     launches = [launch_seconds(kernel, rates.host) for kernel in kernels]
-    moments = queue_moments(device, launches, sync_points(kernels, trace.waits), rates.host)
+    waits = sync_points(kernels, trace.waits)
+    moments = queue_moments(device, launches, waits, rates.host, queue_roles(kernels))
     return [
         TimedKernel(kernel, launch, launch_time, start, device_time)
         for kernel, launch_time, device_time, (launch, start) in zip(
@@ -57,6 +67,7 @@ def phase_spans(timed: Iterable[TimedKernel]) -> tuple[PhaseSpan, ...]:
     spans: list[PhaseSpan] = []
     for phase, members in groupby(timed, key=lambda one: one.kernel.phase):
         part = list(members)
+        run = [one for one in part if one.kernel.operator not in COPIES] or part
         first, last = part[0], part[-1]
         spans.append(
             PhaseSpan(
@@ -71,33 +82,45 @@ def phase_spans(timed: Iterable[TimedKernel]) -> tuple[PhaseSpan, ...]:
             PhaseSpan(
                 lane="device",
                 phase=phase,
-                start_seconds=first.start,
-                end_seconds=last.start + last.device_seconds,
-                busy_seconds=sum(one.device_seconds for one in part),
+                start_seconds=run[0].start,
+                end_seconds=run[-1].start + run[-1].device_seconds,
+                busy_seconds=sum(one.device_seconds for one in run),
             )
         )
     return tuple(spans)
 
 
 def queue_moments(
-    device: Sequence[float], launches: Sequence[float], syncs: Sequence[int], host: HostLaunchCosts
+    device: Sequence[float],
+    launches: Sequence[float],
+    syncs: Sequence[int],
+    host: HostLaunchCosts,
+    roles: Sequence[int] = (),
 ) -> list[tuple[float, float]]:
     """When each kernel's launch begins, and when it runs, in seconds since the host began the last of
     `SIMULATED_STEPS` steps, `QUEUE_DEPTH` launches ahead of the device at most."""
-    now = free = 0.0
+    roles = roles or [COMPUTES] * len(device)
+    now = free = link = 0.0
     ends: deque[float] = deque([0.0] * QUEUE_DEPTH, maxlen=QUEUE_DEPTH)
     moments: list[tuple[float, float]] = []
     for _ in range(SIMULATED_STEPS):
         begin, pending, moments = now, list(reversed(syncs)), []
         now += host.step
-        for index, (device_seconds, launch) in enumerate(zip(device, launches, strict=True)):
+        copies: list[float] = []
+        for index, (device_seconds, launch, role) in enumerate(zip(device, launches, roles, strict=True)):
             while pending and pending[-1] <= index:
                 pending.pop()
                 now = max(now, free) + host.wait
             now = max(now, ends[0])
-            start = max(free, now + launch)
+            start = max(free, now + launch, link if role == TRAVELS else 0.0)
+            start = start if role < 0 else max(start, copies[-1 - role])
             moments.append((now - begin, start - begin))
-            now, free = now + launch, start + device_seconds
+            now += launch
+            if role == TRAVELS:
+                link = start + device_seconds
+                copies.append(link)
+                continue
+            free = start + device_seconds
             ends.append(free)
         for _ in pending:
             now = max(now, free) + host.wait

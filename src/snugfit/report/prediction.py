@@ -14,7 +14,7 @@ from snugfit.report.text.table import PlainTable, table
 from snugfit.report.text.terminal import words
 from snugfit.results.footprint import Footprint
 from snugfit.results.prediction import Anatomy, Prediction
-from snugfit.results.step_seconds import PhaseSeconds, StepSeconds
+from snugfit.results.step_seconds import LINK, PhaseSeconds, StepSeconds
 from snugfit.units import show_bytes, show_mib, show_seconds
 
 LARGEST_SHOWN = 12
@@ -58,6 +58,7 @@ def footprint_table(footprint: Footprint) -> PlainTable:
         ("on the GPU", footprint.nvml_bytes, "reserved and the CUDA context: what NVML counts"),
         ("CUDA context", footprint.context_bytes, "of the above: CUDA and its loaded libraries"),
         ("host", footprint.host_bytes, "resident memory of the process"),
+        ("page-locked", footprint.pinned_bytes or None, "of the host's: where activations wait"),
     )
     known = [(name, show_mib(size), show_bytes(size), why) for name, size, why in lines if size is not None]
     return table(("At the peak", "MiB>", ">", "Meaning"), known)
@@ -84,12 +85,13 @@ def about_pace(prediction: Prediction) -> list[Text]:
     if timing is None or speed is None:
         return []
     roofline = sum(line.roofline_seconds for line in timing.phases)
-    bound = "the host" if timing.bound == "host" else timing.bound
+    bound = {"host": "the host", LINK: "the link to the host's memory"}.get(timing.bound, timing.bound)
+    travels = f", and activations travel for {show_seconds(timing.link_seconds)}" * bool(timing.link_seconds)
     return [
         words(
             f"A step takes {pace(speed)}. It is bound by {bound}: the GPU is busy for "
             f"{show_seconds(timing.device_seconds)} of it, and would need {show_seconds(roofline)} at the "
-            "rates of its data sheet."
+            f"rates of its data sheet{travels}."
         )
     ]
 

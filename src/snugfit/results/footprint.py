@@ -83,6 +83,10 @@ class Footprint:
     host_bytes: int | None = None
     """Largest resident memory of the process on the host."""
 
+    pinned_bytes: int | None = None
+    """Of the host's: page-locked memory in which activations wait for the backward pass; None when a
+    measurement cannot tell."""
+
     at: Moment | None = None
     """The moment of the requested peak; None when a measurement cannot tell."""
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+LINK = "link"
+"""`StepSeconds.bound` of a step that would be shorter if its activations did not travel."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseSeconds:
@@ -67,7 +70,8 @@ class StepSeconds:
 
     bound: str
     """`host` when the device waits for work most of the time that it does not work, `loading` when all wait
-    for the processes that make batches, else the operator group that keeps the device longest."""
+    for the processes that make batches, `link` when the device waits for activations that travel between it
+    and the host's memory, else the operator group that keeps the device longest."""
 
     measured_rates: bool
     """Whether the GPU's rates were measured; else they were scaled from another's by data sheet."""
@@ -75,6 +79,9 @@ class StepSeconds:
     peak_seconds: float = 0.0
     """What the model's arithmetic would take at the data sheet's peaks: the contractions of its forward and
     backward passes, each in its precision; what is computed again does not count. 0: no peak is known."""
+
+    link_seconds: float = 0.0
+    """Of the step, in which activations travel to the host's memory or back, beside the computation."""
 
     @property
     def mfu(self) -> float | None:

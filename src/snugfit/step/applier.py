@@ -22,6 +22,7 @@ from snugfit.errors import RecipeError, UsageError
 from snugfit.step.wishes.batching import ExpandableSegmentsHandler, LoaderHandler, MicroBatchesHandler
 from snugfit.step.wishes.handler import Handler
 from snugfit.step.wishes.model import (
+    ActivationOffloadHandler,
     AdaptHandler,
     AttentionHandler,
     CheckpointHandler,
@@ -52,6 +53,7 @@ HANDLERS: tuple[Handler, ...] = (
     LogitsHandler(),
     CompileHandler(),  # what is compiled is recomputed
     CheckpointHandler(),
+    ActivationOffloadHandler(),
     OptimizerHandler(),
     AutocastHandler(),
     ScaleGradientsHandler(),

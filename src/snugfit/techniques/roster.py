@@ -4,6 +4,10 @@ A folder is a slot, a file in it is a technique, and the file's name is the word
 technique is one new file, and no list anywhere grows with it. The roster checks each file against the few
 rules that the rest of the code relies on, and raises `RosterError` for the file's author when one is broken.
 Listing names imports no torch: a technique file imports it, if at all, inside functions.
+
+It also knows the words of other libraries, and what to write here instead. One table, `foreign_names.json`,
+serves both uses of such a word: as a key of a job file (the command line reads `keys` and `same`) and as a
+word of a recipe (`advice`). A word for a technique that snugfit has is in that technique's `elsewhere`.
 """
 
 from __future__ import annotations
@@ -12,17 +16,19 @@ import ast
 import functools
 import importlib
 import inspect
+import json
 import pkgutil
 import re
 import textwrap
 from dataclasses import MISSING, dataclass, fields
+from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from snugfit.errors import RecipeError, SnugfitError, did_you_mean
-from snugfit.techniques.foreign import advice
+from snugfit.job.job import Job
 from snugfit.techniques.setting import describe, setting_types, show_setting
 from snugfit.techniques.technique import Fidelity, Slot, Technique, first_sentence
 
@@ -181,3 +187,44 @@ def _class_field_docs(owner: type) -> dict[str, str]:
         and isinstance(below.value, ast.Constant)
         and isinstance(below.value.value, str)
     }
+
+
+# ---- words of other libraries ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForeignNames:
+    """The table of other libraries' names, as `foreign_names.json` has it."""
+
+    about: str
+    """Where the names come from."""
+
+    same: dict[str, str]
+    """Keys that mean the same as one of ours."""
+
+    keys: dict[str, str]
+    """Other keys, with what to write in a job file."""
+
+    techniques: dict[str, str]
+    """Techniques that snugfit does not have, with the reason."""
+
+
+@functools.cache
+def foreign_names() -> ForeignNames:
+    """The table, read once a process."""
+    text = files("snugfit.techniques").joinpath("foreign_names.json").read_text(encoding="utf-8")
+    return ForeignNames(**json.loads(text))
+
+
+def advice(word: str) -> str | None:
+    """What to write instead of `word` in a recipe; None when no library is known to call anything so."""
+    names = foreign_names()
+    if word.lower() in names.techniques:
+        return names.techniques[word.lower()]
+    if word == "batch_size":
+        return "it is part of the job, not of the recipe; 'micro_batches(n)' cuts the batch into n pieces."
+    if names.same.get(word, word) in {field.name for field in fields(Job)}:
+        return "it is part of the job, not of the recipe."
+    if word in names.keys:
+        return f"this is an argument of another trainer, not a technique: {names.keys[word]}."
+    return None

@@ -150,6 +150,14 @@ class CompileWish:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OffloadWish:
+    """Activations that wait for the backward pass in the host's memory."""
+
+    what: str = "all"
+    """`all` that layers keep, or of `checkpoints` their inputs alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoaderWish:
     """How batches reach the device."""
 
@@ -190,6 +198,9 @@ class Setup:
 
     compile: CompileWish | None = None
     """checkpoint: what is compiled, inside of what is recomputed; None runs the code as it is written."""
+
+    activation_offload: OffloadWish | None = None
+    """checkpoint: which activations wait on the host; None leaves all on the device."""
 
     optimizer: OptimizerWish = field(
         default_factory=lambda: OptimizerWish(

@@ -35,6 +35,7 @@ class Slot(StrEnum):
     HEAD = "head"
     ENGINE = "engine"
     CHECKPOINTING = "checkpointing"
+    ACTIVATION_OFFLOAD = "activation_offload"
     BATCHING = "batching"
     OPTIMIZER = "optimizer"
     ALLOCATOR = "allocator"

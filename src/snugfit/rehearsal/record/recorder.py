@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from snugfit.rehearsal.device.other_programs import kernels_asked_for
 from snugfit.rehearsal.record.accumulation import sole_owner
 from snugfit.rehearsal.record.allocations import Allocations
+from snugfit.rehearsal.record.copies import copies_heard
 from snugfit.rehearsal.record.four_bit import scales_of
 from snugfit.rehearsal.record.index_lists import lists_in_index
 from snugfit.rehearsal.record.kernels import (
@@ -104,6 +105,7 @@ class Recorder(TorchDispatchMode, Observer):
         self._writes_in_place = sole_owner(self.policy).writes_in_place
         self._undo.enter_context(self._modules.follow())
         self._undo.enter_context(numbers_watched(self._questions, self._shadows))
+        self._undo.enter_context(copies_heard(self._add_to_last_step))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -333,6 +335,10 @@ class Recorder(TorchDispatchMode, Observer):
             self._mark(MarkKind.CONTEXT_RELEASED)
         if self._step == self.steps - 1:
             self._add_kernel(f"{GENERATED}{name}", cost_of_generated(reads, writes))
+
+    def _add_to_last_step(self, operator: str, cost: KernelCost) -> None:
+        if self._step == self.steps - 1:
+            self._add_kernel(operator, cost)
 
     def wait(self) -> None:
         """The host waits for the device."""

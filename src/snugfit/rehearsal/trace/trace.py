@@ -23,6 +23,20 @@ PREPARED = "Memcpy HtoD, prepared"
 """Such a copy of what so many (`Kernel.tensors`) worker processes made, in page-locked memory."""
 
 
+COPY_OUT = "Memcpy DtoH, activations"
+"""A copy of activations to page-locked memory of the host, by a stream that only copies."""
+
+COPY_BACK = "Memcpy HtoD, activations"
+"""Such a copy to the device."""
+
+AWAIT_COPY = "cudaStreamWaitEvent"
+"""The device computes no further before such a copy is done: the one behind which so many others
+(`Kernel.tensors`) were asked for."""
+
+COPIES = frozenset({COPY_OUT, COPY_BACK})
+"""What runs beside the computation, one after the other."""
+
+
 WITH_BIAS = frozenset({"aten::addmm", "aten::baddbmm", "aten::addmm_", "aten::baddbmm_"})
 """Products whose first operand is added."""
 

@@ -21,7 +21,7 @@ from snugfit.techniques.technique import Slot
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
-    from snugfit.techniques.setup import Call, CheckpointWish, CompileWish, LogitsWish, Setup
+    from snugfit.techniques.setup import Call, CheckpointWish, CompileWish, LogitsWish, OffloadWish, Setup
 
 
 class AttentionHandler(Handler):
@@ -224,6 +224,30 @@ class CompileHandler(Handler):
         self.wrap(value, live.model)
         if value is not None:
             yield f"layers are those of {live.technique(self.slot)}"
+
+
+class ActivationOffloadHandler(Handler):
+    """Activations that wait on the host."""
+
+    wish, slot = "activation_offload", Slot.ACTIVATION_OFFLOAD
+    refused: ClassVar[Mapping[str, str]] = {
+        "script": "snugfit does it with its own code, which a script without snugfit does not have"
+    }
+
+    def wrap(self, value: OffloadWish | None, model: Any) -> None:
+        """The model's saved tensors get hooks."""
+        from snugfit.step.activation_offload import offload_activations
+
+        if value is not None:
+            offload_activations(model, value)
+
+    def change(self, value: OffloadWish | None, live: LiveTraining) -> Iterator[str]:
+        """As when it is built; also of a model whose activations travelled before."""
+        from snugfit.step.activation_offload import offload_activations
+
+        offload_activations(live.model, value)
+        if value is not None:
+            yield f"activations wait where {live.technique(self.slot)} says"
 
 
 def _own_forward(module: Any) -> dict[str, Any]:

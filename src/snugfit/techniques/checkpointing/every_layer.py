@@ -52,6 +52,14 @@ class EveryLayer(Technique):
             note="snugfit uses non-reentrant checkpoints, which keep the same inputs. torch advises "
             "against reentrant ones",
         ),
+        Counterpart(  # its inputs wait on the host, which is for another slot to say
+            arguments={
+                "activation_checkpointing": True,
+                "activation_checkpointing_kwargs.use_reentrant": False,
+                "activation_checkpointing_kwargs.every_n_layers": 1,
+                "activation_checkpointing_kwargs.offload": True,
+            }
+        ),
     )
 
     def install(self, setup: Setup) -> Setup:

@@ -35,6 +35,14 @@ class EveryNthLayer(Technique):
                 "activation_checkpointing_kwargs.offload": False,
             }
         ),
+        Counterpart(  # its inputs wait on the host, which is for another slot to say
+            arguments={
+                "activation_checkpointing": True,
+                "activation_checkpointing_kwargs.use_reentrant": False,
+                "activation_checkpointing_kwargs.every_n_layers": Setting("n"),
+                "activation_checkpointing_kwargs.offload": True,
+            }
+        ),
     )
 
     n: int = between(1, 10_000, default=2)

@@ -1,0 +1,301 @@
+"""Activations that wait on the host: what layers save for the backward pass travels there and back.
+
+Autograd's hooks on saved tensors see everything that a forward pass saves. What a layer of the model's stacks
+saves, or a checkpoint as its input, is copied to the host; embeddings, head and loss keep theirs, which the
+backward pass needs at once.
+
+What travels together is a region: one layer's tensors, or one input of a checkpoint. When a region is full
+its copies begin, and the one before it is awaited and leaves the device: so two regions at most are on it,
+whatever the link does. The last one stays. When the backward pass comes to a region, the one before it begins
+to come back. A tensor that several operators save travels once, and lives as long as the last of them needs
+it, as it would without all this.
+
+A storage travels whole, and every tensor comes back with the strides it had, so that the backward pass runs
+the same kernels on the same numbers.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from snugfit.errors import RecipeError
+from snugfit.step.checkpointing import layer_stacks
+from snugfit.step.host_link import link_to_host
+from snugfit.techniques import roster
+from snugfit.techniques.technique import Slot
+
+if TYPE_CHECKING:
+    import torch
+
+    from snugfit.step.host_link import Extent, Link
+    from snugfit.techniques.setup import OffloadWish
+
+LEAST_BYTES = 1 << 20
+"""Of a storage that travels (chosen): up to here CUDA's allocator has blocks of 2 MiB for all, and the host
+takes longer to ask for a copy than for most kernels."""
+
+CHECKPOINTS = "torch.utils.checkpoint"
+"""The module that saves the inputs of checkpoints."""
+
+
+class Arrival:
+    """A copy to the device that is under way; it is awaited once."""
+
+    __slots__ = ("event", "link", "over")
+
+    def __init__(self, link: Link, event: Any) -> None:
+        self.link, self.event, self.over = link, event, False
+
+    def wait(self) -> None:
+        """What is launched from now on reads what has arrived."""
+        if not self.over:
+            self.link.wait(self.event)
+            self.over = True
+
+
+class Travelling:
+    """A storage whose bytes are on the host, or on their way; while it is on the device, `base` is on it."""
+
+    __slots__ = ("__weakref__", "arrival", "base", "dtype", "extent", "link", "version")
+
+    def __init__(self, link: Link, base: torch.Tensor) -> None:
+        self.link = link
+        self.base: torch.Tensor | None = base
+        self.dtype, self.version = base.dtype, base._version
+        self.extent: Extent | None = None
+        """On the host; None as long as no copy has begun."""
+        self.arrival: Arrival | None = None
+        """Of `base`, where that came back."""
+
+    def tensor(self) -> torch.Tensor:
+        """On the device, to be read by what is launched from now on."""
+        assert self.base is not None
+        if self.arrival is not None:
+            self.arrival.wait()
+        return self.base
+
+    def __del__(self) -> None:
+        """Its extent on the host is free, and its memory on the device too, once nothing is written there."""
+        if self.arrival is not None:
+            self.arrival.wait()
+        if self.extent is not None:
+            self.link.slabs.give_back()
+
+
+class Region:
+    """Storages that travel together; it does not keep them."""
+
+    def __init__(self, before: Region | None) -> None:
+        self.before = before
+        self.members: dict[int, weakref.ref[Travelling]] = {}  # by identity
+        self.sent: Any = None
+        """What to await before its storages may leave the device."""
+
+    def alive(self) -> list[Travelling]:
+        """Those of its storages that something still needs."""
+        return [one for member in self.members.values() if (one := member()) is not None]
+
+    def leave_device(self) -> None:
+        """Its storages are on the host alone, once their copies are done."""
+        members = self.alive()
+        if members and self.sent is not None:
+            members[0].link.wait(self.sent)
+        for one in members:
+            one.base = None
+
+
+class SavedTensor(NamedTuple):
+    """What autograd keeps in the place of a tensor."""
+
+    travelling: Travelling
+    region: Region
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+class ActivationOffload:
+    """The hooks on one model's saved tensors."""
+
+    def __init__(self, what: str) -> None:
+        from torch.autograd.graph import saved_tensors_hooks
+
+        self.what = what
+        self._hooks = saved_tensors_hooks(self._pack, self._unpack)
+        self._handles: list[Any] = []
+        self._links: dict[torch.device, Link] = {}
+        self._begin_pass()
+        self._in_forward = self._in_layer = False
+
+    def _begin_pass(self) -> None:
+        self._region: Region | None = None  # being filled
+        self._last: Region | None = None  # the last that was filled
+        self._known: dict[tuple[int, torch.dtype], tuple[Any, Any]] = {}
+        self._weights: frozenset[int] = frozenset()
+
+    def attach(self, model: Any) -> None:
+        """From now on the model's saved tensors travel. Raises `RecipeError` where it has no layers."""
+        stacks = layer_stacks(model)
+        if not stacks:
+            raise RecipeError(
+                f"{type(model).__name__} has no stack of repeated layers, whose activations could wait on "
+                f"the host. Try {roster.plain(Slot.ACTIVATION_OFFLOAD).name!r}."
+            )
+        add = self._handles.append
+        add(model.register_forward_pre_hook(self._enter, prepend=True))
+        add(model.register_forward_hook(self._leave, always_call=True))
+        for layer in (layer for stack in stacks for layer in stack if self.what == "all"):
+            add(layer.register_forward_pre_hook(self._enter_layer))
+            add(layer.register_forward_hook(self._leave_layer, always_call=True))
+
+    def detach(self) -> None:
+        """The model is as it was before."""
+        for handle in self._handles:
+            handle.remove()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ActivationOffload:
+        """The hooks of a copy of the model do nothing: it has a Setup of its own."""
+        return ActivationOffload("nothing")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ActivationOffload, ("nothing",)
+
+    # ---- the model's side --------------------------------------------------------------------------------
+
+    def _enter(self, model: Any, arguments: Any) -> None:
+        import torch
+
+        if self._in_forward or self.what == "nothing" or not torch.is_grad_enabled():
+            return
+        self._begin_pass()
+        tensors = (*model.parameters(), *model.buffers()) if self.what == "all" else ()
+        self._weights = frozenset(tensor.untyped_storage()._cdata for tensor in tensors)
+        self._in_forward = True
+        self._hooks.__enter__()
+
+    def _leave(self, model: Any, arguments: Any, out: Any) -> None:
+        if self._in_forward:
+            self._hooks.__exit__(None, None, None)
+            self._in_forward = self._in_layer = False
+            self._fill_up()
+            self._known.clear()
+
+    def _enter_layer(self, layer: Any, arguments: Any) -> None:
+        self._in_layer = self._in_forward
+
+    def _leave_layer(self, layer: Any, arguments: Any, out: Any) -> None:
+        if self._in_forward:
+            self._in_layer = False
+            self._fill_up()
+
+    # ---- autograd's side ---------------------------------------------------------------------------------
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        checkpointed = _is_saved_by_a_checkpoint()
+        if not (checkpointed or self._in_layer) or not self._travels(tensor):
+            return tensor
+        if checkpointed:
+            self._fill_up()
+        if self._region is None:
+            self._region = Region(self._last)
+        saved = SavedTensor(
+            self._travelling(tensor, self._region),
+            self._region,
+            tuple(tensor.shape),
+            tensor.stride(),
+            int(tensor.storage_offset()),
+        )
+        if checkpointed:
+            self._fill_up()
+        return saved
+
+    def _unpack(self, saved: Any) -> torch.Tensor:
+        if not isinstance(saved, SavedTensor):
+            return saved  # type: ignore[no-any-return]
+        self._bring(saved.region)
+        if saved.region.before is not None:
+            self._bring(saved.region.before)
+        base = saved.travelling.tensor()
+        return base.as_strided(saved.size, saved.stride, saved.offset)
+
+    def _travels(self, tensor: torch.Tensor) -> bool:
+        import torch
+
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+            return False
+        storage = tensor.untyped_storage()
+        return storage.nbytes() >= LEAST_BYTES and storage._cdata not in self._weights
+
+    def _travelling(self, tensor: torch.Tensor, region: Region) -> Travelling:
+        """This tensor's storage, which may be on its way already, as a member of this region."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata, tensor.dtype
+        held, known = self._known.get(key, (_nothing, _nothing))
+        travelling: Travelling | None = known()
+        if travelling is None or held() is not storage or travelling.version != tensor._version:
+            base = tensor.detach() if tensor.requires_grad else tensor  # which would keep its graph alive
+            travelling = Travelling(self._link(tensor.device), base)
+            self._known[key] = weakref.ref(storage), weakref.ref(travelling)
+        region.members[id(travelling)] = weakref.ref(travelling)
+        return travelling
+
+    def _link(self, device: torch.device) -> Link:
+        if device not in self._links:
+            self._links[device] = link_to_host(device)
+        return self._links[device]
+
+    # ---- regions -----------------------------------------------------------------------------------------
+
+    def _fill_up(self) -> None:
+        """The region is full: its copies begin, and the one before it leaves the device."""
+        region, self._region = self._region, None
+        members = region.alive() if region is not None else []
+        if region is None or not members:
+            return
+        new = [one for one in members if one.extent is None]
+        if new:
+            extents, region.sent = new[0].link.send([one.base for one in new if one.base is not None])
+            for one, extent in zip(new, extents, strict=True):
+                one.extent = extent
+        if self._last is not None:
+            self._last.leave_device()
+        self._last = region
+
+    def _bring(self, region: Region) -> None:
+        """What of this region is not on the device comes back; where all of it is, nothing happens."""
+        away = [one for one in region.alive() if one.base is None]
+        if not away:
+            return
+        link = away[0].link
+        extents = [one.extent for one in away if one.extent is not None]
+        bases, event = link.fetch(extents, [one.dtype for one in away])
+        arrival = Arrival(link, event)
+        for one, base in zip(away, bases, strict=True):
+            one.base, one.arrival = base, arrival
+
+
+def _nothing() -> None:
+    """Stands for a reference to what is gone."""
+
+
+def _is_saved_by_a_checkpoint() -> bool:
+    """Whether torch's checkpoint is saving an input now: it does so itself (torch 2.12), or through an
+    autograd function of its own."""
+    saver = sys._getframe(2)
+    callers = (saver, saver.f_back)
+    return any(frame is not None and frame.f_globals.get("__name__") == CHECKPOINTS for frame in callers)
+
+
+def offload_activations(model: Any, wish: OffloadWish | None) -> None:
+    """From now on what layers of this model save waits on the host, or without a wish on the device."""
+    before = _OFFLOADS.pop(model, None)
+    if before is not None:
+        before.detach()
+    if wish is not None:
+        _OFFLOADS[model] = offload = ActivationOffload(wish.what)
+        offload.attach(model)
+
+
+_OFFLOADS: weakref.WeakKeyDictionary[Any, ActivationOffload] = weakref.WeakKeyDictionary()

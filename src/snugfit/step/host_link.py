@@ -1,0 +1,202 @@
+"""Copies between a device and the host's memory, beside the computation.
+
+On CUDA a stream of its own carries them, and page-locked memory is taken once and used again in each step. A
+copy out begins when the device has computed what came before it; memory that a copy comes back into belongs
+to the stream that computes, as every other tensor does. So nothing depends on how fast the link is: what is
+allocated, and when, is the same in every run.
+
+On the CPU a copy is a copy. On `meta` nothing is copied, and an observer hears of it: a rehearsal writes each
+copy down.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+SLAB_BYTES = 128 << 20
+"""Of page-locked memory that is taken at once: a power of two, since torch rounds up to one."""
+
+ALIGNMENT = 512
+"""Bytes to which extents in it are aligned."""
+
+
+class Extent(NamedTuple):
+    """Some bytes of a slab."""
+
+    slab: int
+    start: int
+    nbytes: int
+
+
+class Slabs:
+    """Extents in memory that is taken once. They are given out one behind the other, from the beginning again
+    whenever all were given back, as they are between two backward passes."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        """Bytes of each slab."""
+        self._used = 0
+        self._slab = self._end = 0
+
+    def take(self, nbytes: int) -> Extent:
+        """So many bytes, in a new slab if need be."""
+        while self._slab < len(self.sizes) and self._end + nbytes > self.sizes[self._slab]:
+            self._slab, self._end = self._slab + 1, 0
+        if self._slab == len(self.sizes):
+            self.sizes.append(max(SLAB_BYTES, 1 << (nbytes - 1).bit_length()))
+        extent = Extent(self._slab, self._end, nbytes)
+        self._end += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        self._used += 1
+        return extent
+
+    def give_back(self) -> None:
+        """A extent is no longer used."""
+        self._used -= 1
+        if not self._used:
+            self._slab = self._end = 0
+
+
+class LinkObserver(Protocol):
+    """Hears what a link does on `meta`."""
+
+    def copy_out(self, nbytes: int) -> None:
+        """Bytes are copied to the host, in their turn."""
+
+    def copy_back(self, nbytes: int) -> None:
+        """Bytes are copied to the device, in their turn."""
+
+    def await_copy(self, later: int) -> None:
+        """The device computes no further before the copy behind which so many others wait is done."""
+
+
+class Link:
+    """The way to the host and back; copies go one after the other. This one is a CPU's, whose copies are done
+    when they have been asked for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.slabs = Slabs()
+        self._memory: list[torch.Tensor] = []
+
+    def send(self, tensors: Sequence[torch.Tensor]) -> tuple[list[Extent], Any]:
+        """Copies the storages of these tensors to the host; gives where they are, and what to await."""
+        extents = [self.slabs.take(tensor.untyped_storage().nbytes()) for tensor in tensors]
+        return extents, self._send(tensors, extents)
+
+    def fetch(
+        self, extents: Sequence[Extent], dtypes: Sequence[torch.dtype]
+    ) -> tuple[list[torch.Tensor], Any]:
+        """Copies what is at these extents back into new tensors, and gives what to await too."""
+        import torch
+
+        tensors = [
+            torch.empty(extent.nbytes // dtype.itemsize, dtype=dtype, device=self.device)
+            for extent, dtype in zip(extents, dtypes, strict=True)
+        ]
+        return tensors, self._fetch(tensors, extents)
+
+    def wait(self, event: Any) -> None:
+        """The device computes no further before this copy is done."""
+
+    def _send(self, tensors: Sequence[torch.Tensor], extents: Sequence[Extent]) -> Any:
+        for tensor, extent in zip(tensors, extents, strict=True):
+            self._host(extent).copy_(_bytes_of(tensor), non_blocking=True)
+
+    def _fetch(self, tensors: Sequence[torch.Tensor], extents: Sequence[Extent]) -> Any:
+        for tensor, extent in zip(tensors, extents, strict=True):
+            _bytes_of(tensor).copy_(self._host(extent), non_blocking=True)
+
+    def _host(self, extent: Extent) -> torch.Tensor:
+        """The host's bytes at this extent, in slabs that are made when they are first used."""
+        for nbytes in self.slabs.sizes[len(self._memory) :]:
+            self._memory.append(self._take(nbytes))
+        return self._memory[extent.slab][extent.start : extent.start + extent.nbytes]
+
+    def _take(self, nbytes: int) -> torch.Tensor:
+        """Memory of the host that torch's allocator, which stands for the device's, does not know."""
+        import torch
+
+        return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+
+
+class CudaLink(Link):
+    """A stream of a GPU that only copies."""
+
+    def __init__(self, device: torch.device) -> None:
+        import torch
+
+        super().__init__(device)
+        self._stream = torch.cuda.Stream(device)
+
+    def wait(self, event: Any) -> None:
+        """What is launched from now on begins after the copy; the host goes on."""
+        import torch
+
+        torch.cuda.current_stream(self.device).wait_event(event)
+
+    def _send(self, tensors: Sequence[torch.Tensor], extents: Sequence[Extent]) -> Any:
+        return self._beside(super()._send, tensors, extents)
+
+    def _fetch(self, tensors: Sequence[torch.Tensor], extents: Sequence[Extent]) -> Any:
+        return self._beside(super()._fetch, tensors, extents)
+
+    def _beside(self, copy: Any, tensors: Sequence[torch.Tensor], extents: Sequence[Extent]) -> Any:
+        import torch
+
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            copy(tensors, extents)
+            return self._stream.record_event()
+
+    def _take(self, nbytes: int) -> torch.Tensor:
+        import torch
+
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+
+class MetaLink(Link):
+    """Takes extents and copies nothing."""
+
+    observer: ClassVar[LinkObserver | None] = None
+    """Who hears of each copy; a rehearsal puts itself here."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._copies = 0
+
+    def wait(self, event: Any) -> None:
+        """The event is the number of the copy."""
+        if self.observer is not None:
+            self.observer.await_copy(self._copies - event)
+
+    def _send(self, tensors: Sequence[torch.Tensor], extents: Sequence[Extent]) -> Any:
+        return self._count(extents, out=True)
+
+    def _fetch(self, tensors: Sequence[torch.Tensor], extents: Sequence[Extent]) -> Any:
+        return self._count(extents, out=False)
+
+    def _count(self, extents: Sequence[Extent], *, out: bool) -> int:
+        self._copies += len(extents)
+        if self.observer is not None:
+            copy = self.observer.copy_out if out else self.observer.copy_back
+            for extent in extents:
+                copy(extent.nbytes)
+        return self._copies
+
+
+def link_to_host(device: torch.device) -> Link:
+    """The link of such a device."""
+    kinds = {"cuda": CudaLink, "meta": MetaLink}
+    return kinds.get(device.type, Link)(device)
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor's storage, as bytes."""
+    import torch
+
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

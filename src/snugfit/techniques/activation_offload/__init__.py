@@ -1,0 +1,1 @@
+"""Where activations wait for the backward pass."""

@@ -1,0 +1,79 @@
+"""Activations wait in the host's memory, and come back when the backward pass is about to use them.
+
+They travel beside the computation, in page-locked memory, by the GPU's copy engines. A step takes no longer
+as long as the link keeps up: a layer's activations must go out while the next layer is computed. Inputs of
+checkpointed layers do with a PCIe 5 link from a few hundred tokens on; all that layers keep is ten times as
+much, for less arithmetic, so such a step is mostly bound by the link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
+
+from snugfit.techniques.counterpart import Counterpart
+from snugfit.techniques.setup import OffloadWish, Setup
+from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+
+What = Literal["checkpoints", "all"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host(Technique):
+    """Keeps activations of layers in the host's page-locked memory until the backward pass uses them."""
+
+    fidelity: ClassVar = Fidelity.SAME
+    source: ClassVar = (
+        "torch.autograd.graph.saved_tensors_hooks with a stream of its own; the synchronous form is "
+        "torch.autograd.graph.save_on_cpu, TRL's is SFTConfig(activation_offloading=True)"
+    )
+    elsewhere: ClassVar = ("activation_offloading", "save_on_cpu")
+    counterparts: ClassVar = (
+        Counterpart(
+            arguments={"activation_offloading": True},
+            settings={"what": "all"},
+            note="TRL also moves what embeddings save, and tensors from 1 KiB on",
+        ),
+        Counterpart(
+            arguments={"activation_checkpointing": True, "activation_checkpointing_kwargs.offload": True},
+            settings={"what": "checkpoints"},
+            note="transformers copies by the stream that computes, which waits for each copy",
+        ),
+    )
+
+    what: What
+    """What waits there: `checkpoints` (inputs of recomputed layers) or `all` (whatever layers keep). Tensors
+    of less than 1 MiB stay on the device."""
+
+    def install(self, setup: Setup) -> Setup:
+        """Has these activations copied to the host and back."""
+        return replace(setup, activation_offload=OffloadWish(what=self.what))
+
+    def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
+        """Where no layer is recomputed, none has an input that is kept for it; the compiler decides what its
+        layers keep."""
+        if recipe[Slot.ENGINE].install(Setup()).compile is not None:
+            yield f"what layers of {recipe[Slot.ENGINE]} keep is not moved. Try 'uncompiled'."
+        if self.what == "checkpoints" and recipe[Slot.CHECKPOINTING].install(Setup()).checkpoint is None:
+            yield "no layer is recomputed, so there are no inputs of such. Try 'host(all)', or 'every_layer'."
+
+    def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
+        """Its seconds are assumed."""
+        yield (
+            "copies to the host and back are assumed to reach the link's full rate and to slow nothing else "
+            "down; no such step was measured yet."
+        )
+
+    @classmethod
+    def planning_objection(cls, job: Job) -> str:
+        """A step with it is never faster."""
+        return f"plans leave it out, because it makes no step faster (--keep '{cls.name}(all)' allows it)"
+
+    @classmethod
+    def settings(cls, job: Job) -> Iterator[Self]:
+        """All: where every layer is recomputed, that is their inputs."""
+        yield cls(what="all")
