@@ -32,6 +32,8 @@ class FakeGpu:
     drawers: list[tuple[int, int | None]] = field(default_factory=list)
     parts: list[FakeGpu] | None = None
     """MIG parts; None: not in MIG mode."""
+    utilization: int | None = None
+    """Per cent; None: not reported."""
     lost: bool = False
     """Every question is refused."""
 
@@ -75,6 +77,11 @@ class FakeNvml:
 
     def nvmlDeviceGetUUID(self, gpu: FakeGpu) -> str:
         return gpu.uuid
+
+    def nvmlDeviceGetUtilizationRates(self, gpu: FakeGpu) -> SimpleNamespace:
+        if gpu.utilization is None:
+            raise NvmlError("Not Supported")
+        return SimpleNamespace(gpu=gpu.utilization)
 
     def nvmlDeviceGetName(self, gpu: FakeGpu) -> str | bytes:
         return gpu.name

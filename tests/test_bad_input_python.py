@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import snugfit
 from snugfit.comparison.compare import compare
 from snugfit.data.lengths import Lengths
 from snugfit.errors import GpuError, JobError, ModelError, RecipeError, UsageError, did_you_mean
@@ -164,10 +165,22 @@ LENGTHS = Lengths.of([3, 5, 8, 8])
     ({"fidelity": None}, "Unknown fidelity None"),
     ({"objective": "fast"}, "Unknown objective 'fast'"),
     ({"free": 3}, "free is 3; it must be slots such as"),
+    ({"gpu": None}, r"which need a GPU. Give gpu='h200' or another; memory_bytes can"),
 ])  # fmt: skip
 def test_each_argument_of_plan_is_checked(asked: dict[str, Any], told: str) -> None:
     with pytest.raises(UsageError, match=told):
         plan(**{"job": job(), "gpu": "h200", **asked})
+
+
+@pytest.mark.parametrize(("name", "told"), [
+    ("memorybytes", "plan takes no memorybytes. Did you mean 'memory_bytes'"),
+    ("batch_size", "plan takes no batch_size. It takes gpu, memory_bytes"),
+    ("tell", "tell is 4; it must be a function"),
+    ("clock", "clock is 4; it must be a function"),
+])  # fmt: skip
+def test_an_argument_that_plan_has_not_or_cannot_call_is_refused(name: str, told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        snugfit.plan(job(), gpu="h200", **{name: 4})
 
 
 @pytest.mark.parametrize(("gpus", "more", "told"), [
@@ -177,6 +190,7 @@ def test_each_argument_of_plan_is_checked(asked: dict[str, Any], told: str) -> N
     ([24], {}, "must be text, such as"),
     (["h200"], {"job": "bert"}, "job is 'bert'"),
     (["h200"], {"workers": -1}, "workers is -1"),
+    (["h200"], {"tell": "me"}, "tell is 'me'; it must be a function"),
 ])  # fmt: skip
 def test_each_argument_of_plan_gpus_is_checked(gpus: Any, more: dict[str, Any], told: str) -> None:
     with pytest.raises(UsageError, match=told):

@@ -7,6 +7,9 @@ import os
 import re
 import subprocess
 import sys
+import threading
+import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +17,13 @@ import pytest
 
 from fake_nvml import H200_RESERVE, H200_TOTAL, FakeGpu, FakeNvml
 from snugfit.errors import GpuError, UsageError
+from snugfit.measurement import sampler as sampler_room
 from snugfit.measurement import watch as watch_room
 from snugfit.measurement.doctor import examine
 from snugfit.measurement.watch import Watch, watch
-from snugfit.units import MIB
+from snugfit.measurement.watch_result import WatchResult
+from snugfit.measurement.watched_gpu import WatchedGpu
+from snugfit.units import GIB, MIB
 
 A, B = (f"GPU-{digit * 8}-aaaa-bbbb-cccc-000000000000" for digit in "12")
 
@@ -123,6 +129,59 @@ def test_peaks_count_from_the_beginning_of_the_block(cuda: FakeCuda) -> None:
     assert "this process  700.0 MiB" in shown
 
 
+def full(**facts: Any) -> WatchedGpu:
+    return WatchedGpu(index=0, name="NVIDIA H200", total_bytes=100 * GIB, utilization=0.99, **facts)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "thread_share", "says"),
+    [
+        (full(nvml_bytes=98 * GIB), 0.9, ["98% of the memory", 'snugfit plan MODEL --gpu "NVIDIA H200"']),
+        (full(nvml_bytes=98 * GIB, retries=3), 0.9, ["3 times the allocator", "snugfit plan"]),
+        (full(reserved_bytes=60 * GIB, allocated_bytes=40 * GIB), 0.9, ["20.00 GiB were", "expandable"]),
+        (full(other_processes="during the run process 17 used this GPU"), 0.9, ["During", "nvidia-smi"]),
+        (
+            replace(full(nvml_bytes=9 * GIB), utilization=0.3),
+            0.95,
+            ["70%", "larger batch", "There is memory"],
+        ),
+        (replace(full(nvml_bytes=60 * GIB), utilization=0.3), 0.1, ["70%", "Python waited", "workers"]),
+        (replace(full(), utilization=0.3), 0.5, ["does not say whether"]),
+        (replace(full(), utilization=0.3), None, ["why is not known"]),
+        (replace(full(), utilization=None, utilization_fault="Not Supported"), 0.9, ["(Not Supported)"]),
+        (full(nvml_bytes=60 * GIB, reserved_bytes=50 * GIB, allocated_bytes=49 * GIB), 0.9, ["Nothing in"]),
+    ],
+)
+def test_what_was_seen_is_answered_with_what_to_do(
+    gpu: WatchedGpu, thread_share: float | None, says: list[str]
+) -> None:
+    seen = WatchResult()
+    assert seen.advice == ()
+    seen.seconds, seen.gpus, seen.thread_share = 9.0, (gpu,), thread_share
+    *sentences, unknown = seen.advice
+    assert len(sentences) == 1
+    assert all(part in sentences[0] for part in says), sentences
+    assert "Not known from outside" in unknown
+    assert seen.to_json()["advice"] == [*sentences, unknown]
+
+
+def test_utilization_is_read_after_the_first_second(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler_room, "READINGS_BEFORE_UTILIZATION", 0)
+    monkeypatch.setattr(sampler_room, "READINGS_PER_CENSUS", 1)
+    read = threading.Event()
+    library = machine(utilization=40, processes=[(os.getpid(), 700 * MIB), (4711, 3000 * MIB)])
+    library.before_reading = lambda: read.set() if cuda.retries[1] else None
+    with Watch(None, [0], library) as seen:
+        for cuda.retries[1] in (1, 2):  # the second reading that begins from here comes after a census
+            read.clear()
+            assert read.wait(60)
+        time.sleep(0.05)
+    (gpu,) = seen.gpus
+    assert gpu.utilization == pytest.approx(0.4)
+    assert "process 4711 (3,000 MiB) used this GPU" in str(gpu.other_processes)
+    assert "kernels ran" in str(seen)
+
+
 def test_several_gpus_are_told_apart(cuda: FakeCuda) -> None:
     with Watch(None, [0, 1], machine()) as seen:
         pass
@@ -165,8 +224,8 @@ def test_hidden_gpus_are_a_reason(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatc
     assert "shows no GPU" in str(seen.without_gpu)
 
 
-@pytest.mark.parametrize("gpus", [[], [-1], [True], ["0"], [2], [0, 5]])
-def test_gpus_that_are_not_there(cuda: FakeCuda, gpus: list[Any]) -> None:
+@pytest.mark.parametrize("gpus", [[], [-1], [True], ["0"], [2], [0, 5], 0])
+def test_gpus_that_are_not_there(cuda: FakeCuda, gpus: Any) -> None:
     library = machine()
     with pytest.raises(GpuError), Watch(None, gpus, library):
         pytest.fail("the block must not run")

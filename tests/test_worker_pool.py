@@ -49,3 +49,16 @@ def test_ctrl_c_does_not_reach_the_fork_server_while_it_imports() -> None:
     words = [sys.executable, "-c", "import signal\n" + script]
     done = subprocess.run(words, check=False, capture_output=True, text=True)
     assert done.stdout == "True\n", done.stderr
+
+
+@pytest.mark.whole
+def test_a_script_from_stdin_needs_no_file() -> None:
+    """A worker cannot import it: what refers to it stays in this process, and the rest is sent."""
+    script = (
+        "from operator import neg\n"
+        "from snugfit.prediction.worker_pool import is_picklable, map_in_processes\n"
+        "def own(number): return number\n"
+        "print(list(map_in_processes(neg, [1, 2], workers=2)), is_picklable(own), is_picklable(neg))\n"
+    )
+    done = subprocess.run([sys.executable, "-"], check=False, capture_output=True, text=True, input=script)
+    assert done.stdout == "[-1, -2] False True\n", done.stderr

@@ -132,9 +132,21 @@ def _tell(message: str, code: int) -> int:
     return code
 
 
+NO_COMMANDS = {
+    "watch": "It is a function: `with snugfit.watch() as seen: trainer.train()` in Python.",
+    "fit": "It is a function: `snugfit.fit(trainer)` in a script. `snugfit train` trains by itself.",
+    "accelerate": "It is a function: `snugfit.accelerate(...)` around a loop of your own.",
+    "compare": "Recipes are compared by `snugfit predict MODEL --compare RECIPE`.",
+    "estimate": "It is called predict: `snugfit predict MODEL`.",
+    "help": "It is written --help: `snugfit --help`, `snugfit plan --help`.",
+    "version": "It is written --version: `snugfit --version`.",
+}
+"""What people write that is no command, with what they want."""
+
+
 def _tell_mistake(mistake: Any, arguments: Sequence[str]) -> int:
     """A mistake in the command line, with the help that would have prevented it."""
-    context = getattr(mistake, "ctx", None)
+    context: Any = getattr(mistake, "ctx", None)
     command = next((one.__name__ for one in COMMANDS if [one.__name__] == arguments[:1]), "")
     path = context.command_path if context else f"snugfit {command}".rstrip()
     message = " ".join(getattr(mistake, "format_message", mistake.__str__)().split())
@@ -142,9 +154,16 @@ def _tell_mistake(mistake: Any, arguments: Sequence[str]) -> int:
         return 2
     if hasattr(mistake, "possibilities"):
         similar = _similar_options(mistake.option_name, context)
+        name = mistake.option_name.lstrip("-")
         message = f"No such option: {mistake.option_name}." + (
-            f" Did you mean {' or '.join(similar)}?" if similar else ""
+            f" Write the {name} without a flag: {path} {name.upper()}."
+            if any(one.name == name for one in context.command.params if one.param_type_name == "argument")
+            else f" Did you mean {' or '.join(similar)}?"
+            if similar
+            else ""
         )
+    if message.startswith("No such command") and arguments and arguments[0] in NO_COMMANDS:
+        message, path = f"No such command {arguments[0]!r}. {NO_COMMANDS[arguments[0]]}", "snugfit"
     message = _number_mistake(mistake) or message.replace("Value error, ", "")  # of pydantic's checks
     message = message.rstrip(".")
     return _tell(f"{message}{'' if message.endswith('?') else '.'} Try: {path} --help", 2)
@@ -156,7 +175,7 @@ def _similar_options(given: str, context: Any) -> list[str]:
     if given in SHORT_FORMS:
         return [SHORT_FORMS[given]]
     name, parameters = given.lstrip("-").replace("_", "-"), context.command.params
-    options = [text[2:] for one in parameters if not one.hidden for text in one.opts]
+    options = [text[2:] for one in parameters if not one.hidden for text in one.opts if text.startswith("--")]
     if near := nearest(name, options):
         return [f"--{option}" for option in near]
     words = {word for option in options for word in option.split("-") if len(word) >= SHORTEST_WORD}

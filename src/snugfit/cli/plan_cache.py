@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from snugfit.cli.progress import show_progress
 from snugfit.documents import BadDocument, read_document, write_document
-from snugfit.errors import GpuError, SnugfitError
+from snugfit.errors import GpuError, SnugfitError, UsageError, did_you_mean
 from snugfit.prediction.profile import installed_versions
 from snugfit.prediction.rates import rates_for
 
@@ -106,9 +106,18 @@ def plan(job: Job, *, fresh: bool = False, **asked: Any) -> Plan:
     from snugfit.job.gpu import find_gpu
     from snugfit.job.job import Job
     from snugfit.planning.plan import Plan
+    from snugfit.planning.request import refuse_what_cannot_be_called
     from snugfit.planning.search import search
 
-    bound = inspect.signature(search.plan).bind(job, **asked)
+    known = inspect.signature(search.plan)
+    refuse_what_cannot_be_called(tell=asked.get("tell"), clock=asked.get("clock"))
+    try:
+        bound = known.bind(job, **asked)
+    except TypeError:
+        name = min(asked.keys() - known.parameters.keys())
+        takes = ", ".join(list(known.parameters)[1:])
+        guess = did_you_mean(name, known.parameters)
+        raise UsageError(f"plan takes no {name}.{guess} It takes {takes}.") from None
     if {"clock", "once"} & asked.keys() or asked.get("gpu") is None or not isinstance(job, Job):
         return search.plan(job, **asked)
     gpu = find_gpu(asked["gpu"])

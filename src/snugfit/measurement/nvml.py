@@ -95,6 +95,14 @@ class Card:
         except NvmlUnavailable:
             return []
 
+    def utilization(self) -> float:
+        """Share of the last moment (up to a second, as the driver chooses) in which a kernel ran; raises
+        `NvmlUnavailable` where the driver does not report it."""
+        share = getattr(_ask(self._library, "nvmlDeviceGetUtilizationRates", self._handle), "gpu", None)
+        if type(share) is not int or not 0 <= share <= 100:
+            raise NvmlUnavailable(f"NVML reports a utilization of {share!r} %.")
+        return share / 100
+
     def capability(self) -> tuple[int, int] | None:
         """Its CUDA compute capability; None where the driver does not report it."""
         try:

@@ -22,6 +22,9 @@ INTERVAL = 0.01
 READINGS_PER_CENSUS = 25
 """A process list takes longer than a memory reading, so it is read less often. A choice."""
 
+READINGS_BEFORE_UTILIZATION = 100
+"""The driver's utilization is of up to a second before: earlier ones would be of the time before sampling."""
+
 MAX_REFUSALS = 100
 """After a second of refusals in a row the GPU is lost or NVML is, and sampling stops."""
 
@@ -55,6 +58,10 @@ class Sampler:
         """For each distinct set of process ids, the census in which the device was fullest."""
         self.refusal: str | None = None
         """Why a reading failed, when one did."""
+        self.utilizations: list[float] = []
+        """Shares of the time in which kernels ran, one for each census after the first second."""
+        self.utilization_fault: str | None = "the block was shorter than a second"
+        """Why there are none."""
 
     def __enter__(self) -> Self:
         self.read()
@@ -102,3 +109,11 @@ class Sampler:
             readings += 1
             if readings % READINGS_PER_CENSUS == 0:
                 self.count()
+                if readings > READINGS_BEFORE_UTILIZATION:
+                    self._read_utilization()
+
+    def _read_utilization(self) -> None:
+        try:
+            self.utilizations.append(self._card.utilization())
+        except NvmlUnavailable as reason:
+            self.utilization_fault = str(reason)

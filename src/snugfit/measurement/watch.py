@@ -7,25 +7,30 @@
 Unlike in `measure`, the GPU may be shared and the process has run before. So each number says what it covers:
 the allocator's peaks are this process's since the beginning of the block (their counters are reset there),
 NVML's is the device's with all processes on it, and this process's share stands beside it where the driver
-reports it. Without a GPU there remain the time and the host's memory, and the reason.
+reports it. Without a GPU there remain the time and the host's memory, and the reason. The result ends in what
+to change about what was seen (`advice.py`).
 """
 
 from __future__ import annotations
 
 import os
+import statistics
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import Any, NamedTuple
 
 from snugfit.errors import GpuError
+from snugfit.measurement.contamination import GpuBaseline, during
 from snugfit.measurement.host import peak_resident_bytes
 from snugfit.measurement.nvml import Card, Nvml, NvmlUnavailable, open_nvml
 from snugfit.measurement.sampler import Sampler
 from snugfit.measurement.visible_devices import card_at
-from snugfit.measurement.watch_result import WatchedGpu, WatchResult
+from snugfit.measurement.watch_result import WatchResult
+from snugfit.measurement.watched_gpu import WatchedGpu
 from snugfit.versions import torch_cuda
 
 _ALLOCATOR_PEAKS = ("requested", "allocated", "reserved")
@@ -46,7 +51,12 @@ class _SampledCard(NamedTuple):
             "uuid": self.card.uuid,
             "nvml_bytes": self.sampler.peak_bytes,
             "process_bytes": max(shares, default=None),
+            "other_processes": during(censuses, GpuBaseline(used_bytes=None, pids=frozenset(), reason=None)),
         }
+        if self.sampler.utilizations:
+            facts["utilization"] = statistics.fmean(self.sampler.utilizations)
+        else:
+            facts["utilization_fault"] = self.sampler.utilization_fault
         try:
             memory = self.card.memory()
         except NvmlUnavailable as reason:
@@ -76,6 +86,7 @@ class Watch:
                 self._cuda.synchronize(index)
                 self._cuda.reset_peak_memory_stats(index)
                 self._retries[index] = self._cuda.memory_stats(index).get("num_alloc_retries", 0)
+        self._thread, self._computed = threading.get_ident(), time.thread_time()
         self._began = time.perf_counter()
         return self._result
 
@@ -85,6 +96,8 @@ class Watch:
         self._cuda = self._cuda or _cuda()  # torch may have been imported inside the block
         fault = self._finish_work()
         self._result.seconds = time.perf_counter() - self._began
+        if self._thread == threading.get_ident() and self._result.seconds:
+            self._result.thread_share = min(1.0, (time.thread_time() - self._computed) / self._result.seconds)
         for watched in self._watched.values():
             if not isinstance(watched, str):
                 watched.sampler.read()
@@ -97,7 +110,7 @@ class Watch:
     def _choose(self) -> list[int]:
         """The indices to watch; none, with the reason, where there is no GPU and none was asked for."""
         if self._gpus is not None:
-            indices = list(self._gpus)
+            indices = list(self._gpus) if isinstance(self._gpus, Iterable) else []
             if not indices or any(type(index) is not int or index < 0 for index in indices):
                 raise GpuError(f"gpus is {self._gpus!r}; it must be a list of CUDA indices, such as [0, 1].")
             if self._in_use() and max(indices) >= self._cuda.device_count():

@@ -4,40 +4,15 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from snugfit.errors import UsageError
+from snugfit.measurement.advice import advice_on
+from snugfit.measurement.watched_gpu import WatchedGpu
 from snugfit.units import show_bytes, show_seconds
 
 SCHEMA = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class WatchedGpu:
-    """One GPU during the block; None is what could not be measured."""
-
-    index: int
-    """As CUDA counts in this process."""
-    name: str | None = None
-    uuid: str | None = None
-    requested_bytes: int | None = None
-    """Peak of what this process's tensors asked the allocator for."""
-    allocated_bytes: int | None = None
-    """Peak of what the allocator gave them."""
-    reserved_bytes: int | None = None
-    """Peak of what the allocator took from the device."""
-    retries: int | None = None
-    """How often the allocator released its cache to go on."""
-    nvml_bytes: int | None = None
-    """Peak of what all processes used on the device, without the driver's reserve where NVML shows it."""
-    process_bytes: int | None = None
-    """Of that, this process's share, where the driver reports it."""
-    reserve_bytes: int | None = None
-    """Held by the driver itself."""
-    total_bytes: int | None = None
-    doubt: str | None = None
-    """Why something is missing."""
 
 
 class WatchResult:
@@ -49,6 +24,8 @@ class WatchResult:
         """Wall time of the block; None while it runs."""
         self.host_bytes: int | None = None
         """Largest resident memory of this process, its past included: the kernel's counter starts there."""
+        self.thread_share: float | None = None
+        """Share of the time in which the block's own thread computed, and did not wait."""
         self.gpus: tuple[WatchedGpu, ...] = ()
         self.without_gpu: str | None = None
         """Why no GPU was watched."""
@@ -70,6 +47,11 @@ class WatchResult:
         """Samples over seconds, when both are known."""
         return self.samples / self.seconds if self.samples and self.seconds else None
 
+    @property
+    def advice(self) -> tuple[str, ...]:
+        """What to change about what was seen, and what the readings do not say; empty while it runs."""
+        return () if self.seconds is None else tuple(advice_on(self.gpus, self.thread_share))
+
     def lines(self) -> Iterator[tuple[str, str]]:
         """The result as pairs of a name and a value."""
         if self.seconds is None:
@@ -85,6 +67,10 @@ class WatchResult:
             yield "GPU", f"none watched: {self.without_gpu}"
         if self.host_bytes is not None:
             yield "host memory", f"{show_bytes(self.host_bytes)} (peak of this process so far)"
+        if self.thread_share is not None:
+            yield "Python busy", f"{self.thread_share:.0%} of the time, in this thread"
+        for number, sentence in enumerate(self.advice):
+            yield "" if number else "advice", sentence
 
     def __str__(self) -> str:
         lines = list(self.lines())
@@ -110,8 +96,10 @@ class WatchResult:
             "samples": self.samples,
             "samples_per_second": self.samples_per_second,
             "host_bytes": self.host_bytes,
+            "thread_share": self.thread_share,
             "gpus": [asdict(gpu) for gpu in self.gpus],
             "without_gpu": self.without_gpu,
+            "advice": list(self.advice),
         }
 
 
@@ -133,5 +121,7 @@ def _gpu_lines(gpu: WatchedGpu) -> Iterator[tuple[str, str]]:
         yield "  NVML", f"{show_bytes(gpu.nvml_bytes)} at its peak, all processes{apart}"
     if gpu.process_bytes is not None:
         yield "  this process", show_bytes(gpu.process_bytes)
+    if gpu.utilization is not None:
+        yield "  kernels ran", f"{gpu.utilization:.0%} of the time"
     if gpu.doubt:
         yield "  but", gpu.doubt

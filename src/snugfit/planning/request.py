@@ -28,6 +28,13 @@ def refuse_bad_request(
         raise UsageError(f"workers is {workers!r}; it must be a whole number of processes from 1, or None.")
 
 
+def refuse_what_cannot_be_called(**given: object) -> None:
+    """Raises `UsageError` for an argument that is no function; None is none."""
+    for name, value in given.items():
+        if value is not None and not callable(value):
+            raise UsageError(f"{name} is {value!r}; it must be a function, or be left out.")
+
+
 def fidelity_of(text: str | Fidelity) -> Fidelity:
     """The degree with this name; raises `UsageError` with the legal ones."""
     legal = [degree.value for degree in Fidelity]

@@ -16,6 +16,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -67,7 +68,8 @@ class _Worker:
     def __init__(self, context: Any, make: Callable[[], Any]) -> None:
         self.connection, child_end = context.Pipe()
         self.process = context.Process(target=_serve, args=(child_end, make), daemon=True)
-        self.process.start()
+        with _main_of_a_file():
+            self.process.start()
         child_end.close()
 
     def send(self, question: Question) -> None:
@@ -92,7 +94,8 @@ class _Worker:
         self.process.join(ENDS_WITHIN)
         if self.process.exitcode != UNGUARDED:
             return SnugfitError(
-                "A worker process was killed, perhaps because memory ran out. Try one worker (--workers 1)."
+                "A worker process was killed, perhaps because memory ran out. Try one worker "
+                "(--workers 1; workers=1 in Python)."
             )
         return UsageError(
             "snugfit starts worker processes, and each of them imports the calling script. Put the call "
@@ -194,12 +197,34 @@ def map_in_processes(
 
 
 def is_picklable(what: Any) -> bool:
-    """Whether this can be sent to another process."""
+    """Whether this can be sent to another process, which cannot import a script that is no file."""
     try:
-        pickle.dumps(what)
+        sent = pickle.dumps(what)
     except (pickle.PicklingError, AttributeError, TypeError):
         return False
-    return True
+    return _is_main_a_file() or b"__main__" not in sent
+
+
+def _is_main_a_file() -> bool:
+    """Whether the calling script stands in a file: one that comes from stdin (`python - <<END`) or out of a
+    notebook does not."""
+    return os.path.isfile(getattr(sys.modules["__main__"], "__file__", None) or "")
+
+
+@contextmanager
+def _main_of_a_file() -> Iterator[None]:
+    """Within it a new process is told to import the calling script only where that stands in a file: Python
+    calls one that comes from stdin `<stdin>`, and a process that looks for such a file dies."""
+    main: Any = sys.modules["__main__"]
+    name = getattr(main, "__file__", None)
+    if name is None or _is_main_a_file():
+        yield
+        return
+    del main.__file__
+    try:
+        yield
+    finally:
+        main.__file__ = name
 
 
 def _context(preload: Sequence[str]) -> Any:

@@ -28,7 +28,7 @@ from snugfit.planning.fleet.kinds import kinds_of, search_kinds
 from snugfit.planning.fleet.per_gpu import PerGpuSearch, screen_recomputing
 from snugfit.planning.keep import Free, Keep, Kept, kept_of
 from snugfit.planning.plan import Counts
-from snugfit.planning.request import fidelity_of, refuse_bad_request, start_of
+from snugfit.planning.request import fidelity_of, refuse_bad_request, refuse_what_cannot_be_called, start_of
 from snugfit.planning.search.progress import Progress, Tell
 from snugfit.planning.search.recomputing import RecomputingKinds
 from snugfit.planning.search.space import Space, space_of
@@ -83,6 +83,7 @@ def plan_gpus(
     from snugfit.planning.cost.parts_pool import can_travel
 
     refuse_bad_request(job, objective=objective, workers=workers)
+    refuse_what_cannot_be_called(tell=tell)
     gpus, fidelity = _gpus_of(gpus), fidelity_of(fidelity)
     run = PlannedRun(steps=steps, rates=once)
     fixed = kept_of(job, keep, free, start_of(start, 0))

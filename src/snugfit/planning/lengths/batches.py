@@ -78,7 +78,7 @@ def draw(lengths: Lengths, *, batch_size: int, micro_batches: int, order: str, s
     if lengths.samples < batch_size:
         raise JobError(
             f"{lengths.source}: {lengths.samples:,} lengths, but a global batch has {batch_size:,} "
-            "samples. Give the lengths of a whole dataset, or a smaller --batch-size."
+            "samples. Give the lengths of a whole dataset, or a smaller batch_size."
         )
     random = np.random.default_rng(seed)
     dataset = _sample_lengths(lengths, batch_size, random)

@@ -250,6 +250,7 @@ def _timer_of(gpu: Gpu | None) -> Timer:
 
     if gpu is None:
         raise UsageError(
-            "A plan compares seconds, which need a GPU. Add --gpu NAME; --memory can be added to it."
+            "A plan compares seconds, which need a GPU. Give gpu='h200' or another; memory_bytes can be "
+            "added to it."
         )
     return GpuTimers([gpu])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from snugfit.evaluation.guide_result import GuideResult, GuideRow
 from snugfit.evaluation.guide_suite import anatomy, machines, source
+from snugfit.evaluation.per_parameter import PerParameter
 from snugfit.report.evaluation.methods import change, helps, method_lines, stage_lines
 from snugfit.report.text.files import write_atomically
 from snugfit.report.text.grid import Grid, csv_text, escape
@@ -108,10 +109,10 @@ def _experiments(result: GuideResult) -> Grid:
         heads=(
             "Experiment",
             "MiB>",
-            "To vanilla>",
+            "MiB to vanilla>",
             "Fits",
             "Samples/s>",
-            "likely>",
+            "Likely samples/s>",
             "Speed to vanilla>",
             "Recipe<",
         ),
@@ -146,9 +147,9 @@ def _measurements(result: GuideResult) -> Grid:
         "Predicted MiB>",
         "Measured MiB>",
         "Error>",
-        "To vanilla>",
+        "MiB to vanilla>",
         "Predicted samples/s>",
-        "likely>",
+        "Likely samples/s>",
         "Measured samples/s>",
         "Speed error>",
         "Speed to vanilla>",
@@ -181,12 +182,12 @@ def _published_figures(result: GuideResult) -> Grid:
         "Experiment",
         "Machine",
         "Published MiB>",
-        "To vanilla>",
+        "MiB to vanilla>",
         "Predicted MiB>",
         "Error>",
         "Published samples/s>",
         "Predicted samples/s>",
-        "likely>",
+        "Likely samples/s>",
         "Speed error>",
     )
     notes = "; ".join(f"{machine.name}: {machine.note}" for machine in known.values() if not machine.gpu)
@@ -233,11 +234,10 @@ def _stages(result: GuideResult) -> Grid:
 
 def _per_parameter(result: GuideResult) -> Grid:
     rows = tuple(
-        (line.model, line.optimizer, "refused", *[UNKNOWN] * 8)
+        (_model_and_optimizer(line), "refused", *[UNKNOWN] * 8)
         if line.refused
         else (
-            line.model,
-            line.optimizer,
+            _model_and_optimizer(line),
             *(f"{part:.2f}" for part in (line.weights, line.copies, line.gradients, line.states, line.rest)),
             line.peak,
             f"{line.total:.2f}",
@@ -247,8 +247,7 @@ def _per_parameter(result: GuideResult) -> Grid:
         for line in result.per_parameter
     )
     heads: tuple[str, ...] = (
-        "Model",
-        "Optimizer",
+        "Model and optimizer",
         "Weights>",
         "Copies>",
         "Gradients>",
@@ -259,13 +258,19 @@ def _per_parameter(result: GuideResult) -> Grid:
     )
     heads += ("Rule: states>", "Rule: all>")
     refused = [f"{line.optimizer}: {line.refused}" for line in result.per_parameter if line.refused]
-    note = " ".join([*anatomy()["why"].values(), *dict.fromkeys(refused)])
+    why = [f"{part}: {text}" for part, text in anatomy()["why"].items()]
+    note = " ".join(["How the guide's rule differs.", *why, *dict.fromkeys(refused)])
     return Grid(
         title=f"Bytes per parameter at the peak ({anatomy()['precision']}, tiny batch), and the guide's rule",
         heads=heads,
         rows=rows,
         note=note,
     )
+
+
+def _model_and_optimizer(line: PerParameter) -> str:
+    """Both in one cell, for only both name a row; the model without its organisation."""
+    return f"{line.model.rpartition('/')[2]}, {line.optimizer}"
 
 
 def _samples(speed: StepSpeed | None) -> float | None:

@@ -1,0 +1,39 @@
+"""What people write that is no command, or an option that is an argument, is answered with what they want."""
+
+from __future__ import annotations
+
+import pytest
+
+from snugfit.cli.main import NO_COMMANDS, run
+
+
+@pytest.mark.parametrize("word", NO_COMMANDS)
+def test_what_is_no_command_is_answered_with_what_is_meant(
+    word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([word, "more"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"snugfit: No such command '{word}'. It is ") or "snugfit predict" in err
+    assert err.count("\n") == 1
+
+
+def test_a_misspelt_command_is_still_guessed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["prdict"]) == 2
+    assert "Did you mean 'predict'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["export", "--recipe", "bf16"], "Write the recipe without a flag: snugfit export RECIPE."),
+        (["predict", "--model", "gpt2"], "Write the model without a flag: snugfit predict MODEL."),
+        (["check", "--file", "a.json"], "Write the file without a flag: snugfit check FILE."),
+        (["export", "bf16", "--recip"], "No such option: --recip. Try: snugfit export --help"),
+    ],
+)
+def test_an_argument_written_as_an_option_is_said_to_be_none(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(words) == 2
+    assert told in capsys.readouterr().err
