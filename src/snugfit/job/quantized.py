@@ -69,7 +69,7 @@ class Quantization:
         from transformers.quantizers import AutoHfQuantizer
 
         device = torch.get_default_device()
-        with _disable_current_modes(), torch.device("meta"):
+        with _disable_current_modes(), torch.device("meta"), _without_initialization():
             model: Any = make()
             quantizer = AutoHfQuantizer.from_config(self.config(model))
             quantizer.preprocess_model(model=model, device_map=None)
@@ -132,6 +132,16 @@ def _is_quantized(module: nn.Module) -> bool:
     from bitsandbytes.nn import Linear4bit
 
     return isinstance(module, Linear4bit)
+
+
+@contextlib.contextmanager
+def _without_initialization() -> Iterator[None]:
+    """A model without data is given none, also in a rehearsal, where transformers is told that it builds on a
+    device."""
+    from transformers import PreTrainedModel
+
+    with patch.object(PreTrainedModel, "initialize_weights", lambda model: None):
+        yield
 
 
 @contextlib.contextmanager

@@ -26,23 +26,20 @@ class Screening:
     """The least that a candidate can take, by its number, on each GPU."""
     excluded: list[Exclusion] = field(default_factory=list)
     """What could not be rehearsed."""
-    kinds: int = 0
-    """How many kinds of passes were rehearsed."""
 
 
 def screen(
-    space: Space, pool: WorkerPool, tell: Tell = lambda what: None, kinds: Collection[int] | None = None
+    space: Space, pool: WorkerPool, tell: Tell = lambda what: None, numbers: Collection[int] | None = None
 ) -> Screening:
-    """Gives every candidate its lower bounds, or those of some kinds of passes. One worker begins at each end
+    """Gives every candidate its lower bounds, or some. One worker begins at each end
     of the list, which is in the order of what updates depend on, so that few updates are rehearsed in both.
     Raises `SnugfitError` when nothing at all can be rehearsed."""
     groups: dict[int, list[int]] = defaultdict(list)
-    for number, candidate in enumerate(space.candidates):
-        if kinds is None or candidate.passes in kinds:
-            groups[candidate.passes].append(number)
+    for number in range(len(space.candidates)) if numbers is None else numbers:
+        groups[space.candidates[number].passes].append(number)
     order = sorted(groups.values(), key=lambda group: repr(space.candidates[group[0]].update))
     waiting = deque(range(len(order)))
-    screening = Screening(kinds=len(order))
+    screening = Screening()
     tell(f"estimating {len(order)} kinds of steps")
     progress = Progress("screening", len(order), tell)
 
@@ -58,7 +55,7 @@ def screen(
             screening.excluded.append(exclusion(space, order[index], answer))
         else:
             screening.bounds.update(zip(order[index], answer, strict=True))
-    if kinds is None and not screening.bounds:
+    if numbers is None and not screening.bounds:
         why = screening.excluded[0].why if screening.excluded else "there is none"
         raise SnugfitError(f"No recipe could be simulated: {why}")
     return screening
