@@ -119,7 +119,7 @@ class RecomputingKinds:
         """Gives those kinds their lower bounds of which a candidate `is_needed`, by the least that is known
         of it on each GPU; without `twins` but for those that are no better than another, and of many the
         `most` that may be fastest. Which candidates were given them."""
-        needed = self._needed(is_needed, twins=twins)
+        needed = self._find_needed(is_needed, twins=twins)
         kinds = [kind for kind in needed if needed[kind][0] not in self._whole] or list(needed)
         kinds.sort(key=lambda kind: min(map(self._total_seconds, needed[kind])))
         chosen = [number for kind in kinds[:most] for number in needed[kind]]
@@ -136,9 +136,9 @@ class RecomputingKinds:
             self._has_twins = False
         return list(asked)
 
-    def _needed(self, is_needed: Callable[[int, OnGpus], bool], *, twins: bool) -> dict[int, list[int]]:
-        """By kind, those that wait and are needed; for many GPUs all of the kind, for asking about each costs
-        more than it saves."""
+    def _find_needed(self, is_needed: Callable[[int, OnGpus], bool], *, twins: bool) -> dict[int, list[int]]:
+        """By kind, those that wait and are needed; for many GPUs all of the kind that is to be looked at
+        first, for asking about each costs more than it saves."""
         needed: dict[int, list[int]] = {}
         for kind, numbers in self.waiting.items():
             asked = (
@@ -151,7 +151,10 @@ class RecomputingKinds:
             some = [first, *asked] if len(self.states) == 1 else numbers
             if twins or not self._has_twins or not self._is_no_better(kind, some):
                 needed[kind] = some
-        return needed
+        if len(self.states) == 1 or twins:
+            return needed
+        firsts = (self._first_of(numbers[0]) for numbers in needed.values())
+        return {kind: self.waiting[kind] for kind in (self.space.candidates[n].passes for n in firsts)}
 
     def _take(self, chosen: Iterable[int]) -> dict[int, OnGpus]:
         """Gives all of these that wait their lower bounds, with all that share their passes. By number, what
@@ -231,10 +234,10 @@ class RecomputingKinds:
             return least
         return [
             Bound(
-                max(most.needed_bytes, _between(one.needed_bytes, each.needed_bytes, wish.every)),
-                _between(one.seconds, each.seconds, wish.every),
+                max(most.needed_bytes, _between(one.needed_bytes, other.needed_bytes, wish.every)),
+                _between(one.seconds, other.seconds, wish.every),
             )
-            for most, one, each in zip(least, self._bounds(none), self._bounds(full), strict=True)
+            for most, one, other in zip(least, self._bounds(none), self._bounds(full), strict=True)
         ]
 
     def _bounds_of_whole(self, number: int) -> OnGpus:
@@ -335,6 +338,6 @@ def _is_below(bounds: OnGpus, twin_bounds: OnGpus, share: float = 0.0) -> bool:
     )
 
 
-def _between(none: float, each: float, every: int) -> Any:
+def _between(none: float, full: float, every: int) -> Any:
     """The least of each n-th layer, on the line between none and each."""
-    return type(none)((none + (each - none) / every) * (1 - LINE_SHARE))
+    return type(none)((none + (full - none) / every) * (1 - LINE_SHARE))
