@@ -30,7 +30,7 @@ ALL_TRUTH = os.environ.get("SNUGFIT_ALL_TRUTH") == "1"
 FURTHER = ("lora(targets=all-linear)", "micro_batches(4)")
 """Techniques of the roster once more, with settings that change what is allocated."""
 
-GIVEN = {"selective": "products"}
+GIVEN = {"selective": "products", "host": "all"}
 """By the technique, the setting that must be given, where it is no number."""
 
 REFUSED = [
@@ -38,6 +38,7 @@ REFUSED = [
     {"qlora", "compiled"},
     {"selective(products)", "compiled"},
     {"segments", "compiled"},
+    {"host(all)", "compiled"},
 ]
 """Pairs that no recipe may have."""
 
