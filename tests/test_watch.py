@@ -23,6 +23,8 @@ from snugfit.measurement.doctor import examine
 from snugfit.measurement.watch import Watch, watch
 from snugfit.measurement.watch_result import WatchResult
 from snugfit.measurement.watched_gpu import WatchedGpu
+from snugfit.report.doctor import render
+from snugfit.report.text.terminal import as_text
 from snugfit.units import GIB, MIB
 
 A, B = (f"GPU-{digit * 8}-aaaa-bbbb-cccc-000000000000" for digit in "12")
@@ -277,6 +279,26 @@ def test_the_doctor_tells_what_is_there() -> None:
     assert all(package.version for package in found.packages if package.required)
     assert found.visible_devices == "1"
     assert json.loads(json.dumps(found.to_json()))["what"] == "doctor"
+
+
+@pytest.mark.parametrize(
+    ("system", "release", "spills"),
+    [
+        ("Linux", "5.15.153.1-microsoft-standard-WSL2", True),
+        ("Linux", "4.4.0-19041-Microsoft", True),
+        ("Windows", "11", True),
+        ("Linux", "6.8.0-45-generic", False),
+    ],
+)
+def test_a_driver_that_goes_on_in_the_host_s_memory_is_told(
+    system: str, release: str, spills: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("platform.system", lambda: system)
+    monkeypatch.setattr("platform.release", lambda: release)
+    found = examine(library=machine())
+    assert (found.spills is not None) == spills
+    shown = " ".join(as_text(render(found)).split())
+    assert ("instead of refusing it" in shown) == spills
 
 
 def test_the_doctor_knows_extras_from_the_roster() -> None:

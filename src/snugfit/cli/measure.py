@@ -49,6 +49,7 @@ def measure(
     as_json: given.AsJson = False,
 ) -> int:
     """Measure a training step here: its memory, its time, and how it ended."""
+    from snugfit.measurement.host import spill_to_host
     from snugfit.measurement.measure import measure as run
     from snugfit.prediction.device import policy_for
     from snugfit.prediction.profile import Software
@@ -59,6 +60,8 @@ def measure(
             "This machine has no GPU that torch can use: the step runs on the CPU, without a GPU's figures.",
             err=True,
         )
+    elif device != "cpu" and (spills := spill_to_host()):
+        typer.echo(f"Note: {spills}.", err=True)
     # Whatever is wrong with the prediction is said before minutes are spent on the run.
     predicted = _predict(request, device) if predict else None
     measured = run(

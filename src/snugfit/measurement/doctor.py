@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from snugfit.measurement.host import spill_to_host
 from snugfit.measurement.nvml import Card, NvmlUnavailable, open_nvml
 from snugfit.measurement.visible_devices import VISIBLE_DEVICES, hides_all
 from snugfit.versions import CORE, OPTIONAL, __version__, torch_cuda, version_of
@@ -90,6 +91,8 @@ class Doctor:
     """Why NVML does not answer; None when it does."""
     gpus: tuple[GpuStatus, ...]
     """All of the machine, in the order of the PCI bus, whatever CUDA_VISIBLE_DEVICES shows."""
+    spills: str | None = None
+    """What the driver does with memory that the GPU lacks, where that is to go on in the host's; else None."""
     visible_devices: str | None
     """CUDA_VISIBLE_DEVICES; None when it is not set."""
 
@@ -124,6 +127,7 @@ def examine(*, library: Any | None = None, environment: Mapping[str, str] = os.e
         driver=driver,
         nvml=nvml_fault,
         gpus=gpus,
+        spills=spill_to_host(),
         visible_devices=environment.get(VISIBLE_DEVICES),
     )
 

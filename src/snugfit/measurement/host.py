@@ -66,6 +66,19 @@ def cpu_name() -> str:
     return name[1].strip() if name else platform.processor() or platform.machine() or "CPU"
 
 
+def spill_to_host(system: str | None = None, release: str | None = None) -> str | None:
+    """What the driver of Windows does when the GPU's memory is full, where this machine has it: under Windows
+    itself, and under WSL, whose kernel's release names it. None elsewhere."""
+    system, release = system or platform.system(), release or platform.release()
+    if system != "Windows" and "microsoft" not in release.lower():
+        return None
+    return (
+        "under Windows and WSL the driver may move GPU memory into the host's memory instead of refusing it: a "
+        "run that does not fit becomes many times slower and does not fail. NVIDIA's control panel has a "
+        "switch, CUDA - Sysmem Fallback Policy (Prefer No Sysmem Fallback)"
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class HostLoad:
     """CPU counters at one moment, in seconds since some beginning."""

@@ -38,6 +38,8 @@ def _machine(doctor: Doctor) -> Iterator[tuple[str, str]]:
     yield "driver", doctor.driver or "none"
     if doctor.nvml:
         yield "NVML", doctor.nvml
+    if doctor.spills:
+        yield "full GPU memory", doctor.spills
     if doctor.visible_devices is not None:
         yield "CUDA_VISIBLE_DEVICES", doctor.visible_devices or "(empty: hides every GPU)"
 
