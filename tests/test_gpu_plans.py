@@ -17,6 +17,7 @@ from small_models import small_job
 from snugfit.errors import SnugfitError, UsageError
 from snugfit.job.gpu import Gpu, find_gpu
 from snugfit.job.job import Job
+from snugfit.planning.cost import parts as parts_room
 from snugfit.planning.cost.parts import Bound, Figures, Parts
 from snugfit.planning.cost.same_trace import with_sizes
 from snugfit.planning.cost.timer import (
@@ -221,6 +222,28 @@ def test_one_rehearsal_tells_what_gpus_of_other_sizes_take() -> None:
     told = {other: with_sizes(trace, sizes) for other, sizes in compared.sizes.items() if sizes is not None}
     assert all(owns[other] == own for other, own in told.items())
     assert any(own != trace for own in told.values()), "this job shows no difference between the GPUs"
+
+
+def test_recipes_of_one_trace_are_simulated_in_full_by_one_rehearsal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each on its GPUs, as if it had been asked about alone; two steps are recorded where those were seen to
+    be alike."""
+    job = small_job("bert", 1, batch_size=2)
+    gpus = [find_gpu(name) for name in ("rtx 3060", "rtx 4090")]
+    rehearsed: list[bool] = []
+
+    def counted(*arguments: Any, steady: bool = False) -> Trace:
+        rehearsed.append(steady)
+        return rehearse(*arguments, steady=steady)
+
+    monkeypatch.setattr(parts_room, "rehearse", counted)
+    parts = Parts(job, gpus, TimersWithGaps.on(gpus))
+    plain, other = (Recipe.parse(text).setup() for text in ("bf16", "bf16 + expandable + workers"))
+    together = parts.whole([(plain, [0, 1]), (other, [1])])
+    assert rehearsed == [False]
+    parts.judge([plain])
+    assert [*parts.whole([(plain, [0, 1])]), *parts.whole([(other, [1])])] == together
+    assert rehearsed == [False, True, True]
+    assert together[0][1].seconds != together[1][0].seconds, "workers make its batches"
 
 
 def test_what_a_model_makes_of_a_gpu_s_threads_is_its_own() -> None:

@@ -113,13 +113,41 @@ def test_three_micro_batches_tell_of_many(
     same(found, whole(job, setup)[0])
 
 
-def test_a_step_that_is_not_steady_is_rehearsed_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+STEADY = [
+    ("bert", "plain", {"padding": 0.3}),
+    ("gpt2", "micro_batches(2) + adafactor + lora", {}),
+    ("llama", "micro_batches(3) + fp16 + every_layer", {"clip": 1.0}),
+    ("vit", "bf16_pure + adamw_loop", {}),
+]
+
+
+@pytest.mark.parametrize(("family", "recipe", "more"), STEADY)
+def test_two_steps_tell_of_three_where_they_are_known_to_be_steady(
+    family: str, recipe: str, more: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded = []
+
+    def counted(step: object, policy: object, steps: int) -> object:
+        recorded.append(steps)
+        return record_step(step, policy, steps)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(room, "record_step", counted)
+    job, setup = small_job(family, 2, batch_size=6, **more), setup_of(recipe)
+    found = rehearse(job, setup, CUDA, steady=True)
+    assert recorded == [2]
+    same(found, whole(job, setup)[0])
+    rehearse(job, setup, CUDA)
+    assert recorded == [2, 3]
+
+
+@pytest.mark.parametrize(("recipe", "steady"), [("micro_batches(4)", False), ("micro_batches(2)", True)])
+def test_a_step_that_is_not_steady_is_rehearsed_whole(
+    recipe: str, steady: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An optimizer that keeps something more with every step: a third step is not the second again."""
-    setup = replace(
-        setup_of("micro_batches(4)"), optimizer=OptimizerWish(factory=Call(path=f"{__name__}:hoarder"))
-    )
+    setup = replace(setup_of(recipe), optimizer=OptimizerWish(factory=Call(path=f"{__name__}:hoarder")))
     job = small_job("bert", 2)
-    found = rehearse(job, setup, CUDA)
+    found = rehearse(job, setup, CUDA, steady=steady)
     same(found, whole(job, setup)[0])
     hoarded = [block for block in found.blocks if block.phase == "update" and block.nbytes == 12_345 * 4]
     assert len(hoarded) == 1 + 2 + 4

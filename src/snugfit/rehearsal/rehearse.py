@@ -54,8 +54,10 @@ def rehearse(
     keep_gradients: bool = False,
     always_mask: bool = False,
     trainer_class: type[Any] | None = None,
+    steady: bool = False,
 ) -> Trace:
-    """The trace of `steps` optimizer steps of this job, as they would run on the policy's device.
+    """The trace of `steps` optimizer steps of this job, as they would run on the policy's device. Where they
+    are known to be `steady` from the second on, two are recorded.
 
     `keep_gradients` and `always_mask` are habits of older software (`Step`); `trainer_class` runs in the
     place of `transformers.Trainer`.
@@ -76,7 +78,7 @@ def rehearse(
         import_peft()
     if trainer_class is not None:
         _refuse_no_trainer(trainer_class, loop)
-    if loop == "plain" and (short := short_run(job, setup, steps)) is not None:
+    if loop == "plain" and (short := short_run(job, setup, steps, steady=steady)) is not None:
         trace, marks, varies = record_step(open_it(short.job, short.setup), policy, short.steps)
         relative = RelativeTrace.of(trace, marks)
         whole = repeat(relative, steps=steps, micro_batches=setup.micro_batches) if not varies else None

@@ -96,6 +96,8 @@ class Parts:
         self.lower_bounds = LowerBounds(self.shallow_jobs, self.policy, timer, self.startup)
         self._redundant: dict[Hashable, bool] = {}
         self._whole: OrderedDict[Hashable, Any] = OrderedDict()
+        self._steady: set[Hashable] = set()
+        """The traces whose third step was seen to be the second again."""
 
     # ---- lower bounds ------------------------------------------------------------------------------------
 
@@ -169,35 +171,49 @@ class Parts:
             return seconds_of(self.timer, micro_batch_works(trace, setup.micro_batches))
         return self.timer(trace)
 
-    def whole(self, setup: Setup, gpus: Sequence[int]) -> list[Figures]:
-        """What this Setup takes on each of these of the GPUs, simulated in full by the GPU's own policy: GPUs
-        that run the same kernels may yet differ in the workspaces and the scratch of those. One rehearsal
-        serves all whose buffers are as many."""
-        policies = {gpu: policy_for(self.gpus[gpu], Software()) for gpu in gpus}
+    def whole(self, asked: Sequence[tuple[Setup, Sequence[int]]]) -> list[list[Figures]]:
+        """What each of these Setups, which have one trace, takes on each of these of the GPUs, simulated in
+        full by the GPU's own policy: GPUs that run the same kernels may yet differ in the workspaces and the
+        scratch of those. One rehearsal serves all whose buffers are as many."""
+        policies = {gpu: policy_for(self.gpus[gpu], Software()) for _, gpus in asked for gpu in gpus}
         first, *further = dict.fromkeys(policies.values())
+        traces = self._own_traces(asked[0][0], first, further)
+        peaks: dict[tuple[int, bool], AllocatorPeaks] = {}
+        answers = []
+        for setup, gpus in asked:
+            trace, expandable = trace_under(setup, traces[first]), setup.expandable_segments
+            startup, seconds = self.startup.of(setup, trace), self.timer(trace)
+            figures = []
+            for gpu in gpus:
+                own = traces[policies[gpu]]
+                if (id(own), expandable) not in peaks:
+                    peaks[id(own), expandable] = _peaks_of(own, expandable=expandable)
+                replays = _Replays(own, {expandable: peaks[id(own), expandable]})
+                context, _ = context_of(self.gpus[gpu], Software(), trace)
+                one = _figures(replays, setup, context, seconds[gpu], startup)
+                figures.append(one._replace(peak_seconds=self._peak_seconds(gpu, trace)))
+            answers.append(figures)
+        return answers
+
+    def _own_traces(
+        self, setup: Setup, first: CudaPolicy, further: Sequence[CudaPolicy]
+    ) -> dict[CudaPolicy, Trace]:
+        """The whole trace by each of these policies, the same object where the buffers are the same."""
         module = self.job.model.module is not None  # whose code may ask for the GPU's capability
         plain, compared = as_rehearsed(setup), ComparedPolicy.of(first, () if module else further)
-        trace = trace_under(setup, rehearse(self.job, plain, compared))
-        startup, expandable = self.startup.of(setup, trace), setup.expandable_segments
-        seconds = self.timer(trace)
-        replays: dict[Hashable, _Replays] = {}
-        for policy in (first, *further):
-            sizes = {} if policy is first else compared.sizes.get(policy)
-            own = with_sizes(trace, sizes) if sizes is not None else rehearse(self.job, plain, policy)
-            key = policy if sizes is None else tuple(sizes.items())
-            if key not in replays:
-                replays[key] = _Replays(own, {expandable: _peaks_of(own, expandable=expandable)})
-            replays[policy] = replays[key]
-        return [
-            _figures(
-                replays[policy],
-                setup,
-                context_of(self.gpus[gpu], Software(), trace)[0],
-                seconds[gpu],
-                startup,
-            )._replace(peak_seconds=self._peak_seconds(gpu, trace))
-            for gpu, policy in policies.items()
-        ]
+        steady = step_key(plain) in self._steady
+        trace = rehearse(self.job, plain, compared, steady=steady)
+        traces, by_sizes = {first: trace}, dict[Hashable, Trace]()
+        for policy in further:
+            sizes = compared.sizes.get(policy)
+            if sizes is None:
+                traces[policy] = rehearse(self.job, plain, policy, steady=steady)
+                continue
+            key = tuple(sizes.items())
+            if key not in by_sizes:
+                by_sizes[key] = with_sizes(trace, sizes)
+            traces[policy] = by_sizes[key]
+        return traces
 
     def _peak_seconds(self, gpu: int, trace: Trace) -> float:
         device = self.gpus[gpu]
@@ -222,7 +238,10 @@ class Parts:
         passes = self._whole_passes(setup)
         key = ("update", update_key(setup), passes.gradients)
         update = self._remember(key, lambda: rehearse_update(self.job, setup, self.policy, passes.gradients))
-        return splice(passes, update, micro_batches=setup.micro_batches)
+        run = splice(passes, update, micro_batches=setup.micro_batches)
+        if run is not None:
+            self._steady.add(step_key(setup))
+        return run
 
     def _whole_passes(self, setup: Setup) -> Part:
         def make() -> Part:

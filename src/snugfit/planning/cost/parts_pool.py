@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 _Result = TypeVar("_Result")
 
 
-def load_ahead(job: Job, gpus: Sequence[Gpu | None], timer: Timer, workers: int) -> None:
-    """Has everything imported that the workers need, while this process does something else."""
+def load_ahead(job: Job, gpus: Sequence[Gpu | None], timer: object, workers: int) -> None:
+    """Has everything imported that the workers need, while this process does something else. `timer` is what
+    they will time steps with, or what that is made of."""
     modules = _preload(job)
     if workers > 1 and can_travel(job):
         start_fork_server(modules, for_what=(job, gpus, timer))

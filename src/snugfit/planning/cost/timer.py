@@ -93,6 +93,8 @@ class GpuTimers:
     def __init__(self, gpus: Iterable[Gpu]) -> None:
         self.rates: tuple[Rates, ...] = tuple(rates_for(gpu) for gpu in gpus)
         self._clocks = [KernelClock(rates) for rates in self.rates]
+        self._hosts = list(dict.fromkeys(rates.host for rates in self.rates))  # most GPUs have the same one
+        self._host_of = [self._hosts.index(rates.host) for rates in self.rates]
         self._wait_s = np.array([rates.host.wait for rates in self.rates])
         self._begin_s = np.array([rates.host.step for rates in self.rates])
         self._numbers: dict[Kernel, int] = {}
@@ -145,8 +147,8 @@ class GpuTimers:
             larger[:, :number] = self._table[:, :number]
             self._table = larger
         self._table[0, number] = [clock.seconds(kernel) for clock in self._clocks]
-        self._table[1, number] = [launch_seconds(kernel, rates.host) for rates in self.rates]
-        self._table[2, number] = [loader_seconds(kernel, rates.host) for rates in self.rates]
+        launches = [(launch_seconds(kernel, host), loader_seconds(kernel, host)) for host in self._hosts]
+        self._table[1:, number] = np.array(launches)[self._host_of].T
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ def plan_gpus(
     is kept no answer, each with the reason. Raises `UsageError` for what cannot be, and `SnugfitError` if no
     recipe of a space can be rehearsed.
     """
-    from snugfit.planning.cost.parts_pool import can_travel
+    from snugfit.planning.cost.parts_pool import can_travel, load_ahead
 
     refuse_bad_request(job, objective=objective, workers=workers)
     refuse_what_cannot_be_called(tell=tell)
@@ -89,6 +89,7 @@ def plan_gpus(
     fixed = kept_of(job, keep, free, start_of(start, 0))
     fixed.refuse()
     workers = min(2, os.cpu_count() or 1) if workers is None else workers
+    load_ahead(job, gpus, clock_of, workers)
     kinds, answers = kinds_of(gpus, fixed)
     margins = {gpu.key: headroom_of(headroom, gpu, one_of_many=True) for gpu in gpus if gpu.memory_bytes}
     side_by_side = min(workers, len(kinds)) if clock_of is None and can_travel(job) else 1
@@ -259,33 +260,39 @@ def _simulate_answers(space: Space, pool: WorkerPool, searches: Sequence[PerGpuS
     for search in searches:
         if search.answer() not in search.own:
             groups[search.answer()].append(search)
-    what = "simulating the answers in full"
-    tell(what)
     asked = {number: [search.index for search in group] for number, group in groups.items()}
-    own = _whole(space, pool, asked, Progress(what, len(asked), tell))
+    own = _whole(space, pool, asked, "simulating the answers in full", tell)
     unlike = [
         number
         for number, group in groups.items()
         if not all(s.may_be_own(number, figures) for s, figures in zip(group, own[number], strict=True))
     ]
-    what = "simulating answers on the GPU that takes least"
-    by_search = _whole(space, pool, {key: [0] for key in unlike}, Progress(what, len(unlike), tell))
+    again = "simulating answers on the GPU that takes least"
+    by_search = _whole(space, pool, {number: [0] for number in unlike}, again, tell)
     for number, group in groups.items():
         for search, figures in zip(group, own[number], strict=True):
             search.set_own(number, figures, *by_search.get(number, ()))
 
 
 def _whole(
-    space: Space, pool: WorkerPool, asked: Mapping[int, Sequence[int]], progress: Progress
+    space: Space, pool: WorkerPool, asked: Mapping[int, Sequence[int]], what: str, tell: Tell
 ) -> dict[int, list[Figures]]:
-    """What these candidates take, simulated in full, each on these of the GPUs."""
+    """What these candidates take, simulated in full, each on these of the GPUs; those of one trace share a
+    rehearsal."""
+    by_trace: dict[int, list[int]] = defaultdict(list)
+    for number in asked:
+        by_trace[space.candidates[number].trace].append(number)
     questions = (
-        Question(number, "whole", (space.candidates[number].setup, gpus)) for number, gpus in asked.items()
+        Question(trace, "whole", ([(space.candidates[number].setup, asked[number]) for number in numbers],))
+        for trace, numbers in by_trace.items()
     )
+    if asked:
+        tell(what)
+    progress = Progress(what, len(by_trace), tell)
     whole: dict[int, list[Figures]] = {}
-    for number, answer in pool.answers_to(questions):
+    for trace, answer in pool.answers_to(questions):
         progress.step()
         if isinstance(answer, SnugfitError):
             raise answer
-        whole[number] = answer
+        whole.update(zip(by_trace[trace], answer, strict=True))
     return whole

@@ -98,6 +98,8 @@ class RecomputingKinds:
         """Kinds of passes that were rehearsed."""
         self._no_better: dict[int, list[tuple[int, int]]] = {}
         """Of kinds that were left out, some candidates with their twins."""
+        self._least_known: dict[int, OnGpus] = {}
+        """Of candidates that were asked about since anything was learned, the least that they take."""
         self._has_twins = True
         """Whether no kind was better yet than the twin that it was left out for."""
         for number, candidate in enumerate(self.space.candidates):
@@ -188,6 +190,7 @@ class RecomputingKinds:
             state.bounds |= {number: bounds[index] for number, bounds in screening.bounds.items()}
             state.excluded += screening.excluded
             state.kinds += len(kinds)
+        self._least_known.clear()
 
     def add_others(self) -> None:
         """Gives the candidates that recompute nothing their lower bounds."""
@@ -200,6 +203,12 @@ class RecomputingKinds:
         self.screen(lambda number, least: number in asked and least[0].seconds <= most_seconds)
 
     def _least(self, number: int) -> OnGpus:
+        """The least that is known of a candidate that was not looked at; each round asks several times."""
+        if number not in self._least_known:
+            self._least_known[number] = self._least_of(number)
+        return self._least_known[number]
+
+    def _least_of(self, number: int) -> OnGpus:
         without, least = self._without[number], [NOTHING] * len(self.states)
         if without is not None and self._is_known(without):
             least = [Bound(b.resting_bytes, b.seconds * (1 - CACHE_SHARE)) for b in self._bounds(without)]

@@ -40,13 +40,16 @@ class ShortRun(NamedTuple):
     steps: int
 
 
-def short_run(job: Job, setup: Setup, steps: int) -> ShortRun | None:
-    """The run that stands for one of many micro-batches, with micro-batches of the same size; None where
-    there are few of them, so that a third step costs no more than writing it again."""
-    if setup.micro_batches <= RECORDED_MICRO_BATCHES or job.model.module is not None:
+def short_run(job: Job, setup: Setup, steps: int, *, steady: bool = False) -> ShortRun | None:
+    """The run that stands for one of many micro-batches, with micro-batches of the same size. None where
+    there are few of them, unless the steps are known to be `steady`: a run that turns out not to be is
+    recorded once more, in full."""
+    many = setup.micro_batches > RECORDED_MICRO_BATCHES
+    if job.model.module is not None or not (many or (steady and steps > RECORDED_STEPS)):
         return None
-    small = replace(job, batch_size=job.batch_size // setup.micro_batches * RECORDED_MICRO_BATCHES)
-    return ShortRun(small, replace(setup, micro_batches=RECORDED_MICRO_BATCHES), min(steps, RECORDED_STEPS))
+    count = min(setup.micro_batches, RECORDED_MICRO_BATCHES)
+    small = replace(job, batch_size=job.batch_size // setup.micro_batches * count)
+    return ShortRun(small, replace(setup, micro_batches=count), min(steps, RECORDED_STEPS))
 
 
 class Piece(NamedTuple):
