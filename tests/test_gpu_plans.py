@@ -42,7 +42,7 @@ from snugfit.planning.search.state import SearchState
 from snugfit.prediction.device import common_policy, policy_for
 from snugfit.prediction.predict import predict
 from snugfit.prediction.profile import Software
-from snugfit.prediction.worker_pool import WorkerPool
+from snugfit.prediction.worker_pool import SpareProcesses, WorkerPool
 from snugfit.rehearsal.device.policy import ComparedPolicy, PoliciesDiffer
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import Kernel, Trace, Work
@@ -537,7 +537,11 @@ def test_kinds_of_gpus_are_answered_in_order_and_split_where_they_differ() -> No
 
     for side_by_side in (1, 2):
         said: list[str] = []
-        found = search_kinds(search, kinds, workers=2, side_by_side=side_by_side, tell=said.append)
+        spare = SpareProcesses()
+        found = search_kinds(
+            search, kinds, workers=2, side_by_side=side_by_side, spare=spare, tell=said.append
+        )
+        assert spare.take() == (side_by_side > 1), "no kind is left to begin"
         assert found == [[gpu.key] for kind in kinds for gpu in kind]
         assert len(said) == 3
         assert all("of 2 (1 GPUs): searching" in one for one in said)
@@ -555,4 +559,4 @@ def test_a_search_ends_where_one_beside_it_failed() -> None:
             tell("still searching")
 
     with pytest.raises(SnugfitError, match="no recipe"):
-        search_kinds(search, kinds, workers=2, side_by_side=2, tell=lambda what: None)
+        search_kinds(search, kinds, workers=2, side_by_side=2, spare=SpareProcesses(), tell=lambda what: None)

@@ -3,13 +3,15 @@ traceback."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import time
 
 import pytest
 
 from snugfit.errors import JobError
-from snugfit.prediction.worker_pool import map_in_processes
+from snugfit.prediction.worker_pool import Question, SpareProcesses, map_in_processes, worker_pool
 
 
 def halve(number: int) -> int:
@@ -33,6 +35,31 @@ def test_items_come_in_order_until_one_cannot_be_answered(workers: int) -> None:
 def test_a_bug_in_a_worker_shows_its_own_traceback() -> None:
     with pytest.raises(RuntimeError, match="KeyError"):
         list(map_in_processes(halve, [1, -1], workers=2))
+
+
+class Slow:
+    """Says which process it is in, a moment later."""
+
+    def process(self) -> int:
+        time.sleep(0.2)
+        return os.getpid()
+
+
+@pytest.mark.whole
+def test_a_process_that_became_spare_helps_where_that_is_allowed() -> None:
+    questions, spare = [Question(number, "process") for number in range(4)], SpareProcesses()
+    with worker_pool(Slow, workers=1, apart=True, spare=spare) as pool:
+
+        def processes(*, helped: bool) -> set[int]:
+            waiting = iter(questions)
+            return {answer.value for answer in pool.answers(lambda _: next(waiting, None), helped=helped)}
+
+        own = processes(helped=True)
+        assert len(own) == 1
+        spare.give()
+        assert processes(helped=False) == own
+        assert len(processes(helped=True)) == 2
+        assert not spare.take(), "it was taken once"
 
 
 @pytest.mark.whole

@@ -110,19 +110,39 @@ class _Worker:
             self.process.join()
 
 
+class SpareProcesses:
+    """How many processes some pools side by side may start beside their own, once another pool has ended."""
+
+    def __init__(self) -> None:
+        self._spare = threading.Semaphore(0)
+
+    def give(self) -> None:
+        """There is one more."""
+        self._spare.release()
+
+    def take(self) -> bool:
+        """Whether there was one; then there is one less."""
+        return self._spare.acquire(blocking=False)
+
+
 class WorkerPool:
-    """Workers, each a process or an object in this one, each doing one thing at a time."""
+    """Workers, each a process or an object in this one, each doing one thing at a time. `another` starts a
+    helper, where there may be one by now."""
 
-    def __init__(self, workers: Sequence[Any]) -> None:
-        self.workers = workers
+    def __init__(self, workers: Sequence[Any], another: Callable[[], _Worker | None] = lambda: None) -> None:
+        self.workers, self._another = workers, another
+        self._helpers: list[_Worker] = []
 
-    def answers(self, ask: Callable[[int], Question | None]) -> Iterator[Answer]:
+    def answers(self, ask: Callable[[int], Question | None], *, helped: bool = False) -> Iterator[Answer]:
         """Asks whatever `ask(worker)` gives whenever that worker is free, until it gives None to all; yields
-        each answer as it comes."""
+        each answer as it comes. `helped` is for questions of which it does not matter which are answered side
+        by side: helpers are asked too."""
         busy: dict[Any, _Worker] = {}
         while True:
             at_once: list[Answer] = []
-            for number, worker in enumerate(self.workers):
+            if helped and (helper := self._another()) is not None:
+                self._helpers.append(helper)
+            for number, worker in enumerate([*self.workers, *(self._helpers if helped else ())]):
                 if worker in busy.values() or (question := ask(number)) is None:
                     continue
                 if isinstance(worker, _Worker):
@@ -137,25 +157,37 @@ class WorkerPool:
                 yield busy.pop(connection).receive()
 
     def answers_to(self, questions: Iterable[Question]) -> Iterator[Answer]:
-        """The answers to these questions as they come; each goes to the next free worker."""
+        """The answers to these questions as they come; each goes to the next free worker or helper."""
         waiting = iter(questions)
-        return self.answers(lambda worker: next(waiting, None))
+        return self.answers(lambda worker: next(waiting, None), helped=True)
 
 
 @contextmanager
 def worker_pool(
-    make: Callable[[], Any], *, workers: int, preload: Sequence[str] = (), apart: bool = False
+    make: Callable[[], Any],
+    *,
+    workers: int,
+    preload: Sequence[str] = (),
+    apart: bool = False,
+    spare: SpareProcesses | None = None,
 ) -> Iterator[WorkerPool]:
     """So many processes, each with what `make` gives there; or that object here, where `make` cannot be
     pickled, or one is enough and need not work `apart`. `preload` names further modules that the fork server
-    imports."""
+    imports. Helpers are started as far as processes are `spare`."""
     if (workers <= 1 and not apart) or not is_picklable(make):
         yield WorkerPool([make()])
         return
     context = _context(preload)
     processes = [_Worker(context, make) for _ in range(workers)]
+
+    def another() -> _Worker | None:
+        if spare is None or not spare.take():
+            return None
+        processes.append(_Worker(context, make))
+        return processes[-1]
+
     try:
-        yield WorkerPool(processes)
+        yield WorkerPool(processes[:], another)
     except BaseException:
         for worker in processes:
             worker.process.terminate()

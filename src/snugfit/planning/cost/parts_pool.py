@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from snugfit.planning.cost.figures import BelowLowerBound
 from snugfit.planning.cost.startup_share import ENDLESS
-from snugfit.prediction.worker_pool import WorkerPool, start_fork_server, worker_pool
+from snugfit.prediction.worker_pool import SpareProcesses, WorkerPool, start_fork_server, worker_pool
 
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
@@ -43,12 +43,13 @@ def parts_pool(
     shallow: bool,
     run: PlannedRun = ENDLESS,
     apart: bool = False,
+    spare: SpareProcesses | None = None,
 ) -> Iterator[WorkerPool]:
     """So many workers with parts of this job in each; a single one is in this process unless it works
-    `apart`."""
+    `apart`. `spare` are those that may help later."""
     make, modules = partial(_parts, job, gpus, timer, shallow=shallow, run=run), _preload(job)
     workers = workers if can_travel(job) else 1
-    with worker_pool(make, workers=workers, preload=modules, apart=apart) as pool:
+    with worker_pool(make, workers=workers, preload=modules, apart=apart, spare=spare) as pool:
         yield pool
 
 
@@ -62,11 +63,14 @@ def with_pool(
     run: PlannedRun,
     tell: Callable[[str], None],
     apart: bool = False,
+    spare: SpareProcesses | None = None,
 ) -> _Result:
     """What `search` finds with models of few layers, where those tell about the whole one; else with whole
     models."""
     for shallow in (True, False):
-        with parts_pool(job, gpus, timer, workers=workers, shallow=shallow, run=run, apart=apart) as pool:
+        with parts_pool(
+            job, gpus, timer, workers=workers, shallow=shallow, run=run, apart=apart, spare=spare
+        ) as pool:
             try:
                 return search(pool)
             except BelowLowerBound:

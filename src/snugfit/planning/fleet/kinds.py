@@ -1,7 +1,8 @@
 """Kinds of GPUs: those that one search may serve, and the searches of several kinds side by side.
 
 Searches of two kinds share nothing, so each has a worker of its own where there are as many: two workers of
-one search wait for each other, and rehearse some updates twice.
+one search wait for each other, and rehearse some updates twice. Once there are fewer kinds than workers, the
+one that is left over helps where the answers do not depend on it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
     from snugfit.planning.keep import Kept
     from snugfit.planning.search.progress import Tell
+    from snugfit.prediction.worker_pool import SpareProcesses
 
 _Answer = TypeVar("_Answer")
 
@@ -75,10 +77,12 @@ def search_kinds(
     *,
     workers: int,
     side_by_side: int,
+    spare: SpareProcesses,
     tell: Tell,
 ) -> list[_Answer]:
     """What `search` gives for each of these kinds, in order, so many `side_by_side` and each with its share
-    of the `workers`; a kind that turns out to be several is searched as those."""
+    of the `workers`, which becomes `spare` when no kind is left to begin; a kind that turns out to be several
+    is searched as those."""
     begun, done, began, stopped = 0, 0, time.monotonic(), threading.Event()
 
     def tell_for(gpus: int) -> Tell:
@@ -106,6 +110,8 @@ def search_kinds(
         begun += 1
         known = list(answers(kind))
         done += 1
+        if begun == len(kinds) and side_by_side > 1:
+            spare.give()
         return known
 
     if side_by_side <= 1:

@@ -38,7 +38,7 @@ from snugfit.prediction.headroom import headroom_of
 from snugfit.prediction.profile import Software, installed_versions
 from snugfit.prediction.rates import rates_for
 from snugfit.prediction.startup import STARTUP_RATES, StartupRates
-from snugfit.prediction.worker_pool import Question, WorkerPool
+from snugfit.prediction.worker_pool import Question, SpareProcesses, WorkerPool
 from snugfit.techniques.technique import Fidelity
 
 if TYPE_CHECKING:
@@ -93,13 +93,15 @@ def plan_gpus(
     kinds, answers = kinds_of(gpus, fixed)
     margins = {gpu.key: headroom_of(headroom, gpu, one_of_many=True) for gpu in gpus if gpu.memory_bytes}
     side_by_side = min(workers, len(kinds)) if clock_of is None and can_travel(job) else 1
+    spare = SpareProcesses()
 
     def search(kind: Sequence[Gpu], workers: int, tell: Tell) -> _KindAnswer:
+        beside = spare if side_by_side > 1 else None
         return _search_kind(
-            job, kind, margins, fidelity, fixed, objective, clock_of, workers, side_by_side > 1, run, tell
+            job, kind, margins, fidelity, fixed, objective, clock_of, workers, beside, run, tell
         )
 
-    searched = search_kinds(search, kinds, workers=workers, side_by_side=side_by_side, tell=tell)
+    searched = search_kinds(search, kinds, workers=workers, side_by_side=side_by_side, spare=spare, tell=tell)
     answers |= {on_gpu.key: on_gpu for answer in searched for on_gpu in answer.on_gpus}
     return GpuPlans(
         job=job,
@@ -135,13 +137,13 @@ def _search_kind(
     objective: str,
     clock_of: ClockOf | None,
     workers: int,
-    apart: bool,
+    spare: SpareProcesses | None,
     run: PlannedRun,
     tell: Tell,
 ) -> _KindAnswer:
     """The answers for GPUs of one kind. The one that takes the least scratch goes first: the rehearsals are
-    by its policy. `headroom` is what each leaves free, in bytes by key; a worker works
-    `apart` where other kinds are searched beside it."""
+    by its policy. `headroom` is what each leaves free, in bytes by key; where other kinds are searched beside
+    it, a worker works apart, and processes become `spare`."""
     from snugfit.planning.cost.parts_pool import with_pool
 
     gpus = sorted(gpus, key=lambda gpu: policy_for(gpu, Software()).scratch_size)
@@ -154,7 +156,8 @@ def _search_kind(
         answers = [_on_gpu(search, job, timed=clock_of is None) for search in searches]
         return _KindAnswer(answers, searches[0].state.counts())
 
-    return with_pool(answer, job, gpus, timer, workers=workers, run=run, apart=apart, tell=tell)
+    apart = spare is not None
+    return with_pool(answer, job, gpus, timer, workers=workers, run=run, apart=apart, spare=spare, tell=tell)
 
 
 def _smallest(objective: str, timer: Timer, gpus: int) -> list[bool]:

@@ -49,7 +49,7 @@ def screen(
         index = waiting.pop() if worker % 2 else waiting.popleft()
         return Question(index, "screen", ([space.candidates[number].setup for number in order[index]],))
 
-    for index, answer in pool.answers(ask):
+    for index, answer in pool.answers(ask, helped=True):
         progress.step()
         if isinstance(answer, SnugfitError):
             screening.excluded.append(exclusion(space, order[index], answer))
