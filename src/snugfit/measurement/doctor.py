@@ -92,7 +92,7 @@ class Doctor:
     gpus: tuple[GpuStatus, ...]
     """All of the machine, in the order of the PCI bus, whatever CUDA_VISIBLE_DEVICES shows."""
     spills: str | None = None
-    """What the driver does with memory that the GPU lacks, where that is to go on in the host's; else None."""
+    """What the driver does when the GPU is full, where it goes on in the host's memory; else None."""
     visible_devices: str | None
     """CUDA_VISIBLE_DEVICES; None when it is not set."""
 

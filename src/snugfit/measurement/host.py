@@ -73,8 +73,8 @@ def spill_to_host(system: str | None = None, release: str | None = None) -> str 
     if system != "Windows" and "microsoft" not in release.lower():
         return None
     return (
-        "under Windows and WSL the driver may move GPU memory into the host's memory instead of refusing it: a "
-        "run that does not fit becomes many times slower and does not fail. NVIDIA's control panel has a "
+        "under Windows and WSL the driver may move GPU memory into the host's memory instead of refusing it: "
+        "a run that does not fit becomes many times slower and does not fail. NVIDIA's control panel has a "
         "switch, CUDA - Sysmem Fallback Policy (Prefer No Sysmem Fallback)"
     )
 
