@@ -18,17 +18,21 @@ Three things would go wrong silently:
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from snugfit.errors import RehearsalError
 from snugfit.rehearsal.compiled.lowering import joint_passes_on_the_cpu, lower
 from snugfit.rehearsal.compiled.program import load
+from snugfit.rehearsal.device.autocast import SWITCH
 from snugfit.step import compiling
 
 if TYPE_CHECKING:
+    import torch
+
     from snugfit.rehearsal.device.policy import Policy
     from snugfit.rehearsal.record.recorder import Recorder
 
@@ -45,12 +49,15 @@ _HOOKS = ("_global_forward_pre_hooks", "_global_forward_hooks", "_global_forward
 class _Program:
     """What was made of one graph."""
 
-    text: str
-    strides: list[tuple[int, ...] | None] = field(default_factory=list)
+    call: Callable[[list[Any]], Any]
+    strides: list[tuple[int, ...] | None]
 
 
 _PROGRAMS: dict[Any, _Program] = {}
 """By graph and policy: a planner's rehearsals share them."""
+
+_GRAPHS: dict[Any, Any] = {}
+"""What runs a graph as Dynamo traced it, forward and backward; likewise."""
 
 
 class Compiler:
@@ -104,29 +111,54 @@ class Compiler:
                 one.update(was)
 
     def _backend(self, graph: Any, inputs: Sequence[Any]) -> Any:
+        """What runs a graph that Dynamo traced, from memory where this process has made it before."""
         from torch._inductor import compile_fx as fx
 
+        key = (
+            None if list(graph.children()) else (self._policy, graph.code, _surroundings(), _shape_of(inputs))
+        )
+        if key is not None and key in _GRAPHS:
+            return _GRAPHS[key]
         with joint_passes_on_the_cpu():
-            return fx.compile_fx(graph, inputs, inner_compile=self._make)
+            compiled = fx.compile_fx(graph, inputs, inner_compile=self._make)
+        if key is not None:
+            _GRAPHS[key] = compiled
+        return compiled
 
     def _make(self, graph: Any, inputs: Sequence[Any], **options: Any) -> Any:
         key = (self._policy, *_key_of(graph, options))
         program = _PROGRAMS.get(key)
         if program is None:
-            program = _PROGRAMS[key] = _Program("")
-            program.text = lower(
-                graph, inputs, self._policy, lambda outs: program.strides.extend(_strides(outs)), **options
-            )
+            strides: list[tuple[int, ...] | None] = []
+            text = lower(graph, inputs, self._policy, lambda outs: strides.extend(_strides(outs)), **options)
+            program = _PROGRAMS[key] = _Program(load(text, _launch), strides)
         _tell_strides(program.strides)
-        call = load(program.text, self._recorder.launch)
+        call = program.call
 
         def run(arguments: list[Any]) -> Any:
-            self._run += 1
-            with self._recorder.program():
+            now = _NOW[-1]
+            now._run += 1
+            with now._recorder.program():
                 return call(arguments)
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
+
+
+_NOW: list[Compiler] = []
+"""Whose rehearsal runs: programs outlive the one that made them."""
+
+
+def _launch(name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
+    _NOW[-1]._recorder.launch(name, reads, writes)
+
+
+def _surroundings() -> tuple[Any, ...]:
+    """What AOTAutograd asks of the process beside the graph."""
+    import torch
+
+    switch = torch.is_autocast_enabled(SWITCH), torch.get_autocast_dtype(SWITCH)
+    return *switch, torch.is_autocast_cache_enabled(), torch.is_grad_enabled()
 
 
 @contextlib.contextmanager
@@ -141,14 +173,17 @@ def compiled_layers(policy: Policy, recorder: Recorder) -> Iterator[None]:
     compiler = Compiler(policy, recorder, eval_frame._callback_from_stance)
     torch._dynamo.reset()
     forget_traced_kernels()
+    _NOW.append(compiler)
     try:
         with (
+            patch.dict(os.environ, {"TORCHDYNAMO_DISABLE": "0"}),  # which a planner's workers set
             patch.object(compiling, "compiled_function", compiler.compiled_function),
             functorch.patch(enable_autograd_cache=False),
             torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=64),
         ):
             yield
     finally:
+        _NOW.pop()
         torch._dynamo.reset()
         forget_traced_kernels()
 
@@ -174,7 +209,8 @@ def _shape_of(value: Any) -> Any:
     import torch
 
     if isinstance(value, torch.Tensor):
-        return tuple(value.shape), value.stride(), value.dtype
+        kind = type(value) is torch.nn.Parameter, value.requires_grad, value.is_leaf
+        return tuple(value.shape), value.stride(), value.dtype, value.storage_offset(), *kind
     return tuple(map(_shape_of, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
