@@ -486,7 +486,7 @@ def bad() -> Iterator[tuple[str, dict[str, object], type[SnugfitError], str]]:
     yield "memory", {"memory_bytes": 0}, UsageError, "memory_bytes"
     yield "text as memory", {"memory_bytes": "8GiB"}, UsageError, "8GiB"
     yield "gpu", {"gpu": "rtx 9999"}, GpuError, "RTX"
-    yield "no gpu", {"gpu": None}, UsageError, "--gpu"
+    yield "no gpu", {"gpu": None}, UsageError, "gpu='h200'"
     yield "text as ranked", {"ranked": "3"}, UsageError, "'3'"
     yield "start", {"start": "bf61"}, UsageError, "bf16"
     yield "no recipe", {"start": 3}, UsageError, "start is 3"
