@@ -29,10 +29,11 @@ def test_a_misspelt_command_is_still_guessed(capsys: pytest.CaptureFixture[str])
         (["export", "--recipe", "bf16"], "Write the recipe without a flag: snugfit export RECIPE."),
         (["predict", "--model", "gpt2"], "Write the model without a flag: snugfit predict MODEL."),
         (["check", "--file", "a.json"], "Write the file without a flag: snugfit check FILE."),
+        (["predict", "gpt2", "--recipe", "adalomo"], "an update in the backward pass takes no micro-batches"),
         (["export", "bf16", "--recip"], "No such option: --recip. Try: snugfit export --help"),
     ],
 )
-def test_an_argument_written_as_an_option_is_said_to_be_none(
+def test_an_option_or_a_recipe_that_is_none_is_answered_with_why(
     words: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(words) == 2
